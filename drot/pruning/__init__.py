@@ -1,0 +1,16 @@
+"""Pruning of one weight: pure tensor functions."""
+
+from drot.pruning.magnitude import prune_magnitude
+from drot.pruning.masks import removed_mask
+from drot.pruning.outcome import PruneOutcome, output_error
+from drot.pruning.sparsegpt import prune_sparsegpt
+from drot.pruning.wanda import prune_wanda
+
+__all__ = [
+    "PruneOutcome",
+    "output_error",
+    "prune_magnitude",
+    "prune_sparsegpt",
+    "prune_wanda",
+    "removed_mask",
+]

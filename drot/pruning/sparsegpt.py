@@ -1,0 +1,101 @@
+"""SparseGPT (Frantar & Alistarh 2023): prune column by column, let the rest make up for it."""
+
+import torch
+from torch import Tensor
+
+from drot.config import Sparsity
+from drot.errors import UserError
+from drot.ops.sparsegpt_sweep import sparsegpt_sweep_ref as sparsegpt_sweep
+from drot.pruning.masks import check_groups, removed_mask
+from drot.pruning.outcome import PruneOutcome, check_finite, output_error
+
+#: Where raising the damping ends. A positive semi-definite H plus its mean diagonal has a condition
+#: number of at most in + 1, which fp32 factorises, so a failure there is no lack of damping.
+MAX_DAMPING = 1.0
+#: What follows a damping of 0 that failed.
+FIRST_DAMPING = 1e-3
+
+
+def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The upper triangular U, diag(U) > 0, of (H + λ·mean(diag H)·I)^-1 = UᵀU, and the λ it took.
+
+    hessian: [n, n] fp32 or fp64, symmetric, diag(H) > 0. λ starts at `damping` and grows tenfold
+    while the Cholesky factorisation fails, up to MAX_DAMPING, then UserError.
+
+    With J the reversal of the order and J H J = L Lᵀ, U = J L^-1 J: one factorisation and one
+    triangular inverse, without the product H^-1 whose rounding makes a second factorisation fail.
+    """
+    columns = hessian.shape[0]
+    mean = hessian.diagonal().mean()
+    identity = torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
+    share = damping
+    while True:
+        damped = hessian.flip(0, 1)
+        damped.diagonal().add_(share * mean)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0:
+            upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+            if bool(torch.isfinite(upper).all()):
+                return upper, share
+        if share >= MAX_DAMPING:
+            raise UserError(
+                f"the Hessian of shape {list(hessian.shape)} has no Cholesky factor even with a damping of "
+                f"{share:g}: it must be symmetric and positive semi-definite; use more calibration "
+                "samples, or prune with wanda"
+            )
+        share = min(share * 10, MAX_DAMPING) if share else FIRST_DAMPING
+
+
+def prune_sparsegpt(
+    weight: Tensor, hessian: Tensor, sparsity: Sparsity, *, damping: float, block_size: int
+) -> PruneOutcome:
+    """SparseGPT of one weight.
+
+    weight: [out, in], any float dtype; hessian: [in, in] ∝ XᵀX, left as it is. Everything is
+    computed in fp32 (fp64 for an fp64 Hessian) and rounded once. damping: share of mean(diag H)
+    added to the diagonal; the outcome tells which share was used in the end. Columns whose input is
+    always 0 are set to 0.
+
+    n:m is chosen inside the sweep, from updated weights. A ratio removes of every block of
+    block_size columns the int(rows · columns · ratio) smallest (W_ij / U_jj)², ranked over all rows
+    as the block is reached. (The authors' code takes `score <= sorted[int(numel · ratio)]`, one
+    weight a block more; we take the number asked for.)
+    Raises UserError: values that are not finite, shapes that do not fit, `in` or block_size no
+    multiple of m, a Hessian that cannot be factorised.
+    """
+    columns = weight.shape[1]
+    if hessian.shape != (columns, columns):
+        raise UserError(
+            f"hessian must be [{columns}, {columns}] for a weight of shape {list(weight.shape)}, "
+            f"got {list(hessian.shape)}"
+        )
+    check_groups(weight.shape, sparsity)
+    if sparsity.structured and block_size < columns and block_size % sparsity.m:
+        raise UserError(f"block_size must be a multiple of m; got {block_size} and {sparsity}")
+    check_finite(weight, "weight")
+    check_finite(hessian, "hessian")
+
+    dtype = torch.promote_types(hessian.dtype, torch.float32)
+    work = weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    factor = hessian.to(dtype, copy=True)
+    dead = factor.diagonal() == 0
+    factor.diagonal().masked_fill_(dead, 1)
+    work.masked_fill_(dead, 0)
+    factor, damping = inverse_factor(factor, damping)
+
+    removed = torch.empty_like(work, dtype=torch.bool)
+    prune = sparsity.m - sparsity.n
+    for start in range(0, columns, block_size):
+        stop = min(start + block_size, columns)
+        block, block_factor = work[:, start:stop], factor[start:stop, start:stop]
+        chosen = None
+        if not sparsity.structured:
+            score = (block / block_factor.diagonal()) ** 2
+            chosen = removed_mask(score, sparsity, scope="matrix")
+        pruned, error, mask = sparsegpt_sweep(block, block_factor, chosen, prune, sparsity.m)
+        work[:, start:stop] = pruned
+        removed[:, start:stop] = mask
+        work[:, stop:].addmm_(error, factor[start:stop, stop:], alpha=-1)
+
+    result = work.to(weight.dtype)
+    return PruneOutcome(result, removed, damping, output_error(weight, result, hessian))

@@ -1,0 +1,37 @@
+"""Wanda (Sun et al. 2024): the smallest |W_ij| · ‖X_j‖ go, row by row."""
+
+import torch
+from torch import Tensor
+
+from drot.config import Sparsity
+from drot.errors import UserError
+from drot.pruning.masks import removed_mask
+from drot.pruning.outcome import PruneOutcome, check_finite, output_error
+
+
+def prune_wanda(
+    weight: Tensor, hessian_diag: Tensor, sparsity: Sparsity, *, hessian: Tensor | None = None
+) -> PruneOutcome:
+    """Removes the smallest |W_ij| · sqrt(H_jj) of each group (n:m) or of each row (ratio).
+
+    weight: [out, in], any float dtype; hessian_diag: [in], the diagonal of H ∝ XᵀX, so its root is
+    the norm of the input channel. The score is fp32 (fp64 where either is fp64). hessian [in, in]
+    serves the outcome's output error alone.
+    Raises UserError for values that are not finite or a diagonal below 0, and where m does not
+    divide `in`.
+    """
+    if hessian_diag.shape != weight.shape[1:]:
+        raise UserError(
+            f"hessian_diag must be [{weight.shape[1]}] for a weight of shape {list(weight.shape)}, "
+            f"got {list(hessian_diag.shape)}"
+        )
+    check_finite(weight, "weight")
+    check_finite(hessian_diag, "hessian_diag")
+    if bool((hessian_diag < 0).any()):
+        raise UserError("hessian_diag must not be below 0: give the diagonal of XᵀX")
+    dtype = torch.promote_types(torch.promote_types(weight.dtype, hessian_diag.dtype), torch.float32)
+    score = weight.to(dtype).abs() * hessian_diag.to(dtype).sqrt()
+    removed = removed_mask(score, sparsity, scope="row")
+    pruned = torch.where(removed, 0, weight)
+    error = None if hessian is None else output_error(weight, pruned, hessian)
+    return PruneOutcome(pruned, removed, output_error=error)
