@@ -1,0 +1,96 @@
+"""What is done to one decoder layer: its objective from the stream, and its pruning."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from drot.architectures import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
+from drot.calibration.stream import CalibrationStream
+from drot.config import PruningConfig, Recipe
+from drot.pruning import PruneOutcome, prune_magnitude, prune_sparsegpt, prune_wanda
+from drot.rotation.importance import layer_metrics
+from drot.rotation.objective import LayerObjective
+from drot.surgery.fold_norm import reset_norm
+from drot.surgery.rotate import folded_weights
+
+
+@torch.no_grad()
+def layer_objective(
+    layer: nn.Module,
+    index: int,
+    stream: CalibrationStream,
+    arch: Architecture,
+    shape: HeadShape,
+    recipe: Recipe,
+) -> tuple[LayerObjective, dict[str, float]]:
+    """The training problem of `layer` on `stream`, and the dampings that its metrics took.
+
+    The layer is left as it was; its norms are folded in a copy.
+    """
+    weights = folded_weights(layer, arch)
+    device = stream.hidden_states.device
+    method = recipe.pruning.method
+    hessians = {}
+    if method != "magnitude":
+        work = copy.deepcopy(layer)
+        linears = layer_linears(work, arch)
+        for role, linear in linears.items():
+            linear.weight.copy_(weights[role])
+        for path in (arch.attention_norm, arch.mlp_norm):
+            reset_norm(module_at(work, path), arch.norm_offset)
+        firsts = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
+        hessians = stream.hessians(work, index, firsts)
+    metrics = layer_metrics(
+        method,
+        hessians,
+        shape,
+        damping=recipe.pruning.damping,
+        reference_compat=recipe.rotation.reference_compat,
+        with_down=recipe.objective == "pruned",
+    )
+    objective = LayerObjective(
+        {role: weight.to(device) for role, weight in weights.items()},
+        metrics,
+        shape,
+        objective=recipe.objective,
+        sparsity=recipe.pruning.sparsity,
+        product_dtype=getattr(torch, recipe.rotation.product_dtype),
+    )
+    return objective, metrics.damping
+
+
+@torch.no_grad()
+def prune_layer(
+    layer: nn.Module, index: int, stream: CalibrationStream, arch: Architecture, config: PruningConfig
+) -> dict[str, dict[str, Any]]:
+    """Prunes the seven linears in place, each group on inputs that passed those pruned before it.
+
+    Returns role → sparsity, relative output error and damping, for the manifest.
+    """
+    linears, figures = layer_linears(layer, arch), {}
+    for roles in INPUT_GROUPS.values():
+        hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
+        for role in roles:
+            weight = linears[role].weight
+            outcome = _prune_weight(weight, hessian, config, f"layer {index}, {role}")
+            weight.copy_(outcome.weight)
+            figures[role] = {
+                "sparsity": float((weight == 0).float().mean()),
+                "output_error": outcome.output_error,
+                "damping": outcome.damping,
+            }
+    return figures
+
+
+def _prune_weight(
+    weight: torch.Tensor, hessian: torch.Tensor, config: PruningConfig, name: str
+) -> PruneOutcome:
+    if config.method == "magnitude":
+        return prune_magnitude(weight, config.sparsity, hessian=hessian)
+    if config.method == "wanda":
+        return prune_wanda(weight, hessian, config.sparsity)
+    return prune_sparsegpt(
+        weight, hessian, config.sparsity, damping=config.damping, block_size=config.block_size, name=name
+    )

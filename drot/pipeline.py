@@ -1,0 +1,359 @@
+"""`drot.prune`: drives one layer after the other; owns devices, progress, resume and the manifest."""
+
+import dataclasses
+import platform
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drot import checkpoint
+from drot.architectures import (
+    INPUT_GROUPS,
+    architecture_of,
+    decoder_layers,
+    head_shape,
+    layer_linears,
+    validate_model,
+)
+from drot.calibration.data import calibration_hash, load_calibration
+from drot.calibration.stream import CalibrationStream
+from drot.config import CalibrationConfig, Recipe
+from drot.errors import UserError
+from drot.invariance import check_layer, check_model
+from drot.layers import layer_objective, prune_layer
+from drot.progress import Progress, ProgressEvent, silent
+from drot.rotation.train import train_rotation
+from drot.surgery.residual import has_residual_rotation, set_boundary
+from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """model: the pruned model, on the CPU unless it came on a GPU; manifest: what drot.json holds;
+    out: where it was saved, None where it was not."""
+
+    model: nn.Module
+    manifest: dict[str, Any]
+    out: Path | None
+
+
+def prune(
+    model: str | Path | nn.Module,
+    recipe: Recipe | None = None,
+    *,
+    out: str | Path | None = None,
+    tokenizer: Any = None,
+    calibration: Tensor | None = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    resume: bool = False,
+    progress: Progress = silent,
+) -> PruneResult:
+    """Rotates and prunes a causal language model (paper, algorithm 1).
+
+    model: hub name, local folder, or a loaded model, which is then changed in place.
+    calibration: token ids [nsamples, seqlen] in place of the recipe's text source.
+    device: where a layer is worked on; the model itself stays where it was loaded.
+    dtype: of the weights; `auto` is the checkpoint's own on a GPU and float32 on a CPU.
+    out, resume: finished layers are kept in `<out>.partial`; resume=True goes on from there.
+
+    Raises UserError for a mistake in the input and InvarianceError if a rotation changed the
+    model's function; in both cases nothing is written to `out`.
+    """
+    recipe = recipe or Recipe()
+    out = None if out is None else Path(out)
+    if out is not None:
+        checkpoint.check_output(out)
+    elif resume:
+        raise UserError("resume needs out: the folder of the run that was interrupted")
+    target = checkpoint.pick_device(device)
+    source = str(model) if isinstance(model, str | Path) else getattr(model.config, "_name_or_path", "")
+    if isinstance(model, str | Path):
+        if dtype == "auto" and target.type == "cpu":
+            dtype = torch.float32
+        tokenizer = tokenizer or checkpoint.load_tokenizer(model)
+        model = checkpoint.load_model(model, dtype)
+    elif tokenizer is None and calibration is None:
+        raise UserError("a loaded model needs tokenizer=..., or calibration=... with token ids")
+    tokens = load_calibration(
+        recipe.calibration.source if calibration is None else calibration,
+        tokenizer,
+        **_calibration_options(recipe.calibration),
+    )
+    if calibration is not None:
+        recipe = dataclasses.replace(
+            recipe,
+            calibration=dataclasses.replace(
+                recipe.calibration, source="tensor", nsamples=tokens.shape[0], seqlen=tokens.shape[1]
+            ),
+        )
+    run = _Run(model, recipe, tokens, target, progress)
+    state = None
+    if out is not None:
+        state = checkpoint.RunState(out, run.identity(source), resume=resume)
+    manifest = run.execute(state) | {"base_model": source}
+    if out is not None and state is not None:
+        progress(ProgressEvent(phase="save"))
+        checkpoint.save_checkpoint(model, tokenizer, manifest, out)
+        state.discard()
+    return PruneResult(model, manifest, out)
+
+
+def _calibration_options(config: CalibrationConfig) -> dict[str, Any]:
+    options = dataclasses.asdict(config)
+    del options["source"]
+    return options
+
+
+class _Run:
+    """One call of `prune`: what all of its steps share."""
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, tokens: Tensor, device: torch.device, progress: Progress
+    ) -> None:
+        self.model, self.recipe, self.tokens = model, recipe, tokens
+        self.device, self.progress = device, progress
+        self.arch = architecture_of(model.config)
+        validate_model(model, self.arch)
+        self.shape = head_shape(model.config)
+        self.layers = decoder_layers(model, self.arch)
+        if any(has_residual_rotation(layer) for layer in self.layers):
+            raise UserError("this model was already rotated by drot: prune its dense original")
+        self.home = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.rotates = recipe.rotation.mode != "none"
+        self.seconds = dict.fromkeys(("check", "calibrate", "rotate", "prune"), 0.0)
+
+    def identity(self, source: str) -> dict[str, Any]:
+        """What must be equal for a run to be resumed."""
+        return {
+            "model": source,
+            "recipe": self.recipe.to_dict(),
+            "calibration": calibration_hash(self.tokens),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layers": len(self.layers),
+        }
+
+    def execute(self, state: checkpoint.RunState | None) -> dict[str, Any]:
+        """Prunes the model in place and returns its manifest."""
+        started = time.perf_counter()
+        rotations: list[LayerRotation] | None = None
+        records: list[dict[str, Any]] = []
+        error = None
+        if self.rotates:
+            if self._needs_dense_pass:
+                rotations, records = self._train_on_dense(state)
+            with _Clock(self, "check"):
+                error = check_model(
+                    self.model, self.arch, self.shape, self.tokens[:1], self.device, rotations
+                )
+        layers, rotations = self._prune_layers(state, rotations, records)
+        if self.rotates:
+            self._merge(rotations)
+        return self._manifest(layers, error, time.perf_counter() - started)
+
+    @property
+    def _needs_dense_pass(self) -> bool:
+        rotation = self.recipe.rotation
+        return rotation.mode == "shared" or rotation.hessians == "dense"
+
+    def _event(self, phase: str, index: int = 0, **rest: Any) -> None:
+        self.progress(ProgressEvent(phase=phase, layer=index, layers=len(self.layers), **rest))
+
+    # ---- rotations from one pass of the dense model -------------------------------------------
+
+    def _train_on_dense(
+        self, state: checkpoint.RunState | None
+    ) -> tuple[list[LayerRotation], list[dict[str, Any]]]:
+        """Rotations of all layers from the Hessians of the dense model, before anything is pruned."""
+        saved = state.load("rotations") if state else None
+        if saved is not None:
+            tensors, records = saved
+            count = len(self.layers)
+            return [LayerRotation(tensors[f"{i}.r1"], tensors[f"{i}.r2"]) for i in range(count)], records
+        shared = self.recipe.rotation.mode == "shared"
+        stream = CalibrationStream.embed(self.model, self.arch, self.tokens, self.device)
+        rotations, records, objectives = [], [], []
+        for index, layer in enumerate(self.layers):
+            layer.to(self.device)
+            self._event("calibrate", index)
+            with _Clock(self, "calibrate"):
+                objective, damping = layer_objective(layer, index, stream, self.arch, self.shape, self.recipe)
+                stream.advance(layer, index)
+            layer.to(self.home)
+            if shared:
+                objectives.append(objective)
+            else:
+                trained, record = self._train([objective], index)
+                rotations += trained
+                records.append(record | {"damping": damping})
+        if shared:
+            rotations, record = self._train(objectives, 0)
+            records = [record] + [{} for _ in self.layers][1:]
+        if state:
+            tensors = {f"{i}.r1": rotation.r1 for i, rotation in enumerate(rotations)}
+            tensors |= {f"{i}.r2": rotation.r2 for i, rotation in enumerate(rotations)}
+            # shared R1s are one tensor: safetensors wants a copy each
+            state.save("rotations", {key: value.clone() for key, value in tensors.items()}, records)
+        return rotations, records
+
+    def _train(self, objectives: list[Any], index: int) -> tuple[list[LayerRotation], dict[str, Any]]:
+        def on_step(step: int, steps: int, loss: float) -> None:
+            self._event("rotate", index, step=step, steps=steps, loss=loss)
+
+        with _Clock(self, "rotate"):
+            rotations, record = train_rotation(objectives, self.recipe.rotation, on_step)
+            entropies = {}
+            for name, rotation in (("before", None), ("after", rotations)):
+                entropies[f"entropy_{name}"] = sum(
+                    objective.entropy(rotation[i] if rotation else None)
+                    for i, objective in enumerate(objectives)
+                ) / len(objectives)
+        return rotations, dataclasses.asdict(record) | entropies
+
+    # ---- the pruning pass ----------------------------------------------------------------------
+
+    def _prune_layers(
+        self,
+        state: checkpoint.RunState | None,
+        rotations: list[LayerRotation] | None,
+        records: list[dict[str, Any]],
+    ) -> tuple[list[dict[str, Any]], list[LayerRotation]]:
+        stream = CalibrationStream.embed(self.model, self.arch, self.tokens, self.device)
+        figures, used = [], []
+        for index, layer in enumerate(self.layers):
+            layer.to(self.device)
+            saved = state.load(f"layer_{index:05d}") if state else None
+            if saved is not None:
+                rotation, record = self._restore(layer, saved)
+            else:
+                given = rotations[index] if rotations else None
+                trained = records[index] if rotations else {}
+                rotation, record = self._work_on(layer, index, stream, given, trained)
+                if state:
+                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation), record)
+            if rotation is not None:
+                stream.rotate(rotation.r1)
+            stream.advance(layer, index)
+            if rotation is not None:
+                stream.rotate(rotation.r1.T)
+                used.append(rotation)
+            layer.to(self.home)
+            figures.append(record)
+        return figures, used
+
+    def _work_on(
+        self,
+        layer: nn.Module,
+        index: int,
+        stream: CalibrationStream,
+        rotation: LayerRotation | None,
+        trained: dict[str, Any],
+    ) -> tuple[LayerRotation | None, dict[str, Any]]:
+        """Rotates and prunes one layer in place, on the stream that passed the pruned ones before it."""
+        started = time.perf_counter()
+        record: dict[str, Any] = {"layer": index}
+        if self.rotates:
+            if rotation is None:
+                self._event("calibrate", index)
+                with _Clock(self, "calibrate"):
+                    objective, damping = layer_objective(
+                        layer, index, stream, self.arch, self.shape, self.recipe
+                    )
+                found, trained = self._train([objective], index)
+                rotation, trained = found[0], trained | {"damping": damping}
+                with _Clock(self, "check"):
+                    trained["invariance_error"] = check_layer(
+                        layer, index, _float_sample(stream), self.arch, self.shape, rotation
+                    )
+            record["rotation"] = trained
+            rotate_layer(layer, self.arch, self.shape, rotation.to(self.device))
+            stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
+            stream.rotate(rotation.r1)
+        self._event("prune", index)
+        with _Clock(self, "prune"):
+            record["linears"] = prune_layer(layer, index, stream, self.arch, self.recipe.pruning)
+        record["seconds"] = time.perf_counter() - started
+        return rotation, record
+
+    def _restore(
+        self, layer: nn.Module, saved: tuple[dict[str, Tensor], dict[str, Any]]
+    ) -> tuple[LayerRotation | None, dict[str, Any]]:
+        tensors, record = saved
+        rotation = None
+        if self.rotates:
+            rotation = LayerRotation(tensors.pop("drot.r1"), tensors.pop("drot.r2"))
+        layer.load_state_dict(tensors)
+        return rotation, record
+
+    # ---- the ends ------------------------------------------------------------------------------
+
+    def _merge(self, rotations: list[LayerRotation]) -> None:
+        """Merges neighbouring R1s into one matrix a boundary, and the ends into embedding and head."""
+        rotate_ends(self.model, self.arch, rotations[0].r1, rotations[-1].r1)
+        if self.recipe.rotation.mode == "shared":
+            return  # every boundary is the identity: a stock architecture
+        for before, after, layer in zip(rotations, rotations[1:], list(self.layers)[1:], strict=False):
+            set_boundary(layer, before.r1, after.r1, self.dtype, self.home)
+        self.model.config.quantization_config = {"quant_method": "drot", "residual_rotation": True}
+
+    def _manifest(self, layers: list[dict[str, Any]], error: float | None, seconds: float) -> dict[str, Any]:
+        import transformers
+
+        from drot import __version__
+
+        zeros = total = 0
+        for layer in self.layers:
+            for linear in layer_linears(layer, self.arch).values():
+                zeros += int((linear.weight == 0).sum())
+                total += linear.weight.numel()
+        return {
+            "format_version": FORMAT_VERSION,
+            "versions": {
+                "drot": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "recipe": self.recipe.to_dict(),
+            "calibration": {"sha256": calibration_hash(self.tokens), "shape": list(self.tokens.shape)},
+            "stock_architecture": not self.rotates or self.recipe.rotation.mode == "shared",
+            "relative_logit_error": error,
+            "sparsity": zeros / total,
+            "seconds": {**self.seconds, "total": seconds},
+            "layers": layers,
+        }
+
+
+def _layer_tensors(layer: nn.Module, rotation: LayerRotation | None) -> dict[str, Tensor]:
+    tensors = dict(layer.state_dict())
+    if rotation is not None:
+        tensors |= {"drot.r1": rotation.r1, "drot.r2": rotation.r2}
+    return tensors
+
+
+def _float_sample(stream: CalibrationStream) -> CalibrationStream:
+    sample = stream.narrow(1)
+    sample.hidden_states = sample.hidden_states.float()
+    return sample
+
+
+class _Clock:
+    """Adds the seconds of a `with` block to one of the run's totals."""
+
+    def __init__(self, run: _Run, phase: str) -> None:
+        self._seconds, self._phase = run.seconds, phase
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._seconds[self._phase] += time.perf_counter() - self._started

@@ -1,0 +1,82 @@
+"""Importance scores under rotation (paper, appendix A), and the metric each linear needs for them.
+
+A score is s_ij = Y_ij² · f_j with Y the rotated weight and f the column factor: 1 (magnitude),
+(RᵀHR)_jj (Wanda) or 1 / (RᵀH⁻¹R)_jj (SparseGPT). Only the diagonal of the rotated matrix is ever
+needed: diag(RᵀMR) = colsum(R ∘ MR).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drot.architectures import INPUT_GROUPS, HeadShape
+from drot.calibration.hessian import damped_inverse
+
+
+@dataclass(frozen=True)
+class Metric:
+    """M of one distinct input and how its rotated diagonal q becomes the factor: q, or 1/q.
+
+    matrix: [in, in] for the inputs that R1 rotates, [heads, h, h] (the diagonal blocks) for o_proj,
+    [in] (the diagonal) for down_proj, whose input nothing rotates; None where every factor is 1.
+    """
+
+    matrix: Tensor | None
+    inverse: bool
+
+    def factor(self, q: Tensor) -> Tensor:
+        return 1.0 / q if self.inverse else q
+
+    def chain(self, grad_factor: Tensor, factor: Tensor) -> Tensor:
+        """Gradient in q from the gradient in the factor."""
+        return -grad_factor * factor * factor if self.inverse else grad_factor
+
+
+@dataclass(frozen=True)
+class LayerMetrics:
+    """Input group (architectures.INPUT_GROUPS) → Metric, and the dampings that were needed."""
+
+    metrics: dict[str, Metric]
+    damping: dict[str, float]
+
+
+def layer_metrics(
+    method: str,
+    hessians: dict[str, Tensor],
+    shape: HeadShape,
+    *,
+    damping: float,
+    reference_compat: bool = False,
+    with_down: bool = True,
+    dtype: torch.dtype = torch.float32,
+) -> LayerMetrics:
+    """The metrics of one layer from its four Hessians [in, in].
+
+    with_down=False skips down_proj, whose factor the entropy does not depend on (each column is
+    normalised by itself), and with it the inverse of the largest Hessian.
+    reference_compat: the paper's code adds the absolute damping a second time, onto the inverse.
+    """
+    metrics, used = {}, {}
+    for group in INPUT_GROUPS:
+        if method == "magnitude" or (group == "down" and not with_down):
+            metrics[group] = Metric(None, False)
+            continue
+        matrix = hessians[group]
+        if method == "sparsegpt":
+            inverted = damped_inverse(matrix, damping, name=f"the Hessian of the {group} input")
+            if reference_compat:
+                inverted.inverse.diagonal().add_(damping * matrix.diagonal().mean())
+            matrix, used[group] = inverted.inverse, inverted.damping
+        if group == "down":
+            matrix = matrix.diagonal().clone()
+        elif group == "o":
+            matrix = _diagonal_blocks(matrix, shape.heads, shape.head_dim)
+        metrics[group] = Metric(matrix.to(dtype), method == "sparsegpt")
+    return LayerMetrics(metrics, used)
+
+
+def _diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
+    """[count·size, count·size] → its diagonal blocks [count, size, size]."""
+    blocks = matrix.reshape(count, size, count, size)
+    return torch.stack([blocks[i, :, i, :] for i in range(count)])
