@@ -9,19 +9,28 @@ Gradients, with dY and df from the fused ops and q = diag(RᵀMR):
 right Y = W R: dR += Wᵀ dY + 2 (M R) diag(dq);  left Y = Rᵀ W: dR += W dYᵀ.
 """
 
-from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drot import ops
-from drot.architectures import HeadShape
+from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.config import Sparsity
-from drot.rotation.importance import LayerMetrics
-from drot.surgery.rotate import LayerRotation
+from drot.rotation.importance import LayerMetrics, Metric
+from drot.surgery.rotate import LayerRotation, rotate_heads_left, rotate_heads_right
 
 #: rows (columns for down_proj) of a weight that are rotated at a time, which bounds the memory
 CHUNK = 8192
+
+
+@dataclass
+class _Sums:
+    """What one evaluation adds up: loss, d loss/d R1, d loss/d R2."""
+
+    loss: Tensor
+    g1: Tensor
+    g2: Tensor
 
 
 class LayerObjective:
@@ -46,7 +55,10 @@ class LayerObjective:
         self.sparsity = sparsity
         self.dtype = product_dtype
         self.work = torch.promote_types(product_dtype, torch.float32)
-        self.metrics = metrics.metrics
+        self.metrics = {
+            group: Metric(None if m.matrix is None else m.matrix.to(product_dtype), m.inverse)
+            for group, m in metrics.metrics.items()
+        }
         self.weights = {role: weight.to(product_dtype).contiguous() for role, weight in weights.items()}
         self.hidden_size = weights["q_proj"].shape[1]
         self.device = weights["q_proj"].device
@@ -62,76 +74,77 @@ class LayerObjective:
 
     def value_and_grad(self, r1: Tensor, r2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """loss (0-dim), d loss/d r1 [d, d], d loss/d r2 [kv, h, h], in the work dtype."""
-        g1, g2 = torch.zeros_like(r1), torch.zeros_like(r2)
-        loss = r1.new_zeros(())
-        r1p, r2p = r1.to(self.dtype), r2.to(self.dtype)
-        for group, roles in (("attention", ("q_proj", "k_proj", "v_proj")), ("mlp", ("gate_proj", "up_proj"))):
-            metric = self.metrics[group]
-            factor = mr = dfactor = None
-            if metric.matrix is not None:
-                mr = metric.matrix.to(r1.dtype) @ r1 if self.dtype == self.work else (
-                    metric.matrix.to(self.dtype) @ r1p
-                ).to(self.work)
-                factor = metric.factor((r1 * mr).sum(0))
-                dfactor = torch.zeros_like(factor)
-            for role in roles:
-                for weight in self.weights[role].split(CHUNK) if role != "v_proj" else (self.weights[role],):
-                    y = weight @ r1p
-                    if role == "v_proj":
-                        z = y.reshape(self.shape.kv_heads, self.shape.head_dim, -1)
-                        y = torch.bmm(r2p.mT, z).reshape(y.shape)
-                    value, dy, df = self._fused(role, y, factor)
-                    if role == "v_proj":
-                        dyb = dy.reshape(z.shape)
-                        g2 += torch.bmm(z, dyb.mT)
-                        dy = torch.bmm(r2p, dyb).reshape(dy.shape)
-                    g1 += weight.T @ dy
-                    loss = loss + value
-                    if dfactor is not None:
-                        dfactor += df
-            if metric.matrix is not None:
-                g1 += 2 * mr * metric.chain(dfactor, factor)
-        loss = loss + self._output_projection(r1p, r2, r2p, g1, g2)
-        for columns, factor in self._down_chunks():
-            value, dy, _ = self._fused("down_proj", r1p.T @ columns, factor)
-            g1 += columns @ dy.T
-            loss = loss + value
-        return loss, g1, g2
+        sums = _Sums(r1.new_zeros(()), torch.zeros_like(r1), torch.zeros_like(r2))
+        for group in ("attention", "mlp"):
+            self._right_group(group, r1, r2, sums)
+        self._output_projection(r1, r2, sums)
+        self._down_projection(r1, sums)
+        return sums.loss, sums.g1, sums.g2
 
     def value(self, r1: Tensor, r2: Tensor) -> Tensor:
+        """The loss alone."""
         return self.value_and_grad(r1, r2)[0]
 
-    def _output_projection(self, r1p: Tensor, r2: Tensor, r2p: Tensor, g1: Tensor, g2: Tensor) -> Tensor:
-        """o_proj: Y = R1ᵀ W blockdiag(R2); adds its gradients to g1 and g2, returns its loss."""
+    def _right_group(self, group: str, r1: Tensor, r2: Tensor, sums: "_Sums") -> None:
+        """The linears behind one norm: Y = W R1, and for v_proj blockdiag(R2)ᵀ W R1."""
+        metric, r1p, r2p = self.metrics[group], r1.to(self.dtype), r2.to(self.dtype)
+        factor = dfactor = mr = None
+        if metric.matrix is not None:
+            mr = (metric.matrix @ r1p).to(self.work)
+            factor = metric.factor((r1 * mr).sum(0))
+            dfactor = torch.zeros_like(factor)
+        for role in INPUT_GROUPS[group]:
+            # v_proj's rows stay together: it is normalised by columns as well, and small
+            rows = self.weights[role].shape[0] if role == "v_proj" else CHUNK
+            for weight in self.weights[role].split(rows):
+                z = y = weight @ r1p
+                if role == "v_proj":
+                    y = rotate_heads_left(z, r2p)
+                value, dy, df = self._fused(role, y, factor)
+                if role == "v_proj":
+                    heads = (self.shape.kv_heads, self.shape.head_dim, -1)
+                    sums.g2 += torch.bmm(z.reshape(heads), dy.reshape(heads).mT)
+                    dy = rotate_heads_left(dy, r2p.mT)
+                sums.loss += value
+                sums.g1 += weight.T @ dy
+                if dfactor is not None:
+                    dfactor += df
+        if mr is not None:
+            sums.g1 += 2 * mr * metric.chain(dfactor, factor)
+
+    def _output_projection(self, r1: Tensor, r2: Tensor, sums: "_Sums") -> None:
+        """o_proj: Y = R1ᵀ W blockdiag(R2); of M only the diagonal head blocks [heads, h, h] count."""
         weight, metric, shape = self.weights["o_proj"], self.metrics["o"], self.shape
-        d, kv, group, h = weight.shape[0], shape.kv_heads, shape.group, shape.head_dim
+        r1p, r2p = r1.to(self.dtype), r2.to(self.dtype)
+        grouped = (weight.shape[0], shape.kv_heads, shape.group, shape.head_dim)
         factor = mr = None
         if metric.matrix is not None:
-            blocks = metric.matrix.to(self.work).reshape(kv, group, h, h)
-            mr = blocks @ r2[:, None]
-            factor = metric.factor((r2[:, None] * mr).sum(2)).reshape(-1)
-        u = (r1p.T @ weight).reshape(d, kv, group, h)
-        y = torch.einsum("dkgh,khj->dkgj", u, r2p).reshape(weight.shape)
-        value, dy, dfactor = self._fused("o_proj", y, factor)
-        dyb = dy.reshape(u.shape)
-        g2 += torch.einsum("dkgh,dkgj->khj", u, dyb)
-        if metric.matrix is not None:
-            dq = metric.chain(dfactor, factor).reshape(kv, group, 1, h)
-            g2 += (2 * mr * dq).sum(1)
-        du = torch.einsum("dkgj,khj->dkgh", dyb, r2p).reshape(weight.shape)
-        g1 += weight @ du.T
-        return value
+            mr = (metric.matrix.unflatten(0, (shape.kv_heads, shape.group)) @ r2p[:, None]).to(self.work)
+            factor = metric.factor((r2[:, None] * mr).sum(2).flatten())
+        u = r1p.T @ weight
+        value, dy, dfactor = self._fused("o_proj", rotate_heads_right(u, r2p, shape.group), factor)
+        sums.loss += value
+        sums.g1 += weight @ rotate_heads_right(dy, r2p.mT, shape.group).T
+        sums.g2 += torch.einsum("dkgh,dkgj->khj", u.reshape(grouped), dy.reshape(grouped))
+        if mr is not None:
+            dq = metric.chain(dfactor, factor).reshape(shape.kv_heads, shape.group, 1, shape.head_dim)
+            sums.g2 += (2 * mr * dq).sum(1)
 
-    def _down_chunks(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        weight, metric = self.weights["down_proj"], self.metrics["down"]
+    def _down_projection(self, r1: Tensor, sums: "_Sums") -> None:
+        """down_proj: Y = R1ᵀ W, with a factor that no rotation changes."""
+        weight, metric, r1p = self.weights["down_proj"], self.metrics["down"], r1.to(self.dtype)
         factor = None if metric.matrix is None else metric.factor(metric.matrix.to(self.work))
-        if self.objective == "pruned" and not self.sparsity.structured:
-            yield weight, factor  # the smallest of a whole row: rows cannot be cut
-            return
-        chunk = CHUNK // 32 * 32 if not self.sparsity.structured else CHUNK // self.sparsity.m * self.sparsity.m
-        for start in range(0, weight.shape[1], chunk):
-            part = slice(start, start + chunk)
-            yield weight[:, part], None if factor is None else factor[part]
+        # the smallest of a whole row cannot be found in parts of it
+        whole_rows = self.objective == "pruned" and not self.sparsity.structured
+        width = weight.shape[1] if whole_rows else CHUNK // max(self.sparsity.m, 1) * max(self.sparsity.m, 1)
+        for start in range(0, weight.shape[1], width):
+            part = slice(start, start + width)
+            columns = weight[:, part]
+            value, dy, _ = self._fused(
+                "down_proj", r1p.T @ columns, None if factor is None else factor[part]
+            )
+            sums.loss += value
+            sums.g1 += columns @ dy.T
 
     def _fused(self, role: str, y: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.objective == "entropy":
@@ -150,7 +163,7 @@ class LayerObjective:
         """out_features / Σ scores at R = I. It is a constant: with the current total in its place the
         training could win by inflating the total."""
         weight = self.weights[role].to(self.work)
-        group = {"o_proj": "o", "down_proj": "down", "gate_proj": "mlp", "up_proj": "mlp"}.get(role, "attention")
+        group = next(group for group, roles in INPUT_GROUPS.items() if role in roles)
         metric = self.metrics[group]
         squares = weight.square().sum(0)
         if metric.matrix is not None:

@@ -1,0 +1,113 @@
+"""The optimisers against their formulation in autograd, and the properties of the training loop."""
+
+import pytest
+import torch
+from test_objective import D, SHAPE, build, entropy_reference, make_layer
+
+from drot.config import RotationConfig
+from drot.errors import UserError
+from drot.rotation.orthogonal import PaperOptimizer, polish
+from drot.rotation.train import train_rotation
+
+
+def objective(kind="entropy", sparsity="2:4", method="wanda", seed=0):
+    weights, hessians = make_layer(seed)
+    return build(weights, hessians, method, kind, sparsity, False, product_dtype=torch.float64)
+
+
+def config(**changes):
+    return RotationConfig(**({"steps": 30, "lr": 0.02} | changes))
+
+
+def test_paper_optimizer_is_adam_through_qr():
+    """Five steps against torch: autograd through torch.linalg.qr, clip-norm 1, torch's Adam."""
+    weights, hessians = make_layer()
+    problem = objective()
+    ours = PaperOptimizer(list(problem.identity()), lr=0.01, steps=5)
+    a = [matrix.clone().requires_grad_() for matrix in problem.identity()]
+    adam = torch.optim.Adam(a, lr=0.01)
+    for _ in range(5):
+        _, g1, g2 = problem.value_and_grad(*ours.matrices)
+        ours.step([g1, g2])
+        adam.zero_grad()
+        q = [torch.linalg.qr(matrix)[0] for matrix in a]
+        entropy_reference(weights, hessians, *q, "wanda", False).backward()
+        torch.nn.utils.clip_grad_norm_(a, 1.0)
+        adam.step()
+    for matrix, got in zip(a, ours.matrices, strict=True):
+        q, r = torch.linalg.qr(matrix.detach())
+        expected = q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # the sign that torch leaves free
+        assert torch.allclose(got, expected, atol=1e-9)
+
+
+@pytest.mark.parametrize("optimizer", ["paper", "fast"])
+@pytest.mark.parametrize(("kind", "sparsity"), [("entropy", "2:4"), ("pruned", "2:4"), ("pruned", "0.5")])
+def test_training_lowers_the_objective_on_orthogonal_matrices(optimizer, kind, sparsity):
+    problem = objective(kind, sparsity)
+    (rotation,), record = train_rotation([problem], config(optimizer=optimizer))
+    before, after = problem.value(*problem.identity()), problem.value(rotation.r1, rotation.r2)
+    assert float(after) < 0.97 * float(before)
+    assert record.loss_before == pytest.approx(float(before), rel=1e-9)
+    assert record.loss_after == pytest.approx(float(after), rel=1e-6)
+    assert torch.allclose(rotation.r1.T @ rotation.r1, torch.eye(D, dtype=torch.float64), atol=1e-12)
+    for r2 in rotation.r2:
+        assert torch.allclose(r2.T @ r2, torch.eye(SHAPE.head_dim, dtype=torch.float64), atol=1e-12)
+    assert len(record.loss_curve) == len(record.gradient_norm) == 31
+
+
+def test_the_best_step_is_kept_and_the_last_one_counted():
+    """A rate so high that the loss jumps about: what is kept is the lowest of the curve."""
+    problem = objective()
+    (rotation,), record = train_rotation([problem], config(optimizer="paper", lr=5.0))
+    assert record.loss_after == min(record.loss_curve) == record.loss_curve[record.best_step]
+    assert record.best_step < 30
+    assert float(problem.value(rotation.r1, rotation.r2)) == pytest.approx(record.loss_after, rel=1e-9)
+    (rotation,), record = train_rotation([problem], config(steps=1))
+    assert record.best_step == 1
+    assert not torch.equal(rotation.r1, torch.eye(D, dtype=torch.float64))
+
+
+def test_no_steps_is_the_identity():
+    (rotation,), record = train_rotation([objective()], config(steps=0))
+    assert torch.equal(rotation.r1, torch.eye(D, dtype=torch.float64))
+    assert record.loss_before == record.loss_after
+
+
+def test_blocks_stay_blocks():
+    problem = objective()
+    (dense,), one = train_rotation([problem], config())
+    (rotation,), record = train_rotation([problem], config(blocks=4))
+    off = rotation.r1.clone()
+    for i in range(4):
+        off[i * 6 : i * 6 + 6, i * 6 : i * 6 + 6] = 0
+    assert off.abs().max() == 0
+    assert dense.r1[:6, 6:].abs().max() > 1e-3
+    assert one.loss_after < record.loss_after < record.loss_before
+    with pytest.raises(UserError, match="block:5 must divide the hidden size 24"):
+        train_rotation([problem], config(blocks=5))
+
+
+def test_shared_rotation_minimises_the_sum():
+    problems = [objective(seed=0), objective(seed=7)]
+    rotations, record = train_rotation(problems, config())
+    assert torch.equal(rotations[0].r1, rotations[1].r1)
+    assert not torch.equal(rotations[0].r2, rotations[1].r2)
+    total = sum(float(p.value(r.r1, r.r2)) for p, r in zip(problems, rotations, strict=True))
+    assert total == pytest.approx(record.loss_after, rel=1e-6)
+    assert record.loss_after < record.loss_before
+
+
+def test_a_loss_that_is_not_finite_stops_with_advice(monkeypatch):
+    problem = objective()
+    nan = torch.tensor(torch.nan, dtype=torch.float64)
+    monkeypatch.setattr(type(problem), "value_and_grad", lambda self, r1, r2: (nan, r1, r2))
+    with pytest.raises(UserError, match="objective is nan at step 0: lower --lr"):
+        train_rotation([problem], config())
+
+
+def test_polish_returns_to_the_orthogonal_matrices():
+    q = torch.linalg.qr(torch.randn(3, 16, 16, dtype=torch.float64))[0]
+    noisy = (q + 1e-4 * torch.randn_like(q)).float()
+    polished = polish(noisy)
+    assert torch.allclose(polished.mT @ polished, torch.eye(16, dtype=torch.float64), atol=1e-12)
+    assert (polished - q).abs().max() < 1e-3

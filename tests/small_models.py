@@ -1,0 +1,47 @@
+"""Small random models of every supported family, awkward on purpose: GQA, heads · head_dim other than
+the hidden size, norm weights away from 1, biases away from 0."""
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+COMMON = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    bos_token_id=0,
+    eos_token_id=1,
+)
+FAMILIES: dict[str, dict] = {
+    "llama": dict(head_dim=12, tie_word_embeddings=True),
+    "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
+    "mistral": dict(head_dim=12, sliding_window=16, tie_word_embeddings=False),
+    "qwen2": dict(tie_word_embeddings=True),
+    "qwen2-sliding": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
+    "qwen3": dict(head_dim=16, tie_word_embeddings=True),
+    "qwen3-biased": dict(head_dim=16, attention_bias=True, tie_word_embeddings=False),
+}
+
+
+@torch.no_grad()
+def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
+    """A random model of a family in FAMILIES, in eval mode."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family.partition("-")[0], **(COMMON | FAMILIES[family] | changes))
+    model = AutoModelForCausalLM.from_config(config)
+    for name, parameter in model.named_parameters():
+        if name.endswith("norm.weight"):
+            parameter.uniform_(0.5, 1.5)
+        elif name.endswith("bias"):
+            parameter.normal_(0, 0.3)
+        else:
+            parameter.normal_(0, 0.15)
+    return model.eval().requires_grad_(False).to(dtype)
+
+
+def random_tokens(rows: int, length: int, seed: int = 0, vocab: int = COMMON["vocab_size"]) -> torch.Tensor:
+    return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
