@@ -4,11 +4,12 @@ import copy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from drot.architectures import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
 from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe
+from drot.errors import UserError
 from drot.pruning import PruneOutcome, prune_magnitude, prune_sparsegpt, prune_wanda
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
@@ -74,7 +75,10 @@ def prune_layer(
         hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
         for role in roles:
             weight = linears[role].weight
-            outcome = _prune_weight(weight, hessian, config, f"layer {index}, {role}")
+            try:
+                outcome = _prune_weight(weight, hessian, config)
+            except UserError as error:
+                raise UserError(f"layer {index}, {role}: {error}") from None
             weight.copy_(outcome.weight)
             figures[role] = {
                 "sparsity": float((weight == 0).float().mean()),
@@ -84,13 +88,11 @@ def prune_layer(
     return figures
 
 
-def _prune_weight(
-    weight: torch.Tensor, hessian: torch.Tensor, config: PruningConfig, name: str
-) -> PruneOutcome:
+def _prune_weight(weight: Tensor, hessian: Tensor, config: PruningConfig) -> PruneOutcome:
     if config.method == "magnitude":
         return prune_magnitude(weight, config.sparsity, hessian=hessian)
     if config.method == "wanda":
-        return prune_wanda(weight, hessian, config.sparsity)
+        return prune_wanda(weight, hessian.diagonal(), config.sparsity, hessian=hessian)
     return prune_sparsegpt(
-        weight, hessian, config.sparsity, damping=config.damping, block_size=config.block_size, name=name
+        weight, hessian, config.sparsity, damping=config.damping, block_size=config.block_size
     )

@@ -55,16 +55,31 @@ def test_training_lowers_the_objective_on_orthogonal_matrices(optimizer, kind, s
     assert len(record.loss_curve) == len(record.gradient_norm) == 31
 
 
-def test_the_best_step_is_kept_and_the_last_one_counted():
-    """A rate so high that the loss jumps about: what is kept is the lowest of the curve."""
-    problem = objective()
-    (rotation,), record = train_rotation([problem], config(optimizer="paper", lr=5.0))
-    assert record.loss_after == min(record.loss_curve) == record.loss_curve[record.best_step]
-    assert record.best_step < 30
-    assert float(problem.value(rotation.r1, rotation.r2)) == pytest.approx(record.loss_after, rel=1e-9)
-    (rotation,), record = train_rotation([problem], config(steps=1))
-    assert record.best_step == 1
-    assert not torch.equal(rotation.r1, torch.eye(D, dtype=torch.float64))
+class Scripted:
+    """An objective whose losses are given; it notes at which R1 each was asked for."""
+
+    def __init__(self, losses):
+        self.losses, self.asked = losses, []
+
+    def identity(self):
+        return torch.eye(6, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
+
+    def value_and_grad(self, r1, r2):
+        generator = torch.Generator().manual_seed(len(self.asked))
+        self.asked.append(r1)
+        loss = torch.tensor(self.losses[len(self.asked) - 1], dtype=torch.float64)
+        return loss, torch.randn(6, 6, generator=generator, dtype=torch.float64), torch.zeros_like(r2)
+
+
+@pytest.mark.parametrize(("losses", "best"), [([5, 3, 1, 4, 2], 2), ([5, 3, 4, 2, 1], 4), ([1, 2, 3, 4, 5], 0)])
+def test_the_best_step_is_kept_and_the_last_one_counted(losses, best):
+    problem = Scripted([float(loss) for loss in losses])
+    (rotation,), record = train_rotation([problem], config(steps=4))
+    assert record.best_step == best
+    assert record.loss_after == 1
+    assert record.loss_curve == losses
+    assert torch.allclose(rotation.r1, problem.asked[best], atol=1e-12)
+    assert not torch.allclose(problem.asked[1], problem.asked[2], atol=1e-3)
 
 
 def test_no_steps_is_the_identity():

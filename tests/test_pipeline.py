@@ -1,0 +1,193 @@
+"""`drot.prune` from end to end on small random models: what it promises, not how well it prunes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import FAMILIES, random_tokens, small_model
+from transformers import AutoModelForCausalLM
+
+import drot
+from drot import pipeline
+from drot.architectures import ROLES, architecture_of, layer_linears
+from drot.checkpoint import read_manifest
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.errors import UserError
+
+TOKENS = random_tokens(8, 40)
+
+
+def recipe(mode="layer", method="sparsegpt", sparsity="2:4", steps=5, **rotation):
+    return Recipe(
+        rotation=RotationConfig(mode=mode, steps=steps, **rotation),
+        pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity), block_size=16),
+        calibration=CalibrationConfig(seqlen=40),
+    )
+
+
+def prune(model, chosen=None, **options):
+    return drot.prune(model, chosen or recipe(), calibration=TOKENS, device="cpu", **options)
+
+
+def linears(model):
+    for layer in model.model.layers:
+        yield from layer_linears(layer, architecture_of(model.config)).values()
+
+
+def groups_of(weight, m):
+    return weight.reshape(weight.shape[0], -1, m)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["none", "layer", "shared"])
+def test_every_family_keeps_the_pattern_and_survives_saving(family, mode, tmp_path):
+    result = prune(small_model(family), recipe(mode), out=tmp_path / "out")
+    for linear in linears(result.model):
+        assert ((groups_of(linear.weight, 4) != 0).sum(-1) <= 2).all()
+    assert result.manifest["sparsity"] == pytest.approx(0.5, abs=0.01)
+    tokens = random_tokens(2, 30, seed=5)
+    loaded = drot.load(tmp_path / "out", device="cpu")
+    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
+    assert read_manifest(tmp_path / "out") == json.loads(json.dumps(result.manifest))
+    assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize("sparsity", ["0.5", "2:4", "1:4", "4:8"])
+def test_methods_and_sparsities(method, sparsity):
+    result = prune(small_model("llama"), recipe("layer", method, sparsity))
+    wanted = Sparsity.parse(sparsity)
+    for linear in linears(result.model):
+        zeros = linear.weight == 0
+        assert float(zeros.float().mean()) == pytest.approx(wanted.ratio, abs=0.02)
+        if wanted.structured:
+            assert (groups_of(zeros, wanted.m).sum(-1) == wanted.m - wanted.n).all()
+    for layer in result.manifest["layers"]:
+        assert set(layer["linears"]) == set(ROLES)
+        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
+        assert layer["rotation"]["invariance_error"] < 1e-5
+    assert result.manifest["relative_logit_error"] < 1e-5
+    json.dumps(result.manifest)
+
+
+def test_no_sparsity_leaves_the_function_as_it_was():
+    """Ratio 0: rotating and merging alone must give the original logits."""
+    model = small_model("qwen3-biased")
+    tokens = random_tokens(2, 30, seed=5)
+    before = model(tokens).logits
+    after = prune(model, recipe("layer", "wanda", "0.0", steps=20, objective="entropy")).model(tokens).logits
+    assert float((after - before).norm() / before.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("hessians", ["sequential", "dense"])
+def test_a_run_survives_a_crash(hessians, tmp_path):
+    """Cut off in the second layer, resumed: the same weights as a run in one piece."""
+    whole = prune(small_model("llama"), recipe(hessians=hessians)).model.state_dict()
+    out = tmp_path / "out"
+
+    def crash(event):
+        if event.phase == "prune" and event.layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(small_model("llama"), recipe(hessians=hessians), out=out, progress=crash)
+    assert not out.exists()
+    worked_on = []
+    with pytest.raises(UserError, match="holds an unfinished run: continue it with --resume"):
+        prune(small_model("llama"), recipe(hessians=hessians), out=out)
+    with pytest.raises(UserError, match="cannot resume .*: recipe differ"):
+        prune(small_model("llama"), recipe(hessians=hessians, steps=6), out=out, resume=True)
+    prune(
+        small_model("llama"),
+        recipe(hessians=hessians),
+        out=out,
+        resume=True,
+        progress=lambda event: worked_on.append((event.phase, event.layer)),
+    )
+    assert ("prune", 0) not in worked_on
+    assert {("prune", 1), ("prune", 2)} <= set(worked_on)
+    saved = load_file(out / "model.safetensors")
+    assert all(torch.equal(saved[key], value) for key, value in whole.items())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
+    """It opens, with the same logits, in a Python that never imports drot."""
+    result = prune(small_model("qwen2"), recipe("shared"), out=tmp_path / "out")
+    tokens = random_tokens(2, 30, seed=5)
+    torch.save(tokens, tmp_path / "tokens.pt")
+    script = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as A;"
+        f"m = A.from_pretrained(r'{tmp_path / 'out'}'); x = torch.load(r'{tmp_path / 'tokens.pt'}');"
+        f"torch.save(m(x).logits.detach(), r'{tmp_path / 'logits.pt'}'); assert 'drot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), result.model(tokens).logits)
+    assert result.manifest["stock_architecture"] is True
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_layer_rotation_opens_with_from_pretrained_and_saves_again(tmp_path):
+    result = prune(small_model("llama"), out=tmp_path / "out")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    tokens = random_tokens(1, 20)
+    assert torch.equal(again(tokens).logits, result.model(tokens).logits)
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert sum("residual_rotation" in name for name in names) == 2  # three layers, two boundaries
+
+
+def test_bfloat16_weights_stay_bfloat16(tmp_path):
+    result = prune(small_model("llama", dtype=torch.bfloat16), out=tmp_path / "out")
+    loaded = drot.load(tmp_path / "out", device="cpu")
+    assert loaded.dtype == torch.bfloat16
+    tokens = random_tokens(2, 30)
+    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
+
+
+def test_the_same_seed_gives_the_same_weights():
+    first, second = (prune(small_model("mistral")).model.state_dict() for _ in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_mistakes_are_one_line(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    cases = [
+        (dict(out=tmp_path / "full"), "exists and is not an empty folder"),
+        (dict(resume=True), "resume needs out"),
+    ]
+    for options, message in cases:
+        with pytest.raises(UserError, match=message):
+            prune(small_model("llama"), **options)
+    with pytest.raises(UserError, match="device must be auto, cpu or cuda"):
+        drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device="gpu")
+    with pytest.raises(UserError, match="cannot load a tokenizer from|cannot load a causal language model"):
+        drot.prune(tmp_path / "nothing", recipe(), calibration=TOKENS)
+    with pytest.raises(UserError, match="needs tokenizer=..., or calibration="):
+        drot.prune(small_model("llama"), recipe())
+    rotated = prune(small_model("llama")).model
+    with pytest.raises(UserError, match="already rotated by drot"):
+        prune(rotated)
+
+
+def test_the_name_of_the_layer_is_in_an_error_of_the_solver():
+    model = small_model("llama")
+    model.model.layers[1].mlp.gate_proj.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match="layer 1, gate_proj: "):
+        prune(model, recipe("none"))
+
+
+def test_nothing_is_written_when_the_rotation_is_wrong(monkeypatch, tmp_path):
+    def wrong(*args):
+        raise pipeline.InvarianceError("layer 2: ...")
+
+    monkeypatch.setattr(pipeline, "check_layer", wrong)
+    with pytest.raises(pipeline.InvarianceError):
+        prune(small_model("llama"), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
