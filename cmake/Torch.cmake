@@ -1,0 +1,48 @@
+# torch::cpu and torch::cuda (where torch has CUDA), made by asking the active torch in Python.
+#
+# find_package(Torch) is not used: the config of a CUDA torch stops with an error where there is no
+# complete CUDA toolkit, and a CPU build needs none.
+#
+# Sets TORCH_VERSION, TORCH_CUDA_VERSION (empty for a CPU torch), TORCH_SITE_PACKAGES.
+
+execute_process(
+  COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/ask_torch.py"
+  OUTPUT_VARIABLE _torch_answer
+  ERROR_VARIABLE _torch_error
+  OUTPUT_STRIP_TRAILING_WHITESPACE
+  RESULT_VARIABLE _torch_status)
+if(NOT _torch_status EQUAL 0)
+  message(FATAL_ERROR "torch cannot be imported by ${Python_EXECUTABLE}:\n${_torch_error}")
+endif()
+string(REPLACE "\n" ";" _torch_answer "${_torch_answer}")
+foreach(_line IN LISTS _torch_answer)
+  string(REGEX MATCH "^([A-Z_0-9]+)=(.*)$" _ "${_line}")
+  set(${CMAKE_MATCH_1} "${CMAKE_MATCH_2}")
+endforeach()
+
+add_library(torch::cpu INTERFACE IMPORTED)
+target_include_directories(torch::cpu SYSTEM INTERFACE
+  "${TORCH_ROOT}/include" "${TORCH_ROOT}/include/torch/csrc/api/include")
+target_compile_definitions(torch::cpu INTERFACE _GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI})
+# -fopenmp: at::parallel_for is a template whose pragma must be compiled here; the libgomp that it
+# needs is the one torch has loaded. The build fails here and not at import when a library is missing.
+target_compile_options(torch::cpu INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
+foreach(_name c10 torch_cpu)
+  find_library(_torch_${_name} ${_name} PATHS "${TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE REQUIRED)
+  target_link_libraries(torch::cpu INTERFACE "${_torch_${_name}}")
+endforeach()
+find_library(_torch_gomp NAMES gomp libgomp.so.1 PATHS "${TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE)
+if(_torch_gomp)
+  target_link_libraries(torch::cpu INTERFACE "${_torch_gomp}")
+else()
+  target_link_options(torch::cpu INTERFACE -fopenmp)
+endif()
+
+if(TORCH_CUDA_VERSION)
+  add_library(torch::cuda INTERFACE IMPORTED)
+  target_link_libraries(torch::cuda INTERFACE torch::cpu)
+  foreach(_name c10_cuda torch_cuda)
+    find_library(_torch_${_name} ${_name} PATHS "${TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE REQUIRED)
+    target_link_libraries(torch::cuda INTERFACE "${_torch_${_name}}")
+  endforeach()
+endif()

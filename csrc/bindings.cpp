@@ -1,0 +1,49 @@
+// Every op schema of drot, and the module drot._C with what is not a tensor op.
+//
+// The kernels register themselves (TORCH_LIBRARY_IMPL in csrc/ops/cpu and csrc/ops/cuda); shapes and
+// meaning are documented in csrc/ops/<op>.h and drot/ops/<op>.py.
+#include <pybind11/pybind11.h>
+#include <torch/library.h>
+
+TORCH_LIBRARY(drot, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "entropy_loss(Tensor y, Tensor? m=None, *, bool rows=True, bool columns=False, float scale=1.0)"
+      " -> (Tensor loss, Tensor dy, Tensor dm)",
+      tags);
+  m.def(
+      "pruned_importance(Tensor y, Tensor? m=None, *, int prune, int group, float scale=1.0)"
+      " -> (Tensor loss, Tensor dy, Tensor dm)",
+      tags);
+  m.def("nm_mask(Tensor score, int prune, int group) -> Tensor", tags);
+  m.def(
+      "sparsegpt_sweep(Tensor w, Tensor hinv, Tensor? removed, int prune, int group)"
+      " -> (Tensor w_out, Tensor err, Tensor removed_out)",
+      tags);
+  m.def("batched_qr(Tensor a) -> (Tensor q, Tensor r)", tags);
+  m.def("batched_qr_backward(Tensor gq, Tensor q, Tensor r) -> Tensor", tags);
+  m.def("pack24(Tensor w) -> (Tensor values, Tensor positions)", tags);
+  m.def("unpack24(Tensor values, Tensor positions) -> Tensor", tags);
+}
+
+namespace {
+
+// What this binary was made of: text, "" where there is none.
+pybind11::dict build_info() {
+  pybind11::dict info;
+  info["version"] = DROT_VERSION;
+  info["torch"] = DROT_TORCH_VERSION;
+  info["compiler"] = __VERSION__;
+  info["cuda"] = DROT_CUDA_VERSION;
+  info["cuda_architectures"] = DROT_CUDA_ARCHITECTURES;
+  info["no_cuda_reason"] = DROT_NO_CUDA_REASON;
+  info["cusparselt"] = DROT_CUSPARSELT_VERSION;
+  return info;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native part of drot; importing it registers torch.ops.drot.*";
+  m.def("build_info", &build_info, "What this binary was made of: a dict of str.");
+}

@@ -1,0 +1,8 @@
+// DROT_HOST_DEVICE marks arithmetic that the CPU and the CUDA kernels share.
+#pragma once
+
+#ifdef __CUDACC__
+#define DROT_HOST_DEVICE __host__ __device__ __forceinline__
+#else
+#define DROT_HOST_DEVICE inline __attribute__((always_inline))
+#endif

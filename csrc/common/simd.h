@@ -1,0 +1,55 @@
+// Run-time choice between the copies of a DROT_SIMD_SOURCES file (CMakeLists.txt).
+//
+// Header of such a file:   DROT_SIMD_DECLARE(void scale_rows(float* x, int64_t n))
+// The file itself:         namespace drot::DROT_SIMD { void scale_rows(float* x, int64_t n) { ... } }
+// A caller, any other file: DROT_SIMD_CALL(scale_rows)(x, n);
+#pragma once
+
+#if defined(__x86_64__)
+#define DROT_SIMD_DECLARE(...) \
+  namespace drot {             \
+  namespace baseline {         \
+  __VA_ARGS__;                 \
+  }                            \
+  namespace avx2 {             \
+  __VA_ARGS__;                 \
+  }                            \
+  namespace avx512 {           \
+  __VA_ARGS__;                 \
+  }                            \
+  }
+#define DROT_SIMD_CALL(name)                                          \
+  (drot::simd_level() == drot::SimdLevel::avx512 ? drot::avx512::name \
+   : drot::simd_level() == drot::SimdLevel::avx2 ? drot::avx2::name   \
+                                                 : drot::baseline::name)
+#else
+#define DROT_SIMD_DECLARE(...) \
+  namespace drot {             \
+  namespace baseline {         \
+  __VA_ARGS__;                 \
+  }                            \
+  }
+#define DROT_SIMD_CALL(name) (drot::baseline::name)
+#endif
+
+namespace drot {
+
+enum class SimdLevel { baseline, avx2, avx512 };
+
+inline SimdLevel simd_level() {
+#if defined(__x86_64__)
+  static const SimdLevel level = [] {
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+      return SimdLevel::avx512;
+    }
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return avx2 ? SimdLevel::avx2 : SimdLevel::baseline;
+  }();
+  return level;
+#else
+  return SimdLevel::baseline;
+#endif
+}
+
+}  // namespace drot
