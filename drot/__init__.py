@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from drot import _extension as _extension
+from drot import hf as hf  # importing it registers with transformers
 from drot.version import __version__
 
 #: public name -> module that defines it; imported at first use, so that `import drot` stays fast

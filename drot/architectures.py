@@ -66,9 +66,7 @@ class Architecture:
 
 #: Per-head q/k norms (Qwen3) act behind q_proj and k_proj, where nothing is rotated; biases of any
 #: linear are carried along by `surgery`. So these families differ in their model type alone.
-ARCHITECTURES = {
-    name: Architecture(model_type=name) for name in ("llama", "mistral", "qwen2", "qwen3")
-}
+ARCHITECTURES = {name: Architecture(model_type=name) for name in ("llama", "mistral", "qwen2", "qwen3")}
 
 
 def architecture_of(config: Any) -> Architecture:

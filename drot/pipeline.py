@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from drot import checkpoint
 from drot.architectures import (
-    INPUT_GROUPS,
     architecture_of,
     decoder_layers,
     head_shape,
@@ -26,6 +25,7 @@ from drot.errors import UserError
 from drot.invariance import check_layer, check_model
 from drot.layers import layer_objective, prune_layer
 from drot.progress import Progress, ProgressEvent, silent
+from drot.rotation.artifact import load_rotations, rotation_tensors, rotations_from, save_rotations
 from drot.rotation.train import train_rotation
 from drot.surgery.residual import has_residual_rotation, set_boundary
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
@@ -52,6 +52,8 @@ def prune(
     calibration: Tensor | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    rotations: str | Path | None = None,
+    save_rotations_to: str | Path | None = None,
     resume: bool = False,
     progress: Progress = silent,
 ) -> PruneResult:
@@ -61,6 +63,8 @@ def prune(
     calibration: token ids [nsamples, seqlen] in place of the recipe's text source.
     device: where a layer is worked on; the model itself stays where it was loaded.
     dtype: of the weights; `auto` is the checkpoint's own on a GPU and float32 on a CPU.
+    rotations: a file that save_rotations_to wrote: nothing is trained, its matrices are used.
+    save_rotations_to: writes the rotations, for other sparsities and methods of the same model.
     out, resume: finished layers are kept in `<out>.partial`; resume=True goes on from there.
 
     Raises UserError for a mistake in the input and InvarianceError if a rotation changed the
@@ -94,10 +98,14 @@ def prune(
             ),
         )
     run = _Run(model, recipe, tokens, target, progress)
+    if rotations is not None:
+        run.use_rotations(Path(rotations))
     state = None
     if out is not None:
         state = checkpoint.RunState(out, run.identity(source), resume=resume)
     manifest = run.execute(state) | {"base_model": source}
+    if save_rotations_to is not None:
+        save_rotations(Path(save_rotations_to), run.rotations, run.identity(source))
     if out is not None and state is not None:
         progress(ProgressEvent(phase="save"))
         checkpoint.save_checkpoint(model, tokenizer, manifest, out)
@@ -127,8 +135,24 @@ class _Run:
             raise UserError("this model was already rotated by drot: prune its dense original")
         self.home = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
+        self.rotations_file: dict[str, Any] | None = None
         self.rotates = recipe.rotation.mode != "none"
+        self.given: list[LayerRotation] | None = None
+        self.rotations: list[LayerRotation] = []
+        self.shared_record: dict[str, Any] | None = None
         self.seconds = dict.fromkeys(("check", "calibrate", "rotate", "prune"), 0.0)
+
+    def use_rotations(self, path: Path) -> None:
+        """Takes the rotations of a file in place of training."""
+        if not self.rotates:
+            raise UserError("rotations from a file need --rotation layer or shared; got none")
+        self.given, record = load_rotations(
+            path, layers=len(self.layers), hidden_size=self.model.config.hidden_size, shape=self.shape
+        )
+        equal = all(torch.equal(rotation.r1, self.given[0].r1) for rotation in self.given)
+        if self.recipe.rotation.mode == "shared" and not equal:
+            raise UserError(f"{path} holds a rotation for each layer: use it with --rotation layer")
+        self.rotations_file = {"file": path.name, "trained_with": record}
 
     def identity(self, source: str) -> dict[str, Any]:
         """What must be equal for a run to be resumed."""
@@ -143,19 +167,18 @@ class _Run:
     def execute(self, state: checkpoint.RunState | None) -> dict[str, Any]:
         """Prunes the model in place and returns its manifest."""
         started = time.perf_counter()
-        rotations: list[LayerRotation] | None = None
-        records: list[dict[str, Any]] = []
+        rotations, records = self.given, [{} for _ in self.layers]
         error = None
         if self.rotates:
-            if self._needs_dense_pass:
+            if rotations is None and self._needs_dense_pass:
                 rotations, records = self._train_on_dense(state)
             with _Clock(self, "check"):
                 error = check_model(
                     self.model, self.arch, self.shape, self.tokens[:1], self.device, rotations
                 )
-        layers, rotations = self._prune_layers(state, rotations, records)
+        layers, self.rotations = self._prune_layers(state, rotations, records)
         if self.rotates:
-            self._merge(rotations)
+            self._merge(self.rotations)
         return self._manifest(layers, error, time.perf_counter() - started)
 
     @property
@@ -174,9 +197,8 @@ class _Run:
         """Rotations of all layers from the Hessians of the dense model, before anything is pruned."""
         saved = state.load("rotations") if state else None
         if saved is not None:
-            tensors, records = saved
-            count = len(self.layers)
-            return [LayerRotation(tensors[f"{i}.r1"], tensors[f"{i}.r2"]) for i in range(count)], records
+            tensors, (records, self.shared_record) = saved
+            return rotations_from(tensors, len(self.layers)), records
         shared = self.recipe.rotation.mode == "shared"
         stream = CalibrationStream.embed(self.model, self.arch, self.tokens, self.device)
         rotations, records, objectives = [], [], []
@@ -189,18 +211,15 @@ class _Run:
             layer.to(self.home)
             if shared:
                 objectives.append(objective)
+                records.append({"damping": damping})
             else:
                 trained, record = self._train([objective], index)
                 rotations += trained
                 records.append(record | {"damping": damping})
         if shared:
-            rotations, record = self._train(objectives, 0)
-            records = [record] + [{} for _ in self.layers][1:]
+            rotations, self.shared_record = self._train(objectives, 0)
         if state:
-            tensors = {f"{i}.r1": rotation.r1 for i, rotation in enumerate(rotations)}
-            tensors |= {f"{i}.r2": rotation.r2 for i, rotation in enumerate(rotations)}
-            # shared R1s are one tensor: safetensors wants a copy each
-            state.save("rotations", {key: value.clone() for key, value in tensors.items()}, records)
+            state.save("rotations", rotation_tensors(rotations), [records, self.shared_record])
         return rotations, records
 
     def _train(self, objectives: list[Any], index: int) -> tuple[list[LayerRotation], dict[str, Any]]:
@@ -234,8 +253,7 @@ class _Run:
                 rotation, record = self._restore(layer, saved)
             else:
                 given = rotations[index] if rotations else None
-                trained = records[index] if rotations else {}
-                rotation, record = self._work_on(layer, index, stream, given, trained)
+                rotation, record = self._work_on(layer, index, stream, given, records[index])
                 if state:
                     state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation), record)
             if rotation is not None:
@@ -272,7 +290,8 @@ class _Run:
                     trained["invariance_error"] = check_layer(
                         layer, index, _float_sample(stream), self.arch, self.shape, rotation
                     )
-            record["rotation"] = trained
+            if trained:
+                record["rotation"] = trained
             rotate_layer(layer, self.arch, self.shape, rotation.to(self.device))
             stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
             stream.rotate(rotation.r1)
@@ -328,6 +347,8 @@ class _Run:
             "stock_architecture": not self.rotates or self.recipe.rotation.mode == "shared",
             "relative_logit_error": error,
             "sparsity": zeros / total,
+            "shared_rotation": self.shared_record,
+            "rotations_file": self.rotations_file,
             "seconds": {**self.seconds, "total": seconds},
             "layers": layers,
         }

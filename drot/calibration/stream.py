@@ -1,5 +1,6 @@
 """The residual stream of the calibration text, layer by layer, with one layer on the device at a time."""
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -122,10 +123,8 @@ class CalibrationStream:
         try:
             for batch in self.batches():
                 waiting.update(linears)
-                try:
+                with contextlib.suppress(_Stop):
                     layer(self.hidden_states[batch], **self.layer_kwargs[index])
-                except _Stop:
-                    pass
         finally:
             for handle in handles:
                 handle.remove()

@@ -140,9 +140,7 @@ class LayerObjective:
         for start in range(0, weight.shape[1], width):
             part = slice(start, start + width)
             columns = weight[:, part]
-            value, dy, _ = self._fused(
-                "down_proj", r1p.T @ columns, None if factor is None else factor[part]
-            )
+            value, dy, _ = self._fused("down_proj", r1p.T @ columns, None if factor is None else factor[part])
             sums.loss += value
             sums.g1 += columns @ dy.T
 

@@ -57,9 +57,7 @@ def rotate_heads_right(matrix: Tensor, r2: Tensor, group: int) -> Tensor:
 
 
 @torch.no_grad()
-def rotate_layer(
-    layer: nn.Module, arch: Architecture, shape: HeadShape, rotation: LayerRotation
-) -> None:
+def rotate_layer(layer: nn.Module, arch: Architecture, shape: HeadShape, rotation: LayerRotation) -> None:
     """Folds both norms and merges r1 and r2 into the seven linears, in place."""
     linears = layer_linears(layer, arch)
     weights = folded_weights(layer, arch, torch.float64)

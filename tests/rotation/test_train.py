@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_objective import D, SHAPE, build, entropy_reference, make_layer
+from test_objective import SHAPE, D, build, entropy_reference, make_layer
 
 from drot.config import RotationConfig
 from drot.errors import UserError
@@ -71,7 +71,9 @@ class Scripted:
         return loss, torch.randn(6, 6, generator=generator, dtype=torch.float64), torch.zeros_like(r2)
 
 
-@pytest.mark.parametrize(("losses", "best"), [([5, 3, 1, 4, 2], 2), ([5, 3, 4, 2, 1], 4), ([1, 2, 3, 4, 5], 0)])
+@pytest.mark.parametrize(
+    ("losses", "best"), [([5, 3, 1, 4, 2], 2), ([5, 3, 4, 2, 1], 4), ([1, 2, 3, 4, 5], 0)]
+)
 def test_the_best_step_is_kept_and_the_last_one_counted(losses, best):
     problem = Scripted([float(loss) for loss in losses])
     (rotation,), record = train_rotation([problem], config(steps=4))

@@ -1,0 +1,172 @@
+"""One training step of a decoder layer's rotations: drot's analytic step against autograd.
+
+Peer: the reference formulation, written here from the paper's equations: QR of A inside the graph,
+the full product RᵀMR for every linear, block-diagonal R2 as a dense matrix, p log p by rows and
+columns in separate passes, Adam on A. Both run the paper's optimiser; `fast` is drot's own.
+Floating-point operations of one evaluation are counted by torch's FlopCounterMode (matrix products
+alone: QR is in neither count), the gradient's error is against fp64.
+"""
+
+import torch
+from _harness import arguments, interleaved, report
+from torch.utils.flop_counter import FlopCounterMode
+
+from drot.architectures import HeadShape
+from drot.config import Sparsity
+from drot.rotation.importance import LayerMetrics, Metric
+from drot.rotation.objective import LayerObjective
+from drot.rotation.orthogonal import FastOptimizer, PaperOptimizer
+
+RIGHT = {"q_proj": "attention", "k_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp"}
+
+
+class Problem:
+    """A layer of LLaMA-3's proportions with random weights and metrics (Wanda: factor = diag)."""
+
+    def __init__(self, d: int, device: str, heads: int | None = None, ff: int | None = None) -> None:
+        head_dim = 64 if d < 4096 else 128
+        heads = heads or d // head_dim
+        self.d, self.ff = d, ff or int(3.5 * d)
+        self.shape = HeadShape(heads=heads, kv_heads=max(1, heads // 4), head_dim=head_dim)
+        q, kv = heads * head_dim, self.shape.kv_heads * head_dim
+        sizes = {
+            "q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q),
+            "gate_proj": (self.ff, d), "up_proj": (self.ff, d), "down_proj": (d, self.ff),
+        }  # fmt: skip
+        self.weights = {
+            role: torch.randn(*size, device=device) / size[1] ** 0.5 for role, size in sizes.items()
+        }
+        self.hessians = {
+            group: self._hessian(n, device) for group, n in (("attention", d), ("o", q), ("mlp", d))
+        }
+
+    @staticmethod
+    def _hessian(n: int, device: str) -> torch.Tensor:
+        x = torch.randn(2 * n, n, device=device) * torch.linspace(0.2, 3, n, device=device)
+        return x.T @ x / n
+
+    def cast(self, dtype: torch.dtype) -> "Problem":
+        other = object.__new__(Problem)
+        other.__dict__ = dict(self.__dict__)
+        other.weights = {role: weight.to(dtype) for role, weight in self.weights.items()}
+        other.hessians = {group: h.to(dtype) for group, h in self.hessians.items()}
+        return other
+
+    def objective(self, kind: str, dtype: torch.dtype) -> LayerObjective:
+        h = self.shape.head_dim
+        blocks = torch.stack(
+            [self.hessians["o"][i * h : (i + 1) * h, i * h : (i + 1) * h] for i in range(self.shape.heads)]
+        )
+        metrics = {
+            "attention": Metric(self.hessians["attention"], False),
+            "mlp": Metric(self.hessians["mlp"], False),
+            "o": Metric(blocks, False),
+            "down": Metric(None, False),
+        }
+        return LayerObjective(
+            self.weights, LayerMetrics(metrics, {}), self.shape,
+            objective=kind, sparsity=Sparsity.parse("2:4"), product_dtype=dtype,
+        )  # fmt: skip
+
+    # ---- the reference formulation ----
+
+    def reference_loss(self, r1: torch.Tensor, r2: torch.Tensor) -> torch.Tensor:
+        """Σ H(P) over all groups, as in equations 5 and 8 and appendix A (Wanda)."""
+        v_block = torch.block_diag(*r2)
+        o_block = torch.block_diag(*r2.repeat_interleave(self.shape.group, 0))
+
+        def salience(weight: torch.Tensor, right: torch.Tensor | None, group: str | None) -> torch.Tensor:
+            if right is None:
+                return weight**2
+            return weight**2 * (right.T @ self.hessians[group] @ right).diagonal().abs()
+
+        def entropy(s: torch.Tensor) -> torch.Tensor:
+            p = s / s.sum(1, keepdim=True)
+            return -torch.xlogy(p, p.clamp_min(torch.finfo(p.dtype).tiny)).sum()
+
+        w = self.weights
+        loss = entropy(salience(r1.T @ w["down_proj"], None, None).T)
+        for role, group in RIGHT.items():
+            loss = loss + entropy(salience(w[role] @ r1, r1, group))
+        for s in (
+            salience(v_block.T @ w["v_proj"] @ r1, r1, "attention"),
+            salience(r1.T @ w["o_proj"] @ o_block, o_block, "o"),
+        ):
+            loss = loss + entropy(s) + entropy(s.T)
+        return loss
+
+
+def reference_step(problem: Problem, lr: float = 0.01):
+    a = [matrix.clone().requires_grad_() for matrix in problem.objective("entropy", torch.float32).identity()]
+    adam = torch.optim.Adam(a, lr=lr)
+
+    def step() -> None:
+        adam.zero_grad()
+        problem.reference_loss(*(torch.linalg.qr(matrix)[0] for matrix in a)).backward()
+        torch.nn.utils.clip_grad_norm_(a, 1.0)
+        adam.step()
+
+    return step
+
+
+def analytic_step(objective: LayerObjective, optimizer_class, lr: float = 0.01):
+    optimizer = optimizer_class(list(objective.identity()), lr=lr, steps=1000)
+
+    def step() -> None:
+        _, g1, g2 = objective.value_and_grad(*optimizer.matrices)
+        optimizer.step([g1, g2])
+
+    return step
+
+
+def flops(function) -> int:
+    with FlopCounterMode(display=False) as counter:
+        function()
+    return counter.get_total_flops()
+
+
+def gradient_error(problem: Problem) -> float:
+    """‖g − g64‖ / ‖g64‖ of R1's gradient at a random rotation, fp32 against fp64 autograd."""
+    double = problem.cast(torch.float64)
+    r1 = torch.linalg.qr(torch.randn_like(double.hessians["mlp"]))[0].requires_grad_()
+    h = problem.shape.head_dim
+    r2 = torch.linalg.qr(torch.randn(problem.shape.kv_heads, h, h, dtype=r1.dtype, device=r1.device))[0]
+    double.reference_loss(r1, r2).backward()
+    with torch.no_grad():
+        _, g1, _ = problem.objective("entropy", torch.float32).value_and_grad(r1.float(), r2.float())
+    return float((g1.double() - r1.grad).norm() / r1.grad.norm())
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=None, help="hidden sizes")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    cuda = torch.device(options.device).type == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    for d in options.sizes or ([4096] if cuda else [512, 1024]):
+        torch.manual_seed(0)
+        problem = Problem(d, options.device, ff=14336 if d == 4096 else 28672 if d == 8192 else None)
+        working = problem.cast(dtype)
+        functions = {
+            "reference": reference_step(working if not cuda else problem),
+            "paper": analytic_step(working.objective("entropy", dtype), PaperOptimizer),
+            "fast": analytic_step(working.objective("entropy", dtype), FastOptimizer),
+            "fast, pruned importance": analytic_step(working.objective("pruned", dtype), FastOptimizer),
+        }
+        eye = problem.objective("entropy", torch.float32).identity()
+        ours = flops(lambda: problem.objective("entropy", torch.float32).value_and_grad(*eye))  # noqa: B023
+        start = [matrix.clone().requires_grad_() for matrix in eye]
+        theirs = flops(lambda: problem.reference_loss(*start).backward())  # noqa: B023
+        timings = interleaved(functions, device=options.device, repeats=options.repeats, warmup=2)
+        report(
+            "rotation_step", f"d={d} ff={problem.ff} entropy {dtype}", timings, peer="reference",
+            target="paper", at_least=6 if cuda else 4, device=options.device, save=options.csv,
+        )  # fmt: skip
+        print(f"  matrix FLOPs {ours / 1e9:.2f} G against {theirs / 1e9:.2f} G: {ours / theirs:.3f}")
+        if d <= 1024:
+            print(f"  gradient error in fp32 against fp64 autograd: {gradient_error(problem):.1e}")
+
+
+if __name__ == "__main__":
+    main()
