@@ -1,0 +1,1 @@
+"""What a pruned model still knows: perplexity and zero-shot tasks."""
