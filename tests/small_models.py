@@ -40,7 +40,9 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
             parameter.normal_(0, 0.3)
         else:
             parameter.normal_(0, 0.15)
-    return model.eval().requires_grad_(False).to(dtype)
+    for parameter in model.parameters():  # not model.to(dtype), which would round RoPE's buffers too
+        parameter.data = parameter.data.to(dtype)
+    return model.eval().requires_grad_(False)
 
 
 def random_tokens(rows: int, length: int, seed: int = 0, vocab: int = COMMON["vocab_size"]) -> torch.Tensor:

@@ -16,6 +16,7 @@ from drot.architectures import ROLES, architecture_of, layer_linears
 from drot.checkpoint import read_manifest
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.errors import UserError
+from drot.invariance import InvarianceError
 
 TOKENS = random_tokens(8, 40)
 
@@ -185,9 +186,9 @@ def test_the_name_of_the_layer_is_in_an_error_of_the_solver():
 
 def test_nothing_is_written_when_the_rotation_is_wrong(monkeypatch, tmp_path):
     def wrong(*args):
-        raise pipeline.InvarianceError("layer 2: ...")
+        raise InvarianceError("layer 2: ...")
 
     monkeypatch.setattr(pipeline, "check_layer", wrong)
-    with pytest.raises(pipeline.InvarianceError):
+    with pytest.raises(InvarianceError):
         prune(small_model("llama"), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
