@@ -6,3 +6,10 @@
 #else
 #define DROT_HOST_DEVICE inline __attribute__((always_inline))
 #endif
+
+// Unrolls the loop that follows on the GPU, where its arrays then live in registers.
+#ifdef __CUDA_ARCH__
+#define DROT_UNROLL _Pragma("unroll")
+#else
+#define DROT_UNROLL
+#endif

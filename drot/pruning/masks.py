@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drot.config import Sparsity
 from drot.errors import UserError
-from drot.ops.nm_mask import nm_mask_ref as nm_mask
+from drot.ops.nm_mask import nm_mask
 
 Scope = Literal["row", "matrix"]
 

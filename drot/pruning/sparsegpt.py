@@ -5,7 +5,7 @@ from torch import Tensor
 
 from drot.config import Sparsity
 from drot.errors import UserError
-from drot.ops.sparsegpt_sweep import sparsegpt_sweep_ref as sparsegpt_sweep
+from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
 from drot.pruning.outcome import PruneOutcome, check_finite, output_error
 

@@ -1,0 +1,180 @@
+#include <ATen/Dispatch.h>
+#include <ATen/OpMathType.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/add.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/sort.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <type_traits>
+
+#include "ops/nm_mask.h"
+
+namespace drot {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kRowThreads = 1024;
+constexpr int kDigits = 256;             // of the radix selection: 8 bits a pass
+constexpr int64_t kWidestRow = 1 << 16;  // that one block selects from
+
+// One thread a group. kGroup is the group's size, or 0 for any size, read at run time.
+template <class T, int kGroup>
+__global__ void __launch_bounds__(kThreads) mask_groups(const T* __restrict__ score, int64_t groups,
+                                                        int group, int prune, bool* __restrict__ removed) {
+  using Math = at::opmath_type<T>;
+  constexpr int kMost = kGroup ? kGroup : kMaxGroup;
+  const int size = kGroup ? kGroup : group;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t g = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; g < groups; g += step) {
+    const T* from = score + g * size;
+    bool* to = removed + g * size;
+    Math s[kMost];
+    // What fills up a group of any size is NaN: it goes last, after every score of a lower index.
+#pragma unroll
+    for (int i = 0; i < kMost; ++i) s[i] = i < size ? static_cast<Math>(from[i]) : Math(NAN);
+    const uint32_t bits = removed_bits(s, prune);
+    if constexpr (kGroup % 4 == 0 && kGroup > 0) {
+      // One store of four flags; the output is freshly allocated, so groups of 4 k bytes are aligned.
+#pragma unroll
+      for (int i = 0; i < kGroup; i += 4) {
+        const uint32_t b = bits >> i;
+        reinterpret_cast<uint32_t*>(to)[i / 4] = (b & 1u) | (b & 2u) << 7 | (b & 4u) << 14 | (b & 8u) << 21;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kMost; ++i) {
+        if (i < size) to[i] = (bits >> i) & 1u;
+      }
+    }
+  }
+}
+
+// The key as an unsigned number of the same order, whose digits a histogram counts.
+__device__ uint32_t radix_key(int32_t key) { return static_cast<uint32_t>(key) ^ 0x80000000u; }
+__device__ uint64_t radix_key(int64_t key) { return static_cast<uint64_t>(key) ^ 0x8000000000000000ull; }
+
+// One block a row: finds the key of the prune-th smallest score digit by digit (radix selection),
+// then removes the smaller ones, and of its equals the first ones, counted in order of position.
+// 0 < prune, columns ≤ kWidestRow. The counters are integers, so the order of the atomics leaves no trace.
+template <class T>
+__global__ void __launch_bounds__(kRowThreads)
+    mask_rows(const T* __restrict__ score, int columns, int prune, bool* __restrict__ removed) {
+  using Math = at::opmath_type<T>;
+  using Key = std::make_unsigned_t<OrderedKey<Math>>;
+  __shared__ int count[kDigits];
+  __shared__ Key shared_prefix;
+  __shared__ int shared_left;
+  __shared__ int warp_ties[kRowThreads / 32];
+
+  const T* row = score + static_cast<int64_t>(blockIdx.x) * columns;
+  bool* out = removed + static_cast<int64_t>(blockIdx.x) * columns;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+
+  Key prefix = 0;    // the digits found so far, the rest 0
+  int left = prune;  // how many of the scores with that prefix go
+  for (int shift = 8 * sizeof(Key) - 8; shift >= 0; shift -= 8) {
+    for (int d = threadIdx.x; d < kDigits; d += kRowThreads) count[d] = 0;
+    __syncthreads();
+    // A mask of the digits above this one; shifting by the full width would be undefined.
+    const Key above = shift + 8 < 8 * static_cast<int>(sizeof(Key)) ? ~Key(0) << (shift + 8) : Key(0);
+    for (int j = threadIdx.x; j < columns; j += kRowThreads) {
+      const Key key = radix_key(ordered_key(static_cast<Math>(row[j])));
+      if ((key & above) == prefix) atomicAdd(&count[(key >> shift) & 0xff], 1);
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      int d = 0;
+      while (d < kDigits - 1 && count[d] < left) left -= count[d++];
+      shared_prefix = prefix | static_cast<Key>(d) << shift;
+      shared_left = left;
+    }
+    __syncthreads();
+    prefix = shared_prefix;
+    left = shared_left;
+  }
+
+  // prefix is now the key of the last score that goes, left the number of its equals that go.
+  for (int start = 0; start < columns; start += kRowThreads) {
+    const int j = start + threadIdx.x;
+    const Key key = j < columns ? radix_key(ordered_key(static_cast<Math>(row[j]))) : ~Key(0);
+    const bool tie = j < columns && key == prefix;
+    const unsigned ties = __ballot_sync(0xffffffffu, tie);
+    if (lane == 0) warp_ties[warp] = __popc(ties);
+    __syncthreads();
+    int before = __popc(ties & ((1u << lane) - 1)), all = 0;
+    for (int w = 0; w < kRowThreads / 32; ++w) {
+      before += w < warp ? warp_ties[w] : 0;
+      all += warp_ties[w];
+    }
+    if (j < columns) out[j] = key < prefix || (tie && before < left);
+    left -= all;
+    __syncthreads();  // warp_ties is written again
+  }
+}
+
+template <class T, int kGroup>
+void launch_groups(const T* score, int64_t groups, int group, int prune, bool* removed) {
+  const int64_t wanted = (groups + kThreads - 1) / kThreads;
+  const int64_t most = 32 * static_cast<int64_t>(at::cuda::getCurrentDeviceProperties()->multiProcessorCount);
+  mask_groups<T, kGroup>
+      <<<static_cast<unsigned>(std::min(wanted, most)), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
+          score, groups, group, prune, removed);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+// A row too wide for one block, usually a whole matrix seen as one row: a stable sort over all of the
+// device. Adding 0 turns -0 into 0.
+at::Tensor mask_by_sorting(const at::Tensor& score, int64_t prune) {
+  const at::Tensor order = std::get<1>(at::sort(at::add(score, 0), /*stable=*/true, /*dim=*/-1));
+  return at::zeros(score.sizes(), score.options().dtype(at::kBool))
+      .scatter_(-1, order.narrow(-1, 0, prune), true);
+}
+
+at::Tensor nm_mask_cuda(const at::Tensor& score, int64_t prune, int64_t group) {
+  check_nm_mask(score, prune, group);
+  const c10::cuda::CUDAGuard guard(score.device());
+  if (group == 0 && score.size(1) > kWidestRow) return mask_by_sorting(score, prune);
+  const at::Tensor in = score.contiguous();
+  at::Tensor out = at::empty(score.sizes(), score.options().dtype(at::kBool));
+  if (prune == 0 || score.numel() == 0) return out.zero_();
+  bool* removed = out.mutable_data_ptr<bool>();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, score.scalar_type(), "nm_mask", [&] {
+    const scalar_t* p = in.const_data_ptr<scalar_t>();
+    if (group == 0) {
+      TORCH_CHECK_VALUE(score.size(0) <= INT32_MAX, "score must have at most 2^31 - 1 rows, got ",
+                        score.size(0));
+      mask_rows<scalar_t>
+          <<<static_cast<unsigned>(score.size(0)), kRowThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
+              p, static_cast<int>(score.size(1)), static_cast<int>(prune), removed);
+      C10_CUDA_KERNEL_LAUNCH_CHECK();
+      return;
+    }
+    const int64_t groups = score.numel() / group;
+    const int size = static_cast<int>(group), gone = static_cast<int>(prune);
+    switch (size) {
+      case 2:
+        return launch_groups<scalar_t, 2>(p, groups, size, gone, removed);
+      case 4:
+        return launch_groups<scalar_t, 4>(p, groups, size, gone, removed);
+      case 8:
+        return launch_groups<scalar_t, 8>(p, groups, size, gone, removed);
+      case 16:
+        return launch_groups<scalar_t, 16>(p, groups, size, gone, removed);
+      default:
+        return launch_groups<scalar_t, 0>(p, groups, size, gone, removed);
+    }
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(drot, CUDA, m) { m.impl("nm_mask", &nm_mask_cuda); }
+
+}  // namespace drot
