@@ -98,6 +98,7 @@ class Problem:
 
 def reference_step(problem: Problem, lr: float = 0.01):
     a = [matrix.clone().requires_grad_() for matrix in problem.objective("entropy", torch.float32).identity()]
+    a[0] = a[0].detach()[0].requires_grad_()
     adam = torch.optim.Adam(a, lr=lr)
 
     def step() -> None:
@@ -133,8 +134,8 @@ def gradient_error(problem: Problem) -> float:
     r2 = torch.linalg.qr(torch.randn(problem.shape.kv_heads, h, h, dtype=r1.dtype, device=r1.device))[0]
     double.reference_loss(r1, r2).backward()
     with torch.no_grad():
-        _, g1, _ = problem.objective("entropy", torch.float32).value_and_grad(r1.float(), r2.float())
-    return float((g1.double() - r1.grad).norm() / r1.grad.norm())
+        _, g1, _ = problem.objective("entropy", torch.float32).value_and_grad(r1.float()[None], r2.float())
+    return float((g1[0].double() - r1.grad).norm() / r1.grad.norm())
 
 
 def main() -> None:
@@ -156,7 +157,7 @@ def main() -> None:
         }
         eye = problem.objective("entropy", torch.float32).identity()
         ours = flops(lambda: problem.objective("entropy", torch.float32).value_and_grad(*eye))  # noqa: B023
-        start = [matrix.clone().requires_grad_() for matrix in eye]
+        start = [eye[0][0].clone().requires_grad_(), eye[1].clone().requires_grad_()]
         theirs = flops(lambda: problem.reference_loss(*start).backward())  # noqa: B023
         timings = interleaved(functions, device=options.device, repeats=options.repeats, warmup=2)
         report(

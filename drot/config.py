@@ -100,7 +100,8 @@ class RotationConfig:
 
     mode: `none`, `layer` (the paper: one R1 a layer) or `shared` (one R1 for the whole model, whose
         result is a stock checkpoint).
-    blocks: R1 is block-diagonal with that many equal blocks (appendix F); 1 is dense.
+    blocks: R1 is block-diagonal (appendix F) with that many equal blocks, 1 is dense; or the sizes of
+        unequal blocks, whose sum is the hidden size.
     objective: `entropy` (the paper), `pruned` (the importance that the mask will remove) or `auto`:
         pruned for n:m, entropy for a ratio.
     optimizer: `paper` (Adam on A through QR) or `fast` (Adam in the tangent space of SO(n)).
@@ -113,7 +114,7 @@ class RotationConfig:
     """
 
     mode: RotationMode = "layer"
-    blocks: int = 1
+    blocks: int | tuple[int, ...] = 1
     objective: Objective = "auto"
     optimizer: Optimizer = "fast"
     steps: int | None = None
@@ -128,11 +129,19 @@ class RotationConfig:
         _one_of("optimizer", self.optimizer, Optimizer)
         _one_of("hessians", self.hessians, HessianSource)
         _one_of("product_dtype", self.product_dtype, ProductDtype)
-        _at_least("blocks", self.blocks, 1)
+        if isinstance(self.blocks, list):  # as JSON brings it
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+        for size in self.blocks if isinstance(self.blocks, tuple) else (self.blocks,):
+            _at_least("blocks", size, 1)
         if self.steps is not None:
             _at_least("steps", self.steps, 0)
         if self.lr is not None and not self.lr > 0:
             raise UserError(f"lr must be above 0; got {self.lr!r}")
+
+    @property
+    def equal_blocks(self) -> int:
+        """The number of equal blocks; unequal ones are trained inside a dense matrix."""
+        return self.blocks if isinstance(self.blocks, int) else 1
 
     @property
     def resolved_steps(self) -> int:

@@ -58,6 +58,7 @@ def layer_objective(
         objective=recipe.objective,
         sparsity=recipe.pruning.sparsity,
         product_dtype=getattr(torch, recipe.rotation.product_dtype),
+        blocks=recipe.rotation.equal_blocks,
     )
     return objective, metrics.damping
 

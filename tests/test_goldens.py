@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 import drot
 from drot.checkpoint import load_tokenizer
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
 MODEL, DATA = SHARED / "models" / "tiny-llama", SHARED / "data"

@@ -71,12 +71,11 @@ def layer_metrics(
         if group == "down":
             matrix = matrix.diagonal().clone()
         elif group == "o":
-            matrix = _diagonal_blocks(matrix, shape.heads, shape.head_dim)
+            matrix = diagonal_blocks(matrix, shape.heads)
         metrics[group] = Metric(matrix.to(dtype), method == "sparsegpt")
     return LayerMetrics(metrics, used)
 
 
-def _diagonal_blocks(matrix: Tensor, count: int, size: int) -> Tensor:
-    """[count·size, count·size] → its diagonal blocks [count, size, size]."""
-    blocks = matrix.reshape(count, size, count, size)
-    return torch.stack([blocks[i, :, i, :] for i in range(count)])
+def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:
+    """The diagonal blocks [count, n/count, n/count] of a matrix [n, n]."""
+    return matrix.unflatten(0, (count, -1)).unflatten(2, (count, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)

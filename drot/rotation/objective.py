@@ -10,6 +10,7 @@ right Y = W R: dR += Wᵀ dY + 2 (M R) diag(dq);  left Y = Rᵀ W: dR += W dYᵀ
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch import Tensor
 from drot import ops
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.config import Sparsity
-from drot.rotation.importance import LayerMetrics, Metric
-from drot.surgery.rotate import LayerRotation, rotate_heads_left, rotate_heads_right
+from drot.rotation.importance import LayerMetrics, Metric, diagonal_blocks
+from drot.surgery.rotate import LayerRotation, rotate_left, rotate_right
 
 #: rows (columns for down_proj) of a weight that are rotated at a time, which bounds the memory
 CHUNK = 8192
@@ -26,11 +27,30 @@ CHUNK = 8192
 
 @dataclass
 class _Sums:
-    """What one evaluation adds up: loss, d loss/d R1, d loss/d R2."""
+    """What one evaluation adds up: loss, d loss/d R1 [n, b, b], d loss/d R2 [kv, h, h]."""
 
     loss: Tensor
     g1: Tensor
     g2: Tensor
+
+
+class _ColumnFactor:
+    """The factor of the columns behind one input, q = diag(RᵀMR), and the way back to R."""
+
+    def __init__(self, metric: Metric, blocks: Tensor, dtype: torch.dtype) -> None:
+        self.metric = metric
+        self.factor: Tensor | None = None
+        self.gradient_in_factor: Tensor | None = None
+        if metric.matrix is not None:
+            self._product = (metric.matrix @ blocks.to(dtype)).to(blocks.dtype)
+            self.factor = metric.factor((blocks * self._product).sum(1).flatten())
+            self.gradient_in_factor = torch.zeros_like(self.factor)
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Adds 2 (M R) diag(dq) to `gradient` [n, b, b]."""
+        if self.gradient_in_factor is not None:
+            dq = self.metric.chain(self.gradient_in_factor, self.factor)
+            gradient += 2 * self._product * dq.reshape(len(gradient), 1, -1)
 
 
 class LayerObjective:
@@ -38,6 +58,7 @@ class LayerObjective:
 
     weights: role → folded, unrotated weight [out, in]; objective: `entropy` or `pruned`;
     product_dtype: dtype of the matrix products. Losses and sums are fp32 (fp64 for fp64 weights).
+    R1 is block-diagonal with `blocks` equal blocks, held as a stack [blocks, b, b]; one is dense.
     """
 
     def __init__(
@@ -49,31 +70,37 @@ class LayerObjective:
         objective: str,
         sparsity: Sparsity,
         product_dtype: torch.dtype = torch.float32,
+        blocks: int = 1,
     ) -> None:
         self.shape = shape
         self.objective = objective
         self.sparsity = sparsity
+        self.blocks = blocks
         self.dtype = product_dtype
         self.work = torch.promote_types(product_dtype, torch.float32)
-        self.metrics = {
-            group: Metric(None if m.matrix is None else m.matrix.to(product_dtype), m.inverse)
-            for group, m in metrics.metrics.items()
-        }
         self.weights = {role: weight.to(product_dtype).contiguous() for role, weight in weights.items()}
         self.hidden_size = weights["q_proj"].shape[1]
         self.device = weights["q_proj"].device
+        self.metrics = {}
+        for group, metric in metrics.metrics.items():
+            matrix = metric.matrix
+            if matrix is not None:
+                if group in ("attention", "mlp"):
+                    matrix = diagonal_blocks(matrix, blocks)
+                matrix = matrix.to(self.work if group == "down" else product_dtype).contiguous()
+            self.metrics[group] = Metric(matrix, metric.inverse)
         self._scale = dict.fromkeys(weights, 1.0)
         if objective == "pruned":
             self._scale = {role: self._normaliser(role) for role in weights}
 
     def identity(self) -> tuple[Tensor, Tensor]:
-        """R1 [d, d] and R2 [kv, h, h] at the start."""
-        kw = {"dtype": self.work, "device": self.device}
-        r2 = torch.eye(self.shape.head_dim, **kw).repeat(self.shape.kv_heads, 1, 1)
-        return torch.eye(self.hidden_size, **kw), r2
+        """R1 [blocks, b, b] and R2 [kv, h, h] at the start."""
+        kw: dict[str, Any] = {"dtype": self.work, "device": self.device}
+        r1 = torch.eye(self.hidden_size // self.blocks, **kw).repeat(self.blocks, 1, 1)
+        return r1, torch.eye(self.shape.head_dim, **kw).repeat(self.shape.kv_heads, 1, 1)
 
     def value_and_grad(self, r1: Tensor, r2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """loss (0-dim), d loss/d r1 [d, d], d loss/d r2 [kv, h, h], in the work dtype."""
+        """loss (0-dim), d loss/d r1 [blocks, b, b], d loss/d r2 [kv, h, h], in the work dtype."""
         sums = _Sums(r1.new_zeros(()), torch.zeros_like(r1), torch.zeros_like(r2))
         for group in ("attention", "mlp"):
             self._right_group(group, r1, r2, sums)
@@ -85,72 +112,66 @@ class LayerObjective:
         """The loss alone."""
         return self.value_and_grad(r1, r2)[0]
 
-    def _right_group(self, group: str, r1: Tensor, r2: Tensor, sums: "_Sums") -> None:
+    def _right_group(self, group: str, r1: Tensor, r2: Tensor, sums: _Sums) -> None:
         """The linears behind one norm: Y = W R1, and for v_proj blockdiag(R2)ᵀ W R1."""
-        metric, r1p, r2p = self.metrics[group], r1.to(self.dtype), r2.to(self.dtype)
-        factor = dfactor = mr = None
-        if metric.matrix is not None:
-            mr = (metric.matrix @ r1p).to(self.work)
-            factor = metric.factor((r1 * mr).sum(0))
-            dfactor = torch.zeros_like(factor)
+        column = _ColumnFactor(self.metrics[group], r1, self.dtype)
+        r1p, r2p = r1.to(self.dtype), r2.to(self.dtype)
         for role in INPUT_GROUPS[group]:
             # v_proj's rows stay together: it is normalised by columns as well, and small
             rows = self.weights[role].shape[0] if role == "v_proj" else CHUNK
             for weight in self.weights[role].split(rows):
-                z = y = weight @ r1p
+                z = y = rotate_right(weight, r1p)
                 if role == "v_proj":
-                    y = rotate_heads_left(z, r2p)
-                value, dy, df = self._fused(role, y, factor)
+                    y = rotate_left(r2p, z)
+                dy = self._fused(role, y, column, sums)
                 if role == "v_proj":
-                    heads = (self.shape.kv_heads, self.shape.head_dim, -1)
-                    sums.g2 += torch.bmm(z.reshape(heads), dy.reshape(heads).mT)
-                    dy = rotate_heads_left(dy, r2p.mT)
-                sums.loss += value
-                sums.g1 += weight.T @ dy
-                if dfactor is not None:
-                    dfactor += df
-        if mr is not None:
-            sums.g1 += 2 * mr * metric.chain(dfactor, factor)
+                    sums.g2 += _gradient_left(z, dy, len(r2))
+                    dy = rotate_left(r2p.mT, dy)
+                sums.g1 += _gradient_right(weight, dy, len(r1))
+        column.add_gradient(sums.g1)
 
-    def _output_projection(self, r1: Tensor, r2: Tensor, sums: "_Sums") -> None:
+    def _output_projection(self, r1: Tensor, r2: Tensor, sums: _Sums) -> None:
         """o_proj: Y = R1ᵀ W blockdiag(R2); of M only the diagonal head blocks [heads, h, h] count."""
-        weight, metric, shape = self.weights["o_proj"], self.metrics["o"], self.shape
-        r1p, r2p = r1.to(self.dtype), r2.to(self.dtype)
-        grouped = (weight.shape[0], shape.kv_heads, shape.group, shape.head_dim)
-        factor = mr = None
-        if metric.matrix is not None:
-            mr = (metric.matrix.unflatten(0, (shape.kv_heads, shape.group)) @ r2p[:, None]).to(self.work)
-            factor = metric.factor((r2[:, None] * mr).sum(2).flatten())
-        u = r1p.T @ weight
-        value, dy, dfactor = self._fused("o_proj", rotate_heads_right(u, r2p, shape.group), factor)
-        sums.loss += value
-        sums.g1 += weight @ rotate_heads_right(dy, r2p.mT, shape.group).T
-        sums.g2 += torch.einsum("dkgh,dkgj->khj", u.reshape(grouped), dy.reshape(grouped))
-        if mr is not None:
-            dq = metric.chain(dfactor, factor).reshape(shape.kv_heads, shape.group, 1, shape.head_dim)
-            sums.g2 += (2 * mr * dq).sum(1)
+        weight, heads = self.weights["o_proj"], r2.repeat_interleave(self.shape.group, 0)
+        column = _ColumnFactor(self.metrics["o"], heads, self.dtype)
+        r1p, headsp = r1.to(self.dtype), heads.to(self.dtype)
+        u = rotate_left(r1p, weight)
+        dy = self._fused("o_proj", rotate_right(u, headsp), column, sums)
+        gradient = _gradient_right(u, dy, len(heads)).to(self.work)
+        column.add_gradient(gradient)
+        sums.g2 += gradient.unflatten(0, (-1, self.shape.group)).sum(1)
+        sums.g1 += _gradient_left(weight, rotate_right(dy, headsp.mT), len(r1))
 
-    def _down_projection(self, r1: Tensor, sums: "_Sums") -> None:
+    def _down_projection(self, r1: Tensor, sums: _Sums) -> None:
         """down_proj: Y = R1ᵀ W, with a factor that no rotation changes."""
         weight, metric, r1p = self.weights["down_proj"], self.metrics["down"], r1.to(self.dtype)
-        factor = None if metric.matrix is None else metric.factor(metric.matrix.to(self.work))
+        factor = None if metric.matrix is None else metric.factor(metric.matrix)
         # the smallest of a whole row cannot be found in parts of it
         whole_rows = self.objective == "pruned" and not self.sparsity.structured
         width = weight.shape[1] if whole_rows else CHUNK // max(self.sparsity.m, 1) * max(self.sparsity.m, 1)
         for start in range(0, weight.shape[1], width):
-            part = slice(start, start + width)
-            columns = weight[:, part]
-            value, dy, _ = self._fused("down_proj", r1p.T @ columns, None if factor is None else factor[part])
-            sums.loss += value
-            sums.g1 += columns @ dy.T
+            columns = weight[:, start : start + width]
+            column = _ColumnFactor(Metric(None, False), r1, self.dtype)
+            column.factor = None if factor is None else factor[start : start + width]
+            dy = self._fused("down_proj", rotate_left(r1p, columns), column, sums)
+            sums.g1 += _gradient_left(columns, dy, len(r1))
 
-    def _fused(self, role: str, y: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _fused(self, role: str, y: Tensor, column: _ColumnFactor, sums: _Sums) -> Tensor:
+        """dY of one linear; adds its loss, and its gradient in the column factor."""
         if self.objective == "entropy":
-            rows = role != "down_proj"
             columns = role in ("v_proj", "o_proj", "down_proj")
-            return ops.entropy_loss_and_grad(y, factor, rows=rows, columns=columns)
-        prune, group = self._removed_per_group(y.shape[1])
-        return ops.pruned_importance_and_grad(y, factor, prune=prune, group=group, scale=self._scale[role])
+            value, dy, df = ops.entropy_loss_and_grad(
+                y, column.factor, rows=role != "down_proj", columns=columns
+            )
+        else:
+            prune, group = self._removed_per_group(y.shape[1])
+            value, dy, df = ops.pruned_importance_and_grad(
+                y, column.factor, prune=prune, group=group, scale=self._scale[role]
+            )
+        sums.loss += value
+        if column.gradient_in_factor is not None:
+            column.gradient_in_factor += df
+        return dy
 
     def _removed_per_group(self, width: int) -> tuple[int, int]:
         if self.sparsity.structured:
@@ -175,9 +196,25 @@ class LayerObjective:
         whatever the objective that is trained."""
         r1, r2 = self.identity()
         if rotation is not None:
-            r1, r2 = rotation.r1.to(r1), rotation.r2.to(r2)
+            r1, r2 = diagonal_blocks(rotation.r1, self.blocks).to(r1), rotation.r2.to(r2)
         trained, self.objective = self.objective, "entropy"
         try:
             return float(self.value(r1, r2))
         finally:
             self.objective = trained
+
+
+def _gradient_right(matrix: Tensor, dy: Tensor, count: int) -> Tensor:
+    """d/dB [count, b, b] where Y [out, n] = matrix · blockdiag(B)."""
+    if count == 1:
+        return (matrix.T @ dy)[None]
+    parts, dparts = (m.unflatten(1, (count, -1)).transpose(0, 1) for m in (matrix, dy))
+    return torch.bmm(parts.mT, dparts)
+
+
+def _gradient_left(matrix: Tensor, dy: Tensor, count: int) -> Tensor:
+    """d/dB [count, b, b] where Y [n, in] = blockdiag(B)ᵀ · matrix."""
+    if count == 1:
+        return (matrix @ dy.T)[None]
+    parts, dparts = (m.unflatten(0, (count, -1)) for m in (matrix, dy))
+    return torch.bmm(parts, dparts.mT)

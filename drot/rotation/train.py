@@ -33,10 +33,29 @@ class TrainingRecord:
     gradient_norm: list[float] = field(repr=False)
 
 
-def split_blocks(matrix: Tensor, blocks: int) -> Tensor:
-    """The diagonal blocks [blocks, n/blocks, n/blocks] of a matrix [n, n]."""
-    size = matrix.shape[0] // blocks
-    return torch.stack([matrix[i * size : (i + 1) * size, i * size : (i + 1) * size] for i in range(blocks)])
+class _R1:
+    """R1's parametrisation: which stacks of square matrices are optimised, and how they make the
+    [n, b, b] that the objectives take and hand their gradients back."""
+
+    def __init__(self, start: Tensor, blocks: int | tuple[int, ...]) -> None:
+        self.size = start.shape[0] * start.shape[1]
+        self.unequal = blocks if isinstance(blocks, tuple) else None
+        if self.unequal and sum(self.unequal) != self.size:
+            raise UserError(f"unequal blocks must add up to the hidden size {self.size}, got {self.unequal}")
+
+    def split(self, matrix: Tensor) -> list[Tensor]:
+        """[n, b, b] → the stacks that are optimised."""
+        if not self.unequal:
+            return [matrix]
+        dense, parts, at = matrix[0], [], 0
+        for size in self.unequal:
+            parts.append(dense[at : at + size, at : at + size])
+            at += size
+        return parts
+
+    def join(self, stacks: list[Tensor]) -> Tensor:
+        """The inverse of `split`."""
+        return torch.block_diag(*stacks)[None] if self.unequal else stacks[0]
 
 
 @torch.no_grad()
@@ -52,42 +71,41 @@ def train_rotation(
     behind the last step counted among them. Raises UserError if the loss is not finite.
     """
     started = time.perf_counter()
-    steps, blocks = config.resolved_steps, config.blocks
-    eye, _ = objectives[0].identity()
-    if eye.shape[0] % blocks:
-        raise UserError(f"block:{blocks} must divide the hidden size {eye.shape[0]}")
-    start = [split_blocks(eye, blocks), *(objective.identity()[1] for objective in objectives)]
+    steps = config.resolved_steps
+    eye = objectives[0].identity()[0]
+    r1 = _R1(eye, config.blocks)
+    start = [*r1.split(eye), *(objective.identity()[1] for objective in objectives)]
+    heads = len(start) - len(objectives)  # the stacks of R1 come first
     optimizer = OPTIMIZERS[config.optimizer](start, lr=config.resolved_lr, steps=steps)
     best = [matrix.clone() for matrix in start]
     best_loss = torch.full((), torch.inf, dtype=eye.dtype, device=eye.device)
     curve, norms = [], []
     for step in range(steps + 1):
-        r1 = torch.block_diag(*optimizer.matrices[0])
+        current = r1.join(optimizer.matrices[:heads])
         loss, gradient, r2_gradients = torch.zeros_like(best_loss), torch.zeros_like(eye), []
-        for objective, r2 in zip(objectives, optimizer.matrices[1:], strict=True):
-            value, g1, g2 = objective.value_and_grad(r1, r2)
+        for objective, r2 in zip(objectives, optimizer.matrices[heads:], strict=True):
+            value, g1, g2 = objective.value_and_grad(current, r2)
             loss += value
             gradient += g1
             r2_gradients.append(g2)
-        gradients = [split_blocks(gradient, blocks), *r2_gradients]
+        gradients = [*r1.split(gradient), *r2_gradients]
         better = loss < best_loss
         best_loss = torch.where(better, loss, best_loss)
         best = [torch.where(better, q, b) for q, b in zip(optimizer.matrices, best, strict=True)]
         curve.append(loss)
         norms.append(torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
         if step % REPORT_EVERY == 0 or step == steps:
-            current = float(loss)
             if not torch.isfinite(loss):
                 raise UserError(
-                    f"the rotation's objective is {current} at step {step}: lower --lr, "
+                    f"the rotation's objective is {float(loss)} at step {step}: lower --lr, "
                     "or --product-dtype float32"
                 )
-            on_step(step, steps, current / len(objectives))
+            on_step(step, steps, float(loss) / len(objectives))
         if step < steps:
             optimizer.step(gradients)
     values = torch.stack(curve).tolist()
-    r1 = torch.block_diag(*(polish(block) for block in best[0]))
-    rotations = [LayerRotation(r1, polish(r2)) for r2 in best[1:]]
+    merged = torch.block_diag(*r1.join([polish(stack) for stack in best[:heads]]))
+    rotations = [LayerRotation(merged, polish(r2)) for r2 in best[heads:]]
     record = TrainingRecord(
         loss_before=values[0],
         loss_after=min(values),

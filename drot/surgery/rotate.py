@@ -43,17 +43,19 @@ def _input_scales(layer: nn.Module, arch: Architecture) -> dict[str, Tensor]:
     return dict(q_proj=attention, k_proj=attention, v_proj=attention, gate_proj=mlp, up_proj=mlp)
 
 
-def rotate_heads_left(matrix: Tensor, r2: Tensor) -> Tensor:
-    """blockdiag(r2)ᵀ · matrix: v_proj's weight [kv·h, in] or bias [kv·h, 1]."""
-    kv, h, _ = r2.shape
-    return torch.bmm(r2.mT, matrix.reshape(kv, h, -1)).reshape(matrix.shape)
+def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
+    """matrix [out, n·b] · blockdiag(blocks [n, b, b])."""
+    if len(blocks) == 1:
+        return matrix @ blocks[0]
+    parts = matrix.unflatten(1, (len(blocks), -1)).transpose(0, 1)
+    return torch.bmm(parts, blocks).transpose(0, 1).flatten(1)
 
 
-def rotate_heads_right(matrix: Tensor, r2: Tensor, group: int) -> Tensor:
-    """matrix [out, heads·h] · blockdiag(r2 repeated `group` times): o_proj's weight."""
-    kv, h, _ = r2.shape
-    blocks = matrix.reshape(matrix.shape[0], kv, group, h)
-    return torch.einsum("okgh,khj->okgj", blocks, r2).reshape(matrix.shape)
+def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:
+    """blockdiag(blocks [n, b, b])ᵀ · matrix [n·b, in]."""
+    if len(blocks) == 1:
+        return blocks[0].T @ matrix
+    return torch.bmm(blocks.mT, matrix.unflatten(0, (len(blocks), -1))).flatten(0, 1)
 
 
 @torch.no_grad()
@@ -65,13 +67,13 @@ def rotate_layer(layer: nn.Module, arch: Architecture, shape: HeadShape, rotatio
     r1, r2 = rotation.r1.to(device).double(), rotation.r2.to(device).double()
     for role in ("q_proj", "k_proj", "gate_proj", "up_proj"):
         weights[role] = weights[role] @ r1
-    weights["v_proj"] = rotate_heads_left(weights["v_proj"] @ r1, r2)
-    weights["o_proj"] = rotate_heads_right(r1.T @ weights["o_proj"], r2, shape.group)
+    weights["v_proj"] = rotate_left(r2, weights["v_proj"] @ r1)
+    weights["o_proj"] = rotate_right(r1.T @ weights["o_proj"], r2.repeat_interleave(shape.group, 0))
     weights["down_proj"] = r1.T @ weights["down_proj"]
     for role, weight in weights.items():
         linears[role].weight.copy_(weight)
     if (bias := linears["v_proj"].bias) is not None:
-        bias.copy_(rotate_heads_left(bias.double()[:, None], r2)[:, 0])
+        bias.copy_(rotate_left(r2, bias.double()[:, None])[:, 0])
     for role in ("o_proj", "down_proj"):
         if (bias := linears[role].bias) is not None:
             bias.copy_(bias.double() @ r1)

@@ -139,10 +139,10 @@ def test_value_and_gradient_in_fp64(method, objective, sparsity, compat):
     r1, r2 = random_rotations()
     loss, g1, g2 = build(
         weights, hessians, method, objective, sparsity, compat, product_dtype=torch.float64
-    ).value_and_grad(r1, r2)
+    ).value_and_grad(r1[None], r2)
     expected, e1, e2 = reference(weights, hessians, r1, r2, method, objective, sparsity, compat)
     assert torch.allclose(loss, expected, rtol=1e-11)
-    assert torch.allclose(g1, e1, rtol=0, atol=1e-10 * float(e1.abs().max()))
+    assert torch.allclose(g1[0], e1, rtol=0, atol=1e-10 * float(e1.abs().max()))
     assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))
 
 
@@ -158,10 +158,10 @@ def test_gradient_error_by_product_dtype(objective, dtype, tolerance):
     )
     loss, g1, _ = build(
         weights, hessians, "wanda", objective, "2:4", False, product_dtype=dtype
-    ).value_and_grad(r1.float(), r2.float())
+    ).value_and_grad(r1.float()[None], r2.float())
     assert loss.dtype == torch.float32
     assert abs(float(loss) / float(expected) - 1) < tolerance
-    assert float((g1.double() - e1).norm() / e1.norm()) < tolerance
+    assert float((g1[0].double() - e1).norm() / e1.norm()) < tolerance
 
 
 @pytest.mark.parametrize("objective", ["entropy", "pruned"])
@@ -170,11 +170,11 @@ def test_chunks_do_not_change_the_value(monkeypatch, objective):
     r1, r2 = random_rotations()
     whole = build(
         weights, hessians, "wanda", objective, "2:4", False, product_dtype=torch.float64
-    ).value_and_grad(r1, r2)
+    ).value_and_grad(r1[None], r2)
     monkeypatch.setattr("drot.rotation.objective.CHUNK", 12)
     parts = build(
         weights, hessians, "wanda", objective, "2:4", False, product_dtype=torch.float64
-    ).value_and_grad(r1, r2)
+    ).value_and_grad(r1[None], r2)
     for a, b in zip(whole, parts, strict=True):
         assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
 
@@ -187,3 +187,23 @@ def test_entropy_reports_the_papers_entropy_whatever_is_trained():
     expected = entropy_reference(weights, hessians, eye1, eye2, "wanda", False)
     assert abs(objective.entropy(None) / float(expected) - 1) < 1e-12
     assert objective.objective == "pruned"
+
+
+@pytest.mark.parametrize("objective", ["entropy", "pruned"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_equal_blocks_are_the_diagonal_of_the_dense_gradient(method, objective):
+    """R1 as a stack of four blocks: the dense reference at their block-diagonal matrix."""
+    weights, hessians = make_layer()
+    _, r2 = random_rotations()
+    g = torch.Generator().manual_seed(5)
+    stack = torch.linalg.qr(torch.randn(4, 6, 6, generator=g, dtype=torch.float64))[0]
+    loss, g1, g2 = build(
+        weights, hessians, method, objective, "2:4", False, product_dtype=torch.float64, blocks=4
+    ).value_and_grad(stack, r2)
+    dense = torch.block_diag(*stack)
+    expected, e1, e2 = reference(weights, hessians, dense, r2, method, objective, "2:4", False)
+    assert torch.allclose(loss, expected, rtol=1e-11)
+    for i in range(4):
+        part = slice(6 * i, 6 * i + 6)
+        assert torch.allclose(g1[i], e1[part, part], rtol=0, atol=1e-10 * float(e1.abs().max()))
+    assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))

@@ -10,9 +10,9 @@ from drot.rotation.orthogonal import PaperOptimizer, polish
 from drot.rotation.train import train_rotation
 
 
-def objective(kind="entropy", sparsity="2:4", method="wanda", seed=0):
+def objective(kind="entropy", sparsity="2:4", method="wanda", seed=0, blocks=1):
     weights, hessians = make_layer(seed)
-    return build(weights, hessians, method, kind, sparsity, False, product_dtype=torch.float64)
+    return build(weights, hessians, method, kind, sparsity, False, product_dtype=torch.float64, blocks=blocks)
 
 
 def config(**changes):
@@ -30,8 +30,8 @@ def test_paper_optimizer_is_adam_through_qr():
         _, g1, g2 = problem.value_and_grad(*ours.matrices)
         ours.step([g1, g2])
         adam.zero_grad()
-        q = [torch.linalg.qr(matrix)[0] for matrix in a]
-        entropy_reference(weights, hessians, *q, "wanda", False).backward()
+        q1, q2 = (torch.linalg.qr(matrix)[0] for matrix in a)
+        entropy_reference(weights, hessians, q1[0], q2, "wanda", False).backward()
         torch.nn.utils.clip_grad_norm_(a, 1.0)
         adam.step()
     for matrix, got in zip(a, ours.matrices, strict=True):
@@ -45,7 +45,7 @@ def test_paper_optimizer_is_adam_through_qr():
 def test_training_lowers_the_objective_on_orthogonal_matrices(optimizer, kind, sparsity):
     problem = objective(kind, sparsity)
     (rotation,), record = train_rotation([problem], config(optimizer=optimizer))
-    before, after = problem.value(*problem.identity()), problem.value(rotation.r1, rotation.r2)
+    before, after = problem.value(*problem.identity()), problem.value(rotation.r1[None], rotation.r2)
     assert float(after) < 0.97 * float(before)
     assert record.loss_before == pytest.approx(float(before), rel=1e-9)
     assert record.loss_after == pytest.approx(float(after), rel=1e-6)
@@ -62,13 +62,13 @@ class Scripted:
         self.losses, self.asked = losses, []
 
     def identity(self):
-        return torch.eye(6, dtype=torch.float64), torch.eye(2, dtype=torch.float64)[None]
+        return torch.eye(6, dtype=torch.float64)[None], torch.eye(2, dtype=torch.float64)[None]
 
     def value_and_grad(self, r1, r2):
         generator = torch.Generator().manual_seed(len(self.asked))
         self.asked.append(r1)
         loss = torch.tensor(self.losses[len(self.asked) - 1], dtype=torch.float64)
-        return loss, torch.randn(6, 6, generator=generator, dtype=torch.float64), torch.zeros_like(r2)
+        return loss, torch.randn(1, 6, 6, generator=generator, dtype=torch.float64), torch.zeros_like(r2)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_best_step_is_kept_and_the_last_one_counted(losses, best):
     assert record.best_step == best
     assert record.loss_after == 1
     assert record.loss_curve == losses
-    assert torch.allclose(rotation.r1, problem.asked[best], atol=1e-12)
+    assert torch.allclose(rotation.r1, problem.asked[best][0], atol=1e-12)
     assert not torch.allclose(problem.asked[1], problem.asked[2], atol=1e-3)
 
 
@@ -90,18 +90,28 @@ def test_no_steps_is_the_identity():
     assert record.loss_before == record.loss_after
 
 
-def test_blocks_stay_blocks():
-    problem = objective()
-    (dense,), one = train_rotation([problem], config())
-    (rotation,), record = train_rotation([problem], config(blocks=4))
-    off = rotation.r1.clone()
-    for i in range(4):
-        off[i * 6 : i * 6 + 6, i * 6 : i * 6 + 6] = 0
-    assert off.abs().max() == 0
-    assert dense.r1[:6, 6:].abs().max() > 1e-3
+@pytest.mark.parametrize("blocks", [4, (3, 9, 12)])
+def test_blocks_stay_blocks(blocks):
+    (dense,), one = train_rotation([objective()], config())
+    equal = blocks if isinstance(blocks, int) else 1
+    (rotation,), record = train_rotation([objective(blocks=equal)], config(blocks=blocks))
+    sizes = [6] * 4 if blocks == 4 else blocks
+    inside = torch.block_diag(*(torch.ones(size, size) for size in sizes)).bool()
+    assert rotation.r1[~inside].abs().max() == 0
+    assert dense.r1[~inside].abs().max() > 1e-3
+    assert torch.allclose(rotation.r1.T @ rotation.r1, torch.eye(D, dtype=torch.float64), atol=1e-12)
     assert one.loss_after < record.loss_after < record.loss_before
-    with pytest.raises(UserError, match="block:5 must divide the hidden size 24"):
-        train_rotation([problem], config(blocks=5))
+
+
+def test_equal_blocks_train_the_same_whether_stacked_or_listed():
+    (stacked,), _ = train_rotation([objective(blocks=4)], config(blocks=4))
+    (listed,), _ = train_rotation([objective()], config(blocks=(6, 6, 6, 6)))
+    assert torch.allclose(stacked.r1, listed.r1, atol=1e-9)
+
+
+def test_blocks_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="must add up to the hidden size 24"):
+        train_rotation([objective()], config(blocks=(6, 6)))
 
 
 def test_shared_rotation_minimises_the_sum():
@@ -109,7 +119,7 @@ def test_shared_rotation_minimises_the_sum():
     rotations, record = train_rotation(problems, config())
     assert torch.equal(rotations[0].r1, rotations[1].r1)
     assert not torch.equal(rotations[0].r2, rotations[1].r2)
-    total = sum(float(p.value(r.r1, r.r2)) for p, r in zip(problems, rotations, strict=True))
+    total = sum(float(p.value(r.r1[None], r.r2)) for p, r in zip(problems, rotations, strict=True))
     assert total == pytest.approx(record.loss_after, rel=1e-6)
     assert record.loss_after < record.loss_before
 
