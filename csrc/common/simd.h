@@ -18,10 +18,17 @@
   __VA_ARGS__;                 \
   }                            \
   }
-#define DROT_SIMD_CALL(name)                                          \
-  (drot::simd_level() == drot::SimdLevel::avx512 ? drot::avx512::name \
-   : drot::simd_level() == drot::SimdLevel::avx2 ? drot::avx2::name   \
-                                                 : drot::baseline::name)
+#define DROT_SIMD_CALL(name)                  \
+  ([](auto... args) {                         \
+    switch (drot::simd_level()) {             \
+      case drot::SimdLevel::avx512:           \
+        return drot::avx512::name(args...);   \
+      case drot::SimdLevel::avx2:             \
+        return drot::avx2::name(args...);     \
+      default:                                \
+        return drot::baseline::name(args...); \
+    }                                         \
+  })
 #else
 #define DROT_SIMD_DECLARE(...) \
   namespace drot {             \
@@ -29,7 +36,7 @@
   __VA_ARGS__;                 \
   }                            \
   }
-#define DROT_SIMD_CALL(name) (drot::baseline::name)
+#define DROT_SIMD_CALL(name) ([](auto... args) { return drot::baseline::name(args...); })
 #endif
 
 namespace drot {

@@ -1,6 +1,32 @@
 """The native ops, and beside each its reference in plain PyTorch (`*_ref`)."""
 
+from drot.ops.batched_qr import (
+    batched_qr,
+    batched_qr_backward,
+    batched_qr_ref,
+    cholesky_qr,
+    rebased_backward,
+)
 from drot.ops.nm_mask import nm_mask, nm_mask_ref
+from drot.ops.pack24 import pack24, pack24_ref, unpack24, unpack24_ref
+from drot.ops.retraction import Retraction, newton_schulz, retract
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
 
-__all__ = ["nm_mask", "nm_mask_ref", "sparsegpt_sweep", "sparsegpt_sweep_ref"]
+__all__ = [
+    "Retraction",
+    "batched_qr",
+    "batched_qr_backward",
+    "batched_qr_ref",
+    "cholesky_qr",
+    "newton_schulz",
+    "nm_mask",
+    "nm_mask_ref",
+    "pack24",
+    "pack24_ref",
+    "rebased_backward",
+    "retract",
+    "sparsegpt_sweep",
+    "sparsegpt_sweep_ref",
+    "unpack24",
+    "unpack24_ref",
+]

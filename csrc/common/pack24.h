@@ -1,0 +1,93 @@
+// Packing of one group of four for the 2:4 format, shared by CPU and CUDA.
+#pragma once
+
+#include <cstdint>
+
+#include "common/host_device.h"
+
+namespace drot {
+
+// Two strictly ascending positions (0-3) that hold every non-zero of a group: low bits first.
+struct Pair24 {
+  uint8_t first;
+  uint8_t second;
+};
+
+// nonzero: bit i set where element i is not zero. At most two bits may be set.
+// A group with fewer keeps zeros at the lowest free positions; the positions still ascend.
+DROT_HOST_DEVICE Pair24 pair24(unsigned nonzero) {
+  Pair24 pair{0, 1};
+  switch (nonzero) {
+    case 0b0001:
+    case 0b0010:
+    case 0b0011:
+    case 0b0000:
+      return pair;
+    case 0b0100:
+    case 0b0101:
+      pair.second = 2;
+      return pair;
+    case 0b1000:
+    case 0b1001:
+      pair.second = 3;
+      return pair;
+    case 0b0110:
+      return {1, 2};
+    case 0b1010:
+      return {1, 3};
+    default:
+      return {2, 3};
+  }
+}
+
+// Four values as bit patterns -> which of them are non-zero. -0.0 counts as zero; NaN does not.
+template <typename word_t>
+DROT_HOST_DEVICE unsigned nonzero24(const word_t* group) {
+  constexpr word_t magnitude = static_cast<word_t>(~(word_t(1) << (8 * sizeof(word_t) - 1)));
+  unsigned nonzero = 0;
+  for (int i = 0; i < 4; ++i) {
+    nonzero |= static_cast<unsigned>((group[i] & magnitude) != 0) << i;
+  }
+  return nonzero;
+}
+
+DROT_HOST_DEVICE bool fits24(unsigned nonzero) {
+  // clearing the lowest set bit twice leaves nothing where at most two are set
+  const unsigned rest = nonzero & (nonzero - 1);
+  return (rest & (rest - 1)) == 0;
+}
+
+// Packs two groups (eight columns) into four values and one byte of positions; false where a group
+// holds more than two non-zeros.
+template <typename word_t>
+DROT_HOST_DEVICE bool pack24_byte(const word_t* in, word_t* values, uint8_t* position) {
+  unsigned byte = 0;
+  bool ok = true;
+  for (int half = 0; half < 2; ++half) {
+    const unsigned nonzero = nonzero24(in + 4 * half);
+    ok = ok && fits24(nonzero);
+    const Pair24 pair = pair24(nonzero);
+    values[2 * half] = in[4 * half + pair.first];
+    values[2 * half + 1] = in[4 * half + pair.second];
+    byte |= static_cast<unsigned>(pair.first | (pair.second << 2)) << (4 * half);
+  }
+  *position = static_cast<uint8_t>(byte);
+  return ok;
+}
+
+// The inverse; false where a group's two positions do not ascend.
+template <typename word_t>
+DROT_HOST_DEVICE bool unpack24_byte(const word_t* values, uint8_t position, word_t* out) {
+  bool ok = true;
+  for (int half = 0; half < 2; ++half) {
+    const unsigned bits = position >> (4 * half);
+    const unsigned first = bits & 3, second = (bits >> 2) & 3;
+    ok = ok && first < second;
+    for (unsigned i = 0; i < 4; ++i) {
+      out[4 * half + i] = i == first ? values[2 * half] : i == second ? values[2 * half + 1] : word_t(0);
+    }
+  }
+  return ok;
+}
+
+}  // namespace drot

@@ -1,0 +1,53 @@
+// The parts of batched_qr that are calls of LAPACK and BLAS, or of cuSOLVER and cuBLAS: ATen picks.
+#include "ops/batched_qr.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cos.h>
+#include <ATen/ops/geqrf.h>
+#include <ATen/ops/linalg_cholesky_ex.h>
+#include <ATen/ops/linalg_solve_triangular.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/orgqr.h>
+#include <ATen/ops/where.h>
+#include <torch/library.h>
+
+namespace drot {
+
+std::tuple<at::Tensor, at::Tensor> householder_qr(const at::Tensor& a) {
+  auto [packed, tau] = at::geqrf(a);
+  const at::Tensor diagonal = packed.diagonal(0, -2, -1);
+  const at::Tensor sign = at::where(diagonal < 0, -1.0, 1.0).to(a.scalar_type());
+  at::Tensor r = (packed.triu() * sign.unsqueeze(-1)).contiguous();
+  at::Tensor q = (at::orgqr(packed, tau) * sign.unsqueeze(-2)).contiguous();
+  return {q, r};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> cholesky_qr(const at::Tensor& a) {
+  check_batched_qr(a);
+  const at::Tensor wide = a.to(at::kDouble);
+  const auto [lower, info] = at::linalg_cholesky_ex(at::matmul(wide.mT(), wide));
+  const at::Tensor r = lower.mT();
+  const at::Tensor q = at::linalg_solve_triangular(r, wide, /*upper=*/true, /*left=*/false);
+  // |qᵀq - 1| grows with the square of a's condition, and Cholesky notices only when all digits are
+  // lost; four fixed, dense directions tell, at the price of a few matrix-vector products
+  const at::Tensor index = at::arange(a.size(-1), wide.options());
+  const at::Tensor probes = at::cos(index.unsqueeze(-1) * at::arange(1, 5, wide.options()) * 1.7 + 0.3);
+  const at::Tensor error = (at::matmul(q.mT(), at::matmul(q, probes)) - probes).abs().amax({-2, -1});
+  const double tolerance = a.scalar_type() == at::kFloat ? 1e-7 : 1e-10;
+  // NaN compares false
+  const at::Tensor reliable = (error <= tolerance).logical_and(info == 0);
+  return {q.to(a.scalar_type()).contiguous(), r.to(a.scalar_type()).contiguous(), reliable};
+}
+
+at::Tensor qr_backward(const at::Tensor& gq, const at::Tensor& q, const at::Tensor& r) {
+  // with M = -gqᵀ q and C = tril(M) + tril(M, -1)ᵀ:  ga = (gq + q C) R⁻ᵀ
+  const at::Tensor m = at::matmul(gq.mT(), q).neg();
+  const at::Tensor c = m.tril() + m.tril(-1).mT();
+  const at::Tensor right = gq + at::matmul(q, c);
+  return at::linalg_solve_triangular(r.mT(), right, /*upper=*/false, /*left=*/false).contiguous();
+}
+
+TORCH_LIBRARY_IMPL(drot, CompositeExplicitAutograd, m) { m.impl("cholesky_qr", &cholesky_qr); }
+
+}  // namespace drot
