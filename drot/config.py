@@ -106,8 +106,11 @@ class RotationConfig:
         pruned for n:m, entropy for a ratio.
     optimizer: `paper` (Adam on A through QR) or `fast` (Adam in the tangent space of SO(n)).
     steps, lr: None takes OPTIMIZER_DEFAULTS.
+    early_stop: `fast` ends when a step lowers the loss by less than this share of it; 0 never does.
     hessians: `sequential` (inputs that passed the pruned layers) or `dense` (all from one pass of
         the dense model, so that layers train independently).
+    layers_per_step: with `shared`, a step looks at so many layers only, the rest wait in main memory;
+        None is all of them.
     product_dtype: dtype of the matrix products; the loss is always fp32 at least.
     reference_compat: score of SparseGPT as the paper's code computes it, with the damping added a
         second time, onto the inverse.
@@ -119,7 +122,9 @@ class RotationConfig:
     optimizer: Optimizer = "fast"
     steps: int | None = None
     lr: float | None = None
+    early_stop: float = 1e-5
     hessians: HessianSource = "sequential"
+    layers_per_step: int | None = None
     product_dtype: ProductDtype = "float32"
     reference_compat: bool = False
 
@@ -135,6 +140,9 @@ class RotationConfig:
             _at_least("blocks", size, 1)
         if self.steps is not None:
             _at_least("steps", self.steps, 0)
+        _at_least("early_stop", self.early_stop, 0)
+        if self.layers_per_step is not None:
+            _at_least("layers_per_step", self.layers_per_step, 1)
         if self.lr is not None and not self.lr > 0:
             raise UserError(f"lr must be above 0; got {self.lr!r}")
 

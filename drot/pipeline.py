@@ -210,7 +210,8 @@ class _Run:
                 stream.advance(layer, index)
             layer.to(self.home)
             if shared:
-                objectives.append(objective)
+                wait = self.recipe.rotation.layers_per_step is not None
+                objectives.append(objective.on(torch.device("cpu")) if wait else objective)
                 records.append({"damping": damping})
             else:
                 trained, record = self._train([objective], index)
@@ -227,11 +228,11 @@ class _Run:
             self._event("rotate", index, step=step, steps=steps, loss=loss)
 
         with _Clock(self, "rotate"):
-            rotations, record = train_rotation(objectives, self.recipe.rotation, on_step)
+            rotations, record = train_rotation(objectives, self.recipe.rotation, on_step, self.device)
             entropies = {}
             for name, rotation in (("before", None), ("after", rotations)):
                 entropies[f"entropy_{name}"] = sum(
-                    objective.entropy(rotation[i] if rotation else None)
+                    objective.on(self.device).entropy(rotation[i] if rotation else None)
                     for i, objective in enumerate(objectives)
                 ) / len(objectives)
         return rotations, dataclasses.asdict(record) | entropies

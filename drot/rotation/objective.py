@@ -9,6 +9,7 @@ Gradients, with dY and df from the fused ops and q = diag(RᵀMR):
 right Y = W R: dR += Wᵀ dY + 2 (M R) diag(dq);  left Y = Rᵀ W: dR += W dYᵀ.
 """
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,6 +93,19 @@ class LayerObjective:
         self._scale = dict.fromkeys(weights, 1.0)
         if objective == "pruned":
             self._scale = {role: self._normaliser(role) for role in weights}
+
+    def on(self, device: torch.device) -> "LayerObjective":
+        """This objective with its tensors on another device; itself where they lie there already."""
+        if self.device == device:
+            return self
+        other = copy.copy(self)
+        other.device = device
+        other.weights = {role: weight.to(device) for role, weight in self.weights.items()}
+        other.metrics = {
+            group: Metric(None if m.matrix is None else m.matrix.to(device), m.inverse)
+            for group, m in self.metrics.items()
+        }
+        return other
 
     def identity(self) -> tuple[Tensor, Tensor]:
         """R1 [blocks, b, b] and R2 [kv, h, h] at the start."""

@@ -13,11 +13,12 @@ from drot import ops
 
 
 class OrthogonalOptimizer(Protocol):
-    """`matrices`: the current Q of each stack; `step` moves them, given d loss/d Q of each."""
+    """`matrices`: the current Q of each stack; `step` moves them, given d loss/d Q of each, None for
+    a stack that stays."""
 
     matrices: list[Tensor]
 
-    def step(self, gradients: list[Tensor]) -> None: ...
+    def step(self, gradients: list[Tensor | None]) -> None: ...
 
 
 class PaperOptimizer:
@@ -36,9 +37,9 @@ class PaperOptimizer:
         self._factors = [ops.batched_qr(a.detach()) for a in self._parameters]
         self.matrices = [q for q, _ in self._factors]
 
-    def step(self, gradients: list[Tensor]) -> None:
+    def step(self, gradients: list[Tensor | None]) -> None:
         for parameter, gradient, (q, r) in zip(self._parameters, gradients, self._factors, strict=True):
-            parameter.grad = ops.batched_qr_backward(gradient, q, r)
+            parameter.grad = None if gradient is None else ops.batched_qr_backward(gradient, q, r)
         torch.nn.utils.clip_grad_norm_(self._parameters, self.CLIP)
         self._adam.step()
         self._factorise()
@@ -59,14 +60,19 @@ class FastOptimizer:
         self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._adam, T_max=max(steps, 1))
 
     @torch.no_grad()
-    def step(self, gradients: list[Tensor]) -> None:
+    def step(self, gradients: list[Tensor | None]) -> None:
         for omega, gradient, q in zip(self._omegas, gradients, self.matrices, strict=True):
-            s = q.mT @ gradient
-            omega.grad = s - s.mT
+            omega.grad = None
+            if gradient is not None:
+                s = q.mT @ gradient
+                omega.grad = s - s.mT
             omega.zero_()
         self._adam.step()
         self._schedule.step()
-        self.matrices = [ops.retract(q, omega) for q, omega in zip(self.matrices, self._omegas, strict=True)]
+        self.matrices = [
+            q if omega.grad is None else ops.retract(q, omega)
+            for q, omega in zip(self.matrices, self._omegas, strict=True)
+        ]
 
 
 OPTIMIZERS: dict[str, type[PaperOptimizer] | type[FastOptimizer]] = {

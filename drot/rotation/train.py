@@ -17,6 +17,8 @@ from drot.surgery.rotate import LayerRotation
 OnStep = Callable[[int, int, float], None]
 #: the host waits for the device only every so many steps
 REPORT_EVERY = 10
+#: steps over which the slope of the loss is taken
+SLOPE_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -58,42 +60,86 @@ class _R1:
         return torch.block_diag(*stacks)[None] if self.unequal else stacks[0]
 
 
+class _Evaluation:
+    """Loss and gradients of the summed objectives, over all of them or over some a step."""
+
+    def __init__(
+        self, objectives: list[LayerObjective], r1: _R1, stacks: int, config: RotationConfig
+    ) -> None:
+        self._objectives, self._r1, self._stacks = objectives, r1, stacks
+        self._per_step = min(config.layers_per_step or len(objectives), len(objectives))
+        self._generator = torch.Generator().manual_seed(0)
+        self._waiting: list[int] = []
+
+    def choose(self, *, everything: bool) -> list[int]:
+        """Which objectives the next step looks at: all, or the next of a shuffled round."""
+        if everything or self._per_step == len(self._objectives):
+            return list(range(len(self._objectives)))
+        while len(self._waiting) < self._per_step:
+            self._waiting += torch.randperm(len(self._objectives), generator=self._generator).tolist()
+        chosen, self._waiting = self._waiting[: self._per_step], self._waiting[self._per_step :]
+        return sorted(set(chosen))
+
+    def __call__(self, matrices: list[Tensor], chosen: list[int]) -> tuple[Tensor, list[Tensor | None]]:
+        """The loss, scaled up to all objectives, and a gradient for each stack (None: not looked at)."""
+        r1, share = self._r1.join(matrices[: self._stacks]), len(self._objectives) / len(chosen)
+        loss, gradient = r1.new_zeros(()), torch.zeros_like(r1)
+        r2_gradients: list[Tensor | None] = [None] * len(self._objectives)
+        for index in chosen:
+            objective = self._objectives[index].on(r1.device)
+            value, g1, g2 = objective.value_and_grad(r1, matrices[self._stacks + index])
+            loss += value * share
+            gradient += g1 * share
+            r2_gradients[index] = g2
+        return loss, [*self._r1.split(gradient), *r2_gradients]
+
+
+def _has_settled(curve: list[Tensor], config: RotationConfig) -> bool:
+    """Whether `fast` on whole batches gains less than `early_stop` a step, as a share of the loss."""
+    if config.optimizer != "fast" or config.layers_per_step or len(curve) <= SLOPE_STEPS:
+        return False
+    gained = float(curve[-1 - SLOPE_STEPS] - curve[-1])
+    return gained < config.early_stop * SLOPE_STEPS * float(curve[-1])
+
+
 @torch.no_grad()
 def train_rotation(
     objectives: list[LayerObjective],
     config: RotationConfig,
     on_step: OnStep = lambda step, steps, loss: None,
+    device: torch.device | None = None,
 ) -> tuple[list[LayerRotation], TrainingRecord]:
     """Minimises the sum of the objectives over one R1 that they share and an R2 of each.
 
     One objective gives the paper's rotation of a layer; those of all layers give `shared`. Returns
     a LayerRotation for each objective (fp64, orthogonal to rounding) at the best step, the state
-    behind the last step counted among them. Raises UserError if the loss is not finite.
+    behind the last step counted among them. With `layers_per_step` a step looks at some of the
+    objectives only, which then may lie on another device than `device`; the best is chosen between
+    the start and the end, where all are looked at. Raises UserError if the loss is not finite.
     """
     started = time.perf_counter()
     steps = config.resolved_steps
-    eye = objectives[0].identity()[0]
+    device = device or objectives[0].device
+    eye = objectives[0].identity()[0].to(device)
     r1 = _R1(eye, config.blocks)
-    start = [*r1.split(eye), *(objective.identity()[1] for objective in objectives)]
-    heads = len(start) - len(objectives)  # the stacks of R1 come first
+    start = [*r1.split(eye), *(objective.identity()[1].to(device) for objective in objectives)]
+    stacks = len(start) - len(objectives)  # those of R1 come first
+    evaluate = _Evaluation(objectives, r1, stacks, config)
     optimizer = OPTIMIZERS[config.optimizer](start, lr=config.resolved_lr, steps=steps)
     best = [matrix.clone() for matrix in start]
-    best_loss = torch.full((), torch.inf, dtype=eye.dtype, device=eye.device)
+    best_loss = torch.full((), torch.inf, dtype=eye.dtype, device=device)
+    best_step = torch.zeros((), dtype=torch.long, device=device)
     curve, norms = [], []
     for step in range(steps + 1):
-        current = r1.join(optimizer.matrices[:heads])
-        loss, gradient, r2_gradients = torch.zeros_like(best_loss), torch.zeros_like(eye), []
-        for objective, r2 in zip(objectives, optimizer.matrices[heads:], strict=True):
-            value, g1, g2 = objective.value_and_grad(current, r2)
-            loss += value
-            gradient += g1
-            r2_gradients.append(g2)
-        gradients = [*r1.split(gradient), *r2_gradients]
-        better = loss < best_loss
-        best_loss = torch.where(better, loss, best_loss)
-        best = [torch.where(better, q, b) for q, b in zip(optimizer.matrices, best, strict=True)]
+        chosen = evaluate.choose(everything=step in (0, steps))
+        loss, gradients = evaluate(optimizer.matrices, chosen)
+        if len(chosen) == len(objectives):
+            better = loss < best_loss
+            best_loss = torch.where(better, loss, best_loss)
+            best_step = torch.where(better, step, best_step)
+            best = [torch.where(better, q, b) for q, b in zip(optimizer.matrices, best, strict=True)]
         curve.append(loss)
-        norms.append(torch.stack([g.square().sum() for g in gradients]).sum().sqrt())
+        norms.append(torch.stack([g.square().sum() for g in gradients if g is not None]).sum().sqrt())
         if step % REPORT_EVERY == 0 or step == steps:
             if not torch.isfinite(loss):
                 raise UserError(
@@ -101,15 +147,17 @@ def train_rotation(
                     "or --product-dtype float32"
                 )
             on_step(step, steps, float(loss) / len(objectives))
+            if _has_settled(curve, config):
+                break
         if step < steps:
             optimizer.step(gradients)
     values = torch.stack(curve).tolist()
-    merged = torch.block_diag(*r1.join([polish(stack) for stack in best[:heads]]))
-    rotations = [LayerRotation(merged, polish(r2)) for r2 in best[heads:]]
+    merged = torch.block_diag(*r1.join([polish(stack) for stack in best[:stacks]]))
+    rotations = [LayerRotation(merged, polish(r2)) for r2 in best[stacks:]]
     record = TrainingRecord(
         loss_before=values[0],
-        loss_after=min(values),
-        best_step=values.index(min(values)),
+        loss_after=float(best_loss),
+        best_step=int(best_step),
         seconds=time.perf_counter() - started,
         orthogonality_error=max(orthogonality_error(matrix) for matrix in best),
         loss_curve=values,

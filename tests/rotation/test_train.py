@@ -59,7 +59,10 @@ class Scripted:
     """An objective whose losses are given; it notes at which R1 each was asked for."""
 
     def __init__(self, losses):
-        self.losses, self.asked = losses, []
+        self.losses, self.asked, self.device = losses, [], torch.device("cpu")
+
+    def on(self, device):
+        return self
 
     def identity(self):
         return torch.eye(6, dtype=torch.float64)[None], torch.eye(2, dtype=torch.float64)[None]
@@ -122,6 +125,43 @@ def test_shared_rotation_minimises_the_sum():
     total = sum(float(p.value(r.r1[None], r.r2)) for p, r in zip(problems, rotations, strict=True))
     assert total == pytest.approx(record.loss_after, rel=1e-6)
     assert record.loss_after < record.loss_before
+
+
+def test_fast_stops_where_the_loss_has_settled_and_paper_does_not():
+    flat = [10.0] + [5.0] * 100
+    _, record = train_rotation([Scripted(flat)], config(steps=100))
+    assert len(record.loss_curve) == 31  # the first report at which 20 steps gained nothing
+    for changes in ({"optimizer": "paper"}, {"early_stop": 0.0}):
+        _, record = train_rotation([Scripted(flat)], config(steps=100, **changes))
+        assert len(record.loss_curve) == 101
+
+
+def test_mini_batches_of_layers_reach_nearly_the_same_loss():
+    problems = [objective(seed=seed) for seed in range(4)]
+    _, whole = train_rotation(problems, config(steps=60))
+    rotations, record = train_rotation(problems, config(steps=60, layers_per_step=1))
+    total = sum(float(p.value(r.r1[None], r.r2)) for p, r in zip(problems, rotations, strict=True))
+    assert total == pytest.approx(record.loss_after, rel=1e-6)
+    assert record.best_step == 60
+    gained, gained_whole = (r.loss_before - r.loss_after for r in (record, whole))
+    assert gained > 0.5 * gained_whole
+
+
+def test_a_mini_batch_looks_at_every_layer_in_turn(monkeypatch):
+    asked = []
+    problems = [objective(seed=seed) for seed in range(4)]
+    for number, problem in enumerate(problems):
+        original = problem.value_and_grad
+
+        def noted(r1, r2, number=number, original=original):
+            asked.append(number)
+            return original(r1, r2)
+
+        problem.value_and_grad = noted
+    train_rotation(problems, config(steps=5, layers_per_step=2))
+    assert asked[:4] == asked[-4:] == [0, 1, 2, 3]  # all at the start and at the end
+    assert len(asked) == 4 + 4 * 2 + 4
+    assert sorted(asked[4:8]) == sorted(asked[8:12]) == [0, 1, 2, 3]
 
 
 def test_a_loss_that_is_not_finite_stops_with_advice(monkeypatch):
