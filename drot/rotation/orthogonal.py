@@ -91,8 +91,4 @@ def orthogonality_error(q: Tensor) -> float:
 @torch.no_grad()
 def polish(q: Tensor) -> Tensor:
     """The orthogonal matrix next to an almost orthogonal one, in fp64 (Newton–Schulz, two steps)."""
-    q = q.double()
-    eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
-    for _ in range(2):
-        q = q @ (1.5 * eye - 0.5 * (q.mT @ q))
-    return q
+    return ops.newton_schulz(ops.newton_schulz(q.double()))
