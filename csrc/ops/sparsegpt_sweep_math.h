@@ -12,11 +12,12 @@ DROT_HOST_DEVICE T sweep_score(T w, T diagonal) {
   return scaled * scaled;
 }
 
-// (w_j - q_j) / U_jj; the choice comes before the division, so that neither backend branches.
-template <class T>
-DROT_HOST_DEVICE T sweep_error(T w, T diagonal, bool removed) {
-  const T gone = removed ? w : T(0);
-  return gone / diagonal;
+// error = (w_j - q_j) / U_jj. The choice comes before the division, so that neither backend branches.
+// V is T with a bool, or a vector of T with the mask of a vector comparison.
+template <class V, class T, class Mask>
+DROT_HOST_DEVICE void sweep_error(V& error, const V& w, const T& diagonal, const Mask& removed) {
+  const V gone = removed ? w : V{};
+  error = gone / diagonal;
 }
 
 // Takes an error e_j · U_jk from the weight of a column k > j; V is T or a vector of T.

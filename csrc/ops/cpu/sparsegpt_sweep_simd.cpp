@@ -8,24 +8,48 @@
 namespace drot::DROT_SIMD {
 namespace {
 
-// Takes the errors first … last - 1 from w, the weights of one column. Each weight's updates come
-// in the order of the columns, as in the right-looking loop of the paper; reading errors instead of
-// writing weights leaves one store a column. Explicit vectors, because GCC turns the plain loops
-// into shuffles.
+// Explicit vectors, because GCC turns the plain loops into shuffles and branches.
 template <class T>
-DROT_HOST_DEVICE void take_errors(T* w, const T* err, const T* factor, int64_t first, int64_t last) {
-  typedef T Vector __attribute__((vector_size(32)));
-  constexpr int kLanes = kSweepLanes<T>, kWidth = sizeof(Vector) / sizeof(T), kVectors = kLanes / kWidth;
-  Vector sum[kVectors];
+struct Vectors {
+  typedef T Value __attribute__((vector_size(32)));
+  typedef OrderedKey<T> Flag __attribute__((vector_size(32)));
+  static constexpr int kWidth = sizeof(Value) / sizeof(T);
+  static constexpr int kCount = kSweepLanes<T> / kWidth;
+};
+
+// Takes the errors first … last - 1 from kTogether neighbouring columns: w [kTogether][kSweepLanes],
+// factor [kTogether][columns]. Each weight's updates come in the order of the columns, as in the
+// right-looking loop of the paper; reading errors instead of writing weights leaves one store a
+// column, and two columns together make enough independent sums to hide the latency of an addition.
+template <int kTogether, class T>
+DROT_HOST_DEVICE void take_errors(T* w, const T* err, const T* factor, int64_t columns, int64_t first,
+                                  int64_t last) {
+  using V = Vectors<T>;
+  typename V::Value sum[kTogether][V::kCount], e;
   std::memcpy(sum, w, sizeof(sum));
   for (int64_t i = first; i < last; ++i) {
-    for (int v = 0; v < kVectors; ++v) {
-      Vector e;
-      std::memcpy(&e, err + i * kLanes + v * kWidth, sizeof(e));
-      sweep_update(sum[v], e, factor[i]);
+    for (int v = 0; v < V::kCount; ++v) {
+      std::memcpy(&e, err + i * kSweepLanes<T> + v * V::kWidth, sizeof(e));
+      for (int c = 0; c < kTogether; ++c) sweep_update(sum[c][v], e, factor[c * columns + i]);
     }
   }
   std::memcpy(w, sum, sizeof(sum));
+}
+
+// The errors of one column, and zeros where it is removed.
+template <class T>
+DROT_HOST_DEVICE void zero_removed(T* w, T* err, const OrderedKey<T>* removed, T diagonal) {
+  using V = Vectors<T>;
+  for (int at = 0; at < kSweepLanes<T>; at += V::kWidth) {
+    typename V::Value value, e;
+    typename V::Flag flag;
+    std::memcpy(&value, w + at, sizeof(value));
+    std::memcpy(&flag, removed + at, sizeof(flag));
+    sweep_error(e, value, diagonal, flag != 0);
+    value = flag != 0 ? typename V::Value{} : value;
+    std::memcpy(err + at, &e, sizeof(e));
+    std::memcpy(w + at, &value, sizeof(value));
+  }
 }
 
 // The mask of the group that starts at column `start`, from the weights as updated so far.
@@ -48,22 +72,19 @@ DROT_HOST_DEVICE void choose_group(const SweepTile<T>& p, int64_t start) {
 template <class T>
 void sweep_tile(const SweepTile<T>& p) {
   constexpr int kLanes = kSweepLanes<T>;
-  const int64_t step = p.choose ? p.group : 1;
+  const int64_t step = p.choose ? p.group : 8;
   for (int64_t start = 0; start < p.columns; start += step) {
-    for (int64_t j = start; j < start + step; ++j) {
-      take_errors(p.w + j * kLanes, p.err, p.factor + j * p.columns, 0, start);
+    const int64_t stop = start + step < p.columns ? start + step : p.columns;
+    int64_t j = start;
+    for (; j + 2 <= stop; j += 2) {
+      take_errors<2>(p.w + j * kLanes, p.err, p.factor + j * p.columns, p.columns, 0, start);
     }
+    if (j < stop) take_errors<1>(p.w + j * kLanes, p.err, p.factor + j * p.columns, p.columns, 0, start);
     if (p.choose) choose_group(p, start);
-    for (int64_t j = start; j < start + step; ++j) {
-      T* w = p.w + j * kLanes;
-      T* err = p.err + j * kLanes;
-      const OrderedKey<T>* removed = p.removed + j * kLanes;
-      take_errors(w, p.err, p.factor + j * p.columns, start, j);
-      const T diagonal = p.factor[j * p.columns + j];
-      for (int lane = 0; lane < kLanes; ++lane) {
-        err[lane] = sweep_error(w[lane], diagonal, removed[lane] != 0);
-        w[lane] = removed[lane] ? T(0) : w[lane];
-      }
+    for (j = start; j < stop; ++j) {
+      const T* factor = p.factor + j * p.columns;
+      take_errors<1>(p.w + j * kLanes, p.err, factor, p.columns, start, j);
+      zero_removed(p.w + j * kLanes, p.err + j * kLanes, p.removed + j * kLanes, factor[j]);
     }
   }
 }

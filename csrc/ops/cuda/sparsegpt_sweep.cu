@@ -132,7 +132,9 @@ __global__ void __launch_bounds__(kWarps * 32) sweep_rows(const Sweep<T> p) {
       T error[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
-        error[r] = __shfl_sync(kAllLanes, sweep_error(w[r][q], diagonal[q], bits[r] >> q & 1u), owner);
+        T mine;
+        sweep_error(mine, w[r][q], diagonal[q], (bits[r] >> q & 1u) != 0);
+        error[r] = __shfl_sync(kAllLanes, mine, owner);
       }
       // Columns up to 32 q + 31 lie left of column j in every lane's earlier registers.
 #pragma unroll
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(kWarps * 32) sweep_rows(const Sweep<T> p) {
       const int64_t at = (first + r) * p.out_stride + column;
       const bool gone = bits[r] >> q & 1u;
       // A weight changes no more once its own column is passed, so this is the error it left.
-      p.err[at] = sweep_error(w[r][q], diagonal[q], gone);
+      sweep_error(p.err[at], w[r][q], diagonal[q], gone);
       p.w_out[at] = gone ? T(0) : w[r][q];
       p.removed[at] = gone;
     }

@@ -1,0 +1,119 @@
+"""sparsegpt_sweep against the eager loop over columns.
+
+`sweep` times the op on every 128-column block of a weight; `solve` the whole of SparseGPT after the
+factorisation: sweeps, and the update of the columns to the right of each block by one product.
+On CUDA also the seven weights of a LLaMA-3-8B layer.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from _harness import arguments, interleaved, report
+from torch import Tensor
+
+from drot.ops import sparsegpt_sweep, sparsegpt_sweep_ref
+
+BLOCK = 128
+Sweep = Callable[[Tensor, Tensor, Tensor | None, int, int], tuple[Tensor, Tensor, Tensor]]
+
+#: q, k, v, o, gate, up, down as [out, in]
+LLAMA3_8B_LAYER = [
+    (4096, 4096),
+    (1024, 4096),
+    (1024, 4096),
+    (4096, 4096),
+    (14336, 4096),
+    (14336, 4096),
+    (4096, 14336),
+]
+
+
+def eager_loop(
+    w: Tensor, hinv: Tensor, removed: Tensor | None, prune: int, group: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The loop as the authors' code writes it: topk, and the whole rank-one update a column."""
+    w, err = w.clone(), torch.zeros_like(w)
+    mask = torch.zeros_like(w, dtype=torch.bool) if removed is None else removed.clone()
+    diagonal = hinv.diagonal()
+    for j in range(w.shape[1]):
+        if removed is None and j % group == 0:
+            score = w[:, j : j + group] ** 2 / diagonal[j : j + group] ** 2
+            mask.scatter_(1, j + torch.topk(score, prune, dim=1, largest=False).indices, True)
+        kept = w[:, j].clone()
+        kept[mask[:, j]] = 0
+        err[:, j] = (w[:, j] - kept) / diagonal[j]
+        w[:, j:] -= err[:, j : j + 1] @ hinv[j : j + 1, j:]
+    return w.masked_fill_(mask, 0), err, mask
+
+
+def factor(columns: int, dtype: torch.dtype, device: str) -> Tensor:
+    """An upper Cholesky factor with the spread of a calibrated one."""
+    upper = torch.randn(columns, columns, dtype=dtype, device=device).triu_(1).mul_(0.3 / columns**0.5)
+    upper.diagonal().copy_(torch.rand(columns, dtype=dtype, device=device) + 0.5)
+    return upper
+
+
+def sweep_blocks(sweep: Sweep, w: Tensor, hinv: Tensor, masks: list[Tensor | None]) -> None:
+    for block, start in enumerate(range(0, w.shape[1], BLOCK)):
+        columns = slice(start, start + BLOCK)
+        sweep(w[:, columns], hinv[columns, columns], masks[block], 2, 4)
+
+
+def solve(sweep: Sweep, w: Tensor, hinv: Tensor, masks: list[Tensor | None]) -> Tensor:
+    """Returns the mask."""
+    work, removed = w.clone(), torch.empty_like(w, dtype=torch.bool)
+    for block, start in enumerate(range(0, w.shape[1], BLOCK)):
+        columns, rest = slice(start, start + BLOCK), slice(start + BLOCK, None)
+        pruned, err, mask = sweep(work[:, columns], hinv[columns, columns], masks[block], 2, 4)
+        work[:, columns], removed[:, columns] = pruned, mask
+        work[:, rest].addmm_(err, hinv[columns, rest], alpha=-1)
+    return removed
+
+
+def bench(rows: int, columns: int, dtype: torch.dtype, given: bool, options: argparse.Namespace) -> None:
+    device = options.device
+    w = torch.randn(rows, columns, dtype=dtype, device=device)
+    hinv = factor(columns, dtype, device)
+    blocks = (columns + BLOCK - 1) // BLOCK
+    masks = [torch.rand(rows, BLOCK, device=device) < 0.5 if given else None for _ in range(blocks)]
+    loops: dict[str, Sweep] = {
+        "eager loop": eager_loop,
+        "reference": sparsegpt_sweep_ref,
+        "drot": sparsegpt_sweep,
+    }
+    same = (solve(eager_loop, w, hinv, masks) == solve(sparsegpt_sweep, w, hinv, masks)).double().mean()
+    case = f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {'given mask' if given else '2:4'}"
+    print(f"\n{case}: {float(same):.6f} of the mask equal to the eager loop's")
+    for name, driver in (("sweep", sweep_blocks), ("solve", solve)):
+        functions = {n: partial(driver, s, w, hinv, masks) for n, s in loops.items()}
+        report(
+            "sparsegpt_sweep",
+            f"{name} {case}",
+            interleaved(functions, device=device, repeats=options.repeats, warmup=1),
+            peer="eager loop",
+            # the goal is for the sweep; a solve on the CPU is mostly the product, the same for all
+            target="drot" if name == "sweep" or device != "cpu" else None,
+            at_least=10,
+            # a weight of block column j is updated by each of the j columns before it: 2 flops each
+            flops=rows * columns * (BLOCK - 1) if name == "sweep" else rows * columns * (columns - 1),
+            device=device,
+            save=options.csv,
+        )
+
+
+def main() -> None:
+    options = arguments(__doc__).parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.float64):
+        for given in (False, True):
+            bench(1024, 1024, dtype, given, options)
+    if torch.device(options.device).type == "cuda":
+        for rows, columns in LLAMA3_8B_LAYER:
+            bench(rows, columns, torch.float32, False, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""SparseGPT against Optimal Brain Surgeon in fp64, with the inverse Hessian of what is left."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from drot.config import Sparsity
+from drot.errors import UserError
+from drot.pruning import output_error, prune_sparsegpt
+from drot.pruning.sparsegpt import inverse_factor
+
+DAMPING = 0.01
+
+
+def problem(rows: int, columns: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Weight [rows, columns], calibration inputs X and H = XᵀX / samples, fp64."""
+    x = torch.randn(2 * columns, columns, dtype=torch.float64)
+    x = x @ torch.randn(columns, columns, dtype=torch.float64) / columns**0.5
+    weight = torch.randn(rows, columns, dtype=torch.float64)
+    return weight.to(device), x.to(device), (x.T @ x / len(x)).to(device)
+
+
+def damped(hessian: Tensor, share: float) -> Tensor:
+    return hessian + share * hessian.diagonal().mean() * torch.eye(
+        len(hessian), dtype=hessian.dtype, device=hessian.device
+    )
+
+
+def surgeon(weight: Tensor, hessian: Tensor, removed: Tensor) -> Tensor:
+    """Removes column after column; each time the columns to the right make up for it exactly."""
+    w = weight.clone()
+    for j in range(w.shape[1]):
+        inverse = torch.linalg.inv(hessian[j:, j:])
+        gone = torch.where(removed[:, j], w[:, j], 0)
+        w[:, j:] -= torch.outer(gone / inverse[0, 0], inverse[0])
+        w[:, j][removed[:, j]] = 0
+    return w
+
+
+def prune(weight: Tensor, hessian: Tensor, sparsity: str, block_size: int = 128, damping: float = DAMPING):
+    return prune_sparsegpt(weight, hessian, Sparsity.parse(sparsity), damping=damping, block_size=block_size)
+
+
+@pytest.mark.parametrize("block_size", [12, 24, 60, 128])
+@pytest.mark.parametrize("sparsity", ["0.5", "0.8", "2:4", "4:6", "1:3"])
+def test_weights_are_the_surgeons(sparsity: str, block_size: int, device: str) -> None:
+    weight, _, hessian = problem(20, 60, device)
+    outcome = prune(weight, hessian, sparsity, block_size)
+    expected = surgeon(weight, damped(hessian, DAMPING), outcome.removed)
+    torch.testing.assert_close(outcome.weight, expected, rtol=1e-9, atol=1e-9)
+    assert bool((outcome.weight[outcome.removed] == 0).all())
+    assert outcome.damping == DAMPING
+
+
+def test_ratio_removes_the_smallest_scores_of_each_block(device: str) -> None:
+    weight, _, hessian = problem(20, 60, device)
+    outcome = prune(weight, hessian, "0.3", block_size=24)
+    # 0.3 · 20 · 24 = 144 of the full blocks, 0.3 · 20 · 12 = 72 of the last
+    assert [int(part.sum()) for part in outcome.removed.split(24, dim=1)] == [144, 144, 72]
+    full = damped(hessian, DAMPING)
+    for start in range(0, 60, 24):
+        stop = min(start + 24, 60)
+        before = torch.zeros_like(outcome.removed)
+        before[:, :start] = outcome.removed[:, :start]
+        updated = surgeon(weight, full, before)[:, start:stop]
+        left = torch.stack([torch.linalg.inv(full[j:, j:])[0, 0] for j in range(start, stop)])
+        score = updated**2 / left
+        removed = outcome.removed[:, start:stop]
+        assert score[removed].max() < score[~removed].min()
+
+
+@pytest.mark.parametrize("sparsity", ["2:4", "3:5"])
+def test_pattern_is_chosen_from_updated_weights(sparsity: str) -> None:
+    weight, _, hessian = problem(16, 40)
+    parsed, full = Sparsity.parse(sparsity), damped(hessian, DAMPING)
+    removed = prune(weight, hessian, sparsity, block_size=20).removed
+    for start in range(0, 40, parsed.m):
+        before = torch.zeros_like(removed)
+        before[:, :start] = removed[:, :start]
+        updated = surgeon(weight, full, before)
+        columns = range(start, start + parsed.m)
+        left = torch.stack([torch.linalg.inv(full[j:, j:])[0, 0] for j in columns])
+        score = updated[:, start : start + parsed.m] ** 2 / left
+        order = score.argsort(dim=1)[:, : parsed.m - parsed.n]
+        expected = torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, True)
+        assert torch.equal(removed[:, start : start + parsed.m], expected)
+
+
+def test_pattern_does_not_depend_on_the_block() -> None:
+    weight, _, hessian = problem(24, 96)
+    one = prune(weight, hessian, "2:4", block_size=1000)
+    for block_size in (4, 32, 96):
+        other = prune(weight, hessian, "2:4", block_size=block_size)
+        assert torch.equal(one.removed, other.removed)
+        torch.testing.assert_close(one.weight, other.weight, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("sparsity", ["0.5", "2:4"])
+def test_fp32_is_close_to_fp64(sparsity: str, dtype: torch.dtype, device: str) -> None:
+    weight, _, hessian = problem(48, 160, device)
+    weight = weight.to(dtype)
+    outcome = prune(weight, hessian.float(), sparsity)
+    exact = prune(weight.double(), hessian, sparsity)
+    assert outcome.weight.dtype == dtype
+    assert (outcome.removed == exact.removed).double().mean() > 0.995
+    assert outcome.output_error == pytest.approx(exact.output_error, rel=0.02)
+    expected = surgeon(weight.double(), damped(hessian, DAMPING), outcome.removed)
+    rounding = 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(outcome.weight.double(), expected, rtol=max(rounding, 1e-3), atol=1e-3)
+
+
+@pytest.mark.parametrize("sparsity", ["2:4", "4:8", "1:4", "0.5", "0.25", "0.9"])
+def test_the_update_pays(sparsity: str) -> None:
+    weight, _, hessian = problem(64, 64)
+    outcome = prune(weight, hessian, sparsity)
+    without = output_error(weight, weight.masked_fill(outcome.removed, 0), hessian)
+    assert outcome.output_error < without
+
+
+@given(
+    sparsity=st.sampled_from(["2:4", "4:8", "1:4", "0.5", "0.25", "0.9"]),
+    rows=st.integers(1, 12),
+    groups=st.integers(1, 6),
+    seed=st.integers(0, 2**16),
+)
+@settings(max_examples=40, deadline=None)
+def test_never_beats_the_least_squares_of_its_mask(sparsity: str, rows: int, groups: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    weight, _, hessian = problem(rows, 8 * groups)
+    full = damped(hessian, DAMPING)
+    outcome = prune(weight, hessian, sparsity, block_size=16)
+    best = torch.zeros_like(weight)
+    for i, kept in enumerate(~outcome.removed):
+        best[i, kept] = torch.linalg.solve(full[kept][:, kept], full[kept] @ weight[i])
+    assert output_error(weight, outcome.weight, full) >= output_error(weight, best, full) - 1e-12
+
+
+def test_output_error_is_that_of_the_outputs(device: str) -> None:
+    weight, x, hessian = problem(12, 32, device)
+    outcome = prune(weight, hessian, "2:4")
+    dense, pruned = x @ weight.T, x @ outcome.weight.T
+    expected = float((dense - pruned).norm() ** 2 / dense.norm() ** 2)
+    assert outcome.output_error == pytest.approx(expected, rel=1e-9)
+    assert output_error(weight, weight, hessian) == 0.0
+    assert output_error(0 * weight, 0 * weight, hessian) == 0.0
+
+
+@pytest.mark.parametrize("sparsity", ["0.25", "2:4"])
+def test_dead_columns_become_zero_and_disturb_nothing(sparsity: str) -> None:
+    weight, x, _ = problem(12, 32)
+    dead = [3, 8, 9, 10, 11, 31]
+    x[:, dead] = 0
+    hessian = x.T @ x
+    before = hessian.clone()
+    outcome = prune(weight, hessian, sparsity)
+    assert torch.equal(hessian, before)
+    assert bool((outcome.weight[:, dead] == 0).all())
+    assert bool(torch.isfinite(outcome.weight).all())
+    living = hessian.clone()
+    living[dead, dead] = 1
+    start = weight.clone()
+    start[:, dead] = 0
+    expected = surgeon(start, damped(living, DAMPING), outcome.removed)
+    torch.testing.assert_close(outcome.weight, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_factor_is_that_of_the_inverse() -> None:
+    _, _, hessian = problem(1, 40)
+    upper, share = inverse_factor(hessian, 0.02)
+    assert share == 0.02
+    assert bool((upper.tril(-1) == 0).all())
+    assert bool((upper.diagonal() > 0).all())
+    expected = torch.linalg.inv(damped(hessian, 0.02))
+    torch.testing.assert_close(upper.T @ upper, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_failed_factorisation_raises_the_damping_and_tells() -> None:
+    weight, _, _ = problem(8, 32)
+    x = torch.randn(4, 32)  # rank 4 of 32: singular
+    hessian = x.T @ x
+    outcome = prune(weight.float(), hessian, "2:4", damping=0.0)
+    assert outcome.damping is not None
+    assert outcome.damping > 0
+    assert bool(torch.isfinite(outcome.weight).all())
+    # as if that damping had been asked for
+    asked = prune(weight.float(), hessian, "2:4", damping=outcome.damping)
+    assert asked.damping == outcome.damping
+    assert torch.equal(asked.weight, outcome.weight)
+
+
+def test_an_indefinite_hessian_needs_more_damping_up_to_the_bound() -> None:
+    weight, _, hessian = problem(8, 32)
+    values, vectors = torch.linalg.eigh(hessian)
+    mean = hessian.diagonal().mean()
+    values[0] = -0.05 * mean  # more than the first damping of 0.01 lifts above 0, less than 0.1
+    slightly = (vectors * values) @ vectors.T
+    assert prune(weight, slightly, "2:4").damping == pytest.approx(0.1)
+    values[0] = -50 * mean
+    values[-1] += 60 * mean  # keeps the mean diagonal above 0
+    with pytest.raises(UserError, match=r"no Cholesky factor even with a damping of 1: .*more calibration"):
+        prune(weight, (vectors * values) @ vectors.T, "2:4")
+
+
+@pytest.mark.parametrize(
+    ("shape", "side", "sparsity", "block_size", "message"),
+    [
+        ((4, 10), 10, "2:4", 128, r"2:4 needs .* multiple of 4, got a weight of shape \[4, 10\]"),
+        (
+            (4, 16),
+            12,
+            "2:4",
+            128,
+            r"hessian must be \[16, 16\] for a weight of shape \[4, 16\], got \[12, 12\]",
+        ),
+        ((4, 16), 16, "2:4", 6, "block_size must be a multiple of m; got 6 and 2:4"),
+    ],
+)
+def test_refusals(shape: tuple[int, int], side: int, sparsity: str, block_size: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        prune(torch.randn(shape), torch.eye(side), sparsity, block_size)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_refuses_what_is_not_finite(bad: float) -> None:
+    weight, _, hessian = problem(4, 8)
+    broken = hessian.clone()
+    broken[2, 2] = bad
+    with pytest.raises(UserError, match="hessian must be finite"):
+        prune(weight, broken, "2:4")
+    weight[1, 1] = bad
+    with pytest.raises(UserError, match="weight must be finite"):
+        prune(weight, hessian, "2:4")
