@@ -7,10 +7,14 @@ from drot.ops.batched_qr import (
     cholesky_qr,
     rebased_backward,
 )
-from drot.ops.entropy_loss import entropy_loss_ref
+from drot.ops.entropy_loss import entropy_loss, entropy_loss_and_grad, entropy_loss_ref
 from drot.ops.nm_mask import nm_mask, nm_mask_ref
 from drot.ops.pack24 import pack24, pack24_ref, unpack24, unpack24_ref
-from drot.ops.pruned_importance import pruned_importance_ref
+from drot.ops.pruned_importance import (
+    pruned_importance,
+    pruned_importance_and_grad,
+    pruned_importance_ref,
+)
 from drot.ops.retraction import Retraction, newton_schulz, retract
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
 
@@ -20,12 +24,16 @@ __all__ = [
     "batched_qr_backward",
     "batched_qr_ref",
     "cholesky_qr",
+    "entropy_loss",
+    "entropy_loss_and_grad",
     "entropy_loss_ref",
     "newton_schulz",
     "nm_mask",
     "nm_mask_ref",
     "pack24",
     "pack24_ref",
+    "pruned_importance",
+    "pruned_importance_and_grad",
     "pruned_importance_ref",
     "rebased_backward",
     "retract",
