@@ -11,7 +11,7 @@ from small_models import FAMILIES, random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot import pipeline
+from drot import run
 from drot.architectures import ROLES, architecture_of, layer_linears
 from drot.checkpoint import read_manifest
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
@@ -177,6 +177,45 @@ def test_mistakes_are_one_line(tmp_path):
         prune(rotated)
 
 
+def test_tokens_must_fit_the_model():
+    for tokens, message in (
+        (torch.full((2, 10), 96), r"must be in \[0, 96\), the model's vocabulary, got 96 to 96"),
+        (random_tokens(2, 200), "seqlen 200 is more than the 128 positions"),
+        (torch.rand(2, 10), r"must be integers of shape \[nsamples, seqlen\], got float32"),
+    ):
+        with pytest.raises(UserError, match=message):
+            drot.prune(small_model("llama"), recipe(), calibration=tokens)
+
+
+@pytest.mark.parametrize("mode", ["layer", "shared"])
+def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
+    """Trained once at 2:4, used at 4:8 without training; the file is fp32, so merging is as exact as that."""
+    file = tmp_path / "rotations.safetensors"
+    first = prune(small_model("llama"), recipe(mode, hessians="dense"), save_rotations_to=file)
+    events = []
+    again = prune(
+        small_model("llama"),
+        recipe(mode, sparsity="4:8", hessians="dense"),
+        rotations=file,
+        progress=lambda event: events.append(event.phase),
+    )
+    assert "rotate" not in events
+    assert again.manifest["rotations_file"]["file"] == "rotations.safetensors"
+    assert again.manifest["rotations_file"]["trained_with"]["recipe"]["pruning"]["sparsity"] == "2:4"
+    same = prune(small_model("llama"), recipe(mode, hessians="dense"), rotations=file)
+    for a, b in zip(linears(first.model), linears(same.model), strict=True):
+        assert float(((a.weight == 0) == (b.weight == 0)).float().mean()) > 0.99
+    with pytest.raises(
+        UserError, match="layers.0.r1 must be .32, 32. for this model, got None|holds 3 layers"
+    ):
+        prune(small_model("llama", num_hidden_layers=2), recipe(mode), rotations=file)
+    with pytest.raises(UserError, match="need --rotation layer or shared; got none"):
+        prune(small_model("llama"), recipe("none"), rotations=file)
+    if mode == "layer":
+        with pytest.raises(UserError, match="holds a rotation for each layer"):
+            prune(small_model("llama"), recipe("shared"), rotations=file)
+
+
 def test_the_name_of_the_layer_is_in_an_error_of_the_solver():
     model = small_model("llama")
     model.model.layers[1].mlp.gate_proj.weight[0, 0] = torch.nan
@@ -188,7 +227,7 @@ def test_nothing_is_written_when_the_rotation_is_wrong(monkeypatch, tmp_path):
     def wrong(*args):
         raise InvarianceError("layer 2: ...")
 
-    monkeypatch.setattr(pipeline, "check_layer", wrong)
+    monkeypatch.setattr(run, "check_layer", wrong)
     with pytest.raises(InvarianceError):
         prune(small_model("llama"), out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -22,8 +22,8 @@ def rotation_tensors(rotations: list[LayerRotation], dtype: torch.dtype = torch.
     """`layers.<i>.r1` [d, d] and `layers.<i>.r2` [kv, h, h] of every layer."""
     tensors = {}
     for index, rotation in enumerate(rotations):
-        tensors[f"layers.{index}.r1"] = rotation.r1.to("cpu", dtype, copy=True)
-        tensors[f"layers.{index}.r2"] = rotation.r2.to("cpu", dtype, copy=True)
+        tensors[f"layers.{index}.r1"] = rotation.r1.to("cpu", dtype, copy=True).contiguous()
+        tensors[f"layers.{index}.r2"] = rotation.r2.to("cpu", dtype, copy=True).contiguous()
     return tensors
 
 

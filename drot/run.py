@@ -1,0 +1,304 @@
+"""One run over a model's layers: rotations, pruning, merging, and the manifest that tells of it."""
+
+import dataclasses
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drot.architectures import (
+    architecture_of,
+    decoder_layers,
+    head_shape,
+    layer_linears,
+    validate_model,
+)
+from drot.calibration.data import calibration_hash
+from drot.calibration.stream import CalibrationStream
+from drot.checkpoint import RunState
+from drot.config import Recipe
+from drot.errors import UserError
+from drot.invariance import check_layer, check_model
+from drot.layers import layer_objective, prune_layer
+from drot.progress import Progress, ProgressEvent
+from drot.rotation.artifact import load_rotations, rotation_tensors, rotations_from
+from drot.rotation.train import train_rotation
+from drot.surgery.residual import has_residual_rotation, set_boundary
+from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
+from drot.version import __version__
+
+FORMAT_VERSION = 1
+
+
+class PruningRun:
+    """The state that the steps of one `drot.prune` share: model, recipe, tokens, device, rotations."""
+
+    def __init__(
+        self, model: nn.Module, recipe: Recipe, tokens: Tensor, device: torch.device, progress: Progress
+    ) -> None:
+        self.model, self.recipe, self.tokens = model, recipe, tokens
+        self.device, self.progress = device, progress
+        self.arch = architecture_of(model.config)
+        validate_model(model, self.arch)
+        _check_fits(tokens, model.config)
+        self.shape = head_shape(model.config)
+        self.layers = decoder_layers(model, self.arch)
+        if any(has_residual_rotation(layer) for layer in self.layers):
+            raise UserError("this model was already rotated by drot: prune its dense original")
+        self.home = next(model.parameters()).device
+        self.dtype = next(model.parameters()).dtype
+        self.rotations_file: dict[str, Any] | None = None
+        self.rotates = recipe.rotation.mode != "none"
+        self.given: list[LayerRotation] | None = None
+        self.rotations: list[LayerRotation] = []
+        self.shared_record: dict[str, Any] | None = None
+        self.seconds = dict.fromkeys(("check", "calibrate", "rotate", "prune"), 0.0)
+
+    def use_rotations(self, path: Path) -> None:
+        """Takes the rotations of a file in place of training."""
+        if not self.rotates:
+            raise UserError("rotations from a file need --rotation layer or shared; got none")
+        self.given, record = load_rotations(
+            path, layers=len(self.layers), hidden_size=self.model.config.hidden_size, shape=self.shape
+        )
+        equal = all(torch.equal(rotation.r1, self.given[0].r1) for rotation in self.given)
+        if self.recipe.rotation.mode == "shared" and not equal:
+            raise UserError(f"{path} holds a rotation for each layer: use it with --rotation layer")
+        self.rotations_file = {"file": path.name, "trained_with": record}
+
+    def identity(self, source: str) -> dict[str, Any]:
+        """What must be equal for a run to be resumed."""
+        return {
+            "model": source,
+            "recipe": self.recipe.to_dict(),
+            "calibration": calibration_hash(self.tokens),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "layers": len(self.layers),
+        }
+
+    def execute(self, state: RunState | None) -> dict[str, Any]:
+        """Prunes the model in place and returns its manifest."""
+        started = time.perf_counter()
+        rotations, records = self.given, [{} for _ in self.layers]
+        error = None
+        if self.rotates:
+            if rotations is None and self._needs_dense_pass:
+                rotations, records = self._train_on_dense(state)
+            with _Clock(self.seconds, "check"):
+                error = check_model(
+                    self.model, self.arch, self.shape, self.tokens[:1], self.device, rotations
+                )
+        layers, self.rotations = self._prune_layers(state, rotations, records)
+        if self.rotates:
+            self._merge(self.rotations)
+        return self._manifest(layers, error, time.perf_counter() - started)
+
+    @property
+    def _needs_dense_pass(self) -> bool:
+        rotation = self.recipe.rotation
+        return rotation.mode == "shared" or rotation.hessians == "dense"
+
+    def _event(self, phase: str, index: int = 0, **rest: Any) -> None:
+        self.progress(ProgressEvent(phase=phase, layer=index, layers=len(self.layers), **rest))
+
+    # ---- rotations from one pass of the dense model -------------------------------------------
+
+    def _train_on_dense(self, state: RunState | None) -> tuple[list[LayerRotation], list[dict[str, Any]]]:
+        """Rotations of all layers from the Hessians of the dense model, before anything is pruned."""
+        saved = state.load("rotations") if state else None
+        if saved is not None:
+            tensors, (records, self.shared_record) = saved
+            return rotations_from(tensors, len(self.layers)), records
+        shared = self.recipe.rotation.mode == "shared"
+        stream = CalibrationStream.embed(self.model, self.arch, self.tokens, self.device)
+        rotations, records, objectives = [], [], []
+        for index, layer in enumerate(self.layers):
+            layer.to(self.device)
+            self._event("calibrate", index)
+            with _Clock(self.seconds, "calibrate"):
+                objective, damping = layer_objective(layer, index, stream, self.arch, self.shape, self.recipe)
+                stream.advance(layer, index)
+            layer.to(self.home)
+            if shared:
+                wait = self.recipe.rotation.layers_per_step is not None
+                objectives.append(objective.on(torch.device("cpu")) if wait else objective)
+                records.append({"damping": damping})
+            else:
+                trained, record = self._train([objective], index)
+                rotations += trained
+                records.append(record | {"damping": damping})
+        if shared:
+            rotations, self.shared_record = self._train(objectives, 0)
+        if state:
+            state.save("rotations", rotation_tensors(rotations), [records, self.shared_record])
+        return rotations, records
+
+    def _train(self, objectives: list[Any], index: int) -> tuple[list[LayerRotation], dict[str, Any]]:
+        def on_step(step: int, steps: int, loss: float) -> None:
+            self._event("rotate", index, step=step, steps=steps, loss=loss)
+
+        with _Clock(self.seconds, "rotate"):
+            rotations, record = train_rotation(objectives, self.recipe.rotation, on_step, self.device)
+            entropies = {}
+            for name, rotation in (("before", None), ("after", rotations)):
+                entropies[f"entropy_{name}"] = sum(
+                    objective.on(self.device).entropy(rotation[i] if rotation else None)
+                    for i, objective in enumerate(objectives)
+                ) / len(objectives)
+        return rotations, dataclasses.asdict(record) | entropies
+
+    # ---- the pruning pass ----------------------------------------------------------------------
+
+    def _prune_layers(
+        self,
+        state: RunState | None,
+        rotations: list[LayerRotation] | None,
+        records: list[dict[str, Any]],
+    ) -> tuple[list[dict[str, Any]], list[LayerRotation]]:
+        stream = CalibrationStream.embed(self.model, self.arch, self.tokens, self.device)
+        figures, used = [], []
+        for index, layer in enumerate(self.layers):
+            layer.to(self.device)
+            saved = state.load(f"layer_{index:05d}") if state else None
+            if saved is not None:
+                rotation, record = self._restore(layer, saved)
+            else:
+                given = rotations[index] if rotations else None
+                rotation, record = self._work_on(layer, index, stream, given, records[index])
+                if state:
+                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation), record)
+            if rotation is not None:
+                stream.rotate(rotation.r1)
+            stream.advance(layer, index)
+            if rotation is not None:
+                stream.rotate(rotation.r1.T)
+                used.append(rotation)
+            layer.to(self.home)
+            figures.append(record)
+        return figures, used
+
+    def _work_on(
+        self,
+        layer: nn.Module,
+        index: int,
+        stream: CalibrationStream,
+        rotation: LayerRotation | None,
+        trained: dict[str, Any],
+    ) -> tuple[LayerRotation | None, dict[str, Any]]:
+        """Rotates and prunes one layer in place, on the stream that passed the pruned ones before it."""
+        started = time.perf_counter()
+        record: dict[str, Any] = {"layer": index}
+        if self.rotates:
+            if rotation is None:
+                self._event("calibrate", index)
+                with _Clock(self.seconds, "calibrate"):
+                    objective, damping = layer_objective(
+                        layer, index, stream, self.arch, self.shape, self.recipe
+                    )
+                found, trained = self._train([objective], index)
+                rotation, trained = found[0], trained | {"damping": damping}
+                with _Clock(self.seconds, "check"):
+                    trained["invariance_error"] = check_layer(
+                        layer, index, _float_sample(stream), self.arch, self.shape, rotation
+                    )
+            if trained:
+                record["rotation"] = trained
+            rotate_layer(layer, self.arch, self.shape, rotation.to(self.device))
+            stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
+            stream.rotate(rotation.r1)
+        self._event("prune", index)
+        with _Clock(self.seconds, "prune"):
+            record["linears"] = prune_layer(layer, index, stream, self.arch, self.recipe.pruning)
+        record["seconds"] = time.perf_counter() - started
+        return rotation, record
+
+    def _restore(
+        self, layer: nn.Module, saved: tuple[dict[str, Tensor], dict[str, Any]]
+    ) -> tuple[LayerRotation | None, dict[str, Any]]:
+        tensors, record = saved
+        rotation = None
+        if self.rotates:
+            rotation = LayerRotation(tensors.pop("drot.r1"), tensors.pop("drot.r2"))
+        layer.load_state_dict(tensors)
+        return rotation, record
+
+    # ---- the ends ------------------------------------------------------------------------------
+
+    def _merge(self, rotations: list[LayerRotation]) -> None:
+        """Merges neighbouring R1s into one matrix a boundary, and the ends into embedding and head."""
+        rotate_ends(self.model, self.arch, rotations[0].r1, rotations[-1].r1)
+        if self.recipe.rotation.mode == "shared":
+            return  # every boundary is the identity: a stock architecture
+        for before, after, layer in zip(rotations, rotations[1:], list(self.layers)[1:], strict=False):
+            set_boundary(layer, before.r1, after.r1, self.dtype, self.home)
+        self.model.config.quantization_config = {"quant_method": "drot", "residual_rotation": True}
+
+    def _manifest(self, layers: list[dict[str, Any]], error: float | None, seconds: float) -> dict[str, Any]:
+        import transformers
+
+        zeros = total = 0
+        for layer in self.layers:
+            for linear in layer_linears(layer, self.arch).values():
+                zeros += int((linear.weight == 0).sum())
+                total += linear.weight.numel()
+        return {
+            "format_version": FORMAT_VERSION,
+            "versions": {
+                "drot": __version__,
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "python": platform.python_version(),
+            },
+            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "recipe": self.recipe.to_dict(),
+            "calibration": {"sha256": calibration_hash(self.tokens), "shape": list(self.tokens.shape)},
+            "stock_architecture": not self.rotates or self.recipe.rotation.mode == "shared",
+            "relative_logit_error": error,
+            "sparsity": zeros / total,
+            "shared_rotation": self.shared_record,
+            "rotations_file": self.rotations_file,
+            "seconds": {**self.seconds, "total": seconds},
+            "layers": layers,
+        }
+
+
+def _check_fits(tokens: Tensor, config: Any) -> None:
+    """Raises UserError for tokens that are not of this model's vocabulary, or longer than it reads."""
+    if int(tokens.max()) >= config.vocab_size or int(tokens.min()) < 0:
+        raise UserError(
+            f"calibration token ids must be in [0, {config.vocab_size}), the model's vocabulary, "
+            f"got {int(tokens.min())} to {int(tokens.max())}: use this model's own tokenizer"
+        )
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and tokens.shape[1] > longest:
+        raise UserError(f"seqlen {tokens.shape[1]} is more than the {longest} positions of this model")
+
+
+def _layer_tensors(layer: nn.Module, rotation: LayerRotation | None) -> dict[str, Tensor]:
+    tensors = dict(layer.state_dict())
+    if rotation is not None:
+        tensors |= {"drot.r1": rotation.r1, "drot.r2": rotation.r2}
+    return tensors
+
+
+def _float_sample(stream: CalibrationStream) -> CalibrationStream:
+    sample = stream.narrow(1)
+    sample.hidden_states = sample.hidden_states.float()
+    return sample
+
+
+class _Clock:
+    """Adds the seconds of a `with` block to one of the run's totals."""
+
+    def __init__(self, seconds: dict[str, float], phase: str) -> None:
+        self._seconds, self._phase = seconds, phase
+
+    def __enter__(self) -> None:
+        self._started = time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._seconds[self._phase] += time.perf_counter() - self._started
