@@ -1,14 +1,15 @@
 """The Hessian of a linear's layer-wise reconstruction error, H = (2/n) Σ x xᵀ, and its inverse."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from drot.errors import UserError
 
-#: a failed Cholesky multiplies the damping by 10 at most this often
-MAX_DAMPING_STEPS = 6
+#: Where raising the damping ends. A positive semi-definite H plus its mean diagonal has a condition
+#: number of at most in + 1, which fp32 factorises, so a failure there is no lack of damping.
+MAX_DAMPING = 1.0
+#: What follows a damping of 0 that failed.
+FIRST_DAMPING = 1e-3
 
 
 class HessianAccumulator:
@@ -30,43 +31,38 @@ class HessianAccumulator:
         return self._sum.mul_(2.0 / max(self._sequences, 1))
 
 
-@dataclass(frozen=True)
-class DampedHessian:
-    """Upper-triangular or full inverse of a damped Hessian, with the damping that it took."""
-
-    inverse: Tensor
-    damping: float
-
-
 def mend_dead(hessian: Tensor) -> Tensor:
     """Columns that no input ever reached, bool [in]; sets H_jj = 1 there, in place."""
     dead = hessian.diagonal() == 0
-    hessian.diagonal()[dead] = 1.0
+    hessian.diagonal().masked_fill_(dead, 1.0)
     return dead
 
 
-def damped_inverse(hessian: Tensor, damping: float, *, name: str = "the Hessian") -> DampedHessian:
-    """(H + λ·mean(diag H)·I)⁻¹ [in, in] by Cholesky, in H's dtype.
+def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
+    """The upper triangular U, diag(U) > 0, of (H + λ·mean(diag H)·I)^-1 = UᵀU, and the λ it took.
 
-    λ starts at `damping`; where the factorisation fails it grows tenfold, step by step, and the λ
-    that was used is returned. Raises UserError for a Hessian that is not finite or never positive
-    definite. H itself is left as it was, but for dead columns (`mend_dead`).
+    hessian: [n, n] fp32 or fp64, symmetric, diag(H) > 0. λ starts at `damping` and grows tenfold
+    while the Cholesky factorisation fails, up to MAX_DAMPING, then UserError.
+
+    With J the reversal of the order and J H J = L Lᵀ, U = J L^-1 J: one factorisation and one
+    triangular inverse, without the product H^-1 whose rounding makes a second factorisation fail.
     """
-    mend_dead(hessian)
+    columns = hessian.shape[0]
     mean = hessian.diagonal().mean()
-    if not torch.isfinite(mean):
-        raise UserError(
-            f"{name} is not finite: the calibration activations overflowed; use --dtype bfloat16 or float32"
-        )
-    used = damping
-    for _ in range(MAX_DAMPING_STEPS + 1):
-        damped = hessian.clone()
-        damped.diagonal().add_(used * mean)
-        factor, info = torch.linalg.cholesky_ex(damped)
-        if int(info) == 0 and bool(torch.isfinite(factor.diagonal()).all()):
-            return DampedHessian(torch.cholesky_inverse(factor), used)
-        used = max(used, 1e-4) * 10
-    raise UserError(
-        f"{name} is not positive definite even with damping {used / 10:g}: "
-        "calibrate on more or other text, or set a higher --damping"
-    )
+    identity = torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
+    share = damping
+    while True:
+        damped = hessian.flip(0, 1)
+        damped.diagonal().add_(share * mean)
+        lower, info = torch.linalg.cholesky_ex(damped)
+        if int(info) == 0:
+            upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+            if bool(torch.isfinite(upper).all()):
+                return upper, share
+        if share >= MAX_DAMPING:
+            raise UserError(
+                f"the Hessian of shape {list(hessian.shape)} has no Cholesky factor even with a damping of "
+                f"{share:g}: it must be symmetric and positive semi-definite; use more calibration "
+                "samples, or prune with wanda"
+            )
+        share = min(share * 10, MAX_DAMPING) if share else FIRST_DAMPING

@@ -3,47 +3,12 @@
 import torch
 from torch import Tensor
 
+from drot.calibration.hessian import inverse_factor, mend_dead
 from drot.config import Sparsity
 from drot.errors import UserError
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
 from drot.pruning.outcome import PruneOutcome, check_finite, output_error
-
-#: Where raising the damping ends. A positive semi-definite H plus its mean diagonal has a condition
-#: number of at most in + 1, which fp32 factorises, so a failure there is no lack of damping.
-MAX_DAMPING = 1.0
-#: What follows a damping of 0 that failed.
-FIRST_DAMPING = 1e-3
-
-
-def inverse_factor(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """The upper triangular U, diag(U) > 0, of (H + λ·mean(diag H)·I)^-1 = UᵀU, and the λ it took.
-
-    hessian: [n, n] fp32 or fp64, symmetric, diag(H) > 0. λ starts at `damping` and grows tenfold
-    while the Cholesky factorisation fails, up to MAX_DAMPING, then UserError.
-
-    With J the reversal of the order and J H J = L Lᵀ, U = J L^-1 J: one factorisation and one
-    triangular inverse, without the product H^-1 whose rounding makes a second factorisation fail.
-    """
-    columns = hessian.shape[0]
-    mean = hessian.diagonal().mean()
-    identity = torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
-    share = damping
-    while True:
-        damped = hessian.flip(0, 1)
-        damped.diagonal().add_(share * mean)
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) == 0:
-            upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
-            if bool(torch.isfinite(upper).all()):
-                return upper, share
-        if share >= MAX_DAMPING:
-            raise UserError(
-                f"the Hessian of shape {list(hessian.shape)} has no Cholesky factor even with a damping of "
-                f"{share:g}: it must be symmetric and positive semi-definite; use more calibration "
-                "samples, or prune with wanda"
-            )
-        share = min(share * 10, MAX_DAMPING) if share else FIRST_DAMPING
 
 
 def prune_sparsegpt(
@@ -78,9 +43,7 @@ def prune_sparsegpt(
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     work = weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
     factor = hessian.to(dtype, copy=True)
-    dead = factor.diagonal() == 0
-    factor.diagonal().masked_fill_(dead, 1)
-    work.masked_fill_(dead, 0)
+    work.masked_fill_(mend_dead(factor), 0)
     factor, damping = inverse_factor(factor, damping)
 
     removed = torch.empty_like(work, dtype=torch.bool)

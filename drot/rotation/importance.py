@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drot.architectures import INPUT_GROUPS, HeadShape
-from drot.calibration.hessian import damped_inverse
+from drot.calibration.hessian import inverse_factor, mend_dead
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,12 @@ def layer_metrics(
             continue
         matrix = hessians[group]
         if method == "sparsegpt":
-            inverted = damped_inverse(matrix, damping, name=f"the Hessian of the {group} input")
+            mend_dead(matrix)
+            absolute = damping * matrix.diagonal().mean()
+            upper, used[group] = inverse_factor(matrix, damping)
+            matrix = upper.T @ upper
             if reference_compat:
-                inverted.inverse.diagonal().add_(damping * matrix.diagonal().mean())
-            matrix, used[group] = inverted.inverse, inverted.damping
+                matrix.diagonal().add_(absolute)
         if group == "down":
             matrix = matrix.diagonal().clone()
         elif group == "o":

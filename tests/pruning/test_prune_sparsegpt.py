@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from drot.calibration.hessian import inverse_factor
 from drot.config import Sparsity
 from drot.errors import UserError
 from drot.pruning import output_error, prune_sparsegpt
-from drot.pruning.sparsegpt import inverse_factor
 
 DAMPING = 0.01
 
