@@ -68,9 +68,15 @@ def prune(
     lr: Annotated[
         float | None, typer.Option(help=f"Learning rate; default {optimizer_defaults(1)}.")
     ] = ROTATION.lr,
+    early_stop: Annotated[
+        float, typer.Option(help="fast ends when a step lowers the loss by less than this share; 0: never.")
+    ] = ROTATION.early_stop,
     hessians: Annotated[
         str, typer.Option(help=f"Where training's Hessians come from: {choices(config.HessianSource)}.")
     ] = ROTATION.hessians,
+    layers_per_step: Annotated[
+        int | None, typer.Option(help="With shared, layers that a step looks at; default all.")
+    ] = ROTATION.layers_per_step,
     product_dtype: Annotated[
         str, typer.Option(help=f"Of training's matrix products: {choices(config.ProductDtype)}.")
     ] = ROTATION.product_dtype,
@@ -114,7 +120,9 @@ def prune(
             optimizer=typing.cast(config.Optimizer, optimizer),
             steps=steps,
             lr=lr,
+            early_stop=early_stop,
             hessians=typing.cast(config.HessianSource, hessians),
+            layers_per_step=layers_per_step,
             product_dtype=typing.cast(config.ProductDtype, product_dtype),
             reference_compat=reference_compat,
         ),

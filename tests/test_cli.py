@@ -78,7 +78,8 @@ def test_defaults_are_those_of_the_recipe(calls, tmp_path):
 def test_every_option_arrives(calls, tmp_path):
     text = (
         "prune m --out o --method wanda --sparsity 4:8 --rotation shared --objective entropy "
-        "--optimizer paper --steps 7 --lr 0.5 --hessians dense --product-dtype bfloat16 "
+        "--optimizer paper --steps 7 --lr 0.5 --early-stop 0.1 --hessians dense --layers-per-step 2 "
+        "--product-dtype bfloat16 "
         "--reference-compat --damping 0.1 --block-size 64 --calibration some.txt --nsamples 3 --seqlen 9 "
         "--seed 5 --text-column body --rotations r.st --save-rotations s.st --device cpu --dtype bfloat16 "
         "--resume --format dense"
@@ -92,6 +93,8 @@ def test_every_option_arrives(calls, tmp_path):
             optimizer="paper",
             steps=7,
             lr=0.5,
+            early_stop=0.1,
+            layers_per_step=2,
             hessians="dense",
             product_dtype="bfloat16",
             reference_compat=True,
