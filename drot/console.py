@@ -187,13 +187,20 @@ def print_figures(figures: dict[str, Any]) -> None:
 
 
 def print_environment(data: dict[str, Any]) -> None:
-    """`drot info`: one line a fact, nested ones indented by their name."""
+    """`drot info`: one line a fact."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
-        for name, fact in value.items() if isinstance(value, dict) else [("", value)]:
-            shown = ", ".join(map(str, fact)) if isinstance(fact, list | tuple) else str(fact)
-            table.add_row(f"{key} {name}".strip().replace("_", " "), shown or "-")
+        if value is not None:
+            table.add_row(key.replace("_", " "), _fact(value))
     output().print(table)
+
+
+def _fact(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_fact(fact)}" for key, fact in value.items() if fact not in (None, []))
+    if isinstance(value, list):
+        return "; ".join(map(_fact, value)) or "none"
+    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)
 
 
 def print_demo(result: "DemoResult") -> None:

@@ -214,7 +214,7 @@ def test_prune_eval_info_for_real(capsys, tmp_path):
 def test_info(capsys):
     assert cli.run(["info", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["drot"] == drot.__version__ and data["packages"]["torch"] == torch.__version__
+    assert data["drot"] == drot.__version__ and data["torch"] == torch.__version__
     assert "cpu" in data["backends"] and len(data["gpus"]) == torch.cuda.device_count()
     assert cli.run(["info"]) == 0
     assert torch.__version__ in capsys.readouterr().out
