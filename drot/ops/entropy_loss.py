@@ -67,7 +67,7 @@ def register_loss_autograd(name: str) -> None:
     """Autograd of an op (y, m, ...) -> (loss, dy, dm): the loss is differentiable, once, in y and m."""
 
     def setup_context(ctx, inputs, keyword_only_inputs, output) -> None:  # type: ignore[no-untyped-def]
-        loss, dy, dm = output
+        _loss, dy, dm = output
         ctx.has_factor = inputs[1] is not None
         ctx.mark_non_differentiable(dy, dm)
         ctx.save_for_backward(dy, dm)
