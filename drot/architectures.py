@@ -9,6 +9,7 @@ from operator import attrgetter
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from drot.errors import UserError
 
@@ -93,7 +94,7 @@ def head_shape(config: Any) -> HeadShape:
     )
 
 
-def module_at(root: nn.Module, path: str) -> nn.Module:
+def module_at(root: nn.Module, path: str) -> Any:
     """The submodule at a dotted path. Raises UserError naming the path where there is none."""
     try:
         return attrgetter(path)(root)
@@ -125,7 +126,7 @@ def layer_linears(layer: nn.Module, arch: Architecture) -> dict[str, nn.Linear]:
     return found
 
 
-def validate_model(model: nn.Module, arch: Architecture) -> None:
+def validate_model(model: PreTrainedModel, arch: Architecture) -> None:
     """Checks every path, type and shape of the table against the model, before work begins.
 
     Raises UserError that names the first module which differs.

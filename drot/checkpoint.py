@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import nn
+from transformers import PreTrainedModel
 
 from drot.errors import UserError
 
@@ -29,7 +29,7 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def save_checkpoint(model: nn.Module, tokenizer: Any, manifest: dict[str, Any], out: Path) -> None:
+def save_checkpoint(model: PreTrainedModel, tokenizer: Any, manifest: dict[str, Any], out: Path) -> None:
     """Writes model, tokenizer and manifest beside `out` and renames the folder at the end, so that
     `out` either is not there or is complete."""
     part = out.with_name(out.name + ".part")
@@ -56,7 +56,7 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
         raise UserError(f"{file} is not valid JSON (line {error.lineno}): was it cut off?") from None
 
 
-def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> nn.Module:
+def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """A causal language model from a hub name or folder, on the CPU, in eval mode.
 
     Raises UserError in one line where there is no such model or dtype.
@@ -107,9 +107,9 @@ def pick_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def load(path: str | Path, *, device: str | torch.device = "auto", dtype: str = "auto") -> nn.Module:
+def load(path: str | Path, *, device: str | torch.device = "auto", dtype: str = "auto") -> PreTrainedModel:
     """A model that `drot prune` saved (or any other), on `device`, in eval mode."""
-    return load_model(path, dtype).to(pick_device(device))
+    return load_model(path, dtype).to(pick_device(device))  # type: ignore[arg-type]
 
 
 class RunState:

@@ -4,6 +4,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from transformers import PreTrainedModel
+
 from drot import checkpoint, pipeline
 from drot.calibration.data import load_calibration
 from drot.config import CalibrationConfig, Recipe, RotationConfig
@@ -56,7 +58,7 @@ def run_demo(
     held_out = load_eval_tokens(str(HELD_OUT), tokenizer)
     held_out = held_out[: None if windows is None else windows * calibration.seqlen]
 
-    def measure(model: pipeline.nn.Module) -> float:
+    def measure(model: PreTrainedModel) -> float:
         return perplexity(model, held_out, seqlen=calibration.seqlen, progress=progress)
 
     def pruned(rotation: RotationConfig, to: Path | None) -> tuple[float, float, float]:

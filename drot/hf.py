@@ -20,7 +20,7 @@ class DrotConfig(QuantizationConfigMixin):
     """residual_rotation: every layer but the first multiplies its input by a stored matrix [d, d]."""
 
     def __init__(self, residual_rotation: bool = False, **kwargs: Any) -> None:
-        self.quant_method = QUANT_METHOD
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers' enum is its own methods
         self.residual_rotation = residual_rotation
 
 
@@ -29,6 +29,7 @@ class DrotQuantizer(HfQuantizer):
     """Puts the residual rotations into the empty model before its weights are read."""
 
     requires_calibration = True
+    quantization_config: DrotConfig
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.quantization_config.residual_rotation:

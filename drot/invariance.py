@@ -9,6 +9,7 @@ import copy
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from drot.architectures import Architecture, HeadShape, decoder_layers, module_at
 from drot.calibration.stream import CalibrationStream
@@ -75,7 +76,7 @@ def check_layer(
 
 @torch.no_grad()
 def check_model(
-    model: nn.Module,
+    model: PreTrainedModel,
     arch: Architecture,
     shape: HeadShape,
     tokens: Tensor,
@@ -91,12 +92,12 @@ def check_model(
     generator = torch.Generator().manual_seed(0)
     stream = CalibrationStream.embed(model, arch, tokens, device)
     stream.hidden_states = stream.hidden_states.float()
-    rotated, first, last = None, None, None
+    rotated: CalibrationStream | None = None
     for index, layer in enumerate(layers):
         rotation = rotations[index] if rotations else random_rotation(d, shape, generator)
         r1 = rotation.r1.to(device)
         if rotated is None:
-            first = r1
+            first = last = r1
             rotated = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
             rotated.rotate(first)
         else:
@@ -120,7 +121,7 @@ def check_model(
 class _Ends(nn.Module):
     """fp32 copies of the embedding, final norm and head under the paths of the architecture."""
 
-    def __init__(self, model: nn.Module, arch: Architecture, device: torch.device) -> None:
+    def __init__(self, model: PreTrainedModel, arch: Architecture, device: torch.device) -> None:
         super().__init__()
         self.arch = arch
         self.config = copy.copy(model.config)

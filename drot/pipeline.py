@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 
 from drot import checkpoint
 from drot.calibration.data import load_calibration
@@ -22,13 +23,13 @@ class PruneResult:
     """model: the pruned model, on the CPU unless it came on a GPU; manifest: what drot.json holds;
     out: where it was saved, None where it was not."""
 
-    model: nn.Module
+    model: PreTrainedModel
     manifest: dict[str, Any]
     out: Path | None
 
 
 def prune(
-    model: str | Path | nn.Module,
+    model: str | Path | PreTrainedModel,
     recipe: Recipe | None = None,
     *,
     out: str | Path | None = None,

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from drot.architectures import (
     architecture_of,
@@ -37,7 +38,7 @@ class PruningRun:
     """The state that the steps of one `drot.prune` share: model, recipe, tokens, device, rotations."""
 
     def __init__(
-        self, model: nn.Module, recipe: Recipe, tokens: Tensor, device: torch.device, progress: Progress
+        self, model: PreTrainedModel, recipe: Recipe, tokens: Tensor, device: torch.device, progress: Progress
     ) -> None:
         self.model, self.recipe, self.tokens = model, recipe, tokens
         self.device, self.progress = device, progress
@@ -82,7 +83,8 @@ class PruningRun:
     def execute(self, state: RunState | None) -> dict[str, Any]:
         """Prunes the model in place and returns its manifest."""
         started = time.perf_counter()
-        rotations, records = self.given, [{} for _ in self.layers]
+        rotations = self.given
+        records: list[dict[str, Any]] = [{} for _ in self.layers]
         error = None
         if self.rotates:
             if rotations is None and self._needs_dense_pass:

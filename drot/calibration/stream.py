@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from drot.architectures import Architecture, decoder_layers, module_at
 from drot.calibration.hessian import HessianAccumulator
@@ -21,7 +22,7 @@ class _Recorder(nn.Module):
         super().__init__()
         self._layer = [layer]  # in a list, so that it is no submodule
         self.kwargs: dict[str, Any] = {}
-        self.hidden_states: Tensor | None = None
+        self.hidden_states: Tensor
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -52,20 +53,20 @@ class CalibrationStream:
     @classmethod
     @torch.no_grad()
     def embed(
-        cls, model: nn.Module, arch: Architecture, tokens: Tensor, device: torch.device
+        cls, model: PreTrainedModel, arch: Architecture, tokens: Tensor, device: torch.device
     ) -> "CalibrationStream":
         """Embeds `tokens` [nsamples, seqlen]; the model stays where it is, the stream is on `device`."""
         layers = decoder_layers(model, arch)
         recorders = [_Recorder(layer) for layer in layers]
         parent, _, name = arch.layers.rpartition(".")
         backbone = module_at(model, parent)
-        home = module_at(model, arch.embedding).weight.device  # type: ignore[union-attr]
+        home = module_at(model, arch.embedding).weight.device
         states = []
         setattr(backbone, name, nn.ModuleList(recorders))
         try:
             for row in tokens:
                 backbone(row[None].to(home), use_cache=False)
-                states.append(recorders[0].hidden_states.to(device))  # type: ignore[union-attr]
+                states.append(recorders[0].hidden_states.to(device))
         finally:
             setattr(backbone, name, layers)
         kwargs = [_to_device(recorder.kwargs, device) for recorder in recorders]

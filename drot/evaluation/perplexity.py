@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from drot.calibration.data import read_text, tokenize
 from drot.errors import UserError
@@ -22,7 +23,7 @@ def load_eval_tokens(source: str, tokenizer: Any, text_column: str = "text") -> 
 
 @torch.no_grad()
 def perplexity(
-    model: nn.Module,
+    model: PreTrainedModel,
     tokens: Tensor,
     *,
     seqlen: int,
@@ -39,7 +40,8 @@ def perplexity(
         raise UserError(f"the text has {len(tokens)} tokens, one window needs {seqlen}: lower --seqlen")
     windows = tokens[: count * seqlen].reshape(count, seqlen)
     vocab = model.config.vocab_size
-    batch_size = batch_size or max(1, LOGITS_AT_ONCE // (vocab * seqlen))
+    if batch_size is None:
+        batch_size = max(1, LOGITS_AT_ONCE // (vocab * seqlen))
     device = next(model.parameters()).device
     total = 0.0
     for start in range(0, count, batch_size):

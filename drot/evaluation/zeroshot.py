@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torch import nn
+from transformers import PreTrainedModel
 
 from drot.errors import UserError
 
@@ -10,7 +10,7 @@ from drot.errors import UserError
 LENGTH_NORMALISED = ("piqa", "hellaswag", "arc_easy", "arc_challenge")
 
 
-def zero_shot(model: nn.Module, tokenizer: Any, tasks: list[str]) -> dict[str, float]:
+def zero_shot(model: PreTrainedModel, tokenizer: Any, tasks: list[str]) -> dict[str, float]:
     """task → accuracy in [0, 1], without examples in the prompt.
 
     acc_norm for LENGTH_NORMALISED, acc for the rest (winogrande, boolq, ...).

@@ -67,6 +67,6 @@ def load_rotations(
     if len(tensors) != len(expected):
         raise UserError(f"{path} holds {len(tensors) // 2} layers, this model has {layers}")
     for name, tensor in tensors.items():
-        if not (error := orthogonality_error(tensor)) < ORTHOGONALITY_TOLERANCE:
-            raise UserError(f"{path}: {name} is not orthogonal (max |QᵀQ - I| = {error:.1e})")
+        if not (deviation := orthogonality_error(tensor)) < ORTHOGONALITY_TOLERANCE:
+            raise UserError(f"{path}: {name} is not orthogonal (max |QᵀQ - I| = {deviation:.1e})")
     return rotations_from({name: polish(tensor) for name, tensor in tensors.items()}, layers), record

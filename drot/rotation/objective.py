@@ -49,7 +49,7 @@ class _ColumnFactor:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds 2 (M R) diag(dq) to `gradient` [n, b, b]."""
-        if self.gradient_in_factor is not None:
+        if self.factor is not None and self.gradient_in_factor is not None:
             dq = self.metric.chain(self.gradient_in_factor, self.factor)
             gradient += 2 * self._product * dq.reshape(len(gradient), 1, -1)
 

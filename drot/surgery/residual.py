@@ -5,6 +5,7 @@ which the later layer applies to its input.
 """
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +16,14 @@ RESIDUAL_ROTATION = "residual_rotation"
 class _RotatesInput:
     """Mixed in before a decoder layer's class: multiplies the incoming stream, then goes on."""
 
-    def forward(self, hidden_states: Tensor, *args, **kwargs):
+    residual_rotation: nn.Linear
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         return super().forward(self.residual_rotation(hidden_states), *args, **kwargs)  # type: ignore[misc]
 
 
 @functools.cache
-def _rotated(cls: type) -> type:
+def _rotated(cls: Any) -> Any:
     # Same name, since accelerate and transformers find the layers that they must not split by name.
     return type(cls.__name__, (_RotatesInput, cls), {"__module__": cls.__module__})
 
@@ -40,7 +43,8 @@ def add_residual_rotation(
     rotation.requires_grad_(False)
     setattr(layer, RESIDUAL_ROTATION, rotation)
     if not has_residual_rotation(layer):
-        layer.__class__ = _rotated(type(layer))
+        cls: Any = type(layer)
+        layer.__class__ = _rotated(cls)
     return rotation
 
 

@@ -7,6 +7,7 @@ fp64 from the unfolded weights and rounded once.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +83,7 @@ def rotate_layer(layer: nn.Module, arch: Architecture, shape: HeadShape, rotatio
 
 
 @torch.no_grad()
-def rotate_ends(model: nn.Module, arch: Architecture, first: Tensor, last: Tensor) -> None:
+def rotate_ends(model: Any, arch: Architecture, first: Tensor, last: Tensor) -> None:
     """Merges the first R1 [d, d] into the embedding, the final norm and the last R1 into lm_head.
 
     logits = norm(h)·diag(γ)·Wᵀ and h = h'·lastᵀ, so lm_head ← W diag(γ) last. Tied weights are
