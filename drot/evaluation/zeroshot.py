@@ -22,13 +22,16 @@ def zero_shot(model: PreTrainedModel, tokenizer: Any, tasks: list[str]) -> dict[
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise UserError("--tasks needs the package lm_eval: pip install lm_eval") from None
-    known = TaskManager().all_tasks
-    unknown = [task for task in tasks if task not in known]
+    manager = TaskManager()
+    unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:
         raise UserError(f"lm_eval knows no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
     try:
         outcome = lm_eval.simple_evaluate(
-            model=HFLM(pretrained=model, tokenizer=tokenizer), tasks=tasks, num_fewshot=0
+            model=HFLM(pretrained=model, tokenizer=tokenizer),
+            tasks=tasks,
+            num_fewshot=0,
+            task_manager=manager,
         )
     except (OSError, ValueError, RuntimeError) as error:
         if not _is_download(error):

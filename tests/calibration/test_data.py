@@ -1,0 +1,146 @@
+"""Where calibration tokens come from, how windows are drawn, and what a user reads who got it wrong."""
+
+import hashlib
+import json
+import struct
+import sys
+
+import datasets
+import pytest
+import torch
+
+from drot.calibration.data import calibration_hash, load_calibration, read_text
+from drot.errors import UserError
+
+
+class Bytes:
+    """A tokenizer: one id a byte."""
+
+    def __call__(self, text, *, add_special_tokens, verbose):
+        assert not add_special_tokens
+        return type("Encoding", (), {"input_ids": list(text.encode())})
+
+
+def load(source, nsamples=3, seqlen=4, seed=0, text_column="text"):
+    return load_calibration(
+        source, Bytes(), nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
+    )
+
+
+def test_windows_are_cut_where_the_generator_says(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog")
+    generator = torch.Generator().manual_seed(7)
+    text = path.read_bytes()
+    for window in load(str(path), nsamples=20, seed=7):
+        start = int(torch.randint(0, len(text) - 4, (1,), generator=generator))
+        assert bytes(window.tolist()) == text[start : start + 4]
+    assert not torch.equal(load(str(path), seed=1), load(str(path), seed=2))
+
+
+DOCUMENTS = ["first document", "second document"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", "\n\n".join(DOCUMENTS)),
+        ("a.json", json.dumps([{"body": d} for d in DOCUMENTS])),
+        ("a.json", json.dumps(DOCUMENTS)),
+        ("a.json", "\n".join(json.dumps({"body": d}) for d in DOCUMENTS)),
+        ("a.jsonl", "\n".join(json.dumps({"body": d, "id": 1}) for d in DOCUMENTS) + "\n\n"),
+    ],
+)
+def test_every_kind_of_file_holds_the_same_text(tmp_path, name, content):
+    (tmp_path / name).write_text(content)
+    assert read_text(str(tmp_path / name), "train", "body") == "first document\n\nsecond document"
+
+
+def test_parquet(tmp_path):
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"body": DOCUMENTS}).to_parquet(path)
+    assert read_text(str(path), "train", "body") == "first document\n\nsecond document"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", "", "is empty"),
+        ("a.txt", " \n\n ", "is empty"),
+        ("a.jsonl", "", "is empty"),
+        ("a.json", "[]", "is empty"),
+        ("a.txt", "abc", "has 3 tokens, more than seqlen 4 are needed: lower --seqlen or give a longer text"),
+        ("a.csv", "text", "unknown kind of file '.csv'; expected one of .txt, .json, .jsonl, .parquet"),
+        ("a.jsonl", '{"body": "x", "id": 3}', "no text column 'text'; there is: body, id (--text-column)"),
+        ("a.jsonl", '{"text": 3}', "no text column 'text'; there is: text (--text-column)"),
+        ("a.jsonl", '{"text": "x"}\n{"text": ', "line 2: not valid JSON"),
+        ("a.json", '{"text": "x"', "line 1: not valid JSON"),
+        ("a.parquet", "no parquet", "is not a readable parquet file"),
+    ],
+)
+def test_a_bad_file_gets_one_line(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError) as error:
+        load(str(tmp_path / name))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_no_such_source(tmp_path):
+    with pytest.raises(UserError, match=r"'nothing.txt' is neither a file nor one of c4, wikitext2"):
+        load("nothing.txt")
+
+
+@pytest.mark.parametrize("source", ["c4", "wikitext2"])
+def test_hub_without_a_network(monkeypatch, source):
+    def refuse(path, **options):
+        raise ConnectionError("name resolution failed\nand more")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    with pytest.raises(UserError) as error:
+        load(source)
+    assert "(name resolution failed); without a network, use a local file" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_hub_without_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        load("c4")
+
+
+def test_hub_asks_for_the_right_data_and_stops_when_it_has_enough(monkeypatch):
+    seen, read = [], []
+
+    def load_dataset(path, **options):
+        seen.append((path, options))
+        return ({"text": read.append(i) or "0123456789"} for i in range(1000))
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    load("c4", nsamples=2, seqlen=5)
+    assert len(read) < 20
+    load("wikitext2", nsamples=2, seqlen=5)
+    assert len(read) > 1000
+    (c4, c4_options), (wikitext, wikitext_options) = seen
+    assert (c4, c4_options["split"], c4_options["streaming"]) == ("allenai/c4", "train", True)
+    assert (wikitext, wikitext_options["name"]) == ("Salesforce/wikitext", "wikitext-2-raw-v1")
+    assert wikitext_options["split"] == "train"
+    read_text("wikitext2", "test", "text")
+    assert seen[2][1]["split"] == "test"
+
+
+def test_a_tensor_is_taken_as_it_is():
+    tokens = torch.arange(6, dtype=torch.int32).reshape(2, 3)
+    assert torch.equal(load(tokens), tokens.long())
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(2, 3), torch.arange(3), torch.zeros(0, 3, dtype=torch.long)])
+def test_a_tensor_of_no_token_ids(tokens):
+    with pytest.raises(UserError, match=r"must be integers of shape \[nsamples, seqlen\], got"):
+        load(tokens)
+
+
+def test_hash_is_of_the_ids_alone():
+    tokens = torch.tensor([[1, 2], [3, 70000]])
+    expected = hashlib.sha256(struct.pack("<4q", 1, 2, 3, 70000)).hexdigest()
+    assert calibration_hash(tokens) == calibration_hash(tokens.int()) == expected
+    assert calibration_hash(tokens.T) != expected

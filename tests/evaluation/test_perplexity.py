@@ -1,0 +1,43 @@
+"""Perplexity against a formulation in fp64 that takes one token at a time."""
+
+import math
+
+import pytest
+from small_models import random_tokens, small_model
+
+from drot.errors import UserError
+from drot.evaluation.perplexity import perplexity
+
+
+def one_token_at_a_time(model, tokens, seqlen):
+    windows = []
+    for start in range(0, len(tokens) - seqlen + 1, seqlen):
+        ids = tokens[start : start + seqlen]
+        log_p = model.double()(ids[None]).logits[0].log_softmax(-1)
+        windows.append(-sum(float(log_p[i, ids[i + 1]]) for i in range(seqlen - 1)) / (seqlen - 1))
+    return math.exp(sum(windows) / len(windows))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, None])
+@pytest.mark.parametrize("length", [60, 67])
+def test_whole_windows_count_alike(length, batch_size):
+    tokens = random_tokens(1, length)[0]
+    got = perplexity(small_model("llama"), tokens, seqlen=12, batch_size=batch_size)
+    assert got == pytest.approx(one_token_at_a_time(small_model("llama"), tokens, 12), rel=1e-5)
+
+
+def test_progress_ends_at_the_last_window():
+    events = []
+    perplexity(small_model("llama"), random_tokens(1, 60)[0], seqlen=12, batch_size=2, progress=events.append)
+    assert [(event.step, event.steps) for event in events] == [(2, 5), (4, 5), (5, 5)]
+
+
+def test_hopeless_model_is_infinite_and_no_crash():
+    model = small_model("llama", tie_word_embeddings=False)
+    model.lm_head.weight.mul_(1e6)
+    assert perplexity(model, random_tokens(1, 60)[0], seqlen=12) == math.inf
+
+
+def test_text_shorter_than_a_window():
+    with pytest.raises(UserError, match="the text has 11 tokens, one window needs 12: lower --seqlen"):
+        perplexity(small_model("llama"), random_tokens(1, 11)[0], seqlen=12)
