@@ -65,6 +65,7 @@ DROT_HOST_DEVICE void reflect_some(const Team& team, const T* v, T tau, T* y, in
 template <typename Team, typename T>
 DROT_HOST_DEVICE void make_pivot(const Team& team, T* a, T* tau, T* r, int n, int k, T unscale) {
   T* x = a + k * team.ld;
+  team.warp_sync();  // another lane may just have written x[k]
   const T alpha = x[k];
   team.warp_sync();
   if (team.owns(k)) {

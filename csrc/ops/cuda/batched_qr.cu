@@ -1,0 +1,168 @@
+#include <ATen/Dispatch.h>
+#include <ATen/cuda/CUDAContext.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "common/householder.h"
+#include "ops/batched_qr.h"
+
+namespace drot {
+namespace {
+
+constexpr int kWarp = 32;
+constexpr int kMaxWarps = 16;
+
+// A thread block on one matrix (see common/householder.h): a lane holds every 32nd element of a column.
+template <typename T>
+struct BlockTeam {
+  static constexpr int kColumns = 2;
+  int ld;
+
+  __device__ int lane() const { return threadIdx.x % kWarp; }
+  __device__ int warp() const { return threadIdx.x / kWarp; }
+  __device__ int warps() const { return blockDim.x / kWarp; }
+  __device__ void sync() const { __syncthreads(); }
+  __device__ void warp_sync() const { __syncwarp(); }
+  __device__ bool owns(int i) const { return i % kWarp == lane(); }
+  __device__ int first(int k) const { return k / kWarp * kWarp; }
+
+  template <int C>
+  __device__ void dots(const T* v, const T* y, int first, T* out) const {
+    T sum[C] = {};
+    for (int i = first + lane(); i < ld; i += kWarp) {
+      const T x = v[i];
+#pragma unroll
+      for (int c = 0; c < C; ++c) sum[c] += x * y[c * ld + i];
+    }
+#pragma unroll
+    for (int c = 0; c < C; ++c) {
+      for (int step = kWarp / 2; step > 0; step /= 2) sum[c] += __shfl_xor_sync(0xffffffffu, sum[c], step);
+      out[c] = sum[c];
+    }
+  }
+
+  template <int C>
+  __device__ void axpys(const T* w, const T* v, T* y, int first) const {
+    for (int i = first + lane(); i < ld; i += kWarp) {
+      const T x = v[i];
+#pragma unroll
+      for (int c = 0; c < C; ++c) y[c * ld + i] += w[c] * x;
+    }
+  }
+
+  __device__ void set_unit(T* y, int one) const {
+    for (int i = lane(); i < ld; i += kWarp) y[i] = i == one ? 1 : 0;
+  }
+};
+
+// The largest |x[i]|, in every thread; NaN is skipped.
+template <typename T>
+__device__ T block_largest(const T* x, int count, T* shared) {
+  T largest = 0;
+  for (int i = threadIdx.x; i < count; i += blockDim.x) largest = fmax(largest, fabs(x[i]));
+  for (int step = kWarp / 2; step > 0; step /= 2) {
+    largest = fmax(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+  }
+  if (threadIdx.x % kWarp == 0) shared[threadIdx.x / kWarp] = largest;
+  __syncthreads();
+  for (int w = 0; w < blockDim.x / kWarp; ++w) largest = fmax(largest, shared[w]);
+  return largest;
+}
+
+// One block a matrix. columns [batch, n, n]: the transposed input. q_columns [batch, n, ld] and
+// r [batch, n, n] are written. work [batch, n, ld] is used where the matrix does not fit into shared
+// memory, which then holds only tau.
+template <typename T, bool kInShared>
+__global__ void __launch_bounds__(kMaxWarps* kWarp)
+    small_qr_kernel(const T* __restrict__ columns, T* q_columns, T* r, T* work, int n, int ld) {
+  extern __shared__ double shared_memory[];  // double for the alignment
+  __shared__ T largest_of_warp[kMaxWarps];
+  T* tau = reinterpret_cast<T*>(shared_memory);
+  T* a = kInShared ? tau + ld : work + static_cast<int64_t>(blockIdx.x) * n * ld;
+  columns += static_cast<int64_t>(blockIdx.x) * n * n;
+  r += static_cast<int64_t>(blockIdx.x) * n * n;
+  q_columns += static_cast<int64_t>(blockIdx.x) * n * ld;
+
+  const T scale = scale_to_one(block_largest(columns, n * n, largest_of_warp));
+  for (int e = threadIdx.x; e < n * ld; e += blockDim.x) {
+    const int j = e / ld, i = e % ld;
+    a[e] = i < n ? columns[j * n + i] * scale : 0;
+  }
+  for (int e = threadIdx.x; e < n * n; e += blockDim.x) r[e] = 0;
+  __syncthreads();
+  const BlockTeam<T> team{ld};
+  householder_factor(team, a, tau, r, n, 1 / scale);
+  householder_form_q(team, a, tau, q_columns, n);
+}
+
+template <typename T>
+void launch_small_qr(const at::Tensor& columns, at::Tensor& q_columns, at::Tensor& r) {
+  const int n = static_cast<int>(columns.size(-1)), ld = static_cast<int>(q_columns.size(-1));
+  const unsigned batch = static_cast<unsigned>(columns.size(0));
+  const int warps = std::min(kMaxWarps, (n + BlockTeam<T>::kColumns - 1) / BlockTeam<T>::kColumns);
+  const size_t matrix = sizeof(T) * n * ld, vector = sizeof(T) * ld;
+  const auto stream = at::cuda::getCurrentCUDAStream();
+  // the static array of the kernel needs a little of the block's share
+  const size_t limit = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 1024;
+  const auto run = [&](auto* kernel, T* work, size_t bytes) {
+    C10_CUDA_CHECK(
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+    kernel<<<batch, warps * kWarp, bytes, stream>>>(
+        columns.const_data_ptr<T>(), q_columns.mutable_data_ptr<T>(), r.mutable_data_ptr<T>(), work, n, ld);
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  };
+  if (matrix + vector <= limit) {
+    run(small_qr_kernel<T, true>, nullptr, matrix + vector);
+  } else {
+    at::Tensor work = at::empty({columns.size(0), n, ld}, columns.options());
+    run(small_qr_kernel<T, false>, work.mutable_data_ptr<T>(), vector);
+  }
+}
+
+std::tuple<at::Tensor, at::Tensor> small_qr_cuda(const at::Tensor& a) {
+  const int64_t n = a.size(-1), ld = (n + kWarp - 1) / kWarp * kWarp;
+  const at::Tensor columns = a.reshape({-1, n, n}).mT().contiguous();
+  at::Tensor q_columns = at::empty({columns.size(0), n, ld}, a.options());
+  at::Tensor r = at::empty(columns.sizes(), a.options());
+  AT_DISPATCH_FLOATING_TYPES(a.scalar_type(), "batched_qr",
+                             [&] { launch_small_qr<scalar_t>(columns, q_columns, r); });
+  return {q_columns.narrow(-1, 0, n).mT().contiguous().view(a.sizes()), r.view(a.sizes())};
+}
+
+std::tuple<at::Tensor, at::Tensor> batched_qr_cuda(const at::Tensor& a) {
+  check_batched_qr(a);
+  const c10::cuda::CUDAGuard guard(a.device());
+  if (a.numel() == 0) {
+    return {at::empty(a.sizes(), a.options()), at::empty(a.sizes(), a.options())};
+  }
+  if (a.size(-1) <= kSmallQr) {
+    return small_qr_cuda(a);
+  }
+  if (a.scalar_type() == at::kFloat) {
+    auto [q, r, reliable] = cholesky_qr(a);
+    // the only wait for the GPU: one byte, after all the work has been queued
+    if (reliable.all().item<bool>()) {
+      return {q, r};
+    }
+  }
+  return householder_qr(a);
+}
+
+at::Tensor batched_qr_backward_cuda(const at::Tensor& gq, const at::Tensor& q, const at::Tensor& r) {
+  check_batched_qr_backward(gq, q, r);
+  const c10::cuda::CUDAGuard guard(q.device());
+  return q.numel() == 0 ? at::empty(q.sizes(), q.options()) : qr_backward(gq, q, r);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(drot, CUDA, m) {
+  m.impl("batched_qr", &batched_qr_cuda);
+  m.impl("batched_qr_backward", &batched_qr_backward_cuda);
+}
+
+}  // namespace drot
