@@ -18,7 +18,9 @@ namespace {
 template <class T>
 void mask_groups(const T* score, int groups, int group, int prune, bool* removed) {
   using Math = at::opmath_type<T>;
-  OrderedKey<Math> key[kMaxGroup * kMaskLanes] = {}, mask[kMaxGroup * kMaskLanes];
+  OrderedKey<Math> key[kMaxGroup * kMaskLanes], mask[kMaxGroup * kMaskLanes];
+  // the last tile may have lanes to spare, which are ranked too
+  if (groups < kMaskLanes) std::fill(key, key + group * kMaskLanes, 0);
   for (int lane = 0; lane < groups; ++lane) {
     for (int i = 0; i < group; ++i) {
       key[i * kMaskLanes + lane] = ordered_key(static_cast<Math>(score[lane * group + i]));

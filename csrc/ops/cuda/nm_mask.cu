@@ -88,11 +88,22 @@ __global__ void __launch_bounds__(kRowThreads)
       if ((key & above) == prefix) atomicAdd(&count[(key >> shift) & 0xff], 1);
     }
     __syncthreads();
-    if (threadIdx.x == 0) {
-      int d = 0;
-      while (d < kDigits - 1 && count[d] < left) left -= count[d++];
-      shared_prefix = prefix | static_cast<Key>(d) << shift;
-      shared_left = left;
+    if (warp == 0) {
+      constexpr int kEach = kDigits / 32;
+      int sum = 0;
+      for (int d = lane * kEach; d < (lane + 1) * kEach; ++d) sum += count[d];
+      int through = sum;  // scores whose digit belongs to this lane or to a lower one
+      for (int step = 1; step < 32; step *= 2) {
+        const int lower = __shfl_up_sync(0xffffffffu, through, step);
+        if (lane >= step) through += lower;
+      }
+      // True in one lane: left is at least 1, and at most the number of scores with the prefix.
+      if (through - sum < left && left <= through) {
+        int d = lane * kEach, rest = left - (through - sum);
+        while (count[d] < rest) rest -= count[d++];
+        shared_prefix = prefix | static_cast<Key>(d) << shift;
+        shared_left = rest;
+      }
     }
     __syncthreads();
     prefix = shared_prefix;

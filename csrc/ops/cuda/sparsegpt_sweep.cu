@@ -14,12 +14,17 @@
 namespace drot {
 namespace {
 
-constexpr int kColumns = 128;        // that one kernel sweeps
+constexpr int kColumns = 128;        // that one kernel can sweep
 constexpr int kOwn = kColumns / 32;  // columns of a lane: lane, lane + 32, …
 constexpr int kWarps = 8;
 constexpr int kRows = 4;  // of a warp, to hide the latency of each column's step
 constexpr int kBlockRows = kWarps * kRows;
 constexpr unsigned kAllLanes = 0xffffffffu;
+
+// Columns that one kernel does sweep: their factor takes 64 or 72 KB of shared memory, which every GPU
+// since sm_80 has.
+template <class T>
+constexpr int kWidest = sizeof(T) == 4 ? kColumns : 96;
 
 template <class T>
 struct Sweep {
@@ -168,8 +173,11 @@ __global__ void __launch_bounds__(kWarps * 32) sweep_rows(const Sweep<T> p) {
 
 template <class T>
 void launch(const Sweep<T>& p) {
-  const int bytes = p.columns * p.columns * static_cast<int>(sizeof(T));  // at most 128 KB
-  C10_CUDA_CHECK(cudaFuncSetAttribute(sweep_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+  constexpr int kSize = sizeof(T);
+  // The same number at every launch, so that threads that launch other widths do not disturb this one.
+  C10_CUDA_CHECK(cudaFuncSetAttribute(sweep_rows<T>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                      kWidest<T> * kWidest<T> * kSize));
+  const int bytes = p.columns * p.columns * kSize;
   const int64_t blocks = (p.rows + kBlockRows - 1) / kBlockRows;
   TORCH_CHECK_VALUE(blocks <= INT32_MAX, "w has too many rows for one launch: ", p.rows);
   sweep_rows<T><<<static_cast<unsigned>(blocks), kWarps * 32, bytes, at::cuda::getCurrentCUDAStream()>>>(p);
@@ -185,7 +193,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sparsegpt_sweep_cuda(const at::Te
   const int64_t rows = w.size(0), columns = w.size(1);
   // A block wider than the kernel's is swept in parts, whole groups each, with the update of what
   // lies to the right in between.
-  const int64_t width = removed ? kColumns : kColumns / group * group;
+  const int64_t widest = w.scalar_type() == at::kFloat ? kWidest<float> : kWidest<double>;
+  const int64_t width = removed ? widest : widest / group * group;
   at::Tensor work = columns > width    ? w.clone(at::MemoryFormat::Contiguous)
                     : w.stride(1) == 1 ? w
                                        : w.contiguous();
