@@ -60,9 +60,11 @@ class CMakeBuild(build_ext):
         compile_ = [tool("cmake"), "--build", str(build)]
         if jobs := os.environ.get("MAX_JOBS"):
             compile_ += ["--parallel", jobs]
+        refused = build / "refused.txt"
+        refused.unlink(missing_ok=True)
         for command in (configure, compile_):
-            if status := subprocess.run(command).returncode:
-                sys.exit(f"building drot failed (status {status}): {' '.join(command[:2])} …; see above")
+            if subprocess.run(command).returncode:
+                sys.exit(refused.read_text() if refused.exists() else "building drot failed; see above")
 
 
 setup(ext_modules=[Extension("drot._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

@@ -4,6 +4,12 @@
 #
 # Sets DROT_CUDA_VERSION (nvcc's), DROT_CUDA_MAJOR and DROT_CUDA_ARCHITECTURES too.
 
+# The user's mistake: setup.py repeats this line after CMake's own output.
+function(drot_refuse reason)
+  file(WRITE "${CMAKE_BINARY_DIR}/refused.txt" "${reason}")
+  message(FATAL_ERROR "${reason}")
+endfunction()
+
 set(DROT_CUDA OFF)
 set(DROT_NO_CUDA_REASON "")
 set(_forced OFF)
@@ -12,7 +18,7 @@ if(DROT_WITH_CUDA STREQUAL "1")
 elseif(DROT_WITH_CUDA STREQUAL "0")
   set(DROT_NO_CUDA_REASON "DROT_WITH_CUDA=0")
 elseif(NOT DROT_WITH_CUDA STREQUAL "AUTO")
-  message(FATAL_ERROR "DROT_WITH_CUDA must be 0 or 1, got ${DROT_WITH_CUDA}")
+  drot_refuse("DROT_WITH_CUDA must be 0 or 1, got ${DROT_WITH_CUDA}")
 endif()
 
 if(NOT DROT_NO_CUDA_REASON)
@@ -49,7 +55,7 @@ if(NOT DROT_NO_CUDA_REASON)
   set(CMAKE_CUDA_ARCHITECTURES "")
   foreach(_arch IN LISTS _archs)
     if(NOT _arch MATCHES "^([0-9]+)\\.([0-9][af]?)(\\+PTX)?$")
-      message(FATAL_ERROR "TORCH_CUDA_ARCH_LIST must list architectures such as 8.0, 9.0a or 9.0+PTX; got ${_arch}")
+      drot_refuse("TORCH_CUDA_ARCH_LIST must list architectures such as 8.0, 9.0a or 9.0+PTX; got ${_arch}")
     endif()
     if(CMAKE_MATCH_3)  # CMake's bare number stands for machine code and PTX
       list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
@@ -65,7 +71,7 @@ if(NOT DROT_NO_CUDA_REASON)
 else()
   set(DROT_CUDA_VERSION "")
   if(_forced)
-    message(FATAL_ERROR "DROT_WITH_CUDA=1 needs nvcc and a CUDA build of torch: ${DROT_NO_CUDA_REASON}")
+    drot_refuse("DROT_WITH_CUDA=1 needs nvcc and a CUDA build of torch: ${DROT_NO_CUDA_REASON}")
   endif()
   message(STATUS "drot: CPU only (${DROT_NO_CUDA_REASON})")
 endif()

@@ -57,6 +57,14 @@ DROT_HOST_DEVICE bool fits24(unsigned nonzero) {
   return (rest & (rest - 1)) == 0;
 }
 
+// Element `position` of a group of four.
+template <typename word_t>
+DROT_HOST_DEVICE word_t pick24(const word_t* group, unsigned position) {
+  // not group[position]: a register array that is indexed at run time would live in memory
+  const word_t low = position & 1 ? group[1] : group[0], high = position & 1 ? group[3] : group[2];
+  return position & 2 ? high : low;
+}
+
 // Packs two groups (eight columns) into four values and one byte of positions; false where a group
 // holds more than two non-zeros.
 template <typename word_t>
@@ -67,8 +75,8 @@ DROT_HOST_DEVICE bool pack24_byte(const word_t* in, word_t* values, uint8_t* pos
     const unsigned nonzero = nonzero24(in + 4 * half);
     ok = ok && fits24(nonzero);
     const Pair24 pair = pair24(nonzero);
-    values[2 * half] = in[4 * half + pair.first];
-    values[2 * half + 1] = in[4 * half + pair.second];
+    values[2 * half] = pick24(in + 4 * half, pair.first);
+    values[2 * half + 1] = pick24(in + 4 * half, pair.second);
     byte |= static_cast<unsigned>(pair.first | (pair.second << 2)) << (4 * half);
   }
   *position = static_cast<uint8_t>(byte);

@@ -1,0 +1,108 @@
+"""Writes csrc/ops/cuda/resources.csv: registers, stack, spills and static shared memory of every CUDA kernel.
+
+It compiles the CUDA sources once more, with the commands of an existing CUDA build and ptxas -v; no
+GPU is needed. tests/test_build.py reads the file. Run it after a kernel has changed:
+
+    DROT_WITH_CUDA=1 python setup.py build_ext --inplace && python benchmarks/resource_report.py
+"""
+
+import argparse
+import csv
+import json
+import re
+import shlex
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESOURCES = ROOT / "csrc" / "ops" / "cuda" / "resources.csv"
+
+
+@dataclass(frozen=True, order=True)
+class Resources:
+    """One kernel on one architecture; bytes but for the registers (of a thread)."""
+
+    source: str
+    kernel: str
+    arch: str
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+
+
+def parse(source: str, text: str) -> list[Resources]:
+    """The kernels of drot in what `ptxas -v` prints (those of the libraries are left out)."""
+    found = []
+    for block in text.split("Compiling entry function ")[1:]:
+        mangled, arch = re.match(r"'(\S+)' for '(\w+)'", block).groups()  # type: ignore[union-attr]
+
+        def number(pattern: str, block: str = block) -> int:
+            match = re.search(pattern, block)
+            return int(match.group(1)) if match else 0
+
+        found.append(
+            Resources(
+                source=source,
+                kernel=mangled,
+                arch=arch,
+                registers=number(r"Used (\d+) registers"),
+                stack=number(r"(\d+) bytes stack frame"),
+                spill_stores=number(r"(\d+) bytes spill stores"),
+                spill_loads=number(r"(\d+) bytes spill loads"),
+                shared=number(r"(\d+) bytes smem"),
+            )
+        )
+    names = demangle([entry.kernel for entry in found])
+    return [
+        Resources(entry.source, names[entry.kernel], *astuple(entry)[2:])
+        for entry in found
+        if "4drot" in entry.kernel
+    ]
+
+
+def demangle(names: list[str]) -> dict[str, str]:
+    """`_ZN4drot…` -> `small_qr_kernel<float, true>`."""
+    plain = subprocess.run(["c++filt", "-p", *names], capture_output=True, text=True, check=True)
+    shorter = (
+        re.sub(r"^void |drot::|\(anonymous namespace\)::|\w+::_GLOBAL__N__\w+::", "", line)
+        for line in plain.stdout.splitlines()
+    )
+    return dict(zip(names, shorter, strict=True))
+
+
+def compile_source(entry: dict[str, str]) -> list[Resources]:
+    command = shlex.split(entry["command"])
+    command[command.index("-o") + 1] = "/dev/null"
+    done = subprocess.run([*command, "-Xptxas=-v"], cwd=entry["directory"], capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{entry['file']} does not compile:\n{done.stderr}")
+    return parse(Path(entry["file"]).name, done.stderr + done.stdout)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=2)
+    args = parser.parse_args()
+    builds = sorted(ROOT.glob("build/temp*/*/compile_commands.json"), key=lambda p: p.stat().st_mtime)
+    entries = [e for build in builds[-1:] for e in json.loads(build.read_text()) if e["file"].endswith(".cu")]
+    if not entries:
+        sys.exit("no CUDA build found; make one: DROT_WITH_CUDA=1 python setup.py build_ext --inplace")
+    with ThreadPoolExecutor(args.jobs) as pool:
+        rows = sorted({row for rows in pool.map(compile_source, entries) for row in rows})
+    with RESOURCES.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([field.name for field in fields(Resources)])
+        writer.writerows(astuple(row) for row in rows)
+    in_memory = [row for row in rows if row.stack or row.spill_stores or row.spill_loads]
+    print(f"{len(rows)} kernels, {len(in_memory)} with spills or a stack: {RESOURCES.relative_to(ROOT)}")
+    for row in in_memory:
+        print(f"  {row.kernel} {row.arch}: stack {row.stack}, spills {row.spill_stores} + {row.spill_loads}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The native build and the order of the house: what is built, what is said if not, who imports whom."""
+
+import ast
+import csv
+import graphlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import drot
+from drot.info import collect
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = Path(drot.__file__).resolve().parent
+
+in_checkout = pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="needs the sources")
+
+
+def test_info_is_json_and_true() -> None:
+    info = json.loads(json.dumps(collect()))
+    assert info["drot"] == drot.__version__
+    assert info["torch"] == info["built_with_torch"] == torch.__version__
+    assert "cpu" in info["backends"]
+    assert ("cuda" in info["backends"]) == (info["no_cuda_reason"] is None)
+    assert ("cuda" in info["backends"]) == bool(info["cuda"]["architectures"])
+    assert len(info["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if torch.version.cuda is None:
+        assert info["backends"] == ["cpu"]
+
+
+def test_every_op_has_a_kernel_for_every_backend_built() -> None:
+    ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("drot::")]
+    assert len(ops) >= 9
+    for op in ops:
+        for backend in collect()["backends"]:
+            key = {"cpu": "CPU", "cuda": "CUDA"}[backend]
+            assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, key), (op, backend)
+
+
+def import_copy(tmp_path: Path, native: str | None) -> str:
+    """The last line that `import drot` says in a copy of the package whose _C is `native` (source
+    text of a Python module), or missing."""
+    copy = tmp_path / "drot"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_C*", "__pycache__", "assets"))
+    if native is not None:
+        (copy / "_C.py").write_text(native)
+    done = subprocess.run(
+        [sys.executable, "-c", "import drot"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("native", "reason"),
+    [
+        (None, "is not built"),
+        ("raise ImportError('undefined symbol: x')", r"does not load with torch .*undefined symbol: x"),
+        ("def build_info(): return {'version': '0.0.1'}", r"is of version 0.0.1, drot is \d"),
+    ],
+)
+def test_unusable_extension_names_the_build_command(tmp_path: Path, native: str | None, reason: str) -> None:
+    line = import_copy(tmp_path, native)
+    assert re.search(f"^ImportError: drot's native extension {reason}", line), line
+    assert "pip install --no-build-isolation ." in line
+
+
+@in_checkout
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        pytest.param(
+            {"DROT_WITH_CUDA": "1"},
+            r"DROT_WITH_CUDA=1 needs nvcc and a CUDA build of torch: torch .* is a CPU build",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA"),
+        ),
+        ({"DROT_WITH_CUDA": "yes"}, "DROT_WITH_CUDA must be 0 or 1, got yes"),
+    ],
+)
+def test_build_refuses_in_one_line(tmp_path: Path, variables: dict[str, str], line: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "-b", str(tmp_path / "lib"), "-t", str(tmp_path / "temp")],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert re.fullmatch(line, done.stderr.strip().splitlines()[-1])
+
+
+@in_checkout
+def test_every_native_source_is_listed() -> None:
+    listed = set(re.findall(r"csrc/\S+\.(?:cpp|cu)", (ROOT / "CMakeLists.txt").read_text()))
+    present = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.c*") if p.suffix in (".cpp", ".cu")}
+    assert present == listed
+
+
+@in_checkout
+def test_version_is_written_once() -> None:
+    files = [*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.txt"), *PACKAGE.rglob("*.py")]
+    files += [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "cmake").iterdir()]
+    holders = [p.name for p in files if p.is_file() and f'"{drot.__version__}"' in p.read_text()]
+    assert holders == ["version.py"]
+
+
+@in_checkout
+def test_cuda_kernels_do_not_spill() -> None:
+    """Reads what the compiler reported. A kernel that is missing there means that the report is old:
+    benchmarks/resource_report.py writes it again, without a GPU."""
+    with (ROOT / "csrc/ops/cuda/resources.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    reported = {(row["source"], re.split("[<(]", row["kernel"])[0], row["arch"]) for row in rows}
+    for source in sorted((ROOT / "csrc/ops/cuda").glob("*.cu")):
+        text = re.sub(r"__launch_bounds__\([^()]*\)", "", source.read_text())
+        for kernel in re.findall(r"__global__\s+void\s+(\w+)\s*\(", text):
+            for arch in ("sm_80", "sm_90a"):
+                assert (source.name, kernel, arch) in reported
+    # a stack frame is a register array in memory, without being called a spill
+    in_memory = [r for r in rows if any(int(r[name]) for name in ("spill_stores", "spill_loads", "stack"))]
+    assert not in_memory
+
+
+# Imports run downward only, or sideways without a cycle.
+LEVELS = [
+    {"version", "errors", "progress", "config", "_C", "_extension"},
+    {"architectures", "ops", "info"},
+    {"surgery"},
+    {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
+    {"layers", "run", "pipeline", "evaluation"},
+    {"cli", "console", "demo", "__main__"},
+    {"__init__"},
+]
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every absolute module that a file imports, wherever the statement stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_imports_run_one_way() -> None:
+    level = {name: number for number, names in enumerate(LEVELS) for name in names}
+    graph: dict[str, set[str]] = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        importer = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        assert importer in level, f"drot.{importer} has no place in LEVELS"
+        for module in imports_of(path):
+            if not module.startswith("drot."):
+                continue
+            target = module.split(".")[1]
+            target = "version" if target == "__version__" else target
+            assert target in level, f"drot.{target} has no place in LEVELS"
+            assert level[importer] >= level[target], f"{path} imports {module}"
+            if target != importer:
+                graph.setdefault(importer, set()).add(target)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError
+
+
+@pytest.mark.parametrize("package", ["ops", "pruning"])
+def test_tensor_code_knows_nothing_of_transformers(package: str) -> None:
+    for path in (PACKAGE / package).rglob("*.py"):
+        assert not any(module.split(".")[0] == "transformers" for module in imports_of(path)), path
