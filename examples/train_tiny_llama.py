@@ -1,0 +1,115 @@
+"""Trains a model like the one that drot's demo prunes: a 7 M LLaMA on text files of your own.
+
+    python examples/train_tiny_llama.py --out my-tiny-llama --minutes 60 TEXT [TEXT ...]
+
+A text is a file, or a folder whose .py, .md, .rst and .txt files are taken; without one, it is this
+Python's standard library, less the modules that drot keeps for evaluation. On three CPU cores the
+embedded model took an hour.
+"""
+
+import argparse
+import math
+import random
+import re
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from tokenizers import ByteLevelBPETokenizer
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY, WINDOW, BATCH, LEARNING_RATE, WARM_UP = 4096, 512, 8, 2e-3, 100
+NOTICE = Path(__file__).parent.parent / "drot" / "assets" / "NOTICE"
+SUFFIXES = (".py", ".md", ".rst", ".txt")
+
+
+def read(paths: list[Path]) -> list[str]:
+    files = [
+        file
+        for path in paths
+        for file in (sorted(path.rglob("*")) if path.is_dir() else [path])
+        if file.is_file() and (file == path or file.suffix in SUFFIXES)
+    ]
+    return [file.read_text(encoding="utf-8", errors="ignore") for file in files]
+
+
+def standard_library() -> list[Path]:
+    """Its modules, without tests, without what pip installed, and without drot's held-out modules."""
+    root = Path(sysconfig.get_path("stdlib"))
+    held_out = re.search(r"not trained on, joined:\n(.*?)\.\n\n", NOTICE.read_text(), re.S)
+    assert held_out is not None
+    names = {name.strip() for name in held_out[1].split(",")}
+
+    def wanted(file: Path) -> bool:
+        parts = file.relative_to(root).with_suffix("").parts
+        return not {"site-packages", "test", "tests", "idlelib"} & set(parts) and ".".join(parts) not in names
+
+    return [file for file in sorted(root.rglob("*.py")) if wanted(file)]
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer._tokenizer, bos_token="<s>", eos_token="</s>", model_max_length=2048
+    )
+
+
+def train(ids: torch.Tensor, seconds: float) -> LlamaForCausalLM:
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=256,
+            intermediate_size=704,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=2048,
+            bos_token_id=0,
+            eos_token_id=1,
+            tie_word_embeddings=True,
+        )
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    started, step = time.monotonic(), 0
+    while (share := (time.monotonic() - started) / seconds) < 1:
+        decay = 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share))
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1, (step + 1) / WARM_UP) * decay
+        starts = [random.randrange(len(ids) - WINDOW) for _ in range(BATCH)]
+        batch = torch.stack([ids[start : start + WINDOW] for start in starts])
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss.item():.3f}, {share:.0%} of the time", flush=True)
+    return model.eval()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("texts", nargs="*", type=Path, help="files or folders; default: standard library")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    torch.manual_seed(options.seed)
+    random.seed(options.seed)
+    texts = read(options.texts or standard_library())
+    random.shuffle(texts)
+    tokenizer = train_tokenizer(texts)
+    ids = torch.tensor(tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False).input_ids)
+    if len(ids) <= WINDOW:
+        parser.error(f"the texts have {len(ids)} tokens, more than {WINDOW} are needed")
+    print(f"{len(ids)} tokens of {len(texts)} texts", flush=True)
+    model = train(ids, 60 * options.minutes)
+    model.to(torch.bfloat16).save_pretrained(options.out)
+    tokenizer.save_pretrained(options.out)
+
+
+if __name__ == "__main__":
+    main()
