@@ -1,0 +1,151 @@
+"""Perplexity of a model pruned by one recipe after the other: the figures of README.md and of
+benchmarks/README.md.
+
+    python benchmarks/perplexity.py --csv                      the embedded model and texts
+    python benchmarks/perplexity.py MODEL --calibration TEXT --eval TEXT [--eval TEXT] [--only shared]
+
+Every recipe sees the same calibration windows; a row's share of the gap is what it gives back of what
+the same method at the same sparsity takes without a rotation.
+"""
+
+import argparse
+import datetime
+import functools
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from _harness import RESULTS, append_rows, commit, machine
+
+import drot
+from drot.calibration.data import load_calibration
+from drot.checkpoint import load_tokenizer, pick_device
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.evaluation.perplexity import load_eval_tokens, perplexity
+
+PAPER = dict(objective="entropy", optimizer="paper")
+#: name → (method, sparsity, options of RotationConfig)
+RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {}
+
+
+def recipe(name: str, method: str, sparsity: str, **rotation: Any) -> None:
+    RECIPES[name] = (method, sparsity, rotation)
+
+
+for _method in ("sparsegpt", "wanda", "magnitude"):
+    for _sparsity in ("2:4", "4:8", "0.5"):
+        recipe(f"{_method} {_sparsity}", _method, _sparsity)
+for _steps in (100, 400):
+    recipe(f"paper {_steps}", "sparsegpt", "2:4", steps=_steps, reference_compat=True, **PAPER)
+recipe("paper 100 exact score", "sparsegpt", "2:4", steps=100, **PAPER)
+recipe(
+    "paper optimiser, pruned importance", "sparsegpt", "2:4", objective="pruned", optimizer="paper", steps=400
+)
+for _steps in (100, 200, 400):
+    for _lr in (0.01, 0.02, 0.03, 0.06):
+        recipe(f"fast {_steps} lr {_lr}", "sparsegpt", "2:4", steps=_steps, lr=_lr, early_stop=0.0)
+for _steps in (100, 200, 400, 1000):
+    for _lr in (0.01, 0.02, 0.03):
+        recipe(
+            f"shared {_steps} lr {_lr}",
+            "sparsegpt",
+            "2:4",
+            mode="shared",
+            steps=_steps,
+            lr=_lr,
+            early_stop=0.0,
+        )
+recipe("shared default", "sparsegpt", "2:4", mode="shared")
+recipe("shared, 2 layers a step", "sparsegpt", "2:4", mode="shared", steps=400, layers_per_step=2)
+recipe("dense hessians", "sparsegpt", "2:4", hessians="dense")
+for _blocks in (2, 4, 8):
+    recipe(f"blocks {_blocks}", "sparsegpt", "2:4", blocks=_blocks)
+recipe("bfloat16 products", "sparsegpt", "2:4", product_dtype="bfloat16")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=str(MODEL))
+    parser.add_argument("--calibration", default=CALIBRATION.source)
+    parser.add_argument("--eval", action="append", default=None, help="text files; may be repeated")
+    parser.add_argument("--nsamples", type=int, default=CALIBRATION.nsamples)
+    parser.add_argument("--seqlen", type=int, default=CALIBRATION.seqlen)
+    parser.add_argument("--only", action="append", default=None, help="recipes whose name starts so")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")
+    options = parser.parse_args()
+    tokenizer = load_tokenizer(options.model)
+    calibration = CalibrationConfig(
+        source=options.calibration, nsamples=options.nsamples, seqlen=options.seqlen
+    )
+    drawn = {key: value for key, value in vars(calibration).items() if key != "source"}
+    tokens = load_calibration(calibration.source, tokenizer, **drawn)
+    texts = {Path(path).stem: load_eval_tokens(path, tokenizer) for path in options.eval or [str(HELD_OUT)]}
+
+    def measure(model: Any) -> dict[str, float]:
+        return {name: perplexity(model, ids, seqlen=options.seqlen) for name, ids in texts.items()}
+
+    def pruned(method: str, sparsity: str, rotation: dict[str, Any]) -> dict[str, float]:
+        chosen = Recipe(
+            rotation=RotationConfig(**rotation),
+            pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity)),  # type: ignore[arg-type]
+            calibration=calibration,
+        )
+        loaded = dict(tokenizer=tokenizer, calibration=tokens, device=options.device, dtype="float32")
+        return measure(drot.prune(options.model, chosen, **loaded).model)
+
+    @functools.cache
+    def not_rotated(method: str, sparsity: str) -> dict[str, float]:
+        found = pruned(method, sparsity, dict(mode="none"))
+        show(f"{method} {sparsity}, no rotation", found)
+        return found
+
+    def show(name: str, found: dict[str, float], gap_closed: dict[str, float] | None = None) -> None:
+        figures = (
+            f"{text} {value:.3f}" + (f" ({gap_closed[text]:.0%})" if gap_closed else "")
+            for text, value in found.items()
+        )
+        print(f"{name:<44}", *figures, flush=True)
+
+    dense = measure(drot.load(options.model, device=options.device, dtype="float32"))
+    show("dense", dense)
+    for name, (method, sparsity, rotation) in RECIPES.items():
+        if options.only and not any(name.startswith(start) for start in options.only):
+            continue
+        plain = not_rotated(method, sparsity)
+        started = time.perf_counter()
+        found = pruned(method, sparsity, rotation)
+        share = {text: (plain[text] - value) / (plain[text] - dense[text]) for text, value in found.items()}
+        show(name, found, share)
+        if options.csv:
+            common = {
+                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+                "commit": commit(),
+                "machine": machine(str(pick_device(options.device))),
+                "torch": torch.__version__,
+                "transformers": transformers.__version__,
+                "model": Path(options.model).name,
+                "recipe": name,
+                "seconds": f"{time.perf_counter() - started:.0f}",
+            }
+            append_rows(
+                RESULTS / "perplexity.csv",
+                [
+                    common
+                    | {
+                        "text": text,
+                        "dense": f"{dense[text]:.3f}",
+                        "not_rotated": f"{plain[text]:.3f}",
+                        "perplexity": f"{value:.3f}",
+                        "gap_closed": f"{share[text]:.3f}",
+                    }
+                    for text, value in found.items()
+                ],
+            )
+
+
+if __name__ == "__main__":
+    main()
