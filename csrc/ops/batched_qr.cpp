@@ -10,7 +10,10 @@
 #include <ATen/ops/matmul.h>
 #include <ATen/ops/orgqr.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
+
+#include <algorithm>
 
 namespace drot {
 
@@ -23,10 +26,28 @@ std::tuple<at::Tensor, at::Tensor> householder_qr(const at::Tensor& a) {
   return {q, r};
 }
 
+// aᵀa, of which only the lower triangle is made: in blocks of columns, 5/8 of the whole product.
+static at::Tensor lower_gram(const at::Tensor& a) {
+  constexpr int64_t kBlocks = 4, kSmall = 512;
+  const int64_t n = a.size(-1);
+  if (n <= kSmall) {
+    return at::matmul(a.mT(), a);
+  }
+  at::Tensor gram = at::zeros(a.sizes(), a.options());
+  const int64_t width = (n + kBlocks - 1) / kBlocks;
+  for (int64_t j = 0; j < n; j += width) {
+    const int64_t columns = std::min(width, n - j);
+    gram.narrow(-2, j, n - j)
+        .narrow(-1, j, columns)
+        .copy_(at::matmul(a.narrow(-1, j, n - j).mT(), a.narrow(-1, j, columns)));
+  }
+  return gram;
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cholesky_qr(const at::Tensor& a) {
   check_batched_qr(a);
   const at::Tensor wide = a.to(at::kDouble);
-  const auto [lower, info] = at::linalg_cholesky_ex(at::matmul(wide.mT(), wide));
+  const auto [lower, info] = at::linalg_cholesky_ex(lower_gram(wide));
   const at::Tensor r = lower.mT();
   const at::Tensor q = at::linalg_solve_triangular(r, wide, /*upper=*/true, /*left=*/false);
   // |qᵀq - 1| grows with the square of a's condition, and Cholesky notices only when all digits are

@@ -183,7 +183,7 @@ def test_wrong_input_of_the_backward(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 1), (3, 20, 20), (150, 150)])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 20, 20), (150, 150), (2, 515, 515)])
 def test_cholesky_qr(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     n = shape[-1]
     a = (torch.eye(n) + 0.5 / n**0.5 * torch.randn(*shape)).to(device, dtype)

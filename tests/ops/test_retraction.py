@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from drot.ops import batched_qr, batched_qr_backward, rebased_backward, retract
+from drot.ops import batched_qr, batched_qr_backward, rebased_backward, retract, retraction
 
 METHODS = ["cayley", "polar", "qr"]
 
@@ -31,6 +31,55 @@ def test_orthogonal(
     assert (moved.mT @ moved - eye).abs().max() < tolerance
     # a retraction stays in the component of q
     assert torch.allclose(torch.linalg.det(moved), torch.linalg.det(q.double()), atol=1e-3)
+
+
+@pytest.fixture
+def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arithmetic that fp32 has on a GPU, on every device."""
+    monkeypatch.setattr(retraction, "_on_tensor_cores", lambda x: x.dtype == torch.float32)
+
+
+def orthogonality_error(q: torch.Tensor) -> float:
+    q = q.double()
+    return float((q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)).abs().max())
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("shape", [(1, 1), (7, 7), (3, 32, 32), (2, 2, 16, 16), (200, 200)])
+@pytest.mark.parametrize("norm", [0.0, 1e-3, 0.5, 8.0])
+def test_tensor_cores_lose_no_orthogonality(
+    method: str, shape: tuple[int, ...], norm: float, device: str
+) -> None:
+    q = orthogonal(shape, torch.float32, device)
+    omega = skew(shape, 1.0, torch.float64, device)
+    omega *= norm / torch.linalg.matrix_norm(omega, 2)[..., None, None].clamp_min(1e-30)
+    moved = retract(q, omega.float(), method=method)
+    assert orthogonality_error(moved) < 3e-6
+    exact = retract(q.double(), omega, method=method)
+    # bf16 rounds what is added to q by 2^-9, or 0.2 %
+    assert (moved - exact).norm() <= 0.01 * (exact - q).norm() + 1e-6 * shape[-1] ** 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("norm", "steps"), [(0.5, 2), (1.3, 3)])
+def test_fixed_steps_are_enough_as_documented(
+    norm: float, steps: int, dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retraction, "_steps_from", lambda *_: pytest.fail("the host waited"))
+    for n in (8, 60, 300):
+        q, omega = orthogonal((n, n), dtype, device), skew((n, n), 1.0, dtype, device)
+        omega *= norm / torch.linalg.matrix_norm(omega, 2)
+        assert orthogonality_error(retract(q, omega, "polar", steps=steps)) < 3e-6
+
+
+@pytest.mark.usefixtures("tensor_cores")
+@pytest.mark.parametrize("method", METHODS)
+def test_tensor_cores_do_not_drift(method: str, device: str) -> None:
+    q = torch.eye(64, device=device)
+    for _ in range(100):
+        q = retract(q, skew((64, 64), 0.02, torch.float32, device), method=method)
+    assert orthogonality_error(q) < 2e-6
 
 
 @pytest.mark.parametrize("method", METHODS)
