@@ -36,7 +36,14 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--repeats", type=int, default=30)
-    parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        metavar="FOLDER",
+        help="append rows to a file in FOLDER (default benchmarks/results/)",
+    )
     return parser
 
 
@@ -80,12 +87,12 @@ def report(
     bytes_moved: float | None = None,
     flops: float | None = None,
     device: str,
-    save: bool = False,
+    save: Path | None = None,
 ) -> None:
     """Prints a line a function, with its ratio to `peer` (> 1 is faster), and appends CSV rows.
 
     target: the function that must be `at_least` times as fast as the peer; the line says whether.
-    bytes_moved, flops: of one call, for GB/s and GFLOP/s.
+    bytes_moved, flops: of one call, for GB/s and GFLOP/s. save: the folder of the CSV files.
     """
     print(f"\n{benchmark}  {case}  [{machine(device)}]")
     rows = []
@@ -118,8 +125,8 @@ def report(
                 "ratio": f"{ratio:.3f}",
             }
         )
-    if save:
-        append_rows(RESULTS / f"{benchmark}.csv", rows)
+    if save is not None:
+        append_rows(save / f"{benchmark}.csv", rows)
 
 
 def append_rows(path: Path, rows: list[dict[str, object]]) -> None:

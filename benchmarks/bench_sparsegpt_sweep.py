@@ -103,6 +103,38 @@ def bench(rows: int, columns: int, dtype: torch.dtype, given: bool, options: arg
         )
 
 
+def bench_layer(options: argparse.Namespace) -> None:
+    """The solves of all seven weights, one after the other. Weights of one width share a factor, as
+    do q, k, v and gate, up of a layer."""
+    device = options.device
+    factors = {columns: factor(columns, torch.float32, device) for _, columns in LLAMA3_8B_LAYER}
+    weights = [torch.randn(rows, columns, device=device) for rows, columns in LLAMA3_8B_LAYER]
+
+    def masks(sweep: Sweep) -> list[Tensor]:
+        choose: dict[int, list[Tensor | None]] = {columns: [None] * (columns // BLOCK) for columns in factors}
+        return [solve(sweep, w, factors[w.shape[1]], choose[w.shape[1]]) for w in weights]
+
+    pairs = zip(masks(eager_loop), masks(sparsegpt_sweep), strict=True)
+    same = [float((ours == theirs).double().mean()) for theirs, ours in pairs]
+    print(f"\nLLaMA-3-8B layer: {min(same):.6f} or more of each mask equal to the eager loop's")
+    report(
+        "sparsegpt_sweep",
+        "solve LLaMA-3-8B layer float32 2:4",
+        interleaved(
+            {"eager loop": partial(masks, eager_loop), "drot": partial(masks, sparsegpt_sweep)},
+            device=device,
+            repeats=min(options.repeats, 5),
+            warmup=1,
+        ),
+        peer="eager loop",
+        target="drot",
+        at_least=10,
+        flops=sum(rows * columns * (columns - 1) for rows, columns in LLAMA3_8B_LAYER),
+        device=device,
+        save=options.csv,
+    )
+
+
 def main() -> None:
     options = arguments(__doc__).parse_args()
     torch.set_num_threads(options.threads)
@@ -111,8 +143,7 @@ def main() -> None:
         for given in (False, True):
             bench(1024, 1024, dtype, given, options)
     if torch.device(options.device).type == "cuda":
-        for rows, columns in LLAMA3_8B_LAYER:
-            bench(rows, columns, torch.float32, False, options)
+        bench_layer(options)
 
 
 if __name__ == "__main__":

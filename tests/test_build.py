@@ -132,6 +132,20 @@ def test_cuda_kernels_do_not_spill() -> None:
     assert not in_memory
 
 
+@in_checkout
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_on_gpu_without_one_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(ROOT / "benchmarks/on_gpu.sh"), str(tmp_path / "rows")],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert f"no GPU found (torch {torch.__version__} sees no CUDA device); nothing was run" in done.stderr
+    assert not any((tmp_path / "rows").iterdir())
+
+
 # Imports run downward only, or sideways without a cycle.
 LEVELS = [
     {"version", "errors", "progress", "config", "_C", "_extension"},

@@ -1,0 +1,185 @@
+"""Every op on a few small inputs, held against its reference in fp64 on the CPU.
+
+Short enough for compute-sanitizer, and needs neither pytest nor a network; the tests say far more.
+Exit status 1 where a result is off.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from drot import ops
+
+Case = tuple[str, Callable[[], tuple[Tensor, Tensor]], float]
+
+
+def error(got: Tensor, want: Tensor) -> float:
+    """The relative error in the Frobenius norm; for masks and integers the share that differs."""
+    got, want = got.detach().cpu(), want.detach()
+    if got.shape != want.shape:
+        return float("inf")
+    if not want.is_floating_point():
+        return float((got != want).double().mean())
+    return float((got.double() - want).norm() / want.norm().clamp_min(1e-300))
+
+
+def qr_cases(device: str) -> Iterator[Case]:
+    # one block a matrix, in shared memory and beyond it; then the library's path
+    for shape, dtype in [
+        ((3, 33, 33), torch.float32),
+        ((2, 128, 128), torch.float32),
+        ((2, 160, 160), torch.float64),
+        ((256, 256), torch.float32),
+        ((300, 300), torch.float32),
+    ]:
+        n = shape[-1]
+        a = (torch.eye(n) + 0.3 / n**0.5 * torch.randn(*shape)).to(dtype)
+        g = torch.randn_like(a)
+        tolerance = 1e-4 if dtype == torch.float32 else 1e-12
+        exact = a.double().requires_grad_()
+        q, r = ops.batched_qr_ref(exact)
+        (want,) = torch.autograd.grad(q, exact, g.double())
+
+        def factors(a: Tensor = a, q: Tensor = q, r: Tensor = r) -> tuple[Tensor, Tensor]:
+            return torch.cat(ops.batched_qr(a.to(device))), torch.cat([q, r])
+
+        def gradient(a: Tensor = a, g: Tensor = g, want: Tensor = want) -> tuple[Tensor, Tensor]:
+            leaf = a.to(device).requires_grad_()
+            return torch.autograd.grad(ops.batched_qr(leaf)[0], leaf, g.to(device))[0], want
+
+        def cholesky(a: Tensor = a, q: Tensor = q) -> tuple[Tensor, Tensor]:
+            return ops.cholesky_qr(a.to(device))[0], q
+
+        name = f"{'x'.join(map(str, shape))} {dtype}"
+        yield f"batched_qr {name}", factors, tolerance
+        yield f"batched_qr_backward {name}", gradient, tolerance
+        yield f"cholesky_qr {name}", cholesky, tolerance
+
+
+def retraction_cases(device: str) -> Iterator[Case]:
+    q, _ = torch.linalg.qr(torch.randn(2, 40, 40, dtype=torch.float64))
+    omega = 0.01 * torch.randn_like(q)
+    omega = omega - omega.mT
+    for method in ("cayley", "polar", "qr"):
+
+        def moved(method: str = method) -> tuple[Tensor, Tensor]:
+            got = ops.retract(q.float().to(device), omega.float().to(device), method=method)  # type: ignore[arg-type]
+            return got, ops.retract(q, omega, method=method)  # type: ignore[arg-type]
+
+        yield f"retract {method}", moved, 1e-4
+
+
+def score_cases(device: str) -> Iterator[Case]:
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float64, 1e-11)):
+        for rows, columns in ((5, 64), (40, 1000)):
+            y = torch.randn(rows, columns).to(dtype)
+            m = torch.rand(columns, dtype=torch.float64 if dtype == torch.float64 else torch.float32) + 0.1
+            name = f"{rows}x{columns} {dtype}"
+            # the columns' entropy alone does not depend on m
+            for tensors, axes in (
+                ((y, m), {"rows": True}),
+                ((y,), {"rows": False, "columns": True}),
+                ((y, m), {"columns": True}),
+            ):
+                yield (
+                    f"entropy_loss {name} {axes}",
+                    _loss_case("entropy_loss", tensors, device, axes),
+                    tolerance,
+                )
+            for groups in ({"prune": 2, "group": 4}, {"prune": columns // 3, "group": 0}):
+                case = _loss_case("pruned_importance", (y, m), device, groups)
+                yield f"pruned_importance {name} {groups}", case, tolerance
+
+
+def _loss_case(
+    op: str, tensors: tuple[Tensor, ...], device: str, options: dict[str, int] | dict[str, bool]
+) -> Callable[[], tuple[Tensor, Tensor]]:
+    """The loss and its gradients in one vector, each scaled to its reference's norm."""
+
+    def run() -> tuple[Tensor, Tensor]:
+        exact = [t.double().requires_grad_() for t in tensors]
+        loss = getattr(ops, f"{op}_ref")(*exact, **options)
+        want = [loss.detach(), *torch.autograd.grad(loss, exact)]
+        got = getattr(ops, f"{op}_and_grad")(*(t.to(device) for t in tensors), **options)
+        # without m the op returns an empty third tensor
+        scaled = [(g.cpu().double() / w.norm(), w / w.norm()) for g, w in zip(got, want, strict=False)]
+        return tuple(torch.cat([part.flatten() for part in parts]) for parts in zip(*scaled))  # type: ignore[return-value]
+
+    return run
+
+
+def mask_cases(device: str) -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        # few different values, hence many ties
+        score = torch.randint(0, 9, (37, 480)).to(dtype)
+        for prune, group in ((1, 2), (2, 4), (4, 8), (7, 16), (3, 5), (16, 32), (200, 0)):
+
+            def mask(score: Tensor = score, prune: int = prune, group: int = group) -> tuple[Tensor, Tensor]:
+                return ops.nm_mask(score.to(device), prune, group), ops.nm_mask_ref(score, prune, group)
+
+            yield f"nm_mask {prune} of {group} {dtype}", mask, 0
+
+
+def sweep_cases(device: str) -> Iterator[Case]:
+    for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
+        for columns in (64, 200):  # the wider one is swept in parts
+            w = torch.randn(50, columns, dtype=dtype)
+            hinv = torch.randn(columns, columns, dtype=dtype).triu(1) * 0.3 / columns**0.5
+            hinv.diagonal().copy_(torch.rand(columns) + 0.5)
+            removed = torch.rand(50, columns) < 0.5
+            for given in (removed, None):
+
+                def swept(
+                    w: Tensor = w, hinv: Tensor = hinv, given: Tensor | None = given
+                ) -> tuple[Tensor, Tensor]:
+                    want = ops.sparsegpt_sweep_ref(w.double(), hinv.double(), given, 2, 4)
+                    mask = None if given is None else given.to(device)
+                    got = ops.sparsegpt_sweep(w.to(device), hinv.to(device), mask, 2, 4)
+                    return torch.cat([t.cpu().double() for t in got]), torch.cat([t.double() for t in want])
+
+                yield f"sparsegpt_sweep {columns} {dtype} given={given is not None}", swept, tolerance
+
+
+def pack_cases(device: str) -> Iterator[Case]:
+    for dtype in (torch.float32, torch.bfloat16):
+        w = torch.randn(19, 64).to(dtype)
+        w = w.masked_fill(ops.nm_mask_ref(w.abs(), 2, 4), 0)
+
+        def there(w: Tensor = w) -> tuple[Tensor, Tensor]:
+            return ops.pack24(w.to(device))[1], ops.pack24_ref(w)[1]
+
+        def and_back(w: Tensor = w) -> tuple[Tensor, Tensor]:
+            return ops.unpack24(*ops.pack24(w.to(device))), w.double()
+
+        yield f"pack24 {dtype}", there, 0
+        yield f"unpack24 {dtype}", and_back, 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    groups = (qr_cases, retraction_cases, score_cases, mask_cases, sweep_cases, pack_cases)
+    count = wrong = 0
+    for group in groups:
+        for name, run, tolerance in group(options.device):
+            count += 1
+            try:
+                size = error(*run())
+            except Exception:
+                traceback.print_exc()
+                size = float("inf")
+            if not size <= tolerance:
+                wrong += 1
+                print(f"WRONG  {name}: error {size:.1e}, at most {tolerance:g}")
+    print(f"{count} cases on {options.device}, {wrong} wrong")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
