@@ -16,14 +16,14 @@ demo: $(VENV)/drot-installed
 test: $(VENV)/drot-installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
-	git ls-files -z 'csrc/*' 'tests/*.cpp' | xargs -0 -r $(VENV)/bin/clang-format --dry-run --Werror
+	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 -r $(VENV)/bin/clang-format --dry-run --Werror
 	$(VENV)/bin/mypy
 	$(VENV)/bin/pytest --durations=15
 
 format: $(VENV)/drot-installed
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
-	git ls-files -z 'csrc/*' 'tests/*.cpp' | xargs -0 -r $(VENV)/bin/clang-format -i
+	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 -r $(VENV)/bin/clang-format -i
 
 clean:
 	rm -rf build demo-output drot.egg-info $(VENV)

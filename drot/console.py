@@ -190,8 +190,8 @@ def print_environment(data: dict[str, Any]) -> None:
     """`drot info`: one line a fact."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
-        if value is not None:
-            table.add_row(key.replace("_", " "), _fact(value))
+        if value is not None and (fact := _fact(value)):
+            table.add_row(key.replace("_", " "), fact)
     output().print(table)
 
 

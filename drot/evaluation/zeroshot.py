@@ -21,7 +21,7 @@ def zero_shot(model: PreTrainedModel, tokenizer: Any, tasks: list[str]) -> dict[
         from lm_eval.models.huggingface import HFLM
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise UserError("--tasks needs the package lm_eval: pip install lm_eval") from None
+        raise UserError("--tasks needs the package lm_eval: pip install 'lm_eval[hf]'") from None
     manager = TaskManager()
     unknown = [task for task in tasks if task not in manager.all_tasks]
     if unknown:

@@ -70,7 +70,7 @@ def test_unknown_task(manager, monkeypatch):
 
 def test_without_lm_eval(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(UserError, match="pip install lm_eval"):
+    with pytest.raises(UserError, match=r"pip install 'lm_eval\[hf\]'"):
         zero_shot(small_model("llama"), None, ["piqa"])
 
 
