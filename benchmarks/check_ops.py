@@ -70,7 +70,8 @@ def retraction_cases(device: str) -> Iterator[Case]:
             got = ops.retract(q.float().to(device), omega.float().to(device), method=method)  # type: ignore[arg-type]
             return got, ops.retract(q, omega, method=method)  # type: ignore[arg-type]
 
-        yield f"retract {method}", moved, 1e-4
+        # on a GPU the step, a tenth of q, is rounded to bf16
+        yield f"retract {method}", moved, 1e-3
 
 
 def score_cases(device: str) -> Iterator[Case]:

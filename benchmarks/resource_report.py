@@ -4,10 +4,14 @@ It compiles the CUDA sources once more, with the commands of an existing CUDA bu
 GPU is needed. tests/test_build.py reads the file. Run it after a kernel has changed:
 
     DROT_WITH_CUDA=1 python setup.py build_ext --inplace && python benchmarks/resource_report.py
+
+With --check it writes nothing, and ends with status 1 where the file is not what the compiler says
+now, or where a kernel has spills.
 """
 
 import argparse
 import csv
+import io
 import json
 import re
 import shlex
@@ -87,21 +91,30 @@ def compile_source(entry: dict[str, str]) -> list[Resources]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--check", action="store_true", help="compare with the file, and write nothing")
     args = parser.parse_args()
-    builds = sorted(ROOT.glob("build/temp*/*/compile_commands.json"), key=lambda p: p.stat().st_mtime)
-    entries = [e for build in builds[-1:] for e in json.loads(build.read_text()) if e["file"].endswith(".cu")]
+    entries: list[dict[str, str]] = []
+    for build in sorted(ROOT.glob("build/temp*/*/compile_commands.json"), key=lambda p: p.stat().st_mtime):
+        commands = json.loads(build.read_text())
+        entries = [entry for entry in commands if entry["file"].endswith(".cu")] or entries
     if not entries:
         sys.exit("no CUDA build found; make one: DROT_WITH_CUDA=1 python setup.py build_ext --inplace")
     with ThreadPoolExecutor(args.jobs) as pool:
         rows = sorted({row for rows in pool.map(compile_source, entries) for row in rows})
-    with RESOURCES.open("w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([field.name for field in fields(Resources)])
-        writer.writerows(astuple(row) for row in rows)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow([field.name for field in fields(Resources)])
+    writer.writerows(astuple(row) for row in rows)
     in_memory = [row for row in rows if row.stack or row.spill_stores or row.spill_loads]
     print(f"{len(rows)} kernels, {len(in_memory)} with spills or a stack: {RESOURCES.relative_to(ROOT)}")
     for row in in_memory:
         print(f"  {row.kernel} {row.arch}: stack {row.stack}, spills {row.spill_stores} + {row.spill_loads}")
+    if not args.check:
+        RESOURCES.write_text(text.getvalue())
+    elif in_memory or RESOURCES.read_text() != text.getvalue():
+        sys.exit(
+            f"{RESOURCES.relative_to(ROOT)} is old, or a kernel lives in memory; run this without --check"
+        )
 
 
 if __name__ == "__main__":

@@ -109,8 +109,9 @@ void launch_small_qr(const at::Tensor& columns, at::Tensor& q_columns, at::Tenso
   // the static array of the kernel needs a little of the block's share
   const size_t limit = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 1024;
   const auto run = [&](auto* kernel, T* work, size_t bytes) {
+    // the same number at every launch, so that threads that launch other sizes do not disturb this one
     C10_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)));
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)));
     kernel<<<batch, warps * kWarp, bytes, stream>>>(
         columns.const_data_ptr<T>(), q_columns.mutable_data_ptr<T>(), r.mutable_data_ptr<T>(), work, n, ld);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
