@@ -140,7 +140,7 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     table = Table(title="Layers", title_justify="left")
     shown = [heading for heading in COLUMNS if any(row[heading] != "-" for row in rows)]
     for heading in shown:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         table.add_row(*(row[heading] for heading in shown))
     console.print(table)
@@ -172,7 +172,11 @@ def _layer_cells(layer: dict[str, Any]) -> dict[str, str]:
 
 
 def _change(before: float | None, after: float | None) -> str:
-    return "-" if before is None or after is None else f"{before:.5g} -> {after:.5g}"
+    return "-" if before is None or after is None else f"{_short(before)} -> {_short(after)}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def print_figures(figures: dict[str, Any]) -> None:
