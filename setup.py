@@ -54,7 +54,7 @@ class CMakeBuild(build_ext):
             f"-DDROT_WITH_CUDA={os.environ.get('DROT_WITH_CUDA', 'AUTO')}",
             f"-DDROT_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
             f"-DDROT_VERSION={self.distribution.get_version()}",
-            f"-DDROT_OUTPUT_DIRECTORY={target.parent}",
+            f"-DDROT_OUTPUT_DIRECTORY={build}",
             f"-DDROT_OUTPUT_NAME={target.name}",
         ]
         compile_ = [tool("cmake"), "--build", str(build)]
@@ -65,6 +65,9 @@ class CMakeBuild(build_ext):
         for command in (configure, compile_):
             if subprocess.run(command).returncode:
                 sys.exit(refused.read_text() if refused.exists() else "building drot failed; see above")
+        # copied even where ninja had nothing to do: the file there may be another torch's
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(build / target.name, target)
 
 
 setup(ext_modules=[Extension("drot._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
