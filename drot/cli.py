@@ -66,7 +66,10 @@ def prune(
         int | None, typer.Option(help=f"Training steps a layer; default {optimizer_defaults(0)}.")
     ] = ROTATION.steps,
     lr: Annotated[
-        float | None, typer.Option(help=f"Learning rate; default {optimizer_defaults(1)}.")
+        float | None,
+        typer.Option(
+            help=f"Learning rate; default {optimizer_defaults(1)}, {config.SHARED_LR} for fast with shared."
+        ),
     ] = ROTATION.lr,
     early_stop: Annotated[
         float, typer.Option(help="fast ends when a step lowers the loss by less than this share; 0: never.")

@@ -22,6 +22,8 @@ ProductDtype = Literal["float32", "bfloat16"]
 #: steps and learning rate where the user names none; those of `paper` are the paper's (section 4),
 #: those of `fast` were chosen by measurement (benchmarks/README.md).
 OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (200, 0.03), "paper": (2000, 0.01)}
+#: learning rate of `fast` for one R1 that all layers share
+SHARED_LR = 0.02
 
 
 def _one_of(name: str, value: object, allowed: Any) -> None:
@@ -105,7 +107,7 @@ class RotationConfig:
     objective: `entropy` (the paper), `pruned` (the importance that the mask will remove) or `auto`:
         pruned for n:m, entropy for a ratio.
     optimizer: `paper` (Adam on A through QR) or `fast` (Adam in the tangent space of SO(n)).
-    steps, lr: None takes OPTIMIZER_DEFAULTS.
+    steps, lr: None takes OPTIMIZER_DEFAULTS, or SHARED_LR.
     early_stop: `fast` ends when a step lowers the loss by less than this share of it; 0 never does.
     hessians: `sequential` (inputs that passed the pruned layers) or `dense` (all from one pass of
         the dense model, so that layers train independently).
@@ -157,7 +159,11 @@ class RotationConfig:
 
     @property
     def resolved_lr(self) -> float:
-        return OPTIMIZER_DEFAULTS[self.optimizer][1] if self.lr is None else self.lr
+        if self.lr is not None:
+            return self.lr
+        if self.mode == "shared" and self.optimizer == "fast":
+            return SHARED_LR
+        return OPTIMIZER_DEFAULTS[self.optimizer][1]
 
 
 @dataclass(frozen=True, kw_only=True)
