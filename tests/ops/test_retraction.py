@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from drot.ops import batched_qr, batched_qr_backward, rebased_backward, retract, retraction
+from drot.ops import (
+    batched_qr,
+    batched_qr_backward,
+    cholesky_qr,
+    rebased_backward,
+    retract,
+    retraction,
+)
 
 METHODS = ["cayley", "polar", "qr"]
 
@@ -127,3 +134,26 @@ def test_wrong_input() -> None:
         ValueError, match=r"q and omega must both be \[..., n, n\], got \[3, 3\] and \[2, 2\]"
     ):
         retract(eye, torch.eye(2))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("shape", [(8, 64, 64), (300, 300)])
+def test_the_fast_path_does_not_wait_for_the_gpu_cuda(shape: tuple[int, ...]) -> None:
+    q, omega = orthogonal(shape, torch.float32, "cuda"), skew(shape, 1e-3, torch.float32, "cuda")
+    calls = [
+        lambda: retract(q, omega),
+        lambda: retract(q, omega, "polar", steps=2),
+        lambda: cholesky_qr(q),
+        lambda: rebased_backward(omega, q),
+        lambda: batched_qr_backward(omega, *cholesky_qr(q)[:2]),
+    ]
+    if shape[-1] <= 256:
+        calls.append(lambda: batched_qr(q))
+    for call in calls:
+        call()  # handles and workspaces, made at first use, may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls:
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
