@@ -1,7 +1,7 @@
 #include "ops/entropy_loss.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -10,76 +10,98 @@
 #include <tuple>
 #include <vector>
 
-#include "ops/cpu/entropy_loss_rows.h"
+#include "ops/cpu/entropy_loss_simd.h"
+#include "ops/cpu/results.h"
 #include "ops/cpu/row_chunks.h"
 
 namespace drot {
 namespace {
 
 // What one call works on; the tensors are contiguous.
-template <class T, class Math>
+template <class T>
 struct Problem {
+  using Math = Wide<T>;
   const T* y;
-  const Math* m;  // or null
+  const Math* m;
   int64_t rows, columns;
-  bool by_row, by_column;
-  Math scale;
+  double scale;
   T* dy;
   Math* dm;  // or null
+  bool stream;
 };
 
-// Σ of the entropies of the columns; their gradients go into slope and shift [columns].
-template <class T, class Math>
-double column_statistics(const Problem<T, Math>& p, std::vector<Math>& slope, std::vector<Math>& shift) {
-  const int64_t chunks = chunks_of(p.rows), n = p.columns;
-  std::vector<Math> z(chunks * n), t(chunks * n);
-  for_each_chunk(p.rows, [&](int64_t k, int64_t first, int64_t last) {
-    std::vector<Math> logs(n);
-    for (int64_t i = first; i < last; ++i) {
-      row_logs(p.y + i * n, p.m, n, logs.data());
-      add_to_columns(p.y + i * n, p.m, logs.data(), n, z.data() + k * n, t.data() + k * n);
-    }
-  });
-  slope.resize(n);
-  shift.resize(n);
-  sum_chunks(z, chunks, n, slope.data());
-  sum_chunks(t, chunks, n, shift.data());
-  double loss = 0;
-  for (int64_t j = 0; j < n; ++j) {
-    const EntropySums<Math> sums{slope[j], shift[j]};
-    TORCH_CHECK_VALUE(std::isfinite(sums.z), "y²·m must be finite, but column ", j, " sums to ", sums.z);
-    const EntropyGradient<Math> gradient = entropy_gradient(sums, p.scale);
-    loss += entropy_of(sums);
-    slope[j] = gradient.slope;
-    shift[j] = gradient.shift;
-  }
-  return loss;
+void check_finite(const EntropySums<double>& sums, const char* name, int64_t index) {
+  // T overflows a little before Z does
+  TORCH_CHECK_VALUE(std::isfinite(sums.z) && std::isfinite(sums.t),
+                    "y²·m must be finite, with finite sums, but ", name, " ", index, " sums to ", sums.z);
 }
 
-// The loss, not yet scaled.
-template <class T, class Math>
-double entropy(const Problem<T, Math>& p) {
-  const int64_t chunks = chunks_of(p.rows), n = p.columns;
-  std::vector<Math> slope, shift;
-  const double by_column = p.by_column ? column_statistics(p, slope, shift) : 0;
+// Y is read once and dy written once: a row is still in the cache when its sums are known.
+template <class T>
+double entropy_of_rows(const Problem<T>& p) {
+  using Math = Wide<T>;
+  const RowChunks chunks(p.rows);
+  const int64_t n = p.columns;
   std::vector<double> loss(p.rows);
-  std::vector<Math> dm(p.dm ? chunks * n : 0);
-  for_each_chunk(p.rows, [&](int64_t k, int64_t first, int64_t last) {
+  std::vector<Math> dm(p.dm ? chunks.count() * n : 0);
+  chunks.for_each([&](int64_t k, int64_t first, int64_t last) {
     std::vector<Math> logs(n);
     for (int64_t i = first; i < last; ++i) {
-      const EntropySums<Math> sums = row_logs(p.y + i * n, p.m, n, logs.data());
-      TORCH_CHECK_VALUE(std::isfinite(sums.z), "y²·m must be finite, but row ", i, " sums to ", sums.z);
-      EntropyGradient<Math> row;
-      if (p.by_row) {
-        loss[i] = entropy_of(sums);
-        row = entropy_gradient(sums, p.scale);
-      }
-      row_gradient(p.y + i * n, p.m, logs.data(), n, row, p.by_column ? slope.data() : nullptr,
-                   p.by_column ? shift.data() : nullptr, p.dy + i * n, p.dm ? dm.data() + k * n : nullptr);
+      const auto sums = DROT_SIMD_CALL(entropy_row_sums)(p.y + i * n, p.m, n, logs.data());
+      check_finite(sums, "row", i);
+      loss[i] = entropy_of(sums);
+      DROT_SIMD_CALL(entropy_row_gradient)
+      (EntropyRow<T>{p.y + i * n, p.m, n, entropy_group<Math>(sums, p.scale), nullptr, nullptr, logs.data(),
+                     p.dy + i * n, p.dm ? dm.data() + k * n : nullptr, p.stream});
     }
   });
-  if (p.dm) sum_chunks(dm, chunks, n, p.dm);
-  return std::accumulate(loss.begin(), loss.end(), by_column);
+  if (p.dm) sum_chunks(dm, n, p.dm);
+  return std::accumulate(loss.begin(), loss.end(), 0.0);
+}
+
+// Columns, and rows with them where by_row: a pass for the sums of both, one for the gradient.
+template <class T>
+double entropy_of_columns(const Problem<T>& p, bool by_row) {
+  using Math = Wide<T>;
+  const RowChunks chunks(p.rows);
+  const int64_t n = p.columns;
+  std::vector<EntropyGroup<Math>> row_group(p.rows);
+  std::vector<double> loss(p.rows + n);
+  std::vector<Math> partial_z(chunks.count() * n), partial_t(chunks.count() * n);
+  chunks.for_each([&](int64_t k, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const auto sums = DROT_SIMD_CALL(entropy_add_row)(p.y + i * n, p.m, n, partial_z.data() + k * n,
+                                                        partial_t.data() + k * n);
+      if (!by_row) continue;
+      check_finite(sums, "row", i);
+      loss[i] = entropy_of(sums);
+      row_group[i] = entropy_group<Math>(sums, p.scale);
+    }
+  });
+
+  std::vector<double> z(n), t(n);
+  sum_chunks(partial_z, n, z.data());
+  sum_chunks(partial_t, n, t.data());
+  std::vector<Math> mean_log(n), weight(n);
+  for (int64_t j = 0; j < n; ++j) {
+    const EntropySums<double> sums{z[j], t[j]};
+    check_finite(sums, "column", j);
+    const auto group = entropy_group<Math>(sums, p.scale);
+    loss[p.rows + j] = entropy_of(sums);
+    mean_log[j] = group.mean_log;
+    weight[j] = group.weight;
+  }
+
+  std::vector<Math> dm(p.dm ? chunks.count() * n : 0);
+  chunks.for_each([&](int64_t k, int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      DROT_SIMD_CALL(entropy_row_gradient)
+      (EntropyRow<T>{p.y + i * n, p.m, n, row_group[i], mean_log.data(), weight.data(), nullptr, p.dy + i * n,
+                     p.dm ? dm.data() + k * n : nullptr, p.stream});
+    }
+  });
+  if (p.dm) sum_chunks(dm, n, p.dm);
+  return std::accumulate(loss.begin(), loss.end(), 0.0);
 }
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> entropy_loss_cpu(const at::Tensor& y,
@@ -88,19 +110,25 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> entropy_loss_cpu(const at::Tensor
   check_entropy_loss(y, m, rows, columns, scale);
   const auto wide = y.options().dtype(y.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   const at::Tensor in = y.contiguous();
-  const at::Tensor factor = m.has_value() ? m->to(at::kDouble).contiguous() : at::Tensor();
-  TORCH_CHECK_VALUE(!factor.defined() || !factor.lt(0).any().item<bool>(),
-                    "m must not be negative, got a minimum of ", factor.min().item<double>());
-  at::Tensor dy = at::empty(in.sizes(), in.options());
-  at::Tensor dm = at::zeros({m.has_value() ? y.size(1) : 0}, wide.dtype(at::kDouble));
+  const at::Tensor factor = m.has_value() ? m->contiguous() : at::ones({y.size(1)}, wide);
+  TORCH_CHECK_VALUE(!factor.lt(0).any().item<bool>(), "m must not be negative, got a minimum of ",
+                    factor.min().item<double>());
+  at::Tensor dy = empty_result(in);
+  at::Tensor dm = at::zeros({m.has_value() ? y.size(1) : 0}, wide);
   double loss = 0;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "entropy_loss", [&] {
-    loss = entropy(Problem<scalar_t, double>{
-        in.const_data_ptr<scalar_t>(), factor.defined() ? factor.const_data_ptr<double>() : nullptr,
-        y.size(0), y.size(1), rows, columns, scale, dy.mutable_data_ptr<scalar_t>(),
-        factor.defined() ? dm.mutable_data_ptr<double>() : nullptr});
+    using T = Stored<scalar_t>;
+    const Problem<T> p{static_cast<const T*>(in.const_data_ptr()),
+                       factor.const_data_ptr<Wide<T>>(),
+                       y.size(0),
+                       y.size(1),
+                       scale,
+                       static_cast<T*>(dy.mutable_data_ptr()),
+                       m.has_value() ? dm.mutable_data_ptr<Wide<T>>() : nullptr,
+                       streams(dy)};
+    loss = columns ? entropy_of_columns(p, rows) : entropy_of_rows(p);
   });
-  return {at::scalar_tensor(scale * loss, wide), dy, dm.to(wide.dtype())};
+  return {at::scalar_tensor(scale * loss, wide), dy, dm};
 }
 
 }  // namespace

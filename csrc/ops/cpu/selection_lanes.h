@@ -1,29 +1,61 @@
-// The masks of many groups at once, one group a lane, in loops that the compiler vectorises.
+// The masks of many groups at once, one group a lane; for DROT_SIMD_SOURCES.
 #pragma once
 
 #include "common/host_device.h"
 #include "common/selection_math.h"
 
-namespace drot {
+namespace drot::DROT_SIMD {
+
+// A vector register.
+#ifdef __AVX2__
+constexpr int kLaneBytes = 32;
+#else
+constexpr int kLaneBytes = 16;
+#endif
+
+// A register of T, and the same in memory, at any address. (memcpy in place of the latter becomes two
+// moves of 16 bytes, and a load of what two narrower stores left has to wait.)
+template <class T>
+struct Lanes {
+  typedef T Vector __attribute__((vector_size(kLaneBytes)));
+  typedef T Unaligned __attribute__((vector_size(kLaneBytes), aligned(sizeof(T)), may_alias));
+  static constexpr int kWidth = sizeof(Vector) / sizeof(T);
+};
+
+template <class T>
+DROT_HOST_DEVICE const typename Lanes<T>::Unaligned& lanes_at(const T* p) {
+  return *reinterpret_cast<const typename Lanes<T>::Unaligned*>(p);
+}
+
+template <class T>
+DROT_HOST_DEVICE typename Lanes<T>::Unaligned& lanes_at(T* p) {
+  return *reinterpret_cast<typename Lanes<T>::Unaligned*>(p);
+}
 
 // key, removed: [group][kLanes]; removed is 0 or 1, in integers of the key's width, which vector
-// instructions select by. The ranks are counted as in removed_bits.
+// instructions select by. The ranks are counted as in removed_bits; explicit vectors keep those of a
+// small group, whose size the compiler knows, in registers.
 template <int kLanes, class Key>
 DROT_HOST_DEVICE void removed_lanes(const Key* key, int group, int prune, Key* removed) {
-  Key rank[kMaxGroup][kLanes];
-  for (int j = 0; j < group; ++j) {
-    for (int lane = 0; lane < kLanes; ++lane) rank[j][lane] = 0;
-    for (int i = 0; i < j; ++i) {
-      for (int lane = 0; lane < kLanes; ++lane) {
-        const Key first = goes_before(key[i * kLanes + lane], key[j * kLanes + lane]);
-        rank[j][lane] += first;
-        rank[i][lane] += 1 - first;
+  using Vector = typename Lanes<Key>::Vector;
+  constexpr int kWidth = Lanes<Key>::kWidth;
+  static_assert(kLanes % kWidth == 0, "whole vectors");
+  for (int lane = 0; lane < kLanes; lane += kWidth) {
+    Vector in[kMaxGroup], rank[kMaxGroup];
+    for (int j = 0; j < group; ++j) {
+      in[j] = lanes_at(key + j * kLanes + lane);
+      Vector mine = in[j] - in[j];
+      for (int i = 0; i < j; ++i) {
+        const Vector first = in[i] <= in[j];  // goes_before, as -1 or 0
+        mine -= first;
+        rank[i] += first + 1;
       }
+      rank[j] = mine;
     }
-  }
-  for (int j = 0; j < group; ++j) {
-    for (int lane = 0; lane < kLanes; ++lane) removed[j * kLanes + lane] = rank[j][lane] < prune;
+    for (int j = 0; j < group; ++j) {
+      lanes_at(removed + j * kLanes + lane) = (rank[j] < Key(prune)) & 1;
+    }
   }
 }
 
-}  // namespace drot
+}  // namespace drot::DROT_SIMD

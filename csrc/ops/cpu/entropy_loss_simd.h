@@ -1,0 +1,40 @@
+// The part of entropy_loss that is compiled for each instruction set (common/simd.h): one row.
+#pragma once
+
+#include <cstdint>
+
+#include "common/simd.h"
+#include "ops/cpu/float_rows.h"
+#include "ops/entropy_loss_math.h"
+
+namespace drot {
+
+// A row of a matrix of type T, worked in Math = Wide<T>; every pointer is to [columns].
+template <class T>
+struct EntropyRow {
+  using Math = Wide<T>;
+  const T* y;
+  const Math* m;
+  int64_t columns;
+  EntropyGroup<Math> row;       // of the row, zeros where rows have no entropy
+  const Math* column_mean_log;  // of the columns, or null
+  const Math* column_weight;
+  const Math* logs;  // as entropy_row_sums left them, or null: taken again
+  T* dy;
+  Math* dm;     // added to; or null
+  bool stream;  // dy past the caches
+};
+
+}  // namespace drot
+
+// Z and T of one row; logs [columns] gets what log_or_none gives.
+DROT_SIMD_DECLARE(template <class T> EntropySums<double> entropy_row_sums(const T* y, const Wide<T>* m,
+                                                                          int64_t columns, Wide<T>* logs))
+
+// The same without the logarithms; adds the row to Z and T of the columns.
+DROT_SIMD_DECLARE(template <class T> EntropySums<double> entropy_add_row(const T* y, const Wide<T>* m,
+                                                                         int64_t columns, Wide<T>* z,
+                                                                         Wide<T>* t))
+
+// dy of one row; dm += y²·∂L/∂s.
+DROT_SIMD_DECLARE(template <class T> void entropy_row_gradient(const EntropyRow<T>& p))
