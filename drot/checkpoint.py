@@ -107,6 +107,16 @@ def pick_device(name: str | torch.device) -> torch.device:
     return device
 
 
+def pick_devices(names: str | torch.device) -> list[torch.device]:
+    """One device, or several separated by commas."""
+    if isinstance(names, torch.device):
+        return [pick_device(names)]
+    devices = [pick_device(name.strip()) for name in names.split(",")]
+    if len({device.type for device in devices}) > 1:
+        raise UserError(f"devices must all be GPUs, or the CPU; got {names!r}")
+    return devices
+
+
 def load(path: str | Path, *, device: str | torch.device = "auto", dtype: str = "auto") -> PreTrainedModel:
     """A model that `drot prune` saved (or any other), on `device`, in eval mode."""
     return load_model(path, dtype).to(pick_device(device))  # type: ignore[arg-type]

@@ -105,7 +105,10 @@ def prune(
     save_rotations: Annotated[
         Path | None, typer.Option(help="Also write the rotations, for other sparsities and methods.")
     ] = None,
-    device: Device = "auto",
+    device: Annotated[
+        str,
+        typer.Option(help="As for eval; with --hessians dense also several, as in cuda:0,cuda:1."),
+    ] = "auto",
     dtype: Dtype = "auto",
     layout: Annotated[str, typer.Option("--format", help="Of the saved weights: dense.")] = "dense",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut off.")] = False,

@@ -46,7 +46,8 @@ def prune(
 
     model: hub name, local folder, or a loaded model, which is then changed in place.
     calibration: token ids [nsamples, seqlen] in place of the recipe's text source.
-    device: where a layer is worked on; the model itself stays where it was loaded.
+    device: where a layer is worked on; the model itself stays where it was loaded. Several, as in
+        `cuda:0,cuda:1`, train layers side by side (hessians="dense").
     dtype: of the weights; `auto` is the checkpoint's own on a GPU and float32 on a CPU.
     rotations: a file that save_rotations_to wrote: nothing is trained, its matrices are used.
     save_rotations_to: writes the rotations, for other sparsities and methods of the same model.
@@ -61,10 +62,10 @@ def prune(
         checkpoint.check_output(out)
     elif resume:
         raise UserError("resume needs out: the folder of the run that was interrupted")
-    target = checkpoint.pick_device(device)
+    devices = checkpoint.pick_devices(device)
     source = str(model) if isinstance(model, str | Path) else getattr(model.config, "_name_or_path", "")
     if isinstance(model, str | Path):
-        if dtype == "auto" and target.type == "cpu":
+        if dtype == "auto" and devices[0].type == "cpu":
             dtype = torch.float32
         tokenizer = tokenizer or checkpoint.load_tokenizer(model)
         model = checkpoint.load_model(model, dtype)
@@ -82,7 +83,7 @@ def prune(
                 recipe.calibration, source="tensor", nsamples=tokens.shape[0], seqlen=tokens.shape[1]
             ),
         )
-    run = PruningRun(model, recipe, tokens, target, progress)
+    run = PruningRun(model, recipe, tokens, devices, progress)
     if rotations is not None:
         run.use_rotations(Path(rotations))
     state = None

@@ -3,6 +3,7 @@
 import dataclasses
 import platform
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +26,38 @@ from drot.errors import UserError
 from drot.invariance import check_layer, check_model
 from drot.layers import layer_objective, prune_layer
 from drot.progress import Progress, ProgressEvent
+from drot.rotation.apart import train_apart
 from drot.rotation.artifact import load_rotations, rotation_tensors, rotations_from
+from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
 from drot.surgery.residual import has_residual_rotation, set_boundary
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 from drot.version import __version__
 
 FORMAT_VERSION = 1
+#: a layer's rotation and the record of its training
+Trained = tuple[LayerRotation, dict[str, Any]]
 
 
 class PruningRun:
-    """The state that the steps of one `drot.prune` share: model, recipe, tokens, device, rotations."""
+    """The state that the steps of one `drot.prune` share. Work is done on the first of the devices; the
+    others train rotations of further layers."""
 
     def __init__(
-        self, model: PreTrainedModel, recipe: Recipe, tokens: Tensor, device: torch.device, progress: Progress
+        self,
+        model: PreTrainedModel,
+        recipe: Recipe,
+        tokens: Tensor,
+        devices: list[torch.device],
+        progress: Progress,
     ) -> None:
         self.model, self.recipe, self.tokens = model, recipe, tokens
-        self.device, self.progress = device, progress
+        self.devices, self.device, self.progress = devices, devices[0], progress
+        if len(devices) > 1 and (recipe.rotation.mode, recipe.rotation.hessians) != ("layer", "dense"):
+            raise UserError(
+                "several devices train layers side by side, which needs --rotation layer --hessians dense; "
+                f"got --rotation {recipe.rotation.mode} --hessians {recipe.rotation.hessians}"
+            )
         self.arch = architecture_of(model.config)
         validate_model(model, self.arch)
         _check_fits(tokens, model.config)
@@ -88,7 +104,8 @@ class PruningRun:
         error = None
         if self.rotates:
             if rotations is None and self._needs_dense_pass:
-                rotations, records = self._train_on_dense(state)
+                trained = self._train_on_dense(state)
+                rotations, records = [r for r, _ in trained], [record for _, record in trained]
             with _Clock(self.seconds, "check"):
                 error = check_model(
                     self.model, self.arch, self.shape, self.tokens[:1], self.device, rotations
@@ -108,15 +125,15 @@ class PruningRun:
 
     # ---- rotations from one pass of the dense model -------------------------------------------
 
-    def _train_on_dense(self, state: RunState | None) -> tuple[list[LayerRotation], list[dict[str, Any]]]:
+    def _train_on_dense(self, state: RunState | None) -> list[Trained]:
         """Rotations of all layers from the Hessians of the dense model, before anything is pruned."""
-        saved = state.load("rotations") if state else None
-        if saved is not None:
-            tensors, (records, self.shared_record) = saved
-            return rotations_from(tensors, len(self.layers)), records
-        shared = self.recipe.rotation.mode == "shared"
+        return (
+            self._train_shared(state) if self.recipe.rotation.mode == "shared" else self._train_apart(state)
+        )
+
+    def _dense_objectives(self) -> Iterator[tuple[LayerObjective, dict[str, float]]]:
+        """Objective and dampings of one layer after the other, as the dense model feeds them."""
         stream = CalibrationStream.embed(self.model, self.arch, self.tokens, self.device)
-        rotations, records, objectives = [], [], []
         for index, layer in enumerate(self.layers):
             layer.to(self.device)
             self._event("calibrate", index)
@@ -124,33 +141,67 @@ class PruningRun:
                 objective, damping = layer_objective(layer, index, stream, self.arch, self.shape, self.recipe)
                 stream.advance(layer, index)
             layer.to(self.home)
-            if shared:
-                wait = self.recipe.rotation.layers_per_step is not None
-                objectives.append(objective.on(torch.device("cpu")) if wait else objective)
-                records.append({"damping": damping})
-            else:
-                trained, record = self._train([objective], index)
-                rotations += trained
-                records.append(record | {"damping": damping})
-        if shared:
-            rotations, self.shared_record = self._train(objectives, 0)
+            yield objective, damping
+
+    def _train_shared(self, state: RunState | None) -> list[Trained]:
+        """One R1 for the sum of all layers."""
+        saved = state.load("rotations") if state else None
+        if saved is not None:
+            tensors, (records, self.shared_record) = saved
+            return list(zip(rotations_from(tensors, len(self.layers)), records, strict=True))
+        wait = self.recipe.rotation.layers_per_step is not None
+        objectives, records = [], []
+        for objective, damping in self._dense_objectives():
+            objectives.append(objective.on(torch.device("cpu")) if wait else objective)
+            records.append({"damping": damping})
+        rotations, self.shared_record = self._train(objectives, 0)
         if state:
             state.save("rotations", rotation_tensors(rotations), [records, self.shared_record])
-        return rotations, records
+        return list(zip(rotations, records, strict=True))
 
-    def _train(self, objectives: list[Any], index: int) -> tuple[list[LayerRotation], dict[str, Any]]:
+    def _train_apart(self, state: RunState | None) -> list[Trained]:
+        """A rotation a layer, each trained on the next device that is free."""
+        dampings: list[dict[str, float]] = []
+
+        def objectives() -> Iterator[LayerObjective]:
+            for objective, damping in self._dense_objectives():
+                dampings.append(damping)
+                yield objective
+
+        def train(index: int, objective: LayerObjective) -> Trained:
+            (rotation,), record = self._train([objective], index)
+            record["damping"] = dampings[index]
+            if state:
+                state.save(f"rotation_{index:05d}", rotation_tensors([rotation]), record)
+            return rotation, record
+
+        done = {}
+        for index in range(len(self.layers)):
+            if saved := state.load(f"rotation_{index:05d}") if state else None:
+                done[index] = rotations_from(saved[0], 1)[0], saved[1]
+        if len(done) == len(self.layers):
+            return list(done.values())
+        return train_apart(objectives(), train, self.devices, done)
+
+    def _train(
+        self, objectives: list[LayerObjective], index: int
+    ) -> tuple[list[LayerRotation], dict[str, Any]]:
+        """Trains where the first objective lies; the rotations come back to the run's device."""
+        device = objectives[0].device if len(self.devices) > 1 else self.device
+
         def on_step(step: int, steps: int, loss: float) -> None:
-            self._event("rotate", index, step=step, steps=steps, loss=loss)
+            if len(self.devices) == 1 or step == steps:  # one bar cannot follow several layers
+                self._event("rotate", index, step=step, steps=steps, loss=loss)
 
         with _Clock(self.seconds, "rotate"):
-            rotations, record = train_rotation(objectives, self.recipe.rotation, on_step, self.device)
+            rotations, record = train_rotation(objectives, self.recipe.rotation, on_step, device)
             entropies = {}
             for name, rotation in (("before", None), ("after", rotations)):
                 entropies[f"entropy_{name}"] = sum(
-                    objective.on(self.device).entropy(rotation[i] if rotation else None)
+                    objective.on(device).entropy(rotation[i] if rotation else None)
                     for i, objective in enumerate(objectives)
                 ) / len(objectives)
-        return rotations, dataclasses.asdict(record) | entropies
+        return [rotation.to(self.device) for rotation in rotations], dataclasses.asdict(record) | entropies
 
     # ---- the pruning pass ----------------------------------------------------------------------
 

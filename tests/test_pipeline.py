@@ -115,6 +115,38 @@ def test_a_run_survives_a_crash(hessians, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
+def test_layers_trained_side_by_side_are_the_same(tmp_path):
+    """Three workers, cut off when the second layer is trained, resumed: as one device in one go."""
+    chosen = recipe(hessians="dense", steps=8)
+    alone = prune(small_model("llama"), chosen)
+
+    def together(progress, resume=False):
+        options = dict(calibration=TOKENS, device="cpu,cpu,cpu", out=tmp_path / "out", resume=resume)
+        return drot.prune(small_model("llama"), chosen, progress=progress, **options)
+
+    def crash(event):
+        if event.phase == "rotate" and event.layer == 1:
+            raise RuntimeError("cut off")
+
+    with pytest.raises(RuntimeError, match="cut off"):
+        together(crash)
+    assert (tmp_path / "out.partial" / "rotation_00000.safetensors").exists()
+    trained = []
+    result = together(lambda e: e.phase == "rotate" and trained.append(e.layer), resume=True)
+    assert 0 not in trained and 1 in trained
+    for key, value in alone.model.state_dict().items():
+        assert torch.equal(value, result.model.state_dict()[key]), key
+    keys = ("loss_curve", "entropy_after", "damping", "best_step")
+    for one, other in zip(alone.manifest["layers"], result.manifest["layers"], strict=True):
+        assert all(one["rotation"][key] == other["rotation"][key] for key in keys)
+
+
+@pytest.mark.parametrize("rotation", [dict(mode="layer"), dict(mode="shared"), dict(mode="none")])
+def test_several_devices_need_independent_layers(rotation):
+    with pytest.raises(UserError, match="needs --rotation layer --hessians dense"):
+        drot.prune(small_model("llama"), recipe(**rotation), calibration=TOKENS, device="cpu,cpu")
+
+
 def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
     """It opens, with the same logits, in a Python that never imports drot."""
     result = prune(small_model("qwen2"), recipe("shared"), out=tmp_path / "out")
