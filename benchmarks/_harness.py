@@ -6,6 +6,7 @@ loop, so that a change of the machine's speed meets them alike.
 
 import argparse
 import csv
+import ctypes
 import datetime
 import platform
 import statistics
@@ -45,6 +46,17 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         help="append rows to a file in FOLDER (default benchmarks/results/)",
     )
     return parser
+
+
+def keep_pages() -> None:
+    """Makes the C library keep the memory of the CPU's tensors, which it else returns to the kernel
+    when a large one is freed, so that functions are timed and not the page faults of their results.
+    Call it before the first tensor. It does nothing outside of glibc."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
+        mallopt(mmap_max, 0)
+        mallopt(trim_threshold, 2**31 - 1)
 
 
 def interleaved(
