@@ -13,7 +13,9 @@ def entropy_loss(
     for fp64 y), or None for 1. H = -Σ p log p with p = s / Σ s; with both axes the losses add up.
     Returns a 0-dim fp32 tensor (fp64 for fp64 y), differentiable once in y and m.
 
-    0·log 0 = 0: a score of 0 and a group whose sum is 0 add nothing and carry no gradient.
+    0·log 0 = 0: a score of 0 and a group whose sum is 0 add nothing and carry no gradient. A score
+    below the smallest normal number of the type of m counts as 0; y²·m and its sums must stay finite
+    in that type.
     On the CPU, non-finite or negative input raises ValueError, as do other shapes and dtypes. On a
     GPU nothing waits for the values, so there non-finite or negative input makes the loss NaN.
     """

@@ -16,7 +16,7 @@ def pruned_importance(
     for fp64 y), or None for 1. group: 1 to 32 and a divisor of c, or 0 for the whole row. Ties as in
     `nm_mask`: the lower column is removed first.
     Returns a 0-dim fp32 tensor (fp64 for fp64 y), differentiable once in y and m, the choice of the
-    removed scores held fixed.
+    removed scores held fixed. y²·m must stay finite in that type.
 
     On the CPU, non-finite or negative input raises ValueError, as do other shapes and dtypes. On a
     GPU nothing waits for the values, so there non-finite or negative input makes the loss NaN.
