@@ -84,11 +84,11 @@ DROT_HOST_DEVICE Math counted_score(Math s) {
   return s < smallest_score(Math{}) ? Math(0) : s;
 }
 
+// Of NaN any number. The logarithm is taken of what does not count too: no branch, and nothing traps.
 template <class Math>
 DROT_HOST_DEVICE Math log_or_none(Math s) {
-  const bool counts = s >= smallest_score(Math{});
-  const Math log = log_normal(counts ? s : Math(1));
-  return counts ? log : Math(kNoLog);
+  const Math log = log_normal(s);
+  return s < smallest_score(Math{}) ? Math(kNoLog) : log;
 }
 
 // scale · ∂H/∂s of a group of s, from what log_or_none gave.

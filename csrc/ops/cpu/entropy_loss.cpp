@@ -52,7 +52,8 @@ double entropy_of_rows(const Problem<T>& p) {
       loss[i] = entropy_of(sums);
       DROT_SIMD_CALL(entropy_row_gradient)
       (EntropyRow<T>{p.y + i * n, p.m, n, entropy_group<Math>(sums, p.scale), nullptr, nullptr, logs.data(),
-                     p.dy + i * n, p.dm ? dm.data() + k * n : nullptr, p.stream});
+                     p.dy + i * n, p.dm ? dm.data() + k * n : nullptr, p.stream,
+                     i + 1 < last ? p.y + (i + 1) * n : nullptr});
     }
   });
   if (p.dm) sum_chunks(dm, n, p.dm);
@@ -97,7 +98,7 @@ double entropy_of_columns(const Problem<T>& p, bool by_row) {
     for (int64_t i = first; i < last; ++i) {
       DROT_SIMD_CALL(entropy_row_gradient)
       (EntropyRow<T>{p.y + i * n, p.m, n, row_group[i], mean_log.data(), weight.data(), nullptr, p.dy + i * n,
-                     p.dm ? dm.data() + k * n : nullptr, p.stream});
+                     p.dm ? dm.data() + k * n : nullptr, p.stream, nullptr});
     }
   });
   if (p.dm) sum_chunks(dm, n, p.dm);

@@ -20,8 +20,8 @@ DROT_HOST_DEVICE EntropySums<double> row_sums(const T* y, const Wide<T>* m, int6
     Math z = 0, t = 0;
 #pragma omp simd reduction(+ : z, t)
     for (int64_t j = 0; j < width; ++j) {
-      const Math s = counted_score(score_of(w[j], factor[j]));
-      const Math log = log_or_none(s), product = s * log;
+      const Math score = score_of(w[j], factor[j]), log = log_or_none(score);
+      const Math s = counted_score(score), product = s * log;
       z += s;
       t += product;
       if (kColumns) {
@@ -58,6 +58,7 @@ DROT_HOST_DEVICE void row_gradient(const EntropyRow<T>& p) {
       out[j] = 2 * part * ds;
       if (kFactor) dm[j] += w[j] * (w[j] * ds);
     }
+    if (p.next) fetch_block(p.next + start, width);
     store_block(out, width, p.dy + start, p.stream);
   }
   finish_stores();

@@ -21,8 +21,9 @@ struct EntropyRow {
   const Math* column_weight;
   const Math* logs;  // as entropy_row_sums left them, or null: taken again
   T* dy;
-  Math* dm;     // added to; or null
-  bool stream;  // dy past the caches
+  Math* dm;       // added to; or null
+  bool stream;    // dy past the caches
+  const T* next;  // the row that is read next, fetched meanwhile; or null
 };
 
 }  // namespace drot

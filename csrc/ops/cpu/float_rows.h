@@ -85,10 +85,26 @@ DROT_HOST_DEVICE const float* load_block(const T* from, int64_t columns, float* 
 DROT_HOST_DEVICE const float* load_block(const float* from, int64_t, float*) { return from; }
 DROT_HOST_DEVICE const double* load_block(const double* from, int64_t, double*) { return from; }
 
+// Asks for a block that is read soon.
+template <class T>
+DROT_HOST_DEVICE void fetch_block(const T* from, int64_t columns) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  for (int64_t j = 0; j < columns; j += kLine) __builtin_prefetch(from + j);
+}
+
 // Past the caches where `stream`: for rows of a matrix that is larger than they are, which saves
 // reading the memory that is to be overwritten.
 DROT_HOST_DEVICE void copy_block(const void* from, int64_t bytes, void* to, bool stream) {
   int64_t at = 0;
+#if defined(__AVX__)
+  if (stream && reinterpret_cast<uintptr_t>(to) % 32 == 0) {
+    for (; at + 32 <= bytes; at += 32) {
+      _mm256_stream_si256(
+          reinterpret_cast<__m256i*>(static_cast<char*>(to) + at),
+          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(static_cast<const char*>(from) + at)));
+    }
+  }
+#endif
 #if defined(__x86_64__)
   if (stream && reinterpret_cast<uintptr_t>(to) % 16 == 0) {
     for (; at + 16 <= bytes; at += 16) {
