@@ -97,13 +97,15 @@ class Problem:
 
 
 def reference_step(problem: Problem, lr: float = 0.01):
+    """QR in fp32, everything else in the dtype of the problem, as the paper's code has it."""
+    dtype = problem.weights["q_proj"].dtype
     a = [matrix.clone().requires_grad_() for matrix in problem.objective("entropy", torch.float32).identity()]
     a[0] = a[0].detach()[0].requires_grad_()
     adam = torch.optim.Adam(a, lr=lr)
 
     def step() -> None:
         adam.zero_grad()
-        problem.reference_loss(*(torch.linalg.qr(matrix)[0] for matrix in a)).backward()
+        problem.reference_loss(*(torch.linalg.qr(matrix)[0].to(dtype) for matrix in a)).backward()
         torch.nn.utils.clip_grad_norm_(a, 1.0)
         adam.step()
 
@@ -150,7 +152,7 @@ def main() -> None:
         problem = Problem(d, options.device, ff=14336 if d == 4096 else 28672 if d == 8192 else None)
         working = problem.cast(dtype)
         functions = {
-            "reference": reference_step(working if not cuda else problem),
+            "reference": reference_step(working),
             "paper": analytic_step(working.objective("entropy", dtype), PaperOptimizer),
             "fast": analytic_step(working.objective("entropy", dtype), FastOptimizer),
             "fast, pruned importance": analytic_step(working.objective("pruned", dtype), FastOptimizer),

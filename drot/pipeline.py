@@ -13,6 +13,7 @@ from drot import checkpoint
 from drot.calibration.data import load_calibration
 from drot.config import CalibrationConfig, Recipe
 from drot.errors import UserError
+from drot.fits import check_recipe
 from drot.progress import Progress, ProgressEvent, silent
 from drot.rotation.artifact import save_rotations
 from drot.run import PruningRun
@@ -60,13 +61,21 @@ def prune(
     out = None if out is None else Path(out)
     if out is not None:
         checkpoint.check_output(out)
+        checkpoint.check_unfinished(out, resume=resume)
     elif resume:
         raise UserError("resume needs out: the folder of the run that was interrupted")
+    if save_rotations_to is not None:
+        if recipe.rotation.mode == "none":
+            raise UserError(
+                "there are no rotations to save: --save-rotations needs --rotation layer or shared"
+            )
+        checkpoint.check_writable(Path(save_rotations_to))
     devices = checkpoint.pick_devices(device)
     source = str(model) if isinstance(model, str | Path) else getattr(model.config, "_name_or_path", "")
     if isinstance(model, str | Path):
         if dtype == "auto" and devices[0].type == "cpu":
             dtype = torch.float32
+        check_recipe(checkpoint.load_config(model), recipe, devices)
         tokenizer = tokenizer or checkpoint.load_tokenizer(model)
         model = checkpoint.load_model(model, dtype)
     elif tokenizer is None and calibration is None:
@@ -83,12 +92,13 @@ def prune(
                 recipe.calibration, source="tensor", nsamples=tokens.shape[0], seqlen=tokens.shape[1]
             ),
         )
+    model.eval()  # a dropout would be calibrated along
     run = PruningRun(model, recipe, tokens, devices, progress)
     if rotations is not None:
         run.use_rotations(Path(rotations))
     state = None
     if out is not None:
-        state = checkpoint.RunState(out, run.identity(source), resume=resume)
+        state = checkpoint.RunState(out, run.identity(source))
     manifest = run.execute(state) | {"base_model": source}
     if save_rotations_to is not None:
         save_rotations(Path(save_rotations_to), run.rotations, run.identity(source))

@@ -152,7 +152,7 @@ LEVELS = [
     {"architectures", "ops", "info"},
     {"surgery"},
     {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
-    {"layers", "run", "pipeline", "evaluation"},
+    {"layers", "fits", "manifest", "run", "pipeline", "evaluation"},
     {"cli", "console", "demo", "__main__"},
     {"__init__"},
 ]
