@@ -122,6 +122,22 @@ def analytic_step(objective: LayerObjective, optimizer_class, lr: float = 0.01):
     return step
 
 
+def products_alone(objective: LayerObjective):
+    """The large matrix products that any exact step makes: Y and the gradient of every weight, M R of
+    every distinct M. What is above their time is everything else."""
+    r1 = objective.identity()[0][0].to(objective.dtype)
+    left = ("o_proj", "down_proj")
+
+    def step() -> None:
+        for role, weight in objective.weights.items():
+            y = r1.T @ weight if role in left else weight @ r1
+            (weight @ y.T) if role in left else (weight.T @ y)
+        for group in ("attention", "mlp"):
+            objective.metrics[group].matrix[0] @ r1
+
+    return step
+
+
 def flops(function) -> int:
     with FlopCounterMode(display=False) as counter:
         function()
@@ -155,6 +171,7 @@ def main() -> None:
             "reference": reference_step(working),
             "paper": analytic_step(working.objective("entropy", dtype), PaperOptimizer),
             "fast": analytic_step(working.objective("entropy", dtype), FastOptimizer),
+            "products alone": products_alone(working.objective("entropy", dtype)),
             "fast, pruned importance": analytic_step(working.objective("pruned", dtype), FastOptimizer),
         }
         eye = problem.objective("entropy", torch.float32).identity()
