@@ -153,7 +153,7 @@ LEVELS = [
     {"surgery"},
     {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
     {"layers", "fits", "manifest", "run", "pipeline", "evaluation"},
-    {"cli", "console", "demo", "__main__"},
+    {"cli", "cli_common", "cli_prune", "console", "demo", "__main__"},
     {"__init__"},
 ]
 

@@ -1,0 +1,66 @@
+"""`drot eval`: every mistake that can be known is found before the model's weights are read."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from drot import checkpoint
+from drot.errors import UserError
+from drot.evaluation.perplexity import check_windows, load_eval_tokens, perplexity
+from drot.progress import Progress, silent
+
+
+def measure(
+    model: str,
+    *,
+    ppl: Sequence[str] = (),
+    tasks: Sequence[str] = (),
+    seqlen: int,
+    text_column: str = "text",
+    device: str = "auto",
+    dtype: str = "auto",
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """{model, seqlen, perplexity: source → value, tasks: task → accuracy} of a hub name or local folder.
+
+    ppl: as of load_eval_tokens; tasks: names of lm_eval.
+    Raises UserError for a wrong option, model, text or task.
+    """
+    checkpoint.pick_device(device)
+    if dtype != "auto":
+        checkpoint.parse_dtype(dtype)
+    config = read_config(model)
+    tokenizer = checkpoint.load_tokenizer(model)
+    texts: dict[str, Tensor] = {}
+    for source in ppl:
+        texts[source] = load_eval_tokens(source, tokenizer, text_column)
+        check_windows(texts[source], config, seqlen)
+    if tasks:
+        from drot.evaluation.zeroshot import load_tasks, zero_shot
+
+        prepared = load_tasks(tasks)
+    loaded = checkpoint.load(model, device=device, dtype=dtype)
+    values = {
+        source: perplexity(loaded, tokens, seqlen=seqlen, progress=progress)
+        for source, tokens in texts.items()
+    }
+    return {
+        "model": model,
+        "seqlen": seqlen,
+        "perplexity": values,
+        "tasks": zero_shot(loaded, tokenizer, prepared) if tasks else {},
+    }
+
+
+def read_config(model: str) -> Any:
+    """The part of a model's config that tells of its language model. Raises UserError where there is none."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"cannot read the config of {model!r} (a hub name or a local folder): {reason}"
+        ) from error
