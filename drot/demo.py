@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from drot import checkpoint, pipeline
 from drot.calibration.data import load_calibration
 from drot.config import CalibrationConfig, Recipe, RotationConfig
+from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.progress import Progress, silent
 
@@ -51,7 +52,7 @@ def run_demo(
     steps: of the rotation's training, None for the default; windows: of the held-out text, None for all.
     Everything is float32 on the CPU, so that every machine shows the same figures.
     """
-    checkpoint.check_output(out)
+    _check_output(out)
     tokenizer = checkpoint.load_tokenizer(MODEL)
     options = dict(nsamples=calibration.nsamples, seqlen=calibration.seqlen, seed=calibration.seed)
     tokens = load_calibration(calibration.source, tokenizer, text_column=calibration.text_column, **options)
@@ -87,6 +88,14 @@ def run_demo(
         ),
     ]
     return DemoResult(rows=rows, sentence=_sentence(share), rotation_helped=rotated < plain)
+
+
+def _check_output(out: Path) -> None:
+    """Raises UserError where a demo that was run or cut off before left something."""
+    checkpoint.check_output(out)
+    partial = out.with_name(out.name + ".partial")
+    if partial.exists():
+        raise UserError(f"{partial} is left of a demo that was cut off: remove it or name another --out")
 
 
 def _sentence(share: float) -> str:
