@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from drot.errors import UserError
 
 MANIFEST = "drot.json"
+#: of the manifest
+FORMAT_VERSION = 1
 logger = logging.getLogger("drot")
 
 
@@ -61,7 +63,7 @@ def check_unfinished(out: Path, *, resume: bool) -> None:
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Writes `data` whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
@@ -85,11 +87,17 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     """The manifest of a checkpoint folder. Raises UserError where there is none or it is broken."""
     file = Path(path) / MANIFEST
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} holds no {MANIFEST}: it is not a checkpoint of drot prune") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{file} is not valid JSON (line {error.lineno}): was it cut off?") from None
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{file} must be of format_version {FORMAT_VERSION}, got {version}: another drot wrote it"
+        )
+    return manifest
 
 
 def load_config(path: str | Path) -> Any:
@@ -176,7 +184,8 @@ def pick_devices(names: str | torch.device) -> list[torch.device]:
 
 def load(path: str | Path, *, device: str | torch.device = "auto", dtype: str = "auto") -> PreTrainedModel:
     """A model that `drot prune` saved (or any other), on `device`, in eval mode."""
-    return load_model(path, dtype).to(pick_device(device))  # type: ignore[arg-type]
+    where = pick_device(device)
+    return load_model(path, dtype).to(where)  # type: ignore[arg-type]
 
 
 class RunState:

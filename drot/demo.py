@@ -52,7 +52,9 @@ def run_demo(
     steps: of the rotation's training, None for the default; windows: of the held-out text, None for all.
     Everything is float32 on the CPU, so that every machine shows the same figures.
     """
-    _check_output(out)
+    checkpoint.check_output(out)
+    if (partial := checkpoint.partial_folder(out)).exists():
+        raise UserError(f"{partial} is left of a demo that was cut off: remove it or name another --out")
     tokenizer = checkpoint.load_tokenizer(MODEL)
     options = dict(nsamples=calibration.nsamples, seqlen=calibration.seqlen, seed=calibration.seed)
     tokens = load_calibration(calibration.source, tokenizer, text_column=calibration.text_column, **options)
@@ -88,14 +90,6 @@ def run_demo(
         ),
     ]
     return DemoResult(rows=rows, sentence=_sentence(share), rotation_helped=rotated < plain)
-
-
-def _check_output(out: Path) -> None:
-    """Raises UserError where a demo that was run or cut off before left something."""
-    checkpoint.check_output(out)
-    partial = out.with_name(out.name + ".partial")
-    if partial.exists():
-        raise UserError(f"{partial} is left of a demo that was cut off: remove it or name another --out")
 
 
 def _sentence(share: float) -> str:

@@ -60,11 +60,6 @@ def check_tokens(tokens: Tensor, config: Any) -> None:
             f"calibration token ids must be in [0, {config.vocab_size}), the model's vocabulary, "
             f"got {int(tokens.min())} to {int(tokens.max())}: use this model's own tokenizer"
         )
-    check_seqlen(tokens.shape[1], config)
-
-
-def check_seqlen(seqlen: int, config: Any) -> None:
-    """Raises UserError for windows that are longer than the model reads."""
     longest = getattr(config, "max_position_embeddings", None)
-    if longest and seqlen > longest:
-        raise UserError(f"seqlen {seqlen} is more than the {longest} positions of this model")
+    if longest and tokens.shape[1] > longest:
+        raise UserError(f"seqlen {tokens.shape[1]} is more than the {longest} positions of this model")

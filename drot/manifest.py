@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 from drot.architectures import Architecture, layer_linears
 from drot.calibration.data import calibration_hash
+from drot.checkpoint import FORMAT_VERSION
 from drot.config import Recipe
 from drot.version import __version__
-
-FORMAT_VERSION = 1
 
 
 def manifest(

@@ -208,11 +208,14 @@ class PruningRun:
         device = objectives[0].device if len(self.devices) > 1 else self.device
 
         def on_step(step: int, steps: int, loss: float) -> None:
-            if len(self.devices) == 1 or step == steps:  # one bar cannot follow several layers
+            if len(self.devices) == 1:  # one bar cannot follow several layers
                 self._event("rotate", index, step=step, steps=steps, loss=loss)
 
         with _Clock(self.seconds, "rotate"):
             rotations, record = train_rotation(objectives, self.recipe.rotation, on_step, device)
+            if len(self.devices) > 1:
+                done = len(record.loss_curve) - 1
+                self._event("rotate", index, step=done, steps=done, loss=record.loss_after)
             entropies = {}
             for name, rotation in (("before", None), ("after", rotations)):
                 entropies[f"entropy_{name}"] = sum(

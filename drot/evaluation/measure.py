@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from drot import checkpoint
-from drot.errors import UserError
 from drot.evaluation.perplexity import check_windows, load_eval_tokens, perplexity
 from drot.progress import Progress, silent
 
@@ -30,7 +29,7 @@ def measure(
     checkpoint.pick_device(device)
     if dtype != "auto":
         checkpoint.parse_dtype(dtype)
-    config = read_config(model)
+    config = checkpoint.load_config(model).get_text_config()
     tokenizer = checkpoint.load_tokenizer(model)
     texts: dict[str, Tensor] = {}
     for source in ppl:
@@ -51,16 +50,3 @@ def measure(
         "perplexity": values,
         "tasks": zero_shot(loaded, tokenizer, prepared) if tasks else {},
     }
-
-
-def read_config(model: str) -> Any:
-    """The part of a model's config that tells of its language model. Raises UserError where there is none."""
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model).get_text_config()
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(
-            f"cannot read the config of {model!r} (a hub name or a local folder): {reason}"
-        ) from error
