@@ -59,10 +59,17 @@ constexpr double kNoLog = -1e30;
 // multiply-add), as an expression that compilers vectorise: x = 2^e f with f in [2/3, 4/3),
 // log f = r - r²/2 + r³ P(r), r = f - 1, P fitted for the smallest relative error of log f.
 DROT_HOST_DEVICE float log_normal(float x) {
-  int32_t bits;
+#ifdef __CUDA_ARCH__
+  // The GPU's own base-2 logarithm, one instruction instead of a dozen. It errs by some 2^-22, near 1
+  // absolutely, elsewhere relatively: less than the sums of a group do.
+  float binary;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(binary) : "f"(x));
+  return binary * 0.693147181f;
+#else
+  uint32_t bits;  // unsigned, since of a negative x too this must be defined
   std::memcpy(&bits, &x, sizeof(bits));
-  const int32_t e = (bits - 0x3f2aaaab) >> 23;
-  bits -= e * (1 << 23);
+  const int32_t e = static_cast<int32_t>(bits - 0x3f2aaaabu) >> 23;
+  bits -= static_cast<uint32_t>(e) << 23;
   float f;
   std::memcpy(&f, &bits, sizeof(f));
   const float r = f - 1.0f;
@@ -75,6 +82,7 @@ DROT_HOST_DEVICE float log_normal(float x) {
   p = p * r + 0.333332658f;
   p = p * r - 0.5f;
   return static_cast<float>(e) * 0.693147181f + (p * (r * r) + r);
+#endif
 }
 DROT_HOST_DEVICE double log_normal(double x) { return ::log(x); }
 
