@@ -1,4 +1,4 @@
-// Sums over a block and over the rows of a matrix of partial sums, in an order that is always the same.
+// Sums over a warp, a block and the rows of a matrix of partial sums, in an order that is always the same.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,26 @@ __device__ T warp_sum(T x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
   return x;
+}
+
+// kN sums at once (a power of 2): a lane gets the sum of x[lane / (32 / kN)] over the warp. Each exchange
+// halves the values that a lane still carries, so 8 sums take 9 exchanges instead of 40.
+template <int kN, class T>
+__device__ T warp_sums(T (&x)[kN]) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = kN / 2; n > 0; n /= 2) {
+    const int step = 32 * n / kN;
+    const bool upper = lane & step;
+#pragma unroll
+    for (int i = 0; i < n; ++i) {
+      const T given = upper ? x[i] : x[i + n], kept = upper ? x[i + n] : x[i];
+      x[i] = kept + __shfl_xor_sync(0xffffffffu, given, step);
+    }
+  }
+#pragma unroll
+  for (int step = 16 / kN; step > 0; step /= 2) x[0] += __shfl_xor_sync(0xffffffffu, x[0], step);
+  return x[0];
 }
 
 // The sum over all threads of a one-dimensional block of whole warps, given to every thread. Every
@@ -25,16 +45,43 @@ __device__ T block_sum(T x, T* scratch) {
   return x;
 }
 
+constexpr int kSlice = 8;  // columns of a thread that sum_over_warps takes at once
+
+// Every thread of kWarps ≥ kSlice warps holds values of kN neighbouring columns, of which the first `each`
+// exist; the lanes lie side by side. Writes the sums over the warps to out [width], width at most 32 · each.
+// Every thread calls it; scratch may be used again at once.
+template <int kWarps, int kN, class T>
+__device__ void sum_over_warps(const T (&x)[kN], int each, T (&scratch)[kWarps][kSlice][32], T* out,
+                               int64_t width) {
+  static_assert(kWarps >= kSlice);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int base = 0; base < kN; base += kSlice) {
+#pragma unroll
+    for (int i = base; i < base + kSlice && i < kN; ++i) scratch[warp][i - base][lane] = x[i];
+    __syncthreads();
+    const int64_t column = lane * each + base + warp;
+    if (warp < kSlice && base + warp < each && column < width) {
+      T sum = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += scratch[w][warp][lane];
+      out[column] = sum;
+    }
+    __syncthreads();
+  }
+}
+
 constexpr int kSumTile = 32;
 
 // Threads (x, y) of a block of kSumTile²: Σ over all rows of column blockIdx.x·kSumTile + x of
-// partial [rows, columns], in double, given to the threads with y = 0; 0 beyond the last column.
+// partial [rows, columns], in double, given to the threads with y = 0. Every thread calls it.
 template <class T>
 __device__ double tile_column_sum(const T* __restrict__ partial, int64_t rows, int64_t columns,
                                   double (&scratch)[kSumTile][kSumTile + 1]) {
   const int64_t j = static_cast<int64_t>(blockIdx.x) * kSumTile + threadIdx.x;
   double sum = 0;
   if (j < columns) {
+#pragma unroll 4
     for (int64_t i = threadIdx.y; i < rows; i += kSumTile) sum += partial[i * columns + j];
   }
   scratch[threadIdx.y][threadIdx.x] = sum;
@@ -63,17 +110,21 @@ __global__ void __launch_bounds__(1024)
     sum_losses(const double* __restrict__ values, int64_t n, double scale, T* __restrict__ out) {
   __shared__ double scratch[32];
   double sum = 0;
+#pragma unroll 4
   for (int64_t i = threadIdx.x; i < n; i += 1024) sum += values[i];
   sum = block_sum(sum, scratch);
   if (threadIdx.x == 0) *out = static_cast<T>(scale * sum);
 }
 
-// kVec neighbouring values, read and written by one instruction.
-template <class T, int kVec>
-struct alignas(sizeof(T) * kVec) Pack {
-  T v[kVec];
-};
+template <class Gpu, class T>
+void launch_sum_columns(Gpu& gpu, const T* partial, int64_t rows, int64_t columns, T* out) {
+  gpu.launch(sum_columns<T>, dim3((columns + kSumTile - 1) / kSumTile), dim3(kSumTile, kSumTile), 0, partial,
+             rows, columns, out);
+}
 
-inline bool aligned_to(const void* p, size_t bytes) { return reinterpret_cast<uintptr_t>(p) % bytes == 0; }
+template <class Gpu, class T>
+void launch_sum_losses(Gpu& gpu, const double* values, int64_t n, double scale, T* out) {
+  gpu.launch(sum_losses<T>, dim3(1), dim3(1024), 0, values, n, scale, out);
+}
 
 }  // namespace drot
