@@ -76,15 +76,17 @@ def retraction_cases(device: str) -> Iterator[Case]:
 
 def score_cases(device: str) -> Iterator[Case]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float64, 1e-11)):
-        for rows, columns in ((5, 64), (40, 1000)):
+        # the last is a long row, aligned to 16 bytes in fp32 and fp64 only
+        for rows, columns in ((5, 64), (40, 1000), (6, 9612)):
             y = torch.randn(rows, columns).to(dtype)
             m = torch.rand(columns, dtype=torch.float64 if dtype == torch.float64 else torch.float32) + 0.1
             name = f"{rows}x{columns} {dtype}"
-            # the columns' entropy alone does not depend on m
+            # the columns' entropy does not depend on m; what is left of it is more than the rows' part where
+            # the rows are long
             for tensors, axes in (
                 ((y, m), {"rows": True}),
                 ((y,), {"rows": False, "columns": True}),
-                ((y, m), {"columns": True}),
+                ((y, m) if columns <= 1000 else (y,), {"columns": True}),
             ):
                 yield (
                     f"entropy_loss {name} {axes}",
