@@ -41,4 +41,8 @@ inline void check_unpacked_row(int64_t row, int64_t rows) {
   TORCH_CHECK_VALUE(row >= rows, "positions must ascend in each group of 4, those of row ", row, " do not");
 }
 
+// unpack24 on the GPU without a look at the positions, for which the CPU would have to wait. Contiguous
+// tensors, values aligned to 16 bytes, on the current device.
+at::Tensor unpack24_unchecked_cuda(const at::Tensor& values, const at::Tensor& positions);
+
 }  // namespace drot

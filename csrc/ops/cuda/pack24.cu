@@ -35,6 +35,7 @@ __global__ void pack24_kernel(const word_t* w, word_t* values, uint8_t* position
   reinterpret_cast<Words<word_t, 4>*>(values)[i] = out;
 }
 
+// bad: as above, or null.
 template <typename word_t>
 __global__ void unpack24_kernel(const word_t* values, const uint8_t* positions, word_t* w, int64_t bytes,
                                 int64_t bytes_per_row, int64_t* bad) {
@@ -44,7 +45,7 @@ __global__ void unpack24_kernel(const word_t* values, const uint8_t* positions, 
   }
   const auto in = reinterpret_cast<const Words<word_t, 4>*>(values)[i];
   Words<word_t, 8> out;
-  if (!unpack24_byte(in.at, positions[i], out.at)) {
+  if (!unpack24_byte(in.at, positions[i], out.at) && bad) {
     atomicMin(reinterpret_cast<long long*>(bad), static_cast<long long>(i / bytes_per_row));
   }
   reinterpret_cast<Words<word_t, 8>*>(w)[i] = out;
@@ -69,12 +70,22 @@ void launch_pack(const at::Tensor& w, at::Tensor& values, at::Tensor& positions,
 }
 
 template <typename word_t>
-void launch_unpack(const at::Tensor& values, const at::Tensor& positions, at::Tensor& w, at::Tensor& bad) {
+void launch_unpack(const at::Tensor& values, const at::Tensor& positions, at::Tensor& w, int64_t* bad) {
   const int64_t bytes = positions.numel();
   unpack24_kernel<word_t><<<blocks(bytes), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
       static_cast<const word_t*>(values.const_data_ptr()), positions.const_data_ptr<uint8_t>(),
-      static_cast<word_t*>(w.mutable_data_ptr()), bytes, positions.size(1), bad.mutable_data_ptr<int64_t>());
+      static_cast<word_t*>(w.mutable_data_ptr()), bytes, positions.size(1), bad);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+at::Tensor unpack(const at::Tensor& values, const at::Tensor& positions, int64_t* bad) {
+  at::Tensor w = at::empty({values.size(0), 2 * values.size(1)}, values.options());
+  if (w.numel() == 0) {
+    return w;
+  }
+  values.element_size() == 2 ? launch_unpack<uint16_t>(values, positions, w, bad)
+                             : launch_unpack<uint32_t>(values, positions, w, bad);
+  return w;
 }
 
 std::tuple<at::Tensor, at::Tensor> pack24_cuda(const at::Tensor& w_in) {
@@ -98,18 +109,18 @@ at::Tensor unpack24_cuda(const at::Tensor& values_in, const at::Tensor& position
   check_unpack24(values_in, positions_in);
   const c10::cuda::CUDAGuard guard(values_in.device());
   const at::Tensor values = aligned(values_in), positions = positions_in.contiguous();
-  at::Tensor w = at::empty({values.size(0), 2 * values.size(1)}, values.options());
-  if (w.numel() == 0) {
-    return w;
-  }
-  at::Tensor bad = at::full({}, w.size(0), w.options().dtype(at::kLong));
-  values.element_size() == 2 ? launch_unpack<uint16_t>(values, positions, w, bad)
-                             : launch_unpack<uint32_t>(values, positions, w, bad);
-  check_unpacked_row(bad.item<int64_t>(), w.size(0));
+  const int64_t rows = values.size(0);
+  at::Tensor bad = at::full({}, rows, values.options().dtype(at::kLong));
+  at::Tensor w = unpack(values, positions, bad.mutable_data_ptr<int64_t>());
+  check_unpacked_row(bad.item<int64_t>(), rows);
   return w;
 }
 
 }  // namespace
+
+at::Tensor unpack24_unchecked_cuda(const at::Tensor& values, const at::Tensor& positions) {
+  return unpack(values, positions, nullptr);
+}
 
 TORCH_LIBRARY_IMPL(drot, CUDA, m) {
   m.impl("pack24", &pack24_cuda);

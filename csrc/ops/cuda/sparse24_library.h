@@ -1,0 +1,18 @@
+// The 2:4 products of cuSPARSELt, for many tokens. Where it was not there at build time, takes() says no.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+namespace drot::sparse24_library {
+
+// Whether the library multiplies a weight [out, in] of this dtype on the current device; if not, and
+// `reason` is given, why.
+bool takes(at::ScalarType dtype, int64_t out, int64_t in, const char** reason = nullptr);
+
+// w: dense 2:4 [out, in], contiguous -> the library's form of it, uint8 [n].
+at::Tensor compress(const at::Tensor& w);
+
+// y = x Wᵀ, or y += x Wᵀ. x [tokens, in], y [tokens, out], contiguous and aligned to 16 bytes.
+void multiply(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add);
+
+}  // namespace drot::sparse24_library

@@ -1,0 +1,100 @@
+// The products of the tensor cores on CPU threads, with fragments laid out as the PTX manual says (mma
+// m16n8k16 and mma.sp m16n8k32 of 16-bit floats). Included after cuda_on_host.h.
+#pragma once
+
+#include <stdexcept>
+
+struct uint2 {
+  uint32_t x, y;
+};
+struct uint4 {
+  uint32_t x, y, z, w;
+};
+template <class T>
+T __ldcs(const T* from) {
+  return *from;
+}
+
+namespace host {
+
+// The word of every lane of the calling thread's warp.
+inline void all_lanes(uint32_t word, uint32_t (&of_lane)[kWarp]) {
+  Warp& warp = (*warps)[number / kWarp];
+  warp.slot[number % kWarp] = word;
+  warp.meet.arrive_and_wait();
+  for (int i = 0; i < kWarp; ++i) of_lane[i] = static_cast<uint32_t>(warp.slot[i]);
+  warp.meet.arrive_and_wait();
+}
+
+struct Bf16 {
+  static float wide(uint16_t bits) {
+    const uint32_t word = static_cast<uint32_t>(bits) << 16;
+    float x;
+    std::memcpy(&x, &word, sizeof(x));
+    return x;
+  }
+  static uint16_t narrow(float x) {
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof(word));
+    return static_cast<uint16_t>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
+  }
+
+  // half 0 or 1 of a word
+  static float part(uint32_t word, int half) { return wide(static_cast<uint16_t>(word >> (16 * half))); }
+
+  template <int kColumns>
+  static void add(float (&sum)[4], const float (&a)[16][kColumns], const float (&b)[kColumns][8]) {
+    const int lane = number % kWarp, g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      for (int k = 0; k < kColumns; ++k) sum[i] += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2];
+    }
+  }
+
+  static void multiply_dense(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+    float left[16][16], right[16][8];
+    uint32_t word[kWarp];
+    for (int r = 0; r < 4; ++r) {
+      all_lanes(a[r], word);
+      for (int i = 0; i < kWarp * 2; ++i) {
+        const int g = i / 8, t = i / 2 % 4;
+        left[g + 8 * (r % 2)][2 * t + i % 2 + 8 * (r / 2)] = part(word[i / 2], i % 2);
+      }
+    }
+    for (int r = 0; r < 2; ++r) {
+      all_lanes(r ? b1 : b0, word);
+      for (int i = 0; i < kWarp * 2; ++i)
+        right[2 * (i / 2 % 4) + i % 2 + 8 * r][i / 8] = part(word[i / 2], i % 2);
+    }
+    add(sum, left, right);
+  }
+
+  template <int kSelector>
+  static void multiply_sparse(float (&sum)[4], const uint32_t (&a)[4], const uint32_t (&b)[4],
+                              uint32_t meta) {
+    float packed[16][16], left[16][32] = {}, right[32][8];
+    uint32_t word[kWarp];
+    for (int r = 0; r < 4; ++r) {
+      all_lanes(a[r], word);
+      for (int i = 0; i < kWarp * 2; ++i) {
+        packed[i / 8 + 8 * (r % 2)][2 * (i / 2 % 4) + i % 2 + 8 * (r / 2)] = part(word[i / 2], i % 2);
+      }
+      all_lanes(b[r], word);
+      for (int i = 0; i < kWarp * 2; ++i)
+        right[2 * (i / 2 % 4) + i % 2 + 8 * r][i / 8] = part(word[i / 2], i % 2);
+    }
+    all_lanes(meta, word);
+    for (int row = 0; row < 16; ++row) {
+      for (int i = 0; i < 16; ++i) {
+        // thread 2 · selector of the quad describes columns 0 … 15 of both rows, the next one 16 … 31;
+        // row g in the lower 16 bits, row g + 8 in the upper ones
+        const uint32_t bits = word[4 * (row % 8) + 2 * kSelector + i / 8] >> (16 * (row / 8));
+        const uint32_t pair = bits >> (i % 8 / 2 * 4) & 15u;
+        if ((pair & 3u) >= pair >> 2) throw std::runtime_error("positions of a group do not ascend");
+        left[row][i / 2 * 4 + (i % 2 ? pair >> 2 : pair & 3u)] = packed[row][i];
+      }
+    }
+    add(sum, left, right);
+  }
+};
+
+}  // namespace host

@@ -1,0 +1,68 @@
+"""The source of the CUDA kernel of sparse24_linear for few tokens, run by CPU threads.
+
+It shows that indices, barriers and the order of the columns are right where the tensor cores lay out
+their factors as the PTX manual says; not that they do, nor how fast they are.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from drot.ops import nm_mask_ref, pack24, sparse24_linear_ref
+
+HERE = Path(__file__).resolve().parent
+COMPILER = shutil.which("c++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    library = tmp_path_factory.mktemp("kernels") / "sparse24_skinny.so"
+    includes = [f"-I{path}" for path in (HERE, HERE.parent.parent / "csrc")]
+    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
+    command = [str(COMPILER), *flags, *includes, str(HERE / "sparse24_skinny.cpp"), "-o", str(library)]
+    build = subprocess.run(command, capture_output=True, text=True)
+    assert build.returncode == 0, build.stderr
+    return ctypes.CDLL(str(library)).skinny
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize(
+    ("tokens", "out", "columns", "added"),
+    [
+        (1, 16, 64, ""),
+        (3, 32, 192, "bias"),
+        (8, 37, 576, "residual"),
+        (9, 50, 128, "bias residual"),
+        (16, 32, 64, "residual rotation"),
+        (5, 64, 640, "bias residual rotation"),
+        (11, 288, 64, "bias residual rotation"),
+    ],
+)
+def test_product(kernel, tokens: int, out: int, columns: int, added: str, tiles: int) -> None:
+    w = torch.randn(out, columns).bfloat16()
+    values, positions = pack24(w.masked_fill(nm_mask_ref(torch.rand(out, columns), 2, 4), 0))
+    x = torch.randn(tokens, columns).bfloat16()
+    given = {
+        "bias": torch.randn(out).bfloat16(),
+        "residual": torch.randn(tokens, out).bfloat16(),
+        "rotation": torch.linalg.qr(torch.randn(out, out))[0].bfloat16().contiguous(),
+    }
+    rest = [given[name] if name in added.split() else None for name in given]
+    y = torch.full((tokens, out), torch.nan, dtype=torch.bfloat16)
+
+    def address(t: Tensor | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if t is None else t.data_ptr())
+
+    tensors = [address(t) for t in (x, values, positions, *rest, y)]
+    kernel(*tensors, *(ctypes.c_int64(n) for n in (columns, out, tokens, tiles)))
+    want = sparse24_linear_ref(
+        x.double(), values.double(), positions, *(None if t is None else t.double() for t in rest)
+    )
+    torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=2**-8 * float(want.square().mean().sqrt()))
