@@ -162,12 +162,46 @@ def pack_cases(device: str) -> Iterator[Case]:
         yield f"unpack24 {dtype}", and_back, 0
 
 
+def sparse_linear_cases(device: str) -> Iterator[Case]:
+    # few tokens, and many; a shape that the tensor cores take, and one for the plain way
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
+        for tokens, out, columns in ((1, 96, 256), (11, 96, 256), (40, 96, 256), (3, 37, 72)):
+            w = torch.randn(out, columns).to(dtype)
+            packed = ops.pack24(w.masked_fill(ops.nm_mask_ref(w.abs(), 2, 4), 0))
+            made = (torch.randn(tokens, columns), torch.randn(out), torch.randn(tokens, out), torch.eye(out))
+            x, bias, residual, rotation = (t.to(dtype) for t in made)
+            rotation = rotation.roll(5, 1)
+            for added in ((), (bias,), (bias, residual), (None, residual, rotation)):
+
+                def product(
+                    x: Tensor = x,
+                    packed: tuple[Tensor, Tensor] = packed,
+                    added: tuple[Tensor | None, ...] = added,
+                ) -> tuple[Tensor, Tensor]:
+                    wide = [None if t is None else t.double() for t in added]
+                    want = ops.sparse24_linear_ref(x.double(), packed[0].double(), packed[1], *wide)
+                    there = [None if t is None else t.to(device) for t in (*added, None, None, None)][:3]
+                    values, positions = (t.to(device) for t in packed)
+                    compressed = ops.sparse24_compress(values, positions)
+                    return ops.sparse24_linear(x.to(device), values, positions, *there, compressed), want
+
+                yield f"sparse24_linear {tokens} {out}x{columns} {dtype} {len(added)}", product, tolerance
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args()
     torch.manual_seed(0)
-    groups = (qr_cases, retraction_cases, score_cases, mask_cases, sweep_cases, pack_cases)
+    groups = (
+        qr_cases,
+        retraction_cases,
+        score_cases,
+        mask_cases,
+        sweep_cases,
+        pack_cases,
+        sparse_linear_cases,
+    )
     count = wrong = 0
     for group in groups:
         for name, run, tolerance in group(options.device):

@@ -1,0 +1,89 @@
+"""sparse24_linear against PyTorch's dense linear of the same dtype, with cold weights.
+
+Copies of the weight are used in turn, more than the caches hold. `rotation` adds residual @ rotation to
+both. Bytes are those of the packed weight, 9/16 of the dense ones in bf16.
+"""
+
+import argparse
+import itertools
+from collections.abc import Callable
+
+import torch
+from _harness import arguments, interleaved, report
+from torch import Tensor
+
+from drot.ops import pack24, sparse24_compress, sparse24_linear
+
+COLD_BYTES = 2**28
+
+
+def sparse_weight(out: int, columns: int, dtype: torch.dtype, device: str) -> Tensor:
+    w = torch.randn(out, columns // 4, 4, device=device)
+    w[w.abs().argsort(-1).argsort(-1) < 2] = 0
+    return w.reshape(out, columns).to(dtype)
+
+
+def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.Namespace) -> None:
+    device, dtype = options.device, getattr(torch, options.dtype)
+    dense = sparse_weight(out, columns, dtype, device)
+    values, positions = pack24(dense)
+    packed_bytes = values.nbytes + positions.nbytes
+    assert packed_bytes * 16 == dense.nbytes * 9 or dtype == torch.float32
+    copies = COLD_BYTES // packed_bytes + 1
+    weights = itertools.cycle([dense.clone() for _ in range(copies)])
+    made = [(values.clone(), positions.clone(), sparse24_compress(values, positions)) for _ in range(copies)]
+    packed = itertools.cycle(made)
+    x = torch.randn(tokens, columns, device=device).to(dtype)
+    residual = torch.randn(tokens, out, device=device).to(dtype) if rotate else None
+    rotation = torch.randn(out, out, device=device).div_(out**0.5).to(dtype) if rotate else None
+
+    def linear() -> Tensor:
+        y = torch.nn.functional.linear(x, next(weights))
+        return y if residual is None or rotation is None else y + residual @ rotation
+
+    def ours() -> Tensor:
+        values, positions, compressed = next(packed)
+        return sparse24_linear(x, values, positions, None, residual, rotation, compressed)
+
+    functions: dict[str, Callable[[], object]] = {"linear": linear, "sparse24_linear": ours}
+    if torch.device(device).type == "cuda":
+        library = itertools.cycle([w for _, _, w in made])
+
+        def cslt() -> Tensor:
+            return torch._cslt_sparse_mm(next(library), x.t()).t()
+
+        if tokens % 8 == 0 and not rotate and made[0][2].numel():
+            functions["_cslt_sparse_mm"] = cslt
+    target = {("cpu", 1): 1.4}.get((torch.device(device).type, tokens), 1.0)
+    if torch.device(device).type == "cuda" and tokens <= 8:
+        target = 1.3 if rotate else 1.5
+    report(
+        "sparse24_linear",
+        f"{out}x{columns} {options.dtype}, {tokens} tokens{', rotation' if rotate else ''}",
+        interleaved(functions, device=device, repeats=options.repeats),
+        peer="linear",
+        target="sparse24_linear",
+        at_least=target,
+        bytes_moved=packed_bytes,
+        flops=2 * out * columns * tokens,
+        device=device,
+        save=options.csv,
+    )
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
+    parser.add_argument("--tokens", type=int, nargs="*", help="default: 1 4 16 64; on CUDA 2048 too")
+    parser.add_argument("--shape", type=int, nargs=2, default=(4096, 14336), metavar=("OUT", "IN"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    cuda = torch.device(options.device).type == "cuda"
+    for tokens in options.tokens or [1, 4, 16, 64, *([2048] if cuda else [])]:
+        for rotate in (False, True):
+            bench(*options.shape, tokens, rotate, options)
+
+
+if __name__ == "__main__":
+    main()
