@@ -19,9 +19,10 @@ namespace {
 constexpr int64_t kGrain = int64_t(1) << 17;
 // Tokens whose x, in fp32, should stay in the last cache while all of W passes.
 constexpr int64_t kTogether = 256;
-// Up to this many tokens reading W is most of the time, or other ways have no advantage.
-constexpr int64_t kFewTokens = 16;
-// Rows of W that are made dense at once, where the processor multiplies bf16.
+// Tokens beyond which a dense product is faster than ours: in fp32, and in bf16 where the processor has
+// instructions for it (not measured).
+constexpr int64_t kFewFloatTokens = 128, kFewTokens = 16;
+// Rows of W that are made dense at once for it.
 constexpr int64_t kDenseRows = 1024;
 
 template <class V>
@@ -93,16 +94,16 @@ void by_packed_rows(const Problem& p, at::Tensor& y) {
   }
 }
 
-// Many tokens where PyTorch's product uses instructions for bf16, which fp32 cannot keep up with: W is
-// made dense by tiles of rows.
+// Many tokens where PyTorch's product is faster than ours: W is made dense by tiles of rows.
+template <class word_t>
 void by_dense_tiles(const Problem& p, at::Tensor& y) {
   const at::Tensor stream = p.rotation.defined() ? at::mm(p.residual, p.rotation) : at::Tensor();
   at::Tensor buffer = at::empty({std::min(kDenseRows, p.out), p.in}, p.values.options());
   for (int64_t first = 0; first < p.out; first += kDenseRows) {
     const int64_t count = std::min(kDenseRows, p.out - first), bytes = p.positions.size(1);
-    const auto* values = static_cast<const uint16_t*>(p.values.const_data_ptr()) + 4 * first * bytes;
+    const auto* values = static_cast<const word_t*>(p.values.const_data_ptr()) + 4 * first * bytes;
     const auto* positions = p.positions.const_data_ptr<uint8_t>() + first * bytes;
-    auto* dense = static_cast<uint16_t*>(buffer.mutable_data_ptr());
+    auto* dense = static_cast<word_t*>(buffer.mutable_data_ptr());
     in_parallel(count, p.in, 1, [=](int64_t begin, int64_t end) {
       for (int64_t i = begin * bytes; i < end * bytes; ++i) {
         unpack24_byte(values + 4 * i, positions[i], dense + 8 * i);
@@ -142,8 +143,10 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
                   in,
                   out};
   at::Tensor rows = y.view({tokens, out});
-  if (tokens > kFewTokens && x.scalar_type() == at::kBFloat16 && multiplies_bf16()) {
-    by_dense_tiles(p, rows);
+  if (x.scalar_type() == at::kFloat && tokens > kFewFloatTokens) {
+    by_dense_tiles<uint32_t>(p, rows);
+  } else if (x.scalar_type() == at::kBFloat16 && tokens > kFewTokens && multiplies_bf16()) {
+    by_dense_tiles<uint16_t>(p, rows);
   } else if (x.scalar_type() == at::kBFloat16) {
     by_packed_rows<Bf16>(p, rows);
   } else if (x.scalar_type() == at::kHalf) {
