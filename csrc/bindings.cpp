@@ -25,6 +25,11 @@ TORCH_LIBRARY(drot, m) {
   m.def("cholesky_qr(Tensor a) -> (Tensor q, Tensor r, Tensor reliable)", tags);
   m.def("pack24(Tensor w) -> (Tensor values, Tensor positions)", tags);
   m.def("unpack24(Tensor values, Tensor positions) -> Tensor", tags);
+  m.def(
+      "sparse24_linear(Tensor x, Tensor values, Tensor positions, Tensor? bias=None, Tensor? residual=None,"
+      " Tensor? rotation=None, Tensor? compressed=None) -> Tensor",
+      tags);
+  m.def("sparse24_compress(Tensor values, Tensor positions) -> Tensor", tags);
 }
 
 namespace {

@@ -16,6 +16,7 @@ from drot.ops.pruned_importance import (
     pruned_importance_ref,
 )
 from drot.ops.retraction import Retraction, newton_schulz, retract
+from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse24_linear_ref
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
 
 __all__ = [
@@ -37,6 +38,9 @@ __all__ = [
     "pruned_importance_ref",
     "rebased_backward",
     "retract",
+    "sparse24_compress",
+    "sparse24_linear",
+    "sparse24_linear_ref",
     "sparsegpt_sweep",
     "sparsegpt_sweep_ref",
     "unpack24",
