@@ -30,8 +30,8 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: Any, manifest: dict[str, Any], out: Path) -> None:
-    """Writes model, tokenizer and manifest beside `out` and renames the folder at the end, so that
-    `out` either is not there or is complete."""
+    """Writes model, tokenizer and manifest (unless it is empty) beside `out` and renames the folder at the
+    end, so that `out` either is not there or is complete."""
     part = out.with_name(out.name + ".part")
     if part.exists():
         shutil.rmtree(part)
@@ -39,7 +39,8 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: Any, manifest: dict[str, 
     model.save_pretrained(part)
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
-    write_json(part / MANIFEST, manifest)
+    if manifest:
+        write_json(part / MANIFEST, manifest)
     if out.exists():
         out.rmdir()  # empty, or check_output would have refused it
     os.replace(part, out)
@@ -67,6 +68,8 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> PreTraine
         dtype = parse_dtype(dtype)
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    except UserError:  # of drot.hf, which says what to do
+        raise
     except (OSError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

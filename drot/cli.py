@@ -1,22 +1,20 @@
-"""`drot prune | eval | info | demo`.
+"""`drot prune | eval | convert | bench | info | demo`.
 
 Defaults come from drot.config, results go to stdout, progress to stderr. Exit status: 0, 2 for the
 user's mistake (one line that says what to do), 1 for a fault of ours (one line; --debug for the rest).
 """
 
-import contextlib
 import dataclasses
-import json
 import sys
 import traceback
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from drot import config
+from drot import cli_sparse, config
+from drot.cli_options import Device, Dtype, Json, print_json, stdout_kept_for_the_result
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.errors import UserError
 
@@ -25,10 +23,6 @@ app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_
 PRUNING, ROTATION, CALIBRATION = PruningConfig(), RotationConfig(), CalibrationConfig()
 #: a demo is written for the eye; the checkpoint can be looked at afterwards
 DEMO_OUT = Path("demo-output")
-
-Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout and nothing else there.")]
-Device = Annotated[str, typer.Option(help="auto (the first GPU, else the CPU), cpu or cuda[:N].")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 
 
 def choices(alias: Any) -> str:
@@ -110,13 +104,13 @@ def prune(
         typer.Option(help="As for eval; with --hessians dense also several, as in cuda:0,cuda:1."),
     ] = "auto",
     dtype: Dtype = "auto",
-    layout: Annotated[str, typer.Option("--format", help="Of the saved weights: dense.")] = "dense",
+    layout: Annotated[
+        str, typer.Option("--format", help="Of the saved weights: dense, or packed for 2:4.")
+    ] = "dense",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut off.")] = False,
     as_json: Json = False,
 ) -> None:
     """Rotate and prune MODEL, and save it as a Hugging Face folder."""
-    if layout != "dense":
-        raise UserError(f"--format must be dense, the one layout that this version writes; got {layout!r}")
     mode, blocks = parse_rotation(rotation)
     recipe = Recipe(
         rotation=RotationConfig(
@@ -153,6 +147,7 @@ def prune(
             dtype=dtype,
             rotations=rotations,
             save_rotations_to=save_rotations,
+            layout=layout,
             resume=resume,
             progress=progress,
         )
@@ -252,18 +247,7 @@ def parse_rotation(text: str) -> tuple[config.RotationMode, int]:
         raise UserError(f"--rotation block:N needs a whole number of blocks; got {text!r}") from None
 
 
-@contextlib.contextmanager
-def stdout_kept_for_the_result() -> Iterator[None]:
-    """Sends whatever libraries print to stderr, and switches transformers' own bars off."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
-
-
-def print_json(data: dict[str, Any]) -> None:
-    print(json.dumps(data))
+app.command()(cli_sparse.convert)
 
 
 def run(arguments: list[str]) -> int:

@@ -82,7 +82,7 @@ def test_every_option_arrives(calls, tmp_path):
         "--product-dtype bfloat16 "
         "--reference-compat --damping 0.1 --block-size 64 --calibration some.txt --nsamples 3 --seqlen 9 "
         "--seed 5 --text-column body --rotations r.st --save-rotations s.st --device cpu --dtype bfloat16 "
-        "--resume --format dense"
+        "--resume --format packed"
     )
     assert cli.run(text.split()) == 0
     ((_, recipe, options),) = calls
@@ -104,6 +104,7 @@ def test_every_option_arrives(calls, tmp_path):
     )
     assert str(options["rotations"]) == "r.st" and str(options["save_rotations_to"]) == "s.st"
     assert (options["device"], options["dtype"], options["resume"]) == ("cpu", "bfloat16", True)
+    assert options["layout"] == "packed"
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(Recipe))
@@ -150,7 +151,6 @@ def test_table(calls, capsys):
         (["--rotation", "block:x"], "--rotation block:N needs a whole number of blocks; got 'block:x'"),
         (["--sparsity", "4:2"], "sparsity must be a ratio"),
         (["--steps", "many"], "'--steps'"),
-        (["--format", "packed"], "--format must be dense"),
         (["--no-such-option"], "--no-such-option"),
         (["--nsamples", "0"], "nsamples must be a finite number of at least 1; got 0"),
     ],
