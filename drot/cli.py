@@ -248,6 +248,7 @@ def parse_rotation(text: str) -> tuple[config.RotationMode, int]:
 
 
 app.command()(cli_sparse.convert)
+app.command()(cli_sparse.bench)
 
 
 def run(arguments: list[str]) -> int:

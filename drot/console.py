@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -76,6 +77,8 @@ class BarProgress:
         loss = "" if event.loss is None else f"  loss {event.loss:.4g}"
         if event.phase == "evaluate":
             return event.step, event.steps, f"window {event.step}/{event.steps}"
+        if event.phase == "measure":
+            return event.step, event.steps, f"case {event.step}/{event.steps}"
         if event.phase == "rotate" and self.shared:
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
         where = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""
@@ -107,6 +110,8 @@ class LineProgress:
             self.trained, self.first_loss = "", None
         elif event.phase == "evaluate" and event.step == event.steps:
             self._line(f"evaluated {event.steps} windows")
+        elif event.phase == "measure":
+            self._line(f"measured case {event.step} of {event.steps}")
         elif event.phase == "save":
             self._line("saving")
 
@@ -195,6 +200,41 @@ def print_figures(figures: dict[str, Any]) -> None:
     for task, accuracy in figures["tasks"].items():
         table.add_row(task, f"{accuracy:.2%}")
     output().print(table)
+
+
+def print_speed(data: dict[str, Any]) -> None:
+    """`drot bench`: a row for every variant of every case, and what was left out."""
+    title = f"{data['model']}, {data['dtype']}, {data['machine']}, medians of {data['repeats']}"
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("case", "weights", "ms", "tokens/s", "bound", "MiB", "against dense"):
+        is_text = heading in ("case", "weights", "against dense")
+        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    for row in data["rows"]:
+        variants = data["variants"][row["what"]]
+        table.add_row(
+            f"{row['what']} {row['phase']} {row['size']}" if row["variant"] == variants[0] else "",
+            row["variant"],
+            _three_digits(row["milliseconds"]),
+            _three_digits(row["tokens_per_second"]),
+            _bound(row),
+            _three_digits(row["weight_bytes"] / 2**20),
+            "" if row["speedup"] is None else f"{row['speedup']:.2f} x, {row['verdict']}",
+            end_section=row["variant"] == variants[-1],
+        )
+    output().print(table)
+    if data["left_out"]:
+        say(f"Left out to end in time (--tokens, --batch, --minutes): {', '.join(data['left_out'])}")
+
+
+def _bound(row: dict[str, Any]) -> str:
+    if row["phase"] == "decode":
+        return f"{_three_digits(row['bound'] / 1e9)} GB/s"
+    scale, unit = (1e12, "TFLOP/s") if row["bound"] >= 1e12 else (1e9, "GFLOP/s")
+    return f"{_three_digits(row['bound'] / scale)} {unit}"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def print_environment(data: dict[str, Any]) -> None:
