@@ -3,7 +3,11 @@
 // Header of such a file:   DROT_SIMD_DECLARE(void scale_rows(float* x, int64_t n))
 // The file itself:         namespace drot::DROT_SIMD { void scale_rows(float* x, int64_t n) { ... } }
 // A caller, any other file: DROT_SIMD_CALL(scale_rows)(x, n);
+// The environment's DROT_SIMD=baseline or avx2 keeps it from choosing more, which the tests use.
 #pragma once
+
+#include <cstdlib>
+#include <cstring>
 
 #if defined(__x86_64__)
 #define DROT_SIMD_DECLARE(...) \
@@ -46,8 +50,11 @@ enum class SimdLevel { baseline, avx2, avx512 };
 inline SimdLevel simd_level() {
 #if defined(__x86_64__)
   static const SimdLevel level = [] {
+    const char* const most = std::getenv("DROT_SIMD");
+    if (most && std::strcmp(most, "baseline") == 0) return SimdLevel::baseline;
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
+        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+        !(most && std::strcmp(most, "avx2") == 0)) {
       return SimdLevel::avx512;
     }
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -2,54 +2,125 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "common/pack24.h"
+#include "ops/cpu/results.h"
+#include "ops/cpu/sparse24_linear_simd.h"
 
 namespace drot {
 namespace {
 
-// Bytes of a tile of dense rows: what stays in the caches between its making and its product.
-constexpr int64_t kTileBytes = int64_t(4) << 20;
+// Weights times tokens that a thread takes at least: about 10 us of work.
+constexpr int64_t kGrain = int64_t(1) << 17;
+// Tokens whose x, in fp32, should stay in the last cache while all of W passes.
+constexpr int64_t kTogether = 256;
+// Up to this many tokens reading W is most of the time, or other ways have no advantage.
+constexpr int64_t kFewTokens = 16;
+// Rows of W that are made dense at once, where the processor multiplies bf16.
+constexpr int64_t kDenseRows = 1024;
 
-// Rows first … first + dense.size(0) - 1 of W.
-template <class word_t>
-void expand_rows(const at::Tensor& values, const at::Tensor& positions, int64_t first, at::Tensor& dense) {
-  const int64_t bytes = positions.size(1);
-  const auto* value = static_cast<const word_t*>(values.const_data_ptr()) + first * 4 * bytes;
-  const auto* position = positions.const_data_ptr<uint8_t>() + first * bytes;
-  auto* out = static_cast<word_t*>(dense.mutable_data_ptr());
-  at::parallel_for(0, dense.size(0) * bytes, 1 << 12, [=](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) unpack24_byte(value + 4 * i, position[i], out + 8 * i);
-  });
+template <class V>
+const V* data(const at::Tensor& t) {
+  return t.defined() ? static_cast<const V*>(t.const_data_ptr()) : nullptr;
 }
 
-// y [tokens, out] by tiles of rows of W that are made dense, in fp32.
-void by_dense_tiles(const at::Tensor& x, const at::Tensor& values, const at::Tensor& positions,
-                    const OptionalTensor& bias, const OptionalTensor& residual,
-                    const OptionalTensor& rotation, at::Tensor& y) {
-  const int64_t out = y.size(1), in = x.size(1);
-  const int64_t rows = std::clamp<int64_t>(kTileBytes / std::max<int64_t>(4 * in, 1), 16, 1024);
-  const at::Tensor wide = x.to(at::kFloat);
-  const at::Tensor stream = rotation ? residual->to(at::kFloat) : at::Tensor();
-  at::Tensor buffer = at::empty({std::min(rows, out), in}, values.options());
-  for (int64_t first = 0; first < out; first += rows) {
-    const int64_t count = std::min(rows, out - first);
-    at::Tensor dense = buffer.narrow(0, 0, count);
-    values.element_size() == 2 ? expand_rows<uint16_t>(values, positions, first, dense)
-                               : expand_rows<uint32_t>(values, positions, first, dense);
-    at::Tensor tile = at::mm(wide, dense.to(at::kFloat).t());
-    if (rotation) {
-      tile.addmm_(stream, rotation->narrow(1, first, count).to(at::kFloat));
-    } else if (residual) {
-      tile.add_(residual->narrow(1, first, count));
-    }
-    if (bias) tile.add_(bias->narrow(0, first, count));
+// The arguments of one call, the tokens in one dimension; contiguous but for x and residual.
+struct Problem {
+  at::Tensor x, values, positions;
+  at::Tensor bias, residual, rotation;  // may be undefined
+  int64_t tokens, in, out;
+};
+
+// rows [n, columns] -> fp32 [n, padded columns].
+template <class V>
+at::Tensor widened(const at::Tensor& rows) {
+  const at::Tensor from = rows.stride(1) == 1 ? rows : rows.contiguous();
+  at::Tensor to = at::empty({from.size(0), padded24(from.size(1))}, from.options().dtype(at::kFloat));
+  DROT_SIMD_CALL(widen_rows<V>)
+  (static_cast<const V*>(from.const_data_ptr()), from.stride(0), from.size(0), from.size(1),
+   to.mutable_data_ptr<float>());
+  return to;
+}
+
+// f(first, last) for parts of n items of `work` weights each, in parallel; parts begin at multiples of
+// `unit`.
+template <class F>
+void in_parallel(int64_t n, int64_t work, int64_t unit, const F& f) {
+  const int64_t units = (n + unit - 1) / unit;
+  at::parallel_for(0, units, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, work * unit)),
+                   [&](int64_t begin, int64_t end) { f(begin * unit, std::min(end * unit, n)); });
+}
+
+// residual · rotation, fp32 [tokens, out].
+template <class V>
+at::Tensor rotated(const Problem& p) {
+  if (p.tokens > kFewTokens) return at::mm(p.residual.to(at::kFloat), p.rotation.to(at::kFloat));
+  const at::Tensor stream = widened<V>(p.residual);
+  at::Tensor out = at::empty({p.tokens, p.out}, stream.options());
+  const RotatedColumns<V> columns{stream.const_data_ptr<float>(), data<V>(p.rotation),
+                                  out.mutable_data_ptr<float>(), p.tokens, p.out};
+  in_parallel(p.out, p.out * p.tokens, 64,
+              [&](int64_t first, int64_t last) { DROT_SIMD_CALL(rotate_columns<V>)(columns, first, last); });
+  return out;
+}
+
+// W is read in its packed form, once for each kTogether tokens, and multiplied in fp32.
+template <class V>
+void by_packed_rows(const Problem& p, at::Tensor& y) {
+  const at::Tensor stream = p.rotation.defined() ? rotated<V>(p) : at::Tensor();
+  at::Tensor residual;
+  if (p.residual.defined() && !p.rotation.defined()) residual = p.residual.contiguous();
+  for (int64_t token = 0; token < p.tokens; token += kTogether) {
+    const int64_t tokens = std::min(kTogether, p.tokens - token), at = token * p.out;
+    const at::Tensor x = widened<V>(p.x.narrow(0, token, tokens));
+    const Sparse24Rows<V> rows{data<V>(p.values),
+                               p.positions.const_data_ptr<uint8_t>(),
+                               x.const_data_ptr<float>(),
+                               data<V>(p.bias),
+                               residual.defined() ? data<V>(residual) + at : nullptr,
+                               p.rotation.defined() ? stream.const_data_ptr<float>() + at : nullptr,
+                               static_cast<V*>(y.mutable_data_ptr()) + at,
+                               tokens,
+                               p.in,
+                               p.out};
+    in_parallel(p.out, p.in * tokens, kRows24,
+                [&](int64_t first, int64_t last) { DROT_SIMD_CALL(sparse24_rows<V>)(rows, first, last); });
+  }
+}
+
+// Many tokens where PyTorch's product uses instructions for bf16, which fp32 cannot keep up with: W is
+// made dense by tiles of rows.
+void by_dense_tiles(const Problem& p, at::Tensor& y) {
+  const at::Tensor stream = p.rotation.defined() ? at::mm(p.residual, p.rotation) : at::Tensor();
+  at::Tensor buffer = at::empty({std::min(kDenseRows, p.out), p.in}, p.values.options());
+  for (int64_t first = 0; first < p.out; first += kDenseRows) {
+    const int64_t count = std::min(kDenseRows, p.out - first), bytes = p.positions.size(1);
+    const auto* values = static_cast<const uint16_t*>(p.values.const_data_ptr()) + 4 * first * bytes;
+    const auto* positions = p.positions.const_data_ptr<uint8_t>() + first * bytes;
+    auto* dense = static_cast<uint16_t*>(buffer.mutable_data_ptr());
+    in_parallel(count, p.in, 1, [=](int64_t begin, int64_t end) {
+      for (int64_t i = begin * bytes; i < end * bytes; ++i) {
+        unpack24_byte(values + 4 * i, positions[i], dense + 8 * i);
+      }
+    });
+    at::Tensor tile = at::linear(p.x, buffer.narrow(0, 0, count),
+                                 p.bias.defined() ? p.bias.narrow(0, first, count) : OptionalTensor());
+    if (p.residual.defined()) tile.add_((p.rotation.defined() ? stream : p.residual).narrow(1, first, count));
     y.narrow(1, first, count).copy_(tile);
   }
+}
+
+bool multiplies_bf16() {
+#if defined(__x86_64__)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
 }
 
 at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, const at::Tensor& positions,
@@ -60,11 +131,26 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
   at::Tensor y = at::empty(sparse24_linear_sizes(x, out), x.options());
   if (y.numel() == 0) return y;
   const int64_t tokens = y.numel() / out;
+  const auto contiguous = [](const OptionalTensor& t) { return t ? t->contiguous() : at::Tensor(); };
+  const Problem p{x.reshape({tokens, in}),
+                  values.contiguous(),
+                  positions.contiguous(),
+                  contiguous(bias),
+                  residual ? residual->reshape({tokens, out}) : at::Tensor(),
+                  contiguous(rotation),
+                  tokens,
+                  in,
+                  out};
   at::Tensor rows = y.view({tokens, out});
-  const OptionalTensor stream =
-      residual ? OptionalTensor(residual->reshape({tokens, out})) : OptionalTensor();
-  by_dense_tiles(x.reshape({tokens, in}), values.contiguous(), positions.contiguous(), bias, stream, rotation,
-                 rows);
+  if (tokens > kFewTokens && x.scalar_type() == at::kBFloat16 && multiplies_bf16()) {
+    by_dense_tiles(p, rows);
+  } else if (x.scalar_type() == at::kBFloat16) {
+    by_packed_rows<Bf16>(p, rows);
+  } else if (x.scalar_type() == at::kHalf) {
+    by_packed_rows<Fp16>(p, rows);
+  } else {
+    by_packed_rows<float>(p, rows);
+  }
   return y;
 }
 

@@ -1,0 +1,258 @@
+#include "ops/cpu/sparse24_linear_simd.h"
+
+#include "ops/cpu/lanes24.h"
+
+namespace drot::DROT_SIMD {
+namespace {
+
+// Rows and tokens of which each vector is used several times: twelve sums and seven other registers.
+constexpr int kRows = 4, kTokens = 3;
+// More tokens share rows of W that are made dense in a tile, which stays in the L2 cache as their x
+// does; kRows of them stay in the L1 cache.
+constexpr int kTileRows = kRows24, kTileColumns = 1024, kTileTokens = 48;
+
+// Rows of W, packed as they are …
+template <class V>
+struct Packed {
+  const V* values;
+  const uint8_t* positions;
+  int64_t in;
+  DROT_HOST_DEVICE Lanes at(int row, int64_t column) const {
+    return expand(values + (row * in + column) / 2, positions + (row * in + column) / 8);
+  }
+  DROT_HOST_DEVICE Lanes half_at(int row, int64_t column) const {
+    return expand_half(values + (row * in + column) / 2, positions + (row * in + column) / 8);
+  }
+};
+
+// … or dense in a tile.
+struct Dense {
+  const float* rows;
+  DROT_HOST_DEVICE Lanes at(int row, int64_t column) const {
+    return load(rows + row * kTileColumns + column);
+  }
+  DROT_HOST_DEVICE Lanes half_at(int row, int64_t column) const { return at(row, column); }
+};
+
+template <int kRowsNow, int kTokensNow>
+using Sums = Lanes[kRowsNow][kTokensNow];
+
+// sum[r][t] += w[r] · x[t], lane by lane.
+template <int kRowsNow, int kTokensNow, class W>
+DROT_HOST_DEVICE void add_products(const W& w, const float* x, int64_t stride, int64_t columns,
+                                   Sums<kRowsNow, kTokensNow>& sum) {
+  // what is used more often is loaded first, and the other in turn: so all sums stay in registers
+  const auto step = [&](int64_t column, const auto& at) {
+    if constexpr (kRowsNow < kTokensNow) {
+      Lanes ws[kRowsNow];
+      for (int r = 0; r < kRowsNow; ++r) ws[r] = at(r);
+      for (int t = 0; t < kTokensNow; ++t) {
+        const Lanes xs = load(x + t * stride + column);
+        for (int r = 0; r < kRowsNow; ++r) sum[r][t] = add_product(ws[r], xs, sum[r][t]);
+      }
+    } else {
+      Lanes xs[kTokensNow];
+      for (int t = 0; t < kTokensNow; ++t) xs[t] = load(x + t * stride + column);
+      for (int r = 0; r < kRowsNow; ++r) {
+        const Lanes ws = at(r);
+        for (int t = 0; t < kTokensNow; ++t) sum[r][t] = add_product(ws, xs[t], sum[r][t]);
+      }
+    }
+  };
+  int64_t column = 0;
+  for (; column + kLanes <= columns; column += kLanes) step(column, [&](int r) { return w.at(r, column); });
+  if (column < columns) step(column, [&](int r) { return w.half_at(r, column); });
+}
+
+template <class V>
+DROT_HOST_DEVICE void finish(const Sparse24Rows<V>& p, int64_t row, int64_t token, float y) {
+  const int64_t at = token * p.out + row;
+  if (p.bias) y += to_float(p.bias[row]);
+  if (p.residual) y += to_float(p.residual[at]);
+  if (p.rotated) y += p.rotated[at];
+  p.y[at] = from_float(y, V{});
+}
+
+// Few tokens: W goes straight from memory into registers.
+template <int kRowsNow, int kTokensNow, class V>
+void direct(const Sparse24Rows<V>& p, int64_t row) {
+  Sums<kRowsNow, kTokensNow> sum;
+  for (auto& of_row : sum) {
+    for (auto& lanes : of_row) lanes = all(0);
+  }
+  const Packed<V> w{p.values + row * p.in / 2, p.positions + row * p.in / 8, p.in};
+  add_products<kRowsNow, kTokensNow>(w, p.x, padded24(p.in), p.in, sum);
+  for (int r = 0; r < kRowsNow; ++r) {
+    for (int t = 0; t < kTokensNow; ++t) finish(p, row + r, t, sum_of(sum[r][t]));
+  }
+}
+
+template <int kRowsNow, int kTokensNow, class V>
+void direct_rows(const Sparse24Rows<V>& p, int64_t first, int64_t last) {
+  for (; first + kRowsNow <= last; first += kRowsNow) direct<kRowsNow, kTokensNow>(p, first);
+  for (; first < last; ++first) direct<1, kTokensNow>(p, first);
+}
+
+template <int kTokensNow>
+DROT_HOST_DEVICE void tile_products(const float* tile, const float* x, int64_t stride, int64_t columns,
+                                    Lanes* sums) {
+  Sums<kRows, kTokensNow> sum;
+  std::memcpy(sum, sums, sizeof(sum));
+  add_products<kRows, kTokensNow>(Dense{tile}, x, stride, columns, sum);
+  std::memcpy(sums, sum, sizeof(sum));
+}
+
+// The sums of kRows rows with up to kTokens tokens, from `token` on, are [kRows][together], one after
+// the other.
+DROT_HOST_DEVICE int64_t together_at(int64_t token, int64_t tokens) {
+  return tokens - token < kTokens ? tokens - token : kTokens;
+}
+
+// More tokens: each part of a few rows is made dense once, for up to kTileTokens of them.
+template <class V>
+void tiled_rows(const Sparse24Rows<V>& p, int64_t row, int rows, int64_t token, int64_t tokens) {
+  alignas(64) float tile[kTileRows * kTileColumns];
+  alignas(64) Lanes sums[kTileRows / kRows][kRows * kTileTokens];
+  const int64_t stride = padded24(p.in);
+  for (auto& of_rows : sums) {
+    for (auto& lanes : of_rows) lanes = all(0);
+  }
+  std::memset(tile, 0, sizeof(tile));  // rows beyond the last one are zeros
+  for (int64_t column = 0; column < p.in; column += kTileColumns) {
+    const int64_t columns = p.in - column < kTileColumns ? p.in - column : kTileColumns;
+    for (int r = 0; r < rows; ++r) {
+      const int64_t at = (row + r) * p.in + column;
+      float* const dense = tile + r * kTileColumns;
+      // the processor does not see where the next tile lies
+      fetch_block(p.values + (at + kTileColumns) / 2, kTileColumns / 2);
+      fetch_block(p.positions + (at + kTileColumns) / 8, kTileColumns / 8);
+      expand_bytes(p.values + at / 2, p.positions + at / 8, columns / 8, dense);
+      // the other half of the last vector: what lay there may be no number
+      std::memset(dense + columns, 0, (padded24(columns) - columns) * sizeof(float));
+    }
+    for (int r = 0; r < rows; r += kRows) {
+      const float* const dense = tile + r * kTileColumns;
+      for (int64_t t = 0; t < tokens; t += kTokens) {
+        const float* const x = p.x + (token + t) * stride + column;
+        Lanes* const of_tokens = sums[r / kRows] + t * kRows;
+        switch (together_at(t, tokens)) {
+          case 1:
+            tile_products<1>(dense, x, stride, columns, of_tokens);
+            break;
+          case 2:
+            tile_products<2>(dense, x, stride, columns, of_tokens);
+            break;
+          default:
+            tile_products<kTokens>(dense, x, stride, columns, of_tokens);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    for (int64_t t = 0; t < tokens; ++t) {
+      const int64_t first = t / kTokens * kTokens;
+      const Lanes* const of_tokens = sums[r / kRows] + first * kRows;
+      const int64_t at = r % kRows * together_at(first, tokens) + t - first;
+      finish(p, row + r, token + t, sum_of(of_tokens[at]));
+    }
+  }
+}
+
+}  // namespace
+
+template <class V>
+void sparse24_rows(const Sparse24Rows<V>& p, int64_t first, int64_t last) {
+  switch (p.tokens) {
+    case 1:
+      return direct_rows<4, 1>(p, first, last);
+    case 2:
+      return direct_rows<4, 2>(p, first, last);
+    case 3:
+      return direct_rows<4, 3>(p, first, last);
+    case 4:
+      return direct_rows<2, 4>(p, first, last);
+    case 5:
+      return direct_rows<2, 5>(p, first, last);
+    case 6:
+      return direct_rows<2, 6>(p, first, last);
+  }
+  for (; first < last; first += kTileRows) {
+    const int rows = static_cast<int>(last - first < kTileRows ? last - first : kTileRows);
+    for (int64_t token = 0; token < p.tokens; token += kTileTokens) {
+      const int64_t tokens = p.tokens - token < kTileTokens ? p.tokens - token : kTileTokens;
+      tiled_rows(p, first, rows, token, tokens);
+    }
+  }
+}
+
+template <class V>
+void rotate_columns(const RotatedColumns<V>& p, int64_t first, int64_t last) {
+  // The sums of `width` columns stay in the caches; four rows at a time, because each passes them once.
+  constexpr int64_t kSums = 16384, kTogether = 4;
+  const int64_t stride = padded24(p.n);
+  const int64_t fitting = kSums / p.tokens / kPadding24 * kPadding24;
+  const int64_t width = fitting < 64 ? 64 : fitting < 1024 ? fitting : 1024;
+  for (int64_t start = first; start < last; start += width) {
+    const int64_t stop = start + width < last ? start + width : last;
+    for (int64_t t = 0; t < p.tokens; ++t)
+      std::memset(p.y + t * p.n + start, 0, (stop - start) * sizeof(float));
+    for (int64_t i = 0; i < p.n; i += kTogether) {
+      const int64_t count = p.n - i < kTogether ? p.n - i : kTogether;
+      int64_t j = start;
+      for (; count == kTogether && j + kLanes <= stop; j += kLanes) {
+        Lanes q[kTogether];
+        for (int k = 0; k < kTogether; ++k) {
+          const V* const from = p.rotation + (i + k) * p.n + j;
+          q[k] = load(from);
+          __builtin_prefetch(from + kTogether * p.n);  // at the end of it, a harmless address
+        }
+        for (int64_t t = 0; t < p.tokens; ++t) {
+          float* const y = p.y + t * p.n + j;
+          Lanes sum = load(y);
+          for (int k = 0; k < kTogether; ++k) sum = add_product(all(p.x[t * stride + i + k]), q[k], sum);
+          store(sum, y);
+        }
+      }
+      for (; j < stop; ++j) {
+        for (int64_t t = 0; t < p.tokens; ++t) {
+          for (int64_t k = 0; k < count; ++k) {
+            p.y[t * p.n + j] += p.x[t * stride + i + k] * to_float(p.rotation[(i + k) * p.n + j]);
+          }
+        }
+      }
+    }
+  }
+}
+
+template <class V>
+void widen_rows(const V* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
+  const int64_t padded = padded24(columns);
+  for (int64_t i = 0; i < rows; ++i) {
+    int64_t j = 0;
+    for (; j + kLanes <= columns; j += kLanes) store(load(from + i * stride + j), to + i * padded + j);
+    for (; j < padded; ++j) to[i * padded + j] = j < columns ? to_float(from[i * stride + j]) : 0;
+  }
+}
+
+template <class V>
+void expand_bytes(const V* values, const uint8_t* positions, int64_t bytes, float* to) {
+  constexpr int64_t kBytes = kLanes / 8;
+  int64_t i = 0;
+  for (; i + kBytes <= bytes; i += kBytes) store(expand(values + 4 * i, positions + i), to + 8 * i);
+  if (i < bytes) {
+    float last[kLanes];
+    store(expand_half(values + 4 * i, positions + i), last);
+    std::memcpy(to + 8 * i, last, 8 * sizeof(float));
+  }
+}
+
+#define DROT_INSTANTIATE(V)                                                 \
+  template void sparse24_rows(const Sparse24Rows<V>&, int64_t, int64_t);    \
+  template void rotate_columns(const RotatedColumns<V>&, int64_t, int64_t); \
+  template void widen_rows(const V*, int64_t, int64_t, int64_t, float*);    \
+  template void expand_bytes(const V*, const uint8_t*, int64_t, float*);
+DROT_INSTANTIATE(Bf16)
+DROT_INSTANTIATE(Fp16)
+DROT_INSTANTIATE(float)
+
+}  // namespace drot::DROT_SIMD

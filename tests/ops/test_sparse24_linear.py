@@ -1,0 +1,216 @@
+"""sparse24_linear against fp64 products with the unpacked weight."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from drot.ops import pack24, sparse24_compress, sparse24_linear, sparse24_linear_ref, unpack24
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+TOKENS = [1, 2, 3, 4, 6, 7, 17, 50, 300]
+#: what is added: bias, residual, rotation
+ADDED = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)]
+
+
+def packed(out: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """A random 2:4 weight whose groups hold two, one or no non-zeros, at every place."""
+    w = torch.randn(out, columns // 4, 4)
+    keep = torch.rand(w.shape).argsort(-1) < torch.randint(0, 3, (*w.shape[:-1], 1))
+    return pack24((w * keep).reshape(out, columns).to(device, dtype))
+
+
+def problem(tokens: int, out: int, columns: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    """x, values, positions, bias, residual, rotation."""
+    made = [torch.randn(tokens, columns), torch.randn(out), torch.randn(tokens, out)]
+    x, bias, residual = (t.to(device, dtype) for t in made)
+    rotation = torch.linalg.qr(torch.randn(out, out))[0].to(device, dtype)
+    return [x, *packed(out, columns, dtype, device), bias, residual, rotation]
+
+
+def exact(x: Tensor, values: Tensor, positions: Tensor, *added: Tensor | None) -> Tensor:
+    wide = [None if t is None else t.double() for t in added]
+    return sparse24_linear_ref(x.double(), values.double(), positions, *wide)
+
+
+def assert_near(got: Tensor, want: Tensor, factor: float = 1.0) -> None:
+    """As near as one rounding to the dtype, and the sums in fp32, allow."""
+    assert got.shape == want.shape
+    if not got.numel():
+        return
+    eps = torch.finfo(got.dtype).eps
+    size = want.square().mean().sqrt() + 1e-30
+    error = (got.double() - want).abs()
+    assert float((error / (want.abs() + size)).max()) < factor * (0.6 * eps + 2e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize(("out", "columns"), [(1, 8), (37, 72), (130, 1160), (64, 2048)])
+def test_product(out: int, columns: int, tokens: int, dtype: torch.dtype, device: str) -> None:
+    x, values, positions, *_ = problem(tokens, out, columns, dtype, device)
+    want = x.double() @ unpack24(values, positions).double().mT
+    assert_near(sparse24_linear(x, values, positions), want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 16, 19])
+@pytest.mark.parametrize("chosen", ADDED)
+def test_what_is_added(chosen: tuple[int, int, int], tokens: int, dtype: torch.dtype, device: str) -> None:
+    x, values, positions, *rest = problem(tokens, 70, 264, dtype, device)
+    added = [t if choice else None for t, choice in zip(rest, chosen, strict=True)]
+    got = sparse24_linear(x, values, positions, *added)
+    # on a GPU the libraries' paths round what is added before the product
+    assert_near(got, exact(x, values, positions, *added), factor=1.0 if device == "cpu" else 3.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 8, 16, 100])
+def test_compressed(tokens: int, dtype: torch.dtype, device: str) -> None:
+    x, values, positions, bias, residual, rotation = problem(tokens, 64, 256, dtype, device)
+    compressed = sparse24_compress(values, positions)
+    assert compressed.dtype == torch.uint8
+    assert compressed.numel() == 0 or device != "cpu"
+    for added in ((), (bias,), (bias, residual), (None, residual, rotation)):
+        padded = (*added, *[None] * (3 - len(added)))
+        got = sparse24_linear(x, values, positions, *padded, compressed)
+        assert_near(got, exact(x, values, positions, *added), factor=1.0 if device == "cpu" else 3.0)
+
+
+def test_the_instruction_sets_agree() -> None:
+    """The tests of this file once more, without AVX; the choice is made once in a process."""
+    if os.environ.get("DROT_SIMD") == "baseline":
+        pytest.skip("this is that run")
+    chosen = "test_product or test_what_is_added or test_prefix_is_left_alone"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", chosen, __file__]
+    done = subprocess.run(
+        command, env={**os.environ, "DROT_SIMD": "baseline"}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("shape", [(24,), (1, 24), (2, 3, 24), (0, 24), (2, 0, 24)])
+def test_leading_dimensions(shape: tuple[int, ...], device: str) -> None:
+    values, positions = packed(9, 24, torch.bfloat16, device)
+    x = torch.randn(shape).to(device, torch.bfloat16)
+    residual = torch.randn(*shape[:-1], 9).to(device, torch.bfloat16)
+    got = sparse24_linear(x, values, positions, None, residual)
+    assert_near(got, exact(x, values, positions, None, residual))
+
+
+@pytest.mark.parametrize(("out", "columns"), [(0, 16), (5, 0), (0, 0)])
+def test_empty_weight(out: int, columns: int, device: str) -> None:
+    values, positions = pack24(torch.zeros(out, columns, device=device))
+    bias = torch.randn(out, device=device)
+    got = sparse24_linear(torch.randn(3, columns, device=device), values, positions, bias)
+    assert torch.equal(got, bias.expand(3, out))
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 40])
+def test_non_contiguous(tokens: int, device: str) -> None:
+    x, values, positions, bias, residual, rotation = problem(tokens, 40, 64, torch.float32, device)
+    want = exact(x, values, positions, bias, residual, rotation)
+    wide = torch.randn(tokens, 131, device=device)
+    wide[:, 3:67] = x
+    for view in (wide[:, 3:67], x.mT.contiguous().mT, torch.stack([x, x], -1)[..., 1]):
+        got = sparse24_linear(
+            view,
+            values.mT.contiguous().mT,
+            positions.mT.contiguous().mT,
+            torch.stack([bias, bias], -1)[:, 0],
+            residual.mT.contiguous().mT,
+            rotation.mT.contiguous().mT,
+        )
+        assert_near(got, want, factor=1.0 if device == "cpu" else 3.0)
+    assert_near(sparse24_linear(x[:1].expand(tokens, 64), values, positions, bias)[-1:],
+                exact(x[:1], values, positions, bias))  # fmt: skip
+
+
+def test_prefix_is_left_alone(device: str) -> None:
+    """What lies beside a row is read by no vector: a NaN there must not reach the result."""
+    for tokens in (1, 5, 40):
+        x, values, positions, *_ = problem(tokens, 33, 24, torch.float32, device)
+        around = torch.full((tokens, 56), torch.nan, device=device)
+        around[:, 8:32] = x
+        assert_near(sparse24_linear(around[:, 8:32], values, positions), exact(x, values, positions))
+
+
+def test_non_finite_values_come_through(device: str) -> None:
+    x, values, positions, *_ = problem(2, 16, 64, torch.bfloat16, device)
+    values[3, 5], values[4, 0] = torch.inf, torch.nan
+    got = sparse24_linear(x, values, positions)
+    want = x.float() @ unpack24(values, positions).float().mT
+    assert torch.equal(got.isfinite(), want.isfinite())
+
+
+def test_result_is_the_same_again(device: str) -> None:
+    x, values, positions, *added = problem(16, 128, 1024, torch.bfloat16, device)
+    first = sparse24_linear(x, values, positions, *added)
+    assert torch.equal(first, sparse24_linear(x, values, positions, *added))
+    # and does not depend on the number of threads
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert torch.equal(first, sparse24_linear(x, values, positions, *added))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_wrong_input(device: str) -> None:
+    x, values, positions, bias, residual, rotation = problem(2, 4, 16, torch.float32, device)
+
+    def refused(message: str, *arguments: Tensor | None) -> None:
+        with pytest.raises(ValueError, match=message):
+            sparse24_linear(*arguments)  # type: ignore[arg-type]
+
+    refused(
+        r"x must be \[\.\.\., 16\], two columns for each of values, got \[2, 8\]", x[:, :8], values, positions
+    )
+    refused(r"x must be \[\.\.\., 16\].*got \[\]", x[0, 0], values, positions)
+    refused("x must have the dtype of values, Float, got Half", x.half(), values, positions)
+    refused("values must be one of BFloat16, Half, Float, got Double", x.double(), values.double(), positions)
+    refused(r"values must have a multiple of 4 columns, got \[4, 6\]", x[:, :12], values[:, :6], positions)
+    refused(r"positions must be \[4, 2\], got \[4, 1\]", x, values, positions[:, :1])
+    refused("positions must be one of Byte, got Int", x, values, positions.int())
+    refused(
+        r"bias must be \[4\], one value for each row of values, got \[3\]", x, values, positions, bias[:3]
+    )
+    refused("bias must have the dtype of values", x, values, positions, bias.bfloat16())
+    refused(r"residual must be \[2, 4\], the shape of the result, got \[1, 4\]",
+            x, values, positions, None, residual[:1])  # fmt: skip
+    refused("rotation must come with a residual", x, values, positions, None, None, rotation)
+    refused(r"rotation must be \[4, 4\], got \[4, 3\]", x, values, positions, None, residual, rotation[:, :3])
+    refused("rotation must have the dtype of values", x, values, positions, None, residual, rotation.half())
+    refused("compressed must be one of Byte", x, values, positions, None, None, None, bias)
+    with pytest.raises(ValueError, match=r"positions must be \[4, 2\], got \[4, 1\]"):
+        sparse24_compress(values, positions[:, :1])
+
+
+def test_backward_is_refused(device: str) -> None:
+    x, values, positions, *_ = problem(2, 4, 16, torch.float32, device)
+    y = sparse24_linear(x.requires_grad_(), values, positions)
+    with pytest.raises(NotImplementedError, match="sparse24_linear has no gradient"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype: torch.dtype, device: str) -> None:
+    for tokens in (3, 20):
+        x, values, positions, *added = problem(tokens, 24, 64, dtype, device)
+        torch.library.opcheck(torch.ops.drot.sparse24_linear.default, (x, values, positions))
+        torch.library.opcheck(torch.ops.drot.sparse24_linear.default, (x, values, positions, *added))
+        torch.library.opcheck(torch.ops.drot.sparse24_linear.default, (x[None], values, positions))
+
+
+def test_compile(device: str) -> None:
+    x, values, positions, *added = problem(5, 32, 64, torch.float32, device)
+
+    @torch.compile(fullgraph=True)
+    def layer(x: Tensor, *rest: Tensor) -> Tensor:
+        return torch.relu(sparse24_linear(x * 2, *rest))
+
+    want = exact(x * 2, values, positions, *added).relu()
+    assert_near(layer(x, values, positions, *added), want)
