@@ -12,6 +12,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from drot.errors import UserError
+from drot.sparse.fused import fuse
+from drot.sparse.packed import is_packed
 
 MANIFEST = "drot.json"
 
@@ -121,8 +123,11 @@ def pick_devices(names: str | torch.device) -> list[torch.device]:
 
 
 def load(path: str | Path, *, device: str | torch.device = "auto", dtype: str = "auto") -> PreTrainedModel:
-    """A model that `drot prune` saved (or any other), on `device`, in eval mode."""
-    return load_model(path, dtype).to(pick_device(device))  # type: ignore[arg-type]
+    """A model that `drot prune` saved (or any other), on `device`, in eval mode; a packed one is fused."""
+    model = load_model(path, dtype)
+    if is_packed(model):
+        fuse(model)
+    return model.to(pick_device(device))  # type: ignore[arg-type]
 
 
 class RunState:

@@ -19,7 +19,7 @@ def convert(
 ) -> None:
     """Write MODEL's 2:4 weights packed, or packed ones dense; nothing else changes."""
     from drot import console
-    from drot.sparse.convert import convert_checkpoint
+    from drot.convert import convert_checkpoint
 
     with stdout_kept_for_the_result():
         manifest = convert_checkpoint(model, out, layout)

@@ -151,8 +151,9 @@ LEVELS = [
     {"version", "errors", "progress", "config", "_C", "_extension"},
     {"architectures", "ops", "info"},
     {"surgery"},
-    {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance", "sparse"},
-    {"layers", "run", "pipeline", "evaluation"},
+    {"sparse"},
+    {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
+    {"layers", "run", "pipeline", "convert", "evaluation"},
     {"cli", "cli_options", "cli_sparse", "console", "demo", "__main__"},
     {"__init__"},
 ]

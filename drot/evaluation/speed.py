@@ -21,7 +21,7 @@ from drot.errors import UserError
 from drot.evaluation.timing import Timing, interleaved
 from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.packed import packed_linears
-from drot.sparse.variants import DENSE, layer_variants, model_variants, shape_config
+from drot.sparse.variants import DENSE, SPARSE, layer_variants, model_variants, shape_config
 from drot.version import __version__
 
 TOKENS = (128, 512, 2048, 8192)
@@ -94,9 +94,8 @@ def measure_speed(
         weights = torch.bfloat16 if dtype == "auto" else checkpoint.parse_dtype(dtype)
     else:
         assert model is not None
-        loaded = checkpoint.load_model(model, dtype).to(place)  # type: ignore[arg-type]
-        variants["model"] = model_variants(loaded)
-        config, weights = loaded.config, loaded.dtype
+        variants["model"] = model_variants(checkpoint.load(model, device=place, dtype=dtype))
+        config, weights = variants["model"][SPARSE].config, variants["model"][SPARSE].dtype
     variants = {"layer": layer_variants(config, dtype=weights, device=place), **variants}
     cases = [
         Case(what, phase, size, rank)  # type: ignore[arg-type]

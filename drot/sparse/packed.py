@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from drot.architectures import Architecture, architecture_of, decoder_layers, layer_linears, module_at
 from drot.config import Sparsity
 from drot.errors import UserError
+from drot.sparse.fused import unfuse
 from drot.sparse.linear import SparseLinear
 from drot.surgery.residual import has_residual_rotation
 
@@ -82,6 +83,7 @@ def pack_model(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def unpack_model(model: PreTrainedModel) -> None:
     """The inverse of `pack_model`, in place: plain nn.Linears with the zeros written out."""
+    unfuse(model)
     arch = architecture_of(model.config)
     for layer in decoder_layers(model, arch):
         for _, path in arch.linears:

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.errors import UserError
 from drot.ops import nm_mask
+from drot.sparse.fused import fuse
 from drot.sparse.packed import is_packed, pack_model, unpack_model
 from drot.surgery.residual import add_residual_rotation, has_residual_rotation, remove_residual_rotation
 
@@ -67,6 +68,7 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
         linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
     sparse = _sharing_copy(dense)
     pack_model(sparse)
+    fuse(sparse)
     rotated = _sharing_copy(sparse)
     (layer,) = decoder_layers(rotated, arch)
     d = config.hidden_size
@@ -85,6 +87,7 @@ def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     packed = _sharing_copy(model)
     if not is_packed(packed):
         pack_model(packed)
+    fuse(packed)
     plain = _sharing_copy(packed)
     layers = [
         layer

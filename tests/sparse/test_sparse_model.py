@@ -7,9 +7,11 @@ import torch
 from small_models import FAMILIES, random_tokens, small_model
 from torch import nn
 
+import drot
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.errors import UserError
 from drot.ops import nm_mask
+from drot.sparse.fused import fuse, unfuse
 from drot.sparse.linear import SparseLinear
 from drot.sparse.packed import check_positions, is_packed, pack_model, packed_linears, unpack_model
 from drot.surgery.residual import set_boundary
@@ -35,9 +37,11 @@ def pruned_model(family, dtype=torch.float32, rotated=True, **changes):
     return model
 
 
-def packed_copy(model):
+def packed_copy(model, fused=False):
     packed = copy.deepcopy(model)
     pack_model(packed)
+    if fused:
+        fuse(packed)
     return packed
 
 
@@ -54,11 +58,12 @@ def ragged_batch():
     return {"input_ids": ids, "attention_mask": mask}
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_a_ragged_batch(family, dtype):
+def test_logits_of_a_ragged_batch(family, dtype, fused):
     dense = pruned_model(family, dtype)
-    packed = packed_copy(dense)
+    packed = packed_copy(dense, fused)
     batch = ragged_batch()
     real = batch["attention_mask"].bool()
     got, expected = packed(**batch).logits, dense(**batch).logits
@@ -66,15 +71,16 @@ def test_logits_of_a_ragged_batch(family, dtype):
     assert close(got[real], expected[real], dtype)
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_generate(family, cache):
+def test_generate(family, cache, fused):
     """Greedy tokens of a ragged batch, with the growing and with the static key-value cache."""
     dense = pruned_model(family)
     options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     tokens = [
         model.generate(**ragged_batch(), **options, cache_implementation=cache)
-        for model in (dense, packed_copy(dense))
+        for model in (dense, packed_copy(dense, fused))
     ]
     assert tokens[0].shape == (4, 20)
     assert torch.equal(*tokens)
@@ -82,7 +88,7 @@ def test_generate(family, cache):
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_compiles_as_one_graph(family):
-    packed = packed_copy(pruned_model(family, num_hidden_layers=2))
+    packed = packed_copy(pruned_model(family, num_hidden_layers=2), fused=family != "qwen3")
     tokens = random_tokens(2, 12)
     backend = "inductor" if family == "llama" else "aot_eager"  # one stands for all; it takes its time
     compiled = torch.compile(packed, fullgraph=True, backend=backend)
@@ -131,6 +137,40 @@ def test_a_model_without_rotations_is_stock_again():
     pack_model(model)
     unpack_model(model)
     assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("family", ["llama-biased", "qwen3"])
+def test_fusing_is_not_seen_from_outside(family, tmp_path):
+    """State dict, files and copies are those of the separate linears, and it can be undone."""
+    packed = packed_copy(pruned_model(family, torch.bfloat16))
+    before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
+    fused = copy.deepcopy(packed)
+    fuse(fused)
+    fuse(fused)  # a second time changes nothing
+    attention, mlp = fused.model.layers[0].self_attn, fused.model.layers[0].mlp
+    assert (attention.q_proj.sizes, mlp.gate_proj.sizes) == ([64, 32, 32], [48, 48])
+    assert sum(p.nbytes for p in fused.parameters()) == sum(p.nbytes for p in packed.parameters())
+
+    def same(state):
+        assert list(state) == list(before)
+        assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+
+    same(fused.state_dict())
+    fused.save_pretrained(tmp_path / "saved")
+    loaded = drot.load(tmp_path / "saved", device="cpu")
+    same(loaded.state_dict())
+    tokens = random_tokens(2, 9)
+    twin = copy.deepcopy(fused)
+    del fused.model.layers[0].self_attn.q_proj  # the copy has no part in it
+    assert torch.equal(twin(tokens).logits, loaded(tokens).logits)
+    assert close(twin.to(torch.float32)(tokens).logits, packed(tokens).logits, torch.bfloat16)
+    unfuse(loaded)
+    same(loaded.state_dict())
+    assert torch.equal(loaded(tokens).logits, packed(tokens).logits)
+    unpack_model(twin)
+    assert not is_packed(twin)
+    with pytest.raises(UserError, match="fuse needs a packed model"):
+        fuse(twin)
 
 
 def test_what_cannot_be_packed():
