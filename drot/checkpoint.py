@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from drot.errors import UserError
 from drot.sparse.fused import fuse
-from drot.sparse.packed import is_packed
+from drot.sparse.packed import compress_model, is_packed
 
 MANIFEST = "drot.json"
 
@@ -122,12 +122,25 @@ def pick_devices(names: str | torch.device) -> list[torch.device]:
     return devices
 
 
-def load(path: str | Path, *, device: str | torch.device = "auto", dtype: str = "auto") -> PreTrainedModel:
-    """A model that `drot prune` saved (or any other), on `device`, in eval mode; a packed one is fused."""
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    compress: bool = False,
+) -> PreTrainedModel:
+    """A model that `drot prune` saved (or any other), on `device`, in eval mode; a packed one is fused.
+
+    compress: packed weights also in the layout of the GPU's library, for speed with many tokens at once
+        (prefill, perplexity) at the price of about as much memory again; without effect elsewhere.
+    """
     model = load_model(path, dtype)
     if is_packed(model):
         fuse(model)
-    return model.to(pick_device(device))  # type: ignore[arg-type]
+    model = model.to(pick_device(device))  # type: ignore[arg-type]
+    if compress:
+        compress_model(model)
+    return model
 
 
 class RunState:

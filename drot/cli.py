@@ -186,7 +186,7 @@ def evaluate(
     with stdout_kept_for_the_result(), console.progress_bar() as progress:
         tokenizer = checkpoint.load_tokenizer(model)
         texts = {source: load_eval_tokens(source, tokenizer, text_column) for source in sources}
-        loaded = checkpoint.load(model, device=device, dtype=dtype)
+        loaded = checkpoint.load(model, device=device, dtype=dtype, compress=True)
         for source, tokens in texts.items():
             figures["perplexity"][source] = perplexity(loaded, tokens, seqlen=seqlen, progress=progress)
         if names:

@@ -20,7 +20,7 @@ from drot.architectures import architecture_of, decoder_layers, layer_linears, m
 from drot.errors import UserError
 from drot.evaluation.timing import Timing, interleaved
 from drot.progress import Progress, ProgressEvent, silent
-from drot.sparse.packed import packed_linears
+from drot.sparse.packed import compress_model, packed_linears
 from drot.sparse.variants import DENSE, SPARSE, layer_variants, model_variants, shape_config
 from drot.version import __version__
 
@@ -158,11 +158,11 @@ def _measure_cases(
 
 def _choose_layout(model: nn.Module, phase: Phase) -> None:
     """The GPU library's layout is for many tokens alone, and costs memory."""
-    for _, linear in packed_linears(model):
-        if phase == "decode":
+    if phase == "prefill":
+        compress_model(model)
+    else:
+        for _, linear in packed_linears(model):
             linear.compressed = None
-        elif linear.compressed is None:
-            linear.compress()
 
 
 def _call(model: Any, case: Case, device: torch.device) -> Callable[[], object]:

@@ -59,6 +59,13 @@ def is_packed(model: nn.Module) -> bool:
     return any(True for _ in packed_linears(model))
 
 
+def compress_model(model: nn.Module) -> None:
+    """`SparseLinear.compress` of all that is packed."""
+    for _, linear in packed_linears(model):
+        if linear.compressed is None:
+            linear.compress()
+
+
 # ---- from dense and back -------------------------------------------------------------------------
 
 

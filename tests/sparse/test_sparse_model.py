@@ -221,3 +221,19 @@ def test_linear_as_a_module():
         "positions": ((24, 2), torch.uint8, "meta"),
         "bias": ((24,), torch.float16, "meta"),
     }
+
+
+def test_the_gpu_library_s_layout(device):
+    """Where there is one it is kept beside the weight, moves with it, and gives the same products."""
+    torch.manual_seed(0)
+    linear = nn.Linear(128, 256, dtype=torch.bfloat16, device=device)
+    linear.weight.data.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
+    packed = SparseLinear.from_linear(linear)
+    x = torch.randn(64, 128, dtype=torch.bfloat16, device=device)
+    before = packed(x)
+    packed.compress()
+    assert device == "cuda" or packed.compressed is None
+    assert close(packed(x), before, torch.bfloat16)
+    assert list(packed.state_dict()) == ["values", "positions", "bias"]
+    assert packed.to("cpu").compressed is None
+    assert close(packed(x.cpu()), before.cpu(), torch.bfloat16)
