@@ -97,13 +97,15 @@ class Problem:
 
 
 def reference_step(problem: Problem, lr: float = 0.01):
+    """QR in fp32, everything else in the dtype of the problem, as the paper's code has it."""
+    dtype = problem.weights["q_proj"].dtype
     a = [matrix.clone().requires_grad_() for matrix in problem.objective("entropy", torch.float32).identity()]
     a[0] = a[0].detach()[0].requires_grad_()
     adam = torch.optim.Adam(a, lr=lr)
 
     def step() -> None:
         adam.zero_grad()
-        problem.reference_loss(*(torch.linalg.qr(matrix)[0] for matrix in a)).backward()
+        problem.reference_loss(*(torch.linalg.qr(matrix)[0].to(dtype) for matrix in a)).backward()
         torch.nn.utils.clip_grad_norm_(a, 1.0)
         adam.step()
 
@@ -116,6 +118,22 @@ def analytic_step(objective: LayerObjective, optimizer_class, lr: float = 0.01):
     def step() -> None:
         _, g1, g2 = objective.value_and_grad(*optimizer.matrices)
         optimizer.step([g1, g2])
+
+    return step
+
+
+def products_alone(objective: LayerObjective):
+    """The large matrix products that any exact step makes: Y and the gradient of every weight, M R of
+    every distinct M. What is above their time is everything else."""
+    r1 = objective.identity()[0][0].to(objective.dtype)
+    left = ("o_proj", "down_proj")
+
+    def step() -> None:
+        for role, weight in objective.weights.items():
+            y = r1.T @ weight if role in left else weight @ r1
+            (weight @ y.T) if role in left else (weight.T @ y)
+        for group in ("attention", "mlp"):
+            objective.metrics[group].matrix[0] @ r1
 
     return step
 
@@ -150,9 +168,10 @@ def main() -> None:
         problem = Problem(d, options.device, ff=14336 if d == 4096 else 28672 if d == 8192 else None)
         working = problem.cast(dtype)
         functions = {
-            "reference": reference_step(working if not cuda else problem),
+            "reference": reference_step(working),
             "paper": analytic_step(working.objective("entropy", dtype), PaperOptimizer),
             "fast": analytic_step(working.objective("entropy", dtype), FastOptimizer),
+            "products alone": products_alone(working.objective("entropy", dtype)),
             "fast, pruned importance": analytic_step(working.objective("pruned", dtype), FastOptimizer),
         }
         eye = problem.objective("entropy", torch.float32).identity()

@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(MODEL))
     parser.add_argument("--calibration", default=CALIBRATION.source)
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 4])
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.01, 0.02, 0.03, 0.06], help="of fast")
+    parser.add_argument("--lr", type=float, nargs="+", default=[0.01, 0.03, 0.06], help="of fast")
     parser.add_argument("--steps", type=int, nargs="+", default=[100, 200], help="of fast")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")

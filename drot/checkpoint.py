@@ -1,13 +1,17 @@
 """Checkpoints: an ordinary Hugging Face folder plus `drot.json`, and the state of an unfinished run."""
 
+import contextlib
 import json
+import logging
 import os
 import shutil
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
@@ -16,18 +20,52 @@ from drot.sparse.fused import fuse
 from drot.sparse.packed import compress_model, is_packed
 
 MANIFEST = "drot.json"
+#: of the manifest
+FORMAT_VERSION = 1
+logger = logging.getLogger("drot")
 
 
 def check_output(out: Path) -> None:
-    """Raises UserError where `out` exists and holds something that saving would overwrite."""
+    """Raises UserError where `out` exists and holds something that saving would overwrite, or where
+    nothing can be written beside it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: name another --out or remove it")
+    if out.resolve() == Path.cwd():
+        raise UserError(
+            f"--out must be a folder of its own, got the current one: name one inside it ({out}/NAME)"
+        )
+    check_writable(out)
+
+
+def check_writable(file: Path) -> None:
+    """Makes the folder that `file` is to lie in. Raises UserError where nothing can be written there."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}: {file.parent}") from None
+
+
+def partial_folder(out: Path) -> Path:
+    """Where the finished layers of an unfinished run to `out` lie."""
+    return out.with_name(out.name + ".partial")
+
+
+def check_unfinished(out: Path, *, resume: bool) -> None:
+    """Raises UserError where a run to `out` was cut off and is not to be resumed; notes where there is
+    none to resume."""
+    folder = partial_folder(out)
+    if folder.exists() and not resume:
+        raise UserError(f"{folder} holds an unfinished run: continue it with --resume or remove it")
+    if resume and not folder.exists():
+        logger.warning("%s is not there: nothing to resume, the run starts at the first layer", folder)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Writes `data` whole or not at all."""
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
@@ -52,31 +90,45 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     """The manifest of a checkpoint folder. Raises UserError where there is none or it is broken."""
     file = Path(path) / MANIFEST
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
         raise UserError(f"{path} holds no {MANIFEST}: it is not a checkpoint of drot prune") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{file} is not valid JSON (line {error.lineno}): was it cut off?") from None
+    version = manifest.get("format_version") if isinstance(manifest, dict) else None
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{file} must be of format_version {FORMAT_VERSION}, got {version}: another drot wrote it"
+        )
+    return manifest
+
+
+def load_config(path: str | Path) -> Any:
+    """The config of a hub name or folder. Raises UserError in one line where there is none."""
+    from transformers import AutoConfig
+
+    with _one_line(f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder)"):
+        return AutoConfig.from_pretrained(path)
 
 
 def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """A causal language model from a hub name or folder, on the CPU, in eval mode.
 
-    Raises UserError in one line where there is no such model or dtype.
+    Raises UserError in one line where there is no such model or dtype, or where its files are cut off
+    or lack a tensor (transformers would draw that one at random).
     """
     from transformers import AutoModelForCausalLM
 
     if isinstance(dtype, str) and dtype != "auto":
         dtype = parse_dtype(dtype)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    except UserError:  # of drot.hf, which says what to do
-        raise
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    with _one_line(f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder)"):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, output_loading_info=True)
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
         raise UserError(
-            f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder): {reason}"
-        ) from error
+            f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, the first is {missing[0]}: "
+            "the checkpoint is incomplete or of another architecture"
+        )
     return model.eval().requires_grad_(False)
 
 
@@ -84,11 +136,20 @@ def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer beside a model. Raises UserError in one line where there is none."""
     from transformers import AutoTokenizer
 
-    try:
+    with _one_line(f"cannot load a tokenizer from {str(path)!r}"):
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"cannot load a tokenizer from {str(path)!r}: {reason}") from error
+
+
+@contextlib.contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turns what transformers and safetensors raise for a bad folder into one line: `what`, and why."""
+    try:
+        yield
+    except UserError:  # of drot.hf, which says what to do
+        raise
+    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+        lines = str(error).strip().splitlines()
+        raise UserError(f"{what}: {lines[0] if lines else type(error).__name__}") from error
 
 
 def parse_dtype(name: str) -> torch.dtype:
@@ -107,8 +168,12 @@ def pick_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UserError(f"device must be auto, cpu or cuda[:N]; got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"device must be auto, cpu or cuda[:N]; got {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device {name!r} was asked for, but torch sees no GPU: use --device cpu")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UserError(f"device {name!r} was asked for, but torch sees {torch.cuda.device_count()} GPUs")
     return device
 
 
@@ -134,10 +199,11 @@ def load(
     compress: packed weights also in the layout of the GPU's library, for speed with many tokens at once
         (prefill, perplexity) at the price of about as much memory again; without effect elsewhere.
     """
+    where = pick_device(device)
     model = load_model(path, dtype)
     if is_packed(model):
         fuse(model)
-    model = model.to(pick_device(device))  # type: ignore[arg-type]
+    model = model.to(where)  # type: ignore[arg-type]
     if compress:
         compress_model(model)
     return model
@@ -146,29 +212,36 @@ def load(
 class RunState:
     """The finished layers of a run that is under way, in `<out>.partial`, so that it survives a crash.
 
-    A layer is one safetensors file: its state dict, its rotation, and its record in the metadata.
+    A layer is one safetensors file: its state dict, its rotation, and its record in the metadata. The
+    folder is made with the first of them. Raises UserError where it belongs to another run.
     """
 
-    def __init__(self, out: Path, identity: dict[str, Any], *, resume: bool) -> None:
-        self.folder = out.with_name(out.name + ".partial")
+    def __init__(self, out: Path, identity: dict[str, Any]) -> None:
+        self.folder = partial_folder(out)
+        self.identity = json.loads(json.dumps(identity))  # as it will be read: tuples are lists there
         run = self.folder / "run.json"
-        if self.folder.exists() and not resume:
-            raise UserError(f"{self.folder} holds an unfinished run: continue it with --resume or remove it")
-        if run.exists():
+        if not run.exists():
+            return
+        try:
             before = json.loads(run.read_text(encoding="utf-8"))
-            changed = [key for key in identity if before.get(key) != identity[key]]
-            if changed:
-                raise UserError(
-                    f"cannot resume {self.folder}: {', '.join(changed)} differ from that run; "
-                    "repeat its options or remove the folder"
-                )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        write_json(run, identity)
+        except ValueError:
+            raise UserError(
+                f"cannot resume {self.folder}: its run.json is broken; remove the folder"
+            ) from None
+        changed = [key for key in self.identity if before.get(key) != self.identity[key]]
+        if changed:
+            raise UserError(
+                f"cannot resume {self.folder}: {', '.join(changed)} differ from that run; "
+                "repeat its options or remove the folder"
+            )
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
+        if not self.folder.exists():
+            self.folder.mkdir()
+            write_json(self.folder / "run.json", self.identity)
         file = self._file(name)
         part = file.with_suffix(".part")
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
@@ -186,4 +259,4 @@ class RunState:
 
     def discard(self) -> None:
         """Called when the checkpoint is written."""
-        shutil.rmtree(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)

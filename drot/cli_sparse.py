@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from drot.cli_options import Device, Dtype, Json, print_json, stdout_kept_for_the_result
+from drot.cli_common import Device, Dtype, Json, print_json, stdout_kept_for_the_result
 from drot.errors import UserError
 
 

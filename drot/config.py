@@ -37,6 +37,12 @@ def _at_least(name: str, value: float, low: float) -> None:
         raise UserError(f"{name} must be a finite number of at least {low}; got {value!r}")
 
 
+def _whole(name: str, value: int, low: int, high: int | None = None) -> None:
+    if not isinstance(value, int) or value < low or (high is not None and value > high):
+        allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise UserError(f"{name} must be a whole number {allowed}; got {value!r}")
+
+
 @dataclass(frozen=True)
 class Sparsity:
     """Which share of the weights goes: `n:m` keeps n of every m neighbours along the input
@@ -92,8 +98,9 @@ class CalibrationConfig:
     text_column: str = "text"
 
     def __post_init__(self) -> None:
-        _at_least("nsamples", self.nsamples, 1)
-        _at_least("seqlen", self.seqlen, 2)
+        _whole("nsamples", self.nsamples, 1)
+        _whole("seqlen", self.seqlen, 2)
+        _whole("seed", self.seed, 0, 2**64 - 1)  # what torch.Generator takes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +117,7 @@ class RotationConfig:
     steps, lr: None takes OPTIMIZER_DEFAULTS, or SHARED_LR.
     early_stop: `fast` ends when a step lowers the loss by less than this share of it; 0 never does.
     hessians: `sequential` (inputs that passed the pruned layers) or `dense` (all from one pass of
-        the dense model, so that layers train independently).
+        the dense model, so that layers train independently); `shared` always takes the dense ones.
     layers_per_step: with `shared`, a step looks at so many layers only, the rest wait in main memory;
         None is all of them.
     product_dtype: dtype of the matrix products; the loss is always fp32 at least.
@@ -136,22 +143,26 @@ class RotationConfig:
         _one_of("optimizer", self.optimizer, Optimizer)
         _one_of("hessians", self.hessians, HessianSource)
         _one_of("product_dtype", self.product_dtype, ProductDtype)
-        if isinstance(self.blocks, list):  # as JSON brings it
+        if isinstance(self.blocks, list):
             object.__setattr__(self, "blocks", tuple(self.blocks))
         for size in self.blocks if isinstance(self.blocks, tuple) else (self.blocks,):
-            _at_least("blocks", size, 1)
+            _whole("blocks", size, 1)
         if self.steps is not None:
-            _at_least("steps", self.steps, 0)
+            _whole("steps", self.steps, 0)
         _at_least("early_stop", self.early_stop, 0)
         if self.layers_per_step is not None:
-            _at_least("layers_per_step", self.layers_per_step, 1)
-        if self.lr is not None and not self.lr > 0:
-            raise UserError(f"lr must be above 0; got {self.lr!r}")
+            _whole("layers_per_step", self.layers_per_step, 1)
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
+            raise UserError(f"lr must be a finite number above 0; got {self.lr!r}")
 
     @property
     def equal_blocks(self) -> int:
         """The number of equal blocks; unequal ones are trained inside a dense matrix."""
         return self.blocks if isinstance(self.blocks, int) else 1
+
+    @property
+    def resolved_hessians(self) -> str:
+        return "dense" if self.mode == "shared" else self.hessians
 
     @property
     def resolved_steps(self) -> int:
@@ -184,8 +195,9 @@ class PruningConfig:
         _one_of("method", self.method, Method)
         object.__setattr__(self, "sparsity", Sparsity.parse(self.sparsity))
         _at_least("damping", self.damping, 0)
-        _at_least("block_size", self.block_size, 1)
-        if self.sparsity.structured and self.block_size % self.sparsity.m:
+        _whole("block_size", self.block_size, 1)
+        split = self.sparsity.structured and self.block_size % self.sparsity.m
+        if split and self.method == "sparsegpt":  # the others have no blocks
             raise UserError(
                 f"block_size must be a multiple of m in n:m; got {self.block_size} and {self.sparsity}"
             )
@@ -207,19 +219,13 @@ class Recipe:
         return "pruned" if self.pruning.sparsity.structured else "entropy"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, with every default spelled out."""
+        """Plain JSON types, equal to themselves after a round trip, with every default spelled out."""
         out = dataclasses.asdict(self)
         out["pruning"]["sparsity"] = str(self.pruning.sparsity)
+        if isinstance(self.rotation.blocks, tuple):
+            out["rotation"]["blocks"] = list(self.rotation.blocks)
+        out["rotation"]["hessians"] = self.rotation.resolved_hessians
         out["rotation"]["steps"] = self.rotation.resolved_steps
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective
         return out
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "Recipe":
-        """The inverse of `to_dict`."""
-        return cls(
-            rotation=RotationConfig(**data["rotation"]),
-            pruning=PruningConfig(**data["pruning"]),
-            calibration=CalibrationConfig(**data["calibration"]),
-        )

@@ -1,6 +1,7 @@
 """What a person sees: progress on stderr, tables on stdout."""
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -36,14 +37,16 @@ def say(line: str) -> None:
 
 
 @contextlib.contextmanager
-def progress_bar(*, shared: bool = False) -> Iterator[ProgressCallback]:
-    """A callback for ProgressEvents: a bar where stderr is a terminal, else a line per layer.
+def progress_bar(*, shared: bool = False, label: str = "loss") -> Iterator[ProgressCallback]:
+    """A callback for ProgressEvents: a bar where stderr is a terminal, else lines.
 
-    shared: one training serves all layers, so its bar counts steps alone.
+    shared: one training serves all layers. label: what a training's loss is, `entropy` for that objective.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
-        yield LineProgress(console)
+        lines = LineProgress(console, shared=shared, label=label)
+        yield lines
+        lines.close()
         return
     columns = (
         TextColumn("{task.description}"),
@@ -54,14 +57,14 @@ def progress_bar(*, shared: bool = False) -> Iterator[ProgressCallback]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bars:
-        yield BarProgress(bars, shared=shared)
+        yield BarProgress(bars, shared=shared, label=label)
 
 
 class BarProgress:
     """One bar per pass over the layers or over the windows of an evaluation."""
 
-    def __init__(self, bars: Progress, *, shared: bool = False) -> None:
-        self.bars, self.shared = bars, shared
+    def __init__(self, bars: Progress, *, shared: bool = False, label: str = "loss") -> None:
+        self.bars, self.shared, self.label = bars, shared, label
         self.task = bars.add_task("start", total=None, detail="")
         self.completed, self.total, self.layer = 0.0, 0.0, 0
 
@@ -74,7 +77,7 @@ class BarProgress:
 
     def _position(self, event: ProgressEvent) -> tuple[float, float, str]:
         share = event.step / event.steps if event.steps else 0.0
-        loss = "" if event.loss is None else f"  loss {event.loss:.4g}"
+        loss = "" if event.loss is None else f"  {self.label} {event.loss:.4g}"
         if event.phase == "evaluate":
             return event.step, event.steps, f"window {event.step}/{event.steps}"
         if event.phase == "measure":
@@ -82,38 +85,60 @@ class BarProgress:
         if event.phase == "rotate" and self.shared:
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
         where = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""
+        behind = self.completed if self.total == event.layers else 0.0
         if event.phase == "rotate":
             detail = f"{where}  step {event.step}/{event.steps}{loss}"
-            return event.layer + TRAINING_SHARE * share, event.layers, detail
+            # of layers that train side by side one may end behind the next
+            return max(event.layer + TRAINING_SHARE * share, behind), event.layers, detail
         trained = event.phase == "prune" and self.layer == event.layer
-        behind = self.completed if trained and self.total == event.layers else 0.0
-        return max(event.layer, behind), event.layers, where
+        return max(event.layer, behind if trained else 0.0), event.layers, where
 
 
 class LineProgress:
-    """A plain line for every layer that is pruned, every training and every evaluation."""
+    """A plain line for every training, every layer that is pruned and every evaluation."""
 
-    def __init__(self, console: Console) -> None:
-        self.console, self.started = console, time.perf_counter()
-        self.trained = ""
-        self.first_loss: float | None = None
+    def __init__(self, console: Console, *, shared: bool = False, label: str = "loss") -> None:
+        self.console, self.shared, self.label = console, shared, label
+        self.started = time.perf_counter()
+        self.first: ProgressEvent | None = None  # of the training that is under way
+        self.last: ProgressEvent | None = None
+        self.lock = threading.Lock()  # layers may train side by side
 
     def __call__(self, event: ProgressEvent) -> None:
-        if event.phase == "rotate" and event.loss is not None:
-            if self.first_loss is None:
-                self.first_loss = event.loss
-            self.trained = f"loss {self.first_loss:.4g} -> {event.loss:.4g} in {event.step} steps, "
-        elif event.phase == "calibrate":
-            self.first_loss = None
-        elif event.phase == "prune":
-            self._line(f"layer {event.layer + 1}/{event.layers}: {self.trained}pruning")
-            self.trained, self.first_loss = "", None
-        elif event.phase == "evaluate" and event.step == event.steps:
-            self._line(f"evaluated {event.steps} windows")
-        elif event.phase == "measure":
-            self._line(f"measured case {event.step} of {event.steps}")
-        elif event.phase == "save":
-            self._line("saving")
+        with self.lock:
+            another = self.last is not None and event.layer != self.last.layer
+            if event.phase != "rotate" or another:
+                self._end_training()  # one that settled early has no last step
+            if event.phase == "rotate":
+                self.first, self.last = self.first or event, event
+                if event.step == event.steps:
+                    self._end_training()
+            elif event.phase == "prune":
+                self._line(f"layer {event.layer + 1}/{event.layers}: pruning")
+            elif event.phase == "evaluate" and event.step == event.steps:
+                self._line(f"evaluated {event.steps} windows")
+            elif event.phase == "measure":
+                self._line(f"measured case {event.step} of {event.steps}")
+            elif event.phase == "save":
+                self._line("saving")
+
+    def close(self) -> None:
+        """Says what was not said yet."""
+        with self.lock:
+            self._end_training()
+
+    def _end_training(self) -> None:
+        first, last = self.first, self.last
+        self.first = self.last = None
+        if first is None or last is None:
+            return
+        which = "all layers" if self.shared else f"layer {last.layer + 1}/{last.layers}"
+        change = ""
+        if last.loss is not None:
+            # with layers side by side only the end of each is told
+            before = f"{first.loss:.4g} -> " if first is not last and first.loss is not None else ""
+            change = f"{self.label} {before}{last.loss:.4g} "
+        self._line(f"{which}: rotated, {change}in {last.step} steps")
 
     def _line(self, text: str) -> None:
         seconds = time.perf_counter() - self.started
@@ -132,6 +157,10 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     facts.add_row("model", str(manifest.get("base_model", "")))
     facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}, damping {pruning['damping']:g}")
     facts.add_row("rotation", _rotation_line(rotation, manifest.get("rotations_file")))
+    if trained := manifest.get("shared_rotation"):
+        facts.add_row(
+            "shared training", _shared_line(trained, len(manifest["layers"]), rotation["objective"])
+        )
     shape = "{} x {}".format(*manifest["calibration"]["shape"])
     facts.add_row("calibration", f"{calibration['source']}, {shape} tokens, seed {calibration['seed']}")
     facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
@@ -143,6 +172,8 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     rows = [_layer_cells(layer) for layer in manifest["layers"]]
     table = Table(title="Layers", title_justify="left")
     shown = [heading for heading in COLUMNS if any(row[heading] != "-" for row in rows)]
+    if rotation["objective"] == "entropy" and "entropy" in shown:
+        shown.remove("loss")  # the same figure
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
@@ -165,7 +196,17 @@ def _rotation_line(rotation: dict[str, Any], file: dict[str, Any] | None) -> str
     if file is not None:
         return f"{rotation['mode']}{blocks}, from {file['file']}"
     how = f"{rotation['steps']} steps of {rotation['optimizer']}, lr {rotation['lr']:g}"
-    return f"{rotation['mode']}{blocks}, objective {rotation['objective']}, {how}"
+    hessians = ", dense Hessians" if rotation["hessians"] == "dense" else ""
+    return f"{rotation['mode']}{blocks}, objective {rotation['objective']}, {how}{hessians}"
+
+
+def _shared_line(trained: dict[str, Any], layers: int, objective: str) -> str:
+    """The one training of `shared`, as means over the layers."""
+    loss = _change(trained["loss_before"] / layers, trained["loss_after"] / layers)
+    entropy = _change(trained["entropy_before"], trained["entropy_after"])
+    steps = len(trained["loss_curve"]) - 1
+    shown = f"entropy {entropy}" if objective == "entropy" else f"loss {loss}, entropy {entropy}"
+    return f"{steps} steps, {shown} a layer"
 
 
 def _layer_cells(layer: dict[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from drot import checkpoint, pipeline
 from drot.calibration.data import load_calibration
 from drot.config import CalibrationConfig, Recipe, RotationConfig
+from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.progress import Progress, silent
 
@@ -52,6 +53,8 @@ def run_demo(
     Everything is float32 on the CPU, so that every machine shows the same figures.
     """
     checkpoint.check_output(out)
+    if (partial := checkpoint.partial_folder(out)).exists():
+        raise UserError(f"{partial} is left of a demo that was cut off: remove it or name another --out")
     tokenizer = checkpoint.load_tokenizer(MODEL)
     options = dict(nsamples=calibration.nsamples, seqlen=calibration.seqlen, seed=calibration.seed)
     tokens = load_calibration(calibration.source, tokenizer, text_column=calibration.text_column, **options)

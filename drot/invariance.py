@@ -23,11 +23,14 @@ class InvarianceError(RuntimeError):
     """A rotation changed the model's function: a fault of the surgery, which stops the run."""
 
 
-def random_rotation(d: int, shape: HeadShape, generator: torch.Generator) -> LayerRotation:
-    """Orthogonal R1 [d, d] and R2 [kv, h, h] in fp64, drawn by QR of a Gaussian."""
+def random_rotation(
+    d: int, shape: HeadShape, generator: torch.Generator, device: torch.device | str = "cpu"
+) -> LayerRotation:
+    """Orthogonal R1 [d, d] and R2 [kv, h, h] in fp64 on `device`, by QR of a Gaussian drawn on the CPU."""
 
     def draw(*size: int) -> Tensor:
-        return torch.linalg.qr(torch.randn(*size, generator=generator, dtype=torch.float64))[0]
+        gaussian = torch.randn(*size, generator=generator, dtype=torch.float64)
+        return torch.linalg.qr(gaussian.to(device))[0]
 
     return LayerRotation(draw(d, d), draw(shape.kv_heads, shape.head_dim, shape.head_dim))
 
@@ -94,7 +97,7 @@ def check_model(
     stream.hidden_states = stream.hidden_states.float()
     rotated: CalibrationStream | None = None
     for index, layer in enumerate(layers):
-        rotation = rotations[index] if rotations else random_rotation(d, shape, generator)
+        rotation = rotations[index] if rotations else random_rotation(d, shape, generator, device)
         r1 = rotation.r1.to(device)
         if rotated is None:
             first = last = r1

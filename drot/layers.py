@@ -33,6 +33,7 @@ def layer_objective(
     weights = folded_weights(layer, arch)
     device = stream.hidden_states.device
     method = recipe.pruning.method
+    with_down = recipe.objective == "pruned"
     hessians = {}
     if method != "magnitude":
         work = copy.deepcopy(layer)
@@ -42,6 +43,8 @@ def layer_objective(
         for path in (arch.attention_norm, arch.mlp_norm):
             reset_norm(module_at(work, path), arch.norm_offset)
         firsts = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
+        if not with_down:  # the largest of the four
+            del firsts["down"]
         hessians = stream.hessians(work, index, firsts)
     metrics = layer_metrics(
         method,
@@ -49,7 +52,7 @@ def layer_objective(
         shape,
         damping=recipe.pruning.damping,
         reference_compat=recipe.rotation.reference_compat,
-        with_down=recipe.objective == "pruned",
+        with_down=with_down,
     )
     objective = LayerObjective(
         {role: weight.to(device) for role, weight in weights.items()},

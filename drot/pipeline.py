@@ -13,6 +13,7 @@ from drot import checkpoint
 from drot.calibration.data import load_calibration
 from drot.config import CalibrationConfig, Recipe, Sparsity
 from drot.errors import UserError
+from drot.fits import check_recipe
 from drot.progress import Progress, ProgressEvent, silent
 from drot.rotation.artifact import save_rotations
 from drot.run import PruningRun
@@ -64,14 +65,22 @@ def prune(
     out = None if out is None else Path(out)
     if out is not None:
         checkpoint.check_output(out)
+        checkpoint.check_unfinished(out, resume=resume)
     elif resume:
         raise UserError("resume needs out: the folder of the run that was interrupted")
+    if save_rotations_to is not None:
+        if recipe.rotation.mode == "none":
+            raise UserError(
+                "there are no rotations to save: --save-rotations needs --rotation layer or shared"
+            )
+        checkpoint.check_writable(Path(save_rotations_to))
     devices = checkpoint.pick_devices(device)
     source = str(model) if isinstance(model, str | Path) else getattr(model.config, "_name_or_path", "")
     if isinstance(model, str | Path):
         _refuse_pruned(Path(model))
         if dtype == "auto" and devices[0].type == "cpu":
             dtype = torch.float32
+        check_recipe(checkpoint.load_config(model), recipe, devices)
         tokenizer = tokenizer or checkpoint.load_tokenizer(model)
         model = checkpoint.load_model(model, dtype)
     elif tokenizer is None and calibration is None:
@@ -92,12 +101,13 @@ def prune(
         raise UserError("this model is packed, so it was pruned already: prune its dense original")
     if layout == "packed":
         check_packable(model)
+    model.eval()  # a dropout would be calibrated along
     run = PruningRun(model, recipe, tokens, devices, progress)
     if rotations is not None:
         run.use_rotations(Path(rotations))
     state = None
     if out is not None:
-        state = checkpoint.RunState(out, run.identity(source), resume=resume)
+        state = checkpoint.RunState(out, run.identity(source))
     manifest = run.execute(state) | {"base_model": source}
     if layout == "packed":
         pack_model(model)

@@ -1,9 +1,9 @@
-"""One run over a model's layers: rotations, pruning, merging, and the manifest that tells of it."""
+"""One run over a model's layers: rotations, pruning, merging."""
 
 import dataclasses
-import platform
+import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from drot.architectures import (
     architecture_of,
     decoder_layers,
     head_shape,
-    layer_linears,
     validate_model,
 )
 from drot.calibration.data import calibration_hash
@@ -23,18 +22,18 @@ from drot.calibration.stream import CalibrationStream
 from drot.checkpoint import RunState
 from drot.config import Recipe
 from drot.errors import UserError
+from drot.fits import check_recipe, check_tokens
 from drot.invariance import check_layer, check_model
 from drot.layers import layer_objective, prune_layer
+from drot.manifest import manifest, zero_share
 from drot.progress import Progress, ProgressEvent
 from drot.rotation.apart import train_apart
 from drot.rotation.artifact import load_rotations, rotation_tensors, rotations_from
 from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
-from drot.surgery.residual import has_residual_rotation, set_boundary
+from drot.surgery.residual import set_boundary
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
-from drot.version import __version__
 
-FORMAT_VERSION = 1
 #: a layer's rotation and the record of its training
 Trained = tuple[LayerRotation, dict[str, Any]]
 
@@ -53,18 +52,12 @@ class PruningRun:
     ) -> None:
         self.model, self.recipe, self.tokens = model, recipe, tokens
         self.devices, self.device, self.progress = devices, devices[0], progress
-        if len(devices) > 1 and (recipe.rotation.mode, recipe.rotation.hessians) != ("layer", "dense"):
-            raise UserError(
-                "several devices train layers side by side, which needs --rotation layer --hessians dense; "
-                f"got --rotation {recipe.rotation.mode} --hessians {recipe.rotation.hessians}"
-            )
         self.arch = architecture_of(model.config)
-        validate_model(model, self.arch)
-        _check_fits(tokens, model.config)
-        self.shape = head_shape(model.config)
         self.layers = decoder_layers(model, self.arch)
-        if any(has_residual_rotation(layer) for layer in self.layers):
-            raise UserError("this model was already rotated by drot: prune its dense original")
+        check_recipe(model.config, recipe, devices)
+        check_tokens(tokens, model.config)
+        validate_model(model, self.arch)
+        self.shape = head_shape(model.config)
         self.home = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.rotations_file: dict[str, Any] | None = None
@@ -84,13 +77,15 @@ class PruningRun:
         equal = all(torch.equal(rotation.r1, self.given[0].r1) for rotation in self.given)
         if self.recipe.rotation.mode == "shared" and not equal:
             raise UserError(f"{path} holds a rotation for each layer: use it with --rotation layer")
-        self.rotations_file = {"file": path.name, "trained_with": record}
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.rotations_file = {"file": path.name, "sha256": digest, "trained_with": record}
 
     def identity(self, source: str) -> dict[str, Any]:
         """What must be equal for a run to be resumed."""
         return {
             "model": source,
             "recipe": self.recipe.to_dict(),
+            "rotations": self.rotations_file and self.rotations_file["sha256"],
             "calibration": calibration_hash(self.tokens),
             "dtype": str(self.dtype).removeprefix("torch."),
             "layers": len(self.layers),
@@ -113,7 +108,18 @@ class PruningRun:
         layers, self.rotations = self._prune_layers(state, rotations, records)
         if self.rotates:
             self._merge(self.rotations)
-        return self._manifest(layers, error, time.perf_counter() - started)
+        return manifest(
+            self.recipe,
+            self.tokens,
+            self.device,
+            self.dtype,
+            relative_logit_error=error,
+            sparsity=zero_share(self.layers, self.arch),
+            shared_rotation=self.shared_record,
+            rotations_file=self.rotations_file,
+            seconds={**self.seconds, "total": time.perf_counter() - started},
+            layers=layers,
+        )
 
     @property
     def _needs_dense_pass(self) -> bool:
@@ -131,17 +137,22 @@ class PruningRun:
             self._train_shared(state) if self.recipe.rotation.mode == "shared" else self._train_apart(state)
         )
 
-    def _dense_objectives(self) -> Iterator[tuple[LayerObjective, dict[str, float]]]:
-        """Objective and dampings of one layer after the other, as the dense model feeds them."""
+    def _dense_objectives(
+        self, done: Collection[int] = ()
+    ) -> Iterator[tuple[int, LayerObjective, dict[str, float]]]:
+        """Index, objective and dampings of one layer after the other, as the dense model feeds them;
+        those that are `done` are passed through only."""
         stream = CalibrationStream.embed(self.model, self.arch, self.tokens, self.device)
         for index, layer in enumerate(self.layers):
             layer.to(self.device)
             self._event("calibrate", index)
             with _Clock(self.seconds, "calibrate"):
-                objective, damping = layer_objective(layer, index, stream, self.arch, self.shape, self.recipe)
+                if index not in done:
+                    found = layer_objective(layer, index, stream, self.arch, self.shape, self.recipe)
                 stream.advance(layer, index)
             layer.to(self.home)
-            yield objective, damping
+            if index not in done:
+                yield index, *found
 
     def _train_shared(self, state: RunState | None) -> list[Trained]:
         """One R1 for the sum of all layers."""
@@ -151,22 +162,33 @@ class PruningRun:
             return list(zip(rotations_from(tensors, len(self.layers)), records, strict=True))
         wait = self.recipe.rotation.layers_per_step is not None
         objectives, records = [], []
-        for objective, damping in self._dense_objectives():
-            objectives.append(objective.on(torch.device("cpu")) if wait else objective)
+        for _, objective, damping in self._dense_objectives():
+            objectives.append(objective.waiting(self.dtype) if wait else objective)
             records.append({"damping": damping})
-        rotations, self.shared_record = self._train(objectives, 0)
+        try:
+            rotations, self.shared_record = self._train(objectives, 0)
+        except torch.OutOfMemoryError as fault:
+            raise UserError(
+                f"{len(objectives)} layers at once do not fit in the memory of {self.device}: "
+                "--layers-per-step 4 keeps the others in main memory"
+            ) from fault
         if state:
             state.save("rotations", rotation_tensors(rotations), [records, self.shared_record])
         return list(zip(rotations, records, strict=True))
 
     def _train_apart(self, state: RunState | None) -> list[Trained]:
         """A rotation a layer, each trained on the next device that is free."""
-        dampings: list[dict[str, float]] = []
+        done, dampings = {}, {}
+        for index in range(len(self.layers)):
+            if saved := state.load(f"rotation_{index:05d}") if state else None:
+                done[index] = rotations_from(saved[0], 1)[0], saved[1]
+        if len(done) == len(self.layers):
+            return list(done.values())
 
-        def objectives() -> Iterator[LayerObjective]:
-            for objective, damping in self._dense_objectives():
-                dampings.append(damping)
-                yield objective
+        def objectives() -> Iterator[tuple[int, LayerObjective]]:
+            for index, objective, damping in self._dense_objectives(done):
+                dampings[index] = damping
+                yield index, objective
 
         def train(index: int, objective: LayerObjective) -> Trained:
             (rotation,), record = self._train([objective], index)
@@ -175,33 +197,32 @@ class PruningRun:
                 state.save(f"rotation_{index:05d}", rotation_tensors([rotation]), record)
             return rotation, record
 
-        done = {}
-        for index in range(len(self.layers)):
-            if saved := state.load(f"rotation_{index:05d}") if state else None:
-                done[index] = rotations_from(saved[0], 1)[0], saved[1]
-        if len(done) == len(self.layers):
-            return list(done.values())
-        return train_apart(objectives(), train, self.devices, done)
+        trained = done | train_apart(objectives(), train, self.devices)
+        return [trained[index] for index in range(len(self.layers))]
 
     def _train(
         self, objectives: list[LayerObjective], index: int
     ) -> tuple[list[LayerRotation], dict[str, Any]]:
-        """Trains where the first objective lies; the rotations come back to the run's device."""
+        """Trains where the first objective lies; the rotations wait in main memory, as those of a file
+        or of an interrupted run do: in fp64 they are larger than the layers."""
         device = objectives[0].device if len(self.devices) > 1 else self.device
 
         def on_step(step: int, steps: int, loss: float) -> None:
-            if len(self.devices) == 1 or step == steps:  # one bar cannot follow several layers
+            if len(self.devices) == 1:  # one bar cannot follow several layers
                 self._event("rotate", index, step=step, steps=steps, loss=loss)
 
         with _Clock(self.seconds, "rotate"):
             rotations, record = train_rotation(objectives, self.recipe.rotation, on_step, device)
+            if len(self.devices) > 1:
+                done = len(record.loss_curve) - 1
+                self._event("rotate", index, step=done, steps=done, loss=record.loss_after)
             entropies = {}
             for name, rotation in (("before", None), ("after", rotations)):
                 entropies[f"entropy_{name}"] = sum(
                     objective.on(device).entropy(rotation[i] if rotation else None)
                     for i, objective in enumerate(objectives)
                 ) / len(objectives)
-        return [rotation.to(self.device) for rotation in rotations], dataclasses.asdict(record) | entropies
+        return [rotation.to("cpu") for rotation in rotations], dataclasses.asdict(record) | entropies
 
     # ---- the pruning pass ----------------------------------------------------------------------
 
@@ -284,51 +305,12 @@ class PruningRun:
         """Merges neighbouring R1s into one matrix a boundary, and the ends into embedding and head."""
         rotate_ends(self.model, self.arch, rotations[0].r1, rotations[-1].r1)
         if self.recipe.rotation.mode == "shared":
+            assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
             return  # every boundary is the identity: a stock architecture
         for before, after, layer in zip(rotations, rotations[1:], list(self.layers)[1:], strict=False):
-            set_boundary(layer, before.r1, after.r1, self.dtype, self.home)
+            before_r1, after_r1 = before.r1.to(self.device), after.r1.to(self.device)
+            set_boundary(layer, before_r1, after_r1, self.dtype, self.home)
         self.model.config.quantization_config = {"quant_method": "drot", "residual_rotation": True}
-
-    def _manifest(self, layers: list[dict[str, Any]], error: float | None, seconds: float) -> dict[str, Any]:
-        import transformers
-
-        zeros = total = 0
-        for layer in self.layers:
-            for linear in layer_linears(layer, self.arch).values():
-                zeros += int((linear.weight == 0).sum())
-                total += linear.weight.numel()
-        return {
-            "format_version": FORMAT_VERSION,
-            "versions": {
-                "drot": __version__,
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "python": platform.python_version(),
-            },
-            "device": torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu",
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "recipe": self.recipe.to_dict(),
-            "calibration": {"sha256": calibration_hash(self.tokens), "shape": list(self.tokens.shape)},
-            "stock_architecture": not self.rotates or self.recipe.rotation.mode == "shared",
-            "relative_logit_error": error,
-            "sparsity": zeros / total,
-            "shared_rotation": self.shared_record,
-            "rotations_file": self.rotations_file,
-            "seconds": {**self.seconds, "total": seconds},
-            "layers": layers,
-        }
-
-
-def _check_fits(tokens: Tensor, config: Any) -> None:
-    """Raises UserError for tokens that are not of this model's vocabulary, or longer than it reads."""
-    if int(tokens.max()) >= config.vocab_size or int(tokens.min()) < 0:
-        raise UserError(
-            f"calibration token ids must be in [0, {config.vocab_size}), the model's vocabulary, "
-            f"got {int(tokens.min())} to {int(tokens.max())}: use this model's own tokenizer"
-        )
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and tokens.shape[1] > longest:
-        raise UserError(f"seqlen {tokens.shape[1]} is more than the {longest} positions of this model")
 
 
 def _layer_tensors(layer: nn.Module, rotation: LayerRotation | None) -> dict[str, Tensor]:

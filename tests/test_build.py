@@ -153,8 +153,8 @@ LEVELS = [
     {"surgery"},
     {"sparse"},
     {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
-    {"layers", "run", "pipeline", "convert", "evaluation"},
-    {"cli", "cli_options", "cli_sparse", "console", "demo", "__main__"},
+    {"layers", "fits", "manifest", "run", "pipeline", "convert", "evaluation"},
+    {"cli", "cli_common", "cli_prune", "cli_sparse", "console", "demo", "__main__"},
     {"__init__"},
 ]
 

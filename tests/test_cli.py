@@ -1,17 +1,15 @@
 """The command line: what reaches the recipe, what lands on which stream, and the exit status."""
 
 import dataclasses
-import io
 import json
+import math
 
 import pytest
 import torch
-from rich.console import Console
-from rich.progress import Progress
 from torch import nn
 
 import drot
-from drot import cli, console, pipeline
+from drot import cli, cli_prune, pipeline
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.demo import HELD_OUT, MODEL
 from drot.errors import UserError
@@ -75,14 +73,13 @@ def test_defaults_are_those_of_the_recipe(calls, tmp_path):
     assert options["rotations"] is None and options["save_rotations_to"] is None
 
 
-def test_every_option_arrives(calls, tmp_path):
+def test_every_option_arrives(calls):
     text = (
-        "prune m --out o --method wanda --sparsity 4:8 --rotation shared --objective entropy "
-        "--optimizer paper --steps 7 --lr 0.5 --early-stop 0.1 --hessians dense --layers-per-step 2 "
-        "--product-dtype bfloat16 "
-        "--reference-compat --damping 0.1 --block-size 64 --calibration some.txt --nsamples 3 --seqlen 9 "
-        "--seed 5 --text-column body --rotations r.st --save-rotations s.st --device cpu --dtype bfloat16 "
-        "--resume --format packed"
+        "prune m --out o --sparsity 4:8 --rotation shared --objective entropy "
+        "--optimizer paper --steps 7 --lr 0.5 --hessians dense --layers-per-step 2 "
+        "--product-dtype bfloat16 --reference-compat --damping 0.1 --block-size 64 --calibration some.json "
+        "--nsamples 3 --seqlen 9 --seed 5 --text-column body --save-rotations s.st --device cpu "
+        "--dtype bfloat16 --resume --format packed"
     )
     assert cli.run(text.split()) == 0
     ((_, recipe, options),) = calls
@@ -93,18 +90,73 @@ def test_every_option_arrives(calls, tmp_path):
             optimizer="paper",
             steps=7,
             lr=0.5,
-            early_stop=0.1,
             layers_per_step=2,
             hessians="dense",
             product_dtype="bfloat16",
             reference_compat=True,
         ),
-        pruning=PruningConfig(method="wanda", sparsity=Sparsity.parse("4:8"), damping=0.1, block_size=64),
-        calibration=CalibrationConfig(source="some.txt", nsamples=3, seqlen=9, seed=5, text_column="body"),
+        pruning=PruningConfig(sparsity=Sparsity.parse("4:8"), damping=0.1, block_size=64),
+        calibration=CalibrationConfig(source="some.json", nsamples=3, seqlen=9, seed=5, text_column="body"),
     )
-    assert str(options["rotations"]) == "r.st" and str(options["save_rotations_to"]) == "s.st"
+    assert str(options["save_rotations_to"]) == "s.st"
     assert (options["device"], options["dtype"], options["resume"]) == ("cpu", "bfloat16", True)
     assert options["layout"] == "packed"
+    assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--rotations", "r.st"]) == 0
+    assert calls[1][1].pruning.method == "wanda" and str(calls[1][2]["rotations"]) == "r.st"
+    assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1"]) == 0
+    assert calls[2][1].rotation.early_stop == 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--rotation none --steps 5 --lr 0.1", "--steps, --lr have no effect with --rotation none"),
+        ("--rotation none --objective entropy", "--objective has no effect with --rotation none"),
+        ("--rotation none --hessians dense", "--hessians has no effect with --rotation none"),
+        ("--rotation none --save-rotations f", "--save-rotations has no effect with --rotation none"),
+        ("--rotation none --rotations f", "--rotations has no effect with --rotation none"),
+        ("--rotations f --steps 5", "--steps has no effect with --rotations FILE"),
+        ("--rotations f --rotation block:4", "--rotation block:N has no effect with --rotations FILE"),
+        ("--layers-per-step 2", "--layers-per-step has no effect with --rotation other than shared"),
+        (
+            "--rotation shared --layers-per-step 2 --early-stop 0.1",
+            "--early-stop has no effect with --layers-per-step",
+        ),
+        ("--optimizer paper --early-stop 0.1", "--early-stop has no effect with --optimizer paper"),
+        (
+            "--method wanda --reference-compat",
+            "--reference-compat has no effect with --method other than sparsegpt",
+        ),
+        (
+            "--method magnitude --block-size 64 --damping 0.1",
+            "--damping, --block-size have no effect with --method other than sparsegpt",
+        ),
+        ("--calibration a.txt --text-column body", "--text-column has no effect with a .txt file"),
+    ],
+)
+def test_an_option_without_effect_is_refused(calls, capsys, options, message):
+    assert cli.run(["prune", "m", "--out", "o", *options.split()]) == 2
+    error = one_line(capsys.readouterr().err)
+    assert message in error and "leave one or the other out" in error and not calls
+
+
+def test_defaults_may_be_spelled_out(calls):
+    text = "prune m --out o --method magnitude --rotation none --block-size 128 --objective auto"
+    assert cli.run(text.split()) == 0
+
+
+def test_only_sparsegpt_has_blocks(calls):
+    """m = 3 does not divide the default block; Wanda has none and must not ask for another."""
+    assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--sparsity", "1:3"]) == 0
+    assert cli.run(["prune", "m", "--out", "o", "--sparsity", "1:3"]) == 2
+
+
+def test_the_recipe_in_the_manifest_survives_json():
+    """A resumed run compares it with the one of run.json."""
+    for rotation in (RotationConfig(blocks=(24, 8)), RotationConfig(mode="shared"), RotationConfig()):
+        written = Recipe(rotation=rotation).to_dict()
+        assert json.loads(json.dumps(written)) == written
+        assert written["rotation"]["hessians"] == ("dense" if rotation.mode == "shared" else "sequential")
 
 
 @pytest.mark.parametrize("field", dataclasses.fields(Recipe))
@@ -152,7 +204,10 @@ def test_table(calls, capsys):
         (["--sparsity", "4:2"], "sparsity must be a ratio"),
         (["--steps", "many"], "'--steps'"),
         (["--no-such-option"], "--no-such-option"),
-        (["--nsamples", "0"], "nsamples must be a finite number of at least 1; got 0"),
+        (["--nsamples", "0"], "nsamples must be a whole number of at least 1; got 0"),
+        (["--seed", "-1"], "seed must be a whole number from 0 to 18446744073709551615; got -1"),
+        (["--seed", str(2**64)], "seed must be a whole number from 0 to 18446744073709551615; got 1844"),
+        (["--lr", "inf"], "lr must be a finite number above 0; got inf"),
     ],
 )
 def test_the_users_mistakes(calls, capsys, options, message):
@@ -222,57 +277,29 @@ def test_info(capsys):
 
 def test_parse_rotation_refuses():
     with pytest.raises(UserError, match="whole number"):
-        cli.parse_rotation("block:")
+        cli_prune.parse_rotation("block:")
 
 
-def positions(events, shared=False):
-    """Share of the bar after every event."""
-    with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as bars:
-        progress = console.BarProgress(bars, shared=shared)
-        shares = []
-        for event in events:
-            progress(event)
-            task = bars.tasks[0]
-            shares.append(task.completed / task.total)
-    return shares
+@pytest.mark.parametrize("arguments", [[], ["--debug"]])
+def test_nothing_asked_for_is_help(capsys, arguments):
+    assert cli.run(arguments) == 0
+    captured = capsys.readouterr()
+    assert "Usage: drot" in captured.out and captured.err == ""
 
 
-def test_bar_moves_forward_within_a_pass():
-    events = []
-    for layer in range(2):
-        where = dict(layer=layer, layers=2)
-        events.append(ProgressEvent(phase="calibrate", **where))
-        events += [ProgressEvent(phase="rotate", step=i, steps=4, loss=1.0, **where) for i in range(5)]
-        events.append(ProgressEvent(phase="prune", **where))
-    shares = positions(events)
-    assert shares == sorted(shares)
-    assert shares[5] == pytest.approx(0.45) and shares[6] == shares[5] and shares[7] == 0.5
+def test_info_of_what_is_no_folder(capsys, tmp_path):
+    (tmp_path / "drot.json").write_text("{}")
+    for path, what in ((tmp_path / "drot.json", "is a file"), (tmp_path / "no", "does not exist")):
+        assert cli.run(["info", str(path)]) == 2
+        assert f"{path} {what}: name the folder" in one_line(capsys.readouterr().err)
 
 
-def test_bar_starts_again_for_the_next_pass():
-    """A shared rotation: calibrate all layers, train once, prune all layers."""
-    events = [ProgressEvent(phase="calibrate", layer=i, layers=4) for i in range(4)]
-    events += [ProgressEvent(phase="rotate", layers=4, step=i, steps=10) for i in (1, 10)]
-    events += [ProgressEvent(phase="prune", layer=i, layers=4) for i in range(4)]
-    assert positions(events, shared=True) == [0, 0.25, 0.5, 0.75, 0.1, 1.0, 0, 0.25, 0.5, 0.75]
-
-
-def test_lines_without_a_terminal():
-    file = io.StringIO()
-    progress = console.LineProgress(Console(file=file))
-    for layer in range(2):
-        progress(ProgressEvent(phase="calibrate", layer=layer, layers=2))
-        for step in range(3):
-            progress(
-                ProgressEvent(
-                    phase="rotate", layer=layer, layers=2, step=step, steps=2, loss=4.0 - step - layer
-                )
-            )
-        progress(ProgressEvent(phase="prune", layer=layer, layers=2))
-    progress(ProgressEvent(phase="evaluate", step=1, steps=2))
-    progress(ProgressEvent(phase="evaluate", step=2, steps=2))
-    assert [line.rpartition(" (")[0] for line in file.getvalue().splitlines()] == [
-        "layer 1/2: loss 4 -> 2 in 2 steps, pruning",
-        "layer 2/2: loss 3 -> 1 in 2 steps, pruning",
-        "evaluated 2 windows",
-    ]
+def test_json_has_no_infinity(monkeypatch, capsys):
+    """Infinity and NaN are no JSON: a figure that is not finite is null."""
+    figures = {"model": "m", "seqlen": 8, "perplexity": {"a": math.inf, "b": math.nan}, "tasks": {"t": 0.5}}
+    monkeypatch.setattr("drot.evaluation.measure.measure", lambda model, **options: figures)
+    assert cli.run(["eval", "m", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out, parse_constant=pytest.fail) == figures | {"perplexity": {"a": None, "b": None}}
+    assert cli.run(["eval", "m"]) == 0
+    assert "inf" in capsys.readouterr().out

@@ -54,6 +54,16 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
+def test_what_a_cut_off_demo_left_is_named_at_once(tmp_path, monkeypatch):
+    """Not after the minutes that the first two models take."""
+    (tmp_path / "out.partial").mkdir()
+    monkeypatch.setattr("drot.checkpoint.load_tokenizer", lambda *args: pytest.fail("work began"))
+    with pytest.raises(
+        UserError, match=r"out\.partial is left of a demo .*: remove it or name another --out"
+    ):
+        run_demo(tmp_path / "out")
+
+
 def test_table(monkeypatch):
     """What the user reads: three rows and a sentence; a rotation that did not help is not praised."""
     file = io.StringIO()

@@ -1,10 +1,11 @@
 """Perplexities on the tiny model against figures taken with the paper's own code (goldens.json).
 
-Model, text and goldens lie beside the checkout in CI and on our machines; elsewhere this is skipped
-(the demo's test covers the same ground with what the package carries).
+Model, text and goldens lie in a folder `shared` beside the checkout, or where DROT_SHARED says; where they
+are missing this is skipped (the demo's test covers the same ground with what the package carries).
 """
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from drot.checkpoint import load_tokenizer
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
-SHARED = Path(__file__).resolve().parent.parent.parent / "shared"
+SHARED = Path(os.environ.get("DROT_SHARED") or Path(__file__).resolve().parents[2] / "shared")
 MODEL, DATA = SHARED / "models" / "tiny-llama", SHARED / "data"
-pytestmark = pytest.mark.skipif(not (SHARED / "goldens.json").exists(), reason="goldens are not at hand")
+pytestmark = pytest.mark.skipif(
+    not (SHARED / "goldens.json").exists(), reason=f"there is no {SHARED / 'goldens.json'}"
+)
 
 
 def golden(method, sparsity=None, steps=0, precision=None):

@@ -3,10 +3,11 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from small_models import FAMILIES, random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
@@ -21,10 +22,10 @@ from drot.invariance import InvarianceError
 TOKENS = random_tokens(8, 40)
 
 
-def recipe(mode="layer", method="sparsegpt", sparsity="2:4", steps=5, **rotation):
+def recipe(mode="layer", method="sparsegpt", sparsity="2:4", steps=5, block_size=16, **rotation):
     return Recipe(
         rotation=RotationConfig(mode=mode, steps=steps, **rotation),
-        pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity), block_size=16),
+        pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity), block_size=block_size),
         calibration=CalibrationConfig(seqlen=40),
     )
 
@@ -194,12 +195,22 @@ def test_mistakes_are_one_line(tmp_path):
     cases = [
         (dict(out=tmp_path / "full"), "exists and is not an empty folder"),
         (dict(resume=True), "resume needs out"),
+        (dict(out=Path.cwd().parent / Path.cwd().name), "exists and is not an empty folder|of its own"),
+        (dict(out=tmp_path / "full" / "file" / "out"), "cannot write .*file/out: "),
+        (
+            dict(save_rotations_to=tmp_path / "full" / "file" / "r.safetensors"),
+            "cannot write .*r.safetensors: ",
+        ),
+        (dict(chosen=recipe("none"), save_rotations_to=tmp_path / "r"), "there are no rotations to save"),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):
             prune(small_model("llama"), **options)
-    with pytest.raises(UserError, match="device must be auto, cpu or cuda"):
-        drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device="gpu")
+    for device in ("gpu", "meta", "mps"):
+        with pytest.raises(UserError, match="device must be auto, cpu or cuda"):
+            drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device=device)
+    with pytest.raises(UserError, match="torch sees"):
+        drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device="cuda:99")
     with pytest.raises(UserError, match="cannot load a tokenizer from|cannot load a causal language model"):
         drot.prune(tmp_path / "nothing", recipe(), calibration=TOKENS)
     with pytest.raises(UserError, match="needs tokenizer=..., or calibration="):
@@ -207,6 +218,81 @@ def test_mistakes_are_one_line(tmp_path):
     rotated = prune(small_model("llama")).model
     with pytest.raises(UserError, match="already rotated by drot"):
         prune(rotated)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (recipe(sparsity="5:20", block_size=20), "multiples of 20; this model's hidden size is 32"),
+        (recipe(sparsity="2:32", block_size=32), "multiples of 32; this model's intermediate size is 48"),
+        (recipe(blocks=3), "an N that divides the hidden size 32; got 3"),
+        (recipe(blocks=(30, 4)), r"must add up to the hidden size 32, got \[30, 4\] = 34"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused_before_the_weights_are_read(chosen, message, tmp_path):
+    """From a folder that holds a config and nothing else, and from a loaded model."""
+    model = small_model("llama", head_dim=16)
+    model.config.save_pretrained(tmp_path / "config-only")
+    for what in (tmp_path / "config-only", model):
+        with pytest.raises(UserError, match=message):
+            prune(what, chosen)
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path):
+    """transformers would draw what is missing at random, and say so in a table."""
+    whole = tmp_path / "whole"
+    small_model("llama").save_pretrained(whole)
+    file = whole / "model.safetensors"
+    tensors = load_file(file)
+    lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks 1 tensors .* first is model.layers.1.mlp.up_proj.weight"):
+        drot.load(whole)
+    save_file(
+        tensors | {"model.layers.1.mlp.up_proj.weight": lost[:, :8].clone()}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(UserError, match="cannot load a causal language model") as caught:
+        drot.load(whole)
+    assert "\n" not in str(caught.value)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot load a causal language model"):
+        drot.load(whole)
+
+
+def test_an_unfinished_run_goes_on_with_the_same_rotations_only(tmp_path):
+    file, out = tmp_path / "rotations.safetensors", tmp_path / "out"
+    chosen = recipe("shared")
+    prune(small_model("llama"), chosen, save_rotations_to=file)
+
+    def crash(event):
+        if event.phase == "prune" and event.layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(small_model("llama"), chosen, rotations=file, out=out, progress=crash)
+    with pytest.raises(UserError, match="cannot resume .*: rotations differ"):
+        prune(small_model("llama"), chosen, out=out, resume=True)
+    resumed = prune(small_model("llama"), chosen, rotations=file, out=out, resume=True)
+    whole = prune(small_model("llama"), chosen, rotations=file)
+    for a, b in zip(linears(whole.model), linears(resumed.model), strict=True):
+        assert torch.equal(a.weight, b.weight)
+
+
+def test_a_run_that_stops_before_its_first_layer_leaves_nothing(tmp_path, caplog):
+    out = tmp_path / "out"
+
+    def crash(event):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(small_model("llama"), out=out, progress=crash)
+    assert not list(tmp_path.iterdir())
+    prune(small_model("llama"), recipe(blocks=(8, 24)), out=out, resume=True)
+    assert "nothing to resume" in caplog.text
+    (tmp_path / "torn.partial").mkdir()
+    (tmp_path / "torn.partial" / "run.json").write_text('{"model": ')
+    with pytest.raises(UserError, match="its run.json is broken"):
+        prune(small_model("llama"), out=tmp_path / "torn", resume=True)
 
 
 def test_tokens_must_fit_the_model():

@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +11,14 @@ from torch import Tensor
 
 from drot.errors import UserError
 
-#: hub name → (dataset, configuration or data file, whether it is streamed document by document)
+#: hub name → arguments of datasets.load_dataset; a streamed one comes document by document
 HUB = {
     "c4": {"path": "allenai/c4", "data_files": "en/c4-train.00000-of-01024.json.gz", "streaming": True},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "streaming": False},
 }
+#: hub names that calibrate (split `train`) and those that evaluate (split `test`)
+SPLITS = {"train": ("c4", "wikitext2"), "test": ("wikitext2",)}
+OPTION = {"train": "--calibration", "test": "--ppl"}
 SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
 SEPARATOR = "\n\n"
 
@@ -66,23 +69,26 @@ def tokenize(text: str, tokenizer: Any) -> Tensor:
 
 
 def read_text(source: str, split: str, text_column: str, *, enough: int | None = None) -> str:
-    """The text of a source, documents joined by a blank line.
+    """The text of a source, documents joined by a blank line; those without text are left out.
 
+    split: `train` or `test`, of a hub name; a file is read whole.
     enough: stop a streamed hub dataset behind that many tokens' worth of text (8 characters a token).
+    Raises UserError, in one line, for a source that is missing, empty or unreadable.
     """
     path = Path(source)
-    if source in HUB and not path.exists():
+    if source in SPLITS[split] and not path.exists():
         documents = _hub_documents(source, split, text_column)
-    elif not path.exists():
+    elif not path.is_file():
         raise UserError(
-            f"calibration or evaluation source {source!r} is neither a file nor one of {', '.join(HUB)}"
+            f"{OPTION[split]} takes {', '.join(SPLITS[split])} or a {', '.join(SUFFIXES)} file; "
+            f"got {source!r}, which is " + ("a folder" if path.is_dir() else "neither")
         )
     elif path.suffix not in SUFFIXES:
         raise UserError(
             f"{source}: unknown kind of file {path.suffix!r}; expected one of {', '.join(SUFFIXES)}"
         )
     elif path.suffix == ".txt":
-        documents = iter([path.read_text(encoding="utf-8")])
+        documents = iter([_content(path)])
     else:
         documents = _file_documents(path, text_column)
     parts, length = [], 0
@@ -103,38 +109,50 @@ def _hub_documents(source: str, split: str, text_column: str) -> Iterator[str]:
     except ImportError:
         raise UserError(
             f"{source!r} comes from the hub and needs `datasets`: pip install datasets, "
-            "or calibrate on a local file with --calibration PATH"
+            f"or use a local file: {OPTION[split]} PATH"
         ) from None
     try:
         rows = datasets.load_dataset(**HUB[source], split=split)
-        yield from (_text_of(row, text_column, source) for row in rows)
+        yield from _texts(rows, text_column, source)
     except UserError:
         raise
     except Exception as error:  # datasets raises many kinds for "no network"
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(
-            f"cannot read {HUB[source]['path']} from the hub ({reason}); "
-            "without a network, use a local file: --calibration PATH"
+            f"cannot read {HUB[source]['path']} from the hub ({_reason(error)}); "
+            f"without a network, use a local file: {OPTION[split]} PATH"
         ) from error
+
+
+def _content(path: Path) -> str:
+    """The text of a file; a byte order mark is no part of it."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at {error.start}: "
+            "convert it, for example with iconv -f latin1 -t utf-8"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _file_documents(path: Path, text_column: str) -> Iterator[str]:
     if path.suffix == ".parquet":
+        import pyarrow
         import pyarrow.parquet as parquet
 
         try:
             rows: Any = parquet.read_table(path).to_pylist()
-        except (OSError, ValueError) as error:
-            raise UserError(f"{path} is not a readable parquet file: {error}") from None
+        except (OSError, ValueError, pyarrow.ArrowException) as error:
+            raise UserError(f"{path} is not a readable parquet file: {_reason(error)}") from None
     else:
         rows = _json_rows(path)
-    for row in rows:
-        yield _text_of(row, text_column, str(path))
+    yield from _texts(rows, text_column, str(path))
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
     """Rows of a JSON list, of one JSON object, or of JSON lines, whichever the file is."""
-    content = path.read_text(encoding="utf-8")
+    content = _content(path)
     if path.suffix == ".json":
         try:
             data = json.loads(content or "[]")
@@ -142,19 +160,38 @@ def _json_rows(path: Path) -> Iterator[Any]:
             return
         except json.JSONDecodeError as error:
             if error.msg != "Extra data":  # JSON lines under the name .json are common
-                raise UserError(f"{path}, line {error.lineno}: not valid JSON ({error.msg})") from None
-    for number, line in enumerate(content.splitlines(), 1):
+                raise _not_json(path, error.lineno, error) from None
+    # not splitlines(), which also parts a line at U+2028 and its like inside a string
+    for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
-                raise UserError(f"{path}, line {number}: not valid JSON ({error.msg})") from None
+                raise _not_json(path, number, error) from None
 
 
-def _text_of(row: Any, text_column: str, source: str) -> str:
-    if isinstance(row, str):
-        return row
-    if not isinstance(row, dict) or not isinstance(row.get(text_column), str):
-        there = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-        raise UserError(f"{source} has no text column {text_column!r}; there is: {there} (--text-column)")
-    return row[text_column]
+def _not_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
+    return UserError(f"{path}, line {line}: not valid JSON ({error.msg}); was the file cut off?")
+
+
+def _texts(rows: Iterable[Any], text_column: str, source: str) -> Iterator[str]:
+    """The text of every row; a null, which datasets have for a document that was removed, is left out."""
+    for row in rows:
+        text = row.get(text_column) if isinstance(row, dict) else row
+        if isinstance(text, str):
+            yield text
+        elif isinstance(row, dict) and text_column not in row:
+            raise UserError(
+                f"{source} has no text column {text_column!r}; there is: {', '.join(map(str, row))} "
+                "(--text-column)"
+            )
+        elif text is not None:
+            where = f"column {text_column!r}" if isinstance(row, dict) else "a row"
+            raise UserError(
+                f"{source}: {where} must hold text, got {type(text).__name__} (--text-column names another)"
+            )
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

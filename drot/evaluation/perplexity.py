@@ -21,6 +21,22 @@ def load_eval_tokens(source: str, tokenizer: Any, text_column: str = "text") -> 
     return tokenize(read_text(source, "test", text_column), tokenizer)
 
 
+def check_windows(tokens: Tensor, config: Any, seqlen: int) -> None:
+    """Raises UserError unless tokens [n] make a window of seqlen tokens that a model of `config` reads."""
+    if seqlen < 2:
+        raise UserError(f"--seqlen must be at least 2, a token and the one that it foretells; got {seqlen}")
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest and seqlen > longest:
+        raise UserError(f"--seqlen must be at most {longest}, the positions of this model; got {seqlen}")
+    if len(tokens) < seqlen:
+        raise UserError(f"the text has {len(tokens)} tokens, one window needs {seqlen}: lower --seqlen")
+    if int(tokens.max()) >= config.vocab_size:
+        raise UserError(
+            f"token ids must be below {config.vocab_size}, the model's vocabulary; got {int(tokens.max())}: "
+            "the tokenizer beside the model is another model's"
+        )
+
+
 @torch.no_grad()
 def perplexity(
     model: PreTrainedModel,
@@ -33,11 +49,11 @@ def perplexity(
     """exp(mean over the whole windows of seqlen tokens of their mean token loss); the rest is left out.
 
     tokens [n]; batch_size None chooses one that bounds the memory of the logits. Losses are fp32.
-    Raises UserError for a text shorter than one window.
+    Infinite where the mean loss is beyond exp's range, NaN where it is NaN.
+    Raises UserError as `check_windows` does.
     """
+    check_windows(tokens, model.config, seqlen)
     count = len(tokens) // seqlen
-    if count == 0:
-        raise UserError(f"the text has {len(tokens)} tokens, one window needs {seqlen}: lower --seqlen")
     windows = tokens[: count * seqlen].reshape(count, seqlen)
     vocab = model.config.vocab_size
     if batch_size is None:
@@ -52,4 +68,5 @@ def perplexity(
         )
         total += float(loss.reshape(len(batch), -1).mean(1).double().sum())
         progress(ProgressEvent(phase="evaluate", step=min(start + batch_size, count), steps=count))
-    return math.exp(total / count) if total / count < 700 else math.inf
+    mean = total / count
+    return mean if math.isnan(mean) else math.exp(mean) if mean < 700 else math.inf

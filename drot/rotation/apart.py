@@ -13,12 +13,11 @@ Trained = TypeVar("Trained")
 
 
 def train_apart(
-    objectives: Iterable[LayerObjective],
+    objectives: Iterable[tuple[int, LayerObjective]],
     train: Callable[[int, LayerObjective], Trained],
     devices: list[torch.device],
-    done: dict[int, Trained],
-) -> list[Trained]:
-    """`train(index, objective)` of every objective, in order; `done` are not trained again.
+) -> dict[int, Trained]:
+    """index → `train(index, objective)` of every objective.
 
     The next objective is asked for when a device is free, so no more of them exist than devices, and
     a training that failed ends the others at their end. With one device everything runs in turn.
@@ -37,11 +36,10 @@ def train_apart(
     running: dict[int, Future[Trained]] = {}
     with ThreadPoolExecutor(len(devices)) as pool:
         device = idle.get()
-        for index, objective in enumerate(objectives):
-            if index not in done:
-                running[index] = pool.submit(work, index, objective, device)
-                device = idle.get()
+        for index, objective in objectives:
+            running[index] = pool.submit(work, index, objective, device)
+            device = idle.get()
             for future in running.values():
                 if future.done():
                     future.result()  # raises what the training raised
-    return [result for _, result in sorted((done | {i: f.result() for i, f in running.items()}).items())]
+    return {index: future.result() for index, future in running.items()}

@@ -67,15 +67,25 @@ def layer_metrics(
             mend_dead(matrix)
             absolute = damping * matrix.diagonal().mean()
             upper, used[group] = inverse_factor(matrix, damping)
-            matrix = upper.T @ upper
+            matrix = _inverse(upper, group, shape)
             if reference_compat:
-                matrix.diagonal().add_(absolute)
-        if group == "down":
+                (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(absolute)
+        elif group == "down":
             matrix = matrix.diagonal().clone()
         elif group == "o":
             matrix = diagonal_blocks(matrix, shape.heads)
         metrics[group] = Metric(matrix.to(dtype), method == "sparsegpt")
     return LayerMetrics(metrics, used)
+
+
+def _inverse(upper: Tensor, group: str, shape: HeadShape) -> Tensor:
+    """UᵀU [in, in], or the part of it that the group's metric holds, without making the rest."""
+    if group == "down":
+        return upper.square().sum(0)
+    if group == "o":
+        columns = upper.unflatten(1, (shape.heads, -1)).transpose(0, 1)
+        return columns.mT @ columns
+    return upper.T @ upper
 
 
 def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:

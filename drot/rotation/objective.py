@@ -95,12 +95,22 @@ class LayerObjective:
             self._scale = {role: self._normaliser(role) for role in weights}
 
     def on(self, device: torch.device) -> "LayerObjective":
-        """This objective with its tensors on another device; itself where they lie there already."""
-        if self.device == device:
+        """This objective with its tensors on another device, in the dtype of the products; itself where
+        they are so already."""
+        if self.device == device and self.weights["q_proj"].dtype == self.dtype:
             return self
+        return self._moved(device, self.dtype)
+
+    def waiting(self, dtype: torch.dtype) -> "LayerObjective":
+        """This objective in main memory, its weights in `dtype` (the checkpoint's) if that is smaller;
+        `on` makes it ready again."""
+        smaller = dtype if dtype.itemsize < self.dtype.itemsize else self.dtype
+        return self._moved(torch.device("cpu"), smaller)
+
+    def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerObjective":
         other = copy.copy(self)
         other.device = device
-        other.weights = {role: weight.to(device) for role, weight in self.weights.items()}
+        other.weights = {role: weight.to(device, dtype) for role, weight in self.weights.items()}
         other.metrics = {
             group: Metric(None if m.matrix is None else m.matrix.to(device), m.inverse)
             for group, m in self.metrics.items()

@@ -95,11 +95,15 @@ class _Evaluation:
 
 
 def _has_settled(curve: list[Tensor], config: RotationConfig) -> bool:
-    """Whether `fast` on whole batches gains less than `early_stop` a step, as a share of the loss."""
+    """Whether `fast` on whole batches moves by less than `early_stop` a step, as a share of the loss.
+
+    It is the spread of the last steps that counts, not the difference of two of them: a loss that
+    rises for a while is on its way.
+    """
     if config.optimizer != "fast" or config.layers_per_step or len(curve) <= SLOPE_STEPS:
         return False
-    gained = float(curve[-1 - SLOPE_STEPS] - curve[-1])
-    return gained < config.early_stop * SLOPE_STEPS * float(curve[-1])
+    low, high = torch.stack(curve[-1 - SLOPE_STEPS :]).aminmax()
+    return float(high - low) < config.early_stop * SLOPE_STEPS * float(low)
 
 
 @torch.no_grad()

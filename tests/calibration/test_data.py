@@ -72,9 +72,12 @@ def test_parquet(tmp_path):
         ("a.txt", "abc", "has 3 tokens, more than seqlen 4 are needed: lower --seqlen or give a longer text"),
         ("a.csv", "text", "unknown kind of file '.csv'; expected one of .txt, .json, .jsonl, .parquet"),
         ("a.jsonl", '{"body": "x", "id": 3}', "no text column 'text'; there is: body, id (--text-column)"),
-        ("a.jsonl", '{"text": 3}', "no text column 'text'; there is: text (--text-column)"),
+        ("a.jsonl", '{"text": 3}', "column 'text' must hold text, got int (--text-column names another)"),
+        ("a.jsonl", "[1, 2]", "a row must hold text, got list"),
+        ("a.jsonl", '{"text": null}', "is empty"),
         ("a.jsonl", '{"text": "x"}\n{"text": ', "line 2: not valid JSON"),
         ("a.json", '{"text": "x"', "line 1: not valid JSON"),
+        ("a.json", '[{"text": "x"}, {"te', "line 1: not valid JSON"),
         ("a.parquet", "no parquet", "is not a readable parquet file"),
     ],
 )
@@ -85,9 +88,57 @@ def test_a_bad_file_gets_one_line(tmp_path, name, content, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl"])
+def test_a_file_that_is_not_utf8(tmp_path, name):
+    (tmp_path / name).write_bytes("été, or 'summer'".encode("latin1"))
+    with pytest.raises(UserError, match=r"must be UTF-8, got byte 0xe9 at 0: convert it, .* iconv") as error:
+        load(str(tmp_path / name))
+    assert "\n" not in str(error.value)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    (tmp_path / "a.txt").write_text("text", encoding="utf-8-sig")
+    (tmp_path / "a.json").write_text('["text"]', encoding="utf-8-sig")
+    for name in ("a.txt", "a.json"):
+        assert read_text(str(tmp_path / name), "train", "text") == "text"
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "json"])
+def test_rows_without_text_are_left_out(tmp_path, kind):
+    rows = [{"body": "first document"}, {"body": None}, {"body": "second document"}]
+    path = tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)) if kind == "jsonl" else json.dumps(rows))
+    assert read_text(str(path), "train", "body") == "first document\n\nsecond document"
+
+
+def test_a_parquet_file_that_was_cut_off(tmp_path):
+    path = tmp_path / "a.parquet"
+    datasets.Dataset.from_dict({"text": DOCUMENTS * 100}).to_parquet(path)
+    whole = path.read_bytes()
+    for part in (whole[: len(whole) // 2], whole[: len(whole) // 4] + whole[len(whole) // 2 :]):
+        path.write_bytes(part)
+        with pytest.raises(UserError, match="is not a readable parquet file") as error:
+            load(str(path))
+        assert "\n" not in str(error.value)
+
+
+def test_a_line_separator_inside_a_string_parts_no_line(tmp_path):
+    text = "a\u2028b\x85c"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False), encoding="utf-8")
+    assert read_text(str(tmp_path / "a.jsonl"), "train", "text") == text
+
+
 def test_no_such_source(tmp_path):
-    with pytest.raises(UserError, match=r"'nothing.txt' is neither a file nor one of c4, wikitext2"):
+    with pytest.raises(UserError, match=r"--calibration takes c4, wikitext2 or .* got 'nothing.txt'"):
         load("nothing.txt")
+    (tmp_path / "folder.txt").mkdir()
+    with pytest.raises(UserError, match="which is a folder"):
+        load(str(tmp_path / "folder.txt"))
+    with pytest.raises(UserError, match=r"--ppl takes wikitext2 or a .* got 'c4'"):
+        read_text("c4", "test", "text")
 
 
 @pytest.mark.parametrize("source", ["c4", "wikitext2"])

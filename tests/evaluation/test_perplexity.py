@@ -41,3 +41,23 @@ def test_hopeless_model_is_infinite_and_no_crash():
 def test_text_shorter_than_a_window():
     with pytest.raises(UserError, match="the text has 11 tokens, one window needs 12: lower --seqlen"):
         perplexity(small_model("llama"), random_tokens(1, 11)[0], seqlen=12)
+
+
+def test_nan_is_told_from_infinite():
+    model = small_model("llama", tie_word_embeddings=False)
+    model.lm_head.weight[0] = math.nan
+    assert math.isnan(perplexity(model, random_tokens(1, 60)[0], seqlen=12))
+
+
+@pytest.mark.parametrize(
+    ("seqlen", "message"),
+    [(0, "must be at least 2"), (1, "must be at least 2"), (129, "must be at most 128, the positions of")],
+)
+def test_windows_that_the_model_cannot_read(seqlen, message):
+    with pytest.raises(UserError, match=message):
+        perplexity(small_model("llama"), random_tokens(1, 200)[0], seqlen=seqlen)
+
+
+def test_tokens_of_another_vocabulary():
+    with pytest.raises(UserError, match="must be below 96, the model's vocabulary; got 99"):
+        perplexity(small_model("llama"), random_tokens(1, 60, vocab=100)[0], seqlen=12)

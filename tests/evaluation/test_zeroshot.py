@@ -5,11 +5,10 @@ import sys
 
 import pytest
 import torch
-from small_models import small_model
 
 from drot.demo import MODEL
 from drot.errors import UserError
-from drot.evaluation.zeroshot import accuracy, zero_shot
+from drot.evaluation.zeroshot import accuracy, load_tasks, zero_shot
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.tasks import TaskManager  # noqa: E402
@@ -54,7 +53,25 @@ def test_accuracy_of_a_local_task(tmp_path, monkeypatch):
 
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
-    assert zero_shot(model, tokenizer, ["two_letters"]) == {"two_letters": pytest.approx(expected)}
+    tasks = load_tasks(["two_letters", "two_letters"])
+    assert zero_shot(model, tokenizer, tasks) == {"two_letters": pytest.approx(expected)}
+
+
+def test_accuracy_of_a_group(tmp_path, monkeypatch):
+    """A group is evaluated by its name."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "import", "choices": ["self", "self self"], "answer": 0}))
+    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=data))
+    (tmp_path / "letters.yaml").write_text(
+        "group: letters\ntask: [two_letters]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    tasks = load_tasks(["letters"])
+    assert zero_shot(model, AutoTokenizer.from_pretrained(MODEL), tasks) == {"letters": 1.0}
 
 
 @pytest.fixture(scope="module")
@@ -62,28 +79,46 @@ def manager():
     return TaskManager()  # its index takes seconds to read
 
 
-def test_unknown_task(manager, monkeypatch):
+@pytest.mark.parametrize("name", ["no_such_task", "ai2_arc"])
+def test_unknown_task(manager, monkeypatch, name):
+    """A tag is no task either: lm_eval reports nothing under its name."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
-    with pytest.raises(UserError, match="lm_eval knows no task no_such_task; `lm_eval ls tasks` lists them"):
-        zero_shot(small_model("llama"), None, ["no_such_task"])
+    with pytest.raises(UserError, match=f"lm_eval knows no task {name}; `lm_eval ls tasks` lists them"):
+        load_tasks([name])
 
 
 def test_without_lm_eval(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"pip install 'lm_eval\[hf\]'"):
-        zero_shot(small_model("llama"), None, ["piqa"])
+        load_tasks(["piqa"])
 
 
-def test_without_a_network(manager, monkeypatch):
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [
+        (ConnectionError("refused"), "zero-shot tasks need a network or a filled datasets cache"),
+        (ImportError("no module"), "leave it out of --tasks"),
+    ],
+)
+def test_a_task_that_cannot_be_loaded(manager, monkeypatch, cause, advice):
+    def get_task_dict(names, manager):
+        raise RuntimeError("could not load\nand more") from cause
+
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
+    monkeypatch.setattr("lm_eval.tasks.get_task_dict", get_task_dict)
+    with pytest.raises(UserError, match=r"cannot load lm_eval's task piqa \(could not load\); " + advice):
+        load_tasks(["piqa"])
 
-    def simple_evaluate(**options):
-        raise RuntimeError("could not load") from ConnectionError("refused")
 
-    monkeypatch.setattr(lm_eval, "simple_evaluate", simple_evaluate)
-    monkeypatch.setattr("lm_eval.models.huggingface.HFLM", lambda **options: None)
-    with pytest.raises(UserError, match=r"cannot fetch the data of piqa from the hub \(could not load\)"):
-        zero_shot(small_model("llama"), None, ["piqa"])
+def test_a_task_without_accuracy_is_refused_before_it_runs(tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "a", "choices": ["b", "c"], "answer": 0}))
+    task = TASK.replace("metric: acc", "metric: brier_score")
+    (tmp_path / "two_letters.yaml").write_text(task.format(file=data))
+    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
+    with pytest.raises(UserError, match="two_letters reports no acc; it has brier_score"):
+        load_tasks(["two_letters"])
 
 
 def test_metric_of_the_literature():

@@ -207,3 +207,16 @@ def test_equal_blocks_are_the_diagonal_of_the_dense_gradient(method, objective):
         part = slice(6 * i, 6 * i + 6)
         assert torch.allclose(g1[i], e1[part, part], rtol=0, atol=1e-10 * float(e1.abs().max()))
     assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))
+
+
+def test_an_objective_that_waits_takes_the_checkpoints_dtype():
+    """Half the memory; the checkpoint's numbers come back as they were."""
+    weights, hessians = make_layer()
+    weights = {role: weight.bfloat16().float() for role, weight in weights.items()}
+    problem = build(weights, hessians, "wanda", "pruned", "2:4", False)
+    waiting = problem.waiting(torch.bfloat16)
+    assert {weight.dtype for weight in waiting.weights.values()} == {torch.bfloat16}
+    back = waiting.on(torch.device("cpu"))
+    assert back is not waiting and back.on(torch.device("cpu")) is back
+    assert torch.equal(back.value(*back.identity()), problem.value(*problem.identity()))
+    assert problem.waiting(torch.float32).weights["q_proj"].dtype == torch.float32

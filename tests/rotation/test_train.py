@@ -131,8 +131,14 @@ def test_fast_stops_where_the_loss_has_settled_and_paper_does_not():
     flat = [10.0] + [5.0] * 100
     _, record = train_rotation([Scripted(flat)], config(steps=100))
     assert len(record.loss_curve) == 31  # the first report at which 20 steps gained nothing
-    for changes in ({"optimizer": "paper"}, {"early_stop": 0.0}):
-        _, record = train_rotation([Scripted(flat)], config(steps=100, **changes))
+    for losses, changes in (
+        (flat, {"optimizer": "paper"}),
+        (flat, {"early_stop": 0.0}),
+        ([10.0 - 0.05 * step for step in range(101)], {}),  # falling
+        ([10.0 + 0.05 * step for step in range(101)], {"early_stop": 0.0}),  # rising
+        ([7.0 + (step - 50) % 10 for step in range(101)], {}),  # as high as 20 steps ago, and moving
+    ):
+        _, record = train_rotation([Scripted(losses)], config(steps=100, **changes))
         assert len(record.loss_curve) == 101
 
 

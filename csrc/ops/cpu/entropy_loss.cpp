@@ -1,7 +1,7 @@
 #include "ops/entropy_loss.h"
 
 #include <ATen/Dispatch.h>
-#include <ATen/ops/ones.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -22,7 +22,7 @@ template <class T>
 struct Problem {
   using Math = Wide<T>;
   const T* y;
-  const Math* m;
+  const Math* m;  // or null, for 1
   int64_t rows, columns;
   double scale;
   T* dy;
@@ -47,13 +47,13 @@ double entropy_of_rows(const Problem<T>& p) {
   chunks.for_each([&](int64_t k, int64_t first, int64_t last) {
     std::vector<Math> logs(n);
     for (int64_t i = first; i < last; ++i) {
-      const auto sums = DROT_SIMD_CALL(entropy_row_sums)(p.y + i * n, p.m, n, logs.data());
+      const T* next = i + 1 < last ? p.y + (i + 1) * n : nullptr;
+      const auto sums = DROT_SIMD_CALL(entropy_row_sums)(p.y + i * n, p.m, n, logs.data(), next);
       check_finite(sums, "row", i);
       loss[i] = entropy_of(sums);
       DROT_SIMD_CALL(entropy_row_gradient)
       (EntropyRow<T>{p.y + i * n, p.m, n, entropy_group<Math>(sums, p.scale), nullptr, nullptr, logs.data(),
-                     p.dy + i * n, p.dm ? dm.data() + k * n : nullptr, p.stream,
-                     i + 1 < last ? p.y + (i + 1) * n : nullptr});
+                     p.dy + i * n, p.dm ? dm.data() + k * n : nullptr, p.stream});
     }
   });
   if (p.dm) sum_chunks(dm, n, p.dm);
@@ -98,7 +98,7 @@ double entropy_of_columns(const Problem<T>& p, bool by_row) {
     for (int64_t i = first; i < last; ++i) {
       DROT_SIMD_CALL(entropy_row_gradient)
       (EntropyRow<T>{p.y + i * n, p.m, n, row_group[i], mean_log.data(), weight.data(), nullptr, p.dy + i * n,
-                     p.dm ? dm.data() + k * n : nullptr, p.stream, nullptr});
+                     p.dm ? dm.data() + k * n : nullptr, p.stream});
     }
   });
   if (p.dm) sum_chunks(dm, n, p.dm);
@@ -111,7 +111,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> entropy_loss_cpu(const at::Tensor
   check_entropy_loss(y, m, rows, columns, scale);
   const auto wide = y.options().dtype(y.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   const at::Tensor in = y.contiguous();
-  const at::Tensor factor = m.has_value() ? m->contiguous() : at::ones({y.size(1)}, wide);
+  const at::Tensor factor = m.has_value() ? m->contiguous() : at::empty({0}, wide);
   TORCH_CHECK_VALUE(!factor.lt(0).any().item<bool>(), "m must not be negative, got a minimum of ",
                     factor.min().item<double>());
   at::Tensor dy = empty_result(in);
@@ -120,7 +120,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> entropy_loss_cpu(const at::Tensor
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "entropy_loss", [&] {
     using T = Stored<scalar_t>;
     const Problem<T> p{static_cast<const T*>(in.const_data_ptr()),
-                       factor.const_data_ptr<Wide<T>>(),
+                       m.has_value() ? factor.const_data_ptr<Wide<T>>() : nullptr,
                        y.size(0),
                        y.size(1),
                        scale,

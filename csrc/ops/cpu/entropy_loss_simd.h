@@ -14,23 +14,24 @@ template <class T>
 struct EntropyRow {
   using Math = Wide<T>;
   const T* y;
-  const Math* m;
+  const Math* m;  // or null, for 1
   int64_t columns;
   EntropyGroup<Math> row;       // of the row, zeros where rows have no entropy
   const Math* column_mean_log;  // of the columns, or null
   const Math* column_weight;
   const Math* logs;  // as entropy_row_sums left them, or null: taken again
   T* dy;
-  Math* dm;       // added to; or null
-  bool stream;    // dy past the caches
-  const T* next;  // the row that is read next, fetched meanwhile; or null
+  Math* dm;     // added to; null as m is
+  bool stream;  // dy past the caches
 };
 
 }  // namespace drot
 
-// Z and T of one row; logs [columns] gets what log_or_none gives.
+// Z and T of one row; logs [columns] gets what log_or_none gives. The row that is read next, or null, is
+// fetched meanwhile: the logarithms leave the memory idle, the gradient does not.
 DROT_SIMD_DECLARE(template <class T> EntropySums<double> entropy_row_sums(const T* y, const Wide<T>* m,
-                                                                          int64_t columns, Wide<T>* logs))
+                                                                          int64_t columns, Wide<T>* logs,
+                                                                          const T* next))
 
 // The same without the logarithms; adds the row to Z and T of the columns.
 DROT_SIMD_DECLARE(template <class T> EntropySums<double> entropy_add_row(const T* y, const Wide<T>* m,
