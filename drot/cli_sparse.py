@@ -52,6 +52,7 @@ def bench(
 ) -> None:
     """Time 2:4 against dense, with and without rotations: one layer, and MODEL from end to end."""
     from drot import console
+    from drot.console_speed import print_speed
     from drot.evaluation.speed import measure_speed
 
     with stdout_kept_for_the_result(), console.progress_bar() as progress:
@@ -69,7 +70,7 @@ def bench(
     if as_json:
         print_json(figures)
     else:
-        console.print_speed(figures)
+        print_speed(figures)
 
 
 def parse_sizes(option: str, text: str | None) -> list[int] | None:

@@ -154,7 +154,7 @@ LEVELS = [
     {"sparse"},
     {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
     {"layers", "fits", "manifest", "run", "pipeline", "convert", "evaluation"},
-    {"cli", "cli_common", "cli_prune", "cli_sparse", "console", "demo", "__main__"},
+    {"cli", "cli_common", "cli_prune", "cli_sparse", "console", "console_speed", "demo", "__main__"},
     {"__init__"},
 ]
 
