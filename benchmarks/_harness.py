@@ -9,26 +9,17 @@ import csv
 import ctypes
 import datetime
 import platform
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from drot.evaluation.timing import Timing
+from drot.evaluation.timing import interleaved as interleaved
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one call."""
-
-    p20: float
-    median: float
-    p80: float
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
@@ -57,35 +48,6 @@ def keep_pages() -> None:
         trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
         mallopt(mmap_max, 0)
         mallopt(trim_threshold, 2**31 - 1)
-
-
-def interleaved(
-    functions: Mapping[str, Callable[[], object]], *, device: str, repeats: int, warmup: int = 3
-) -> dict[str, Timing]:
-    """Times every function `repeats` times, in turn. On CUDA a call ends when the GPU has finished."""
-    cuda = torch.device(device).type == "cuda"
-
-    def once(function: Callable[[], object]) -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        function()
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
-
-    for _ in range(warmup):
-        for function in functions.values():
-            once(function)
-    seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
-        for name, function in functions.items():
-            seconds[name].append(once(function))
-    out = {}
-    for name, values in seconds.items():
-        cuts = statistics.quantiles(values, n=5) if len(values) > 1 else [values[0]] * 4
-        out[name] = Timing(p20=cuts[0], median=statistics.median(values), p80=cuts[3])
-    return out
 
 
 def report(

@@ -16,6 +16,8 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from drot.errors import UserError
+from drot.sparse.fused import fuse
+from drot.sparse.packed import compress_model, is_packed
 
 MANIFEST = "drot.json"
 #: of the manifest
@@ -68,8 +70,8 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: Any, manifest: dict[str, Any], out: Path) -> None:
-    """Writes model, tokenizer and manifest beside `out` and renames the folder at the end, so that
-    `out` either is not there or is complete."""
+    """Writes model, tokenizer and manifest (unless it is empty) beside `out` and renames the folder at the
+    end, so that `out` either is not there or is complete."""
     part = out.with_name(out.name + ".part")
     if part.exists():
         shutil.rmtree(part)
@@ -77,7 +79,8 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: Any, manifest: dict[str, 
     model.save_pretrained(part)
     if tokenizer is not None:
         tokenizer.save_pretrained(part)
-    write_json(part / MANIFEST, manifest)
+    if manifest:
+        write_json(part / MANIFEST, manifest)
     if out.exists():
         out.rmdir()  # empty, or check_output would have refused it
     os.replace(part, out)
@@ -142,6 +145,8 @@ def _one_line(what: str) -> Iterator[None]:
     """Turns what transformers and safetensors raise for a bad folder into one line: `what`, and why."""
     try:
         yield
+    except UserError:  # of drot.hf, which says what to do
+        raise
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         lines = str(error).strip().splitlines()
         raise UserError(f"{what}: {lines[0] if lines else type(error).__name__}") from error
@@ -182,10 +187,26 @@ def pick_devices(names: str | torch.device) -> list[torch.device]:
     return devices
 
 
-def load(path: str | Path, *, device: str | torch.device = "auto", dtype: str = "auto") -> PreTrainedModel:
-    """A model that `drot prune` saved (or any other), on `device`, in eval mode."""
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    compress: bool = False,
+) -> PreTrainedModel:
+    """A model that `drot prune` saved (or any other), on `device`, in eval mode; a packed one is fused.
+
+    compress: packed weights also in the layout of the GPU's library, for speed with many tokens at once
+        (prefill, perplexity) at the price of about as much memory again; without effect elsewhere.
+    """
     where = pick_device(device)
-    return load_model(path, dtype).to(where)  # type: ignore[arg-type]
+    model = load_model(path, dtype)
+    if is_packed(model):
+        fuse(model)
+    model = model.to(where)  # type: ignore[arg-type]
+    if compress:
+        compress_model(model)
+    return model
 
 
 class RunState:

@@ -1,4 +1,4 @@
-"""`drot prune | eval | info | demo`.
+"""`drot prune | eval | convert | bench | info | demo`.
 
 Defaults come from drot.config, results go to stdout, progress to stderr. Exit status: 0, 2 for the
 user's mistake (one line that says what to do), 1 for a fault of ours (one line; --debug for the rest).
@@ -14,6 +14,7 @@ import typer
 
 from drot.cli_common import Device, Dtype, Json, print_json, stdout_kept_for_the_result
 from drot.cli_prune import prune
+from drot.cli_sparse import bench, convert
 from drot.config import CalibrationConfig
 from drot.errors import UserError
 
@@ -33,6 +34,8 @@ def drot(
 
 
 app.command()(prune)
+app.command()(convert)
+app.command()(bench)
 
 
 @app.command(name="eval")

@@ -116,13 +116,13 @@ def prune(
         typer.Option(help="As for eval; with --hessians dense also several, as in cuda:0,cuda:1."),
     ] = "auto",
     dtype: Dtype = "auto",
-    layout: Annotated[str, typer.Option("--format", help="Of the saved weights: dense.")] = "dense",
+    layout: Annotated[
+        str, typer.Option("--format", help="Of the saved weights: dense, or packed for 2:4.")
+    ] = "dense",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a run that was cut off.")] = False,
     as_json: Json = False,
 ) -> None:
     """Rotate and prune MODEL, and save it as a Hugging Face folder."""
-    if layout != "dense":
-        raise UserError(f"--format must be dense, the one layout that this version writes; got {layout!r}")
     mode, blocks = parse_rotation(rotation)
     recipe = Recipe(
         rotation=RotationConfig(
@@ -161,6 +161,7 @@ def prune(
             dtype=dtype,
             rotations=rotations,
             save_rotations_to=save_rotations,
+            layout=layout,
             resume=resume,
             progress=progress,
         )

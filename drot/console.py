@@ -79,6 +79,8 @@ class BarProgress:
         loss = "" if event.loss is None else f"  {self.label} {event.loss:.4g}"
         if event.phase == "evaluate":
             return event.step, event.steps, f"window {event.step}/{event.steps}"
+        if event.phase == "measure":
+            return event.step, event.steps, f"case {event.step}/{event.steps}"
         if event.phase == "rotate" and self.shared:
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
         where = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""
@@ -114,6 +116,8 @@ class LineProgress:
                 self._line(f"layer {event.layer + 1}/{event.layers}: pruning")
             elif event.phase == "evaluate" and event.step == event.steps:
                 self._line(f"evaluated {event.steps} windows")
+            elif event.phase == "measure":
+                self._line(f"measured case {event.step} of {event.steps}")
             elif event.phase == "save":
                 self._line("saving")
 
@@ -161,8 +165,7 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
     if manifest["relative_logit_error"] is not None:
         facts.add_row("invariance", f"relative logit error {manifest['relative_logit_error']:.1e}")
-    stock = "stock architecture" if manifest["stock_architecture"] else "residual rotations; needs drot"
-    facts.add_row("opens as", f"{stock}, {manifest['dtype']}")
+    facts.add_row("opens as", f"{_opens_as(manifest)}, {manifest['dtype']}")
     facts.add_row("took", f"{manifest['seconds']['total']:.1f} s on {manifest['device']}")
     console.print(facts)
     rows = [_layer_cells(layer) for layer in manifest["layers"]]
@@ -175,6 +178,14 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     for row in rows:
         table.add_row(*(row[heading] for heading in shown))
     console.print(table)
+
+
+def _opens_as(manifest: dict[str, Any]) -> str:
+    if manifest["stock_architecture"]:
+        return "stock architecture"
+    packed = ["packed 2:4 weights"] if manifest.get("format") == "packed" else []
+    rotated = ["residual rotations"] if manifest["recipe"]["rotation"]["mode"] == "layer" else []
+    return f"{', '.join(packed + rotated)}; needs drot"
 
 
 def _rotation_line(rotation: dict[str, Any], file: dict[str, Any] | None) -> str:

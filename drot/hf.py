@@ -1,7 +1,8 @@
-"""Registers drot with transformers, so that `from_pretrained` opens checkpoints with residual rotations.
+"""Registers drot with transformers, so that `from_pretrained` opens packed checkpoints and such with
+residual rotations.
 
-Such a checkpoint's config.json says `quantization_config: {"quant_method": "drot", ...}`; a shared
-rotation, or none, needs nothing of this and loads anywhere.
+Their config.json says `quantization_config: {"quant_method": "drot", ...}`; dense weights with a shared
+rotation, or none, need nothing of this and load anywhere.
 """
 
 from typing import Any
@@ -10,6 +11,8 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from drot.architectures import architecture_of, decoder_layers
+from drot.errors import UserError
+from drot.sparse.packed import check_files, check_positions, expect_packed, packed_linears
 from drot.surgery.residual import add_residual_rotation
 
 QUANT_METHOD = "drot"
@@ -17,21 +20,32 @@ QUANT_METHOD = "drot"
 
 @register_quantization_config(QUANT_METHOD)
 class DrotConfig(QuantizationConfigMixin):
-    """residual_rotation: every layer but the first multiplies its input by a stored matrix [d, d]."""
+    """residual_rotation: every layer but the first multiplies its input by a stored matrix [d, d];
+    packed: the decoder layers' linears are stored as values and positions (drot/sparse/packed.py).
 
-    def __init__(self, residual_rotation: bool = False, **kwargs: Any) -> None:
+    UserError for anything else, which a later drot may write.
+    """
+
+    def __init__(self, residual_rotation: bool = False, packed: bool = False, **kwargs: Any) -> None:
+        if unknown := sorted(kwargs.keys() - {"quant_method"}):
+            raise UserError(
+                f"config.json asks for {', '.join(unknown)}, which this version does not know: update drot"
+            )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers' enum is its own methods
-        self.residual_rotation = residual_rotation
+        self.residual_rotation, self.packed = residual_rotation, packed
 
 
 @register_quantizer(QUANT_METHOD)
 class DrotQuantizer(HfQuantizer):
-    """Puts the residual rotations into the empty model before its weights are read."""
+    """Puts residual rotations and packed linears into the empty model before its weights are read, so
+    that no dense weight is ever made."""
 
     requires_calibration = True
     quantization_config: DrotConfig
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
         if self.quantization_config.residual_rotation:
             arch = architecture_of(model.config)
             for layer in decoder_layers(model, arch)[1:]:
@@ -39,6 +53,16 @@ class DrotQuantizer(HfQuantizer):
                 add_residual_rotation(
                     layer, model.config.hidden_size, dtype=weight.dtype, device=weight.device
                 )
+        if self.quantization_config.packed:
+            expect_packed(model)
+            if checkpoint_files is not None:  # None: the caller brought a state dict
+                check_files(model, checkpoint_files)
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for _, linear in packed_linears(model):
+            linear.requires_grad_(False)  # transformers makes every floating-point parameter trainable
+        check_positions(model)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -46,7 +70,7 @@ class DrotQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return True
+        return not self.quantization_config.packed
 
     @property
     def is_compileable(self) -> bool:

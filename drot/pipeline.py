@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 
 from drot import checkpoint
 from drot.calibration.data import load_calibration
-from drot.config import CalibrationConfig, Recipe
+from drot.config import CalibrationConfig, Recipe, Sparsity
 from drot.errors import UserError
 from drot.fits import check_recipe
 from drot.progress import Progress, ProgressEvent, silent
 from drot.rotation.artifact import save_rotations
 from drot.run import PruningRun
+from drot.sparse.packed import check_layout, check_packable, describe_layout, is_packed, pack_model
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ def prune(
     dtype: str | torch.dtype = "auto",
     rotations: str | Path | None = None,
     save_rotations_to: str | Path | None = None,
+    layout: str = "dense",
     resume: bool = False,
     progress: Progress = silent,
 ) -> PruneResult:
@@ -52,12 +54,14 @@ def prune(
     dtype: of the weights; `auto` is the checkpoint's own on a GPU and float32 on a CPU.
     rotations: a file that save_rotations_to wrote: nothing is trained, its matrices are used.
     save_rotations_to: writes the rotations, for other sparsities and methods of the same model.
+    layout: `dense`, or `packed` for values and positions of 2:4 weights; of the result and of `out`.
     out, resume: finished layers are kept in `<out>.partial`; resume=True goes on from there.
 
     Raises UserError for a mistake in the input and InvarianceError if a rotation changed the
     model's function; in both cases nothing is written to `out`.
     """
     recipe = recipe or Recipe()
+    check_layout(layout, recipe.pruning.sparsity)
     out = None if out is None else Path(out)
     if out is not None:
         checkpoint.check_output(out)
@@ -73,6 +77,7 @@ def prune(
     devices = checkpoint.pick_devices(device)
     source = str(model) if isinstance(model, str | Path) else getattr(model.config, "_name_or_path", "")
     if isinstance(model, str | Path):
+        _refuse_pruned(Path(model))
         if dtype == "auto" and devices[0].type == "cpu":
             dtype = torch.float32
         check_recipe(checkpoint.load_config(model), recipe, devices)
@@ -92,6 +97,10 @@ def prune(
                 recipe.calibration, source="tensor", nsamples=tokens.shape[0], seqlen=tokens.shape[1]
             ),
         )
+    if is_packed(model):
+        raise UserError("this model is packed, so it was pruned already: prune its dense original")
+    if layout == "packed":
+        check_packable(model)
     model.eval()  # a dropout would be calibrated along
     run = PruningRun(model, recipe, tokens, devices, progress)
     if rotations is not None:
@@ -100,6 +109,9 @@ def prune(
     if out is not None:
         state = checkpoint.RunState(out, run.identity(source))
     manifest = run.execute(state) | {"base_model": source}
+    if layout == "packed":
+        pack_model(model)
+    manifest |= describe_layout(model)
     if save_rotations_to is not None:
         save_rotations(Path(save_rotations_to), run.rotations, run.identity(source))
     if out is not None and state is not None:
@@ -107,6 +119,14 @@ def prune(
         checkpoint.save_checkpoint(model, tokenizer, manifest, out)
         state.discard()
     return PruneResult(model, manifest, out)
+
+
+def _refuse_pruned(folder: Path) -> None:
+    """Raises UserError for a checkpoint of ours that has lost weights already."""
+    if (folder / checkpoint.MANIFEST).exists():
+        before = checkpoint.read_manifest(folder)
+        if Sparsity.parse(before["recipe"]["pruning"]["sparsity"]).ratio > 0:
+            raise UserError(f"{folder} was pruned already: prune its dense original, {before['base_model']}")
 
 
 def _calibration_options(config: CalibrationConfig) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from typing import Protocol
 class ProgressEvent:
     """One sign of life.
 
-    phase: `check`, `calibrate`, `rotate`, `prune`, `evaluate` or `save`.
+    phase: `check`, `calibrate`, `rotate`, `prune`, `evaluate`, `measure` or `save`.
     layer, layers: which decoder layer of how many (0-based; layers = 0 where there is none).
-    step, steps: inside the phase (training step, window of an evaluation).
+    step, steps: inside the phase (training step, window of an evaluation, case of a benchmark).
     loss: value of the objective at that step (mean entropy or pruned importance a layer).
     """
 

@@ -153,9 +153,10 @@ LEVELS = [
     {"version", "errors", "progress", "config", "_C", "_extension"},
     {"architectures", "ops", "info"},
     {"surgery"},
+    {"sparse"},
     {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
-    {"layers", "fits", "manifest", "run", "pipeline", "evaluation"},
-    {"cli", "cli_common", "cli_prune", "console", "demo", "__main__"},
+    {"layers", "fits", "manifest", "run", "pipeline", "convert", "evaluation"},
+    {"cli", "cli_common", "cli_prune", "cli_sparse", "console", "console_speed", "demo", "__main__"},
     {"__init__"},
 ]
 

@@ -79,7 +79,7 @@ def test_every_option_arrives(calls):
         "--optimizer paper --steps 7 --lr 0.5 --hessians dense --layers-per-step 2 "
         "--product-dtype bfloat16 --reference-compat --damping 0.1 --block-size 64 --calibration some.json "
         "--nsamples 3 --seqlen 9 --seed 5 --text-column body --save-rotations s.st --device cpu "
-        "--dtype bfloat16 --resume --format dense"
+        "--dtype bfloat16 --resume --format packed"
     )
     assert cli.run(text.split()) == 0
     ((_, recipe, options),) = calls
@@ -100,6 +100,7 @@ def test_every_option_arrives(calls):
     )
     assert str(options["save_rotations_to"]) == "s.st"
     assert (options["device"], options["dtype"], options["resume"]) == ("cpu", "bfloat16", True)
+    assert options["layout"] == "packed"
     assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--rotations", "r.st"]) == 0
     assert calls[1][1].pruning.method == "wanda" and str(calls[1][2]["rotations"]) == "r.st"
     assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1"]) == 0
@@ -202,7 +203,6 @@ def test_table(calls, capsys):
         (["--rotation", "block:x"], "--rotation block:N needs a whole number of blocks; got 'block:x'"),
         (["--sparsity", "4:2"], "sparsity must be a ratio"),
         (["--steps", "many"], "'--steps'"),
-        (["--format", "packed"], "--format must be dense"),
         (["--no-such-option"], "--no-such-option"),
         (["--nsamples", "0"], "nsamples must be a whole number of at least 1; got 0"),
         (["--seed", "-1"], "seed must be a whole number from 0 to 18446744073709551615; got -1"),

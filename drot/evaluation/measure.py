@@ -39,7 +39,7 @@ def measure(
         from drot.evaluation.zeroshot import load_tasks, zero_shot
 
         prepared = load_tasks(tasks)
-    loaded = checkpoint.load(model, device=device, dtype=dtype)
+    loaded = checkpoint.load(model, device=device, dtype=dtype, compress=True)
     values = {
         source: perplexity(loaded, tokens, seqlen=seqlen, progress=progress)
         for source, tokens in texts.items()

@@ -48,6 +48,12 @@ def add_residual_rotation(
     return rotation
 
 
+def remove_residual_rotation(layer: nn.Module) -> None:
+    """Undoes `add_residual_rotation`: the layer is of its own class again, and the stream is not rotated."""
+    layer.__class__ = type(layer).__bases__[1]
+    delattr(layer, RESIDUAL_ROTATION)
+
+
 @torch.no_grad()
 def set_boundary(
     layer: nn.Module, before: Tensor, after: Tensor, dtype: torch.dtype, device: torch.device

@@ -1,0 +1,271 @@
+"""`drot bench`: is 2:4 faster than dense, and what does the rotation cost?
+
+Three variants (drot/sparse/variants.py) are timed in turn, one decoder layer and the whole model, in
+prefill (one sequence of many tokens) and decode (one token of each of a batch of sequences).
+"""
+
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from drot import checkpoint
+from drot.architectures import architecture_of, decoder_layers, layer_linears, module_at
+from drot.errors import UserError
+from drot.evaluation.timing import Timing, interleaved
+from drot.progress import Progress, ProgressEvent, silent
+from drot.sparse.packed import compress_model, packed_linears
+from drot.sparse.variants import DENSE, SPARSE, layer_variants, model_variants, shape_config
+from drot.version import __version__
+
+TOKENS = (128, 512, 2048, 8192)
+BATCHES = (1, 2, 4, 8, 16, 32)
+#: tokens before a whole model's decode is timed, and how many are then made
+PROMPT, NEW_TOKENS = 8, 32
+#: by default, on a CPU: cases that would end later are left out
+CPU_MINUTES = 3.0
+#: medians closer than this are called equal
+EQUAL = 0.03
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """size: tokens of a prefill, sequences of a decode; rank: its place among the sizes of its kind."""
+
+    what: Literal["layer", "model"]
+    phase: Phase
+    size: int
+    rank: int
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.phase} {self.size}"
+
+
+@torch.no_grad()
+def measure_speed(
+    model: str | Path | None,
+    shape: str | None = None,
+    *,
+    tokens: Sequence[int] | None = None,
+    batches: Sequence[int] | None = None,
+    repeats: int = 10,
+    minutes: float | None = None,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Times a layer in the dimensions of `shape` (drot.sparse.variants.SHAPES), or a layer in those of
+    the 2:4 checkpoint `model` and that model from end to end.
+
+    tokens, batches: sizes of prefill and decode; where one is named, only that is measured, else TOKENS
+    and BATCHES. minutes: cases that would end later are left out and named; None is CPU_MINUTES on a CPU
+    where no sizes are named, else no limit.
+    dtype: `auto` is the checkpoint's own, or bfloat16.
+
+    Returns JSON types: model, machine, dtype, repeats, versions, variants, rows, left_out. A row holds
+    what, phase, size, variant, milliseconds (of a forward pass, or of one decoded token) with p20 and
+    p80, tokens_per_second, bound (prefill: FLOP/s, those of the dense product for every variant; decode:
+    bytes/s of the weights), weight_bytes, and speedup and verdict against dense (None for dense itself).
+    Raises UserError for an unknown shape or size and for a checkpoint that is not 2:4.
+    """
+    if (model is None) == (shape is None):
+        raise UserError("name either a checkpoint or --shape")
+    for name, sizes in (("--tokens", tokens), ("--batch", batches)):
+        if sizes is not None and any(size < 1 for size in sizes):
+            raise UserError(f"{name} must be whole numbers above 0, got {', '.join(map(str, sizes))}")
+    if repeats < 1:
+        raise UserError(f"--repeats must be at least 1, got {repeats}")
+    place = checkpoint.pick_device(device)
+    if tokens is None and batches is None:
+        tokens, batches = TOKENS, BATCHES
+        if minutes is None and place.type == "cpu":
+            minutes = CPU_MINUTES
+    variants: dict[str, dict[str, PreTrainedModel]] = {}
+    if shape is not None:
+        config = shape_config(shape)
+        weights = torch.bfloat16 if dtype == "auto" else checkpoint.parse_dtype(dtype)
+    else:
+        assert model is not None
+        variants["model"] = model_variants(checkpoint.load(model, device=place, dtype=dtype))
+        config, weights = variants["model"][SPARSE].config, variants["model"][SPARSE].dtype
+    variants = {"layer": layer_variants(config, dtype=weights, device=place), **variants}
+    cases = [
+        Case(what, phase, size, rank)  # type: ignore[arg-type]
+        for what in variants
+        for phase, sizes in (("prefill", tokens or ()), ("decode", batches or ()))
+        for rank, size in enumerate(sizes)
+    ]
+    rows, left_out = _measure_cases(cases, variants, place, repeats, minutes, progress)
+    return {
+        "model": shape or str(model),
+        "machine": _machine(place),
+        "dtype": str(weights).removeprefix("torch."),
+        "repeats": repeats,
+        "versions": {"drot": __version__, "torch": torch.__version__},
+        "variants": {what: list(models) for what, models in variants.items()},
+        "rows": rows,
+        "left_out": left_out,
+    }
+
+
+def _measure_cases(
+    cases: Sequence[Case],
+    variants: Mapping[str, Mapping[str, PreTrainedModel]],
+    device: torch.device,
+    repeats: int,
+    minutes: float | None,
+    progress: Progress,
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Small sizes come first, and each of layer and model has its share of the time."""
+    started = time.perf_counter()
+    parts = list(variants)
+    ordered = sorted(cases, key=lambda case: (parts.index(case.what), case.rank))
+    last: dict[tuple[str, str], tuple[int, float]] = {}
+    rows: dict[Case, list[dict[str, Any]]] = {}
+    for number, case in enumerate(ordered):
+        begin = time.perf_counter()
+        if minutes is not None and (before := last.get((case.what, case.phase))):
+            size, seconds = before
+            expected = seconds * (case.size / size if case.phase == "prefill" else 1)
+            until = started + 60 * minutes * (parts.index(case.what) + 1) / len(parts)
+            if begin + expected > until:
+                continue
+        models = variants[case.what]
+        for model in models.values():
+            _choose_layout(model, case.phase)
+        calls = {name: _call(model, case, device) for name, model in models.items()}
+        warmup = 3 if device.type == "cuda" else 1
+        timings = interleaved(calls, device=device, repeats=repeats, warmup=warmup)
+        rows[case] = _rows(case, timings, models)
+        last[case.what, case.phase] = case.size, time.perf_counter() - begin
+        progress(ProgressEvent(phase="measure", step=number + 1, steps=len(ordered)))
+    return (
+        [row for case in cases for row in rows.get(case, [])],
+        [str(case) for case in cases if case not in rows],
+    )
+
+
+# ---- what is timed -------------------------------------------------------------------------------
+
+
+def _choose_layout(model: nn.Module, phase: Phase) -> None:
+    """The GPU library's layout is for many tokens alone, and costs memory."""
+    if phase == "prefill":
+        compress_model(model)
+    else:
+        for _, linear in packed_linears(model):
+            linear.compressed = None
+
+
+def _call(model: Any, case: Case, device: torch.device) -> Callable[[], object]:
+    """One forward pass; for a whole model's decode, NEW_TOKENS of them."""
+    shape = (1, case.size) if case.phase == "prefill" else (case.size, 1)
+    if case.what == "layer":
+        hidden = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, device=device)
+        call = lambda: model.base_model(inputs_embeds=hidden, use_cache=False)  # noqa: E731
+        return _captured(call) if device.type == "cuda" and case.phase == "decode" else call
+    vocabulary = model.config.vocab_size
+    if case.phase == "prefill":
+        ids = torch.randint(vocabulary, shape, device=device)
+        return lambda: model(ids, use_cache=False, logits_to_keep=1)
+    prompt = torch.randint(vocabulary, (case.size, PROMPT), device=device)
+    options = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    if device.type == "cuda":  # transformers then makes a CUDA graph of the step
+        options["cache_implementation"] = "static"  # type: ignore[assignment]
+    return lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    """The call as a CUDA graph, so that a layer is timed and not Python's launching of its kernels."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+# ---- what is told --------------------------------------------------------------------------------
+
+
+def _rows(
+    case: Case, timings: Mapping[str, Timing], models: Mapping[str, PreTrainedModel]
+) -> list[dict[str, Any]]:
+    steps = NEW_TOKENS if (case.what, case.phase) == ("model", "decode") else 1
+    dense = models[DENSE]
+    arch = architecture_of(dense.config)
+    products = sum(
+        linear.weight.numel()
+        for layer in decoder_layers(dense, arch)
+        for linear in layer_linears(layer, arch).values()
+    )
+    rows = []
+    for variant, timing in timings.items():
+        seconds = timing.median / steps
+        weights = _weight_bytes(models[variant], case.what)
+        speedup = timings[DENSE].median / timing.median
+        if case.phase == "prefill":
+            bound = 2 * products * case.size / seconds
+        else:
+            bound = _streamed_bytes(models[variant], case.what) / seconds
+        rows.append(
+            {
+                "what": case.what,
+                "phase": case.phase,
+                "size": case.size,
+                "variant": variant,
+                "milliseconds": 1e3 * seconds,
+                "p20": 1e3 * timing.p20 / steps,
+                "p80": 1e3 * timing.p80 / steps,
+                "tokens_per_second": case.size / seconds,
+                "bound": bound,
+                "weight_bytes": weights,
+                "speedup": None if variant == DENSE else speedup,
+                "verdict": None if variant == DENSE else verdict(speedup),
+            }
+        )
+    return rows
+
+
+def verdict(speedup: float) -> str:
+    """What a ratio of medians, dense over this, means in words."""
+    if speedup < 1 - EQUAL:
+        return "slower than dense"
+    return "faster than dense" if speedup > 1 + EQUAL else "as fast as dense"
+
+
+def _weight_bytes(model: PreTrainedModel, what: str) -> int:
+    """Bytes of the weights: of the one decoder layer, or of the whole model."""
+    module: nn.Module = model
+    if what == "layer":
+        module = decoder_layers(model, architecture_of(model.config))[0]
+    layouts = [linear.compressed for _, linear in packed_linears(module)]
+    tensors = [*module.parameters(), *(layout for layout in layouts if layout is not None)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def _streamed_bytes(model: PreTrainedModel, what: str) -> int:
+    """Of these, what a decoded token reads: of an embedding that is not lm_head too, next to nothing."""
+    arch = architecture_of(model.config)
+    embedding, head = module_at(model, arch.embedding).weight, module_at(model, arch.lm_head).weight
+    apart = what == "model" and embedding is not head
+    return _weight_bytes(model, what) - (embedding.nbytes if apart else 0)
+
+
+def _machine(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} CPU ({capability}), {torch.get_num_threads()} threads"

@@ -1,0 +1,104 @@
+"""One product for all packed linears that read the same input: q, k and v; gate and up.
+
+A product of a few tokens is over so soon that its start counts, on a CPU too. transformers' layers call
+the linears one after the other, so the first makes the whole product and the others hand out their
+columns of it. What is saved has the names and shapes of the separate linears.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, module_at
+from drot.errors import UserError
+from drot.sparse.linear import SparseLinear
+
+
+class FusedLinear(SparseLinear):
+    """In the place of the first of several linears: makes the product of all and returns its own part.
+
+    values, positions and bias are theirs, one below the other; sizes: the outputs of each.
+    """
+
+    def __init__(self, linears: list[SparseLinear]) -> None:
+        biases = [linear.bias for linear in linears if linear.bias is not None]
+        assert len(biases) in (0, len(linears))
+        super().__init__(
+            torch.cat([linear.values.detach() for linear in linears]),
+            torch.cat([linear.positions.detach() for linear in linears]),
+            torch.cat([bias.detach() for bias in biases]) if biases else None,
+        )
+        self.sizes = [linear.out_features for linear in linears]
+        self.waiting: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., sizes[0]]; the parts of the others wait for their calls."""
+        own, *others = super().forward(x).split(self.sizes, -1)
+        self.waiting = tuple(others)
+        return own
+
+    def rows(self, index: int) -> dict[str, Tensor]:
+        """values, positions and, where there is one, bias of one of the linears, as views."""
+        return {
+            name: parameter.detach().split(self.sizes)[index] for name, parameter in self.named_parameters()
+        }
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination.update({prefix + name: tensor for name, tensor in self.rows(0).items()})
+
+
+class FusedPart(nn.Module):
+    """In the place of another of these linears: returns its part of the product that was just made."""
+
+    def __init__(self, whole: FusedLinear, index: int) -> None:
+        super().__init__()
+        self.whole = (whole,)  # in a tuple, so that it is no submodule a second time
+        self.index = index
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., sizes[index]] of the product of x, which the first linear must have had just before."""
+        (whole,) = self.whole
+        part, *others = whole.waiting
+        whole.waiting = tuple(others)
+        return part
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        rows = self.whole[0].rows(self.index)
+        destination.update({prefix + name: tensor for name, tensor in rows.items()})
+
+
+@torch.no_grad()
+def fuse(model: PreTrainedModel) -> None:
+    """Fuses q, k, v and gate, up of every decoder layer of a packed model, in place.
+
+    Raises UserError for a model that is not packed.
+    """
+    for layer, paths in _groups(model):
+        linears = [module_at(layer, path) for path in paths]
+        if isinstance(linears[0], FusedLinear):
+            continue
+        if not all(isinstance(linear, SparseLinear) for linear in linears):
+            raise UserError("fuse needs a packed model: drot convert MODEL --out DIR --format packed")
+        whole = FusedLinear(linears)
+        layer.set_submodule(paths[0], whole)
+        for index, path in enumerate(paths[1:], 1):
+            layer.set_submodule(path, FusedPart(whole, index))
+
+
+def unfuse(model: PreTrainedModel) -> None:
+    """Undoes `fuse`, in place; nothing where the model is not fused."""
+    for layer, paths in _groups(model):
+        whole = module_at(layer, paths[0])
+        if isinstance(whole, FusedLinear):
+            for index, path in enumerate(paths):
+                layer.set_submodule(path, SparseLinear(**whole.rows(index)))
+
+
+def _groups(model: PreTrainedModel) -> list[tuple[nn.Module, list[str]]]:
+    """Each decoder layer with the paths of linears that share an input."""
+    arch = architecture_of(model.config)
+    paths = dict(arch.linears)
+    groups = [[paths[role] for role in roles] for roles in INPUT_GROUPS.values() if len(roles) > 1]
+    return [(layer, group) for layer in decoder_layers(model, arch) for group in groups]

@@ -1,0 +1,106 @@
+"""What a speed measurement compares: the same layer or model dense, 2:4, and 2:4 with its rotations.
+
+All variants share the parameters that do not differ, so that they fit beside each other.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from drot.architectures import architecture_of, decoder_layers, layer_linears
+from drot.errors import UserError
+from drot.ops import nm_mask
+from drot.sparse.fused import fuse
+from drot.sparse.packed import is_packed, pack_model, unpack_model
+from drot.surgery.residual import add_residual_rotation, has_residual_rotation, remove_residual_rotation
+
+DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
+
+_LLAMA = dict(model_type="llama", head_dim=128)
+#: dimensions of models that people run, for a layer with random weights
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _LLAMA
+    | dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
+    "llama-3-8b": _LLAMA
+    | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
+    "llama-3-70b": _LLAMA
+    | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8),
+    "qwen2.5-7b": dict(
+        model_type="qwen2",
+        hidden_size=3584,
+        intermediate_size=18944,
+        num_attention_heads=28,
+        num_key_value_heads=4,
+    ),
+    "qwen3-8b": dict(
+        model_type="qwen3",
+        head_dim=128,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+}
+
+
+def shape_config(name: str) -> Any:
+    """The configuration of one of SHAPES. Raises UserError for another name."""
+    if name not in SHAPES:
+        raise UserError(f"--shape must be one of {', '.join(SHAPES)}; got {name!r}")
+    return AutoConfig.for_model(**SHAPES[name])
+
+
+@torch.no_grad()
+def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> dict[str, PreTrainedModel]:
+    """Models of one decoder layer in `config`'s dimensions, with random weights and next to no vocabulary."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    dense = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval().requires_grad_(False)
+    arch = architecture_of(config)
+    (layer,) = decoder_layers(dense, arch)
+    for linear in layer_linears(layer, arch).values():
+        linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
+    sparse = _sharing_copy(dense)
+    pack_model(sparse)
+    fuse(sparse)
+    rotated = _sharing_copy(sparse)
+    (layer,) = decoder_layers(rotated, arch)
+    d = config.hidden_size
+    rotation = add_residual_rotation(layer, d, dtype=dtype, device=device)
+    rotation.weight.normal_(0, d**-0.5)  # as large as an orthogonal one, which takes no other time
+    return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
+
+
+def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
+    """A 2:4 model, packed or with its zeros written out: dense and without rotations, as its original
+    was; packed, without and (where it has some) with its rotations. Only the last computes what the
+    checkpoint does; the others are as fast as models that do.
+
+    Raises UserError, naming layer, linear and row, where a weight is not 2:4.
+    """
+    packed = _sharing_copy(model)
+    if not is_packed(packed):
+        pack_model(packed)
+    fuse(packed)
+    plain = _sharing_copy(packed)
+    layers = [
+        layer
+        for layer in decoder_layers(plain, architecture_of(plain.config))
+        if has_residual_rotation(layer)
+    ]
+    for layer in layers:
+        remove_residual_rotation(layer)
+    dense = _sharing_copy(plain)
+    unpack_model(dense)
+    return {DENSE: dense, SPARSE: plain} | ({ROTATED: packed} if layers else {})
+
+
+def _sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Modules of its own, the parameters of the model."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

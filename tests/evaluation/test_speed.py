@@ -1,0 +1,166 @@
+"""`drot bench`: what is timed, what the rows say, and what is refused. Not how fast anything is."""
+
+import json
+import time
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+
+import drot
+from drot import cli
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.demo import MODEL
+from drot.evaluation import speed
+from drot.evaluation.timing import interleaved
+from drot.sparse import variants
+from drot.sparse.packed import is_packed
+from drot.sparse.variants import DENSE, ROTATED, SPARSE, layer_variants, model_variants
+
+TINY = dict(
+    model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, request):
+    mode, layout = getattr(request, "param", ("layer", "packed"))
+    recipe = Recipe(
+        rotation=RotationConfig(mode=mode, steps=1),
+        pruning=PruningConfig(method="magnitude"),
+        calibration=CalibrationConfig(seqlen=16),
+    )
+    tokens = random_tokens(2, 16)
+    result = drot.prune(small_model("llama"), recipe, calibration=tokens, device="cpu", layout=layout)
+    result.model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "checkpoint", [("layer", "packed"), ("layer", "dense"), ("shared", "packed"), ("none", "dense")],
+    indirect=True,
+)  # fmt: skip
+def test_rows_of_a_checkpoint(checkpoint, capsys):
+    options = ["--tokens", "8,16", "--batch", "1,3", "--repeats", "2", "--device", "cpu", "--json"]
+    assert cli.run(["bench", str(checkpoint), *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    rotated = "quantization_config" in json.loads((checkpoint / "config.json").read_text())
+    rotated = rotated and drot.load(checkpoint).config.quantization_config.residual_rotation
+    of_model = [DENSE, SPARSE, *([ROTATED] if rotated else [])]
+    assert data["variants"] == {"layer": [DENSE, SPARSE, ROTATED], "model": of_model}
+    seen = [(row["what"], row["phase"], row["size"], row["variant"]) for row in data["rows"]]
+    assert seen == [
+        (what, phase, size, variant)
+        for what in ("layer", "model")
+        for phase, sizes in (("prefill", (8, 16)), ("decode", (1, 3)))
+        for size in sizes
+        for variant in data["variants"][what]
+    ]
+    assert data["left_out"] == [] and data["dtype"] == "float32"
+    dense_ms = {}
+    for row in data["rows"]:
+        case = row["what"], row["phase"], row["size"]
+        dense_ms.setdefault(case, row["milliseconds"])
+        assert row["p20"] <= row["milliseconds"] <= row["p80"]
+        assert row["tokens_per_second"] == pytest.approx(1e3 * row["size"] / row["milliseconds"])
+        if row["variant"] == DENSE:
+            assert row["speedup"] is None and row["verdict"] is None
+        else:
+            assert row["speedup"] == pytest.approx(dense_ms[case] / row["milliseconds"])
+            assert row["verdict"] == speed.verdict(row["speedup"])
+
+
+def test_variants_of_a_checkpoint(checkpoint):
+    """The rotated one is the checkpoint; the dense one is a model that has all its zeros."""
+    model = drot.load(checkpoint, device="cpu")
+    found = model_variants(model)
+    tokens = random_tokens(1, 8)
+    assert torch.equal(found[ROTATED](tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(found[DENSE](tokens).logits, found[SPARSE](tokens).logits)
+    assert not torch.equal(found[SPARSE](tokens).logits, model(tokens).logits)
+    assert [is_packed(found[name]) for name in (DENSE, SPARSE, ROTATED)] == [False, True, True]
+    assert is_packed(model) and model.model.layers[1].residual_rotation is not None
+    assert found[DENSE].model.embed_tokens.weight is model.model.embed_tokens.weight
+
+
+def test_bytes_and_operations(checkpoint):
+    """Counted by hand for 32 and 48 features, 4 heads and 2 KV heads of 12."""
+    data = speed.measure_speed(checkpoint, tokens=[8], batches=[2], repeats=1, device="cpu")
+    weights = 32 * (48 + 24 + 24 + 48 + 3 * 48)
+    dense, packed, rotated, norms = 4 * weights, 4 * weights * 17 // 32, 4 * 32 * 32, 4 * 2 * 32
+    ends = 4 * 96 * 32  # embedding and lm_head, each
+    held = {(row["what"], row["variant"]): row["weight_bytes"] for row in data["rows"]}
+    assert held["layer", DENSE] == dense + norms
+    assert held["layer", SPARSE] == packed + norms
+    assert held["layer", ROTATED] == packed + norms + rotated
+    assert held["model", ROTATED] == 3 * (packed + norms) + 2 * rotated + 2 * ends + norms // 2
+    for row in data["rows"]:
+        layers, seconds = (1 if row["what"] == "layer" else 3), row["milliseconds"] / 1e3
+        if row["phase"] == "prefill":
+            assert row["bound"] * seconds == pytest.approx(2 * weights * 8 * layers)
+        else:
+            read = row["weight_bytes"] - (ends if row["what"] == "model" else 0)
+            assert row["bound"] * seconds == pytest.approx(read)
+
+
+def test_shape(monkeypatch, capsys):
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+    assert cli.run(["bench", "--shape", "tiny", "--batch", "1,2", "--repeats", "1", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    for text in ("tiny, bfloat16", "layer decode 2", "2:4 + rotation", " dense\n", "GB/s"):
+        assert text in "".join(line.rstrip() + "\n" for line in captured.out.splitlines()), text
+    assert "prefill" not in captured.out and "measured case 2 of 2" in captured.err
+    assert max(map(len, captured.out.splitlines())) <= 100
+
+
+def test_what_does_not_fit_the_time_is_named(monkeypatch, capsys):
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(speed, "TOKENS", (4, 10**9))
+    monkeypatch.setattr(speed, "BATCHES", (1, 2))
+    assert cli.run(["bench", "--shape", "tiny", "--repeats", "1", "--device", "cpu"]) == 0
+    assert "Left out to end in time" in (out := capsys.readouterr().out)
+    assert out.strip().endswith(": layer prefill 1000000000")
+    data = speed.measure_speed(None, "tiny", repeats=1, device="cpu", minutes=0.0)
+    assert data["left_out"] == ["layer prefill 1000000000", "layer decode 2"]
+
+
+def test_mistakes(capsys, tmp_path, checkpoint):
+    cases = [
+        ([], "name either a checkpoint or --shape"),
+        ([checkpoint, "--shape", "llama-3-8b"], "name either a checkpoint or --shape"),
+        (["--shape", "gpt-2"], "--shape must be one of llama-2-7b, llama-3-8b"),
+        ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers above 0, got 0"),
+        ([checkpoint, "--batch", "1,x"], "--batch must be whole numbers separated by commas; got '1,x'"),
+        ([checkpoint, "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        ([tmp_path / "nothing"], "cannot load a causal language model"),
+        ([MODEL], "layer 0, q_proj: w must hold at most 2 non-zeros"),
+    ]
+    for arguments, message in cases:
+        assert cli.run(["bench", *map(str, arguments), "--device", "cpu"]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("name", variants.SHAPES)
+def test_shapes_are_models(name):
+    """Scaled down, each of them makes a layer; at full size its dimensions go into the packed format."""
+    config = variants.shape_config(name)
+    heads = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else 0
+    assert not any(size % 8 for size in (config.hidden_size, config.intermediate_size, heads))
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
+    layer = layer_variants(config, dtype=torch.float32, device=torch.device("cpu"))
+    assert len(layer[ROTATED].model.layers) == 1
+
+
+def test_verdict():
+    words = [speed.verdict(ratio) for ratio in (0.5, 0.96, 0.98, 1.02, 1.04)]
+    slower, equal, faster = "slower than dense", "as fast as dense", "faster than dense"
+    assert words == [slower, slower, equal, equal, faster]
+
+
+def test_interleaved_takes_turns():
+    calls = []
+    functions = {name: lambda name=name: (calls.append(name), time.sleep(0.001)) for name in "ab"}
+    timings = interleaved(functions, device="cpu", repeats=3, warmup=1)
+    assert calls == ["a", "b"] * 4
+    assert all(0.001 <= t.p20 <= t.median <= t.p80 for t in timings.values())

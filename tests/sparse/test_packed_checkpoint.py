@@ -1,0 +1,262 @@
+"""Packed checkpoints on disk: written, opened, converted, and refused where they are damaged."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import random_tokens, small_model
+from transformers import AutoModelForCausalLM
+
+import drot
+from drot import cli
+from drot.checkpoint import read_manifest
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.demo import HELD_OUT, MODEL
+from drot.errors import UserError
+from drot.sparse.linear import SparseLinear
+from drot.sparse.packed import is_packed
+
+CALIBRATION = ["--calibration", str(HELD_OUT), "--nsamples", "2", "--seqlen", "32"]
+PRUNE = ["--method", "magnitude", "--device", "cpu", "--dtype", "bfloat16", *CALIBRATION]
+UP = "model.layers.3.mlp.up_proj"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """The embedded model with residual rotations, dense and packed by the command line; not to be changed."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    for layout in ("dense", "packed"):
+        out = str(folder / layout)
+        assert cli.run(["prune", str(MODEL), "--out", out, "--format", layout, "--steps", "1", *PRUNE]) == 0
+    return folder
+
+
+@pytest.fixture
+def packed(checkpoints, tmp_path):
+    """A packed checkpoint that a test may damage."""
+    return shutil.copytree(checkpoints / "packed", tmp_path / "packed")
+
+
+def refused(capsys, *arguments):
+    """What the command line says to a mistake of the user."""
+    capsys.readouterr()
+    assert cli.run([str(argument) for argument in arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1, captured
+    return captured.err
+
+
+def tensors_of(folder):
+    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+
+
+def test_what_lies_on_disk(checkpoints):
+    dense, packed = tensors_of(checkpoints / "dense"), tensors_of(checkpoints / "packed")
+    weight, values, positions = dense[f"{UP}.weight"], packed[f"{UP}.values"], packed[f"{UP}.positions"]
+    assert (values.dtype, positions.dtype) == (torch.bfloat16, torch.uint8)
+    assert (list(values.shape), list(positions.shape)) == ([704, 128], [704, 32])
+    assert 16 * (values.nbytes + positions.nbytes) == 9 * weight.nbytes
+    assert len([name for name in packed if name.endswith(".positions")]) == 7 * 8
+    others = {name for name in dense if "_proj" not in name}
+    assert others == {name for name in packed if "_proj" not in name}
+    assert sum("residual_rotation" in name for name in others) == 7
+    config = json.loads((checkpoints / "packed" / "config.json").read_text())
+    assert config["quantization_config"] == {
+        "quant_method": "drot",
+        "residual_rotation": True,
+        "packed": True,
+    }
+    assert read_manifest(checkpoints / "packed")["format"] == "packed"
+    assert read_manifest(checkpoints / "dense")["format"] == "dense"
+
+
+def test_opens_without_a_dense_weight_and_saves_again(checkpoints, tmp_path, monkeypatch):
+    monkeypatch.delattr(SparseLinear, "from_linear")
+    model, info = AutoModelForCausalLM.from_pretrained(checkpoints / "packed", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert isinstance(model.model.layers[0].mlp.down_proj, SparseLinear)
+    assert not model.model.layers[0].mlp.down_proj.values.requires_grad
+    tokens = random_tokens(2, 20)
+    dense = drot.load(checkpoints / "dense", device="cpu")
+    torch.testing.assert_close(model(tokens).logits, dense(tokens).logits, atol=0.1, rtol=0.02)
+    model.save_pretrained(tmp_path / "again", max_shard_size="1MB")
+    assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
+    again, before = tensors_of(tmp_path / "again"), tensors_of(checkpoints / "packed")
+    assert again.keys() == before.keys() and all(torch.equal(again[name], before[name]) for name in again)
+    assert torch.equal(drot.load(tmp_path / "again", device="cpu")(tokens).logits, model(tokens).logits)
+
+
+def test_dtype_is_a_choice_at_load(checkpoints):
+    model = drot.load(checkpoints / "packed", device="cpu", dtype="float32")
+    linear = model.model.layers[0].mlp.down_proj
+    assert (linear.values.dtype, linear.positions.dtype) == (torch.float32, torch.uint8)
+    assert model(random_tokens(1, 8)).logits.dtype == torch.float32
+
+
+def test_convert_there_and_back(checkpoints, tmp_path, capsys):
+    """The packed checkpoint that prune wrote, dense, and packed again: the same tensors each time."""
+    for source, layout in (("packed", "dense"), ("dense", "packed")):
+        out = tmp_path / layout
+        assert cli.run(["convert", str(checkpoints / source), "--out", str(out), "--format", layout]) == 0
+        assert f"Saved to {out}" in capsys.readouterr().out
+        got, expected = tensors_of(out), tensors_of(checkpoints / layout)
+        assert got.keys() == expected.keys()
+        assert all(torch.equal(got[name], expected[name]) for name in got)
+        manifest, config = read_manifest(out), json.loads((out / "config.json").read_text())
+        original = read_manifest(checkpoints / source)
+        assert manifest == {**original, "format": layout, "stock_architecture": False}
+        assert config["quantization_config"]["packed"] is (layout == "packed")
+        assert not list(tmp_path.glob("*.part"))
+        assert (out / "tokenizer.json").exists()
+    assert cli.run(["info", str(tmp_path / "packed")]) == 0
+    assert "packed 2:4 weights, residual rotations; needs drot, bfloat16" in capsys.readouterr().out
+
+
+def test_a_stock_model_of_somebody_else(tmp_path, capsys):
+    """Tied, without a rotation and without a manifest: converted both ways it is what it was."""
+    model = small_model("llama")
+    recipe = Recipe(rotation=RotationConfig(mode="none"), calibration=CalibrationConfig(seqlen=40))
+    pruned = drot.prune(model, recipe, calibration=random_tokens(4, 40), device="cpu").model
+    pruned.save_pretrained(tmp_path / "stock")
+    for file in MODEL.glob("tokenizer*"):
+        shutil.copy(file, tmp_path / "stock")
+    for source, layout in (("stock", "packed"), ("packed", "dense")):
+        arguments = ["convert", str(tmp_path / source), "--out", str(tmp_path / layout), "--format", layout]
+        assert cli.run([*arguments, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"out": str(tmp_path / layout)}
+        assert not (tmp_path / layout / "drot.json").exists()
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert is_packed(packed) and packed.lm_head.weight is packed.model.embed_tokens.weight
+    before, after = tensors_of(tmp_path / "stock"), tensors_of(tmp_path / "dense")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("stock", "dense")]
+    assert configs[0] == configs[1]
+
+
+def test_convert_refuses(checkpoints, tmp_path, capsys):
+    dense, out = checkpoints / "dense", tmp_path / "out"
+    convert = ("convert", dense, "--out", out, "--format")
+    assert f"{dense} is dense already" in refused(capsys, *convert, "dense")
+    assert "--format must be one of dense, packed; got 'zip'" in refused(capsys, *convert, "zip")
+    line = refused(capsys, "convert", MODEL, "--out", out, "--format", "packed")
+    assert "layer 0, q_proj: w must hold at most 2 non-zeros in each 4 neighbours, row 0 has more" in line
+    line = refused(capsys, "convert", dense, "--out", checkpoints / "packed", "--format", "packed")
+    assert "is not an empty folder" in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_prune_refuses_before_it_works(checkpoints, tmp_path, capsys):
+    prune = ("prune", tmp_path / "no-model", "--out", tmp_path / "out", "--format")
+    assert "--format packed needs --sparsity 2:4; got 0.5" in refused(
+        capsys, *prune, "packed", "--sparsity", 0.5
+    )
+    assert "needs --sparsity 2:4; got 4:8" in refused(capsys, *prune, "packed", "--sparsity", "4:8")
+    assert "--format must be one of dense, packed; got 'zip'" in refused(capsys, *prune, "zip")
+    for layout in ("dense", "packed"):
+        line = refused(capsys, "prune", checkpoints / layout, "--out", tmp_path / "out", *PRUNE)
+        assert f"was pruned already: prune its dense original, {MODEL}" in line
+    loaded = drot.load(checkpoints / "packed", device="cpu")
+    with pytest.raises(UserError, match="this model is packed, so it was pruned already"):
+        drot.prune(loaded, calibration=random_tokens(2, 32))
+    odd = small_model("llama", intermediate_size=44)
+    with pytest.raises(UserError, match="down_proj: the packed format needs a multiple of 8 inputs, got 44"):
+        drot.prune(odd, Recipe(), calibration=random_tokens(2, 32), layout="packed", out=tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_eval_and_generate(checkpoints, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(HELD_OUT.read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    options = ["--ppl", str(text), "--seqlen", "64", "--device", "cpu", "--dtype", "float32", "--json"]
+    figures = []
+    for layout in ("dense", "packed"):
+        assert cli.run(["eval", str(checkpoints / layout), *options]) == 0
+        figures.append(json.loads(capsys.readouterr().out)["perplexity"][str(text)])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+
+
+def rewrite(folder, change):
+    """Replaces the tensors of a one-file checkpoint by what `change` makes of them."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{UP}.values"), f"{UP}.values is missing from the checkpoint"),
+        (lambda t: t.pop(f"{UP}.positions"), f"{UP}.positions is missing from the checkpoint"),
+        (
+            lambda t: t.update({f"{UP}.positions": t[f"{UP}.positions"][:, :-1].contiguous()}),
+            f"{UP}.positions must be [704, 32] by the model's config, got [704, 31]",
+        ),
+        (
+            lambda t: t.update({f"{UP}.values": t[f"{UP}.values"][:-1].contiguous()}),
+            f"{UP}.values must be [704, 128] by the model's config, got [703, 128]",
+        ),
+        (
+            lambda t: t.update({f"{UP}.positions": t[f"{UP}.positions"].long()}),
+            f"{UP}.positions must be uint8 (U8), got I64",
+        ),
+        (
+            lambda t: t.update({f"{UP}.values": t[f"{UP}.values"].to(torch.uint8)}),
+            f"{UP}.values must be floating point, got U8",
+        ),
+        (
+            lambda t: t[f"{UP}.positions"][11].fill_(0b0100_0101),
+            f"{UP}.positions: two positions of a group of 4 are equal or out of order in row 11",
+        ),
+    ],
+)
+def test_damaged_tensors(packed, change, message, capsys):
+    rewrite(packed, change)
+    for opening in (AutoModelForCausalLM.from_pretrained, drot.load):
+        with pytest.raises(UserError) as caught:
+            opening(packed)
+        assert str(caught.value).startswith(message)
+    assert refused(capsys, "eval", packed, "--ppl", HELD_OUT).startswith(f"drot: {message}")
+
+
+def test_truncated_file(packed, capsys):
+    file = packed / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"{file} is cut off or no safetensors file" in refused(capsys, "eval", packed, "--ppl", HELD_OUT)
+
+
+def test_a_later_format(packed, capsys):
+    config = json.loads((packed / "config.json").read_text())
+    config["quantization_config"]["packed_3bit"] = True
+    (packed / "config.json").write_text(json.dumps(config))
+    line = refused(capsys, "eval", packed, "--ppl", HELD_OUT)
+    assert "config.json asks for packed_3bit, which this version does not know: update drot" in line
+
+
+def test_a_shard_that_is_missing(checkpoints, tmp_path, capsys):
+    folder = tmp_path / "sharded"
+    shutil.copytree(checkpoints / "packed", folder)
+    drot.load(folder, device="cpu").save_pretrained(folder, max_shard_size="1MB")
+    (folder / "model.safetensors").unlink()
+    tokens = random_tokens(1, 8)
+    whole = drot.load(checkpoints / "packed", device="cpu")(tokens).logits
+    assert torch.equal(drot.load(folder, device="cpu")(tokens).logits, whole)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    shard = folder / index["weight_map"][f"{UP}.values"]
+    shard.unlink()
+    assert shard.name in refused(capsys, "eval", folder, "--ppl", HELD_OUT)
+
+
+def test_packed_from_python(tmp_path):
+    recipe = Recipe(
+        rotation=RotationConfig(steps=2),
+        pruning=PruningConfig(block_size=16),
+        calibration=CalibrationConfig(seqlen=40),
+    )
+    model, tokens = small_model("qwen2"), random_tokens(4, 40)
+    result = drot.prune(model, recipe, calibration=tokens, device="cpu", layout="packed", out=tmp_path / "o")
+    assert is_packed(result.model) and result.manifest == read_manifest(tmp_path / "o")
+    loaded = drot.load(tmp_path / "o", device="cpu")
+    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)

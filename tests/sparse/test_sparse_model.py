@@ -1,0 +1,239 @@
+"""A packed model computes what the same model with its zeros written out computes."""
+
+import copy
+
+import pytest
+import torch
+from small_models import FAMILIES, random_tokens, small_model
+from torch import nn
+
+import drot
+from drot.architectures import architecture_of, decoder_layers, layer_linears
+from drot.errors import UserError
+from drot.ops import nm_mask
+from drot.sparse.fused import fuse, unfuse
+from drot.sparse.linear import SparseLinear
+from drot.sparse.packed import check_positions, is_packed, pack_model, packed_linears, unpack_model
+from drot.surgery.residual import set_boundary
+
+#: relative error of the logits; the two add up the same products in another order
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+
+
+@torch.no_grad()
+def pruned_model(family, dtype=torch.float32, rotated=True, **changes):
+    """A small model with 2:4 zeros and, between its layers, random residual rotations."""
+    model = small_model(family, dtype=dtype, **changes)
+    arch = architecture_of(model.config)
+    layers = decoder_layers(model, arch)
+    for layer in layers:
+        for linear in layer_linears(layer, arch).values():
+            linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
+    if rotated:
+        d = model.config.hidden_size
+        bases = [torch.linalg.qr(torch.randn(d, d))[0] for _ in layers]
+        for layer, before, after in zip(layers[1:], bases, bases[1:], strict=False):
+            set_boundary(layer, before, after, dtype, torch.device("cpu"))
+    return model
+
+
+def packed_copy(model, fused=False):
+    packed = copy.deepcopy(model)
+    pack_model(packed)
+    if fused:
+        fuse(packed)
+    return packed
+
+
+def close(got, expected, dtype):
+    got, expected = got.double(), expected.double()
+    return float((got - expected).norm() / expected.norm()) < TOLERANCE[dtype]
+
+
+def ragged_batch():
+    """Four prompts of 3 to 12 tokens, padded on the left, as `generate` wants them."""
+    ids, mask = random_tokens(4, 12), torch.ones(4, 12, dtype=torch.long)
+    for row, missing in enumerate((0, 9, 4, 1)):
+        mask[row, :missing] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_of_a_ragged_batch(family, dtype, fused):
+    dense = pruned_model(family, dtype)
+    packed = packed_copy(dense, fused)
+    batch = ragged_batch()
+    real = batch["attention_mask"].bool()
+    got, expected = packed(**batch).logits, dense(**batch).logits
+    assert got.dtype == dtype
+    assert close(got[real], expected[real], dtype)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_generate(family, cache, fused):
+    """Greedy tokens of a ragged batch, with the growing and with the static key-value cache."""
+    dense = pruned_model(family)
+    options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
+    tokens = [
+        model.generate(**ragged_batch(), **options, cache_implementation=cache)
+        for model in (dense, packed_copy(dense, fused))
+    ]
+    assert tokens[0].shape == (4, 20)
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+def test_compiles_as_one_graph(family):
+    packed = packed_copy(pruned_model(family, num_hidden_layers=2), fused=family != "qwen3")
+    tokens = random_tokens(2, 12)
+    backend = "inductor" if family == "llama" else "aot_eager"  # one stands for all; it takes its time
+    compiled = torch.compile(packed, fullgraph=True, backend=backend)
+    assert close(compiled(tokens, use_cache=False).logits, packed(tokens).logits, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_packing_and_back_loses_nothing(family, dtype):
+    model = pruned_model(family, dtype)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    size = sum(linear.weight.nbytes for _, linear in dense_linears(model))
+    pack_model(model)
+    assert is_packed(model) and model.config.quantization_config == {
+        "quant_method": "drot",
+        "residual_rotation": True,
+        "packed": True,
+    }
+    share = {torch.float32: 17 / 32}.get(dtype, 9 / 16)
+    held = sum(linear.values.nbytes + linear.positions.nbytes for _, linear in packed_linears(model))
+    assert held == share * size
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    unpack_model(model)
+    after = model.state_dict()
+    assert list(after) == list(before)
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    again = {name: tensor.clone() for name, tensor in after.items()}
+    pack_model(model)
+    unpack_model(model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(bits(tensor), bits(again[name]))  # now also the sign of every zero
+
+
+def bits(tensor):
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+def dense_linears(model):
+    arch = architecture_of(model.config)
+    for layer in decoder_layers(model, arch):
+        yield from layer_linears(layer, arch).items()
+
+
+def test_a_model_without_rotations_is_stock_again():
+    model = pruned_model("llama", rotated=False)
+    pack_model(model)
+    unpack_model(model)
+    assert not hasattr(model.config, "quantization_config")
+
+
+@pytest.mark.parametrize("family", ["llama-biased", "qwen3"])
+def test_fusing_is_not_seen_from_outside(family, tmp_path):
+    """State dict, files and copies are those of the separate linears, and it can be undone."""
+    packed = packed_copy(pruned_model(family, torch.bfloat16))
+    before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
+    fused = copy.deepcopy(packed)
+    fuse(fused)
+    fuse(fused)  # a second time changes nothing
+    attention, mlp = fused.model.layers[0].self_attn, fused.model.layers[0].mlp
+    assert (attention.q_proj.sizes, mlp.gate_proj.sizes) == ([64, 32, 32], [48, 48])
+    assert sum(p.nbytes for p in fused.parameters()) == sum(p.nbytes for p in packed.parameters())
+
+    def same(state):
+        assert list(state) == list(before)
+        assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+
+    same(fused.state_dict())
+    fused.save_pretrained(tmp_path / "saved")
+    loaded = drot.load(tmp_path / "saved", device="cpu")
+    same(loaded.state_dict())
+    tokens = random_tokens(2, 9)
+    twin = copy.deepcopy(fused)
+    del fused.model.layers[0].self_attn.q_proj  # the copy has no part in it
+    assert torch.equal(twin(tokens).logits, loaded(tokens).logits)
+    assert close(twin.to(torch.float32)(tokens).logits, packed(tokens).logits, torch.bfloat16)
+    unfuse(loaded)
+    same(loaded.state_dict())
+    assert torch.equal(loaded(tokens).logits, packed(tokens).logits)
+    unpack_model(twin)
+    assert not is_packed(twin)
+    with pytest.raises(UserError, match="fuse needs a packed model"):
+        fuse(twin)
+
+
+def test_what_cannot_be_packed():
+    model = pruned_model("llama")
+    layer = model.model.layers[1]
+    layer.self_attn.o_proj.weight[5, :3] = 1.0
+    with pytest.raises(
+        UserError, match="^layer 1, o_proj: w must hold at most 2 non-zeros .* row 5 has more"
+    ):
+        pack_model(model)
+    for changes, message in (
+        (
+            dict(intermediate_size=44),
+            "layer 0, down_proj: .* multiple of 8 inputs, got 44: use --format dense",
+        ),
+        (dict(dtype=torch.float64), "layer 0, q_proj: .* got float64: name another --dtype"),
+    ):
+        with pytest.raises(UserError, match=message):
+            pack_model(small_model("llama", **changes))
+
+
+@pytest.mark.parametrize("byte", [0b01_00_00_00, 0b01_00_00_01, 0b00_00_01_00, 0b10_11_01_00])
+def test_positions_out_of_order(byte):
+    """Equal, and out of order, in the first and in the second pair of a byte."""
+    model = packed_copy(pruned_model("llama"))
+    check_positions(model)
+    model.model.layers[2].mlp.up_proj.positions.data[7, 1] = byte
+    with pytest.raises(UserError, match="^model.layers.2.mlp.up_proj.positions: .* out of order in row 7"):
+        check_positions(model)
+
+
+def test_linear_as_a_module():
+    weight = torch.randn(24, 16)
+    linear = nn.Linear(16, 24)
+    linear.weight.data = weight.masked_fill(nm_mask(weight.abs(), 2, 4), 0)
+    packed = SparseLinear.from_linear(linear)
+    assert repr(packed) == "SparseLinear(in_features=16, out_features=24, bias=True)"
+    assert list(packed.state_dict()) == ["values", "positions", "bias"]
+    assert packed.to(torch.bfloat16).positions.dtype == torch.uint8
+    x = torch.randn(2, 3, 16)
+    packed = SparseLinear.from_linear(linear)
+    torch.testing.assert_close(packed(x), linear(x))
+    assert torch.equal(packed.to_linear().weight, linear.weight)
+    empty = SparseLinear.like(nn.Linear(16, 24, device="meta", dtype=torch.float16))
+    empty_shapes = {name: (p.shape, p.dtype, p.device.type) for name, p in empty.named_parameters()}
+    assert empty_shapes == {
+        "values": ((24, 8), torch.float16, "meta"),
+        "positions": ((24, 2), torch.uint8, "meta"),
+        "bias": ((24,), torch.float16, "meta"),
+    }
+
+
+def test_the_gpu_library_s_layout(device):
+    """Where there is one it is kept beside the weight, moves with it, and gives the same products."""
+    torch.manual_seed(0)
+    linear = nn.Linear(128, 256, dtype=torch.bfloat16, device=device)
+    linear.weight.data.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
+    packed = SparseLinear.from_linear(linear)
+    x = torch.randn(64, 128, dtype=torch.bfloat16, device=device)
+    before = packed(x)
+    packed.compress()
+    assert device == "cuda" or packed.compressed is None
+    assert close(packed(x), before, torch.bfloat16)
+    assert list(packed.state_dict()) == ["values", "positions", "bias"]
+    assert packed.to("cpu").compressed is None
+    assert close(packed(x.cpu()), before.cpu(), torch.bfloat16)
