@@ -10,6 +10,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from drot.architectures import architecture_of, decoder_layers
+from drot.errors import UserError
 from drot.surgery.residual import add_residual_rotation
 
 QUANT_METHOD = "drot"
@@ -17,11 +18,16 @@ QUANT_METHOD = "drot"
 
 @register_quantization_config(QUANT_METHOD)
 class DrotConfig(QuantizationConfigMixin):
-    """residual_rotation: every layer but the first multiplies its input by a stored matrix [d, d]."""
+    """residual_rotation: there is a stored matrix [d, d] between neighbouring layers; down_basis `own`:
+    every layer but the first multiplies its input by it; `next`: every layer but the last multiplies the
+    residual beside its MLP (drot/surgery/residual.py)."""
 
-    def __init__(self, residual_rotation: bool = False, **kwargs: Any) -> None:
+    def __init__(self, residual_rotation: bool = False, down_basis: str = "own", **kwargs: Any) -> None:
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers' enum is its own methods
+        if down_basis not in ("own", "next"):
+            raise UserError(f"config.json: down_basis must be own or next, got {down_basis!r}: update drot")
         self.residual_rotation = residual_rotation
+        self.down_basis = down_basis
 
 
 @register_quantizer(QUANT_METHOD)
@@ -34,10 +40,12 @@ class DrotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if self.quantization_config.residual_rotation:
             arch = architecture_of(model.config)
-            for layer in decoder_layers(model, arch)[1:]:
+            inside = arch if self.quantization_config.down_basis == "next" else None
+            layers = decoder_layers(model, arch)
+            for layer in layers[:-1] if inside else layers[1:]:
                 weight = next(layer.parameters())
                 add_residual_rotation(
-                    layer, model.config.hidden_size, dtype=weight.dtype, device=weight.device
+                    layer, model.config.hidden_size, dtype=weight.dtype, device=weight.device, inside=inside
                 )
         return model
 

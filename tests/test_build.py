@@ -152,7 +152,7 @@ LEVELS = [
     {"architectures", "ops", "info"},
     {"surgery"},
     {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
-    {"layers", "fits", "manifest", "run", "pipeline", "evaluation"},
+    {"layers", "fits", "manifest", "context", "dense_pass", "run", "pipeline", "evaluation"},
     {"cli", "cli_common", "cli_prune", "console", "demo", "__main__"},
     {"__init__"},
 ]
