@@ -51,7 +51,9 @@ for _steps in (100, 200, 400):
     recipe(f"shared {_steps}", "sparsegpt", "2:4", mode="shared", steps=_steps, early_stop=0.0)
 recipe("shared default", "sparsegpt", "2:4", mode="shared")
 recipe("shared, 2 layers a step", "sparsegpt", "2:4", mode="shared", steps=400, layers_per_step=2)
-recipe("dense hessians", "sparsegpt", "2:4", hessians="dense")
+for _name, _down in (("dense hessians", "own"), ("dense hessians, down in the next basis", "next")):
+    recipe(_name, "sparsegpt", "2:4", hessians="dense", down_basis=_down)
+    recipe(f"{_name}, 100 steps", "sparsegpt", "2:4", hessians="dense", down_basis=_down, steps=100)
 for _blocks in (2, 4, 8):
     recipe(f"blocks {_blocks}", "sparsegpt", "2:4", blocks=_blocks)
 recipe("bfloat16 products", "sparsegpt", "2:4", product_dtype="bfloat16")

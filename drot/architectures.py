@@ -42,8 +42,8 @@ class HeadShape:
 class Architecture:
     """Dotted paths into a Hugging Face model.
 
-    `linears` and the two norms are relative to a decoder layer. norm_offset is what the norm adds
-    to its stored weight before it multiplies (0 in LLaMA, 1 in Gemma).
+    `linears`, the two blocks and the norm in front of each are relative to a decoder layer.
+    norm_offset is what the norm adds to its stored weight before it multiplies (0 in LLaMA, 1 in Gemma).
     """
 
     model_type: str
@@ -52,7 +52,9 @@ class Architecture:
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
     attention_norm: str = "input_layernorm"
+    attention: str = "self_attn"
     mlp_norm: str = "post_attention_layernorm"
+    mlp: str = "mlp"
     linears: tuple[tuple[str, str], ...] = (
         ("q_proj", "self_attn.q_proj"),
         ("k_proj", "self_attn.k_proj"),

@@ -14,8 +14,10 @@ from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.errors import UserError
 
 PRUNING, ROTATION, CALIBRATION = PruningConfig(), RotationConfig(), CalibrationConfig()
-#: of the fields of RotationConfig, those that training reads
-TRAINING = tuple(f.name for f in dataclasses.fields(RotationConfig) if f.name not in ("mode", "blocks"))
+#: of the fields of RotationConfig, those that decide about given rotations too
+NOT_TRAINING = ("mode", "blocks", "down_basis")
+#: and those that training alone reads
+TRAINING = tuple(f.name for f in dataclasses.fields(RotationConfig) if f.name not in NOT_TRAINING)
 
 #: options that are not called like their fields
 OPTIONS = {"blocks": "--rotation block:N"}
@@ -83,6 +85,13 @@ def prune(
     hessians: Annotated[
         str, typer.Option(help=f"Where training's Hessians come from: {choices(config.HessianSource)}.")
     ] = ROTATION.hessians,
+    down_basis: Annotated[
+        str,
+        typer.Option(
+            help=f"Layer in whose basis down_proj is pruned: {choices(config.DownBasis)}; with next the "
+            "rotation between two layers acts on the residual alone."
+        ),
+    ] = ROTATION.down_basis,
     layers_per_step: Annotated[
         int | None, typer.Option(help="With shared, layers that a step looks at; default all.")
     ] = ROTATION.layers_per_step,
@@ -134,6 +143,7 @@ def prune(
             lr=lr,
             early_stop=early_stop,
             hessians=typing.cast(config.HessianSource, hessians),
+            down_basis=typing.cast(config.DownBasis, down_basis),
             layers_per_step=layers_per_step,
             product_dtype=typing.cast(config.ProductDtype, product_dtype),
             reference_compat=reference_compat,

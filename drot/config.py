@@ -17,6 +17,7 @@ RotationMode = Literal["none", "layer", "shared"]
 Objective = Literal["auto", "entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
 HessianSource = Literal["sequential", "dense"]
+DownBasis = Literal["own", "next"]
 ProductDtype = Literal["float32", "bfloat16"]
 
 #: steps and learning rate where the user names none; those of `paper` are the paper's (section 4),
@@ -118,6 +119,10 @@ class RotationConfig:
     early_stop: `fast` ends when a step lowers the loss by less than this share of it; 0 never does.
     hessians: `sequential` (inputs that passed the pruned layers) or `dense` (all from one pass of
         the dense model, so that layers train independently); `shared` always takes the dense ones.
+    down_basis: where down_proj is trained and pruned: in its `own` layer's basis (the paper: the boundary
+        rotation stands in front of the next layer) or in the `next` layer's (it acts on the residual
+        alone, beside the MLP); the figures of a layer's training then are with the down_proj of the layer
+        before, those of the last one with its own too.
     layers_per_step: with `shared`, a step looks at so many layers only, the rest wait in main memory;
         None is all of them.
     product_dtype: dtype of the matrix products; the loss is always fp32 at least.
@@ -133,6 +138,7 @@ class RotationConfig:
     lr: float | None = None
     early_stop: float = 1e-5
     hessians: HessianSource = "sequential"
+    down_basis: DownBasis = "own"
     layers_per_step: int | None = None
     product_dtype: ProductDtype = "float32"
     reference_compat: bool = False
@@ -142,6 +148,7 @@ class RotationConfig:
         _one_of("objective", self.objective, Objective)
         _one_of("optimizer", self.optimizer, Optimizer)
         _one_of("hessians", self.hessians, HessianSource)
+        _one_of("down_basis", self.down_basis, DownBasis)
         _one_of("product_dtype", self.product_dtype, ProductDtype)
         if isinstance(self.blocks, list):
             object.__setattr__(self, "blocks", tuple(self.blocks))

@@ -191,12 +191,14 @@ def _opens_as(manifest: dict[str, Any]) -> str:
 def _rotation_line(rotation: dict[str, Any], file: dict[str, Any] | None) -> str:
     if rotation["mode"] == "none":
         return "none"
-    blocks = "" if rotation["blocks"] == 1 else f", blocks {rotation['blocks']}"
+    kind = rotation["mode"] if rotation["blocks"] == 1 else f"{rotation['mode']}, blocks {rotation['blocks']}"
+    if rotation.get("down_basis") == "next":  # older manifests do not say
+        kind += ", down_proj in the next basis"
     if file is not None:
-        return f"{rotation['mode']}{blocks}, from {file['file']}"
+        return f"{kind}, from {file['file']}"
     how = f"{rotation['steps']} steps of {rotation['optimizer']}, lr {rotation['lr']:g}"
     hessians = ", dense Hessians" if rotation["hessians"] == "dense" else ""
-    return f"{rotation['mode']}{blocks}, objective {rotation['objective']}, {how}{hessians}"
+    return f"{kind}, objective {rotation['objective']}, {how}{hessians}"
 
 
 def _shared_line(trained: dict[str, Any], layers: int, objective: str) -> str:

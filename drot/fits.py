@@ -6,16 +6,20 @@ import torch
 from torch import Tensor
 
 from drot.architectures import architecture_of, head_shape
-from drot.config import Recipe
+from drot.config import Recipe, RotationConfig
 from drot.errors import UserError
 
 
-def check_recipe(config: Any, recipe: Recipe, devices: list[torch.device]) -> None:
+def check_recipe(
+    config: Any, recipe: Recipe, devices: list[torch.device], *, rotations_given: bool = False
+) -> None:
     """Recipe against a model's `config`, which is read before its weights are.
+
+    rotations_given: they come from a file, so nothing is trained.
 
     Raises UserError: an architecture that drot does not know, a model that is quantised or was rotated
     by drot already, n:m or blocks that do not divide the model's dimensions, several devices for a recipe
-    that trains one layer after the other.
+    that trains one layer after the other, down_proj in a next basis that is not there or not known in time.
     """
     architecture_of(config)
     quantised = getattr(config, "quantization_config", None)
@@ -30,6 +34,8 @@ def check_recipe(config: Any, recipe: Recipe, devices: list[torch.device]) -> No
             "several devices train layers side by side, which needs --rotation layer --hessians dense; "
             f"got --rotation {rotation.mode} --hessians {rotation.hessians}"
         )
+    if rotation.down_basis == "next":
+        _check_next_basis(rotation, rotations_given)
     shape, hidden = head_shape(config), config.hidden_size
     sizes = {
         "hidden size": hidden,
@@ -50,6 +56,19 @@ def check_recipe(config: Any, recipe: Recipe, devices: list[torch.device]) -> No
     if isinstance(rotation.blocks, int) and hidden % rotation.blocks:
         raise UserError(
             f"--rotation block:N needs an N that divides the hidden size {hidden}; got {rotation.blocks}"
+        )
+
+
+def _check_next_basis(rotation: RotationConfig, rotations_given: bool) -> None:
+    if rotation.mode != "layer":
+        why = "all layers share one basis" if rotation.mode == "shared" else "nothing is rotated"
+        raise UserError(
+            f"--down-basis next changes nothing with --rotation {rotation.mode}, where {why}: leave it out"
+        )
+    if rotation.hessians != "dense" and not rotations_given:
+        raise UserError(
+            "--down-basis next needs the next layer's rotation before a layer is pruned: "
+            "--hessians dense, or --rotations FILE; got --hessians " + rotation.hessians
         )
 
 

@@ -20,19 +20,25 @@ QUANT_METHOD = "drot"
 
 @register_quantization_config(QUANT_METHOD)
 class DrotConfig(QuantizationConfigMixin):
-    """residual_rotation: every layer but the first multiplies its input by a stored matrix [d, d];
-    packed: the decoder layers' linears are stored as values and positions (drot/sparse/packed.py).
+    """residual_rotation: there is a stored matrix [d, d] between neighbouring layers; down_basis `own`:
+    every layer but the first multiplies its input by it; `next`: every layer but the last multiplies the
+    residual beside its MLP (drot/surgery/residual.py). packed: the decoder layers' linears are stored as
+    values and positions (drot/sparse/packed.py).
 
     UserError for anything else, which a later drot may write.
     """
 
-    def __init__(self, residual_rotation: bool = False, packed: bool = False, **kwargs: Any) -> None:
+    def __init__(
+        self, residual_rotation: bool = False, down_basis: str = "own", packed: bool = False, **kwargs: Any
+    ) -> None:
         if unknown := sorted(kwargs.keys() - {"quant_method"}):
             raise UserError(
                 f"config.json asks for {', '.join(unknown)}, which this version does not know: update drot"
             )
+        if down_basis not in ("own", "next"):
+            raise UserError(f"config.json: down_basis must be own or next, got {down_basis!r}: update drot")
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers' enum is its own methods
-        self.residual_rotation, self.packed = residual_rotation, packed
+        self.residual_rotation, self.down_basis, self.packed = residual_rotation, down_basis, packed
 
 
 @register_quantizer(QUANT_METHOD)
@@ -48,10 +54,12 @@ class DrotQuantizer(HfQuantizer):
     ) -> Any:
         if self.quantization_config.residual_rotation:
             arch = architecture_of(model.config)
-            for layer in decoder_layers(model, arch)[1:]:
+            inside = arch if self.quantization_config.down_basis == "next" else None
+            layers = decoder_layers(model, arch)
+            for layer in layers[:-1] if inside else layers[1:]:
                 weight = next(layer.parameters())
                 add_residual_rotation(
-                    layer, model.config.hidden_size, dtype=weight.dtype, device=weight.device
+                    layer, model.config.hidden_size, dtype=weight.dtype, device=weight.device, inside=inside
                 )
         if self.quantization_config.packed:
             expect_packed(model)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from drot.architectures import Architecture, HeadShape, decoder_layers, module_at
 from drot.calibration.stream import CalibrationStream
+from drot.surgery.residual import set_boundary
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
 #: largest relative error, ‖rotated − original‖ / ‖original‖ in fp32
@@ -52,11 +53,13 @@ def check_layer(
     shape: HeadShape,
     rotation: LayerRotation,
     rotated_stream: CalibrationStream | None = None,
+    down: Tensor | None = None,
 ) -> float:
     """Relative error of the layer's output on `stream` (fp32), original basis, under `rotation`.
 
     Advances `stream`, and `rotated_stream` (in the rotation's basis; made from `stream` where it is
-    not given), by the layer. Raises InvarianceError that names the layer above TOLERANCE.
+    not given), by the layer. down: the next layer's R1 where down_proj is in that basis, in which
+    `rotated_stream` then is. Raises InvarianceError that names the layer above TOLERANCE.
     """
     device = stream.hidden_states.device
     r1 = rotation.r1.to(device)
@@ -65,9 +68,13 @@ def check_layer(
         rotated_stream.rotate(r1)
     work = _float_copy(layer, device)
     stream.advance(work, index)
-    rotate_layer(work, arch, shape, rotation.to(device))
+    rotate_layer(work, arch, shape, rotation.to(device), down)
+    behind = r1
+    if down is not None:
+        behind = down.to(device)
+        set_boundary(work, r1, behind, torch.float32, device, inside=arch)
     rotated_stream.advance(work, index)
-    back = rotated_stream.hidden_states @ r1.T.to(rotated_stream.hidden_states.dtype)
+    back = rotated_stream.hidden_states @ behind.T.to(rotated_stream.hidden_states.dtype)
     error = _relative(back, stream.hidden_states)
     if not error <= TOLERANCE:
         raise InvarianceError(
@@ -85,29 +92,32 @@ def check_model(
     tokens: Tensor,
     device: torch.device,
     rotations: list[LayerRotation] | None = None,
+    down_basis: str = "own",
 ) -> float:
     """Relative logit error (fp32) of the whole rotated model on `tokens` [1, seqlen].
 
-    rotations: one a layer; None draws random ones. The model itself is not changed; one layer at a
-    time is copied in fp32. Raises InvarianceError with the name of the first layer that differs.
+    rotations: one a layer; None draws random ones. down_basis: as in RotationConfig. The model itself
+    is not changed; one layer at a time is copied in fp32. Raises InvarianceError with the name of the
+    first layer that differs.
     """
     d, layers = model.config.hidden_size, decoder_layers(model, arch)
     generator = torch.Generator().manual_seed(0)
     stream = CalibrationStream.embed(model, arch, tokens, device)
     stream.hidden_states = stream.hidden_states.float()
-    rotated: CalibrationStream | None = None
+    each = iter(rotations or (random_rotation(d, shape, generator, device) for _ in layers))
+    rotation = next(each)
+    first = last = rotation.r1.to(device)
+    rotated = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
+    rotated.rotate(first)
     for index, layer in enumerate(layers):
-        rotation = rotations[index] if rotations else random_rotation(d, shape, generator, device)
-        r1 = rotation.r1.to(device)
-        if rotated is None:
-            first = last = r1
-            rotated = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
-            rotated.rotate(first)
-        else:
-            rotated.rotate(last.T @ r1)
-        check_layer(layer, index, stream, arch, shape, rotation, rotated)
-        last = r1
-    assert rotated is not None and first is not None and last is not None
+        following = next(each, None)
+        after = None if following is None else following.r1.to(device)
+        down = after if down_basis == "next" else None
+        check_layer(layer, index, stream, arch, shape, rotation, rotated, down)
+        if following is not None and after is not None:
+            if down is None:
+                rotated.rotate(last.T @ after)
+            rotation, last = following, after
     ends = _Ends(model, arch, device)
     expected = ends.logits(stream.hidden_states)
     rotate_ends(ends, arch, first, last)

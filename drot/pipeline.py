@@ -80,7 +80,8 @@ def prune(
         _refuse_pruned(Path(model))
         if dtype == "auto" and devices[0].type == "cpu":
             dtype = torch.float32
-        check_recipe(checkpoint.load_config(model), recipe, devices)
+        config = checkpoint.load_config(model)
+        check_recipe(config, recipe, devices, rotations_given=rotations is not None)
         tokenizer = tokenizer or checkpoint.load_tokenizer(model)
         model = checkpoint.load_model(model, dtype)
     elif tokenizer is None and calibration is None:
@@ -102,9 +103,8 @@ def prune(
     if layout == "packed":
         check_packable(model)
     model.eval()  # a dropout would be calibrated along
-    run = PruningRun(model, recipe, tokens, devices, progress)
-    if rotations is not None:
-        run.use_rotations(Path(rotations))
+    rotations = None if rotations is None else Path(rotations)
+    run = PruningRun(model, recipe, tokens, devices, progress, rotations)
     state = None
     if out is not None:
         state = checkpoint.RunState(out, run.identity(source))

@@ -155,7 +155,7 @@ LEVELS = [
     {"surgery"},
     {"sparse"},
     {"rotation", "pruning", "calibration", "checkpoint", "hf", "invariance"},
-    {"layers", "fits", "manifest", "run", "pipeline", "convert", "evaluation"},
+    {"layers", "fits", "manifest", "context", "dense_pass", "run", "pipeline", "convert", "evaluation"},
     {"cli", "cli_common", "cli_prune", "cli_sparse", "console", "console_speed", "demo", "__main__"},
     {"__init__"},
 ]

@@ -105,6 +105,9 @@ def test_every_option_arrives(calls):
     assert calls[1][1].pruning.method == "wanda" and str(calls[1][2]["rotations"]) == "r.st"
     assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1"]) == 0
     assert calls[2][1].rotation.early_stop == 0.1
+    for text in ("--hessians dense", "--rotations r.st"):  # it goes with either
+        assert cli.run(["prune", "m", "--out", "o", "--down-basis", "next", *text.split()]) == 0
+        assert calls[-1][1].rotation.down_basis == "next"
 
 
 @pytest.mark.parametrize(

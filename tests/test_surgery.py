@@ -83,8 +83,8 @@ def test_check_model_names_the_layer_that_fails(monkeypatch, where):
     seen = []
     right = rotate_layer
 
-    def wrong(layer, arch, shape, rotation):
-        right(layer, arch, shape, rotation)
+    def wrong(layer, *rest):
+        right(layer, *rest)
         if len(seen) == where:
             layer.self_attn.o_proj.weight[0] += 0.05
         seen.append(layer)

@@ -28,6 +28,9 @@ class Metric:
     def factor(self, q: Tensor) -> Tensor:
         return 1.0 / q if self.inverse else q
 
+    def to(self, device: torch.device) -> "Metric":
+        return Metric(None if self.matrix is None else self.matrix.to(device), self.inverse)
+
     def chain(self, grad_factor: Tensor, factor: Tensor) -> Tensor:
         """Gradient in q from the gradient in the factor."""
         return -grad_factor * factor * factor if self.inverse else grad_factor

@@ -54,12 +54,27 @@ class _ColumnFactor:
             gradient += 2 * self._product * dq.reshape(len(gradient), 1, -1)
 
 
+@dataclass(frozen=True)
+class Down:
+    """A down_proj whose output R1 rotates: weight [d, ff], its input's metric, and the factor of its loss."""
+
+    weight: Tensor
+    metric: Metric
+    scale: float
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Down":
+        return Down(self.weight.to(device, dtype), self.metric.to(device), self.scale)
+
+
 class LayerObjective:
     """Value and gradient of the objective of one decoder layer.
 
     weights: role → folded, unrotated weight [out, in]; objective: `entropy` or `pruned`;
     product_dtype: dtype of the matrix products. Losses and sums are fp32 (fp64 for fp64 weights).
     R1 is block-diagonal with `blocks` equal blocks, held as a stack [blocks, b, b]; one is dense.
+
+    downs: the down_projs that R1 rotates, at first the layer's own. Where they are pruned in the next
+    layer's basis the caller puts that of the layer before in its place: none, one or two are summed.
     """
 
     def __init__(
@@ -93,6 +108,9 @@ class LayerObjective:
         self._scale = dict.fromkeys(weights, 1.0)
         if objective == "pruned":
             self._scale = {role: self._normaliser(role) for role in weights}
+        self.downs = [
+            Down(self.weights.pop("down_proj"), self.metrics.pop("down"), self._scale.pop("down_proj"))
+        ]
 
     def on(self, device: torch.device) -> "LayerObjective":
         """This objective with its tensors on another device, in the dtype of the products; itself where
@@ -111,10 +129,8 @@ class LayerObjective:
         other = copy.copy(self)
         other.device = device
         other.weights = {role: weight.to(device, dtype) for role, weight in self.weights.items()}
-        other.metrics = {
-            group: Metric(None if m.matrix is None else m.matrix.to(device), m.inverse)
-            for group, m in self.metrics.items()
-        }
+        other.metrics = {group: metric.to(device) for group, metric in self.metrics.items()}
+        other.downs = [down.to(device, dtype) for down in self.downs]
         return other
 
     def identity(self) -> tuple[Tensor, Tensor]:
@@ -129,7 +145,8 @@ class LayerObjective:
         for group in ("attention", "mlp"):
             self._right_group(group, r1, r2, sums)
         self._output_projection(r1, r2, sums)
-        self._down_projection(r1, sums)
+        for down in self.downs:
+            self._down_projection(down, r1, sums)
         return sums.loss, sums.g1, sums.g2
 
     def value(self, r1: Tensor, r2: Tensor) -> Tensor:
@@ -147,7 +164,7 @@ class LayerObjective:
                 z = y = rotate_right(weight, r1p)
                 if role == "v_proj":
                     y = rotate_left(r2p, z)
-                dy = self._fused(role, y, column, sums)
+                dy = self._fused(role, self._scale[role], y, column, sums)
                 if role == "v_proj":
                     sums.g2 += _gradient_left(z, dy, len(r2))
                     dy = rotate_left(r2p.mT, dy)
@@ -160,15 +177,15 @@ class LayerObjective:
         column = _ColumnFactor(self.metrics["o"], heads, self.dtype)
         r1p, headsp = r1.to(self.dtype), heads.to(self.dtype)
         u = rotate_left(r1p, weight)
-        dy = self._fused("o_proj", rotate_right(u, headsp), column, sums)
+        dy = self._fused("o_proj", self._scale["o_proj"], rotate_right(u, headsp), column, sums)
         gradient = _gradient_right(u, dy, len(heads)).to(self.work)
         column.add_gradient(gradient)
         sums.g2 += gradient.unflatten(0, (-1, self.shape.group)).sum(1)
         sums.g1 += _gradient_left(weight, rotate_right(dy, headsp.mT), len(r1))
 
-    def _down_projection(self, r1: Tensor, sums: _Sums) -> None:
+    def _down_projection(self, down: Down, r1: Tensor, sums: _Sums) -> None:
         """down_proj: Y = R1ᵀ W, with a factor that no rotation changes."""
-        weight, metric, r1p = self.weights["down_proj"], self.metrics["down"], r1.to(self.dtype)
+        weight, metric, r1p = down.weight, down.metric, r1.to(self.dtype)
         factor = None if metric.matrix is None else metric.factor(metric.matrix)
         # the smallest of a whole row cannot be found in parts of it
         whole_rows = self.objective == "pruned" and not self.sparsity.structured
@@ -177,10 +194,10 @@ class LayerObjective:
             columns = weight[:, start : start + width]
             column = _ColumnFactor(Metric(None, False), r1, self.dtype)
             column.factor = None if factor is None else factor[start : start + width]
-            dy = self._fused("down_proj", rotate_left(r1p, columns), column, sums)
+            dy = self._fused("down_proj", down.scale, rotate_left(r1p, columns), column, sums)
             sums.g1 += _gradient_left(columns, dy, len(r1))
 
-    def _fused(self, role: str, y: Tensor, column: _ColumnFactor, sums: _Sums) -> Tensor:
+    def _fused(self, role: str, scale: float, y: Tensor, column: _ColumnFactor, sums: _Sums) -> Tensor:
         """dY of one linear; adds its loss, and its gradient in the column factor."""
         if self.objective == "entropy":
             columns = role in ("v_proj", "o_proj", "down_proj")
@@ -190,7 +207,7 @@ class LayerObjective:
         else:
             prune, group = self._removed_per_group(y.shape[1])
             value, dy, df = ops.pruned_importance_and_grad(
-                y, column.factor, prune=prune, group=group, scale=self._scale[role]
+                y, column.factor, prune=prune, group=group, scale=scale
             )
         sums.loss += value
         if column.gradient_in_factor is not None:

@@ -17,7 +17,7 @@ from drot.config import Sparsity
 from drot.errors import UserError
 from drot.sparse.fused import unfuse
 from drot.sparse.linear import SparseLinear
-from drot.surgery.residual import has_residual_rotation
+from drot.surgery.residual import rotation_config
 
 LAYOUTS = ("dense", "packed")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -100,14 +100,9 @@ def unpack_model(model: PreTrainedModel) -> None:
 
 def _describe(model: PreTrainedModel, arch: Architecture) -> None:
     """Makes config.json say what the modules are; nothing where any engine can open them."""
-    rotated = any(has_residual_rotation(layer) for layer in decoder_layers(model, arch))
-    packed = is_packed(model)
-    if packed or rotated:
-        model.config.quantization_config = {
-            "quant_method": "drot",
-            "residual_rotation": rotated,
-            "packed": packed,
-        }
+    special = rotation_config(decoder_layers(model, arch)) | ({"packed": True} if is_packed(model) else {})
+    if special:
+        model.config.quantization_config = {"quant_method": "drot", **special}
     elif (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):

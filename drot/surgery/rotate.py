@@ -2,8 +2,8 @@
 
 Orientation: W is [out, in], the residual stream is a row vector h, rotated as h R1. In a layer in
 basis R1: q, k, v, gate, up ← W R1; o, down ← R1ᵀ W; v ← R2ᵀ v per KV head; o ← o R2 per query head
-with the R2 of its KV head; biases of o and down ← b R1, bias of v ← b R2. All products are made in
-fp64 from the unfolded weights and rounded once.
+with the R2 of its KV head; biases of o and down ← b R1, bias of v ← b R2. The R1 of down may be the
+next layer's. All products are made in fp64 from the unfolded weights and rounded once.
 """
 
 from dataclasses import dataclass
@@ -60,8 +60,18 @@ def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def rotate_layer(layer: nn.Module, arch: Architecture, shape: HeadShape, rotation: LayerRotation) -> None:
-    """Folds both norms and merges r1 and r2 into the seven linears, in place."""
+def rotate_layer(
+    layer: nn.Module,
+    arch: Architecture,
+    shape: HeadShape,
+    rotation: LayerRotation,
+    down: Tensor | None = None,
+) -> None:
+    """Folds both norms and merges r1 and r2 into the seven linears, in place.
+
+    down: the R1 [d, d] that down_proj and its bias take where that is another layer's
+    (surgery/residual.py rotates the residual to it); None is the layer's own.
+    """
     linears = layer_linears(layer, arch)
     weights = folded_weights(layer, arch, torch.float64)
     device = weights["q_proj"].device
@@ -70,14 +80,15 @@ def rotate_layer(layer: nn.Module, arch: Architecture, shape: HeadShape, rotatio
         weights[role] = weights[role] @ r1
     weights["v_proj"] = rotate_left(r2, weights["v_proj"] @ r1)
     weights["o_proj"] = rotate_right(r1.T @ weights["o_proj"], r2.repeat_interleave(shape.group, 0))
-    weights["down_proj"] = r1.T @ weights["down_proj"]
+    down_r1 = r1 if down is None else down.to(device).double()
+    weights["down_proj"] = down_r1.T @ weights["down_proj"]
     for role, weight in weights.items():
         linears[role].weight.copy_(weight)
     if (bias := linears["v_proj"].bias) is not None:
         bias.copy_(rotate_left(r2, bias.double()[:, None])[:, 0])
-    for role in ("o_proj", "down_proj"):
+    for role, left in (("o_proj", r1), ("down_proj", down_r1)):
         if (bias := linears[role].bias) is not None:
-            bias.copy_(bias.double() @ r1)
+            bias.copy_(bias.double() @ left)
     for path in (arch.attention_norm, arch.mlp_norm):
         reset_norm(module_at(layer, path), arch.norm_offset)
 

@@ -6,7 +6,7 @@ The reference below is written from appendix A alone: full RᵀMR, block-diagona
 import pytest
 import torch
 
-from drot.architectures import HeadShape
+from drot.architectures import ROLES, HeadShape
 from drot.config import Sparsity
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
@@ -73,13 +73,15 @@ def scores(weights, hessians, r1, r2, method, compat):
     return out
 
 
-def entropy_reference(weights, hessians, r1, r2, method, compat):
+def entropy_reference(weights, hessians, r1, r2, method, compat, roles=ROLES):
     def rows(s):
         p = s / s.sum(1, keepdim=True)
         return -(p * p.log()).sum()
 
     total = 0
     for role, s in scores(weights, hessians, r1, r2, method, compat).items():
+        if role not in roles:
+            continue
         if role != "down_proj":
             total = total + rows(s)
         if role in ("v_proj", "o_proj", "down_proj"):
@@ -87,11 +89,13 @@ def entropy_reference(weights, hessians, r1, r2, method, compat):
     return total
 
 
-def pruned_reference(weights, hessians, r1, r2, method, compat, sparsity):
+def pruned_reference(weights, hessians, r1, r2, method, compat, sparsity, roles=ROLES):
     eye2 = torch.eye(SHAPE.head_dim, dtype=r1.dtype).repeat(SHAPE.kv_heads, 1, 1)
     start = scores(weights, hessians, torch.eye(D, dtype=r1.dtype), eye2, method, compat)
     total = 0
     for role, s in scores(weights, hessians, r1, r2, method, compat).items():
+        if role not in roles:
+            continue
         if sparsity.structured:
             removed = s.reshape(s.shape[0], -1, sparsity.m).sort(-1).values[..., : sparsity.m - sparsity.n]
         else:
@@ -144,6 +148,32 @@ def test_value_and_gradient_in_fp64(method, objective, sparsity, compat):
     assert torch.allclose(loss, expected, rtol=1e-11)
     assert torch.allclose(g1[0], e1, rtol=0, atol=1e-10 * float(e1.abs().max()))
     assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES)
+def test_any_number_of_downs_in_fp64(method, objective, sparsity, compat, count):
+    """Where down_proj is in the next layer's basis: none, the layer before's, or that and the own one."""
+    layers = [make_layer(seed) for seed in (0, 3)]
+    r1, r2 = random_rotations()
+    problem, before = (
+        build(*layer, method, objective, sparsity, compat, product_dtype=torch.float64) for layer in layers
+    )
+    problem.downs = [*before.downs, *problem.downs][:count]
+    loss, g1, g2 = problem.value_and_grad(r1[None], r2)
+    r1, r2 = r1.requires_grad_(), r2.requires_grad_()
+    parts = [(layers[0], set(ROLES) - {"down_proj"}), (layers[1], {"down_proj"}), (layers[0], {"down_proj"})]
+    expected = 0
+    for layer, roles in parts[: count + 1]:
+        if objective == "entropy":
+            expected = expected + entropy_reference(*layer, r1, r2, method, compat, roles)
+        else:
+            pattern = Sparsity.parse(sparsity)
+            expected = expected + pruned_reference(*layer, r1, r2, method, compat, pattern, roles)
+    expected.backward()
+    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
+    assert torch.allclose(g1[0], r1.grad, rtol=0, atol=1e-10 * float(r1.grad.abs().max()))
+    assert torch.allclose(g2, r2.grad, rtol=0, atol=1e-10 * float(r2.grad.abs().max()))
 
 
 @pytest.mark.parametrize("objective", ["entropy", "pruned"])
@@ -215,7 +245,9 @@ def test_an_objective_that_waits_takes_the_checkpoints_dtype():
     weights = {role: weight.bfloat16().float() for role, weight in weights.items()}
     problem = build(weights, hessians, "wanda", "pruned", "2:4", False)
     waiting = problem.waiting(torch.bfloat16)
-    assert {weight.dtype for weight in waiting.weights.values()} == {torch.bfloat16}
+    kept = [*waiting.weights.values(), *(down.weight for down in waiting.downs)]
+    assert {weight.dtype for weight in kept} == {torch.bfloat16}
+    assert len(kept) == len(ROLES)
     back = waiting.on(torch.device("cpu"))
     assert back is not waiting and back.on(torch.device("cpu")) is back
     assert torch.equal(back.value(*back.identity()), problem.value(*problem.identity()))
