@@ -63,8 +63,8 @@ def rotation_config(layers: Iterable[nn.Module]) -> dict[str, Any]:
     """What config.json says of the rotations in `layers` (drot/hf.py); empty where there are none."""
     for layer in layers:
         if has_residual_rotation(layer):
-            down_basis = "next" if isinstance(layer, _RotatesResidual) else "own"
-            return {"residual_rotation": True, "down_basis": down_basis}
+            inside = {"down_basis": "next"} if isinstance(layer, _RotatesResidual) else {}
+            return {"residual_rotation": True, **inside}
     return {}
 
 

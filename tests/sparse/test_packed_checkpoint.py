@@ -95,6 +95,21 @@ def test_dtype_is_a_choice_at_load(checkpoints):
     assert model(random_tokens(1, 8)).logits.dtype == torch.float32
 
 
+def test_down_proj_in_the_next_basis_is_packed_too(tmp_path):
+    """The rotation beside the MLP comes back where it was."""
+    recipe = Recipe(
+        rotation=RotationConfig(steps=2, hessians="dense", down_basis="next"),
+        pruning=PruningConfig(block_size=16),
+    )
+    tokens = random_tokens(4, 40)
+    options = dict(calibration=tokens, device="cpu")
+    dense = drot.prune(small_model("llama", head_dim=16), recipe, **options).model
+    drot.prune(small_model("llama", head_dim=16), recipe, out=tmp_path / "out", layout="packed", **options)
+    packed = drot.load(tmp_path / "out", device="cpu")
+    assert is_packed(packed) and packed.config.quantization_config.down_basis == "next"
+    assert torch.allclose(packed(tokens).logits, dense(tokens).logits, atol=1e-5)
+
+
 def test_convert_there_and_back(checkpoints, tmp_path, capsys):
     """The packed checkpoint that prune wrote, dense, and packed again: the same tensors each time."""
     for source, layout in (("packed", "dense"), ("dense", "packed")):
@@ -107,7 +122,7 @@ def test_convert_there_and_back(checkpoints, tmp_path, capsys):
         manifest, config = read_manifest(out), json.loads((out / "config.json").read_text())
         original = read_manifest(checkpoints / source)
         assert manifest == {**original, "format": layout, "stock_architecture": False}
-        assert config["quantization_config"]["packed"] is (layout == "packed")
+        assert config["quantization_config"].get("packed", False) is (layout == "packed")
         assert not list(tmp_path.glob("*.part"))
         assert (out / "tokenizer.json").exists()
     assert cli.run(["info", str(tmp_path / "packed")]) == 0
