@@ -3,6 +3,7 @@
 // The kernels register themselves (TORCH_LIBRARY_IMPL in csrc/ops/cpu and csrc/ops/cuda); shapes and
 // meaning are documented in csrc/ops/<op>.h and drot/ops/<op>.py.
 #include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 TORCH_LIBRARY(drot, m) {
@@ -30,6 +31,12 @@ TORCH_LIBRARY(drot, m) {
       " Tensor? rotation=None, Tensor? compressed=None) -> Tensor",
       tags);
   m.def("sparse24_compress(Tensor values, Tensor positions) -> Tensor", tags);
+}
+
+// A backward pass through it is an error. Here and not in Python, where it would cost a small product
+// more time than the product.
+TORCH_LIBRARY_IMPL(drot, Autograd, m) {
+  m.impl("sparse24_linear", torch::autograd::autogradNotImplementedFallback());
 }
 
 namespace {

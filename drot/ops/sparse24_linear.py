@@ -22,7 +22,7 @@ def sparse24_linear(
     [out]; residual: [..., out]; rotation: [out, out], which needs a residual; all in x's dtype.
     compressed: what `sparse24_compress` made of the same weight, for the GPU with many tokens.
     Returns [..., out] in x's dtype, accumulated in fp32. Raises ValueError for other shapes, dtypes
-    or devices, NotImplementedError in the backward pass.
+    or devices, RuntimeError in a backward pass.
     """
     return torch.ops.drot.sparse24_linear(x, values, positions, bias, residual, rotation, compressed)
 
@@ -53,13 +53,6 @@ def _(
 @torch.library.register_fake("drot::sparse24_compress")
 def _(values: Tensor, positions: Tensor) -> Tensor:
     return positions.new_empty(torch.library.get_ctx().new_dynamic_size())
-
-
-def _refuse_backward(ctx: object, *grads: Tensor | None) -> None:
-    raise NotImplementedError("sparse24_linear has no gradient: call it under torch.no_grad()")
-
-
-torch.library.register_autograd("drot::sparse24_linear", _refuse_backward)
 
 
 def sparse24_linear_ref(

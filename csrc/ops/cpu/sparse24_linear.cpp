@@ -23,7 +23,7 @@ constexpr int64_t kTogether = 256;
 // instructions for it (not measured).
 constexpr int64_t kFewFloatTokens = 128, kFewTokens = 16;
 // Rows of W that are made dense at once for it.
-constexpr int64_t kDenseRows = 1024;
+constexpr int64_t kDenseRows = 512;
 
 template <class V>
 const V* data(const at::Tensor& t) {
@@ -60,7 +60,9 @@ void in_parallel(int64_t n, int64_t work, int64_t unit, const F& f) {
 // residual · rotation, fp32 [tokens, out].
 template <class V>
 at::Tensor rotated(const Problem& p) {
-  if (p.tokens > kFewTokens) return at::mm(p.residual.to(at::kFloat), p.rotation.to(at::kFloat));
+  // beyond, a product in fp32 is faster, and pays for making the rotation fp32
+  constexpr int64_t kFew = std::is_same_v<V, float> ? 3 : 16;
+  if (p.tokens > kFew) return at::mm(p.residual.to(at::kFloat), p.rotation.to(at::kFloat));
   const at::Tensor stream = widened<V>(p.residual);
   at::Tensor out = at::empty({p.tokens, p.out}, stream.options());
   const RotatedColumns<V> columns{stream.const_data_ptr<float>(), data<V>(p.rotation),
@@ -105,8 +107,11 @@ void by_dense_tiles(const Problem& p, at::Tensor& y) {
     const auto* positions = p.positions.const_data_ptr<uint8_t>() + first * bytes;
     auto* dense = static_cast<word_t*>(buffer.mutable_data_ptr());
     in_parallel(count, p.in, 1, [=](int64_t begin, int64_t end) {
-      for (int64_t i = begin * bytes; i < end * bytes; ++i) {
-        unpack24_byte(values + 4 * i, positions[i], dense + 8 * i);
+      const int64_t at = begin * bytes, stop = end * bytes;
+      if constexpr (std::is_same_v<word_t, float>) {
+        DROT_SIMD_CALL(expand_bytes<float>)(values + 4 * at, positions + at, stop - at, dense + 8 * at);
+      } else {
+        for (int64_t i = at; i < stop; ++i) unpack24_byte(values + 4 * i, positions[i], dense + 8 * i);
       }
     });
     at::Tensor tile = at::linear(p.x, buffer.narrow(0, 0, count),
@@ -144,7 +149,7 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
                   out};
   at::Tensor rows = y.view({tokens, out});
   if (x.scalar_type() == at::kFloat && tokens > kFewFloatTokens) {
-    by_dense_tiles<uint32_t>(p, rows);
+    by_dense_tiles<float>(p, rows);
   } else if (x.scalar_type() == at::kBFloat16 && tokens > kFewTokens && multiplies_bf16()) {
     by_dense_tiles<uint16_t>(p, rows);
   } else if (x.scalar_type() == at::kBFloat16) {
