@@ -1,5 +1,5 @@
-// The products of the tensor cores on CPU threads, with fragments laid out as the PTX manual says (mma
-// m16n8k16 and mma.sp m16n8k32 of 16-bit floats). Included after cuda_on_host.h.
+// The products of the tensor cores on the CPU, with fragments laid out as the PTX manual says (mma
+// m16n8k16 and mma.sp m16n8k32 of 16-bit floats). Included after block_on_cpu.h.
 #pragma once
 
 #include <stdexcept>
@@ -7,23 +7,23 @@
 struct uint2 {
   uint32_t x, y;
 };
-struct uint4 {
-  uint32_t x, y, z, w;
-};
 template <class T>
 T __ldcs(const T* from) {
   return *from;
 }
 
-namespace host {
+namespace on_cpu {
+
+constexpr size_t kWarp = 32;
 
 // The word of every lane of the calling thread's warp.
 inline void all_lanes(uint32_t word, uint32_t (&of_lane)[kWarp]) {
-  Warp& warp = (*warps)[number / kWarp];
-  warp.slot[number % kWarp] = word;
-  warp.meet.arrive_and_wait();
-  for (int i = 0; i < kWarp; ++i) of_lane[i] = static_cast<uint32_t>(warp.slot[i]);
-  warp.meet.arrive_and_wait();
+  threads[current].mail = word;
+  wait(State::kAtWarp);
+  for (size_t i = 0; i < kWarp; ++i) {
+    of_lane[i] = static_cast<uint32_t>(threads[current / kWarp * kWarp + i].mail);
+  }
+  wait(State::kAtWarp);
 }
 
 struct Bf16 {
@@ -44,7 +44,7 @@ struct Bf16 {
 
   template <int kColumns>
   static void add(float (&sum)[4], const float (&a)[16][kColumns], const float (&b)[kColumns][8]) {
-    const int lane = number % kWarp, g = lane / 4, t = lane % 4;
+    const int lane = static_cast<int>(current % kWarp), g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; ++i) {
       for (int k = 0; k < kColumns; ++k) sum[i] += a[g + 8 * (i / 2)][k] * b[k][2 * t + i % 2];
     }
@@ -55,15 +55,14 @@ struct Bf16 {
     uint32_t word[kWarp];
     for (int r = 0; r < 4; ++r) {
       all_lanes(a[r], word);
-      for (int i = 0; i < kWarp * 2; ++i) {
+      for (int i = 0; i < 64; ++i) {
         const int g = i / 8, t = i / 2 % 4;
         left[g + 8 * (r % 2)][2 * t + i % 2 + 8 * (r / 2)] = part(word[i / 2], i % 2);
       }
     }
     for (int r = 0; r < 2; ++r) {
       all_lanes(r ? b1 : b0, word);
-      for (int i = 0; i < kWarp * 2; ++i)
-        right[2 * (i / 2 % 4) + i % 2 + 8 * r][i / 8] = part(word[i / 2], i % 2);
+      for (int i = 0; i < 64; ++i) right[2 * (i / 2 % 4) + i % 2 + 8 * r][i / 8] = part(word[i / 2], i % 2);
     }
     add(sum, left, right);
   }
@@ -75,12 +74,11 @@ struct Bf16 {
     uint32_t word[kWarp];
     for (int r = 0; r < 4; ++r) {
       all_lanes(a[r], word);
-      for (int i = 0; i < kWarp * 2; ++i) {
+      for (int i = 0; i < 64; ++i) {
         packed[i / 8 + 8 * (r % 2)][2 * (i / 2 % 4) + i % 2 + 8 * (r / 2)] = part(word[i / 2], i % 2);
       }
       all_lanes(b[r], word);
-      for (int i = 0; i < kWarp * 2; ++i)
-        right[2 * (i / 2 % 4) + i % 2 + 8 * r][i / 8] = part(word[i / 2], i % 2);
+      for (int i = 0; i < 64; ++i) right[2 * (i / 2 % 4) + i % 2 + 8 * r][i / 8] = part(word[i / 2], i % 2);
     }
     all_lanes(meta, word);
     for (int row = 0; row < 16; ++row) {
@@ -97,4 +95,4 @@ struct Bf16 {
   }
 };
 
-}  // namespace host
+}  // namespace on_cpu

@@ -1,5 +1,5 @@
-// The kernel of sparse24_linear for few tokens on CPU threads, for test_sparse24_skinny.py.
-#include "cuda_on_host.h"
+// The kernel of sparse24_linear for few tokens on the CPU (block_on_cpu.h), for test_sparse24_skinny.py.
+#include "block_on_cpu.h"
 //
 #include "mma_on_host.h"
 //
@@ -12,7 +12,8 @@ namespace {
 template <int kTiles, int kTokenTiles>
 void run(const SkinnyProblem& p) {
   const auto blocks = static_cast<unsigned>((p.out + 16 * kTiles - 1) / (16 * kTiles));
-  host::launch({blocks}, {kSkinnyWarps * 32}, [&] { sparse24_skinny<host::Bf16, kTiles, kTokenTiles>(p); });
+  on_cpu::Gpu(1, 0, {}).launch(&sparse24_skinny<on_cpu::Bf16, kTiles, kTokenTiles>, dim3(blocks),
+                               dim3(kSkinnyWarps * 32), 0, p);
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""The source of the CUDA kernel of sparse24_linear for few tokens, run by CPU threads.
+"""The source of the CUDA kernel of sparse24_linear for few tokens, run on the CPU.
 
 It shows that indices, barriers and the order of the columns are right where the tensor cores lay out
 their factors as the PTX manual says; not that they do, nor how fast they are.
