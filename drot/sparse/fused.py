@@ -1,4 +1,5 @@
-"""One product for all packed linears that read the same input: q, k and v; gate and up.
+"""One product for all packed linears that read the same input, q, k and v, gate and up; and one for
+down_proj with the rotated residual that its result is added to.
 
 A product of a few tokens is over so soon that its start counts, on a CPU too. transformers' layers call
 the linears one after the other, so the first makes the whole product and the others hand out their
@@ -13,7 +14,9 @@ from transformers import PreTrainedModel
 
 from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, module_at
 from drot.errors import UserError
+from drot.ops import sparse24_linear
 from drot.sparse.linear import SparseLinear
+from drot.surgery.residual import rotates_beside_mlp
 
 
 class FusedLinear(SparseLinear):
@@ -69,12 +72,50 @@ class FusedPart(nn.Module):
         destination.update({prefix + name: tensor for name, tensor in rows.items()})
 
 
+class FusedRotation(nn.Module):
+    """In the place of a rotation beside the MLP (drot/surgery/residual.py), which down_proj's product then
+    includes: q is Q [d, d] as the product wants it, what is saved is the linear's Qᵀ."""
+
+    def __init__(self, rotation: nn.Linear, down: "RotatingLinear") -> None:
+        super().__init__()
+        self.q = nn.Parameter(rotation.weight.detach().T.contiguous(), requires_grad=False)
+        self.down = (down,)  # in a tuple, so that it is no submodule a second time
+
+    def forward(self, residual: Tensor) -> None:
+        """Hands the residual [..., d] to down_proj; None, as there is nothing left to add."""
+        self.down[0].added = (residual, self.q)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.q.detach().T.contiguous()
+
+
+class RotatingLinear(SparseLinear):
+    """down_proj behind a FusedRotation: x Wᵀ + b + residual · Q in one product."""
+
+    added: tuple[Tensor, Tensor]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., in] -> [..., d], with what the rotation handed over just before."""
+        residual, q = self.added
+        del self.added
+        return sparse24_linear(
+            x, self.values, self.positions, self.bias, residual, q, compressed=self.compressed
+        )
+
+
 @torch.no_grad()
 def fuse(model: PreTrainedModel) -> None:
-    """Fuses q, k, v and gate, up of every decoder layer of a packed model, in place.
+    """Fuses q, k, v and gate, up of every decoder layer of a packed model, in place, and rotations beside
+    the MLP with down_proj.
 
     Raises UserError for a model that is not packed.
     """
+    for layer, path in _rotated_downs(model):
+        down = module_at(layer, path)
+        if isinstance(down, SparseLinear) and isinstance(layer.residual_rotation, nn.Linear):
+            rotating = RotatingLinear(down.values, down.positions, down.bias)
+            layer.set_submodule(path, rotating)
+            layer.residual_rotation = FusedRotation(layer.residual_rotation, rotating)
     for layer, paths in _groups(model):
         linears = [module_at(layer, path) for path in paths]
         if isinstance(linears[0], FusedLinear):
@@ -94,6 +135,21 @@ def unfuse(model: PreTrainedModel) -> None:
         if isinstance(whole, FusedLinear):
             for index, path in enumerate(paths):
                 layer.set_submodule(path, SparseLinear(**whole.rows(index)))
+    for layer, path in _rotated_downs(model):
+        down, fused = module_at(layer, path), layer.residual_rotation
+        if isinstance(fused, FusedRotation):
+            size = fused.q.shape[0]
+            rotation = nn.Linear(size, size, bias=False, device="meta")
+            rotation.weight = nn.Parameter(fused.q.detach().T.contiguous(), requires_grad=False)
+            layer.set_submodule(path, SparseLinear(down.values, down.positions, down.bias))
+            layer.residual_rotation = rotation
+
+
+def _rotated_downs(model: PreTrainedModel) -> list[tuple[Any, str]]:
+    """Each decoder layer that rotates the residual beside its MLP, with the path of its down_proj."""
+    arch = architecture_of(model.config)
+    layers = (layer for layer in decoder_layers(model, arch) if rotates_beside_mlp(layer))
+    return [(layer, dict(arch.linears)["down_proj"]) for layer in layers]
 
 
 def _groups(model: PreTrainedModel) -> list[tuple[nn.Module, list[str]]]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.errors import UserError
 from drot.ops import nm_mask
-from drot.sparse.fused import fuse
+from drot.sparse.fused import fuse, unfuse
 from drot.sparse.packed import is_packed, pack_model, unpack_model
 from drot.surgery.residual import add_residual_rotation, has_residual_rotation, remove_residual_rotation
 
@@ -85,9 +85,10 @@ def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     Raises UserError, naming layer, linear and row, where a weight is not 2:4.
     """
     packed = _sharing_copy(model)
-    if not is_packed(packed):
+    if is_packed(packed):
+        unfuse(packed)
+    else:
         pack_model(packed)
-    fuse(packed)
     plain = _sharing_copy(packed)
     layers = [
         layer
@@ -98,6 +99,8 @@ def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
         remove_residual_rotation(layer)
     dense = _sharing_copy(plain)
     unpack_model(dense)
+    for fused in (packed, plain):
+        fuse(fused)
     return {DENSE: dense, SPARSE: plain} | ({ROTATED: packed} if layers else {})
 
 

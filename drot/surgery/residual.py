@@ -34,7 +34,7 @@ class _RotatesResidual:
     and pre-norm MLP, as every family in architectures.py has them.
     """
 
-    residual_rotation: nn.Linear
+    residual_rotation: nn.Module
     architecture: Architecture
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
@@ -43,7 +43,9 @@ class _RotatesResidual:
         attended, _ = getattr(self, arch.attention)(hidden_states=normed, **kwargs)
         residual = hidden_states + attended
         normed = getattr(self, arch.mlp_norm)(residual)
-        return self.residual_rotation(residual) + getattr(self, arch.mlp)(normed)
+        rotated = self.residual_rotation(residual)
+        out: Tensor = getattr(self, arch.mlp)(normed)
+        return out if rotated is None else rotated + out  # None: down_proj adds it (drot/sparse/fused.py)
 
 
 @functools.cache
@@ -59,11 +61,16 @@ def has_residual_rotation(layer: nn.Module) -> bool:
     return isinstance(layer, _RotatesInput | _RotatesResidual)
 
 
+def rotates_beside_mlp(layer: nn.Module) -> bool:
+    """Whether the residual is rotated beside the MLP, not in front of the layer."""
+    return isinstance(layer, _RotatesResidual)
+
+
 def rotation_config(layers: Iterable[nn.Module]) -> dict[str, Any]:
     """What config.json says of the rotations in `layers` (drot/hf.py); empty where there are none."""
     for layer in layers:
         if has_residual_rotation(layer):
-            inside = {"down_basis": "next"} if isinstance(layer, _RotatesResidual) else {}
+            inside = {"down_basis": "next"} if rotates_beside_mlp(layer) else {}
             return {"residual_rotation": True, **inside}
     return {}
 

@@ -11,10 +11,11 @@ import drot
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.errors import UserError
 from drot.ops import nm_mask
-from drot.sparse.fused import fuse, unfuse
+from drot.sparse.fused import RotatingLinear, fuse, unfuse
 from drot.sparse.linear import SparseLinear
 from drot.sparse.packed import check_positions, is_packed, pack_model, packed_linears, unpack_model
-from drot.surgery.residual import set_boundary
+from drot.sparse.variants import DENSE, ROTATED, SPARSE, model_variants
+from drot.surgery.residual import has_residual_rotation, set_boundary
 
 #: relative error of the logits; the two add up the same products in another order
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -171,6 +172,43 @@ def test_fusing_is_not_seen_from_outside(family, tmp_path):
     assert not is_packed(twin)
     with pytest.raises(UserError, match="fuse needs a packed model"):
         fuse(twin)
+
+
+@pytest.mark.parametrize("family", ["llama-biased", "qwen3"])
+def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_path):
+    """As the separate modules compute it, in the files as they are, and it can be undone."""
+    dense = pruned_model(family, torch.float32, rotated=False)
+    arch = architecture_of(dense.config)
+    for layer in dense.model.layers[:-1]:
+        q = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))[0]
+        eye = torch.eye(32, dtype=torch.float64)
+        set_boundary(layer, eye, q, torch.float32, torch.device("cpu"), inside=arch)
+    packed = packed_copy(dense)
+    before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
+    tokens = random_tokens(2, 9)
+    fused = copy.deepcopy(packed)
+    fuse(fused)
+    fuse(fused)
+    assert [type(layer.mlp.down_proj) for layer in fused.model.layers] == [RotatingLinear] * 2 + [
+        SparseLinear
+    ]
+    assert close(fused(tokens).logits, dense(tokens).logits, torch.float32)
+    compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
+    assert close(compiled(tokens, use_cache=False).logits, dense(tokens).logits, torch.float32)
+    fused.save_pretrained(tmp_path / "saved")
+    loaded = drot.load(tmp_path / "saved", device="cpu")
+    assert isinstance(loaded.model.layers[0].mlp.down_proj, RotatingLinear)
+    assert torch.equal(loaded(tokens).logits, fused(tokens).logits)
+    variants = model_variants(loaded)
+    assert torch.equal(variants[ROTATED](tokens).logits, fused(tokens).logits)
+    assert not any(has_residual_rotation(layer) for layer in variants[SPARSE].model.layers)
+    variants[SPARSE](tokens), variants[DENSE](tokens)
+    unfuse(loaded)
+    for model in (fused, loaded):
+        state = model.state_dict()
+        assert list(state) == list(before)
+        assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
+    assert torch.equal(loaded(tokens).logits, packed(tokens).logits)
 
 
 def test_what_cannot_be_packed():
