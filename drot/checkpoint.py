@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from drot.sparse.packed import compress_model, is_packed
 MANIFEST = "drot.json"
 #: of the manifest
 FORMAT_VERSION = 1
+#: what every manifest has, and its readers rely on
+MANIFEST_KEYS = ("versions", "recipe", "calibration", "sparsity", "seconds", "layers", "base_model")
 logger = logging.getLogger("drot")
 
 
@@ -72,18 +75,17 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 def save_checkpoint(model: PreTrainedModel, tokenizer: Any, manifest: dict[str, Any], out: Path) -> None:
     """Writes model, tokenizer and manifest (unless it is empty) beside `out` and renames the folder at the
     end, so that `out` either is not there or is complete."""
-    part = out.with_name(out.name + ".part")
-    if part.exists():
-        shutil.rmtree(part)
-    part.mkdir(parents=True)
-    model.save_pretrained(part)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(part)
-    if manifest:
-        write_json(part / MANIFEST, manifest)
-    if out.exists():
-        out.rmdir()  # empty, or check_output would have refused it
-    os.replace(part, out)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".", suffix=".part") as beside:
+        part = Path(beside) / out.name  # made by mkdir: the one around it is for our eyes only
+        part.mkdir()
+        model.save_pretrained(part)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
+        if manifest:
+            write_json(part / MANIFEST, manifest)
+        if out.exists():
+            out.rmdir()  # empty, or check_output would have refused it
+        os.replace(part, out)
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
@@ -91,15 +93,17 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     file = Path(path) / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         raise UserError(f"{path} holds no {MANIFEST}: it is not a checkpoint of drot prune") from None
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file} is not valid JSON (line {error.lineno}): was it cut off?") from None
+    except ValueError as error:  # no JSON, or not UTF-8
+        raise UserError(f"{file} is not valid JSON ({error}): was it cut off?") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(
             f"{file} must be of format_version {FORMAT_VERSION}, got {version}: another drot wrote it"
         )
+    if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
+        raise UserError(f"{file} lacks {', '.join(missing)}: was it edited?")
     return manifest
 
 
@@ -218,6 +222,7 @@ class RunState:
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
         self.folder = partial_folder(out)
+        self._lock = threading.Lock()
         self.identity = json.loads(json.dumps(identity))  # as it will be read: tuples are lists there
         run = self.folder / "run.json"
         if not run.exists():
@@ -239,9 +244,11 @@ class RunState:
         return self.folder / f"{name}.safetensors"
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
-        if not self.folder.exists():
-            self.folder.mkdir()
-            write_json(self.folder / "run.json", self.identity)
+        """Writes a part, whole or not at all; may be called by several threads."""
+        with self._lock:
+            if not (self.folder / "run.json").exists():
+                self.folder.mkdir(exist_ok=True)
+                write_json(self.folder / "run.json", self.identity)
         file = self._file(name)
         part = file.with_suffix(".part")
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}

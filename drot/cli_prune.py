@@ -14,7 +14,7 @@ from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.errors import UserError
 
 PRUNING, ROTATION, CALIBRATION = PruningConfig(), RotationConfig(), CalibrationConfig()
-#: of the fields of RotationConfig, those that decide about given rotations too
+#: of the fields of RotationConfig, those that say which matrices there are, trained or given
 NOT_TRAINING = ("mode", "blocks", "down_basis")
 #: and those that training alone reads
 TRAINING = tuple(f.name for f in dataclasses.fields(RotationConfig) if f.name not in NOT_TRAINING)

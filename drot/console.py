@@ -154,7 +154,8 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     console = output()
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_row("model", str(manifest.get("base_model", "")))
-    facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}, damping {pruning['damping']:g}")
+    damping = f", damping {pruning['damping']:g}" if pruning["method"] == "sparsegpt" else ""
+    facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}{damping}")
     facts.add_row("rotation", _rotation_line(rotation, manifest.get("rotations_file")))
     if trained := manifest.get("shared_rotation"):
         facts.add_row(

@@ -17,7 +17,11 @@ def convert_checkpoint(path: str | Path, out: Path, layout: str) -> dict[str, An
     check_layout(layout)
     checkpoint.check_output(out)
     manifest = checkpoint.read_manifest(path) if (Path(path) / checkpoint.MANIFEST).exists() else {}
-    tokenizer = checkpoint.load_tokenizer(path)
+    tokenizer = None
+    try:
+        tokenizer = checkpoint.load_tokenizer(path)
+    except UserError as error:  # a model that was pruned from Python with token ids has none
+        checkpoint.logger.warning("%s; none is written", error)
     model = checkpoint.load_model(path)
     if is_packed(model) == (layout == "packed"):
         raise UserError(f"{path} is {layout} already")

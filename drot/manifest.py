@@ -31,7 +31,6 @@ def manifest(
         "dtype": str(dtype).removeprefix("torch."),
         "recipe": recipe.to_dict(),
         "calibration": {"sha256": calibration_hash(tokens), "shape": list(tokens.shape)},
-        "stock_architecture": recipe.rotation.mode in ("none", "shared"),
         **figures,
     }
 

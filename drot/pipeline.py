@@ -73,6 +73,8 @@ def prune(
             raise UserError(
                 "there are no rotations to save: --save-rotations needs --rotation layer or shared"
             )
+        if Path(save_rotations_to).exists():
+            raise UserError(f"{save_rotations_to} exists: name another --save-rotations or remove it")
         checkpoint.check_writable(Path(save_rotations_to))
     devices = checkpoint.pick_devices(device)
     source = str(model) if isinstance(model, str | Path) else getattr(model.config, "_name_or_path", "")

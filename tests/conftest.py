@@ -1,5 +1,8 @@
 """Fixtures that every test shares."""
 
+import sys
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -18,3 +21,11 @@ def device(request: pytest.FixtureRequest) -> str:
 def seeded() -> None:
     """Every test draws the same numbers, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_compiled_code_left() -> Iterator[None]:
+    """A process may compile one function a few times only; each test has that number for itself."""
+    yield
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()

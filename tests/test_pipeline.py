@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot import run
 from drot.architectures import ROLES, architecture_of, layer_linears
-from drot.checkpoint import read_manifest
+from drot.checkpoint import RunState, read_manifest
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.errors import UserError
 from drot.invariance import InvarianceError
@@ -202,6 +204,8 @@ def test_mistakes_are_one_line(tmp_path):
             "cannot write .*r.safetensors: ",
         ),
         (dict(chosen=recipe("none"), save_rotations_to=tmp_path / "r"), "there are no rotations to save"),
+        (dict(save_rotations_to=tmp_path / "full" / "file"), "file exists: name another --save-rotations"),
+        (dict(save_rotations_to=tmp_path / "full"), "full exists: name another --save-rotations"),
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):
@@ -293,6 +297,44 @@ def test_a_run_that_stops_before_its_first_layer_leaves_nothing(tmp_path, caplog
     (tmp_path / "torn.partial" / "run.json").write_text('{"model": ')
     with pytest.raises(UserError, match="its run.json is broken"):
         prune(small_model("llama"), out=tmp_path / "torn", resume=True)
+
+
+def test_saving_touches_nothing_of_the_users(tmp_path):
+    """A folder that is called as a temporary one of ours might be stays, and others may enter the result."""
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "mine").touch()
+    (tmp_path / "plain").mkdir()
+    prune(small_model("llama"), recipe("none"), out=tmp_path / "out")
+    assert (tmp_path / "out.part" / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.part", "plain"]
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_threads_save_the_parts_of_a_run_together(tmp_path):
+    tensors = {"x": torch.ones(2)}
+    for attempt in range(20):
+        state = RunState(tmp_path / f"out{attempt}", {"model": "m"})
+        barrier = threading.Barrier(4)
+
+        def save(number, state=state, barrier=barrier):
+            barrier.wait()
+            state.save(f"part{number}", tensors, {"number": number})
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(save, range(4)))
+        assert [state.load(f"part{number}")[1]["number"] for number in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"\xe9", b"[]", b'{"format_version": 1}', b'{"format_version": 99}']
+)
+def test_a_broken_manifest_is_one_line(content, tmp_path):
+    (tmp_path / "drot.json").write_bytes(content)
+    with pytest.raises(
+        UserError, match="drot.json (is not valid JSON|must be of format_version 1|lacks)"
+    ) as e:
+        read_manifest(tmp_path)
+    assert "\n" not in str(e.value)
 
 
 def test_tokens_must_fit_the_model():

@@ -24,6 +24,8 @@ from drot.sparse.packed import compress_model, packed_linears
 from drot.sparse.variants import DENSE, SPARSE, layer_variants, model_variants, shape_config
 from drot.version import __version__
 
+#: tokens of a prefill or sequences of a decode
+LARGEST = 1 << 20
 TOKENS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32)
 #: tokens before a whole model's decode is timed, and how many are then made
@@ -81,6 +83,10 @@ def measure_speed(
     for name, sizes in (("--tokens", tokens), ("--batch", batches)):
         if sizes is not None and any(size < 1 for size in sizes):
             raise UserError(f"{name} must be whole numbers above 0, got {', '.join(map(str, sizes))}")
+        if sizes is not None and max(sizes) > LARGEST:
+            raise UserError(f"{name} must be at most {LARGEST}, got {max(sizes)}")
+    if minutes is not None and not minutes >= 0:
+        raise UserError(f"--minutes must not be below 0, got {minutes:g}")
     if repeats < 1:
         raise UserError(f"--repeats must be at least 1, got {repeats}")
     place = checkpoint.pick_device(device)

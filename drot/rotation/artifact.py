@@ -54,7 +54,7 @@ def load_rotations(
             record = json.loads((handle.metadata() or {}).get("record", "{}"))
     except FileNotFoundError:
         raise UserError(f"there is no rotation file {path}; make one with --save-rotations") from None
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file: {error}") from None
     expected = {}
     for index in range(layers):

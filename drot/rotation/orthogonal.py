@@ -1,24 +1,13 @@
 """Optimisers over orthogonal matrices.
 
-Both hold stacks of square matrices ([n, n] or [batch, n, n]), start at the identity, take the
-gradient of the loss in Q and never build an autograd graph.
+Both hold stacks of square matrices ([n, n] or [batch, n, n]), `matrices`, start at the identity and never
+build an autograd graph. `step` moves them, given d loss/d Q of each stack, None for one that stays.
 """
-
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from drot import ops
-
-
-class OrthogonalOptimizer(Protocol):
-    """`matrices`: the current Q of each stack; `step` moves them, given d loss/d Q of each, None for
-    a stack that stays."""
-
-    matrices: list[Tensor]
-
-    def step(self, gradients: list[Tensor | None]) -> None: ...
 
 
 class PaperOptimizer:

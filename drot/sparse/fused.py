@@ -34,13 +34,23 @@ class FusedLinear(SparseLinear):
             torch.cat([bias.detach() for bias in biases]) if biases else None,
         )
         self.sizes = [linear.out_features for linear in linears]
-        self.waiting: tuple[Tensor, ...] = ()
+        #: an input and the parts of its product, until the last of them is asked for
+        self.waiting: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sizes[0]]; the parts of the others wait for their calls."""
-        own, *others = super().forward(x).split(self.sizes, -1)
-        self.waiting = tuple(others)
-        return own
+        parts = super().forward(x).split(self.sizes, -1)
+        self.waiting = (x, parts)
+        return parts[0]
+
+    def part(self, x: Tensor, index: int) -> Tensor:
+        """[..., sizes[index]] of the product of x; made by itself where another thread's x waits."""
+        source, parts = self.waiting
+        if source is not x:
+            return sparse24_linear(x, **self.rows(index))
+        if index == len(self.sizes) - 1:
+            self.waiting = (None, ())  # it would hold memory until the next forward pass
+        return parts[index]
 
     def rows(self, index: int) -> dict[str, Tensor]:
         """values, positions and, where there is one, bias of one of the linears, as views."""
@@ -61,11 +71,8 @@ class FusedPart(nn.Module):
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., sizes[index]] of the product of x, which the first linear must have had just before."""
-        (whole,) = self.whole
-        part, *others = whole.waiting
-        whole.waiting = tuple(others)
-        return part
+        """x [..., in] -> [..., sizes[index]]."""
+        return self.whole[0].part(x, self.index)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         rows = self.whole[0].rows(self.index)
@@ -73,34 +80,30 @@ class FusedPart(nn.Module):
 
 
 class FusedRotation(nn.Module):
-    """In the place of a rotation beside the MLP (drot/surgery/residual.py), which down_proj's product then
-    includes: q is Q [d, d] as the product wants it, what is saved is the linear's Qᵀ."""
+    """In the place of a rotation beside the MLP (drot/surgery/residual.py): makes down_proj's product and
+    includes r Q in it. q is Q [d, d] as the product wants it; what is saved is the linear's Qᵀ."""
 
-    def __init__(self, rotation: nn.Linear, down: "RotatingLinear") -> None:
+    def __init__(self, rotation: nn.Linear, down: "DeferredLinear") -> None:
         super().__init__()
         self.q = nn.Parameter(rotation.weight.detach().T.contiguous(), requires_grad=False)
         self.down = (down,)  # in a tuple, so that it is no submodule a second time
 
-    def forward(self, residual: Tensor) -> None:
-        """Hands the residual [..., d] to down_proj; None, as there is nothing left to add."""
-        self.down[0].added = (residual, self.q)
+    def forward(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual [..., d] and the input x [..., in] of down_proj -> residual · Q + x Wᵀ + b [..., d]."""
+        (down,) = self.down
+        weight = (down.values, down.positions, down.bias)
+        return sparse24_linear(x, *weight, residual, self.q, compressed=down.compressed)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.q.detach().T.contiguous()
 
 
-class RotatingLinear(SparseLinear):
-    """down_proj behind a FusedRotation: x Wᵀ + b + residual · Q in one product."""
-
-    added: tuple[Tensor, Tensor]
+class DeferredLinear(SparseLinear):
+    """down_proj before a FusedRotation, which makes its product: hands its input on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., d], with what the rotation handed over just before."""
-        residual, q = self.added
-        del self.added
-        return sparse24_linear(
-            x, self.values, self.positions, self.bias, residual, q, compressed=self.compressed
-        )
+        """x [..., in] as it is."""
+        return x
 
 
 @torch.no_grad()
@@ -113,9 +116,9 @@ def fuse(model: PreTrainedModel) -> None:
     for layer, path in _rotated_downs(model):
         down = module_at(layer, path)
         if isinstance(down, SparseLinear) and isinstance(layer.residual_rotation, nn.Linear):
-            rotating = RotatingLinear(down.values, down.positions, down.bias)
-            layer.set_submodule(path, rotating)
-            layer.residual_rotation = FusedRotation(layer.residual_rotation, rotating)
+            deferred = DeferredLinear(down.values, down.positions, down.bias)
+            layer.set_submodule(path, deferred)
+            layer.residual_rotation = FusedRotation(layer.residual_rotation, deferred)
     for layer, paths in _groups(model):
         linears = [module_at(layer, path) for path in paths]
         if isinstance(linears[0], FusedLinear):
@@ -135,6 +138,11 @@ def unfuse(model: PreTrainedModel) -> None:
         if isinstance(whole, FusedLinear):
             for index, path in enumerate(paths):
                 layer.set_submodule(path, SparseLinear(**whole.rows(index)))
+    unfuse_rotations(model)
+
+
+def unfuse_rotations(model: PreTrainedModel) -> None:
+    """The part of `unfuse` that parts rotations and down_proj."""
     for layer, path in _rotated_downs(model):
         down, fused = module_at(layer, path), layer.residual_rotation
         if isinstance(fused, FusedRotation):

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.errors import UserError
 from drot.ops import nm_mask
-from drot.sparse.fused import fuse, unfuse
+from drot.sparse.fused import fuse, unfuse_rotations
 from drot.sparse.packed import is_packed, pack_model, unpack_model
 from drot.surgery.residual import add_residual_rotation, has_residual_rotation, remove_residual_rotation
 
@@ -85,11 +85,11 @@ def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     Raises UserError, naming layer, linear and row, where a weight is not 2:4.
     """
     packed = _sharing_copy(model)
-    if is_packed(packed):
-        unfuse(packed)
-    else:
+    if not is_packed(packed):
         pack_model(packed)
+    fuse(packed)
     plain = _sharing_copy(packed)
+    unfuse_rotations(plain)
     layers = [
         layer
         for layer in decoder_layers(plain, architecture_of(plain.config))
@@ -99,8 +99,6 @@ def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
         remove_residual_rotation(layer)
     dense = _sharing_copy(plain)
     unpack_model(dense)
-    for fused in (packed, plain):
-        fuse(fused)
     return {DENSE: dense, SPARSE: plain} | ({ROTATED: packed} if layers else {})
 
 

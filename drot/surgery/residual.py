@@ -43,9 +43,11 @@ class _RotatesResidual:
         attended, _ = getattr(self, arch.attention)(hidden_states=normed, **kwargs)
         residual = hidden_states + attended
         normed = getattr(self, arch.mlp_norm)(residual)
-        rotated = self.residual_rotation(residual)
         out: Tensor = getattr(self, arch.mlp)(normed)
-        return out if rotated is None else rotated + out  # None: down_proj adds it (drot/sparse/fused.py)
+        if isinstance(self.residual_rotation, nn.Linear):
+            return self.residual_rotation(residual) + out
+        rotated: Tensor = self.residual_rotation(residual, out)  # with down_proj: drot/sparse/fused.py
+        return rotated
 
 
 @functools.cache

@@ -95,6 +95,17 @@ def test_dtype_is_a_choice_at_load(checkpoints):
     assert model(random_tokens(1, 8)).logits.dtype == torch.float32
 
 
+def test_convert_of_a_model_without_a_tokenizer(tmp_path, caplog):
+    """As drot.prune saves one that was pruned with token ids."""
+    recipe = Recipe(rotation=RotationConfig(mode="none"), pruning=PruningConfig(block_size=16))
+    model = small_model("llama", head_dim=16)
+    drot.prune(model, recipe, calibration=random_tokens(4, 40), device="cpu", out=tmp_path / "dense")
+    out = tmp_path / "packed"
+    assert cli.run(["convert", str(tmp_path / "dense"), "--out", str(out), "--format", "packed"]) == 0
+    assert "cannot load a tokenizer" in caplog.text and "none is written" in caplog.text
+    assert is_packed(drot.load(out, device="cpu"))
+
+
 def test_down_proj_in_the_next_basis_is_packed_too(tmp_path):
     """The rotation beside the MLP comes back where it was."""
     recipe = Recipe(

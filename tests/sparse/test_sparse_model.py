@@ -1,6 +1,8 @@
 """A packed model computes what the same model with its zeros written out computes."""
 
 import copy
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ import drot
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.errors import UserError
 from drot.ops import nm_mask
-from drot.sparse.fused import RotatingLinear, fuse, unfuse
+from drot.sparse.fused import DeferredLinear, fuse, unfuse
 from drot.sparse.linear import SparseLinear
 from drot.sparse.packed import check_positions, is_packed, pack_model, packed_linears, unpack_model
 from drot.sparse.variants import DENSE, ROTATED, SPARSE, model_variants
@@ -189,7 +191,7 @@ def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_pat
     fused = copy.deepcopy(packed)
     fuse(fused)
     fuse(fused)
-    assert [type(layer.mlp.down_proj) for layer in fused.model.layers] == [RotatingLinear] * 2 + [
+    assert [type(layer.mlp.down_proj) for layer in fused.model.layers] == [DeferredLinear] * 2 + [
         SparseLinear
     ]
     assert close(fused(tokens).logits, dense(tokens).logits, torch.float32)
@@ -197,7 +199,7 @@ def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_pat
     assert close(compiled(tokens, use_cache=False).logits, dense(tokens).logits, torch.float32)
     fused.save_pretrained(tmp_path / "saved")
     loaded = drot.load(tmp_path / "saved", device="cpu")
-    assert isinstance(loaded.model.layers[0].mlp.down_proj, RotatingLinear)
+    assert isinstance(loaded.model.layers[0].mlp.down_proj, DeferredLinear)
     assert torch.equal(loaded(tokens).logits, fused(tokens).logits)
     variants = model_variants(loaded)
     assert torch.equal(variants[ROTATED](tokens).logits, fused(tokens).logits)
@@ -209,6 +211,24 @@ def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_pat
         assert list(state) == list(before)
         assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
     assert torch.equal(loaded(tokens).logits, packed(tokens).logits)
+
+
+def test_threads_share_a_fused_model():
+    """Each gets the logits of its own tokens, wherever the others are."""
+    model = packed_copy(pruned_model("llama"), fused=True)
+    tokens = [random_tokens(1, 6 + 3 * i, seed=i) for i in range(4)]
+    expected = [model(ids).logits for ids in tokens]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with torch.no_grad(), ThreadPoolExecutor(4) as pool:
+            got = list(pool.map(lambda ids: [model(ids).logits for _ in range(25)], tokens))
+    finally:
+        sys.setswitchinterval(interval)
+    for rounds, want in zip(got, expected, strict=True):
+        assert all(close(logits, want, torch.float32) for logits in rounds)
+    attention = model.model.layers[0].self_attn
+    assert attention.q_proj.waiting == (None, ())
 
 
 def test_what_cannot_be_packed():

@@ -123,7 +123,7 @@ void by_dense_tiles(const Problem& p, at::Tensor& y) {
 
 bool multiplies_bf16() {
 #if defined(__x86_64__)
-  return __builtin_cpu_supports("avx512bf16");
+  return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16");
 #else
   return false;
 #endif
