@@ -132,6 +132,24 @@ def test_what_counts_as_zero(tiny: float, axes: dict, device: str) -> None:
     assert bool((dy[none] == 0).all()) and dm[3] == 0 and dm[7] == 0
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_zeros_in_some_parts_of_a_long_row(dtype: torch.dtype, given: bool, device: str) -> None:
+    """Rows are worked on in blocks, those without zeros in a shorter way; rows with and without follow
+    each other."""
+    y, m = problem(5, 1300, dtype, device)
+    y[1, 700], y[1, 1100], y[3, :512], y[4, 1299] = 0, 1e-30, 0, -0.0
+    factor = m if given else None
+    none = (y.square() * (m if given else 1)) < torch.finfo(dtype).tiny
+    loss, dy, dm = entropy_loss_and_grad(y, factor)
+    expected = exact(torch.where(none, 0, y), factor, rows=True, columns=False)
+    torch.testing.assert_close(loss.double(), expected[0])
+    torch.testing.assert_close(dy.double(), expected[1], rtol=1e-5, atol=1e-6)
+    assert bool((dy[none] == 0).all())
+    if given:
+        torch.testing.assert_close(dm.double(), expected[2], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("axes", AXES)
 def test_nothing_but_zeros(axes: dict, device: str) -> None:
     loss, dy, dm = entropy_loss_and_grad(

@@ -48,12 +48,12 @@ double entropy_of_rows(const Problem<T>& p) {
     std::vector<Math> logs(n);
     for (int64_t i = first; i < last; ++i) {
       const T* next = i + 1 < last ? p.y + (i + 1) * n : nullptr;
-      const auto sums = DROT_SIMD_CALL(entropy_row_sums)(p.y + i * n, p.m, n, logs.data(), next);
+      const auto [sums, all_count] = DROT_SIMD_CALL(entropy_row_sums)(p.y + i * n, p.m, n, logs.data(), next);
       check_finite(sums, "row", i);
       loss[i] = entropy_of(sums);
       DROT_SIMD_CALL(entropy_row_gradient)
       (EntropyRow<T>{p.y + i * n, p.m, n, entropy_group<Math>(sums, p.scale), nullptr, nullptr, logs.data(),
-                     p.dy + i * n, p.dm ? dm.data() + k * n : nullptr, p.stream});
+                     all_count, p.dy + i * n, p.dm ? dm.data() + k * n : nullptr, p.stream});
     }
   });
   if (p.dm) sum_chunks(dm, n, p.dm);
@@ -97,8 +97,8 @@ double entropy_of_columns(const Problem<T>& p, bool by_row) {
   chunks.for_each([&](int64_t k, int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       DROT_SIMD_CALL(entropy_row_gradient)
-      (EntropyRow<T>{p.y + i * n, p.m, n, row_group[i], mean_log.data(), weight.data(), nullptr, p.dy + i * n,
-                     p.dm ? dm.data() + k * n : nullptr, p.stream});
+      (EntropyRow<T>{p.y + i * n, p.m, n, row_group[i], mean_log.data(), weight.data(), nullptr, false,
+                     p.dy + i * n, p.dm ? dm.data() + k * n : nullptr, p.stream});
     }
   });
   if (p.dm) sum_chunks(dm, n, p.dm);

@@ -3,38 +3,84 @@
 namespace drot::DROT_SIMD {
 namespace {
 
+// A number for each score that is not negative, in the same order; NaN comes last.
+DROT_HOST_DEVICE int32_t order_of(float score) { return static_cast<int32_t>(bits_of(score)); }
+DROT_HOST_DEVICE int64_t order_of(double score) {
+  int64_t bits;
+  std::memcpy(&bits, &score, sizeof(bits));
+  return bits;
+}
+
 // w·m, or w where no factor is given.
 template <bool kFactor, class Math>
 DROT_HOST_DEVICE Math weighted(Math w, const Math* m, int64_t j) {
   return kFactor ? w * m[j] : w;
 }
 
-template <bool kColumns, bool kFactor, class T>
-DROT_HOST_DEVICE EntropySums<double> row_sums(const T* y, const Wide<T>* m, int64_t columns, Wide<T>* first,
-                                              Wide<T>* second, const T* next) {
+// Sums of a block for its row, and the logarithms. kAll takes every score to count, which saves a few
+// instructions of two dozen; false where one did not, after which it is to be done again.
+template <bool kFactor, bool kAll, class Math>
+DROT_HOST_DEVICE bool block_sums(const Math* w, const Math* m, int64_t width, Math* logs,
+                                 EntropySums<double>& sums) {
+  Math z = 0, t = 0;
+  auto low = order_of(smallest_score(Math{}));
+#pragma omp simd reduction(+ : z, t) reduction(min : low)
+  for (int64_t j = 0; j < width; ++j) {
+    const Math score = w[j] * weighted<kFactor>(w[j], m, j);
+    const Math log = kAll ? log_normal(score) : log_or_none(score), s = kAll ? score : counted_score(score);
+    const auto order = order_of(score);
+    if (kAll) low = order < low ? order : low;
+    z += s;
+    t += s * log;
+    logs[j] = log;
+  }
+  if (low < order_of(smallest_score(Math{}))) return false;
+  sums.z += z;
+  sums.t += t;
+  return true;
+}
+
+template <bool kFactor, class T>
+DROT_HOST_DEVICE EntropyRowSums row_sums(const T* y, const Wide<T>* m, int64_t columns, Wide<T>* logs,
+                                         const T* next) {
   using Math = Wide<T>;
-  EntropySums<double> sums;
+  EntropyRowSums out;
   Math buffer[kBlock];
   for (int64_t start = 0; start < columns; start += kBlock) {
     const int64_t width = columns - start < kBlock ? columns - start : kBlock;
     const Math* w = load_block(y + start, width, buffer);
     if (next) fetch_block(next + start, width);
     const Math* factor = m + (kFactor ? start : 0);
-    Math* a = first + start;
-    Math* b = second + start;
+    if (!block_sums<kFactor, true>(w, factor, width, logs + start, out.sums)) {
+      out.all_count = false;
+      block_sums<kFactor, false>(w, factor, width, logs + start, out.sums);
+    }
+  }
+  return out;
+}
+
+// Adds a row to the sums of its columns as well.
+template <bool kFactor, class T>
+DROT_HOST_DEVICE EntropySums<double> add_row(const T* y, const Wide<T>* m, int64_t columns, Wide<T>* column_z,
+                                             Wide<T>* column_t) {
+  using Math = Wide<T>;
+  EntropySums<double> sums;
+  Math buffer[kBlock];
+  for (int64_t start = 0; start < columns; start += kBlock) {
+    const int64_t width = columns - start < kBlock ? columns - start : kBlock;
+    const Math* w = load_block(y + start, width, buffer);
+    const Math* factor = m + (kFactor ? start : 0);
+    Math* a = column_z + start;
+    Math* b = column_t + start;
     Math z = 0, t = 0;
 #pragma omp simd reduction(+ : z, t)
     for (int64_t j = 0; j < width; ++j) {
-      const Math score = w[j] * weighted<kFactor>(w[j], factor, j), log = log_or_none(score);
-      const Math s = counted_score(score), product = s * log;
+      const Math score = w[j] * weighted<kFactor>(w[j], factor, j);
+      const Math s = counted_score(score), product = s * log_or_none(score);
       z += s;
       t += product;
-      if (kColumns) {
-        a[j] += s;
-        b[j] += product;
-      } else {
-        a[j] = log;
-      }
+      a[j] += s;
+      b[j] += product;
     }
     sums.z += z;
     sums.t += t;
@@ -42,7 +88,8 @@ DROT_HOST_DEVICE EntropySums<double> row_sums(const T* y, const Wide<T>* m, int6
   return sums;
 }
 
-template <bool kColumns, bool kLogs, bool kFactor, class T>
+// kLogs: the logarithms are there; kAll: and all of numbers that count.
+template <bool kColumns, bool kLogs, bool kAll, bool kFactor, class T>
 DROT_HOST_DEVICE void row_gradient(const EntropyRow<T>& p) {
   using Math = Wide<T>;
   Math buffer[kBlock], out[kBlock];
@@ -58,7 +105,7 @@ DROT_HOST_DEVICE void row_gradient(const EntropyRow<T>& p) {
 #pragma omp simd
     for (int64_t j = 0; j < width; ++j) {
       const Math part = weighted<kFactor>(w[j], m, j), log = kLogs ? logs[j] : log_or_none(w[j] * part);
-      Math ds = entropy_slope(log, row);
+      Math ds = kAll ? (row.mean_log - log) * row.weight : entropy_slope(log, row);
       if (kColumns) ds += entropy_slope(log, EntropyGroup<Math>{mean_log[j], weight[j]});
       out[j] = 2 * part * ds;
       if (kFactor) dm[j] += w[j] * (w[j] * ds);
@@ -71,31 +118,29 @@ DROT_HOST_DEVICE void row_gradient(const EntropyRow<T>& p) {
 }  // namespace
 
 template <class T>
-EntropySums<double> entropy_row_sums(const T* y, const Wide<T>* m, int64_t columns, Wide<T>* logs,
-                                     const T* next) {
-  return m ? row_sums<false, true>(y, m, columns, logs, logs, next)
-           : row_sums<false, false>(y, m, columns, logs, logs, next);
+EntropyRowSums entropy_row_sums(const T* y, const Wide<T>* m, int64_t columns, Wide<T>* logs, const T* next) {
+  return m ? row_sums<true>(y, m, columns, logs, next) : row_sums<false>(y, m, columns, logs, next);
 }
 
 template <class T>
 EntropySums<double> entropy_add_row(const T* y, const Wide<T>* m, int64_t columns, Wide<T>* z, Wide<T>* t) {
-  const T* next = nullptr;
-  return m ? row_sums<true, true>(y, m, columns, z, t, next)
-           : row_sums<true, false>(y, m, columns, z, t, next);
+  return m ? add_row<true>(y, m, columns, z, t) : add_row<false>(y, m, columns, z, t);
 }
 
 template <class T>
 void entropy_row_gradient(const EntropyRow<T>& p) {
-  if (p.logs) {
-    p.m ? row_gradient<false, true, true>(p) : row_gradient<false, true, false>(p);
+  if (!p.logs) {
+    p.m ? row_gradient<true, false, false, true>(p) : row_gradient<true, false, false, false>(p);
+  } else if (p.all_count) {
+    p.m ? row_gradient<false, true, true, true>(p) : row_gradient<false, true, true, false>(p);
   } else {
-    p.m ? row_gradient<true, false, true>(p) : row_gradient<true, false, false>(p);
+    p.m ? row_gradient<false, true, false, true>(p) : row_gradient<false, true, false, false>(p);
   }
 }
 
-#define DROT_INSTANTIATE(T)                                                                             \
-  template EntropySums<double> entropy_row_sums(const T*, const Wide<T>*, int64_t, Wide<T>*, const T*); \
-  template EntropySums<double> entropy_add_row(const T*, const Wide<T>*, int64_t, Wide<T>*, Wide<T>*);  \
+#define DROT_INSTANTIATE(T)                                                                            \
+  template EntropyRowSums entropy_row_sums(const T*, const Wide<T>*, int64_t, Wide<T>*, const T*);     \
+  template EntropySums<double> entropy_add_row(const T*, const Wide<T>*, int64_t, Wide<T>*, Wide<T>*); \
   template void entropy_row_gradient(const EntropyRow<T>&);
 DROT_INSTANTIATE(float)
 DROT_INSTANTIATE(double)
