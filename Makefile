@@ -13,7 +13,7 @@ SOURCES := $(shell find csrc cmake drot -type f -not -name '*.pyc' -not -name '*
 .PHONY: demo test format clean
 
 demo: $(VENV)/drot-installed
-	rm -rf demo-output demo-output.part demo-output.partial
+	rm -rf demo-output demo-output.partial demo-output.*.part
 	$(VENV)/bin/drot demo --out demo-output
 
 test: $(VENV)/drot-installed
@@ -29,7 +29,7 @@ format: $(VENV)/drot-installed
 	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 -r $(VENV)/bin/clang-format -i
 
 clean:
-	rm -rf build demo-output demo-output.part demo-output.partial drot.egg-info $(VENV)
+	rm -rf build demo-output demo-output.partial demo-output.*.part drot.egg-info $(VENV)
 
 # torch first: drot is compiled against the torch that it will run with, hence without build isolation.
 # The stamp names the torch that was installed to the end. `unfinished` stands while pip installs it: after

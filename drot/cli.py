@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from drot.cli_common import Device, Dtype, Json, print_json, stdout_kept_for_the_result
+from drot.cli_common import Device, Dtype, Json, TextColumn, print_json, stdout_kept_for_the_result
 from drot.cli_prune import prune
 from drot.cli_sparse import bench, convert
 from drot.config import CalibrationConfig
@@ -49,9 +49,7 @@ def evaluate(
     tasks: Annotated[
         str, typer.Option(help="Zero-shot tasks of lm_eval, comma-separated: piqa,winogrande,…")
     ] = "",
-    text_column: Annotated[
-        str, typer.Option(help="Column of json, jsonl and parquet files.")
-    ] = CALIBRATION.text_column,
+    text_column: TextColumn = CALIBRATION.text_column,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,

@@ -17,6 +17,7 @@ Json = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="auto (the first GPU, else the CPU), cpu or cuda[:N].")]
+TextColumn = Annotated[str, typer.Option(help="Column of json, jsonl and parquet files.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from drot import config
-from drot.cli_common import Dtype, Json, print_json, stdout_kept_for_the_result
+from drot.cli_common import Dtype, Json, TextColumn, print_json, stdout_kept_for_the_result
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.errors import UserError
 
@@ -80,7 +80,7 @@ def prune(
         ),
     ] = ROTATION.lr,
     early_stop: Annotated[
-        float, typer.Option(help="fast ends when a step lowers the loss by less than this share; 0: never.")
+        float, typer.Option(help="fast ends when the loss moves by less than this share a step; 0: never.")
     ] = ROTATION.early_stop,
     hessians: Annotated[
         str, typer.Option(help=f"Where training's Hessians come from: {choices(config.HessianSource)}.")
@@ -111,9 +111,7 @@ def prune(
     nsamples: Annotated[int, typer.Option(help="Calibration windows.")] = CALIBRATION.nsamples,
     seqlen: Annotated[int, typer.Option(help="Tokens in a calibration window.")] = CALIBRATION.seqlen,
     seed: Annotated[int, typer.Option(help="Of the draw of the windows.")] = CALIBRATION.seed,
-    text_column: Annotated[
-        str, typer.Option(help="Column of json, jsonl and parquet files.")
-    ] = CALIBRATION.text_column,
+    text_column: TextColumn = CALIBRATION.text_column,
     rotations: Annotated[
         Path | None, typer.Option(help="Use the rotations of this file; nothing is trained.")
     ] = None,

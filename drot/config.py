@@ -116,7 +116,7 @@ class RotationConfig:
         pruned for n:m, entropy for a ratio.
     optimizer: `paper` (Adam on A through QR) or `fast` (Adam in the tangent space of SO(n)).
     steps, lr: None takes OPTIMIZER_DEFAULTS, or SHARED_LR.
-    early_stop: `fast` ends when a step lowers the loss by less than this share of it; 0 never does.
+    early_stop: `fast` ends when the loss moves by less than this share of it a step; 0 never does.
     hessians: `sequential` (inputs that passed the pruned layers) or `dense` (all from one pass of
         the dense model, so that layers train independently); `shared` always takes the dense ones.
     down_basis: where down_proj is trained and pruned: in its `own` layer's basis (the paper: the boundary

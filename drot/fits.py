@@ -17,14 +17,18 @@ def check_recipe(
 
     rotations_given: they come from a file, so nothing is trained.
 
-    Raises UserError: an architecture that drot does not know, a model that is quantised or was rotated
-    by drot already, n:m or blocks that do not divide the model's dimensions, several devices for a recipe
-    that trains one layer after the other, down_proj in a next basis that is not there or not known in time.
+    Raises UserError: an architecture that drot does not know, a model that is quantised, or was packed or
+    rotated by drot already, n:m or blocks that do not divide the model's dimensions, several devices for
+    a recipe that trains one layer after the other, down_proj in a next basis that is not there or not
+    known in time.
     """
     architecture_of(config)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
-        method = quantised.get("quant_method") if isinstance(quantised, dict) else quantised.quant_method
+        said = quantised if isinstance(quantised, dict) else quantised.to_dict()
+        method = said["quant_method"]
+        if method == "drot" and said.get("packed"):
+            raise UserError("this model is packed, so it was pruned already: prune its dense original")
         if method == "drot":
             raise UserError("this model was already rotated by drot: prune its dense original")
         raise UserError(f"this model is quantised ({method}): prune its unquantised original")

@@ -17,7 +17,7 @@ from drot.fits import check_recipe
 from drot.progress import Progress, ProgressEvent, silent
 from drot.rotation.artifact import save_rotations
 from drot.run import PruningRun
-from drot.sparse.packed import check_layout, check_packable, describe_layout, is_packed, pack_model
+from drot.sparse.packed import check_layout, check_packable, describe_layout, pack_model
 
 
 @dataclass(frozen=True)
@@ -100,13 +100,11 @@ def prune(
                 recipe.calibration, source="tensor", nsamples=tokens.shape[0], seqlen=tokens.shape[1]
             ),
         )
-    if is_packed(model):
-        raise UserError("this model is packed, so it was pruned already: prune its dense original")
-    if layout == "packed":
-        check_packable(model)
     model.eval()  # a dropout would be calibrated along
     rotations = None if rotations is None else Path(rotations)
     run = PruningRun(model, recipe, tokens, devices, progress, rotations)
+    if layout == "packed":
+        check_packable(model)
     state = None
     if out is not None:
         state = checkpoint.RunState(out, run.identity(source))

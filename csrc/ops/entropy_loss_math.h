@@ -17,25 +17,12 @@ struct EntropySums {
   Math z = 0, t = 0;
 };
 
-// scale · ∂H/∂s = slope · log s + shift.
-template <class Math>
-struct EntropyGradient {
-  Math slope = 0, shift = 0;
-};
-
 template <class Math>
 DROT_HOST_DEVICE Math entropy_of(const EntropySums<Math>& sums) {
   return sums.z == 0 ? Math(0) : std::log(sums.z) - sums.t / sums.z;
 }
 
-template <class Math>
-DROT_HOST_DEVICE EntropyGradient<Math> entropy_gradient(const EntropySums<Math>& sums, Math scale) {
-  if (sums.z == 0) return {};
-  const Math slope = -scale / sums.z;
-  return {slope, -slope * (sums.t / sums.z)};
-}
-
-// The same gradient as weight · (mean_log - log s), whose parts stay in fp32's range where Z is near
+// The gradient of a group as weight · (mean_log - log s), whose parts stay in fp32's range where Z is near
 // its smallest number: mean_log = T/Z, weight = scale/Z.
 template <class Math>
 struct EntropyGroup {

@@ -1,6 +1,6 @@
 """Retractions: from a step in the tangent space so(n) back to the orthogonal matrices.
 
-On a GPU an fp32 step is made of products that the tensor cores do: what is added to q in bf16, the
+On a GPU an fp32 step of `polar` is made of products that the tensor cores do: what is added to q in bf16, the
 orthogonality that remains in two fp16 halves, which together hold fp32's digits. The step itself is
 then good to 8 bits, its result orthogonal to fp32. Nothing waits for the GPU, except where stated.
 """
