@@ -15,6 +15,7 @@ cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
 deadline=$((SECONDS + 530))
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
+export DROT_CACHE=$folder  # which way of a product was the fastest is a result too
 
 arch=$("$python" - <<'EOF'
 import torch

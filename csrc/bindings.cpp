@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "common/remembered.h"
+
 TORCH_LIBRARY(drot, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(
@@ -59,4 +61,6 @@ pybind11::dict build_info() {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native part of drot; importing it registers torch.ops.drot.*";
   m.def("build_info", &build_info, "What this binary was made of: a dict of str.");
+  m.def("remembered_file", &drot::remembered_file,
+        "Path of what was measured once, \"\" where nothing is kept.");
 }

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from drot import _C
 from drot._extension import BUILD_INFO
 from drot.version import __version__
 
@@ -35,7 +36,8 @@ def collect() -> dict[str, Any]:
     Keys: drot, python, torch, built_with_torch, transformers, backends (list of str),
     no_cuda_reason (why the CUDA side was not built, or None), cuda {compiled, architectures, torch},
     gpus [{name, capability, memory_gib}], cusparselt {found, version, compiled},
-    cpu {machine, capability, threads}.
+    cpu {machine, capability, threads}, measured_file (where the fastest ways of a GPU's products are
+    remembered, or None).
     """
     gpus = []
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
@@ -67,4 +69,5 @@ def collect() -> dict[str, Any]:
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         },
+        "measured_file": _C.remembered_file() or None,
     }

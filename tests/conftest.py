@@ -24,6 +24,12 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
+def measurements_apart(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The user's own file of measurements is neither read nor written."""
+    monkeypatch.setenv("DROT_CACHE", str(tmp_path_factory.getbasetemp() / "drot-cache"))
+
+
+@pytest.fixture(autouse=True)
 def no_compiled_code_left() -> Iterator[None]:
     """A process may compile one function a few times only; each test has that number for itself."""
     yield

@@ -35,6 +35,20 @@ def test_info_is_json_and_true() -> None:
         assert info["backends"] == ["cpu"]
 
 
+def test_info_names_the_file_of_measurements(monkeypatch) -> None:
+    for name in ("DROT_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert collect()["measured_file"] is None
+    monkeypatch.setenv("HOME", "/h")
+    assert collect()["measured_file"] == "/h/.cache/drot/measured.txt"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert collect()["measured_file"] == "/x/drot/measured.txt"
+    monkeypatch.setenv("DROT_CACHE", "/d")
+    assert collect()["measured_file"] == "/d/measured.txt"
+    monkeypatch.setenv("DROT_CACHE", "")
+    assert collect()["measured_file"] is None
+
+
 def test_every_op_has_a_kernel_for_every_backend_built() -> None:
     ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("drot::")]
     assert len(ops) >= 9

@@ -18,7 +18,20 @@ from drot.architectures import Architecture
 RESIDUAL_ROTATION = "residual_rotation"
 
 
-class _RotatesInput:
+class _Rotated:
+    """What both kinds of rotated layers have: their class is made at run time, so pickle is told how."""
+
+    def __reduce__(self) -> Any:
+        own, inside = type(self).__bases__[1], getattr(self, "architecture", None)
+        return _empty, (own, inside), self.__getstate__()
+
+
+def _empty(own: Any, inside: Architecture | None) -> Any:
+    cls = _rotated(own, inside)
+    return cls.__new__(cls)
+
+
+class _RotatesInput(_Rotated):
     """Mixed in before a decoder layer's class: multiplies the incoming stream, then goes on."""
 
     residual_rotation: nn.Linear
@@ -27,7 +40,7 @@ class _RotatesInput:
         return super().forward(self.residual_rotation(hidden_states), *args, **kwargs)  # type: ignore[misc]
 
 
-class _RotatesResidual:
+class _RotatesResidual(_Rotated):
     """Mixed in before a decoder layer's class: multiplies the residual to which the MLP's output is added.
 
     It stands for the class's own forward, since the place is in the middle of that: pre-norm attention
@@ -60,7 +73,7 @@ def _rotated(cls: Any, inside: Architecture | None) -> Any:
 
 
 def has_residual_rotation(layer: nn.Module) -> bool:
-    return isinstance(layer, _RotatesInput | _RotatesResidual)
+    return isinstance(layer, _Rotated)
 
 
 def rotates_beside_mlp(layer: nn.Module) -> bool:

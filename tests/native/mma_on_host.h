@@ -2,6 +2,7 @@
 // m16n8k16 and mma.sp m16n8k32 of 16-bit floats). Included after block_on_cpu.h.
 #pragma once
 
+#include <bit>
 #include <stdexcept>
 
 struct uint2 {
@@ -27,15 +28,9 @@ inline void all_lanes(uint32_t word, uint32_t (&of_lane)[kWarp]) {
 }
 
 struct Bf16 {
-  static float wide(uint16_t bits) {
-    const uint32_t word = static_cast<uint32_t>(bits) << 16;
-    float x;
-    std::memcpy(&x, &word, sizeof(x));
-    return x;
-  }
+  static float wide(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
   static uint16_t narrow(float x) {
-    uint32_t word;
-    std::memcpy(&word, &x, sizeof(word));
+    const auto word = std::bit_cast<uint32_t>(x);
     return static_cast<uint16_t>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
   }
 

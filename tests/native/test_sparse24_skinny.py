@@ -32,7 +32,7 @@ def kernel(tmp_path_factory):
     return ctypes.CDLL(str(library)).skinny
 
 
-@pytest.mark.parametrize("tiles", [1, 2])
+@pytest.mark.parametrize("processors", [1, 999], ids=["two tiles of rows", "one tile of rows"])
 @pytest.mark.parametrize(
     ("tokens", "out", "columns", "added"),
     [
@@ -43,9 +43,12 @@ def kernel(tmp_path_factory):
         (16, 32, 64, "residual rotation"),
         (5, 64, 640, "bias residual rotation"),
         (11, 288, 64, "bias residual rotation"),
+        (17, 48, 128, "bias"),
+        (40, 64, 64, "bias residual rotation"),
+        (32, 33, 64, "residual"),
     ],
 )
-def test_product(kernel, tokens: int, out: int, columns: int, added: str, tiles: int) -> None:
+def test_product(kernel, tokens: int, out: int, columns: int, added: str, processors: int) -> None:
     w = torch.randn(out, columns).bfloat16()
     values, positions = pack24(w.masked_fill(nm_mask_ref(torch.rand(out, columns), 2, 4), 0))
     x = torch.randn(tokens, columns).bfloat16()
@@ -61,7 +64,7 @@ def test_product(kernel, tokens: int, out: int, columns: int, added: str, tiles:
         return ctypes.c_void_p(None if t is None else t.data_ptr())
 
     tensors = [address(t) for t in (x, values, positions, *rest, y)]
-    kernel(*tensors, *(ctypes.c_int64(n) for n in (columns, out, tokens, tiles)))
+    kernel(*tensors, *(ctypes.c_int64(n) for n in (columns, out, tokens, processors)))
     want = sparse24_linear_ref(
         x.double(), values.double(), positions, *(None if t is None else t.double() for t in rest)
     )

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,37 @@ def test_compressed(tokens: int, dtype: torch.dtype, device: str) -> None:
         padded = (*added, *[None] * (3 - len(added)))
         got = sparse24_linear(x, values, positions, *padded, compressed)
         assert_near(got, exact(x, values, positions, *added), factor=1.0 if device == "cpu" else 3.0)
+
+
+def test_every_way_of_a_gpu(device: str, tmp_path) -> None:
+    """The fastest is measured and remembered; each of the others, written into that file, is as right."""
+    if device == "cpu":
+        pytest.skip("a CPU has one way for a number of tokens")
+    script = (
+        "import sys, torch\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from test_sparse24_linear import assert_near, exact, problem\n"
+        "from drot.ops import sparse24_compress, sparse24_linear\n"
+        "torch.manual_seed(0)\n"
+        "given = problem(50, 128, 256, torch.bfloat16, 'cuda')\n"
+        "compressed = sparse24_compress(*given[1:3])\n"
+        "assert_near(sparse24_linear(*given, compressed), exact(*given), factor=3.0)\n"
+    )
+    file = tmp_path / "measured.txt"
+
+    def run() -> None:
+        command = [sys.executable, "-P", "-c", script, str(Path(__file__).parent)]
+        subprocess.run(command, env={**os.environ, "DROT_CACHE": str(tmp_path)}, check=True)
+
+    run()
+    (line,) = file.read_text().splitlines()
+    key, chosen = line.split("\t")
+    ways = key.split(": ")[-1].split()
+    assert chosen.split()[0] in ways and {"few", "dense"} <= set(ways)
+    for way in set(ways) - {chosen.split()[0]}:
+        file.write_text(f"{key}\t{way}{' 0 1 0 0' if way == 'library' else ''}\n")
+        run()
+        assert len(file.read_text().splitlines()) == 1
 
 
 def test_the_instruction_sets_agree() -> None:

@@ -1,6 +1,7 @@
 """A packed model computes what the same model with its zeros written out computes."""
 
 import copy
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
@@ -211,6 +212,29 @@ def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_pat
         assert list(state) == list(before)
         assert all(torch.equal(state[name], tensor) for name, tensor in before.items())
     assert torch.equal(loaded(tokens).logits, packed(tokens).logits)
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["own basis", "next basis"])
+@pytest.mark.parametrize("fused", [None, False, True], ids=["dense", "packed", "fused"])
+def test_pickled_whole(fused, inside, tmp_path):
+    """torch.save of a model, read by a process that has not imported drot."""
+    model = pruned_model("llama", rotated=not inside)
+    if inside:
+        q, eye = torch.linalg.qr(torch.randn(32, 32))[0], torch.eye(32)
+        arch = architecture_of(model.config)
+        set_boundary(model.model.layers[0], eye, q, torch.float32, torch.device("cpu"), inside=arch)
+    if fused is not None:
+        model = packed_copy(model, fused)
+    tokens = random_tokens(2, 9)
+    torch.save(model, tmp_path / "model.pt")
+    script = (
+        "import sys, torch\n"
+        "model = torch.load(sys.argv[1] + '/model.pt', weights_only=False)\n"
+        "torch.save(model(torch.load(sys.argv[1] + '/tokens.pt')).logits, sys.argv[1] + '/logits.pt')"
+    )
+    torch.save(tokens, tmp_path / "tokens.pt")
+    subprocess.run([sys.executable, "-P", "-c", script, str(tmp_path)], check=True)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), model(tokens).logits)
 
 
 def test_threads_share_a_fused_model():

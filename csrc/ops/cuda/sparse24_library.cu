@@ -8,8 +8,12 @@ bool takes(at::ScalarType, int64_t, int64_t, const char** reason) {
   if (reason) *reason = "drot was built without cuSPARSELt";
   return false;
 }
+int version() { return 0; }
 at::Tensor compress(const at::Tensor&) { TORCH_CHECK(false, "drot was built without cuSPARSELt"); }
-void multiply(const at::Tensor&, const at::Tensor&, at::Tensor&, bool) {
+LibraryAlgorithm search(const at::Tensor&, const at::Tensor&, int64_t) {
+  TORCH_CHECK(false, "drot was built without cuSPARSELt");
+}
+void multiply(const at::Tensor&, const at::Tensor&, at::Tensor&, bool, const LibraryAlgorithm&) {
   TORCH_CHECK(false, "drot was built without cuSPARSELt");
 }
 
@@ -22,11 +26,10 @@ void multiply(const at::Tensor&, const at::Tensor&, at::Tensor&, bool) {
 #include <c10/cuda/CUDAException.h>
 #include <cusparseLt.h>
 
-#include <ATen/cuda/CUDAGraphsUtils.cuh>
+#include <compare>
 #include <map>
 #include <memory>
 #include <mutex>
-#include <tuple>
 
 #define DROT_CUSPARSELT_CHECK(call)                                                                          \
   do {                                                                                                       \
@@ -71,13 +74,8 @@ struct Problem {
   int device;
   at::ScalarType dtype;
   int64_t out, in, tokens;
-  auto key() const { return std::tie(device, dtype, out, in, tokens); }
-  bool operator<(const Problem& other) const { return key() < other.key(); }
-};
-
-// What a search found.
-struct Algorithm {
-  int id = 0, split = 1, split_mode = 0, split_buffers = 0;
+  LibraryAlgorithm algorithm;
+  auto operator<=>(const Problem&) const = default;
 };
 
 // yᵀ [out, tokens] = W [out, in] xᵀ: the library's D in column order is y as PyTorch lays it out.
@@ -95,21 +93,22 @@ class Plan {
         &y_, &y_, CUSPARSE_COMPUTE_32F));
     DROT_CUSPARSELT_CHECK(
         cusparseLtMatmulAlgSelectionInit(handle(), &selection_, &product_, CUSPARSELT_MATMUL_ALG_DEFAULT));
+    if (const LibraryAlgorithm& a = p.algorithm; a != LibraryAlgorithm{}) {
+      set(CUSPARSELT_MATMUL_ALG_CONFIG_ID, a.id);
+      if (a.split != 1) set(CUSPARSELT_MATMUL_SPLIT_K, a.split);
+      if (a.split_mode > 0) set(CUSPARSELT_MATMUL_SPLIT_K_MODE, a.split_mode);
+      if (a.split_buffers > 0) set(CUSPARSELT_MATMUL_SPLIT_K_BUFFERS, a.split_buffers);
+    }
+    DROT_CUSPARSELT_CHECK(cusparseLtMatmulPlanInit(handle(), &plan_, &product_, &selection_));
   }
   Plan(const Plan&) = delete;  // the library keeps pointers between the members
-
-  // Before anything is multiplied.
-  void choose(const Algorithm& chosen) {
-    set(CUSPARSELT_MATMUL_ALG_CONFIG_ID, chosen.id);
-    if (chosen.split != 1) set(CUSPARSELT_MATMUL_SPLIT_K, chosen.split);
-    if (chosen.split_mode > 0) set(CUSPARSELT_MATMUL_SPLIT_K_MODE, chosen.split_mode);
-    if (chosen.split_buffers > 0) set(CUSPARSELT_MATMUL_SPLIT_K_BUFFERS, chosen.split_buffers);
+  ~Plan() {
+    cusparseLtMatmulPlanDestroy(&plan_);
+    for (const auto* matrix : {&weight_, &x_, &y_}) cusparseLtMatDescriptorDestroy(matrix);
   }
 
-  void finish() { DROT_CUSPARSELT_CHECK(cusparseLtMatmulPlanInit(handle(), &plan_, &product_, &selection_)); }
-
-  // Times every algorithm and keeps the fastest. It writes y, and never to a result that is wanted.
-  Algorithm search(const at::Tensor& compressed, const at::Tensor& x) {
+  // Times every algorithm: this plan then has the fastest. It writes y, never a result that is wanted.
+  LibraryAlgorithm search(const at::Tensor& compressed, const at::Tensor& x) {
     at::Tensor y = at::empty({problem_.tokens, problem_.out}, x.options());
     at::Tensor space = workspace(x);
     cudaStream_t stream = at::cuda::getCurrentCUDAStream();
@@ -117,7 +116,7 @@ class Plan {
     DROT_CUSPARSELT_CHECK(cusparseLtMatmulSearch(handle(), &plan_, &one, compressed.const_data_ptr(),
                                                  x.const_data_ptr(), &zero, y.const_data_ptr(),
                                                  y.mutable_data_ptr(), space.mutable_data_ptr(), &stream, 1));
-    Algorithm found;
+    LibraryAlgorithm found;
     get(CUSPARSELT_MATMUL_ALG_CONFIG_ID, &found.id);
     get(CUSPARSELT_MATMUL_SPLIT_K, &found.split);
     get(CUSPARSELT_MATMUL_SPLIT_K_MODE, &found.split_mode);
@@ -156,24 +155,25 @@ class Plan {
   cusparseLtMatmulPlan_t plan_;
 };
 
-// The plan of a problem. An algorithm is searched once for all token numbers up to the same power of
-// two, and not while a CUDA graph is captured.
-const Plan& plan_of(const Problem& problem, const at::Tensor& compressed, const at::Tensor& x) {
+const Plan& plan_of(const Problem& problem) {
   static auto* const plans = new std::map<Problem, std::unique_ptr<Plan> >;
-  static auto* const algorithms = new std::map<Problem, Algorithm>;
   std::unique_ptr<Plan>& plan = (*plans)[problem];
-  if (plan) return *plan;
-  Problem alike = problem;
-  for (alike.tokens = kMultiple; alike.tokens < problem.tokens; alike.tokens *= 2) {
-  }
-  auto made = std::make_unique<Plan>(problem);
-  const auto known = algorithms->find(alike);
-  if (known != algorithms->end()) made->choose(known->second);
-  made->finish();
-  const bool captured = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
-  if (known == algorithms->end() && !captured) (*algorithms)[alike] = made->search(compressed, x);
-  plan = std::move(made);
+  if (!plan) plan = std::make_unique<Plan>(problem);
   return *plan;
+}
+
+Problem problem_of(const at::Tensor& x, int64_t out, const LibraryAlgorithm& algorithm) {
+  return {at::cuda::current_device(), x.scalar_type(), out, x.size(1), x.size(0), algorithm};
+}
+
+// x with rows of zeros up to a number of tokens that the library takes.
+at::Tensor padded(const at::Tensor& x) {
+  const int64_t tokens = x.size(0), wide = (tokens + kMultiple - 1) / kMultiple * kMultiple;
+  if (wide == tokens) return x;
+  at::Tensor result = at::empty({wide, x.size(1)}, x.options());
+  result.narrow(0, 0, tokens).copy_(x);
+  result.narrow(0, tokens, wide - tokens).zero_();
+  return result;
 }
 
 }  // namespace
@@ -192,6 +192,13 @@ bool takes(at::ScalarType dtype, int64_t out, int64_t in, const char** reason) {
   return !why;
 }
 
+int version() {
+  const std::lock_guard<std::mutex> guard(lock());
+  int found = 0;
+  if (handle()) DROT_CUSPARSELT_CHECK(cusparseLtGetVersion(handle(), &found));
+  return found;
+}
+
 at::Tensor compress(const at::Tensor& w) {
   const std::lock_guard<std::mutex> guard(lock());
   cusparseLtMatDescriptor_t weight;
@@ -208,22 +215,23 @@ at::Tensor compress(const at::Tensor& w) {
   return compressed;
 }
 
-void multiply(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add) {
-  const int64_t tokens = x.size(0), padded = (tokens + kMultiple - 1) / kMultiple * kMultiple;
-  at::Tensor wide_x = x, wide_y = y;
-  if (padded != tokens) {
-    wide_x = at::empty({padded, x.size(1)}, x.options());
-    wide_x.narrow(0, 0, tokens).copy_(x);
-    wide_x.narrow(0, tokens, padded - tokens).zero_();
-    wide_y = at::empty({padded, y.size(1)}, y.options());
-    if (add) wide_y.narrow(0, 0, tokens).copy_(y);
-  }
+LibraryAlgorithm search(const at::Tensor& compressed, const at::Tensor& x, int64_t out) {
+  const at::Tensor wide = padded(x);
+  const std::lock_guard<std::mutex> guard(lock());
+  return Plan(problem_of(wide, out, {})).search(compressed, wide);
+}
+
+void multiply(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add,
+              const LibraryAlgorithm& algorithm) {
+  const at::Tensor wide_x = padded(x);
+  const bool same = wide_x.size(0) == y.size(0);
+  at::Tensor wide_y = same ? y : at::empty({wide_x.size(0), y.size(1)}, y.options());
+  if (add && !same) wide_y.narrow(0, 0, y.size(0)).copy_(y);
   {
     const std::lock_guard<std::mutex> guard(lock());
-    const Problem problem{at::cuda::current_device(), x.scalar_type(), y.size(1), x.size(1), padded};
-    plan_of(problem, compressed, wide_x).multiply(compressed, wide_x, wide_y, add);
+    plan_of(problem_of(wide_x, y.size(1), algorithm)).multiply(compressed, wide_x, wide_y, add);
   }
-  if (padded != tokens) y.copy_(wide_y.narrow(0, 0, tokens));
+  if (!same) y.copy_(wide_y.narrow(0, 0, y.size(0)));
 }
 
 }  // namespace drot::sparse24_library

@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "ops/cuda/sparse24_ways.h"
+
 namespace drot::sparse24_library {
 
 // Whether the library multiplies a weight [out, in] of this dtype on the current device; if not, and
@@ -12,7 +14,14 @@ bool takes(at::ScalarType dtype, int64_t out, int64_t in, const char** reason = 
 // w: dense 2:4 [out, in], contiguous -> the library's form of it, uint8 [n].
 at::Tensor compress(const at::Tensor& w);
 
+// The library's version as one number, 0 without it.
+int version();
+
+// The fastest of its algorithms for the product with x, which it times. Not while a CUDA graph is captured.
+LibraryAlgorithm search(const at::Tensor& compressed, const at::Tensor& x, int64_t out);
+
 // y = x Wᵀ, or y += x Wᵀ. x [tokens, in], y [tokens, out], contiguous and aligned to 16 bytes.
-void multiply(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add);
+void multiply(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add,
+              const LibraryAlgorithm& algorithm);
 
 }  // namespace drot::sparse24_library

@@ -1,23 +1,36 @@
 #include <ATen/cuda/CUDAContext.h>
+#include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime_api.h>
 #include <torch/library.h>
 
+#include <ATen/cuda/CUDAGraphsUtils.cuh>
+#include <algorithm>
+#include <limits>
+#include <sstream>
+#include <vector>
+
+#include "ops/cuda/gpu.cuh"
 #include "ops/cuda/mma24.cuh"
 #include "ops/cuda/sparse24_library.h"
 #include "ops/cuda/sparse24_skinny.cuh"
+#include "ops/cuda/sparse24_ways.h"
 #include "ops/sparse24_linear.h"
 
 namespace drot {
 namespace {
 
+// Up to kFewTokens the kernel for few tokens is taken unasked: it reads W once. Up to kSomeTokens it is
+// one of the ways that are measured.
+constexpr int64_t kFewTokens = 2 * kSkinnyTokens, kSomeTokens = 128;
+
 // The arguments of one call, the tokens in one dimension, contiguous and aligned to 16 bytes.
 struct Problem {
   at::Tensor x, values, positions;
-  at::Tensor bias, residual, rotation;  // may be undefined
+  at::Tensor bias, residual, rotation, compressed;  // may be undefined
   int64_t tokens, in, out;
 };
 
@@ -31,31 +44,14 @@ const T* words_of(const at::Tensor& t) {
   return t.defined() ? static_cast<const T*>(t.const_data_ptr()) : nullptr;
 }
 
-bool skinny_takes(const Problem& p) {
-  return p.tokens <= 2 * kSkinnyTokens && p.x.element_size() == 2 && p.in > 0 && p.in % kSkinnyColumns == 0 &&
-         at::cuda::getCurrentDeviceProperties()->major >= 8;
+// ---- the ways ------------------------------------------------------------------------------------
+
+bool few_takes(const Problem& p) {
+  return p.tokens <= kSomeTokens && p.x.element_size() == 2 && p.in > 0 && p.in % kSkinnyColumns == 0 &&
+         p.out <= kMostSkinnyRows && at::cuda::getCurrentDeviceProperties()->major >= 8;
 }
 
-template <class E, int kTiles, int kTokenTiles>
-void launch_tiles(const SkinnyProblem& p) {
-  const int64_t blocks = (p.out + 16 * kTiles - 1) / (16 * kTiles);
-  sparse24_skinny<E, kTiles, kTokenTiles>
-      <<<static_cast<unsigned>(blocks), kSkinnyWarps * 32, 0, at::cuda::getCurrentCUDAStream()>>>(p);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
-}
-
-template <class E>
-void launch_skinny(const SkinnyProblem& p) {
-  // two tiles read x half as often, where the blocks are enough for every multiprocessor
-  const bool wide = p.out / 32 >= at::cuda::getCurrentDeviceProperties()->multiProcessorCount / 2;
-  if (p.tokens <= kSkinnyTokens) {
-    wide ? launch_tiles<E, 2, 1>(p) : launch_tiles<E, 1, 1>(p);
-  } else {
-    wide ? launch_tiles<E, 2, 2>(p) : launch_tiles<E, 1, 2>(p);
-  }
-}
-
-void by_skinny(const Problem& p, at::Tensor& y) {
+void by_few(const Problem& p, at::Tensor& y) {
   at::Tensor residual = p.residual, rotation = p.rotation;
   if (rotation.defined() && p.out % kRotationColumns) {
     residual = at::mm(residual, rotation);
@@ -71,7 +67,9 @@ void by_skinny(const Problem& p, at::Tensor& y) {
                              p.in,
                              p.out,
                              static_cast<int>(p.tokens)};
-  y.scalar_type() == at::kBFloat16 ? launch_skinny<Bf16Element>(skinny) : launch_skinny<Fp16Element>(skinny);
+  Gpu gpu(y);
+  y.scalar_type() == at::kBFloat16 ? run_sparse24_skinny<Bf16Element>(gpu, skinny)
+                                   : run_sparse24_skinny<Fp16Element>(gpu, skinny);
 }
 
 // What is added to the product goes into y first; false where there is nothing to add.
@@ -86,6 +84,81 @@ bool write_added(const Problem& p, at::Tensor& y) {
     y.copy_(p.bias.expand_as(y));
   }
   return p.residual.defined() || p.bias.defined();
+}
+
+void by_way(const Choice& choice, const Problem& p, at::Tensor& y) {
+  if (choice.way == Way::few) return by_few(p, y);
+  const bool add = write_added(p, y);
+  if (choice.way == Way::library) {
+    return sparse24_library::multiply(p.compressed, p.x, y, add, choice.algorithm);
+  }
+  const at::Tensor w = unpack24_unchecked_cuda(p.values, p.positions);
+  add ? y.addmm_(p.x, w.t()) : at::mm_out(y, p.x, w.t());
+}
+
+// ---- which one -----------------------------------------------------------------------------------
+
+std::string key_of(const Problem& p, std::span<const Way> ways) {
+  std::ostringstream key;
+  key << "sparse24_linear, " << at::cuda::getCurrentDeviceProperties()->name << ", CUDA " << CUDART_VERSION
+      << ", cuSPARSELt " << sparse24_library::version() << ", " << p.x.scalar_type() << ' ' << p.out << 'x'
+      << p.in << (p.rotation.defined() ? " + rotation" : "") << ", up to " << alike_tokens(p.tokens)
+      << " tokens:";
+  for (const Way way : ways) key << ' ' << kWayNames[static_cast<size_t>(way)];
+  return key.str();
+}
+
+// Median of a few runs that find nothing of theirs in the L2 cache, as in a model they do not.
+double seconds_of(const Choice& choice, const Problem& p) {
+  constexpr int kRuns = 5;
+  at::Tensor y = at::empty({p.tokens, p.out}, p.x.options());
+  const at::Tensor cache =
+      at::empty({2 * at::cuda::getCurrentDeviceProperties()->l2CacheSize}, p.positions.options());
+  by_way(choice, p, y);
+  std::vector<float> milliseconds;
+  for (int i = 0; i < kRuns; ++i) {
+    cache.zero_();
+    at::cuda::CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
+    begin.record();
+    by_way(choice, p, y);
+    end.record();
+    end.synchronize();
+    milliseconds.push_back(begin.elapsed_time(end));
+  }
+  std::ranges::nth_element(milliseconds, milliseconds.begin() + kRuns / 2);
+  return 1e-3 * milliseconds[kRuns / 2];
+}
+
+Choice measured_choice(const Problem& p, std::span<const Way> ways) {
+  static auto* const chosen = new ChosenWays;
+  const bool captured = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
+  return chosen->of(key_of(p, ways), ways, !captured, [&](Way way) -> Measured {
+    try {
+      Choice choice{way};
+      if (way == Way::library) choice.algorithm = sparse24_library::search(p.compressed, p.x, p.out);
+      return {seconds_of(choice, p), choice.algorithm};
+    } catch (const c10::OutOfMemoryError&) {
+      return {std::numeric_limits<double>::infinity()};
+    }
+  });
+}
+
+Choice choice_for(const Problem& p) {
+  if (p.tokens <= kFewTokens && few_takes(p)) return {Way::few};
+  std::vector<Way> ways;  // the first is taken where nothing is known
+  const char* no_library = "it was called without the weight that sparse24_compress makes";
+  if (p.compressed.defined() && p.compressed.numel() > 0 &&
+      sparse24_library::takes(p.x.scalar_type(), p.out, p.in, &no_library)) {
+    ways.push_back(Way::library);
+  }
+  if (few_takes(p)) ways.push_back(Way::few);
+  ways.push_back(Way::dense);
+  const Choice choice = measured_choice(p, ways);
+  if (choice.way == Way::dense && ways.front() != Way::library) {
+    TORCH_WARN_ONCE("sparse24_linear makes the weight dense at each call with ", p.tokens,
+                    " tokens, which is slow: ", no_library);
+  }
+  return choice;
 }
 
 at::Tensor sparse24_linear_cuda(const at::Tensor& x, const at::Tensor& values, const at::Tensor& positions,
@@ -104,24 +177,12 @@ at::Tensor sparse24_linear_cuda(const at::Tensor& x, const at::Tensor& values, c
                   optional(bias),
                   residual ? aligned(residual->reshape({tokens, out})) : at::Tensor(),
                   optional(rotation),
+                  optional(compressed),
                   tokens,
                   in,
                   out};
   at::Tensor y = result.view({tokens, out});
-  if (skinny_takes(p)) {
-    by_skinny(p, y);
-    return result;
-  }
-  const bool add = write_added(p, y);
-  const char* reason = "it was called without the weight that sparse24_compress makes";
-  if (compressed && compressed->numel() > 0 && sparse24_library::takes(x.scalar_type(), out, in, &reason)) {
-    sparse24_library::multiply(aligned(*compressed), p.x, y, add);
-    return result;
-  }
-  TORCH_WARN_ONCE("sparse24_linear makes the weight dense at each call with ", tokens,
-                  " tokens, which is slow: ", reason);
-  const at::Tensor w = unpack24_unchecked_cuda(p.values, p.positions);
-  add ? y.addmm_(p.x, w.t()) : at::mm_out(y, p.x, w.t());
+  by_way(choice_for(p), p, y);
   return result;
 }
 

@@ -1,9 +1,9 @@
 // sparse24_linear for few tokens, as sparse tensor-core products (mma.sp m16n8k32) whose sparse factor
 // is W: the packed format goes into the registers as it is, two-bit positions being the metadata.
 //
-// A block owns 16 · kTiles rows of W; its warps share out the columns, and their sums are added in a
-// fixed order. Nothing but those sums passes through shared memory: each byte of W is read once, by one
-// thread, and x, which every block reads, comes from the L2 cache.
+// A block owns 16 · kTiles rows of W and kSkinnyTokens · kTokenTiles tokens; its warps share out the columns,
+// and their sums are added in a fixed order. Nothing but those sums passes through shared memory: each byte
+// of W is read once, by one thread, and x, which every block reads, comes from the L2 cache.
 //
 // The tensor core does not care in which order a product's columns come, as long as both factors have
 // the same. So each thread takes 16 neighbouring bytes of W (four groups of four columns), and which
@@ -22,8 +22,12 @@ constexpr int kSkinnyWarps = 8;
 constexpr int kSkinnyTokens = 8, kSkinnyColumns = 64;
 // Columns of the residual that a warp takes at a time.
 constexpr int kRotationColumns = 32;
+// A grid has 65,535 blocks of at least 16 rows.
+constexpr int64_t kMostSkinnyRows = int64_t(65535) * 16;
 
-// 16-bit floats as words. in is a multiple of kSkinnyColumns; where there is a rotation, out is one of
+// 16-bit floats as words. Block (i, j) of the grid has the i-th tokens and the j-th rows, so that blocks
+// which read the same part of W run at about the same time. in is a multiple of kSkinnyColumns; where there
+// is a rotation, out is one of
 // 32. Pointers are aligned to 16 bytes; bias, residual and rotation may be null.
 struct SkinnyProblem {
   const uint16_t* x;         // [tokens, in]
@@ -168,11 +172,16 @@ __device__ void add_rotation(const SkinnyProblem& p, int64_t first_row, int64_t 
 
 // E: the 16-bit float; wide, narrow, multiply_sparse<selector> and multiply_dense.
 template <class E, int kTiles, int kTokenTiles>
-__global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(const SkinnyProblem p) {
+__global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(SkinnyProblem p) {
   constexpr int kSums = kTiles * kTokenTiles * 4;
+  const int first_token = static_cast<int>(blockIdx.x) * kSkinnyTokens * kTokenTiles;
+  p.x += first_token * p.in;
+  p.y += first_token * p.out;
+  if (p.residual) p.residual += first_token * p.out;
+  p.tokens -= first_token;
   __shared__ float partial[kSkinnyWarps][kSums][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t first_row = static_cast<int64_t>(blockIdx.x) * 16 * kTiles;
+  const int64_t first_row = static_cast<int64_t>(blockIdx.y) * 16 * kTiles;
   float sum[kTiles][kTokenTiles][4] = {};
 
   const int64_t steps = p.in / kSkinnyColumns;
@@ -213,6 +222,24 @@ __global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(const Skinn
     if (p.bias) y += E::wide(p.bias[row]);
     if (p.residual && !p.rotation) y += E::wide(p.residual[token * p.out + row]);
     p.y[token * p.out + row] = E::narrow(y);
+  }
+}
+
+// gpu: a Gpu (gpu.cuh). p.out is at most kMostSkinnyRows.
+template <class E, class Device>
+void run_sparse24_skinny(Device& gpu, const SkinnyProblem& p) {
+  // two tiles of rows read x half as often, where the blocks are enough for every multiprocessor
+  const bool wide = p.out / 32 >= gpu.processors() / 2;
+  const auto launch = [&](auto kernel, int rows, int tokens) {
+    const dim3 grid((p.tokens + tokens - 1) / tokens, static_cast<unsigned>((p.out + rows - 1) / rows));
+    gpu.launch(kernel, grid, dim3(kSkinnyWarps * 32), 0, p);
+  };
+  if (p.tokens <= kSkinnyTokens) {
+    wide ? launch(&sparse24_skinny<E, 2, 1>, 32, kSkinnyTokens)
+         : launch(&sparse24_skinny<E, 1, 1>, 16, kSkinnyTokens);
+  } else {
+    wide ? launch(&sparse24_skinny<E, 2, 2>, 32, 2 * kSkinnyTokens)
+         : launch(&sparse24_skinny<E, 1, 2>, 16, 2 * kSkinnyTokens);
   }
 }
 

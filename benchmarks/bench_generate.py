@@ -1,0 +1,64 @@
+"""generate() of the embedded model, 128 tokens: 2:4, and 2:4 with rotations, against dense.
+
+A model so small that starting its products takes as long as making them. Its zeros are those of the
+smallest weights, its rotations random: neither changes what a token costs.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from _harness import arguments, interleaved, report
+
+from drot import checkpoint
+from drot.architectures import architecture_of, decoder_layers, layer_linears
+from drot.demo import MODEL
+from drot.ops import nm_mask
+from drot.sparse.variants import DENSE, SPARSE, model_variants
+from drot.surgery.residual import add_residual_rotation
+
+PROMPT, NEW_TOKENS = 8, 128
+
+
+@torch.no_grad()
+def calls(dtype: str, device: str) -> dict[str, Callable[[], object]]:
+    """generate() of every variant of the model, by its name."""
+    model = checkpoint.load(MODEL, device=device, dtype=dtype)
+    arch, d = architecture_of(model.config), model.config.hidden_size
+    for index, layer in enumerate(decoder_layers(model, arch)):
+        for linear in layer_linears(layer, arch).values():
+            linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
+        if index:
+            rotation = add_residual_rotation(layer, d, dtype=model.dtype, device=model.device)
+            rotation.weight.normal_(0, d**-0.5)
+    prompt = torch.randint(model.config.vocab_size, (1, PROMPT), device=model.device)
+    options = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)
+    length = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
+    return {
+        name: partial(variant.generate, prompt, **options, **length)
+        for name, variant in model_variants(model).items()
+    }
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    dtypes = ["bfloat16", "float16", "float32"]
+    parser.add_argument("--dtype", choices=dtypes, nargs="*", default=["bfloat16", "float32"])
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    for dtype in options.dtype:
+        report(
+            "generate",
+            f"tiny-llama, {NEW_TOKENS} tokens, {dtype}",
+            interleaved(calls(dtype, options.device), device=options.device, repeats=options.repeats),
+            peer=DENSE,
+            target=SPARSE,
+            at_least=1.0,
+            device=options.device,
+            save=options.csv,
+        )
+
+
+if __name__ == "__main__":
+    main()
