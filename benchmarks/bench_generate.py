@@ -17,7 +17,7 @@ from drot.ops import nm_mask
 from drot.sparse.variants import DENSE, SPARSE, model_variants
 from drot.surgery.residual import add_residual_rotation
 
-PROMPT, NEW_TOKENS = 8, 128
+PROMPT, NEW_TOKENS = 1, 128
 
 
 @torch.no_grad()

@@ -32,7 +32,7 @@ def convert(
 def bench(
     model: Annotated[str | None, typer.Argument(help="Hub name or local folder, pruned to 2:4.")] = None,
     shape: Annotated[
-        str | None, typer.Option(help="In place of MODEL, a layer of these dimensions: llama-3-8b, …")
+        str | None, typer.Option(help="In place of MODEL, random weights in its dimensions: llama-3-8b, …")
     ] = None,
     tokens: Annotated[
         str | None,
@@ -44,7 +44,7 @@ def bench(
     ] = None,
     repeats: Annotated[int, typer.Option(help="Of every case; the median is shown.")] = 10,
     minutes: Annotated[
-        float | None, typer.Option(help="Leave out what would end later; default 3 on a CPU for all sizes.")
+        float | None, typer.Option(help="Leave out what would end later; default 3 on a CPU.")
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",

@@ -29,7 +29,8 @@ def print_speed(data: dict[str, Any]) -> None:
         )
     output().print(table)
     if data["left_out"]:
-        say(f"Left out to end in time (--tokens, --batch, --minutes): {', '.join(data['left_out'])}")
+        options = "--tokens, --batch, --repeats, --minutes"
+        say(f"Left out to end in time ({options}): {', '.join(data['left_out'])}")
 
 
 def _bound(row: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ prefill (one sequence of many tokens) and decode (one token of each of a batch o
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,15 +21,22 @@ from drot.errors import UserError
 from drot.evaluation.timing import Timing, interleaved
 from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.packed import compress_model, packed_linears
-from drot.sparse.variants import DENSE, SPARSE, layer_variants, model_variants, shape_config
+from drot.sparse.variants import (
+    DENSE,
+    SPARSE,
+    layer_variants,
+    model_variants,
+    shape_config,
+    stacked_variants,
+)
 from drot.version import __version__
 
 #: tokens of a prefill or sequences of a decode
 LARGEST = 1 << 20
 TOKENS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32)
-#: tokens before a whole model's decode is timed, and how many are then made
-PROMPT, NEW_TOKENS = 8, 32
+#: tokens that a whole model's decode makes
+NEW_TOKENS = 32
 #: by default, on a CPU: cases that would end later are left out
 CPU_MINUTES = 3.0
 #: medians closer than this are called equal
@@ -64,12 +71,12 @@ def measure_speed(
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Times a layer in the dimensions of `shape` (drot.sparse.variants.SHAPES), or a layer in those of
-    the 2:4 checkpoint `model` and that model from end to end.
+    """Times a layer and a whole model: those of the 2:4 checkpoint `model`, or random ones in the
+    dimensions of `shape` (drot.sparse.variants.SHAPES).
 
     tokens, batches: sizes of prefill and decode; where one is named, only that is measured, else TOKENS
-    and BATCHES. minutes: cases that would end later are left out and named; None is CPU_MINUTES on a CPU
-    where no sizes are named, else no limit.
+    and BATCHES. minutes: cases that would end later are left out and named; None is CPU_MINUTES on a CPU,
+    else no limit.
     dtype: `auto` is the checkpoint's own, or bfloat16.
 
     Returns JSON types: model, machine, dtype, repeats, versions, variants, rows, left_out. A row holds
@@ -92,17 +99,19 @@ def measure_speed(
     place = checkpoint.pick_device(device)
     if tokens is None and batches is None:
         tokens, batches = TOKENS, BATCHES
-        if minutes is None and place.type == "cpu":
-            minutes = CPU_MINUTES
-    variants: dict[str, dict[str, PreTrainedModel]] = {}
+    if minutes is None and place.type == "cpu":
+        minutes = CPU_MINUTES
     if shape is not None:
         config = shape_config(shape)
         weights = torch.bfloat16 if dtype == "auto" else checkpoint.parse_dtype(dtype)
+        layer = layer_variants(config, dtype=weights, device=place)
+        whole = stacked_variants(layer, config)
     else:
         assert model is not None
-        variants["model"] = model_variants(checkpoint.load(model, device=place, dtype=dtype))
-        config, weights = variants["model"][SPARSE].config, variants["model"][SPARSE].dtype
-    variants = {"layer": layer_variants(config, dtype=weights, device=place), **variants}
+        whole = model_variants(checkpoint.load(model, device=place, dtype=dtype))
+        config, weights = whole[SPARSE].config, whole[SPARSE].dtype
+        layer = layer_variants(config, dtype=weights, device=place)
+    variants = {"layer": layer, "model": whole}
     cases = [
         Case(what, phase, size, rank)  # type: ignore[arg-type]
         for what in variants
@@ -134,29 +143,42 @@ def _measure_cases(
     started = time.perf_counter()
     parts = list(variants)
     ordered = sorted(cases, key=lambda case: (parts.index(case.what), case.rank))
-    last: dict[tuple[str, str], tuple[int, float]] = {}
+    seconds: dict[Case, float] = {}
     rows: dict[Case, list[dict[str, Any]]] = {}
     for number, case in enumerate(ordered):
         begin = time.perf_counter()
-        if minutes is not None and (before := last.get((case.what, case.phase))):
-            size, seconds = before
-            expected = seconds * (case.size / size if case.phase == "prefill" else 1)
-            until = started + 60 * minutes * (parts.index(case.what) + 1) / len(parts)
-            if begin + expected > until:
-                continue
         models = variants[case.what]
+        if minutes is not None:
+            expected = _expected(case, seconds, models[DENSE].config.num_hidden_layers)
+            until = started + 60 * minutes * (parts.index(case.what) + 1) / len(parts)
+            if expected and begin + expected > until:
+                continue
         for model in models.values():
             _choose_layout(model, case.phase)
         calls = {name: _call(model, case, device) for name, model in models.items()}
         warmup = 3 if device.type == "cuda" else 1
         timings = interleaved(calls, device=device, repeats=repeats, warmup=warmup)
         rows[case] = _rows(case, timings, models)
-        last[case.what, case.phase] = case.size, time.perf_counter() - begin
+        seconds[case] = time.perf_counter() - begin
         progress(ProgressEvent(phase="measure", step=number + 1, steps=len(ordered)))
     return (
         [row for case in cases for row in rows.get(case, [])],
         [str(case) for case in cases if case not in rows],
     )
+
+
+def _expected(case: Case, seconds: Mapping[Case, float], layers: int) -> float:
+    """Seconds that a case will take, from those that the next smaller one of its kind took, else from those
+    of a single layer; 0 where there is neither, and it is measured to know."""
+    if case in seconds:
+        return seconds[case]
+    kind = [other for other in seconds if (other.what, other.phase) == (case.what, case.phase)]
+    if kind:
+        return seconds[kind[-1]] * (case.size / kind[-1].size if case.phase == "prefill" else 1)
+    if case.what == "layer":
+        return 0.0
+    of_layer = _expected(replace(case, what="layer"), seconds, layers)
+    return of_layer * layers * (NEW_TOKENS if case.phase == "decode" else 1)
 
 
 # ---- what is timed -------------------------------------------------------------------------------
@@ -182,7 +204,7 @@ def _call(model: Any, case: Case, device: torch.device) -> Callable[[], object]:
     if case.phase == "prefill":
         ids = torch.randint(vocabulary, shape, device=device)
         return lambda: model(ids, use_cache=False, logits_to_keep=1)
-    prompt = torch.randint(vocabulary, (case.size, PROMPT), device=device)
+    prompt = torch.randint(vocabulary, (case.size, 1), device=device)
     options = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     if device.type == "cuda":  # transformers then makes a CUDA graph of the step
         options["cache_implementation"] = "static"  # type: ignore[assignment]
@@ -253,12 +275,18 @@ def verdict(speedup: float) -> str:
 
 
 def _weight_bytes(model: PreTrainedModel, what: str) -> int:
-    """Bytes of the weights: of the one decoder layer, or of the whole model."""
-    module: nn.Module = model
+    """Bytes of the weights: of one decoder layer, or of the whole model, whose layers count one by one."""
+    layers = decoder_layers(model, architecture_of(model.config))
     if what == "layer":
-        module = decoder_layers(model, architecture_of(model.config))[0]
-    layouts = [linear.compressed for _, linear in packed_linears(module)]
-    tensors = [*module.parameters(), *(layout for layout in layouts if layout is not None)]
+        return _bytes(layers[0])
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outside = (parameter.nbytes for parameter in model.parameters() if id(parameter) not in inside)
+    return sum(map(_bytes, layers)) + sum(outside)
+
+
+def _bytes(layer: nn.Module) -> int:
+    layouts = [linear.compressed for _, linear in packed_linears(layer)]
+    tensors = [*layer.parameters(), *(layout for layout in layouts if layout is not None)]
     return sum(tensor.nbytes for tensor in tensors)
 
 

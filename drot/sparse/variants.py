@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from drot.architectures import architecture_of, decoder_layers, layer_linears
+from drot.architectures import architecture_of, decoder_layers, layer_linears, module_at
 from drot.errors import UserError
 from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotations
@@ -18,30 +18,24 @@ from drot.surgery.residual import add_residual_rotation, has_residual_rotation, 
 
 DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
 
-_LLAMA = dict(model_type="llama", head_dim=128)
-#: dimensions of models that people run, for a layer with random weights
+_LLAMA = dict(model_type="llama", head_dim=128, tie_word_embeddings=False)
+#: dimensions of models that people run, for random weights
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": _LLAMA
-    | dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32),
+    | dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32)
+    | dict(num_hidden_layers=32, vocab_size=32000),
     "llama-3-8b": _LLAMA
-    | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8),
+    | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    | dict(num_hidden_layers=32, vocab_size=128256),
     "llama-3-70b": _LLAMA
-    | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8),
-    "qwen2.5-7b": dict(
-        model_type="qwen2",
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_attention_heads=28,
-        num_key_value_heads=4,
-    ),
-    "qwen3-8b": dict(
-        model_type="qwen3",
-        head_dim=128,
-        hidden_size=4096,
-        intermediate_size=12288,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
+    | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+    | dict(num_hidden_layers=80, vocab_size=128256),
+    "qwen2.5-7b": dict(model_type="qwen2", tie_word_embeddings=False)
+    | dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4)
+    | dict(num_hidden_layers=28, vocab_size=152064),
+    "qwen3-8b": dict(model_type="qwen3", head_dim=128, tie_word_embeddings=False)
+    | dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8)
+    | dict(num_hidden_layers=36, vocab_size=151936),
 }
 
 
@@ -75,6 +69,47 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     rotation = add_residual_rotation(layer, d, dtype=dtype, device=device)
     rotation.weight.normal_(0, d**-0.5)  # as large as an orthogonal one, which takes no other time
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
+
+
+@torch.no_grad()
+def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[str, PreTrainedModel]:
+    """Whole models in `config`'s dimensions. Every decoder layer of each is the one that `layer_variants`
+    made, weights and all, so that any of SHAPES takes the memory of a layer; only the first goes without
+    its rotation. Where a layer is larger than the caches, a model of separate layers takes the same time.
+    """
+    rows, d = config.vocab_size, config.hidden_size
+    like = next(layers[DENSE].parameters())
+    block = torch.randn(min(rows, 4096), d, dtype=like.dtype, device=like.device)
+    embedding, head = (
+        torch.nn.Parameter(block.roll(shift, 1).repeat(-(-rows // len(block)), 1)[:rows], False)
+        for shift in (0, 1)
+    )
+    models = {}
+    for name, model in layers.items():
+        models[name] = whole = _sharing_copy(model)
+        arch = architecture_of(config)
+        whole.config.num_hidden_layers, whole.config.vocab_size = config.num_hidden_layers, rows
+        if getattr(whole.config, "layer_types", None):
+            whole.config.layer_types = whole.config.layer_types * config.num_hidden_layers
+        module_at(whole, arch.embedding).weight = embedding
+        module_at(whole, arch.lm_head).weight = head
+        stack = decoder_layers(whole, arch)
+        for index in range(1, config.num_hidden_layers):
+            layer, attention = _twin(stack[0]), _twin(module_at(stack[0], arch.attention))
+            attention.layer_idx = index  # its place in the KV cache
+            setattr(layer, arch.attention, attention)
+            stack.append(layer)
+        if has_residual_rotation(stack[0]):
+            stack[0] = _twin(stack[0])
+            remove_residual_rotation(stack[0])
+    return models
+
+
+def _twin(module: Any) -> Any:
+    """Another module with the same children and parameters."""
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin
 
 
 def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 from small_models import random_tokens, small_model
+from transformers import AutoModelForCausalLM
 
 import drot
 from drot import cli
@@ -15,11 +16,21 @@ from drot.evaluation import speed
 from drot.evaluation.timing import interleaved
 from drot.sparse import variants
 from drot.sparse.packed import is_packed
-from drot.sparse.variants import DENSE, ROTATED, SPARSE, layer_variants, model_variants
+from drot.sparse.variants import (
+    DENSE,
+    ROTATED,
+    SPARSE,
+    layer_variants,
+    model_variants,
+    stacked_variants,
+)
+from drot.surgery.residual import has_residual_rotation
 
 TINY = dict(
-    model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2
-)
+    model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+    num_hidden_layers=3, vocab_size=96, tie_word_embeddings=False,
+)  # fmt: skip
+CPU = torch.device("cpu")
 
 
 @pytest.fixture
@@ -107,10 +118,47 @@ def test_shape(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1,2", "--repeats", "1", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
-    for text in ("tiny, bfloat16", "layer decode 2", "2:4 + rotation", " dense\n", "GB/s"):
+    for text in ("tiny, bfloat16", "layer decode 2", "model decode 2", "2:4 + rotation", " dense\n", "GB/s"):
         assert text in "".join(line.rstrip() + "\n" for line in captured.out.splitlines()), text
-    assert "prefill" not in captured.out and "measured case 2 of 2" in captured.err
+    assert "prefill" not in captured.out and "measured case 4 of 4" in captured.err
     assert max(map(len, captured.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
+    """It computes and weighs what a model of separate layers with these weights does, with a KV cache too."""
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY | {"model_type": model_type})
+    config = variants.shape_config("tiny")
+    layer = layer_variants(config, dtype=torch.float32, device=CPU)
+    stacks = stacked_variants(layer, config)
+    separate = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    separate.load_state_dict(stacks[DENSE].state_dict())
+    tokens = random_tokens(2, 7)
+    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    for name in (DENSE, SPARSE):
+        torch.testing.assert_close(stacks[name](tokens).logits, separate(tokens).logits)
+        written = stacks[name].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        assert torch.equal(
+            written, separate.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        )
+    weight = {name: speed._weight_bytes(model, "model") for name, model in stacks.items()}
+    assert weight[DENSE] == sum(parameter.nbytes for parameter in separate.parameters())
+    saved = weight[DENSE] - weight[SPARSE]
+    assert saved == 3 * (
+        speed._weight_bytes(layer[DENSE], "layer") - speed._weight_bytes(layer[SPARSE], "layer")
+    )
+    assert weight[ROTATED] - weight[SPARSE] == 2 * 4 * 32 * 32
+    assert [has_residual_rotation(each) for each in stacks[ROTATED].model.layers] == [False, True, True]
+    assert has_residual_rotation(layer[ROTATED].model.layers[0])
+    stacks[ROTATED].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+
+
+def test_what_a_model_will_take_is_known_from_its_layer():
+    layer, model = (speed.Case(what, "decode", 2, 1) for what in ("layer", "model"))
+    smaller = speed.Case("model", "prefill", 100, 0)
+    assert speed._expected(model, {}, 8) == 0
+    assert speed._expected(model, {layer: 0.5}, 8) == 0.5 * 8 * speed.NEW_TOKENS
+    assert speed._expected(speed.Case("model", "prefill", 300, 1), {layer: 0.5, smaller: 2.0}, 8) == 6
 
 
 def test_what_does_not_fit_the_time_is_named(monkeypatch, capsys):
@@ -119,9 +167,11 @@ def test_what_does_not_fit_the_time_is_named(monkeypatch, capsys):
     monkeypatch.setattr(speed, "BATCHES", (1, 2))
     assert cli.run(["bench", "--shape", "tiny", "--repeats", "1", "--device", "cpu"]) == 0
     assert "Left out to end in time" in (out := capsys.readouterr().out)
-    assert out.strip().endswith(": layer prefill 1000000000")
+    assert out.strip().endswith(": layer prefill 1000000000, model prefill 1000000000")
     data = speed.measure_speed(None, "tiny", repeats=1, device="cpu", minutes=0.0)
-    assert data["left_out"] == ["layer prefill 1000000000", "layer decode 2"]
+    cases = ["prefill 1000000000", "decode 2"]
+    left_out = [f"layer {case}" for case in cases] + ["model prefill 4", *(f"model {case}" for case in cases)]
+    assert [case for case in data["left_out"] if case != "model decode 1"] == left_out
 
 
 def test_mistakes(capsys, tmp_path, checkpoint):
