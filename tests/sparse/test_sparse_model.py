@@ -16,7 +16,14 @@ from drot.errors import UserError
 from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
 from drot.sparse.linear import SparseLinear
-from drot.sparse.packed import check_positions, is_packed, pack_model, packed_linears, unpack_model
+from drot.sparse.packed import (
+    check_positions,
+    compress_model,
+    is_packed,
+    pack_model,
+    packed_linears,
+    unpack_model,
+)
 from drot.sparse.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.surgery.residual import has_residual_rotation, set_boundary
 
@@ -54,21 +61,21 @@ def close(got, expected, dtype):
     return float((got - expected).norm() / expected.norm()) < TOLERANCE[dtype]
 
 
-def ragged_batch():
+def ragged_batch(device="cpu"):
     """Four prompts of 3 to 12 tokens, padded on the left, as `generate` wants them."""
     ids, mask = random_tokens(4, 12), torch.ones(4, 12, dtype=torch.long)
     for row, missing in enumerate((0, 9, 4, 1)):
         mask[row, :missing] = 0
-    return {"input_ids": ids, "attention_mask": mask}
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_a_ragged_batch(family, dtype, fused):
-    dense = pruned_model(family, dtype)
+def test_logits_of_a_ragged_batch(family, dtype, fused, device):
+    dense = pruned_model(family, dtype).to(device)
     packed = packed_copy(dense, fused)
-    batch = ragged_batch()
+    batch = ragged_batch(device)
     real = batch["attention_mask"].bool()
     got, expected = packed(**batch).logits, dense(**batch).logits
     assert got.dtype == dtype
@@ -78,12 +85,12 @@ def test_logits_of_a_ragged_batch(family, dtype, fused):
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_generate(family, cache, fused):
+def test_generate(family, cache, fused, device):
     """Greedy tokens of a ragged batch, with the growing and with the static key-value cache."""
-    dense = pruned_model(family)
+    dense = pruned_model(family).to(device)
     options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     tokens = [
-        model.generate(**ragged_batch(), **options, cache_implementation=cache)
+        model.generate(**ragged_batch(device), **options, cache_implementation=cache)
         for model in (dense, packed_copy(dense, fused))
     ]
     assert tokens[0].shape == (4, 20)
@@ -91,12 +98,35 @@ def test_generate(family, cache, fused):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_compiles_as_one_graph(family):
-    packed = packed_copy(pruned_model(family, num_hidden_layers=2), fused=family != "qwen3")
-    tokens = random_tokens(2, 12)
+def test_compiles_as_one_graph(family, device):
+    packed = packed_copy(pruned_model(family, num_hidden_layers=2).to(device), fused=family != "qwen3")
+    tokens = random_tokens(2, 12).to(device)
     backend = "inductor" if family == "llama" else "aot_eager"  # one stands for all; it takes its time
     compiled = torch.compile(packed, fullgraph=True, backend=backend)
     assert close(compiled(tokens, use_cache=False).logits, packed(tokens).logits, torch.float32)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("tokens", [1, 16, 40])
+@pytest.mark.parametrize("compress", [False, True])
+@torch.no_grad()
+def test_as_a_cuda_graph(compress, tokens):
+    """Captured before any way of a product was measured, replayed with another input."""
+    sizes = dict(hidden_size=64, intermediate_size=128, head_dim=16)
+    packed = packed_copy(pruned_model("llama", torch.bfloat16, **sizes).to("cuda"), fused=True)
+    if compress:
+        compress_model(packed)
+    hidden = torch.randn(1, tokens, 64, dtype=torch.bfloat16, device="cuda")
+    layer = packed.base_model
+    layer(inputs_embeds=torch.randn_like(hidden[:, :1]), use_cache=False)  # what is loaded at the first call
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(inputs_embeds=hidden, use_cache=False).last_hidden_state
+    hidden.copy_(torch.randn_like(hidden))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert close(out, layer(inputs_embeds=hidden, use_cache=False).last_hidden_state, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
