@@ -1,6 +1,7 @@
 #include "common/remembered.h"
 
 #include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -43,9 +44,9 @@ bool remember(const std::string& key, const std::string& value) {
   if (file.empty()) return false;
   std::error_code failed;
   fs::create_directories(fs::path(file).parent_path(), failed);
-  // one write at the end of the file, which other processes may append to as well
   const int to = open(file.c_str(), O_RDWR | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
   if (to < 0) return false;
+  flock(to, LOCK_EX);  // other processes append as well; it ends with close
   std::string line = key + '\t' + value + '\n';
   char last = '\n';  // a line that a full disk cut off must not spoil this one
   if (const off_t size = lseek(to, 0, SEEK_END);

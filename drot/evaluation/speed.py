@@ -4,6 +4,7 @@ Three variants (drot/sparse/variants.py) are timed in turn, one decoder layer an
 prefill (one sequence of many tokens) and decode (one token of each of a batch of sequences).
 """
 
+import contextlib
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +119,8 @@ def measure_speed(
         for phase, sizes in (("prefill", tokens or ()), ("decode", batches or ()))
         for rank, size in enumerate(sizes)
     ]
-    rows, left_out = _measure_cases(cases, variants, place, repeats, minutes, progress)
+    with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
+        rows, left_out = _measure_cases(cases, variants, place, repeats, minutes, progress)
     return {
         "model": shape or str(model),
         "machine": _machine(place),
@@ -190,7 +192,7 @@ def _choose_layout(model: nn.Module, phase: Phase) -> None:
         compress_model(model)
     else:
         for _, linear in packed_linears(model):
-            linear.compressed = None
+            linear.forget_layout()
 
 
 def _call(model: Any, case: Case, device: torch.device) -> Callable[[], object]:
@@ -199,7 +201,7 @@ def _call(model: Any, case: Case, device: torch.device) -> Callable[[], object]:
     if case.what == "layer":
         hidden = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, device=device)
         call = lambda: model.base_model(inputs_embeds=hidden, use_cache=False)  # noqa: E731
-        return _captured(call) if device.type == "cuda" and case.phase == "decode" else call
+        return _captured(call) if device.type == "cuda" else call
     vocabulary = model.config.vocab_size
     if case.phase == "prefill":
         ids = torch.randint(vocabulary, shape, device=device)
@@ -222,7 +224,11 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    return graph.replay
+
+    def replay(kept: object = call) -> None:  # with the call its input lives, which the graph reads
+        graph.replay()
+
+    return replay
 
 
 # ---- what is told --------------------------------------------------------------------------------

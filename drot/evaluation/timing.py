@@ -29,11 +29,11 @@ def interleaved(
 
     def once(function: Callable[[], object]) -> float:
         if cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         function()
         if cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
     for _ in range(warmup):

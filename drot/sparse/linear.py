@@ -26,6 +26,7 @@ class SparseLinear(nn.Module):
         self.values = nn.Parameter(values, requires_grad=False)
         self.positions = nn.Parameter(positions, requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self.keeps_layout = False
         self.register_buffer("compressed", None, persistent=False)
 
     @classmethod
@@ -45,16 +46,25 @@ class SparseLinear(nn.Module):
     def compress(self) -> None:
         """Keeps the weight in the GPU library's own layout as well, which products of many tokens are
         faster with and which takes about as many bytes again. Nothing where there is no such layout, as
-        on the CPU. It is made anew when the module moves, and not saved."""
+        on the CPU. It is made anew when the module moves or loads other weights, and not saved."""
         layout = sparse24_compress(self.values, self.positions)
-        self.compressed = layout if layout.numel() else None
+        self.keeps_layout, self.compressed = True, layout if layout.numel() else None
+
+    def forget_layout(self) -> None:
+        """Undoes `compress`."""
+        self.keeps_layout, self.compressed = False, None
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        compressed, self.compressed = self.compressed is not None, None
+        self.compressed = None
         super()._apply(fn, recurse)
-        if compressed:
+        if self.keeps_layout:
             self.compress()
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.keeps_layout:
+            self.compress()
 
     def to_linear(self) -> nn.Linear:
         """The nn.Linear with the zeros written out. ValueError names a row whose positions do not ascend."""

@@ -13,12 +13,14 @@ extern "C" const char* choose(drot::ChosenWays* process, const char* key, const 
   static std::string text;
   std::vector<drot::Way> list;
   for (int i = 0; i < n; ++i) list.push_back(static_cast<drot::Way>(ways[i]));
-  text = drot::text_of(process->of(key, list, may_measure, [&](drot::Way way) -> drot::Measured {
-    ++*measured;
-    for (int i = 0; i < n; ++i) {
-      if (list[static_cast<size_t>(i)] == way) return {seconds[i], {7, 2, 1, 3}};
+  text = drot::text_of(process->of(key, list, may_measure, [&](std::span<const drot::Way> ways) {
+    std::vector<drot::Measured> found;
+    for (size_t i = 0; i < ways.size(); ++i) {
+      ++*measured;
+      const bool library = ways[i] == drot::Way::library;
+      found.push_back({seconds[i], library ? drot::LibraryAlgorithm{7, 2, 1, 3} : drot::LibraryAlgorithm{}});
     }
-    return {0};
+    return found;
   }));
   return text.c_str();
 }

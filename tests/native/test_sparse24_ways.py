@@ -15,7 +15,7 @@ HERE = Path(__file__).resolve().parent
 CSRC = HERE.parent.parent / "csrc"
 COMPILER = shutil.which("c++")
 FEW, LIBRARY, DENSE = range(3)
-LIBRARY_FOUND = "library 7 2 1 3"
+LIBRARY_FOUND, LIBRARY_DEFAULT = "library 7 2 1 3", "library -1 0 0 0"
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
@@ -68,7 +68,6 @@ def remembered(tmp_path: Path) -> list[str]:
         ({LIBRARY: 2.0, FEW: 1.0, DENSE: 3.0}, "few"),
         ({LIBRARY: 2.0, FEW: 4.0, DENSE: 3.0}, LIBRARY_FOUND),
         ({LIBRARY: 2.0, DENSE: 1.0}, "dense"),
-        ({LIBRARY: math.inf, DENSE: 1.0}, "dense"),
     ],
 )
 def test_fastest_is_measured_once_and_remembered(process, tmp_path, times, fastest) -> None:
@@ -81,24 +80,24 @@ def test_fastest_is_measured_once_and_remembered(process, tmp_path, times, faste
     assert process().choose("another", times)[1] == len(times)
 
 
-def test_one_way_needs_no_measurement(process, tmp_path) -> None:
-    assert process().choose("a", {DENSE: 1.0}) == ("dense", 0)
-    assert not (tmp_path / "cache").exists()
-
-
 def test_what_may_not_be_measured_is_taken_for_once(process) -> None:
     times = {LIBRARY: 2.0, DENSE: 1.0}
     first = process()
-    assert first.choose("a", times, may_measure=False) == ("library 0 1 0 0", 0)
+    assert first.choose("a", times, may_measure=False) == (LIBRARY_DEFAULT, 0)
     assert first.choose("a", times) == ("dense", 2)
     assert process().choose("a", times, may_measure=False) == ("dense", 0)
 
 
-def test_nothing_is_remembered_where_no_way_could_be_gone(process, tmp_path) -> None:
+@pytest.mark.parametrize(
+    ("times", "found"),
+    [({LIBRARY: math.inf, DENSE: 1.0}, "dense"), ({LIBRARY: math.inf, DENSE: math.inf}, LIBRARY_DEFAULT)],
+)
+def test_a_way_that_could_not_be_gone_is_tried_by_the_next_process(process, tmp_path, times, found) -> None:
     first = process()
-    assert first.choose("a", {LIBRARY: math.inf, DENSE: math.inf})[0] == "library 0 1 0 0"
+    assert first.choose("a", times)[0] == found
+    assert first.choose("a", times) == (found, 0)
     assert not (tmp_path / "cache").exists()
-    assert first.choose("a", {LIBRARY: 2.0, DENSE: 1.0}) == ("dense", 2)
+    assert process().choose("a", {LIBRARY: 1.0, DENSE: 2.0}) == (LIBRARY_FOUND, 2)
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,15 @@ def test_compressed(tokens: int, dtype: torch.dtype, device: str) -> None:
         assert_near(got, exact(x, values, positions, *added), factor=1.0 if device == "cpu" else 3.0)
 
 
+def test_a_layout_of_another_weight(device: str) -> None:
+    x, values, positions, *_ = problem(100, 64, 256, torch.bfloat16, device)
+    compressed = sparse24_compress(values, positions)
+    if compressed.numel() == 0:
+        pytest.skip("no library takes this weight here")
+    with pytest.raises(ValueError, match="compressed must hold"):
+        sparse24_linear(x, values, positions, compressed=compressed[:-16])
+
+
 def test_every_way_of_a_gpu(device: str, tmp_path) -> None:
     """The fastest is measured and remembered; each of the others, written into that file, is as right."""
     if device == "cpu":

@@ -349,3 +349,11 @@ def test_the_gpu_library_s_layout(device):
     assert list(packed.state_dict()) == ["values", "positions", "bias"]
     assert packed.to("cpu").compressed is None
     assert close(packed(x.cpu()), before.cpu(), torch.bfloat16)
+    assert device == "cpu" or packed.to(device).compressed is not None
+    twice = {
+        name: tensor if name == "positions" else 2 * tensor for name, tensor in packed.state_dict().items()
+    }
+    packed.load_state_dict(twice)
+    assert close(packed(x), 2 * before, torch.bfloat16)
+    packed.forget_layout()
+    assert packed.to("cpu").to(device).compressed is None

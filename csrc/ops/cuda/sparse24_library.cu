@@ -4,7 +4,7 @@
 
 namespace drot::sparse24_library {
 
-bool takes(at::ScalarType, int64_t, int64_t, const char** reason) {
+bool takes(at::ScalarType, int64_t, int64_t, int64_t, const char** reason) {
   if (reason) *reason = "drot was built without cuSPARSELt";
   return false;
 }
@@ -24,18 +24,24 @@ void multiply(const at::Tensor&, const at::Tensor&, at::Tensor&, bool, const Lib
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cusparseLt.h>
 
+#include <algorithm>
 #include <compare>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 
-#define DROT_CUSPARSELT_CHECK(call)                                                                          \
-  do {                                                                                                       \
-    const cusparseStatus_t status = (call);                                                                  \
-    TORCH_CHECK(status == CUSPARSE_STATUS_SUCCESS, #call, " failed: ", cusparseLtGetErrorName(status), " (", \
-                static_cast<int>(status), ")");                                                              \
+#define DROT_CUSPARSELT_CHECK(call)                                                                   \
+  do {                                                                                                \
+    const cusparseStatus_t status = (call);                                                           \
+    if (status != CUSPARSE_STATUS_SUCCESS) {                                                          \
+      throw sparse24_library::Refused(                                                                \
+          {__func__, __FILE__, __LINE__},                                                             \
+          c10::str(#call, " failed with status ", static_cast<int>(status), " of cusparseStatus_t")); \
+    }                                                                                                 \
   } while (false)
 
 namespace drot::sparse24_library {
@@ -70,6 +76,13 @@ void describe_weight(cusparseLtMatDescriptor_t* weight, at::ScalarType dtype, in
                                                            CUSPARSELT_SPARSITY_50_PERCENT));
 }
 
+// Bytes of a weight in the library's form, and of what it needs to make it.
+std::pair<size_t, size_t> compressed_bytes(const cusparseLtMatDescriptor_t& weight) {
+  size_t bytes = 0, scratch = 0;
+  DROT_CUSPARSELT_CHECK(cusparseLtSpMMACompressedSize2(handle(), &weight, &bytes, &scratch));
+  return {bytes, scratch};
+}
+
 struct Problem {
   int device;
   at::ScalarType dtype;
@@ -93,22 +106,32 @@ class Plan {
         &y_, &y_, CUSPARSE_COMPUTE_32F));
     DROT_CUSPARSELT_CHECK(
         cusparseLtMatmulAlgSelectionInit(handle(), &selection_, &product_, CUSPARSELT_MATMUL_ALG_DEFAULT));
-    if (const LibraryAlgorithm& a = p.algorithm; a != LibraryAlgorithm{}) {
+    if (const LibraryAlgorithm& a = p.algorithm; a.id >= 0) {
       set(CUSPARSELT_MATMUL_ALG_CONFIG_ID, a.id);
-      if (a.split != 1) set(CUSPARSELT_MATMUL_SPLIT_K, a.split);
-      if (a.split_mode > 0) set(CUSPARSELT_MATMUL_SPLIT_K_MODE, a.split_mode);
-      if (a.split_buffers > 0) set(CUSPARSELT_MATMUL_SPLIT_K_BUFFERS, a.split_buffers);
+      if (a.split >= 1) set(CUSPARSELT_MATMUL_SPLIT_K, a.split);  // below: the library's own way
+      if (a.split > 1 && a.split_mode > 0) set(CUSPARSELT_MATMUL_SPLIT_K_MODE, a.split_mode);
+      if (a.split > 1 && a.split_buffers > 0) set(CUSPARSELT_MATMUL_SPLIT_K_BUFFERS, a.split_buffers);
     }
     DROT_CUSPARSELT_CHECK(cusparseLtMatmulPlanInit(handle(), &plan_, &product_, &selection_));
+    compressed_bytes_ = static_cast<int64_t>(compressed_bytes(weight_).first);
   }
   Plan(const Plan&) = delete;  // the library keeps pointers between the members
   ~Plan() {
     cusparseLtMatmulPlanDestroy(&plan_);
+#if CUSPARSELT_VERSION >= 800
+    cusparseLtMatmulAlgSelectionDestroy(&selection_);
+#endif
     for (const auto* matrix : {&weight_, &x_, &y_}) cusparseLtMatDescriptorDestroy(matrix);
+  }
+
+  void check(const at::Tensor& compressed) const {
+    TORCH_CHECK_VALUE(compressed.numel() == compressed_bytes_, "compressed must hold ", compressed_bytes_,
+                      " bytes, as sparse24_compress gives for this weight, got ", compressed.numel());
   }
 
   // Times every algorithm: this plan then has the fastest. It writes y, never a result that is wanted.
   LibraryAlgorithm search(const at::Tensor& compressed, const at::Tensor& x) {
+    check(compressed);
     at::Tensor y = at::empty({problem_.tokens, problem_.out}, x.options());
     at::Tensor space = workspace(x);
     cudaStream_t stream = at::cuda::getCurrentCUDAStream();
@@ -125,6 +148,7 @@ class Plan {
   }
 
   void multiply(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add) const {
+    check(compressed);
     at::Tensor space = workspace(x);
     cudaStream_t stream = at::cuda::getCurrentCUDAStream();
     const float one = 1, beta = add ? 1 : 0;
@@ -149,6 +173,7 @@ class Plan {
   }
 
   Problem problem_;
+  int64_t compressed_bytes_;
   cusparseLtMatDescriptor_t weight_, x_, y_;
   cusparseLtMatmulDescriptor_t product_;
   cusparseLtMatmulAlgSelection_t selection_;
@@ -158,7 +183,20 @@ class Plan {
 const Plan& plan_of(const Problem& problem) {
   static auto* const plans = new std::map<Problem, std::unique_ptr<Plan> >;
   std::unique_ptr<Plan>& plan = (*plans)[problem];
-  if (!plan) plan = std::make_unique<Plan>(problem);
+  if (!plan) {
+    // it may come during the capture of a CUDA graph, here or in another thread
+    const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+    try {
+      plan = std::make_unique<Plan>(problem);
+    } catch (const Refused& refused) {
+      if (problem.algorithm.id < 0) throw;
+      TORCH_WARN_ONCE("cuSPARSELt refuses an algorithm that it found once, its default is taken; delete ",
+                      remembered_file(), " to search anew: ", refused.what());
+      Problem plain = problem;
+      plain.algorithm = {};
+      plan = std::make_unique<Plan>(plain);
+    }
+  }
   return *plan;
 }
 
@@ -178,12 +216,15 @@ at::Tensor padded(const at::Tensor& x) {
 
 }  // namespace
 
-bool takes(at::ScalarType dtype, int64_t out, int64_t in, const char** reason) {
+bool takes(at::ScalarType dtype, int64_t out, int64_t in, int64_t tokens, const char** reason) {
+  constexpr int64_t kMost = INT32_MAX;
   const char* why = nullptr;
   if (dtype != at::kBFloat16 && dtype != at::kHalf) {
     why = "cuSPARSELt multiplies bf16 and fp16 only";
   } else if (out == 0 || in == 0 || out % 32 || in % 32) {
     why = "cuSPARSELt wants multiples of 32 rows and columns";
+  } else if (in > kMost / out || tokens + kMultiple > kMost / std::max(in, out)) {
+    why = "cuSPARSELt takes matrices of less than 2^31 elements";
   } else {
     const std::lock_guard<std::mutex> guard(lock());
     if (!handle()) why = "cuSPARSELt does not know this GPU";
@@ -203,8 +244,7 @@ at::Tensor compress(const at::Tensor& w) {
   const std::lock_guard<std::mutex> guard(lock());
   cusparseLtMatDescriptor_t weight;
   describe_weight(&weight, w.scalar_type(), w.size(0), w.size(1));
-  size_t bytes = 0, scratch_bytes = 0;
-  DROT_CUSPARSELT_CHECK(cusparseLtSpMMACompressedSize2(handle(), &weight, &bytes, &scratch_bytes));
+  const auto [bytes, scratch_bytes] = compressed_bytes(weight);
   const auto options = w.options().dtype(at::kByte);
   at::Tensor compressed = at::empty({static_cast<int64_t>(bytes)}, options);
   at::Tensor scratch = at::empty({static_cast<int64_t>(scratch_bytes)}, options);

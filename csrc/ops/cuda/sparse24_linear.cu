@@ -3,6 +3,8 @@
 #include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mm.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <cuda_runtime_api.h>
 #include <torch/library.h>
@@ -99,48 +101,70 @@ void by_way(const Choice& choice, const Problem& p, at::Tensor& y) {
 // ---- which one -----------------------------------------------------------------------------------
 
 std::string key_of(const Problem& p, std::span<const Way> ways) {
+  int cuda = 0;
+  C10_CUDA_CHECK(cudaRuntimeGetVersion(&cuda));
   std::ostringstream key;
-  key << "sparse24_linear, " << at::cuda::getCurrentDeviceProperties()->name << ", CUDA " << CUDART_VERSION
-      << ", cuSPARSELt " << sparse24_library::version() << ", " << p.x.scalar_type() << ' ' << p.out << 'x'
-      << p.in << (p.rotation.defined() ? " + rotation" : "") << ", up to " << alike_tokens(p.tokens)
-      << " tokens:";
+  key << "sparse24_linear of drot " << DROT_VERSION << ", " << at::cuda::getCurrentDeviceProperties()->name
+      << ", CUDA " << cuda << ", cuSPARSELt "
+      << (ways.front() == Way::library ? sparse24_library::version() : 0) << ", " << p.x.scalar_type() << ' '
+      << p.out << 'x' << p.in << (p.rotation.defined() ? " + rotation" : "") << ", up to "
+      << alike_tokens(p.tokens) << " tokens:";
   for (const Way way : ways) key << ' ' << kWayNames[static_cast<size_t>(way)];
   return key.str();
 }
 
-// Median of a few runs that find nothing of theirs in the L2 cache, as in a model they do not.
-double seconds_of(const Choice& choice, const Problem& p) {
-  constexpr int kRuns = 5;
-  at::Tensor y = at::empty({p.tokens, p.out}, p.x.options());
-  const at::Tensor cache =
-      at::empty({2 * at::cuda::getCurrentDeviceProperties()->l2CacheSize}, p.positions.options());
-  by_way(choice, p, y);
-  std::vector<float> milliseconds;
-  for (int i = 0; i < kRuns; ++i) {
-    cache.zero_();
-    at::cuda::CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
-    begin.record();
-    by_way(choice, p, y);
-    end.record();
-    end.synchronize();
-    milliseconds.push_back(begin.elapsed_time(end));
-  }
-  std::ranges::nth_element(milliseconds, milliseconds.begin() + kRuns / 2);
-  return 1e-3 * milliseconds[kRuns / 2];
-}
-
-Choice measured_choice(const Problem& p, std::span<const Way> ways) {
-  static auto* const chosen = new ChosenWays;
-  const bool captured = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
-  return chosen->of(key_of(p, ways), ways, !captured, [&](Way way) -> Measured {
+// Medians of runs in turn, each of which finds nothing of its own in the L2 cache, as in a model it would
+// not. Infinite for a way that memory does not suffice for, or that the library refuses.
+std::vector<Measured> measured(const Problem& p, std::span<const Way> ways) {
+  constexpr size_t kRuns = 9;
+  // a graph that another thread captures meanwhile must not fail for what is done here
+  const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
+  std::vector<Measured> found(ways.size(), {std::numeric_limits<double>::infinity()});
+  std::vector<std::vector<float>> milliseconds(ways.size());
+  at::Tensor y, cache;
+  at::cuda::CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
+  const auto tried = [](const auto& work) {
     try {
-      Choice choice{way};
-      if (way == Way::library) choice.algorithm = sparse24_library::search(p.compressed, p.x, p.out);
-      return {seconds_of(choice, p), choice.algorithm};
+      work();
+      return true;
     } catch (const c10::OutOfMemoryError&) {
-      return {std::numeric_limits<double>::infinity()};
+      return false;
+    } catch (const sparse24_library::Refused& refused) {
+      TORCH_WARN("sparse24_linear goes without cuSPARSELt: ", refused.what());
+      return false;
     }
-  });
+  };
+  if (!tried([&] {
+        y = at::empty({p.tokens, p.out}, p.x.options());
+        cache = at::empty({4 * at::cuda::getCurrentDeviceProperties()->l2CacheSize}, p.positions.options());
+      })) {
+    return found;
+  }
+  std::vector<bool> goes(ways.size());
+  for (size_t i = 0; i < ways.size(); ++i) {
+    goes[i] = tried([&] {
+      if (ways[i] == Way::library) found[i].algorithm = sparse24_library::search(p.compressed, p.x, p.out);
+      by_way({ways[i], found[i].algorithm}, p, y);
+    });
+  }
+  for (size_t run = 0; run < kRuns; ++run) {
+    for (size_t i = 0; i < ways.size(); ++i) {
+      goes[i] = goes[i] && tried([&] {
+                  cache.zero_();
+                  begin.record();
+                  by_way({ways[i], found[i].algorithm}, p, y);
+                  end.record();
+                  end.synchronize();
+                  milliseconds[i].push_back(begin.elapsed_time(end));
+                });
+    }
+  }
+  for (size_t i = 0; i < ways.size(); ++i) {
+    if (!goes[i]) continue;
+    std::ranges::nth_element(milliseconds[i], milliseconds[i].begin() + kRuns / 2);
+    found[i].seconds = 1e-3 * milliseconds[i][kRuns / 2];
+  }
+  return found;
 }
 
 Choice choice_for(const Problem& p) {
@@ -148,12 +172,18 @@ Choice choice_for(const Problem& p) {
   std::vector<Way> ways;  // the first is taken where nothing is known
   const char* no_library = "it was called without the weight that sparse24_compress makes";
   if (p.compressed.defined() && p.compressed.numel() > 0 &&
-      sparse24_library::takes(p.x.scalar_type(), p.out, p.in, &no_library)) {
+      sparse24_library::takes(p.x.scalar_type(), p.out, p.in, p.tokens, &no_library)) {
     ways.push_back(Way::library);
   }
   if (few_takes(p)) ways.push_back(Way::few);
   ways.push_back(Way::dense);
-  const Choice choice = measured_choice(p, ways);
+  Choice choice{ways.front()};
+  if (ways.size() > 1) {
+    static auto* const chosen = new ChosenWays;
+    const bool captured = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
+    choice = chosen->of(key_of(p, ways), ways, !captured,
+                        [&](std::span<const Way> of) { return measured(p, of); });
+  }
   if (choice.way == Way::dense && ways.front() != Way::library) {
     TORCH_WARN_ONCE("sparse24_linear makes the weight dense at each call with ", p.tokens,
                     " tokens, which is slow: ", no_library);
@@ -189,7 +219,7 @@ at::Tensor sparse24_linear_cuda(const at::Tensor& x, const at::Tensor& values, c
 at::Tensor sparse24_compress_cuda(const at::Tensor& values, const at::Tensor& positions) {
   check_unpack24(values, positions);
   const c10::cuda::CUDAGuard guard(values.device());
-  if (!sparse24_library::takes(values.scalar_type(), values.size(0), 2 * values.size(1))) {
+  if (!sparse24_library::takes(values.scalar_type(), values.size(0), 2 * values.size(1), 1)) {
     return at::empty({0}, positions.options());
   }
   return sparse24_library::compress(unpack24_unchecked_cuda(aligned(values), aligned(positions)));

@@ -12,6 +12,7 @@
 #include <sstream>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "common/remembered.h"
 
@@ -23,9 +24,9 @@ enum class Way { few, library, dense };
 
 constexpr std::array<std::string_view, 3> kWayNames = {"few", "library", "dense"};
 
-// What cuSPARSELt's own search found; the library's default by itself.
+// What cuSPARSELt's own search found; id -1 is the library's default.
 struct LibraryAlgorithm {
-  int id = 0, split = 1, split_mode = 0, split_buffers = 0;
+  int id = -1, split = 0, split_mode = 0, split_buffers = 0;
   auto operator<=>(const LibraryAlgorithm&) const = default;
 };
 
@@ -77,27 +78,28 @@ inline int64_t alike_tokens(int64_t tokens) {
 
 class ChosenWays {
  public:
-  // For the products that `key` names. measure(way) -> Measured is called for each of `ways` where nothing
-  // is remembered and may_measure; where it may not, the first of them is taken for this once.
+  // For the products that `key` names. measure(ways) -> a Measured for each is called where nothing is
+  // remembered and may_measure; where it may not, the first way is taken for this once. What was found
+  // while one of them could not be gone, for want of memory say, counts for this process alone.
   template <class Measure>
   Choice of(const std::string& key, std::span<const Way> ways, bool may_measure, Measure measure) {
-    if (ways.size() == 1) return {ways.front()};
     const std::lock_guard<std::mutex> guard(lock_);  // two measurements at a time would disturb each other
     if (const auto found = chosen_.find(key); found != chosen_.end()) return found->second;
     if (const auto text = recall(key)) {
       if (const auto choice = choice_of(*text, ways)) return chosen_[key] = *choice;
     }
-    if (!may_measure) return {ways.front()};
     Choice best{ways.front()};
+    if (!may_measure) return best;
     double least = std::numeric_limits<double>::infinity();
-    for (const Way way : ways) {
-      const Measured measured = measure(way);
-      if (measured.seconds >= least) continue;
-      least = measured.seconds;
-      best = {way, measured.algorithm};
+    bool all_gone = true;
+    const std::vector<Measured> measured = measure(ways);
+    for (size_t i = 0; i < ways.size(); ++i) {
+      all_gone &= std::isfinite(measured[i].seconds);
+      if (measured[i].seconds >= least) continue;
+      least = measured[i].seconds;
+      best = {ways[i], measured[i].algorithm};
     }
-    if (std::isinf(least)) return best;
-    remember(key, text_of(best));
+    if (all_gone) remember(key, text_of(best));
     return chosen_[key] = best;
   }
 
