@@ -33,6 +33,8 @@ def check_output(out: Path) -> None:
     nothing can be written beside it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: name another --out or remove it")
+    if out.is_symlink() or os.path.ismount(out):  # a folder is renamed to it in the end
+        raise UserError(f"{out} is a link or a mount point: name a folder inside it ({out}/NAME)")
     if out.resolve() == Path.cwd():
         raise UserError(
             f"--out must be a folder of its own, got the current one: name one inside it ({out}/NAME)"
@@ -74,18 +76,21 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 def save_checkpoint(model: PreTrainedModel, tokenizer: Any, manifest: dict[str, Any], out: Path) -> None:
     """Writes model, tokenizer and manifest (unless it is empty) beside `out` and renames the folder at the
-    end, so that `out` either is not there or is complete."""
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".", suffix=".part") as beside:
-        part = Path(beside) / out.name  # made by mkdir: the one around it is for our eyes only
-        part.mkdir()
-        model.save_pretrained(part)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(part)
-        if manifest:
-            write_json(part / MANIFEST, manifest)
-        if out.exists():
-            out.rmdir()  # empty, or check_output would have refused it
-        os.replace(part, out)
+    end, so that `out` either is not there or is complete. UserError where the disk does not take it."""
+    try:
+        with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".", suffix=".part") as beside:
+            part = Path(beside) / out.name  # made by mkdir: the one around it is for our eyes only
+            part.mkdir()
+            model.save_pretrained(part)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(part)
+            if manifest:
+                write_json(part / MANIFEST, manifest)
+            if out.exists():
+                out.rmdir()  # empty, or check_output would have refused it
+            os.replace(part, out)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot write {out}: {error}") from error
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
@@ -118,8 +123,9 @@ def load_config(path: str | Path) -> Any:
 def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> PreTrainedModel:
     """A causal language model from a hub name or folder, on the CPU, in eval mode.
 
-    Raises UserError in one line where there is no such model or dtype, or where its files are cut off
-    or lack a tensor (transformers would draw that one at random).
+    Raises UserError in one line where there is no such model or dtype, or where its files are cut off,
+    lack a tensor (transformers would draw that one at random) or hold one of a layer that the model does
+    not have (transformers would leave it out).
     """
     from transformers import AutoModelForCausalLM
 
@@ -133,7 +139,28 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> PreTraine
             f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, the first is {missing[0]}: "
             "the checkpoint is incomplete or of another architecture"
         )
+    unused = sorted(key for key in report["unexpected_keys"] if ".layers." in key)
+    if unused := [key for key in unused if not key.endswith(".inv_freq")]:  # which old files hold
+        raise UserError(
+            f"{path} holds {len(unused)} tensors that its config.json has no place for, the first is "
+            f"{unused[0]}: was that file edited, or is it of another model?"
+        )
     return model.eval().requires_grad_(False)
+
+
+def has_tokenizer(path: str | Path) -> bool:
+    """Whether a folder holds files of one, without which transformers would make one up; a hub name has."""
+    return not Path(path).is_dir() or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*"))
+
+
+def wider_dtypes(folder: str | Path, dtype: torch.dtype) -> list[str]:
+    """Floating dtypes of a folder's safetensors files, in their names, that `dtype` cannot hold."""
+    found = set()
+    for file in Path(folder).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            found |= {handle.get_slice(key).get_dtype() for key in handle.keys()}  # noqa: SIM118
+    known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+    return sorted(name for name in found & known.keys() if torch.promote_types(known[name], dtype) != dtype)
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -149,9 +176,9 @@ def _one_line(what: str) -> Iterator[None]:
     """Turns what transformers and safetensors raise for a bad folder into one line: `what`, and why."""
     try:
         yield
-    except UserError:  # of drot.hf, which says what to do
+    except (UserError, torch.OutOfMemoryError):  # the first of drot.hf, which says what to do
         raise
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
+    except Exception as error:  # a faulty config.json meets all kinds of code
         lines = str(error).strip().splitlines()
         raise UserError(f"{what}: {lines[0] if lines else type(error).__name__}") from error
 

@@ -94,7 +94,12 @@ def info(
     elif folder is None:
         console.print_environment(data)
     else:
-        console.print_manifest(data)
+        try:
+            console.print_manifest(data)
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
+            raise UserError(
+                f"{folder}/drot.json does not hold what drot wrote ({error!r}): was it edited?"
+            ) from error
 
 
 @app.command()

@@ -18,11 +18,16 @@ def convert_checkpoint(path: str | Path, out: Path, layout: str) -> dict[str, An
     checkpoint.check_output(out)
     manifest = checkpoint.read_manifest(path) if (Path(path) / checkpoint.MANIFEST).exists() else {}
     tokenizer = None
-    try:
+    if checkpoint.has_tokenizer(path):
         tokenizer = checkpoint.load_tokenizer(path)
-    except UserError as error:  # a model that was pruned from Python with token ids has none
-        checkpoint.logger.warning("%s; none is written", error)
+    else:  # a model that was pruned from Python with token ids has none
+        checkpoint.logger.warning("%s holds no tokenizer; none is written", path)
     model = checkpoint.load_model(path)
+    if wider := checkpoint.wider_dtypes(path, model.dtype):
+        checkpoint.logger.warning(
+            "%s holds tensors of %s, which its config.json says to open as %s: so they are written",
+            path, ", ".join(wider), str(model.dtype).removeprefix("torch."),
+        )  # fmt: skip
     if is_packed(model) == (layout == "packed"):
         raise UserError(f"{path} is {layout} already")
     if layout == "packed":

@@ -12,7 +12,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from drot.architectures import architecture_of, decoder_layers
 from drot.errors import UserError
-from drot.sparse.packed import check_files, check_positions, expect_packed, packed_linears
+from drot.sparse.packed import check_files, check_positions, expect_packed, packed_linears, unpack_model
 from drot.surgery.residual import add_residual_rotation
 
 QUANT_METHOD = "drot"
@@ -52,6 +52,11 @@ class DrotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
+        if not hasattr(model, model.base_model_prefix):
+            raise UserError(
+                f"a checkpoint of drot opens as a whole model, got {type(model).__name__}: "
+                "use AutoModelForCausalLM"
+            )
         if self.quantization_config.residual_rotation:
             arch = architecture_of(model.config)
             inside = arch if self.quantization_config.down_basis == "next" else None
@@ -63,15 +68,20 @@ class DrotQuantizer(HfQuantizer):
                 )
         if self.quantization_config.packed:
             expect_packed(model)
-            if checkpoint_files is not None:  # None: the caller brought a state dict
-                check_files(model, checkpoint_files)
+        if checkpoint_files is not None:  # None: the caller brought a state dict
+            check_files(model, checkpoint_files)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for _, linear in packed_linears(model):
             linear.requires_grad_(False)  # transformers makes every floating-point parameter trainable
         check_positions(model)
+        model.is_quantized = self.quantization_config.packed  # else .half() and the like were refused
         return model
+
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        unpack_model(model)
+        return model if dtype is None else model.to(dtype)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
         return True
@@ -79,6 +89,11 @@ class DrotQuantizer(HfQuantizer):
     @property
     def is_trainable(self) -> bool:
         return not self.quantization_config.packed
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """What transformers' Trainer asks."""
+        return self.is_trainable
 
     @property
     def is_compileable(self) -> bool:

@@ -86,6 +86,25 @@ def test_dynamo_makes_one_graph_of_it(family):
     assert torch.equal(compiled(tokens).logits, model(tokens).logits)
 
 
+class Wrapped(torch.nn.Module):
+    """What an adapter puts in the place of a linear."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+
+    def forward(self, x):
+        return self.base(x)
+
+
+def test_the_rotation_may_be_wrapped():
+    model = prune(small_model("llama")).model
+    logits = model(TOKENS).logits
+    for layer in model.model.layers[:-1]:
+        layer.residual_rotation = Wrapped(layer.residual_rotation)
+    assert torch.equal(model(TOKENS).logits, logits)
+
+
 def test_down_takes_the_next_layers_rotation(tmp_path):
     """Its weight and bias to rounding, and the last layer's its own."""
     original, file = small_model("llama-biased"), tmp_path / "rotations.safetensors"

@@ -32,8 +32,8 @@ from drot.sparse.variants import (
 )
 from drot.version import __version__
 
-#: tokens of a prefill or sequences of a decode
-LARGEST = 1 << 20
+#: tokens of a prefill, sequences of a decode
+LARGEST_TOKENS, LARGEST_BATCH = 1 << 17, 1 << 12
 TOKENS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32)
 #: tokens that a whole model's decode makes
@@ -88,11 +88,11 @@ def measure_speed(
     """
     if (model is None) == (shape is None):
         raise UserError("name either a checkpoint or --shape")
-    for name, sizes in (("--tokens", tokens), ("--batch", batches)):
+    for name, sizes, most in (("--tokens", tokens, LARGEST_TOKENS), ("--batch", batches, LARGEST_BATCH)):
         if sizes is not None and any(size < 1 for size in sizes):
             raise UserError(f"{name} must be whole numbers above 0, got {', '.join(map(str, sizes))}")
-        if sizes is not None and max(sizes) > LARGEST:
-            raise UserError(f"{name} must be at most {LARGEST}, got {max(sizes)}")
+        if sizes is not None and max(sizes) > most:
+            raise UserError(f"{name} must be at most {most}, got {max(sizes)}")
     if minutes is not None and not minutes >= 0:
         raise UserError(f"--minutes must not be below 0, got {minutes:g}")
     if repeats < 1:
@@ -267,17 +267,20 @@ def _rows(
                 "bound": bound,
                 "weight_bytes": weights,
                 "speedup": None if variant == DENSE else speedup,
-                "verdict": None if variant == DENSE else verdict(speedup),
+                "verdict": None if variant == DENSE else verdict(timings[DENSE], timing),
             }
         )
     return rows
 
 
-def verdict(speedup: float) -> str:
-    """What a ratio of medians, dense over this, means in words."""
-    if speedup < 1 - EQUAL:
-        return "slower than dense"
-    return "faster than dense" if speedup > 1 + EQUAL else "as fast as dense"
+def verdict(dense: Timing, timing: Timing) -> str:
+    """What two timings mean in words: more is said only where most runs of both agree."""
+    speedup = dense.median / timing.median
+    if abs(speedup - 1) <= EQUAL:
+        return "as fast as dense"
+    if timing.p20 <= dense.p80 and dense.p20 <= timing.p80:
+        return "too noisy to tell"
+    return "faster than dense" if speedup > 1 else "slower than dense"
 
 
 def _weight_bytes(model: PreTrainedModel, what: str) -> int:

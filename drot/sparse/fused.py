@@ -61,6 +61,11 @@ class FusedLinear(SparseLinear):
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination.update({prefix + name: tensor for name, tensor in self.rows(0).items()})
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        _load_into(self.rows(0), state_dict, prefix, *rest)
+        if self.keeps_layout:
+            self.compress()
+
 
 class FusedPart(nn.Module):
     """In the place of another of these linears: returns its part of the product that was just made."""
@@ -78,10 +83,17 @@ class FusedPart(nn.Module):
         rows = self.whole[0].rows(self.index)
         destination.update({prefix + name: tensor for name, tensor in rows.items()})
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        _load_into(self.whole[0].rows(self.index), state_dict, prefix, *rest)
+        if self.whole[0].keeps_layout:
+            self.whole[0].compress()
+
 
 class FusedRotation(nn.Module):
     """In the place of a rotation beside the MLP (drot/surgery/residual.py): makes down_proj's product and
     includes r Q in it. q is Q [d, d] as the product wants it; what is saved is the linear's Qᵀ."""
+
+    makes_down_proj = True
 
     def __init__(self, rotation: nn.Linear, down: "DeferredLinear") -> None:
         super().__init__()
@@ -96,6 +108,32 @@ class FusedRotation(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.q.detach().T.contiguous()
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        _load_into({"weight": self.q.detach().T}, state_dict, prefix, *rest)
+
+
+@torch.no_grad()
+def _load_into(
+    views: dict[str, Tensor],
+    state_dict: Any,
+    prefix: str,
+    metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """What nn.Module._load_from_state_dict does, for tensors that are views of others."""
+    for name, view in views.items():
+        given = state_dict.get(prefix + name)
+        if given is None:
+            missing.append(prefix + name)
+        elif given.shape != view.shape:
+            errors.append(f"{prefix}{name} must be {list(view.shape)}, got {list(given.shape)}")
+        else:
+            view.copy_(given)
+    unexpected += [key for key in state_dict if key.startswith(prefix) and key[len(prefix) :] not in views]
 
 
 class DeferredLinear(SparseLinear):

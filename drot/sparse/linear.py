@@ -74,10 +74,13 @@ class SparseLinear(nn.Module):
         return linear
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., out], in the dtype of x and values, which must be one."""
+        """x [..., in] -> [..., out], in the dtype of values. x must have it, but under autocast."""
         own: Any = self._parameters  # as attributes they would take 4 us more, of some 20 in all
+        values = own["values"]
+        if x.dtype != values.dtype and torch.is_autocast_enabled(x.device.type):
+            x = x.to(values.dtype)
         return sparse24_linear(
-            x, own["values"], own["positions"], own["bias"], compressed=self._buffers["compressed"]
+            x, values, own["positions"], own["bias"], compressed=self._buffers["compressed"]
         )
 
     def extra_repr(self) -> str:

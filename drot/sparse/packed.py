@@ -130,10 +130,11 @@ def expect_packed(model: PreTrainedModel) -> None:
 
 
 def check_files(model: PreTrainedModel, files: Sequence[str]) -> None:
-    """Checks, by the headers of safetensors files, that all packed tensors are there and whole.
+    """Checks, by the headers of safetensors files, that all tensors of embedding, layers and norms are there
+    and whole.
 
     Raises UserError, naming file or tensor, for a truncated file, a missing tensor, or a wrong shape or
-    dtype: transformers itself would fill in random numbers for some of them.
+    dtype: transformers itself would fill in random numbers, or cast, for some of them.
     """
     found: dict[str, tuple[list[int], str]] = {}
     for file in files:
@@ -144,20 +145,17 @@ def check_files(model: PreTrainedModel, files: Sequence[str]) -> None:
                     found[key] = tensor.get_shape(), tensor.get_dtype()
         except (SafetensorError, OSError) as error:
             raise UserError(f"{file} is cut off or no safetensors file ({error}): copy it again") from None
-    for name, module in packed_linears(model):
-        for tensor_name, tensor in module.named_parameters():
-            key = f"{name}.{tensor_name}"
-            if key not in found:
-                raise UserError(f"{key} is missing from the checkpoint: convert or copy it again")
-            shape, dtype = found[key]
-            if shape != list(tensor.shape):
-                raise UserError(f"{key} must be {list(tensor.shape)} by the model's config, got {shape}")
-            if (dtype == "U8") != (tensor_name == "positions"):
-                raise UserError(f"{key} must be {_kind(tensor_name)}, got {dtype}")
-
-
-def _kind(tensor_name: str) -> str:
-    return "uint8 (U8)" if tensor_name == "positions" else "floating point"
+    for key, tensor in model.state_dict().items():
+        if not key.startswith(f"{model.base_model_prefix}."):
+            continue  # lm_head may be the embedding, and other heads be yet to train
+        if key not in found:
+            raise UserError(f"{key} is missing from the checkpoint: convert or copy it again")
+        shape, dtype = found[key]
+        if shape != list(tensor.shape):
+            raise UserError(f"{key} must be {list(tensor.shape)} by the model's config, got {shape}")
+        kinds = ("U8",) if tensor.dtype == torch.uint8 else ("BF16", "F16", "F32")
+        if dtype not in kinds:
+            raise UserError(f"{key} must be of dtype {' or '.join(kinds)}, got {dtype}")
 
 
 @torch.no_grad()

@@ -48,8 +48,10 @@ def shape_config(name: str) -> Any:
 
 @torch.no_grad()
 def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> dict[str, PreTrainedModel]:
-    """Models of one decoder layer in `config`'s dimensions, with random weights and next to no vocabulary."""
+    """Models of one decoder layer in `config`'s dimensions, with random weights and next to no vocabulary.
+    The rotation is where `config`'s checkpoint has it: beside the MLP, or in front of the layer."""
     config = copy.deepcopy(config)
+    beside_mlp = getattr(getattr(config, "quantization_config", None), "down_basis", "own") == "next"
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
@@ -66,8 +68,10 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     rotated = _sharing_copy(sparse)
     (layer,) = decoder_layers(rotated, arch)
     d = config.hidden_size
-    rotation = add_residual_rotation(layer, d, dtype=dtype, device=device)
+    inside = arch if beside_mlp else None
+    rotation = add_residual_rotation(layer, d, dtype=dtype, device=device, inside=inside)
     rotation.weight.normal_(0, d**-0.5)  # as large as an orthogonal one, which takes no other time
+    fuse(rotated)
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
 
 

@@ -57,10 +57,10 @@ class _RotatesResidual(_Rotated):
         residual = hidden_states + attended
         normed = getattr(self, arch.mlp_norm)(residual)
         out: Tensor = getattr(self, arch.mlp)(normed)
-        if isinstance(self.residual_rotation, nn.Linear):
-            return self.residual_rotation(residual) + out
-        rotated: Tensor = self.residual_rotation(residual, out)  # with down_proj: drot/sparse/fused.py
-        return rotated
+        if getattr(self.residual_rotation, "makes_down_proj", False):  # drot/sparse/fused.py
+            rotated: Tensor = self.residual_rotation(residual, out)
+            return rotated
+        return self.residual_rotation(residual) + out
 
 
 @functools.cache

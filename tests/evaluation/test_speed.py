@@ -13,8 +13,10 @@ from drot import cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo import MODEL
 from drot.evaluation import speed
-from drot.evaluation.timing import interleaved
+from drot.evaluation.timing import Timing, interleaved
+from drot.hf import DrotConfig
 from drot.sparse import variants
+from drot.sparse.fused import DeferredLinear
 from drot.sparse.packed import is_packed
 from drot.sparse.variants import (
     DENSE,
@@ -24,13 +26,14 @@ from drot.sparse.variants import (
     model_variants,
     stacked_variants,
 )
-from drot.surgery.residual import has_residual_rotation
+from drot.surgery.residual import has_residual_rotation, rotates_beside_mlp
 
 TINY = dict(
     model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
     num_hidden_layers=3, vocab_size=96, tie_word_embeddings=False,
 )  # fmt: skip
 CPU = torch.device("cpu")
+VERDICTS = ("slower than dense", "faster than dense", "as fast as dense", "too noisy to tell")
 
 
 @pytest.fixture
@@ -78,7 +81,7 @@ def test_rows_of_a_checkpoint(checkpoint, capsys):
             assert row["speedup"] is None and row["verdict"] is None
         else:
             assert row["speedup"] == pytest.approx(dense_ms[case] / row["milliseconds"])
-            assert row["verdict"] == speed.verdict(row["speedup"])
+            assert row["verdict"] in VERDICTS
 
 
 def test_variants_of_a_checkpoint(checkpoint):
@@ -178,6 +181,7 @@ def test_mistakes(capsys, tmp_path, checkpoint):
     cases = [
         ([], "name either a checkpoint or --shape"),
         ([checkpoint, "--shape", "llama-3-8b"], "name either a checkpoint or --shape"),
+        (["--shape", "llama-3-8b", "--batch", "1000000"], "--batch must be at most 4096, got 1000000"),
         (["--shape", "gpt-2"], "--shape must be one of llama-2-7b, llama-3-8b"),
         ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers above 0, got 0"),
         ([checkpoint, "--batch", "1,x"], "--batch must be whole numbers separated by commas; got '1,x'"),
@@ -202,10 +206,29 @@ def test_shapes_are_models(name):
     assert len(layer[ROTATED].model.layers) == 1
 
 
-def test_verdict():
-    words = [speed.verdict(ratio) for ratio in (0.5, 0.96, 0.98, 1.02, 1.04)]
-    slower, equal, faster = "slower than dense", "as fast as dense", "faster than dense"
-    assert words == [slower, slower, equal, equal, faster]
+@pytest.mark.parametrize(
+    ("p20", "median", "p80", "words"),
+    [
+        (1.9, 2.0, 2.1, "slower than dense"),
+        (1.03, 1.04, 1.05, "slower than dense"),
+        (0.98, 1.02, 1.05, "as fast as dense"),
+        (0.5, 0.98, 2.0, "as fast as dense"),
+        (0.9, 0.95, 0.98, "faster than dense"),
+        (0.4, 0.5, 0.99, "too noisy to tell"),
+        (1.0, 1.5, 2.0, "too noisy to tell"),
+    ],
+)
+def test_verdict(p20, median, p80, words):
+    assert speed.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80)) == words
+
+
+def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():
+    config = small_model("llama").config
+    for basis in ("own", "next"):
+        config.quantization_config = DrotConfig(residual_rotation=True, down_basis=basis)
+        layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
+        assert rotates_beside_mlp(layer) == (basis == "next")
+        assert isinstance(layer.mlp.down_proj, DeferredLinear) == (basis == "next")
 
 
 def test_interleaved_takes_turns():

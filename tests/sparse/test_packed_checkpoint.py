@@ -7,12 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 import drot
 from drot import cli
 from drot.checkpoint import read_manifest
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.convert import convert_checkpoint
 from drot.demo import HELD_OUT, MODEL
 from drot.errors import UserError
 from drot.sparse.linear import SparseLinear
@@ -172,6 +173,29 @@ def test_convert_refuses(checkpoints, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+def test_what_a_folder_cannot_be_renamed_to_is_refused_at_once(checkpoints, tmp_path, capsys, monkeypatch):
+    (tmp_path / "real").mkdir()
+    for name, target in (("link", "real"), ("dangling", "nowhere")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        line = refused(
+            capsys, "convert", checkpoints / "packed", "--out", tmp_path / name, "--format", "dense"
+        )
+        assert f"{tmp_path / name} is a link or a mount point: name a folder inside it" in line
+    monkeypatch.setattr("os.path.ismount", lambda path: path == tmp_path / "real")
+    with pytest.raises(UserError, match="is a link or a mount point"):
+        convert_checkpoint(checkpoints / "packed", tmp_path / "real", "dense")
+
+
+def test_a_full_disk(checkpoints, tmp_path, capsys, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
+    line = refused(capsys, "convert", checkpoints / "packed", "--out", tmp_path / "out", "--format", "dense")
+    assert f"cannot write {tmp_path / 'out'}: " in line and "No space left on device" in line
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_prune_refuses_before_it_works(checkpoints, tmp_path, capsys):
     prune = ("prune", tmp_path / "no-model", "--out", tmp_path / "out", "--format")
     assert "--format packed needs --sparsity 2:4; got 0.5" in refused(
@@ -225,15 +249,28 @@ def rewrite(folder, change):
         ),
         (
             lambda t: t.update({f"{UP}.positions": t[f"{UP}.positions"].long()}),
-            f"{UP}.positions must be uint8 (U8), got I64",
+            f"{UP}.positions must be of dtype U8, got I64",
         ),
         (
             lambda t: t.update({f"{UP}.values": t[f"{UP}.values"].to(torch.uint8)}),
-            f"{UP}.values must be floating point, got U8",
+            f"{UP}.values must be of dtype BF16 or F16 or F32, got U8",
         ),
         (
             lambda t: t[f"{UP}.positions"][11].fill_(0b0100_0101),
             f"{UP}.positions: two positions of a group of 4 are equal or out of order in row 11",
+        ),
+        (
+            lambda t: t.update({f"{UP}.values": t[f"{UP}.values"].to(torch.int8)}),
+            f"{UP}.values must be of dtype BF16 or F16 or F32, got I8",
+        ),
+        (lambda t: t.pop("model.norm.weight"), "model.norm.weight is missing from the checkpoint"),
+        (
+            lambda t: t.pop("model.layers.3.residual_rotation.weight"),
+            "model.layers.3.residual_rotation.weight is missing from the checkpoint",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(8)}),
+            "model.norm.weight must be [256] by the model's config, got [8]",
         ),
     ],
 )
@@ -244,6 +281,82 @@ def test_damaged_tensors(packed, change, message, capsys):
             opening(packed)
         assert str(caught.value).startswith(message)
     assert refused(capsys, "eval", packed, "--ppl", HELD_OUT).startswith(f"drot: {message}")
+
+
+@pytest.mark.parametrize(
+    ("change", "first"),
+    [
+        ({"num_hidden_layers": 4}, "model.layers.4.input_layernorm.weight"),
+        (
+            {"quantization_config": {"quant_method": "drot", "packed": True}},
+            "model.layers.1.residual_rotation.weight",
+        ),
+    ],
+)
+def test_tensors_that_config_json_has_no_place_for(packed, change, first, tmp_path, capsys):
+    """transformers would leave them out, and the model would be another."""
+    edit_config(packed, change)
+    for arguments in (["eval", packed, "--ppl", HELD_OUT], ["convert", packed, "--out", tmp_path / "out"]):
+        line = refused(capsys, *arguments, *(["--format", "dense"] if arguments[0] == "convert" else []))
+        assert f"the first is {first}: was that file edited" in line
+    assert not (tmp_path / "out").exists()
+
+
+def edit_config(folder, change):
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_attention_heads": 0}, {"num_hidden_layers": "8"}, {"dtype": "float23"}]
+)
+def test_a_faulty_config(packed, change, capsys):
+    edit_config(packed, change)
+    assert "cannot load a causal language model" in refused(capsys, "eval", packed, "--ppl", HELD_OUT)
+
+
+def test_a_faulty_manifest(packed, capsys):
+    file = packed / "drot.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"layers": [{}]}))
+    assert cli.run(["info", str(packed)]) == 2
+    assert f"{file} does not hold what drot wrote" in capsys.readouterr().err
+
+
+def test_a_dtype_that_is_not_kept_is_told(checkpoints, tmp_path, caplog):
+    folder = shutil.copytree(checkpoints / "packed", tmp_path / "wide")
+    rewrite(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].float()}))
+    convert_checkpoint(folder, tmp_path / "out", "dense")
+    assert "holds tensors of F32, which its config.json says to open as bfloat16" in caplog.text
+    assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
+
+
+def test_a_tokenizer_is_neither_lost_nor_made_up(packed, tmp_path, caplog):
+    (packed / "tokenizer.json").write_text("{")
+    with pytest.raises(UserError, match="cannot load a tokenizer"):
+        convert_checkpoint(packed, tmp_path / "out", "dense")
+    for file in packed.glob("*token*"):
+        file.unlink()
+    convert_checkpoint(packed, tmp_path / "out", "dense")
+    assert "holds no tokenizer; none is written" in caplog.text
+    assert not list((tmp_path / "out").glob("*token*"))
+
+
+def test_what_transformers_does_to_quantised_models(checkpoints, tmp_path):
+    """Only the packed one is such: the dense one may be cast and trained. Both can be made dense again."""
+    dense, packed = (AutoModelForCausalLM.from_pretrained(checkpoints / name) for name in ("dense", "packed"))
+    assert dense.half().dtype == torch.float16
+    with pytest.raises(ValueError, match="not supported for quantized"):
+        packed.half()
+    trainable = [
+        (model.hf_quantizer.is_trainable, model.hf_quantizer.is_qat_trainable) for model in (dense, packed)
+    ]
+    assert trainable == [(True, True), (False, False)]  # what Trainer asks
+    packed.requires_grad_(False)
+    logits = packed(random_tokens(1, 8)).logits
+    assert not is_packed(packed.dequantize())
+    assert float((packed(random_tokens(1, 8)).logits - logits).abs().max()) < 0.05 * float(logits.abs().max())
+    with pytest.raises(UserError, match="use AutoModelForCausalLM"):
+        AutoModel.from_pretrained(checkpoints / "packed")
 
 
 def test_truncated_file(packed, capsys):

@@ -267,6 +267,42 @@ def test_pickled_whole(fused, inside, tmp_path):
     assert torch.equal(torch.load(tmp_path / "logits.pt"), model(tokens).logits)
 
 
+@pytest.mark.parametrize("inside", [False, True], ids=["own basis", "next basis"])
+def test_a_fused_model_loads_what_it_saves(inside):
+    """Under the names of separate modules, which are those of the files too."""
+    one, other = (pruned_model("llama-biased", rotated=not inside) for _ in range(2))
+    for number, model in enumerate((one, other)):
+        for parameter in model.parameters():
+            parameter.mul_(1 + number)
+        if inside:
+            q, eye = torch.linalg.qr(torch.randn(32, 32))[0], torch.eye(32)
+            arch = architecture_of(model.config)
+            set_boundary(model.model.layers[0], eye, q, torch.float32, torch.device("cpu"), inside=arch)
+    one, other, tokens = packed_copy(one, True), packed_copy(other), random_tokens(2, 9)
+    assert not close(one(tokens).logits, other(tokens).logits, torch.float32)
+    one.load_state_dict(other.state_dict())
+    assert close(one(tokens).logits, other(tokens).logits, torch.float32)
+    state = one.state_dict()
+    del state["model.layers.1.mlp.up_proj.values"]
+    state["model.layers.1.mlp.gate_proj.weight"] = torch.zeros(1)
+    state["model.layers.0.self_attn.k_proj.values"] = torch.zeros(3, 3)
+    with pytest.raises(RuntimeError) as caught:
+        one.load_state_dict(state)
+    for part in ('Missing key(s) in state_dict: "model.layers.1.mlp.up_proj.values"', "gate_proj.weight"):
+        assert part in str(caught.value)
+    assert "k_proj.values must be [32, 16], got [3, 3]" in str(caught.value)
+
+
+def test_autocast():
+    """The product is made in the weight's dtype."""
+    dense = pruned_model("llama")
+    packed, tokens = packed_copy(dense, fused=True), random_tokens(2, 9)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert close(packed(tokens).logits, dense(tokens).logits, torch.bfloat16)
+    with pytest.raises(ValueError, match="x must have the dtype of values"):
+        packed.model.layers[0].mlp.up_proj(torch.randn(1, 32).bfloat16())
+
+
 def test_threads_share_a_fused_model():
     """Each gets the logits of its own tokens, wherever the others are."""
     model = packed_copy(pruned_model("llama"), fused=True)
