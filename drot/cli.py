@@ -20,6 +20,8 @@ from drot.errors import UserError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
+#: exit status after Ctrl-C
+INTERRUPTED = 130
 CALIBRATION = CalibrationConfig()
 #: a demo is written for the eye; the checkpoint can be looked at afterwards
 DEMO_OUT = Path("demo-output")
@@ -127,16 +129,18 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"] or ["--help"]
     try:
-        return app(arguments, prog_name="drot", standalone_mode=False) or 0
+        status = app(arguments, prog_name="drot", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
-        print("drot: interrupted", file=sys.stderr)
-        return 130
+        status = INTERRUPTED  # as typer itself returns for Ctrl-C in a command
     except Exception as error:
         status, message = describe(error, debug)
         if debug:
             traceback.print_exc()
         print(f"drot: {' '.join(message.split())}", file=sys.stderr)
         return status
+    if status == INTERRUPTED:
+        print("drot: interrupted", file=sys.stderr)
+    return status
 
 
 def describe(error: Exception, debug: bool) -> tuple[int, str]:

@@ -243,6 +243,15 @@ def test_a_fault_of_ours(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+def test_ctrl_c_is_said(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("drot.info.collect", interrupt)
+    assert cli.run(["info"]) == 130
+    assert capsys.readouterr().err == "drot: interrupted\n"
+
+
 def test_prune_eval_info_for_real(capsys, tmp_path):
     """The embedded model, pruned without a rotation: the folder, its manifest and its perplexity."""
     out, text = tmp_path / "out", tmp_path / "text.txt"
