@@ -224,8 +224,9 @@ def test_verdict(p20, median, p80, words):
 
 def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():
     config = small_model("llama").config
-    for basis in ("own", "next"):
-        config.quantization_config = DrotConfig(residual_rotation=True, down_basis=basis)
+    said = {basis: DrotConfig(residual_rotation=True, down_basis=basis) for basis in ("own", "next")}
+    for basis, written in [*said.items(), *((basis, each.to_dict()) for basis, each in said.items())]:
+        config.quantization_config = written
         layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
         assert rotates_beside_mlp(layer) == (basis == "next")
         assert isinstance(layer.mlp.down_proj, DeferredLinear) == (basis == "next")
