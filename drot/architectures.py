@@ -86,6 +86,12 @@ def architecture_of(config: Any) -> Architecture:
     return ARCHITECTURES[model_type]
 
 
+def quantization_of(config: Any) -> dict[str, Any]:
+    """What a model's `config` says of how its weights are stored; {} where they are plain."""
+    said = getattr(config, "quantization_config", None) or {}
+    return said if isinstance(said, dict) else dict(said.to_dict())
+
+
 def head_shape(config: Any) -> HeadShape:
     """Attention geometry from a model's `config`."""
     heads = config.num_attention_heads

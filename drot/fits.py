@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.architectures import architecture_of, head_shape
+from drot.architectures import architecture_of, head_shape, quantization_of
 from drot.config import Recipe, RotationConfig
 from drot.errors import UserError
 
@@ -23,11 +23,9 @@ def check_recipe(
     known in time.
     """
     architecture_of(config)
-    quantised = getattr(config, "quantization_config", None)
-    if quantised is not None:
-        said = quantised if isinstance(quantised, dict) else quantised.to_dict()
-        method = said["quant_method"]
-        if method == "drot" and said.get("packed"):
+    if quantised := quantization_of(config):
+        method = quantised.get("quant_method")
+        if method == "drot" and quantised.get("packed"):
             raise UserError("this model is packed, so it was pruned already: prune its dense original")
         if method == "drot":
             raise UserError("this model was already rotated by drot: prune its dense original")

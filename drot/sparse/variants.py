@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from drot.architectures import architecture_of, decoder_layers, layer_linears, module_at
+from drot.architectures import architecture_of, decoder_layers, layer_linears, module_at, quantization_of
 from drot.errors import UserError
 from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotations
@@ -51,8 +51,7 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     """Models of one decoder layer in `config`'s dimensions, with random weights and next to no vocabulary.
     The rotation is where `config`'s checkpoint has it: beside the MLP, or in front of the layer."""
     config = copy.deepcopy(config)
-    said = getattr(config, "quantization_config", None) or {}  # a dict where the model was just changed
-    beside_mlp = (said if isinstance(said, dict) else said.to_dict()).get("down_basis") == "next"
+    beside_mlp = quantization_of(config).get("down_basis") == "next"
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None

@@ -48,6 +48,13 @@ def pruned_model(family, dtype=torch.float32, rotated=True, **changes):
     return model
 
 
+def rotate_beside_mlp(model, layer):
+    """A random rotation of the residual beside the MLP."""
+    q, eye = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))[0], torch.eye(32, dtype=torch.float64)
+    arch = architecture_of(model.config)
+    set_boundary(layer, eye, q, torch.float32, torch.device("cpu"), inside=arch)
+
+
 def packed_copy(model, fused=False):
     packed = copy.deepcopy(model)
     pack_model(packed)
@@ -211,11 +218,8 @@ def test_fusing_is_not_seen_from_outside(family, tmp_path):
 def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_path):
     """As the separate modules compute it, in the files as they are, and it can be undone."""
     dense = pruned_model(family, torch.float32, rotated=False)
-    arch = architecture_of(dense.config)
     for layer in dense.model.layers[:-1]:
-        q = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))[0]
-        eye = torch.eye(32, dtype=torch.float64)
-        set_boundary(layer, eye, q, torch.float32, torch.device("cpu"), inside=arch)
+        rotate_beside_mlp(dense, layer)
     packed = packed_copy(dense)
     before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
     tokens = random_tokens(2, 9)
@@ -250,9 +254,7 @@ def test_pickled_whole(fused, inside, tmp_path):
     """torch.save of a model, read by a process that has not imported drot."""
     model = pruned_model("llama", rotated=not inside)
     if inside:
-        q, eye = torch.linalg.qr(torch.randn(32, 32))[0], torch.eye(32)
-        arch = architecture_of(model.config)
-        set_boundary(model.model.layers[0], eye, q, torch.float32, torch.device("cpu"), inside=arch)
+        rotate_beside_mlp(model, model.model.layers[0])
     if fused is not None:
         model = packed_copy(model, fused)
     tokens = random_tokens(2, 9)
@@ -275,9 +277,7 @@ def test_a_fused_model_loads_what_it_saves(inside):
         for parameter in model.parameters():
             parameter.mul_(1 + number)
         if inside:
-            q, eye = torch.linalg.qr(torch.randn(32, 32))[0], torch.eye(32)
-            arch = architecture_of(model.config)
-            set_boundary(model.model.layers[0], eye, q, torch.float32, torch.device("cpu"), inside=arch)
+            rotate_beside_mlp(model, model.model.layers[0])
     one, other, tokens = packed_copy(one, True), packed_copy(other), random_tokens(2, 9)
     assert not close(one(tokens).logits, other(tokens).logits, torch.float32)
     one.load_state_dict(other.state_dict())

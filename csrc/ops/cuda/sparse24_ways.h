@@ -91,15 +91,15 @@ class ChosenWays {
     Choice best{ways.front()};
     if (!may_measure) return best;
     double least = std::numeric_limits<double>::infinity();
-    bool all_gone = true;
+    bool all_went = true;
     const std::vector<Measured> measured = measure(ways);
     for (size_t i = 0; i < ways.size(); ++i) {
-      all_gone &= std::isfinite(measured[i].seconds);
+      all_went &= std::isfinite(measured[i].seconds);
       if (measured[i].seconds >= least) continue;
       least = measured[i].seconds;
       best = {ways[i], measured[i].algorithm};
     }
-    if (all_gone) remember(key, text_of(best));
+    if (all_went) remember(key, text_of(best));
     return chosen_[key] = best;
   }
 
