@@ -1,27 +1,44 @@
-# make demo   prune the embedded model with and without DenoiseRotator
-# make test   lint, types and tests
-# Both make a virtual environment in .venv and install and build drot into it first.
+# make demo     prune the embedded model with and without DenoiseRotator
+# make check    lint, types, and every test that is not marked `slow`: for while you work
+# make test     lint, types and all tests
+# make format   let ruff and clang-format rewrite the sources
+# make clean    delete the environment, the builds and the demo's output
 #
-# TORCH is the torch of .venv: any of 2.11 to 2.14, with CUDA or without. Another one than .venv has is
-# installed in its place, and drot is built anew; where none is named, .venv keeps the one that it has.
+# The first four make a virtual environment in .venv. They build drot's native module into drot/ and install
+# drot editable: `import drot` works in the checkout, and an edited Python file needs no new install.
+#
+# PYTHON is the Python that makes the environment, VENV the environment's folder.
+# TORCH is the torch of the environment, any of 2.11 to 2.14, with CUDA or without. Where TORCH is not given,
+# the environment keeps the torch that it has. Where another TORCH is given, make replaces the torch and
+# builds drot again.
+# DROT_WITH_CUDA=0 or 1 leaves the CUDA kernels out or demands them.
 PYTHON ?= python3
 VENV ?= .venv
 INSTALLED := $(shell cat $(VENV)/torch-installed 2> /dev/null)
 TORCH ?= $(or $(INSTALLED),torch==2.13.0)
-SOURCES := $(shell find csrc cmake drot -type f -not -name '*.pyc' -not -name '*.so') CMakeLists.txt setup.py pyproject.toml
+# Everything that the native module or the package's metadata is made from. The module holds the version.
+SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml drot/version.py
 
-.PHONY: demo test format clean
+.PHONY: demo check test lint format clean
 
 demo: $(VENV)/drot-installed
 	rm -rf demo-output demo-output.partial demo-output.*.part
 	$(VENV)/bin/drot demo --out demo-output
 
-test: $(VENV)/drot-installed
+# Two processes of one thread each: threads gain little in small tests, and two processes of two threads each
+# would wait for each other.
+check: lint
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)/bin/pytest -m 'not slow' -n 2 --durations=5 --durations-min=2
+
+# One process, with torch's own number of threads: that is how drot runs for its users.
+test: lint
+	$(VENV)/bin/pytest --durations=15
+
+lint: $(VENV)/drot-installed
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 -r $(VENV)/bin/clang-format --dry-run --Werror
 	$(VENV)/bin/mypy
-	$(VENV)/bin/pytest --durations=15
 
 format: $(VENV)/drot-installed
 	$(VENV)/bin/ruff check --fix .
@@ -29,11 +46,11 @@ format: $(VENV)/drot-installed
 	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 -r $(VENV)/bin/clang-format -i
 
 clean:
-	rm -rf build demo-output demo-output.partial demo-output.*.part drot.egg-info $(VENV)
+	rm -rf build demo-output demo-output.partial demo-output.*.part drot.egg-info drot/_C*.so $(VENV)
 
 # torch first: drot is compiled against the torch that it will run with, hence without build isolation.
-# The stamp names the torch that was installed to the end. `unfinished` stands while pip installs it: after
-# a cut-off the environment is made afresh, since a package that is half there may pass for a whole one.
+# The stamp names the torch that was installed to the end. The file `unfinished` exists while pip installs
+# torch. After a cut-off the environment is made from nothing, since half a package may pass for a whole one.
 ifneq ($(INSTALLED),$(TORCH))
 .PHONY: $(VENV)/torch-installed
 endif
@@ -47,6 +64,15 @@ $(VENV)/torch-installed:
 	@rm $(VENV)/unfinished
 	@echo '$(TORCH)' > $@
 
+# drot/_C*.so fits one torch only, and all environments of this checkout share the file. build/in-place says
+# for whom the file was built. Where that is another environment, torch or backend, make builds it again;
+# CMake keeps a folder for each torch, so that this compiles only what changed.
+WANTED := $(strip $(VENV) $(TORCH) $(DROT_WITH_CUDA))
+ifneq ($(if $(wildcard drot/_C*.so),$(shell cat build/in-place 2> /dev/null)),$(WANTED))
+.PHONY: $(VENV)/drot-installed
+endif
 $(VENV)/drot-installed: $(VENV)/torch-installed $(SOURCES)
-	$(VENV)/bin/pip install --quiet --no-build-isolation '.[dev]'
+	@mkdir -p build && rm -f build/in-place
+	$(VENV)/bin/pip install --quiet --no-build-isolation --editable '.[dev]'
+	@echo '$(WANTED)' > build/in-place
 	touch $@

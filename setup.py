@@ -1,7 +1,7 @@
-"""Builds drot._C: setup.py drives CMake, CMake drives ninja. Sources and flags are in CMakeLists.txt.
+"""Builds drot._C with CMake and ninja. CMakeLists.txt has the sources and flags.
 
-DROT_WITH_CUDA=0/1 forces the CUDA side off or on; TORCH_CUDA_ARCH_LIST chooses its architectures
-(default "8.0;9.0a"); MAX_JOBS limits the parallel compiles.
+Environment variables: DROT_WITH_CUDA=0 or 1 builds without or with CUDA code (default: with, if possible);
+TORCH_CUDA_ARCH_LIST sets the CUDA architectures (default "8.0;9.0a"); MAX_JOBS limits the parallel compiles.
 """
 
 import os
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.resolve()
 
 
 def tool(name: str) -> str:
-    """Path of a build tool: this environment's (it need not be activated), else the system's."""
+    """Path of a build tool in this Python environment, which need not be activated, or else on PATH."""
     scripts = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
     found = shutil.which(name, path=os.pathsep.join(scripts))
     if found is None:
@@ -38,12 +38,14 @@ def torch_version() -> str:
 
 
 class CMakeBuild(build_ext):
-    """One Extension, without sources of its own."""
+    """Builds the only Extension; it lists no sources, since CMakeLists.txt does."""
 
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        # a folder per torch: another torch in the same checkout must not meet a stale CMake cache
-        build = ROOT / self.build_temp / f"torch-{torch_version()}"
+        # pip gives an editable install a temporary folder, which would leave nothing for the next build
+        kept = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+        # a folder per torch version: CMake's cache holds paths of torch
+        build = ROOT / (kept if self.editable_mode else self.build_temp) / f"torch-{torch_version()}"
         build.mkdir(parents=True, exist_ok=True)
         configure = [
             tool("cmake"),
@@ -65,9 +67,12 @@ class CMakeBuild(build_ext):
         for command in (configure, compile_):
             if subprocess.run(command).returncode:
                 sys.exit(refused.read_text() if refused.exists() else "building drot failed; see above")
-        # copied even where ninja had nothing to do: the file there may be another torch's
+        # copied even if ninja had nothing to do: the file at target may be built for another torch
         target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(build / target.name, target)
+        # renamed, since to overwrite a module that a running process has mapped would crash the process
+        part = target.with_name(f"{target.name}.part")
+        shutil.copyfile(build / target.name, part)
+        part.replace(target)
 
 
 setup(ext_modules=[Extension("drot._C", sources=[])], cmdclass={"build_ext": CMakeBuild})

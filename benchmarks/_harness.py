@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
-from drot.evaluation.timing import Timing
-from drot.evaluation.timing import interleaved as interleaved
+from drot.bench.timing import Timing
+from drot.bench.timing import interleaved as interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -1,6 +1,6 @@
 """entropy_loss with its gradients against eager autograd, torch.compile, and a copy of the weight.
 
-`copy` writes into memory that is there, `clone` into new memory, as the op does.
+`copy` writes into existing memory. `clone` allocates its result, as the op does.
 """
 
 import argparse
@@ -20,13 +20,16 @@ AXES = {
 }
 
 
-def backward(loss: Callable[..., Tensor], y: Tensor, m: Tensor | None, **axes: bool) -> tuple[Tensor, ...]:
-    """Forward and backward by autograd: dy, and dm with a factor."""
-    return torch.autograd.grad(loss(y, m, **axes), [y] if m is None else [y, m])
+def backward(
+    loss: Callable[..., Tensor], y: Tensor, column_scale: Tensor | None, **axes: bool
+) -> tuple[Tensor, ...]:
+    """Forward and backward pass by autograd: returns dy and, with a column_scale, dcolumn_scale."""
+    inputs = [y] if column_scale is None else [y, column_scale]
+    return torch.autograd.grad(loss(y, column_scale, **axes), inputs)
 
 
 def compare(timings: dict[str, Timing], peer: str, at_least: float) -> None:
-    """A line for one more peer of a goal."""
+    """Prints the speed against one more peer, and whether it meets the target."""
     ratio = timings[peer].median / timings["drot"].median
     slower = "  slower" if ratio < 1 else ""
     met = "met" if ratio >= at_least else "MISSED"
@@ -36,30 +39,30 @@ def compare(timings: dict[str, Timing], peer: str, at_least: float) -> None:
 def bench(rows: int, columns: int, dtype: torch.dtype, options: argparse.Namespace) -> None:
     device = options.device
     y = torch.randn(rows, columns, device=device).to(dtype)
-    factor = torch.rand(columns, device=device) + 0.1
+    scales = torch.rand(columns, device=device) + 0.1
     out = torch.empty_like(y)
     for name, axes in AXES.items():
-        for m in (None, factor):
+        for column_scale in (None, scales):
             torch.compiler.reset()
-            leaf, leaf_m = y.clone().requires_grad_(), None if m is None else m.clone().requires_grad_()
+            leaves = [y.clone().requires_grad_()]
+            leaves.append(None if column_scale is None else column_scale.clone().requires_grad_())
             functions = {
-                "eager": partial(backward, entropy_loss_ref, leaf, leaf_m, **axes),
-                "torch.compile": partial(backward, torch.compile(entropy_loss_ref), leaf, leaf_m, **axes),
+                "eager": partial(backward, entropy_loss_ref, *leaves, **axes),
+                "torch.compile": partial(backward, torch.compile(entropy_loss_ref), *leaves, **axes),
                 "copy": partial(out.copy_, y),
                 "clone": y.clone,
-                "drot": partial(entropy_loss_and_grad, y, m, **axes),
+                "drot": partial(entropy_loss_and_grad, y, column_scale, **axes),
             }
             timings = interleaved(functions, device=device, repeats=options.repeats, warmup=2)
             case = f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {name}"
             report(
                 "entropy_loss",
-                case + (" with m" if m is not None else ""),
+                case + (" with column_scale" if column_scale is not None else ""),
                 timings,
                 peer="eager",
                 target="drot",
                 at_least=5,
-                # Y is read once and dY written once, which is what a copy moves; by column Y is read
-                # twice, which does not count as it is no work that was asked for
+                # y is read and dy is written, as by a copy; the second read of y by columns is not counted
                 bytes_moved=2 * rows * columns * y.element_size(),
                 device=device,
                 save=options.csv,
@@ -76,7 +79,7 @@ def main() -> None:
     torch.manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         bench(4096, 4096, dtype, options)
-    if torch.device(options.device).type == "cuda":  # the weights of a LLaMA-3-8B layer, as one matrix
+    if torch.device(options.device).type == "cuda":  # all weights of a LLaMA-3-8B layer as one matrix
         bench(53248, 4096, torch.bfloat16, options)
 
 

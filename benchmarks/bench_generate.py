@@ -10,11 +10,11 @@ from functools import partial
 import torch
 from _harness import arguments, interleaved, report
 
-from drot import checkpoint
 from drot.architectures import architecture_of, decoder_layers, layer_linears
-from drot.demo import MODEL
+from drot.bench.variants import DENSE, SPARSE, model_variants
+from drot.checkpoint.load import load
+from drot.demo.demo import MODEL
 from drot.ops import nm_mask
-from drot.sparse.variants import DENSE, SPARSE, model_variants
 from drot.surgery.residual import add_residual_rotation
 
 PROMPT, NEW_TOKENS = 1, 128
@@ -23,7 +23,7 @@ PROMPT, NEW_TOKENS = 1, 128
 @torch.no_grad()
 def calls(dtype: str, device: str) -> dict[str, Callable[[], object]]:
     """generate() of every variant of the model, by its name."""
-    model = checkpoint.load(MODEL, device=device, dtype=dtype)
+    model = load(MODEL, device=device, dtype=dtype)
     arch, d = architecture_of(model.config), model.config.hidden_size
     for index, layer in enumerate(decoder_layers(model, arch)):
         for linear in layer_linears(layer, arch).values():

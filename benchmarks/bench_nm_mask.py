@@ -1,4 +1,4 @@
-"""nm_mask against a stable sort and against topk of each group (which knows no rule of ties)."""
+"""nm_mask against a stable sort, and against topk, which removes any of several equal scores."""
 
 from functools import partial
 
@@ -36,7 +36,7 @@ def main() -> None:
                 f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {prune} of {group or columns}",
                 interleaved(functions, device=device, repeats=options.repeats, warmup=1),
                 peer="stable sort",
-                # the scores are read once, one byte of mask is written for each
+                # each score is read, and a byte of mask is written for it
                 bytes_moved=rows * columns * (score.element_size() + 1),
                 device=device,
                 save=options.csv,

@@ -1,7 +1,7 @@
 """pruned_importance with its gradients against eager autograd, topk, and a copy of the weight.
 
-`sort` is the reference, whose stable sort keeps the rule of ties; `topk` is the shortest way to write
-it in PyTorch, without that rule. `copy` and `clone`: see bench_entropy_loss.py.
+`sort` is the reference: its stable sort removes the lower of two columns with equal scores. `topk` is the
+shortest program in PyTorch; it removes any of them. `copy` and `clone`: see bench_entropy_loss.py.
 """
 
 import argparse
@@ -14,29 +14,30 @@ from torch import Tensor
 from drot.ops import pruned_importance_and_grad, pruned_importance_ref
 
 
-def by_sort(y: Tensor, m: Tensor, prune: int, group: int) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(pruned_importance_ref(y, m, prune=prune, group=group), (y, m))
+def by_sort(y: Tensor, column_scale: Tensor, prune: int, group: int) -> tuple[Tensor, ...]:
+    loss = pruned_importance_ref(y, column_scale, prune=prune, group=group)
+    return torch.autograd.grad(loss, (y, column_scale))
 
 
-def by_topk(y: Tensor, m: Tensor, prune: int, group: int) -> tuple[Tensor, ...]:
-    score = y * (y * m)
+def by_topk(y: Tensor, column_scale: Tensor, prune: int, group: int) -> tuple[Tensor, ...]:
+    score = y * (y * column_scale)
     smallest = torch.topk(score.reshape(len(y), -1, group or y.shape[1]), prune, largest=False, sorted=False)
-    return torch.autograd.grad(smallest.values.sum(), (y, m))
+    return torch.autograd.grad(smallest.values.sum(), (y, column_scale))
 
 
 def bench(rows: int, columns: int, dtype: torch.dtype, options: argparse.Namespace) -> None:
     device = options.device
     y = torch.randn(rows, columns, device=device).to(dtype)
-    m = torch.rand(columns, device=device) + 0.1
+    column_scale = torch.rand(columns, device=device) + 0.1
     out = torch.empty_like(y)
     for prune, group in ((2, 4), (4, 8), (16, 32), (columns // 2, 0)):
-        leaves = y.clone().requires_grad_(), m.clone().requires_grad_()
+        leaves = y.clone().requires_grad_(), column_scale.clone().requires_grad_()
         functions = {
             "sort": partial(by_sort, *leaves, prune, group),
             "topk": partial(by_topk, *leaves, prune, group),
             "copy": partial(out.copy_, y),
             "clone": y.clone,
-            "drot": partial(pruned_importance_and_grad, y, m, prune=prune, group=group),
+            "drot": partial(pruned_importance_and_grad, y, column_scale, prune=prune, group=group),
         }
         timings = interleaved(functions, device=device, repeats=options.repeats, warmup=1)
         report(
@@ -44,7 +45,7 @@ def bench(rows: int, columns: int, dtype: torch.dtype, options: argparse.Namespa
             f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {prune} of {group or columns}",
             timings,
             peer="topk",
-            # Y is read once and dY written once, which is what a copy moves
+            # y is read and dy is written, as by a copy
             bytes_moved=2 * rows * columns * y.element_size(),
             device=device,
             save=options.csv,

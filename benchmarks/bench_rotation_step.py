@@ -15,7 +15,7 @@ from drot.architectures import HeadShape
 from drot.config import Sparsity
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective
-from drot.rotation.orthogonal import FastOptimizer, PaperOptimizer
+from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
 
 RIGHT = {"q_proj": "attention", "k_proj": "attention", "gate_proj": "mlp", "up_proj": "mlp"}
 

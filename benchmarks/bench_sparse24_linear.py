@@ -1,8 +1,8 @@
-"""sparse24_linear against PyTorch's dense linear of the same dtype, with cold weights.
+"""sparse24_linear against PyTorch's dense linear in the same dtype, with cold weights.
 
-Copies of the weight are used in turn, more than the caches hold. `rotation` adds residual @ rotation to
-both. Bytes, of all functions, are those of the packed weight, 9/16 of the dense one in bf16, and of
-the rotation; operations are those of the dense products.
+Each call uses the next of several copies of the weight, which together are larger than the caches. With
+`rotation` both functions also add residual @ rotation. The bytes of every function are those of the packed
+weight (9/16 of the dense weight in bf16) and of the rotation; the operations are those of the dense products.
 """
 
 import argparse
@@ -31,13 +31,15 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
     assert packed_bytes * 16 == dense.nbytes * 9 or dtype == torch.float32
     copies = COLD_BYTES // packed_bytes + 1
     weights = itertools.cycle([dense.clone() for _ in range(copies)])
-    made = [(values.clone(), positions.clone(), sparse24_compress(values, positions)) for _ in range(copies)]
-    packed = itertools.cycle(made)
+    copied = [
+        (values.clone(), positions.clone(), sparse24_compress(values, positions)) for _ in range(copies)
+    ]
+    packed = itertools.cycle(copied)
     x = torch.randn(tokens, columns, device=device).to(dtype)
     residual = torch.randn(tokens, out, device=device).to(dtype) if rotate else None
     rotation = torch.randn(out, out, device=device).div_(out**0.5).to(dtype) if rotate else None
 
-    # the peer has its rotation transposed: PyTorch's residual @ rotation in bf16 on the CPU takes seconds
+    # the peer gets the rotation transposed: residual @ rotation in bf16 takes PyTorch seconds on the CPU
     transposed = None if rotation is None else rotation.t().contiguous()
 
     def linear() -> Tensor:
@@ -52,13 +54,13 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
 
     functions: dict[str, Callable[[], object]] = {"linear": linear, "sparse24_linear": ours}
     if torch.device(device).type == "cuda":
-        library = itertools.cycle([w for _, _, w in made])
+        compressed_weights = itertools.cycle([compressed for _, _, compressed in copied])
 
-        def cslt() -> Tensor:
-            return torch._cslt_sparse_mm(next(library), x.t()).t()
+        def cusparselt() -> Tensor:
+            return torch._cslt_sparse_mm(next(compressed_weights), x.t()).t()
 
-        if tokens % 8 == 0 and not rotate and made[0][2].numel():
-            functions["_cslt_sparse_mm"] = cslt
+        if tokens % 8 == 0 and not rotate and copied[0][2].numel():
+            functions["_cslt_sparse_mm"] = cusparselt
     target = {("cpu", 1): 1.4}.get((torch.device(device).type, tokens), 1.0)
     if torch.device(device).type == "cuda" and tokens <= 8:
         target = 1.3 if rotate else 1.5

@@ -1,8 +1,8 @@
 """sparsegpt_sweep against the eager loop over columns.
 
-`sweep` times the op on every 128-column block of a weight; `solve` the whole of SparseGPT after the
-factorisation: sweeps, and the update of the columns to the right of each block by one product.
-On CUDA also the seven weights of a LLaMA-3-8B layer.
+`sweep` times the op on every block of 128 columns of a weight. `solve` times SparseGPT without the
+factorisation: the sweeps, and after each a matrix product that updates the columns right of the block. On
+CUDA the seven weights of a LLaMA-3-8B layer are solved too.
 """
 
 import argparse
@@ -33,7 +33,7 @@ LLAMA3_8B_LAYER = [
 def eager_loop(
     w: Tensor, hinv: Tensor, removed: Tensor | None, prune: int, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The loop as the authors' code writes it: topk, and the whole rank-one update a column."""
+    """The loop of the authors' code: topk, and a rank-one update of all columns for each column."""
     w, err = w.clone(), torch.zeros_like(w)
     mask = torch.zeros_like(w, dtype=torch.bool) if removed is None else removed.clone()
     diagonal = hinv.diagonal()
@@ -48,8 +48,8 @@ def eager_loop(
     return w.masked_fill_(mask, 0), err, mask
 
 
-def factor(columns: int, dtype: torch.dtype, device: str) -> Tensor:
-    """An upper Cholesky factor with the spread of a calibrated one."""
+def random_hinv(columns: int, dtype: torch.dtype, device: str) -> Tensor:
+    """An upper triangular matrix whose elements are distributed as in Hinv of a calibrated layer."""
     upper = torch.randn(columns, columns, dtype=dtype, device=device).triu_(1).mul_(0.3 / columns**0.5)
     upper.diagonal().copy_(torch.rand(columns, dtype=dtype, device=device) + 0.5)
     return upper
@@ -62,7 +62,7 @@ def sweep_blocks(sweep: Sweep, w: Tensor, hinv: Tensor, masks: list[Tensor | Non
 
 
 def solve(sweep: Sweep, w: Tensor, hinv: Tensor, masks: list[Tensor | None]) -> Tensor:
-    """Returns the mask."""
+    """SparseGPT without the factorisation; returns the mask."""
     work, removed = w.clone(), torch.empty_like(w, dtype=torch.bool)
     for block, start in enumerate(range(0, w.shape[1], BLOCK)):
         columns, rest = slice(start, start + BLOCK), slice(start + BLOCK, None)
@@ -75,7 +75,7 @@ def solve(sweep: Sweep, w: Tensor, hinv: Tensor, masks: list[Tensor | None]) -> 
 def bench(rows: int, columns: int, dtype: torch.dtype, given: bool, options: argparse.Namespace) -> None:
     device = options.device
     w = torch.randn(rows, columns, dtype=dtype, device=device)
-    hinv = factor(columns, dtype, device)
+    hinv = random_hinv(columns, dtype, device)
     blocks = (columns + BLOCK - 1) // BLOCK
     masks = [torch.rand(rows, BLOCK, device=device) < 0.5 if given else None for _ in range(blocks)]
     loops: dict[str, Sweep] = {
@@ -93,10 +93,10 @@ def bench(rows: int, columns: int, dtype: torch.dtype, given: bool, options: arg
             f"{name} {case}",
             interleaved(functions, device=device, repeats=options.repeats, warmup=1),
             peer="eager loop",
-            # the goal is for the sweep; a solve on the CPU is mostly the product, the same for all
+            # no target for a solve on the CPU: most of its time is the matrix product, which all share
             target="drot" if name == "sweep" or device != "cpu" else None,
             at_least=10,
-            # a weight of block column j is updated by each of the j columns before it: 2 flops each
+            # each weight is updated once for every column before it: 2 flops an update
             flops=rows * columns * (BLOCK - 1) if name == "sweep" else rows * columns * (columns - 1),
             device=device,
             save=options.csv,
@@ -104,18 +104,17 @@ def bench(rows: int, columns: int, dtype: torch.dtype, given: bool, options: arg
 
 
 def bench_layer(options: argparse.Namespace) -> None:
-    """The solves of all seven weights, one after the other. Weights of one width share a factor, as
-    do q, k, v and gate, up of a layer."""
+    """Times the solves of all seven weights, one after the other. Weights of one width share Hinv."""
     device = options.device
-    factors = {columns: factor(columns, torch.float32, device) for _, columns in LLAMA3_8B_LAYER}
+    hinvs = {columns: random_hinv(columns, torch.float32, device) for _, columns in LLAMA3_8B_LAYER}
     weights = [torch.randn(rows, columns, device=device) for rows, columns in LLAMA3_8B_LAYER]
 
     def masks(sweep: Sweep) -> list[Tensor]:
-        choose: dict[int, list[Tensor | None]] = {columns: [None] * (columns // BLOCK) for columns in factors}
-        return [solve(sweep, w, factors[w.shape[1]], choose[w.shape[1]]) for w in weights]
+        choose: dict[int, list[Tensor | None]] = {columns: [None] * (columns // BLOCK) for columns in hinvs}
+        return [solve(sweep, w, hinvs[w.shape[1]], choose[w.shape[1]]) for w in weights]
 
     pairs = zip(masks(eager_loop), masks(sparsegpt_sweep), strict=True)
-    same = [float((ours == theirs).double().mean()) for theirs, ours in pairs]
+    same = [float((got == eager).double().mean()) for eager, got in pairs]
     print(f"\nLLaMA-3-8B layer: {min(same):.6f} or more of each mask equal to the eager loop's")
     report(
         "sparsegpt_sweep",

@@ -1,7 +1,7 @@
-"""Every op on a few small inputs, held against its reference in fp64 on the CPU.
+"""Checks every op on a few small inputs against its reference in fp64 on the CPU.
 
-Short enough for compute-sanitizer, and needs neither pytest nor a network; the tests say far more.
-Exit status 1 where a result is off.
+It is short enough for compute-sanitizer and needs neither pytest nor a network; the tests check far more. The
+exit status is 1 if a result is wrong.
 """
 
 import argparse
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from drot import ops
+from drot.rotation.retraction import retract
 
 Case = tuple[str, Callable[[], tuple[Tensor, Tensor]], float]
 
 
 def error(got: Tensor, want: Tensor) -> float:
-    """The relative error in the Frobenius norm; for masks and integers the share that differs."""
+    """The relative error in the Frobenius norm; for masks and integers the share of different elements."""
     got, want = got.detach().cpu(), want.detach()
     if got.shape != want.shape:
         return float("inf")
@@ -28,7 +29,7 @@ def error(got: Tensor, want: Tensor) -> float:
 
 
 def qr_cases(device: str) -> Iterator[Case]:
-    # one block a matrix, in shared memory and beyond it; then the library's path
+    # one thread block a matrix, in shared memory or in global memory; the last shape: cuSOLVER's
     for shape, dtype in [
         ((3, 33, 33), torch.float32),
         ((2, 128, 128), torch.float32),
@@ -64,29 +65,28 @@ def retraction_cases(device: str) -> Iterator[Case]:
     q, _ = torch.linalg.qr(torch.randn(2, 40, 40, dtype=torch.float64))
     omega = 0.01 * torch.randn_like(q)
     omega = omega - omega.mT
-    for method in ("cayley", "polar", "qr"):
 
-        def moved(method: str = method) -> tuple[Tensor, Tensor]:
-            got = ops.retract(q.float().to(device), omega.float().to(device), method=method)  # type: ignore[arg-type]
-            return got, ops.retract(q, omega, method=method)  # type: ignore[arg-type]
+    def moved() -> tuple[Tensor, Tensor]:
+        return retract(q.float().to(device), omega.float().to(device)), retract(q, omega)
 
-        # on a GPU the step, a tenth of q, is rounded to bf16
-        yield f"retract {method}", moved, 1e-3
+    # on a GPU the step, a tenth of q, is rounded to bf16
+    yield "retract", moved, 1e-3
 
 
 def score_cases(device: str) -> Iterator[Case]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.bfloat16, 1e-2), (torch.float64, 1e-11)):
-        # the last is a long row, aligned to 16 bytes in fp32 and fp64 only
+        # the last shape has long rows, which are aligned to 16 bytes in fp32 and fp64 only
         for rows, columns in ((5, 64), (40, 1000), (6, 9612)):
             y = torch.randn(rows, columns).to(dtype)
-            m = torch.rand(columns, dtype=torch.float64 if dtype == torch.float64 else torch.float32) + 0.1
+            wide = torch.float64 if dtype == torch.float64 else torch.float32
+            column_scale = torch.rand(columns, dtype=wide) + 0.1
             name = f"{rows}x{columns} {dtype}"
-            # the columns' entropy does not depend on m; what is left of it is more than the rows' part where
-            # the rows are long
+            # the entropy of a column does not depend on column_scale: its gradient is rounding error, which
+            # in long rows exceeds the gradient of the entropy of the rows
             for tensors, axes in (
-                ((y, m), {"rows": True}),
+                ((y, column_scale), {"rows": True}),
                 ((y,), {"rows": False, "columns": True}),
-                ((y, m) if columns <= 1000 else (y,), {"columns": True}),
+                ((y, column_scale) if columns <= 1000 else (y,), {"columns": True}),
             ):
                 yield (
                     f"entropy_loss {name} {axes}",
@@ -94,21 +94,21 @@ def score_cases(device: str) -> Iterator[Case]:
                     tolerance,
                 )
             for groups in ({"prune": 2, "group": 4}, {"prune": columns // 3, "group": 0}):
-                case = _loss_case("pruned_importance", (y, m), device, groups)
+                case = _loss_case("pruned_importance", (y, column_scale), device, groups)
                 yield f"pruned_importance {name} {groups}", case, tolerance
 
 
 def _loss_case(
     op: str, tensors: tuple[Tensor, ...], device: str, options: dict[str, int] | dict[str, bool]
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """The loss and its gradients in one vector, each scaled to its reference's norm."""
+    """The loss and its gradients as one vector; each is divided by the norm of its reference."""
 
     def run() -> tuple[Tensor, Tensor]:
         exact = [t.double().requires_grad_() for t in tensors]
         loss = getattr(ops, f"{op}_ref")(*exact, **options)
         want = [loss.detach(), *torch.autograd.grad(loss, exact)]
         got = getattr(ops, f"{op}_and_grad")(*(t.to(device) for t in tensors), **options)
-        # without m the op returns an empty third tensor
+        # without column_scale the op returns an empty third tensor
         scaled = [(g.cpu().double() / w.norm(), w / w.norm()) for g, w in zip(got, want, strict=False)]
         return tuple(torch.cat([part.flatten() for part in parts]) for parts in zip(*scaled))  # type: ignore[return-value]
 
@@ -117,7 +117,7 @@ def _loss_case(
 
 def mask_cases(device: str) -> Iterator[Case]:
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        # few different values, hence many ties
+        # few different values, so that many scores are equal
         score = torch.randint(0, 9, (37, 480)).to(dtype)
         for prune, group in ((1, 2), (2, 4), (4, 8), (7, 16), (3, 5), (16, 32), (200, 0)):
 
@@ -129,7 +129,7 @@ def mask_cases(device: str) -> Iterator[Case]:
 
 def sweep_cases(device: str) -> Iterator[Case]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
-        for columns in (64, 200):  # the wider one is swept in parts
+        for columns in (64, 200):  # 200 columns are swept in parts
             w = torch.randn(50, columns, dtype=dtype)
             hinv = torch.randn(columns, columns, dtype=dtype).triu(1) * 0.3 / columns**0.5
             hinv.diagonal().copy_(torch.rand(columns) + 0.5)
@@ -163,7 +163,7 @@ def pack_cases(device: str) -> Iterator[Case]:
 
 
 def sparse_linear_cases(device: str) -> Iterator[Case]:
-    # few tokens, and many; a shape that the tensor cores take, and one for the plain way
+    # few and many tokens; a shape that tensor cores support, and one that they do not
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3)):
         for tokens, out, columns in ((1, 96, 256), (11, 96, 256), (40, 96, 256), (3, 37, 72)):
             w = torch.randn(out, columns).to(dtype)

@@ -59,7 +59,7 @@ stage() {
 stage build 170 env DROT_WITH_CUDA=1 TORCH_CUDA_ARCH_LIST="$arch" "$python" setup.py build_ext --inplace
 if ! stage import 60 "$python" -c '
 import json
-from drot.info import collect
+from drot.environment import collect
 info = collect()
 print(json.dumps(info, indent=2))
 assert "cuda" in info["backends"], "drot was built without CUDA: " + str(info["no_cuda_reason"])'; then
@@ -70,7 +70,7 @@ stage check_ops 60 "$python" benchmarks/check_ops.py --device cuda
 
 if "$python" -c 'import pytest' 2> /dev/null; then
   stage tests 150 "$python" -m pytest tests -k cuda --continue-on-collection-errors \
-    --ignore tests/test_goldens.py --ignore tests/test_cli.py --durations=10
+    --ignore tests/pipeline/test_goldens.py --ignore tests/cli --durations=10
 else
   summary skipped 0 "tests: pytest is not installed; check_ops ran each op against its reference"
 fi

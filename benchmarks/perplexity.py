@@ -21,9 +21,9 @@ from _harness import RESULTS, append_rows, commit, machine
 
 import drot
 from drot.calibration.data import load_calibration
-from drot.checkpoint import load_tokenizer, pick_device
+from drot.checkpoint.load import load_tokenizer, pick_device
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
-from drot.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 PAPER = dict(objective="entropy", optimizer="paper")
@@ -51,9 +51,9 @@ for _steps in (100, 200, 400):
     recipe(f"shared {_steps}", "sparsegpt", "2:4", mode="shared", steps=_steps, early_stop=0.0)
 recipe("shared default", "sparsegpt", "2:4", mode="shared")
 recipe("shared, 2 layers a step", "sparsegpt", "2:4", mode="shared", steps=400, layers_per_step=2)
-for _name, _down in (("dense hessians", "own"), ("dense hessians, down in the next basis", "next")):
-    recipe(_name, "sparsegpt", "2:4", hessians="dense", down_basis=_down)
-    recipe(f"{_name}, 100 steps", "sparsegpt", "2:4", hessians="dense", down_basis=_down, steps=100)
+for _name, _place in (("dense hessians", "input"), ("dense hessians, boundary on the residual", "residual")):
+    recipe(_name, "sparsegpt", "2:4", hessians="dense", boundary=_place)
+    recipe(f"{_name}, 100 steps", "sparsegpt", "2:4", hessians="dense", boundary=_place, steps=100)
 for _blocks in (2, 4, 8):
     recipe(f"blocks {_blocks}", "sparsegpt", "2:4", blocks=_blocks)
 recipe("bfloat16 products", "sparsegpt", "2:4", product_dtype="bfloat16")

@@ -1,12 +1,12 @@
 """Writes csrc/ops/cuda/resources.csv: registers, stack, spills and static shared memory of every CUDA kernel.
 
-It compiles the CUDA sources once more, with the commands of an existing CUDA build and ptxas -v; no
-GPU is needed. tests/test_build.py reads the file. Run it after a kernel has changed:
+The script compiles the CUDA sources again, with the commands of an existing CUDA build and ptxas -v. It needs
+no GPU. tests/repo/test_build.py reads the file. Run the script after a kernel has changed:
 
     DROT_WITH_CUDA=1 python setup.py build_ext --inplace && python benchmarks/resource_report.py
 
-With --check it writes nothing, and ends with status 1 where the file is not what the compiler says
-now, or where a kernel has spills.
+With --check the script writes nothing. It ends with status 1 if the file differs from the compiler's report
+or if a kernel has spills or a stack.
 """
 
 import argparse
@@ -27,7 +27,7 @@ RESOURCES = ROOT / "csrc" / "ops" / "cuda" / "resources.csv"
 
 @dataclass(frozen=True, order=True)
 class Resources:
-    """One kernel on one architecture; bytes but for the registers (of a thread)."""
+    """A kernel on an architecture: registers per thread; all other numbers are bytes."""
 
     source: str
     kernel: str
@@ -40,7 +40,7 @@ class Resources:
 
 
 def parse(source: str, text: str) -> list[Resources]:
-    """The kernels of drot in what `ptxas -v` prints (those of the libraries are left out)."""
+    """The kernels of drot in the output of `ptxas -v`; kernels of libraries are left out."""
     found = []
     for block in text.split("Compiling entry function ")[1:]:
         mangled, arch = re.match(r"'(\S+)' for '(\w+)'", block).groups()  # type: ignore[union-attr]
@@ -91,7 +91,7 @@ def compile_source(entry: dict[str, str]) -> list[Resources]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--check", action="store_true", help="compare with the file, and write nothing")
+    parser.add_argument("--check", action="store_true", help="compare with the file and write nothing")
     args = parser.parse_args()
     entries: list[dict[str, str]] = []
     for build in sorted(ROOT.glob("build/temp*/*/compile_commands.json"), key=lambda p: p.stat().st_mtime):
@@ -113,7 +113,8 @@ def main() -> None:
         RESOURCES.write_text(text.getvalue())
     elif in_memory or RESOURCES.read_text() != text.getvalue():
         sys.exit(
-            f"{RESOURCES.relative_to(ROOT)} is old, or a kernel lives in memory; run this without --check"
+            f"{RESOURCES.relative_to(ROOT)} is out of date, or a kernel has spills or a stack;"
+            " run the script without --check"
         )
 
 

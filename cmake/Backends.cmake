@@ -1,10 +1,10 @@
-# Decides whether the CUDA side is built: DROT_CUDA, and DROT_NO_CUDA_REASON where it is not.
-# A GPU is never asked for; what counts is nvcc, a CUDA torch of the same major version, and the
-# CUDA libraries.
+# Decides whether the CUDA code is built. It needs nvcc, a torch for the same major version of CUDA, and the
+# CUDA libraries; it does not need a GPU.
 #
-# Sets DROT_CUDA_VERSION (nvcc's), DROT_CUDA_MAJOR and DROT_CUDA_ARCHITECTURES too.
+# Sets DROT_CUDA; DROT_NO_CUDA_REASON if DROT_CUDA is off; DROT_CUDA_VERSION (of nvcc), DROT_CUDA_MAJOR and
+# DROT_CUDA_ARCHITECTURES if it is on.
 
-# The user's mistake: setup.py repeats this line after CMake's own output.
+# Ends with an error that the user can correct. setup.py prints the reason again, after CMake's own output.
 function(drot_refuse reason)
   file(WRITE "${CMAKE_BINARY_DIR}/refused.txt" "${reason}")
   message(FATAL_ERROR "${reason}")
@@ -26,14 +26,14 @@ if(NOT DROT_NO_CUDA_REASON)
   if(NOT TORCH_CUDA_VERSION)
     set(DROT_NO_CUDA_REASON "torch ${TORCH_VERSION} is a CPU build")
   elseif(NOT DROT_NVCC)
-    set(DROT_NO_CUDA_REASON "torch ${TORCH_VERSION} has CUDA, but there is no nvcc")
+    set(DROT_NO_CUDA_REASON "torch ${TORCH_VERSION} has CUDA, but nvcc was not found")
   else()
     execute_process(COMMAND "${DROT_NVCC}" --version OUTPUT_VARIABLE _nvcc_text)
     string(REGEX MATCH "release ([0-9]+)\\.([0-9]+)" _ "${_nvcc_text}")
     set(DROT_CUDA_MAJOR "${CMAKE_MATCH_1}")
     set(DROT_CUDA_VERSION "${CMAKE_MATCH_1}.${CMAKE_MATCH_2}")
     if(NOT TORCH_CUDA_VERSION MATCHES "^${DROT_CUDA_MAJOR}\\.")
-      set(DROT_NO_CUDA_REASON "nvcc is ${DROT_CUDA_VERSION}, torch wants CUDA ${TORCH_CUDA_VERSION}")
+      set(DROT_NO_CUDA_REASON "nvcc is of CUDA ${DROT_CUDA_VERSION}, torch of CUDA ${TORCH_CUDA_VERSION}")
     endif()
   endif()
 endif()
@@ -57,7 +57,7 @@ if(NOT DROT_NO_CUDA_REASON)
     if(NOT _arch MATCHES "^([0-9]+)\\.([0-9][af]?)(\\+PTX)?$")
       drot_refuse("TORCH_CUDA_ARCH_LIST must list architectures such as 8.0, 9.0a or 9.0+PTX; got ${_arch}")
     endif()
-    if(CMAKE_MATCH_3)  # CMake's bare number stands for machine code and PTX
+    if(CMAKE_MATCH_3)  # CMake builds machine code and PTX for a number without -real
       list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}${CMAKE_MATCH_2}")
     else()
       list(APPEND CMAKE_CUDA_ARCHITECTURES "${CMAKE_MATCH_1}${CMAKE_MATCH_2}-real")

@@ -1,12 +1,11 @@
-# The CUDA libraries, from the system's toolkit or from the nvidia-* wheels beside torch (the wheels
-# bring headers and versioned libraries, but no nvcc and no plain lib*.so).
+# Finds the CUDA libraries in the nvidia-* wheels beside torch or in the CUDA toolkit. The wheels contain
+# headers and versioned libraries, but neither nvcc nor plain lib*.so. The wheels are searched first: torch
+# loads its libraries from them, and one process must not load two versions of a library.
 #
-# Targets drot::cublas, drot::cusolver, drot::cusparse and drot::cuda_headers.
-# The wheels come first: they hold the libraries that torch itself loads, and one process must not
-# mix two versions of them.
+# Targets: drot::cublas, drot::cusolver, drot::cusparse and drot::cuda_headers.
 
 string(REGEX MATCH "^[0-9]+" _cuda_major "${TORCH_CUDA_VERSION}")
-# CUDA 13 wheels share one folder, nvidia/cu13; CUDA 12 has a folder for each library
+# the wheels of CUDA 13 share the folder nvidia/cu13; those of CUDA 12 have a folder each
 file(GLOB _cuda_wheels "${TORCH_SITE_PACKAGES}/nvidia/cu${_cuda_major}"
   "${TORCH_SITE_PACKAGES}/nvidia/cublas" "${TORCH_SITE_PACKAGES}/nvidia/cusolver"
   "${TORCH_SITE_PACKAGES}/nvidia/cusparse")

@@ -1,5 +1,7 @@
-# cuSPARSELt (the 2:4 products), which no toolkit contains: from the wheel that torch brings, or from
-# CUSPARSELT_ROOT. Target drot::cusparselt and CUSPARSELT_VERSION; optional.
+# Finds cuSPARSELt, an optional library for 2:4 products, in CUSPARSELT_ROOT or in the wheel beside torch. The
+# CUDA toolkit does not contain it.
+#
+# Target: drot::cusparselt. Sets CUSPARSELT_FOUND and CUSPARSELT_VERSION.
 
 find_path(CUSPARSELT_INCLUDE_DIR cusparseLt.h
   PATHS "$ENV{CUSPARSELT_ROOT}" "${TORCH_SITE_PACKAGES}/nvidia/cusparselt" ${DROT_CUDA_ROOTS}

@@ -1,9 +1,8 @@
-# torch::cpu and torch::cuda (where torch has CUDA), made by asking the active torch in Python.
+# Targets torch::cpu and, if torch has CUDA, torch::cuda, from the torch that ${Python_EXECUTABLE} imports.
+# Sets TORCH_VERSION, TORCH_CUDA_VERSION (empty for a CPU build of torch) and TORCH_SITE_PACKAGES.
 #
-# find_package(Torch) is not used: the config of a CUDA torch stops with an error where there is no
-# complete CUDA toolkit, and a CPU build needs none.
-#
-# Sets TORCH_VERSION, TORCH_CUDA_VERSION (empty for a CPU torch), TORCH_SITE_PACKAGES.
+# find_package(Torch) is not used: with a CUDA build of torch it fails unless the CUDA toolkit is complete,
+# and a CPU build of drot needs no toolkit.
 
 execute_process(
   COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/ask_torch.py"
@@ -24,8 +23,8 @@ add_library(torch::cpu INTERFACE IMPORTED)
 target_include_directories(torch::cpu SYSTEM INTERFACE
   "${TORCH_ROOT}/include" "${TORCH_ROOT}/include/torch/csrc/api/include")
 target_compile_definitions(torch::cpu INTERFACE _GLIBCXX_USE_CXX11_ABI=${TORCH_CXX11_ABI})
-# -fopenmp: at::parallel_for is a template whose pragma must be compiled here; the libgomp that it
-# needs is the one torch has loaded. The build fails here and not at import when a library is missing.
+# at::parallel_for is a template with an OpenMP pragma, hence -fopenmp; it must use the libgomp that torch
+# loads. Libraries are REQUIRED, so that the build and not the import fails if one is missing.
 target_compile_options(torch::cpu INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
 foreach(_name c10 torch_cpu)
   find_library(_torch_${_name} ${_name} PATHS "${TORCH_ROOT}/lib" NO_DEFAULT_PATH NO_CACHE REQUIRED)

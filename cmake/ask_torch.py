@@ -1,10 +1,10 @@
-"""Prints what cmake/Torch.cmake must know of the active torch, one NAME=value a line."""
+"""Prints paths and versions of the installed torch, one NAME=value per line, for cmake/Torch.cmake."""
 
 import contextlib
 import io
 from pathlib import Path
 
-# torch may warn on stderr (no NumPy, for one); stdout belongs to CMake
+# CMake reads stdout, on which torch's import may print warnings
 with contextlib.redirect_stdout(io.StringIO()):
     import torch
 

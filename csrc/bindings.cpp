@@ -1,22 +1,22 @@
-// Every op schema of drot, and the module drot._C with what is not a tensor op.
+// The schemas of all drot ops, and the Python module drot._C with the functions that are not tensor ops.
 //
-// The kernels register themselves (TORCH_LIBRARY_IMPL in csrc/ops/cpu and csrc/ops/cuda); shapes and
-// meaning are documented in csrc/ops/<op>.h and drot/ops/<op>.py.
+// The kernels are registered by TORCH_LIBRARY_IMPL in csrc/ops/cpu and csrc/ops/cuda. Shapes and meaning are
+// documented in csrc/ops/<op>.h and drot/ops/<op>.py.
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include "common/remembered.h"
+#include "common/tuning_cache.h"
 
 TORCH_LIBRARY(drot, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(
-      "entropy_loss(Tensor y, Tensor? m=None, *, bool rows=True, bool columns=False, float scale=1.0)"
-      " -> (Tensor loss, Tensor dy, Tensor dm)",
+      "entropy_loss(Tensor y, Tensor? column_scale=None, *, bool rows=True, bool columns=False,"
+      " float scale=1.0) -> (Tensor loss, Tensor dy, Tensor dcolumn_scale)",
       tags);
   m.def(
-      "pruned_importance(Tensor y, Tensor? m=None, *, int prune, int group, float scale=1.0)"
-      " -> (Tensor loss, Tensor dy, Tensor dm)",
+      "pruned_importance(Tensor y, Tensor? column_scale=None, *, int prune, int group, float scale=1.0)"
+      " -> (Tensor loss, Tensor dy, Tensor dcolumn_scale)",
       tags);
   m.def("nm_mask(Tensor score, int prune, int group) -> Tensor", tags);
   m.def(
@@ -35,15 +35,15 @@ TORCH_LIBRARY(drot, m) {
   m.def("sparse24_compress(Tensor values, Tensor positions) -> Tensor", tags);
 }
 
-// A backward pass through it is an error. Here and not in Python, where it would cost a small product
-// more time than the product.
+// sparse24_linear raises in a backward pass. The formula is registered here because one registered in Python
+// takes longer than a small product.
 TORCH_LIBRARY_IMPL(drot, Autograd, m) {
   m.impl("sparse24_linear", torch::autograd::autogradNotImplementedFallback());
 }
 
 namespace {
 
-// What this binary was made of: text, "" where there is none.
+// Versions and options of this build as text; "" for what the build does not have.
 pybind11::dict build_info() {
   pybind11::dict info;
   info["version"] = DROT_VERSION;
@@ -60,7 +60,7 @@ pybind11::dict build_info() {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "Native part of drot; importing it registers torch.ops.drot.*";
-  m.def("build_info", &build_info, "What this binary was made of: a dict of str.");
-  m.def("remembered_file", &drot::remembered_file,
-        "Path of what was measured once, \"\" where nothing is kept.");
+  m.def("build_info", &build_info, "Versions and options of this build: a dict of str.");
+  m.def("tuning_cache_file", &drot::tuning_cache::file,
+        "Path of the tuning cache, \"\" where nothing is cached.");
 }

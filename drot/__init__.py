@@ -4,23 +4,25 @@ from importlib import import_module
 from typing import Any
 
 from drot import _extension as _extension
-from drot import hf as hf  # importing it registers with transformers
+from drot._transformers_hook import register_with_transformers
 from drot.version import __version__
 
-#: public name -> module that defines it; imported at first use, so that `import drot` stays fast
+#: public name -> the module that defines it, which is imported at first use so that `import drot` is fast
 _PUBLIC = {
     "CalibrationConfig": "drot.config",
-    "PruneResult": "drot.pipeline",
+    "PruneResult": "drot.pipeline.prune",
     "PruningConfig": "drot.config",
     "Recipe": "drot.config",
     "RotationConfig": "drot.config",
     "Sparsity": "drot.config",
     "UserError": "drot.errors",
-    "load": "drot.checkpoint",
-    "prune": "drot.pipeline",
+    "load": "drot.checkpoint.load",
+    "prune": "drot.pipeline.prune",
 }
 
 __all__ = ["__version__", "ops", *sorted(_PUBLIC)]
+
+register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:

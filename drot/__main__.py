@@ -1,5 +1,5 @@
-"""`python -m drot` is the command line."""
+"""`python -m drot`."""
 
-from drot.cli import main
+from drot.cli.app import main
 
 main()

@@ -1,7 +1,7 @@
-"""The recipe of a run, as frozen dataclasses: the only home of every default.
+"""The recipe of a run as frozen dataclasses, which define every default.
 
-The command line derives its options from these classes, the manifest stores them, and every
-check of a single value is made here, once, when the object is built.
+The command line takes its defaults from these classes, and the manifest stores them. Each class checks its
+values when an object is built. Whether the values fit a model is checked in drot/pipeline/validation.py.
 """
 
 import dataclasses
@@ -17,37 +17,42 @@ RotationMode = Literal["none", "layer", "shared"]
 Objective = Literal["auto", "entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
 HessianSource = Literal["sequential", "dense"]
-DownBasis = Literal["own", "next"]
+BoundaryPlace = Literal["input", "residual"]
+WeightFormat = Literal["dense", "packed"]
 ProductDtype = Literal["float32", "bfloat16"]
 
-#: steps and learning rate where the user names none; those of `paper` are the paper's (section 4),
-#: those of `fast` were chosen by measurement (benchmarks/README.md).
+#: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
+#: of `fast` were chosen by measurement (benchmarks/README.md).
 OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (200, 0.03), "paper": (2000, 0.01)}
-#: learning rate of `fast` for one R1 that all layers share
+#: Default learning rate of `fast` with `mode="shared"`.
 SHARED_LR = 0.02
 
 
 def _one_of(name: str, value: object, allowed: Any) -> None:
     choices = typing.get_args(allowed)
     if value not in choices:
-        raise UserError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+        raise UserError(f"`{name}` must be one of {', '.join(choices)}; got {value!r}")
 
 
 def _at_least(name: str, value: float, low: float) -> None:
     if not (isinstance(value, int | float) and math.isfinite(value) and value >= low):
-        raise UserError(f"{name} must be a finite number of at least {low}; got {value!r}")
+        raise UserError(f"`{name}` must be a finite number of at least {low}; got {value!r}")
 
 
 def _whole(name: str, value: int, low: int, high: int | None = None) -> None:
     if not isinstance(value, int) or value < low or (high is not None and value > high):
         allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise UserError(f"{name} must be a whole number {allowed}; got {value!r}")
+        raise UserError(f"`{name}` must be a whole number {allowed}; got {value!r}")
 
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Which share of the weights goes: `n:m` keeps n of every m neighbours along the input
-    dimension; a plain ratio (0.5) removes that share, wherever the weights lie."""
+    """The share of the weights that pruning removes.
+
+    ratio: the share, in [0, 1).
+    n, m: n:m keeps n of every m neighbouring weights along the input dimension, so ratio is 1 - n/m. Both
+        are 0 for a plain ratio, which prescribes no pattern.
+    """
 
     ratio: float
     n: int = 0
@@ -55,15 +60,15 @@ class Sparsity:
 
     @property
     def structured(self) -> bool:
-        """True for n:m."""
+        """True for n:m, False for a plain ratio."""
         return self.m > 0
 
     @classmethod
     def parse(cls, text: "str | float | Sparsity") -> "Sparsity":
-        """From `0.5`, `"0.5"`, `"50%"` or `"2:4"`. Raises UserError on anything else."""
+        """Reads `0.5`, `"0.5"`, `"50%"` or `"2:4"`. Raises UserError for anything else."""
         if isinstance(text, Sparsity):
             return text
-        expected = "sparsity must be a ratio in [0, 1) such as 0.5, or n:m with 0 < n < m <= 32 such as 2:4"
+        expected = "`sparsity` must be a ratio in [0, 1) such as 0.5, or n:m with 0 < n < m <= 32 such as 2:4"
         try:
             if isinstance(text, str) and ":" in text:
                 n, m = (int(part) for part in text.split(":"))
@@ -86,10 +91,15 @@ class Sparsity:
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationConfig:
-    """Which text the Hessians come from.
+    """The text from which the Hessians are computed.
 
-    source: `c4`, `wikitext2` (through `datasets`), a txt/json/jsonl/parquet file, or, from Python,
-        a tensor of token ids [nsamples, seqlen].
+    Args:
+        source: `c4` or `wikitext2`, which the package `datasets` downloads, or a .txt, .json, .jsonl or
+            .parquet file.
+        nsamples: number of sequences.
+        seqlen: tokens in a sequence.
+        seed: seed of the positions at which sequences are cut from the text.
+        text_column: the column of the text in .json, .jsonl and .parquet files.
     """
 
     source: str = "c4"
@@ -101,33 +111,37 @@ class CalibrationConfig:
     def __post_init__(self) -> None:
         _whole("nsamples", self.nsamples, 1)
         _whole("seqlen", self.seqlen, 2)
-        _whole("seed", self.seed, 0, 2**64 - 1)  # what torch.Generator takes
+        _whole("seed", self.seed, 0, 2**64 - 1)  # the range of torch.Generator
 
 
 @dataclass(frozen=True, kw_only=True)
 class RotationConfig:
-    """How the orthogonal matrices are trained (paper, section 3.3).
+    """How the orthogonal matrices R1 and R2 are trained (paper, section 3.3).
 
-    mode: `none`, `layer` (the paper: one R1 a layer) or `shared` (one R1 for the whole model, whose
-        result is a stock checkpoint).
-    blocks: R1 is block-diagonal (appendix F) with that many equal blocks, 1 is dense; or the sizes of
-        unequal blocks, whose sum is the hidden size.
-    objective: `entropy` (the paper), `pruned` (the importance that the mask will remove) or `auto`:
-        pruned for n:m, entropy for a ratio.
-    optimizer: `paper` (Adam on A through QR) or `fast` (Adam in the tangent space of SO(n)).
-    steps, lr: None takes OPTIMIZER_DEFAULTS, or SHARED_LR.
-    early_stop: `fast` ends when the loss moves by less than this share of it a step; 0 never does.
-    hessians: `sequential` (inputs that passed the pruned layers) or `dense` (all from one pass of
-        the dense model, so that layers train independently); `shared` always takes the dense ones.
-    down_basis: where down_proj is trained and pruned: in its `own` layer's basis (the paper: the boundary
-        rotation stands in front of the next layer) or in the `next` layer's (it acts on the residual
-        alone, beside the MLP); the figures of a layer's training then are with the down_proj of the layer
-        before, those of the last one with its own too.
-    layers_per_step: with `shared`, a step looks at so many layers only, the rest wait in main memory;
-        None is all of them.
-    product_dtype: dtype of the matrix products; the loss is always fp32 at least.
-    reference_compat: score of SparseGPT as the paper's code computes it, with the damping added a
-        second time, onto the inverse.
+    Args:
+        mode: `layer` trains one R1 for each layer, as the paper does. `shared` trains one R1 for the whole
+            model, and the result is a stock checkpoint. `none` rotates nothing.
+        blocks: the number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A tuple gives the
+            sizes of unequal blocks, which must add up to the hidden size.
+        objective: `entropy` is the paper's. `pruned` is the importance of the weights that the mask removes.
+            `auto` is `pruned` for n:m and `entropy` for a ratio.
+        optimizer: `paper` is Adam on A with R = qr(A). `fast` is Adam in the tangent space of SO(n).
+        steps: training steps; None is the optimizer's value in OPTIMIZER_DEFAULTS.
+        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS, or SHARED_LR.
+        early_stop: `fast` stops when the loss changes by less than this share of itself a step; 0 never
+            stops early.
+        hessians: `sequential` computes a layer's Hessians after the layers before it were pruned. `dense`
+            computes all Hessians in one pass of the dense model, so that layers train independently;
+            `mode="shared"` always does so.
+        boundary: where the rotation between layers l and l + 1 acts. `input`, as in the paper: on the input
+            of layer l + 1, and down_proj of layer l takes R1(l). `residual`: on the residual of layer l,
+            beside its MLP, and down_proj of layer l takes R1(l + 1). down_proj is then trained with layer
+            l + 1, whose training figures include it.
+        layers_per_step: with `mode="shared"`, the number of layers in the loss of one step; the other
+            layers are offloaded to main memory. None is all layers.
+        product_dtype: dtype of the matrix products. The loss is computed in fp32 at least.
+        reference_compat: computes the SparseGPT scores as the paper's code does, which adds the damping a
+            second time, to the inverse.
     """
 
     mode: RotationMode = "layer"
@@ -138,17 +152,17 @@ class RotationConfig:
     lr: float | None = None
     early_stop: float = 1e-5
     hessians: HessianSource = "sequential"
-    down_basis: DownBasis = "own"
+    boundary: BoundaryPlace = "input"
     layers_per_step: int | None = None
     product_dtype: ProductDtype = "float32"
     reference_compat: bool = False
 
     def __post_init__(self) -> None:
-        _one_of("rotation", self.mode, RotationMode)
+        _one_of("mode", self.mode, RotationMode)
         _one_of("objective", self.objective, Objective)
         _one_of("optimizer", self.optimizer, Optimizer)
         _one_of("hessians", self.hessians, HessianSource)
-        _one_of("down_basis", self.down_basis, DownBasis)
+        _one_of("boundary", self.boundary, BoundaryPlace)
         _one_of("product_dtype", self.product_dtype, ProductDtype)
         if isinstance(self.blocks, list):
             object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -160,23 +174,26 @@ class RotationConfig:
         if self.layers_per_step is not None:
             _whole("layers_per_step", self.layers_per_step, 1)
         if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise UserError(f"lr must be a finite number above 0; got {self.lr!r}")
+            raise UserError(f"`lr` must be a finite number above 0; got {self.lr!r}")
 
     @property
     def equal_blocks(self) -> int:
-        """The number of equal blocks; unequal ones are trained inside a dense matrix."""
+        """The number of equal blocks; 1 for unequal blocks, which are trained inside a dense matrix."""
         return self.blocks if isinstance(self.blocks, int) else 1
 
     @property
     def resolved_hessians(self) -> str:
+        """`hessians`, or `dense` with `mode="shared"`."""
         return "dense" if self.mode == "shared" else self.hessians
 
     @property
     def resolved_steps(self) -> int:
+        """`steps`, or its default."""
         return OPTIMIZER_DEFAULTS[self.optimizer][0] if self.steps is None else self.steps
 
     @property
     def resolved_lr(self) -> float:
+        """`lr`, or its default."""
         if self.lr is not None:
             return self.lr
         if self.mode == "shared" and self.optimizer == "fast":
@@ -186,11 +203,13 @@ class RotationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PruningConfig:
-    """What is removed and how.
+    """Which weights are removed, and how.
 
-    damping: share of mean(diag H) added to the Hessian's diagonal before it is inverted; a failed
-        Cholesky multiplies it by 10, and the manifest says so.
-    block_size: columns that SparseGPT solves before it propagates their error to the rest.
+    method: the score of a weight: `magnitude`, `wanda` or `sparsegpt`.
+    sparsity: the share of the weights that is removed, as n:m or as a ratio.
+    damping: the share of mean(diag H) that is added to the Hessian's diagonal before the inversion. If the
+        Cholesky factorisation fails, the share is multiplied by 10; the manifest records the final share.
+    block_size: the number of columns that SparseGPT prunes before it updates the columns right of them.
     """
 
     method: Method = "sparsegpt"
@@ -203,16 +222,16 @@ class PruningConfig:
         object.__setattr__(self, "sparsity", Sparsity.parse(self.sparsity))
         _at_least("damping", self.damping, 0)
         _whole("block_size", self.block_size, 1)
-        split = self.sparsity.structured and self.block_size % self.sparsity.m
-        if split and self.method == "sparsegpt":  # the others have no blocks
+        splits_groups = self.sparsity.structured and self.block_size % self.sparsity.m
+        if splits_groups and self.method == "sparsegpt":  # the other methods have no blocks
             raise UserError(
-                f"block_size must be a multiple of m in n:m; got {self.block_size} and {self.sparsity}"
+                f"`block_size` must be a multiple of m in n:m; got {self.block_size} with {self.sparsity}"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that decides the result of `drot.prune`."""
+    """All settings that affect the result of `drot.prune`."""
 
     rotation: RotationConfig = field(default_factory=RotationConfig)
     pruning: PruningConfig = field(default_factory=PruningConfig)
@@ -220,13 +239,13 @@ class Recipe:
 
     @property
     def objective(self) -> str:
-        """The objective after `auto` is resolved."""
+        """The objective, with `auto` resolved."""
         if self.rotation.objective != "auto":
             return self.rotation.objective
         return "pruned" if self.pruning.sparsity.structured else "entropy"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types, equal to themselves after a round trip, with every default spelled out."""
+        """The recipe in plain JSON types, with every default resolved. A round trip through JSON is exact."""
         out = dataclasses.asdict(self)
         out["pruning"]["sparsity"] = str(self.pruning.sparsity)
         if isinstance(self.rotation.blocks, tuple):

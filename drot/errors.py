@@ -4,5 +4,7 @@
 class UserError(ValueError):
     """A mistake in the input: one line that says what was expected, what came and what to do.
 
-    The command line prints it and exits with status 2; anything else is a fault of ours (status 1).
+    The message names configuration fields and arguments as Python does, in backticks: `hessians`, or with
+    a value `hessians="dense"`, `resume=True`. The command line shows them as its options (drot/cli/app.py),
+    prints the line and exits with status 2. Every other exception is a fault of drot (status 1).
     """

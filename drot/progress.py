@@ -1,4 +1,4 @@
-"""What a long run tells its caller while it goes on."""
+"""The events that a long run reports to its caller."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -6,12 +6,14 @@ from typing import Protocol
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:
-    """One sign of life.
+    """The position of a run when the event is reported.
 
     phase: `check`, `calibrate`, `rotate`, `prune`, `evaluate`, `measure` or `save`.
-    layer, layers: which decoder layer of how many (0-based; layers = 0 where there is none).
-    step, steps: inside the phase (training step, window of an evaluation, case of a benchmark).
-    loss: value of the objective at that step (mean entropy or pruned importance a layer).
+    layer, layers: the decoder layer, counted from 0, and the number of layers; layers is 0 in a phase that
+        does not go through the layers.
+    step, steps: the step inside the phase and the number of steps. A step is a training step, a window of
+        an evaluation or a case of a benchmark.
+    loss: the objective at that step, entropy or pruned importance, as the mean over the layers.
     """
 
     phase: str
@@ -27,4 +29,4 @@ class Progress(Protocol):
 
 
 def silent(event: ProgressEvent) -> None:
-    """The progress of a caller who wants none."""
+    """The default `progress`: ignores the event."""

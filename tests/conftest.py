@@ -1,10 +1,19 @@
 """Fixtures that every test shares."""
 
+import os
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+# torch.compile keeps what it compiled for the processor that it saw; another one, or one whose instructions
+# were lowered by ATEN_CPU_CAPABILITY, must not meet it
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR",
+    os.path.join(tempfile.gettempdir(), f"drot-tests-inductor-{torch.backends.cpu.get_cpu_capability()}"),
+)
 
 
 def devices() -> list[str]:

@@ -1,4 +1,4 @@
-// Checks of op input, called inside both backends. A message says what was expected and what came.
+// Input checks for the CPU and CUDA kernels of all ops. A message states what was expected and what came.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,10 +14,10 @@ inline void check_matrix(const at::Tensor& t, const char* name) {
   TORCH_CHECK_VALUE(t.dim() == 2, name, " must be [rows, columns], got ", t.sizes());
 }
 
-// Shape [length], as long as what `of` says.
-inline void check_vector(const at::Tensor& t, const char* name, int64_t length, const char* of) {
+// Shape [length]; `each` names in the message what a value belongs to.
+inline void check_vector(const at::Tensor& t, const char* name, int64_t length, const char* each) {
   TORCH_CHECK_VALUE(t.dim() == 1 && t.size(0) == length, name, " must be [", length, "], one value for each ",
-                    of, ", got ", t.sizes());
+                    each, ", got ", t.sizes());
 }
 
 // Shape [..., n, n].
@@ -49,14 +49,13 @@ inline void check_same_dtype(const at::Tensor& t, const char* name, const at::Te
                     ", ", other.scalar_type(), ", got ", t.scalar_type());
 }
 
-// Two tensors of one op: the same device.
 inline void check_same_device(const at::Tensor& t, const char* name, const at::Tensor& other,
                               const char* other_name) {
   TORCH_CHECK_VALUE(t.device() == other.device(), name, " must be on the device of ", other_name, ", ",
                     other.device(), ", got ", t.device());
 }
 
-// `prune` of each `group` neighbours of a row of `columns`; group = 0 stands for the whole row.
+// `prune` scores of every `group` neighbouring columns are removed; group = 0 stands for the whole row.
 inline void check_groups(int64_t prune, int64_t group, int64_t columns, int64_t max_group) {
   TORCH_CHECK_VALUE(group >= 0 && group <= max_group, "group must be 0 (the whole row) or 1 to ", max_group,
                     ", got ", group);

@@ -1,4 +1,4 @@
-// DROT_HOST_DEVICE marks arithmetic that the CPU and the CUDA kernels share.
+// DROT_HOST_DEVICE marks functions that CPU and CUDA kernels share; DROT_UNROLL unrolls a loop on a GPU.
 #pragma once
 
 #ifdef __CUDACC__
@@ -7,7 +7,7 @@
 #define DROT_HOST_DEVICE inline __attribute__((always_inline))
 #endif
 
-// Unrolls the loop that follows on the GPU, where its arrays then live in registers.
+// DROT_UNROLL stands before a loop. On a GPU, arrays that an unrolled loop indexes stay in registers.
 #ifdef __CUDA_ARCH__
 #define DROT_UNROLL _Pragma("unroll")
 #else

@@ -1,7 +1,8 @@
-// Which scores of a group are removed: the rule that every op, on every backend, shares.
+// The rule by which scores of a group are removed, for the CPU and the CUDA kernels of nm_mask,
+// pruned_importance and sparsegpt_sweep.
 //
-// The `prune` smallest go; of equal scores the one with the lower index goes first; -0 equals 0, and
-// NaN is larger than every number, so it goes last.
+// The `prune` smallest scores are removed. Of equal scores the one with the lower index is removed first.
+// -0 equals 0, and NaN is larger than every number.
 #pragma once
 
 #include <cstdint>
@@ -11,11 +12,11 @@
 
 namespace drot {
 
-// The largest group whose mask fits the bits that removed_bits returns.
+// The largest group whose mask fits the 32 bits that removed_bits returns.
 constexpr int kMaxGroup = 32;
 
-// A signed integer with the order of the rule above, so that a comparison is one instruction and
-// needs no case for NaN.
+// A signed integer that is ordered as the rule above orders scores: a comparison is then one instruction,
+// without a case for NaN.
 DROT_HOST_DEVICE int32_t ordered_key(float score) {
   const float x = score + 0.0f;  // turns -0 into 0
   int32_t bits;
@@ -35,14 +36,14 @@ DROT_HOST_DEVICE int64_t ordered_key(double score) {
 template <class T>
 using OrderedKey = decltype(ordered_key(T{}));
 
-// True where a key goes before another one of a higher index.
+// Whether `earlier` is removed before `later`, whose index is higher.
 template <class Key>
 DROT_HOST_DEVICE bool goes_before(Key earlier, Key later) {
   return earlier <= later;
 }
 
-// The mask of one group of kGroup scores, bit i set where score[i] is removed. Made for registers on the GPU:
-// every loop is unrolled, and the ranks come from counting, without a branch.
+// The mask of one group of kGroup scores: bit i is set where score[i] is removed. On the GPU all arrays stay
+// in registers, because every loop is unrolled. The ranks are counted without a branch.
 template <int kGroup, class T>
 DROT_HOST_DEVICE uint32_t removed_bits(const T (&score)[kGroup], int prune) {
   static_assert(kGroup <= kMaxGroup, "the mask is 32 bits");
@@ -68,7 +69,7 @@ DROT_HOST_DEVICE uint32_t removed_bits(const T (&score)[kGroup], int prune) {
   return bits;
 }
 
-// The same for any group of 1 to kMaxGroup scores.
+// The same mask for a group of 1 to kMaxGroup scores whose size the compiler does not know.
 template <class T>
 DROT_HOST_DEVICE uint32_t removed_bits(const T* score, int group, int prune) {
   uint32_t bits = 0;

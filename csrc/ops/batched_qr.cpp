@@ -1,4 +1,4 @@
-// The parts of batched_qr that are calls of LAPACK and BLAS, or of cuSOLVER and cuBLAS: ATen picks.
+// The parts of batched_qr that call, through ATen, LAPACK and BLAS on a CPU, cuSOLVER and cuBLAS on a GPU.
 #include "ops/batched_qr.h"
 
 #include <ATen/TensorOperators.h>
@@ -26,7 +26,8 @@ std::tuple<at::Tensor, at::Tensor> householder_qr(const at::Tensor& a) {
   return {q, r};
 }
 
-// aᵀa, of which only the lower triangle is made: in blocks of columns, 5/8 of the whole product.
+// aᵀa, of which only the lower triangle is valid: blocks of columns from the diagonal down are 5/8 of the
+// whole product.
 static at::Tensor lower_gram(const at::Tensor& a) {
   constexpr int64_t kBlocks = 4, kSmall = 512;
   const int64_t n = a.size(-1);
@@ -50,19 +51,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> cholesky_qr(const at::Tensor& a) 
   const auto [lower, info] = at::linalg_cholesky_ex(lower_gram(wide));
   const at::Tensor r = lower.mT();
   const at::Tensor q = at::linalg_solve_triangular(r, wide, /*upper=*/true, /*left=*/false);
-  // |qᵀq - 1| grows with the square of a's condition, and Cholesky notices only when all digits are
-  // lost; four fixed, dense directions tell, at the price of a few matrix-vector products
+  // |qᵀq - 1| grows with the square of a's condition number, and Cholesky fails only when all digits are
+  // lost. The product with four fixed, dense vectors measures it at the cost of a few matrix-vector products.
   const at::Tensor index = at::arange(a.size(-1), wide.options());
   const at::Tensor probes = at::cos(index.unsqueeze(-1) * at::arange(1, 5, wide.options()) * 1.7 + 0.3);
   const at::Tensor error = (at::matmul(q.mT(), at::matmul(q, probes)) - probes).abs().amax({-2, -1});
   const double tolerance = a.scalar_type() == at::kFloat ? 1e-7 : 1e-10;
-  // NaN compares false
+  // a NaN is not reliable: it compares false
   const at::Tensor reliable = (error <= tolerance).logical_and(info == 0);
   return {q.to(a.scalar_type()).contiguous(), r.to(a.scalar_type()).contiguous(), reliable};
 }
 
 at::Tensor qr_backward(const at::Tensor& gq, const at::Tensor& q, const at::Tensor& r) {
-  // with M = -gqᵀ q and C = tril(M) + tril(M, -1)ᵀ:  ga = (gq + q C) R⁻ᵀ
+  // ga = (gq + q C) r⁻ᵀ with M = -gqᵀ q and C = tril(M) + tril(M, -1)ᵀ
   const at::Tensor m = at::matmul(gq.mT(), q).neg();
   const at::Tensor c = m.tril() + m.tril(-1).mT();
   const at::Tensor right = gq + at::matmul(q, c);

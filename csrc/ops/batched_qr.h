@@ -1,6 +1,6 @@
-// batched_qr: a [..., n, n] fp32 or fp64 -> q, r of the same shape, a = q r, diag(r) >= 0.
-// batched_qr_backward: the gradient of a loss in a, from its gradient in q.
-// cholesky_qr: the same factors from one Cholesky factorisation of aᵀa in fp64.
+// batched_qr: a [..., n, n], fp32 or fp64 -> q, r of the same shape with a = q r, diag(r) >= 0.
+// batched_qr_backward: gradient of a loss in q -> gradient in a.
+// cholesky_qr: q, r from a Cholesky factorisation of aᵀa in fp64.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,7 +11,7 @@
 
 namespace drot {
 
-// Up to this n one thread block, or one CPU thread, takes a matrix of a batch.
+// Up to this n each matrix of a batch is factorised by one thread block, or by one CPU thread.
 constexpr int64_t kSmallQr = 256;
 
 inline void check_batched_qr(const at::Tensor& a) {
@@ -30,13 +30,13 @@ inline void check_batched_qr_backward(const at::Tensor& gq, const at::Tensor& q,
   check_same_device(r, "r", q, "q");
 }
 
-// LAPACK's or cuSOLVER's geqrf and orgqr, with the signs fixed. a: [..., n, n], n > 0.
+// geqrf and orgqr of LAPACK or cuSOLVER, with signs changed so that diag(r) >= 0. a: [..., n, n], n > 0.
 std::tuple<at::Tensor, at::Tensor> householder_qr(const at::Tensor& a);
 
-// The third tensor, bool [...], tells which matrices are orthogonal to fp32 (fp64 input: to 1e-10).
+// Returns q, r and reliable, bool [...]: whether q is orthogonal to fp32 accuracy (for fp64 input: to 1e-10).
 std::tuple<at::Tensor, at::Tensor, at::Tensor> cholesky_qr(const at::Tensor& a);
 
-// In products and a triangular solve of the library, for any n. Shapes have been checked.
+// batched_qr_backward for any n, by matrix products and a triangular solve of ATen. The caller checks shapes.
 at::Tensor qr_backward(const at::Tensor& gq, const at::Tensor& q, const at::Tensor& r);
 
 }  // namespace drot

@@ -1,4 +1,4 @@
-// nm_mask: which scores of a matrix are removed, n:m or the smallest k of each row.
+// nm_mask: the mask of the scores that are removed, n:m or the smallest of each row.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,7 +8,7 @@
 
 namespace drot {
 
-// The checks of both backends. score [r, c], any float dtype; group 1 … kMaxGroup, or 0 for a row.
+// score [rows, columns], any float dtype; group 1 … kMaxGroup, or 0 for the whole row.
 inline void check_nm_mask(const at::Tensor& score, int64_t prune, int64_t group) {
   check_matrix(score, "score");
   check_dtype(score, "score", {at::kFloat, at::kDouble, at::kHalf, at::kBFloat16});

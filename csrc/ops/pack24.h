@@ -1,6 +1,8 @@
-// pack24: w [r, c], c % 8 == 0, at most two non-zeros in each four neighbours of a row (2-byte or
-// 4-byte float) -> values [r, c/2] in w's dtype, positions uint8 [r, c/8]: four two-bit positions a
-// byte, the lower first, ascending in each group of four.
+// pack24: w [r, c] -> values [r, c/2] in w's dtype, positions uint8 [r, c/8].
+//
+// w is bf16, fp16 or fp32 with c % 8 == 0 and at most two non-zeros in each group of four columns of a row. A
+// byte holds four two-bit positions, the first in the lowest bits; the two positions of a group ascend.
+//
 // unpack24: the inverse.
 #pragma once
 
@@ -31,18 +33,19 @@ inline void check_unpack24(const at::Tensor& values, const at::Tensor& positions
                     positions.sizes());
 }
 
-// row: the first faulty row, or the number of rows where there is none.
+// row: the first row that is not 2:4, or the number of rows where all are.
 inline void check_packed_row(int64_t row, int64_t rows) {
   TORCH_CHECK_VALUE(row >= rows, "w must hold at most 2 non-zeros in each 4 neighbours, row ", row,
                     " has more");
 }
 
+// row: the first row with a group whose positions do not ascend, or the number of rows where all ascend.
 inline void check_unpacked_row(int64_t row, int64_t rows) {
-  TORCH_CHECK_VALUE(row >= rows, "positions must ascend in each group of 4, those of row ", row, " do not");
+  TORCH_CHECK_VALUE(row >= rows, "positions must ascend in each group of 4; in row ", row, " they do not");
 }
 
-// unpack24 on the GPU without a look at the positions, for which the CPU would have to wait. Contiguous
-// tensors, values aligned to 16 bytes, on the current device.
+// unpack24 on the GPU without the check of the positions, for whose result the CPU would have to wait. The
+// tensors are contiguous and on the current device, and values are aligned to 16 bytes.
 at::Tensor unpack24_unchecked_cuda(const at::Tensor& values, const at::Tensor& positions);
 
 }  // namespace drot

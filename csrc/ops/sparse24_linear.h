@@ -1,7 +1,9 @@
-// sparse24_linear: y = x Wᵀ (+ bias) (+ residual, or + residual · rotation), W [out, in] as pack24 has
-// it. x [..., in], bias [out], residual [..., out] and rotation [out, out] are of the dtype of values;
-// compressed: what sparse24_compress makes of the same weight, or none.
-// sparse24_compress: the weight as a GPU's library wants it (uint8, opaque); empty where nothing does.
+// sparse24_linear: y = x Wᵀ (+ bias) (+ residual, or + residual · rotation), W [out, in] packed by pack24.
+//
+// x [..., in], bias [out], residual [..., out] and rotation [out, out] have the dtype of values. compressed
+// is the result of sparse24_compress for the same weight, or none.
+//
+// sparse24_compress: W in the layout of cuSPARSELt (uint8, opaque); empty where cuSPARSELt cannot be used.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,14 +17,15 @@ namespace drot {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
+// The shape of y.
 inline std::vector<int64_t> sparse24_linear_sizes(const at::Tensor& x, int64_t out) {
   std::vector<int64_t> sizes = x.sizes().vec();
   sizes.back() = out;
   return sizes;
 }
 
-// The checks of both backends. That positions ascend is checked where a weight is loaded, by unpack24;
-// where they do not, the result is undefined, and nothing outside of the tensors is read.
+// Whether positions ascend is not checked: unpack24 does that where a weight is loaded. If they do not
+// ascend, the result is undefined, but no memory outside of the tensors is read.
 inline void check_sparse24_linear(const at::Tensor& x, const at::Tensor& values, const at::Tensor& positions,
                                   const OptionalTensor& bias, const OptionalTensor& residual,
                                   const OptionalTensor& rotation, const OptionalTensor& compressed) {

@@ -10,8 +10,8 @@
 
 namespace drot {
 
-// The checks of both backends. w [r, b], hinv [b, b] fp32 or fp64; removed bool [r, b] or none, then
-// group 1 … kMaxGroup divides b.
+// w [rows, columns], hinv [columns, columns], fp32 or fp64; removed bool [rows, columns], or none: then
+// group, 1 … kMaxGroup, divides the columns.
 inline void check_sparsegpt_sweep(const at::Tensor& w, const at::Tensor& hinv,
                                   const std::optional<at::Tensor>& removed, int64_t prune, int64_t group) {
   check_matrix(w, "w");

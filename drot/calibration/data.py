@@ -1,4 +1,4 @@
-"""Calibration tokens: from the hub, from a local file, or from a tensor of token ids."""
+"""Calibration tokens from the Hugging Face hub, a local file or a tensor of token ids."""
 
 import hashlib
 import json
@@ -11,14 +11,15 @@ from torch import Tensor
 
 from drot.errors import UserError
 
-#: hub name → arguments of datasets.load_dataset; a streamed one comes document by document
+#: Source on the hub → arguments of datasets.load_dataset. A streamed data set is read document by document.
 HUB = {
     "c4": {"path": "allenai/c4", "data_files": "en/c4-train.00000-of-01024.json.gz", "streaming": True},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "streaming": False},
 }
-#: hub names that calibrate (split `train`) and those that evaluate (split `test`)
+#: Split → the sources on the hub that have it. `train` is for calibration, `test` for evaluation.
 SPLITS = {"train": ("c4", "wikitext2"), "test": ("wikitext2",)}
-OPTION = {"train": "--calibration", "test": "--ppl"}
+#: Split → the argument by which a caller names its source, for error messages.
+ARGUMENT = {"train": "source", "test": "ppl"}
 SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
 SEPARATOR = "\n\n"
 
@@ -28,20 +29,27 @@ def load_calibration(
 ) -> Tensor:
     """Token ids [nsamples, seqlen], int64, on the CPU.
 
-    source: `c4`, `wikitext2` (train splits, through `datasets`), a .txt/.json/.jsonl/.parquet file,
-    or a tensor [nsamples, seqlen] of ids, whose shape then counts. Documents are joined by a blank
-    line, tokenised without special tokens, and windows start where
-    torch.Generator().manual_seed(seed) says, one draw a window.
+    Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
+    position drawn from torch.Generator().manual_seed(seed).
 
-    Raises UserError, in one line, for a source that is missing, empty, unreadable or too short.
+    Raises UserError for a source that is missing, empty, unreadable or too short.
+
+    Args:
+        source: `c4` or `wikitext2`, whose train split the package `datasets` downloads, or a .txt, .json,
+            .jsonl or .parquet file. A tensor of token ids is used as it is, with its own shape.
+        tokenizer: the tokenizer of the model.
+        nsamples: number of sequences.
+        seqlen: tokens in a sequence.
+        seed: seed of the sequences' positions.
+        text_column: the column of the text in .json, .jsonl and .parquet files.
     """
     if isinstance(source, Tensor):
         return check_tokens(source)
-    ids = tokenize(read_text(source, "train", text_column, enough=nsamples * seqlen), tokenizer)
+    ids = tokenize(read_text(source, "train", text_column, max_tokens=nsamples * seqlen), tokenizer)
     if len(ids) <= seqlen:
         raise UserError(
-            f"calibration text {source!r} has {len(ids)} tokens, more than seqlen {seqlen} are needed: "
-            "lower --seqlen or give a longer text"
+            f"the calibration text must have more tokens than `seqlen`, {seqlen}; {source!r} has {len(ids)}: "
+            "lower `seqlen` or give a longer text"
         )
     generator = torch.Generator().manual_seed(seed)
     starts = [int(torch.randint(0, len(ids) - seqlen, (1,), generator=generator)) for _ in range(nsamples)]
@@ -49,7 +57,7 @@ def load_calibration(
 
 
 def check_tokens(tokens: Tensor) -> Tensor:
-    """A tensor of token ids as int64 on the CPU; UserError unless it is [nsamples, seqlen] integers."""
+    """`tokens` as int64 on the CPU. Raises UserError unless they are integers [nsamples, seqlen]."""
     if tokens.dim() != 2 or tokens.is_floating_point() or tokens.is_complex() or 0 in tokens.shape:
         raise UserError(
             "calibration tokens must be integers of shape [nsamples, seqlen], "
@@ -59,47 +67,50 @@ def check_tokens(tokens: Tensor) -> Tensor:
 
 
 def calibration_hash(tokens: Tensor) -> str:
-    """sha256 of the ids as little-endian int64, for the manifest."""
+    """The SHA-256 of token ids, written as little-endian int64; identifies the calibration data."""
     return hashlib.sha256(tokens.long().cpu().contiguous().numpy().astype("<i8").tobytes()).hexdigest()
 
 
 def tokenize(text: str, tokenizer: Any) -> Tensor:
-    """ids [n] of a text, without special tokens."""
+    """The token ids [n] of a text, without special tokens."""
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.long)
 
 
-def read_text(source: str, split: str, text_column: str, *, enough: int | None = None) -> str:
-    """The text of a source, documents joined by a blank line; those without text are left out.
+def read_text(source: str, split: str, text_column: str, *, max_tokens: int | None = None) -> str:
+    """The text of a source: its documents, joined by a blank line. Documents without text are left out.
 
-    split: `train` or `test`, of a hub name; a file is read whole.
-    enough: stop a streamed hub dataset behind that many tokens' worth of text (8 characters a token).
-    Raises UserError, in one line, for a source that is missing, empty or unreadable.
+    source: a name in HUB or a local file, which is read whole.
+    split: `train` or `test`, the split of a source on the hub.
+    text_column: the column of the text in .json, .jsonl and .parquet files.
+    max_tokens: stops reading c4 when the text is long enough for this many tokens, at 8 characters a token.
+
+    Raises UserError for a source that is missing, empty or unreadable.
     """
     path = Path(source)
     if source in SPLITS[split] and not path.exists():
         documents = _hub_documents(source, split, text_column)
     elif not path.is_file():
         raise UserError(
-            f"{OPTION[split]} takes {', '.join(SPLITS[split])} or a {', '.join(SUFFIXES)} file; "
+            f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])} or a {', '.join(SUFFIXES)} file; "
             f"got {source!r}, which is " + ("a folder" if path.is_dir() else "neither")
         )
     elif path.suffix not in SUFFIXES:
         raise UserError(
-            f"{source}: unknown kind of file {path.suffix!r}; expected one of {', '.join(SUFFIXES)}"
+            f"{source}: the file's suffix must be one of {', '.join(SUFFIXES)}; got {path.suffix!r}"
         )
     elif path.suffix == ".txt":
-        documents = iter([_content(path)])
+        documents = iter([_read_utf8(path)])
     else:
         documents = _file_documents(path, text_column)
     parts, length = [], 0
     for document in documents:
         parts.append(document)
         length += len(document)
-        if enough is not None and source == "c4" and length > 8 * enough:
+        if max_tokens is not None and source == "c4" and length > 8 * max_tokens:
             break
     text = SEPARATOR.join(parts)
     if not text.strip():
-        raise UserError(f"{source} is empty: it holds no text")
+        raise UserError(f"{source} is empty: give a source with text")
     return text
 
 
@@ -108,28 +119,28 @@ def _hub_documents(source: str, split: str, text_column: str) -> Iterator[str]:
         import datasets
     except ImportError:
         raise UserError(
-            f"{source!r} comes from the hub and needs `datasets`: pip install datasets, "
-            f"or use a local file: {OPTION[split]} PATH"
+            f"{source!r} is downloaded with the package datasets, which is missing: pip install datasets, "
+            f"or name a local file as `{ARGUMENT[split]}`"
         ) from None
     try:
         rows = datasets.load_dataset(**HUB[source], split=split)
         yield from _texts(rows, text_column, source)
     except UserError:
         raise
-    except Exception as error:  # datasets raises many kinds for "no network"
+    except Exception as error:  # datasets raises exceptions of many types when there is no network
         raise UserError(
-            f"cannot read {HUB[source]['path']} from the hub ({_reason(error)}); "
-            f"without a network, use a local file: {OPTION[split]} PATH"
+            f"cannot read {HUB[source]['path']} from the hub ({_first_line(error)}): "
+            f"without a network, name a local file as `{ARGUMENT[split]}`"
         ) from error
 
 
-def _content(path: Path) -> str:
-    """The text of a file; a byte order mark is no part of it."""
+def _read_utf8(path: Path) -> str:
+    """The text of a file, without a byte order mark."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(
-            f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at {error.start}: "
+            f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at offset {error.start}: "
             "convert it, for example with iconv -f latin1 -t utf-8"
         ) from None
     except OSError as error:
@@ -144,24 +155,24 @@ def _file_documents(path: Path, text_column: str) -> Iterator[str]:
         try:
             rows: Any = parquet.read_table(path).to_pylist()
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UserError(f"{path} is not a readable parquet file: {_reason(error)}") from None
+            raise UserError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
     else:
         rows = _json_rows(path)
     yield from _texts(rows, text_column, str(path))
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
-    """Rows of a JSON list, of one JSON object, or of JSON lines, whichever the file is."""
-    content = _content(path)
+    """The rows of a file that holds a JSON list, one JSON object or JSON lines."""
+    content = _read_utf8(path)
     if path.suffix == ".json":
         try:
             data = json.loads(content or "[]")
             yield from data if isinstance(data, list) else [data]
             return
         except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # JSON lines under the name .json are common
+            if error.msg != "Extra data":  # "Extra data" means JSON lines, which many .json files hold
                 raise _not_json(path, error.lineno, error) from None
-    # not splitlines(), which also parts a line at U+2028 and its like inside a string
+    # splitlines() would also split a string that contains U+2028 or U+0085
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
@@ -175,23 +186,24 @@ def _not_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
 
 
 def _texts(rows: Iterable[Any], text_column: str, source: str) -> Iterator[str]:
-    """The text of every row; a null, which datasets have for a document that was removed, is left out."""
+    """The text of every row. Rows whose text is null, as for removed documents, are left out."""
     for row in rows:
         text = row.get(text_column) if isinstance(row, dict) else row
         if isinstance(text, str):
             yield text
         elif isinstance(row, dict) and text_column not in row:
             raise UserError(
-                f"{source} has no text column {text_column!r}; there is: {', '.join(map(str, row))} "
-                "(--text-column)"
+                f"{source} has no column {text_column!r}; its columns are {', '.join(map(str, row))}: "
+                "name one of them as `text_column`"
             )
         elif text is not None:
             where = f"column {text_column!r}" if isinstance(row, dict) else "a row"
             raise UserError(
-                f"{source}: {where} must hold text, got {type(text).__name__} (--text-column names another)"
+                f"{source}: {where} must hold text, got {type(text).__name__}: "
+                "name another column as `text_column`"
             )
 
 
-def _reason(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,4 +1,4 @@
-"""The residual stream of the calibration text, layer by layer, with one layer on the device at a time."""
+"""The hidden states of the calibration tokens, which are passed through one layer after the other."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -11,16 +11,16 @@ from transformers import PreTrainedModel
 from drot.architectures import Architecture, decoder_layers, module_at
 from drot.calibration.hessian import HessianAccumulator
 
-#: tokens that pass a layer at once
+#: Tokens in one forward pass of a layer.
 TOKENS_PER_BATCH = 8192
 
 
 class _Recorder(nn.Module):
-    """Stands in for a decoder layer: notes what it is called with and passes the stream on."""
+    """Replaces a decoder layer in a forward pass: records the arguments and returns the input."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self._layer = [layer]  # in a list, so that it is no submodule
+        self._layer = [layer]  # the list keeps the layer from becoming a submodule
         self.kwargs: dict[str, Any] = {}
         self.hidden_states: Tensor
 
@@ -35,15 +35,15 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
-class _Stop(Exception):
-    """Ends a forward pass once the input that was wanted has been seen."""
+class _StopForward(Exception):
+    """Ends a forward pass when the inputs of all linears have been seen."""
 
 
 class CalibrationStream:
-    """Hidden states [nsamples, seqlen, d] in front of one layer, and what each layer is called with.
+    """The input [nsamples, seqlen, d] of one decoder layer, and the keyword arguments of all layers.
 
-    Built from the model's own forward with every layer replaced by a recorder, so that masks, RoPE
-    and sliding windows are what the model itself makes, whatever its family.
+    `embed` records the keyword arguments in the model's own forward pass, so that masks, RoPE and sliding
+    windows are right for every family.
     """
 
     def __init__(self, hidden_states: Tensor, layer_kwargs: list[dict[str, Any]]) -> None:
@@ -55,36 +55,36 @@ class CalibrationStream:
     def embed(
         cls, model: PreTrainedModel, arch: Architecture, tokens: Tensor, device: torch.device
     ) -> "CalibrationStream":
-        """Embeds `tokens` [nsamples, seqlen]; the model stays where it is, the stream is on `device`."""
+        """The first layer's input for `tokens` [nsamples, seqlen], on `device`. The model is not moved."""
         layers = decoder_layers(model, arch)
         recorders = [_Recorder(layer) for layer in layers]
         parent, _, name = arch.layers.rpartition(".")
         backbone = module_at(model, parent)
-        home = module_at(model, arch.embedding).weight.device
-        states = []
+        embedding_device = module_at(model, arch.embedding).weight.device
+        hidden_states = []
         setattr(backbone, name, nn.ModuleList(recorders))
         try:
             for row in tokens:
-                backbone(row[None].to(home), use_cache=False)
-                states.append(recorders[0].hidden_states.to(device))
+                backbone(row[None].to(embedding_device), use_cache=False)
+                hidden_states.append(recorders[0].hidden_states.to(device))
         finally:
             setattr(backbone, name, layers)
         kwargs = [_to_device(recorder.kwargs, device) for recorder in recorders]
-        return cls(torch.cat(states), kwargs)
+        return cls(torch.cat(hidden_states), kwargs)
 
-    def narrow(self, nsamples: int) -> "CalibrationStream":
-        """A copy of the first sequences."""
+    def first_samples(self, nsamples: int) -> "CalibrationStream":
+        """A stream with a copy of the first `nsamples` sequences."""
         return CalibrationStream(self.hidden_states[:nsamples].clone(), self.layer_kwargs)
 
     def batches(self) -> Iterable[slice]:
-        """Slices over sequences of about TOKENS_PER_BATCH tokens."""
+        """Slices of the sequences, with at most TOKENS_PER_BATCH tokens or one sequence each."""
         count, length = self.hidden_states.shape[:2]
         step = max(1, TOKENS_PER_BATCH // length)
         return (slice(start, start + step) for start in range(0, count, step))
 
     @torch.no_grad()
     def outputs(self, layer: nn.Module, index: int) -> Tensor:
-        """What `layer` makes of the stream, [nsamples, seqlen, d]; the stream stays as it is."""
+        """The output [nsamples, seqlen, d] of `layer`. The stream is not changed."""
         kwargs = self.layer_kwargs[index]
         out = torch.empty_like(self.hidden_states)
         for batch in self.batches():
@@ -92,12 +92,12 @@ class CalibrationStream:
         return out
 
     def advance(self, layer: nn.Module, index: int) -> None:
-        """Moves the stream behind `layer`."""
+        """Replaces the hidden states by the output of `layer`."""
         self.hidden_states = self.outputs(layer, index)
 
     @torch.no_grad()
     def rotate(self, matrix: Tensor) -> None:
-        """h ← h · matrix [d, d], multiplied in fp32 at least and rounded once."""
+        """h ← h · matrix, for matrix [d, d], computed in fp32 at least and rounded once."""
         dtype = self.hidden_states.dtype
         work = torch.promote_types(dtype, torch.float32)
         matrix = matrix.to(self.hidden_states.device, work)
@@ -106,30 +106,35 @@ class CalibrationStream:
 
     @torch.no_grad()
     def hessians(self, layer: nn.Module, index: int, linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
-        """Name → H [in, in] fp32 of each given linear's input; one pass, ended behind the last of them."""
+        """Name → H [in, in], fp32, of the inputs of the given linears of `layer`.
+
+        One pass computes all of them. It stops in front of the last of the linears.
+        """
         device = self.hidden_states.device
-        sums = {name: HessianAccumulator(lin.in_features, device) for name, lin in linears.items()}
-        waiting: set[str] = set()
+        accumulators = {
+            name: HessianAccumulator(linear.in_features, device) for name, linear in linears.items()
+        }
+        remaining: set[str] = set()
 
         def hook(name: str) -> Callable[..., None]:
             def collect(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                sums[name].add(args[0])
-                waiting.discard(name)
-                if not waiting:
-                    raise _Stop
+                accumulators[name].add(args[0])
+                remaining.discard(name)
+                if not remaining:
+                    raise _StopForward
 
             return collect
 
-        handles = [lin.register_forward_pre_hook(hook(name)) for name, lin in linears.items()]
+        handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
         try:
             for batch in self.batches():
-                waiting.update(linears)
-                with contextlib.suppress(_Stop):
+                remaining.update(linears)
+                with contextlib.suppress(_StopForward):
                     layer(self.hidden_states[batch], **self.layer_kwargs[index])
         finally:
             for handle in handles:
                 handle.remove()
-        return {name: total.hessian() for name, total in sums.items()}
+        return {name: accumulator.hessian() for name, accumulator in accumulators.items()}
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

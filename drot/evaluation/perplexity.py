@@ -24,12 +24,12 @@ def load_eval_tokens(source: str, tokenizer: Any, text_column: str = "text") -> 
 def check_windows(tokens: Tensor, config: Any, seqlen: int) -> None:
     """Raises UserError unless tokens [n] make a window of seqlen tokens that a model of `config` reads."""
     if seqlen < 2:
-        raise UserError(f"--seqlen must be at least 2, a token and the one that it foretells; got {seqlen}")
+        raise UserError(f"`seqlen` must be at least 2, a token and the one that it foretells; got {seqlen}")
     longest = getattr(config, "max_position_embeddings", None)
     if longest and seqlen > longest:
-        raise UserError(f"--seqlen must be at most {longest}, the positions of this model; got {seqlen}")
+        raise UserError(f"`seqlen` must be at most {longest}, the positions of this model; got {seqlen}")
     if len(tokens) < seqlen:
-        raise UserError(f"the text has {len(tokens)} tokens, one window needs {seqlen}: lower --seqlen")
+        raise UserError(f"the text has {len(tokens)} tokens, one window needs {seqlen}: lower `seqlen`")
     if int(tokens.max()) >= config.vocab_size:
         raise UserError(
             f"token ids must be below {config.vocab_size}, the model's vocabulary; got {int(tokens.max())}: "

@@ -32,11 +32,11 @@ def load_tasks(names: Sequence[str]) -> Tasks:
         from lm_eval.models import huggingface  # noqa: F401  (a part that is missing must show now)
         from lm_eval.tasks import TaskManager, get_task_dict
     except ImportError:
-        raise UserError("--tasks needs the package lm_eval: pip install 'lm_eval[hf]'") from None
+        raise UserError("`tasks` needs the package lm_eval: pip install 'lm_eval[hf]'") from None
     manager = TaskManager()
     known = set(manager.all_subtasks) | set(manager.all_groups)
     if unknown := [name for name in names if name not in known]:
-        raise UserError(f"lm_eval knows no task {', '.join(unknown)}; `lm_eval ls tasks` lists them")
+        raise UserError(f"lm_eval knows no task {', '.join(unknown)}; lm_eval ls tasks lists them")
     tasks = {}
     for name in names:
         try:
@@ -45,7 +45,7 @@ def load_tasks(names: Sequence[str]) -> Tasks:
         except Exception as error:  # tasks are files of many hands: they fail in many ways
             advice = "zero-shot tasks need a network or a filled datasets cache"
             if not _is_download(error):
-                advice = "leave it out of --tasks, or mend what it asks for"
+                advice = "leave it out of `tasks`, or mend what it asks for"
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             raise UserError(f"cannot load lm_eval's task {name} ({reason}); {advice}") from error
         tasks[name] = task if isinstance(task, Task) else name

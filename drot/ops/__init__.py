@@ -1,12 +1,10 @@
-"""The native ops, and beside each its reference in plain PyTorch (`*_ref`)."""
+"""The native ops. Each module holds one op and its reference in plain PyTorch (`*_ref`).
 
-from drot.ops.batched_qr import (
-    batched_qr,
-    batched_qr_backward,
-    batched_qr_ref,
-    cholesky_qr,
-    rebased_backward,
-)
+`registration` holds the fake kernels and autograd formulas of all ops.
+"""
+
+from drot.ops import registration as registration
+from drot.ops.batched_qr import batched_qr, batched_qr_backward, batched_qr_ref, cholesky_qr
 from drot.ops.entropy_loss import entropy_loss, entropy_loss_and_grad, entropy_loss_ref
 from drot.ops.nm_mask import nm_mask, nm_mask_ref
 from drot.ops.pack24 import pack24, pack24_ref, unpack24, unpack24_ref
@@ -15,12 +13,10 @@ from drot.ops.pruned_importance import (
     pruned_importance_and_grad,
     pruned_importance_ref,
 )
-from drot.ops.retraction import Retraction, newton_schulz, retract
 from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse24_linear_ref
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
 
 __all__ = [
-    "Retraction",
     "batched_qr",
     "batched_qr_backward",
     "batched_qr_ref",
@@ -28,7 +24,6 @@ __all__ = [
     "entropy_loss",
     "entropy_loss_and_grad",
     "entropy_loss_ref",
-    "newton_schulz",
     "nm_mask",
     "nm_mask_ref",
     "pack24",
@@ -36,8 +31,6 @@ __all__ = [
     "pruned_importance",
     "pruned_importance_and_grad",
     "pruned_importance_ref",
-    "rebased_backward",
-    "retract",
     "sparse24_compress",
     "sparse24_linear",
     "sparse24_linear_ref",

@@ -1,38 +1,39 @@
-"""`pack24`, `unpack24`: 2:4 weights as values and two-bit positions, 9/16 of the bytes in bf16."""
+"""`pack24`, `unpack24`: a 2:4 weight as values and two-bit positions, in bf16 9/16 of the dense bytes."""
 
 import torch
 from torch import Tensor
 
-from drot import _extension as _extension
-
 
 def pack24(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Packs a 2:4 weight.
+    """A 2:4 weight -> its non-zero values and their positions in each group of four columns.
 
-    w: [r, c], bf16, fp16 or fp32, c a multiple of 8, at most two non-zeros in each four neighbours
-    of a row. Returns values [r, c/2] in w's dtype and positions uint8 [r, c/8]: four two-bit
-    positions a byte, the lower bits first, ascending in each group. A group with fewer than two
-    non-zeros stores zeros. -0.0 counts as zero, and comes back as 0.0 or -0.0.
-    ValueError names the first row that is not 2:4.
+    w: [r, c], bf16, fp16 or fp32, c a multiple of 8, with at most two non-zeros in each group of a row.
+    Returns values [r, c/2] in w's dtype and positions uint8 [r, c/8]. A byte holds four two-bit positions,
+    the first in the lowest bits; the two positions of a group ascend. A group with fewer than two non-zeros
+    stores zeros. -0.0 counts as zero: `unpack24` gives 0.0 or -0.0 for it.
+
+    Raises ValueError for other shapes or dtypes, and for a weight that is not 2:4, naming its first faulty
+    row.
     """
     values, positions = torch.ops.drot.pack24(w)
     return values, positions
 
 
 def unpack24(values: Tensor, positions: Tensor) -> Tensor:
-    """The dense weight [r, c] from `pack24`'s values [r, c/2] and positions [r, c/8].
+    """The inverse of `pack24`: values [r, c/2], positions uint8 [r, c/8] -> the dense weight [r, c].
 
-    ValueError names the first row whose positions do not ascend.
+    Raises ValueError for other shapes or dtypes, and for positions that do not ascend in a group, naming the
+    first faulty row.
     """
     w: Tensor = torch.ops.drot.unpack24(values, positions)
     return w
 
 
 def pack24_ref(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Plain PyTorch form of `pack24`."""
+    """`pack24` in plain PyTorch."""
     r, c = w.shape
     groups = w.reshape(r, c // 4, 4)
-    # non-zeros first, in their order; the stable sort keeps the lower position of equals first
+    # the stable sort puts the non-zeros first, and then the zeros, each in ascending order
     chosen = (groups == 0).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :2].sort(dim=-1).values
     if c and (groups != 0).sum(-1).max() > 2:
         raise ValueError("w must hold at most 2 non-zeros in each 4 neighbours")
@@ -43,20 +44,9 @@ def pack24_ref(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def unpack24_ref(values: Tensor, positions: Tensor) -> Tensor:
-    """Plain PyTorch form of `unpack24`."""
+    """`unpack24` in plain PyTorch."""
     r, half = values.shape
     shifts = torch.tensor([0, 2, 4, 6], device=values.device)
     chosen = ((positions.long().unsqueeze(-1) >> shifts) & 3).reshape(r, half // 2, 2)
     out = values.new_zeros(r, half // 2, 4)
     return out.scatter_(-1, chosen, values.reshape(r, half // 2, 2)).reshape(r, 2 * half)
-
-
-@torch.library.register_fake("drot::pack24")
-def _(w: Tensor) -> tuple[Tensor, Tensor]:
-    r, c = w.shape
-    return w.new_empty(r, c // 2), w.new_empty(r, c // 8, dtype=torch.uint8)
-
-
-@torch.library.register_fake("drot::unpack24")
-def _(values: Tensor, positions: Tensor) -> Tensor:
-    return values.new_empty(values.shape[0], 2 * values.shape[1])

@@ -1,8 +1,8 @@
-"""Pruning of one weight: pure tensor functions."""
+"""Pruning of one weight, as functions on tensors."""
 
 from drot.pruning.magnitude import prune_magnitude
 from drot.pruning.masks import removed_mask
-from drot.pruning.outcome import PruneOutcome, output_error
+from drot.pruning.result import PruneOutcome, output_error
 from drot.pruning.sparsegpt import prune_sparsegpt
 from drot.pruning.wanda import prune_wanda
 

@@ -1,18 +1,20 @@
-"""Magnitude pruning: the smallest |W| go."""
+"""Magnitude pruning, which removes the weights with the smallest |W|."""
 
 import torch
 from torch import Tensor
 
 from drot.config import Sparsity
 from drot.pruning.masks import removed_mask
-from drot.pruning.outcome import PruneOutcome, check_finite, output_error
+from drot.pruning.result import PruneOutcome, check_finite, output_error
 
 
 def prune_magnitude(weight: Tensor, sparsity: Sparsity, *, hessian: Tensor | None = None) -> PruneOutcome:
     """Removes the smallest |W| of each group (n:m) or of the whole matrix (ratio).
 
-    weight: [out, in], any float dtype. hessian [in, in] serves the outcome's output error alone.
-    Raises UserError for a weight that is not finite, or whose `in` is no multiple of m.
+    weight: [out, in], any float dtype.
+    hessian: [in, in], used only for the output error of the result.
+
+    Raises UserError for a weight that is not finite or whose `in` is not a multiple of m.
     """
     check_finite(weight, "weight")
     removed = removed_mask(weight.abs(), sparsity, scope="matrix")

@@ -1,4 +1,4 @@
-"""Which weights go, given a score for each: the smaller the score, the sooner."""
+"""The mask of the removed weights, which are the weights with the smallest scores."""
 
 from typing import Literal
 
@@ -13,21 +13,22 @@ Scope = Literal["row", "matrix"]
 
 
 def check_groups(shape: torch.Size, sparsity: Sparsity) -> None:
-    """Raises UserError where n:m does not divide the input dimension."""
+    """Raises UserError if the input dimension of a weight is not a multiple of m."""
     if sparsity.structured and shape[1] % sparsity.m:
         raise UserError(
             f"{sparsity} needs an input dimension that is a multiple of {sparsity.m}, got a weight of "
-            f"shape {list(shape)}; prune it by a ratio, or choose another n:m"
+            f"shape {list(shape)}: choose another n:m or a ratio as `sparsity`"
         )
 
 
 def removed_mask(score: Tensor, sparsity: Sparsity, *, scope: Scope) -> Tensor:
-    """The mask of `sparsity` on `score` [out, in], True = removed.
+    """Bool [out, in], True where a weight is removed, from its score [out, in].
 
-    n:m removes the m - n smallest of every m neighbours along the input dimension, whatever the
-    scope. A ratio removes exactly int(in · ratio) of each row, or int(out · in · ratio) of the
-    matrix. Of equal scores the one that comes first (in row-major order) goes first.
-    Raises UserError where m does not divide `in`.
+    n:m removes the m - n smallest scores of every m neighbours along the input dimension, for either scope. A
+    ratio removes the int(in · ratio) smallest scores of each row (scope `row`), or the int(out · in · ratio)
+    smallest of the matrix (scope `matrix`). Of equal scores the first in row-major order is removed first.
+
+    Raises UserError if `in` is not a multiple of m.
     """
     check_groups(score.shape, sparsity)
     if sparsity.structured:

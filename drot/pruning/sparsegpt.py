@@ -1,32 +1,37 @@
-"""SparseGPT (Frantar & Alistarh 2023): prune column by column, let the rest make up for it."""
+"""SparseGPT (Frantar & Alistarh 2023): prunes column by column and updates the columns right of it."""
 
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import inverse_factor, mend_dead
+from drot.calibration.hessian import fix_dead_columns, inverse_cholesky
 from drot.config import Sparsity
 from drot.errors import UserError
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
-from drot.pruning.outcome import PruneOutcome, check_finite, output_error
+from drot.pruning.result import PruneOutcome, check_finite, output_error
 
 
 def prune_sparsegpt(
     weight: Tensor, hessian: Tensor, sparsity: Sparsity, *, damping: float, block_size: int
 ) -> PruneOutcome:
-    """SparseGPT of one weight.
+    """Removes weights with small scores (W_ij / U_jj)², where U is Hinv, and updates the others.
 
-    weight: [out, in], any float dtype; hessian: [in, in] ∝ XᵀX, left as it is. Everything is
-    computed in fp32 (fp64 for an fp64 Hessian) and rounded once. damping: share of mean(diag H)
-    added to the diagonal; the outcome tells which share was used in the end. Columns whose input is
-    always 0 are set to 0.
+    For n:m, `sparsegpt_sweep` chooses the mask from the updated weights. For a ratio, the mask of a block is
+    chosen over all its rows when the block is reached: it removes the int(rows · columns · ratio) smallest
+    scores. (The authors' code removes one weight more in each block, with `score <= sorted[int(numel ·
+    ratio)]`.) The weights of dead columns, whose input is always 0, are set to 0. The result is computed in
+    fp32 (fp64 for an fp64 Hessian) and rounded once.
 
-    n:m is chosen inside the sweep, from updated weights. A ratio removes of every block of
-    block_size columns the int(rows · columns · ratio) smallest (W_ij / U_jj)², ranked over all rows
-    as the block is reached. (The authors' code takes `score <= sorted[int(numel · ratio)]`, one
-    weight a block more; we take the number asked for.)
-    Raises UserError: values that are not finite, shapes that do not fit, `in` or block_size no
-    multiple of m, a Hessian that cannot be factorised.
+    Raises UserError for values that are not finite, shapes that do not fit, `in` or block_size not a multiple
+    of m, and a Hessian that cannot be factorised.
+
+    Args:
+        weight: [out, in], any float dtype.
+        hessian: H [in, in], proportional to XᵀX; not changed.
+        sparsity: n:m or a ratio.
+        damping: the share of mean(diag H) that is added to the diagonal. It is raised until H can be
+            factorised; the result holds the final share.
+        block_size: the number of columns that are pruned before the columns right of them are updated.
     """
     columns = weight.shape[1]
     if hessian.shape != (columns, columns):
@@ -36,29 +41,30 @@ def prune_sparsegpt(
         )
     check_groups(weight.shape, sparsity)
     if sparsity.structured and block_size < columns and block_size % sparsity.m:
-        raise UserError(f"block_size must be a multiple of m; got {block_size} and {sparsity}")
+        raise UserError(f"`block_size` must be a multiple of m in n:m; got {block_size} with {sparsity}")
     check_finite(weight, "weight")
     check_finite(hessian, "hessian")
 
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     work = weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    factor = hessian.to(dtype, copy=True)
-    work.masked_fill_(mend_dead(factor), 0)
-    factor, damping = inverse_factor(factor, damping)
+    hessian_copy = hessian.to(dtype, copy=True)
+    work.masked_fill_(fix_dead_columns(hessian_copy), 0)
+    hinv, damping = inverse_cholesky(hessian_copy, damping)
+    del hessian_copy
 
     removed = torch.empty_like(work, dtype=torch.bool)
     prune = sparsity.m - sparsity.n
     for start in range(0, columns, block_size):
         stop = min(start + block_size, columns)
-        block, block_factor = work[:, start:stop], factor[start:stop, start:stop]
-        chosen = None
+        block, block_hinv = work[:, start:stop], hinv[start:stop, start:stop]
+        mask = None
         if not sparsity.structured:
-            score = (block / block_factor.diagonal()) ** 2
-            chosen = removed_mask(score, sparsity, scope="matrix")
-        pruned, error, mask = sparsegpt_sweep(block, block_factor, chosen, prune, sparsity.m)
-        work[:, start:stop] = pruned
-        removed[:, start:stop] = mask
-        work[:, stop:].addmm_(error, factor[start:stop, stop:], alpha=-1)
+            score = (block / block_hinv.diagonal()) ** 2
+            mask = removed_mask(score, sparsity, scope="matrix")
+        work[:, start:stop], error, removed[:, start:stop] = sparsegpt_sweep(
+            block, block_hinv, mask, prune, sparsity.m
+        )
+        work[:, stop:].addmm_(error, hinv[start:stop, stop:], alpha=-1)
 
     result = work.to(weight.dtype)
     return PruneOutcome(result, removed, damping, output_error(weight, result, hessian))

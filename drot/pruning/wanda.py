@@ -1,4 +1,4 @@
-"""Wanda (Sun et al. 2024): the smallest |W_ij| · ‖X_j‖ go, row by row."""
+"""Wanda (Sun et al. 2024), which removes the smallest |W_ij| · ‖X_j‖ of each row."""
 
 import torch
 from torch import Tensor
@@ -6,7 +6,7 @@ from torch import Tensor
 from drot.config import Sparsity
 from drot.errors import UserError
 from drot.pruning.masks import removed_mask
-from drot.pruning.outcome import PruneOutcome, check_finite, output_error
+from drot.pruning.result import PruneOutcome, check_finite, output_error
 
 
 def prune_wanda(
@@ -14,11 +14,14 @@ def prune_wanda(
 ) -> PruneOutcome:
     """Removes the smallest |W_ij| · sqrt(H_jj) of each group (n:m) or of each row (ratio).
 
-    weight: [out, in], any float dtype; hessian_diag: [in], the diagonal of H ∝ XᵀX, so its root is
-    the norm of the input channel. The score is fp32 (fp64 where either is fp64). hessian [in, in]
-    serves the outcome's output error alone.
-    Raises UserError for values that are not finite or a diagonal below 0, and where m does not
-    divide `in`.
+    The score is computed in fp32, or in fp64 if an argument is fp64.
+
+    weight: [out, in], any float dtype.
+    hessian_diag: [in], the diagonal of H ∝ XᵀX; its square root is proportional to ‖X_j‖.
+    hessian: [in, in], used only for the output error of the result.
+
+    Raises UserError for values that are not finite, a negative diagonal, or an `in` that is not a multiple of
+    m.
     """
     if hessian_diag.shape != weight.shape[1:]:
         raise UserError(
@@ -28,7 +31,7 @@ def prune_wanda(
     check_finite(weight, "weight")
     check_finite(hessian_diag, "hessian_diag")
     if bool((hessian_diag < 0).any()):
-        raise UserError("hessian_diag must not be below 0: give the diagonal of XᵀX")
+        raise UserError("hessian_diag must not be negative, got values below 0: give the diagonal of XᵀX")
     dtype = torch.promote_types(torch.promote_types(weight.dtype, hessian_diag.dtype), torch.float32)
     score = weight.to(dtype).abs() * hessian_diag.to(dtype).sqrt()
     removed = removed_mask(score, sparsity, scope="row")

@@ -1,1 +1,1 @@
-"""Training the orthogonal matrices that concentrate the importance of a layer's weights."""
+"""Training of the orthogonal matrices that concentrate the importance of a layer's weights."""

@@ -1,8 +1,8 @@
-"""Importance scores under rotation (paper, appendix A), and the metric each linear needs for them.
+"""Importance scores of rotated weights (paper, appendix A), and the matrices from which they are computed.
 
-A score is s_ij = Y_ij² · f_j with Y the rotated weight and f the column factor: 1 (magnitude),
-(RᵀHR)_jj (Wanda) or 1 / (RᵀH⁻¹R)_jj (SparseGPT). Only the diagonal of the rotated matrix is ever
-needed: diag(RᵀMR) = colsum(R ∘ MR).
+The scores are s_ij = Y_ij² · column_scale_j, where Y is the rotated weight. With q = diag(RᵀMR), column_scale
+is 1 (magnitude), q for M = H (Wanda) or 1/q for M = H⁻¹ (SparseGPT). The full product RᵀMR is not needed,
+because q is the column sum of R ∘ (MR).
 """
 
 from dataclasses import dataclass
@@ -11,34 +11,36 @@ import torch
 from torch import Tensor
 
 from drot.architectures import INPUT_GROUPS, HeadShape
-from drot.calibration.hessian import inverse_factor, mend_dead
+from drot.calibration.hessian import inverse_cholesky, fix_dead_columns
 
 
 @dataclass(frozen=True)
 class Metric:
-    """M of one distinct input and how its rotated diagonal q becomes the factor: q, or 1/q.
+    """The matrix M of one input group, from which the column_scale of its linears is computed.
 
-    matrix: [in, in] for the inputs that R1 rotates, [heads, h, h] (the diagonal blocks) for o_proj,
-    [in] (the diagonal) for down_proj, whose input nothing rotates; None where every factor is 1.
+    matrix: M [in, in] for the inputs that R1 rotates; its diagonal blocks [heads, h, h] for o_proj; its
+        diagonal [in] for down_proj, whose input is not rotated. None if column_scale is 1.
+    inverse: whether column_scale is 1/q (True) or q (False), with q = diag(RᵀMR).
     """
 
     matrix: Tensor | None
     inverse: bool
 
-    def factor(self, q: Tensor) -> Tensor:
+    def column_scale(self, q: Tensor) -> Tensor:
+        """column_scale [in] from q [in]."""
         return 1.0 / q if self.inverse else q
 
     def to(self, device: torch.device) -> "Metric":
         return Metric(None if self.matrix is None else self.matrix.to(device), self.inverse)
 
-    def chain(self, grad_factor: Tensor, factor: Tensor) -> Tensor:
-        """Gradient in q from the gradient in the factor."""
-        return -grad_factor * factor * factor if self.inverse else grad_factor
+    def gradient_in_q(self, gradient: Tensor, column_scale: Tensor) -> Tensor:
+        """The gradient in q from the gradient in column_scale."""
+        return -gradient * column_scale * column_scale if self.inverse else gradient
 
 
 @dataclass(frozen=True)
 class LayerMetrics:
-    """Input group (architectures.INPUT_GROUPS) → Metric, and the dampings that were needed."""
+    """The Metric of each input group (architectures.INPUT_GROUPS), and the damping of each inverted Hessian."""
 
     metrics: dict[str, Metric]
     damping: dict[str, float]
@@ -54,41 +56,47 @@ def layer_metrics(
     with_down: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> LayerMetrics:
-    """The metrics of one layer from its four Hessians [in, in].
+    """The metrics of one layer.
 
-    with_down=False skips down_proj, whose factor the entropy does not depend on (each column is
-    normalised by itself), and with it the inverse of the largest Hessian.
-    reference_compat: the paper's code adds the absolute damping a second time, onto the inverse.
+    Args:
+        method: `magnitude`, `wanda` or `sparsegpt`.
+        hessians: input group → H [in, in]; not used by `magnitude`.
+        shape: attention sizes of the model.
+        damping: the share of mean(diag H) that is added to the diagonal before the inversion.
+        reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
+        with_down: False omits the metric of down_proj, and so the inversion of the largest Hessian. The
+            entropy does not depend on it, because the entropy normalises each column of down_proj.
+        dtype: dtype of the metrics.
     """
-    metrics, used = {}, {}
+    metrics, dampings = {}, {}
     for group in INPUT_GROUPS:
         if method == "magnitude" or (group == "down" and not with_down):
             metrics[group] = Metric(None, False)
             continue
         matrix = hessians[group]
         if method == "sparsegpt":
-            mend_dead(matrix)
-            absolute = damping * matrix.diagonal().mean()
-            upper, used[group] = inverse_factor(matrix, damping)
-            matrix = _inverse(upper, group, shape)
+            fix_dead_columns(matrix)
+            absolute_damping = damping * matrix.diagonal().mean()
+            hinv, dampings[group] = inverse_cholesky(matrix, damping)
+            matrix = _inverse(hinv, group, shape)
             if reference_compat:
-                (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(absolute)
+                (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(absolute_damping)
         elif group == "down":
             matrix = matrix.diagonal().clone()
         elif group == "o":
             matrix = diagonal_blocks(matrix, shape.heads)
         metrics[group] = Metric(matrix.to(dtype), method == "sparsegpt")
-    return LayerMetrics(metrics, used)
+    return LayerMetrics(metrics, dampings)
 
 
-def _inverse(upper: Tensor, group: str, shape: HeadShape) -> Tensor:
-    """UᵀU [in, in], or the part of it that the group's metric holds, without making the rest."""
+def _inverse(hinv: Tensor, group: str, shape: HeadShape) -> Tensor:
+    """H⁻¹ = UᵀU [in, in] with U = `hinv`, or only its diagonal or diagonal blocks, as in Metric."""
     if group == "down":
-        return upper.square().sum(0)
+        return hinv.square().sum(0)
     if group == "o":
-        columns = upper.unflatten(1, (shape.heads, -1)).transpose(0, 1)
+        columns = hinv.unflatten(1, (shape.heads, -1)).transpose(0, 1)
         return columns.mT @ columns
-    return upper.T @ upper
+    return hinv.T @ hinv
 
 
 def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:

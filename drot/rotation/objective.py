@@ -112,16 +112,16 @@ class LayerObjective:
             Down(self.weights.pop("down_proj"), self.metrics.pop("down"), self._scale.pop("down_proj"))
         ]
 
-    def on(self, device: torch.device) -> "LayerObjective":
+    def to(self, device: torch.device) -> "LayerObjective":
         """This objective with its tensors on another device, in the dtype of the products; itself where
         they are so already."""
         if self.device == device and self.weights["q_proj"].dtype == self.dtype:
             return self
         return self._moved(device, self.dtype)
 
-    def waiting(self, dtype: torch.dtype) -> "LayerObjective":
+    def offload(self, dtype: torch.dtype) -> "LayerObjective":
         """This objective in main memory, its weights in `dtype` (the checkpoint's) if that is smaller;
-        `on` makes it ready again."""
+        `to` brings it back."""
         smaller = dtype if dtype.itemsize < self.dtype.itemsize else self.dtype
         return self._moved(torch.device("cpu"), smaller)
 

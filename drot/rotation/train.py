@@ -10,7 +10,8 @@ from torch import Tensor
 from drot.config import RotationConfig
 from drot.errors import UserError
 from drot.rotation.objective import LayerObjective
-from drot.rotation.orthogonal import OPTIMIZERS, orthogonality_error, polish
+from drot.rotation.optimizers import OPTIMIZERS
+from drot.rotation.retraction import orthogonality_error, reorthogonalize
 from drot.surgery.rotate import LayerRotation
 
 #: called with (step, steps, loss) now and then
@@ -86,7 +87,7 @@ class _Evaluation:
         loss, gradient = r1.new_zeros(()), torch.zeros_like(r1)
         r2_gradients: list[Tensor | None] = [None] * len(self._objectives)
         for index in chosen:
-            objective = self._objectives[index].on(r1.device)
+            objective = self._objectives[index].to(r1.device)
             value, g1, g2 = objective.value_and_grad(r1, matrices[self._stacks + index])
             loss += value * share
             gradient += g1 * share
@@ -147,8 +148,8 @@ def train_rotation(
         if step % REPORT_EVERY == 0 or step == steps:
             if not torch.isfinite(loss):
                 raise UserError(
-                    f"the rotation's objective is {float(loss)} at step {step}: lower --lr, "
-                    "or --product-dtype float32"
+                    f"the rotation's objective is {float(loss)} at step {step}: lower `lr`, "
+                    'or set `product_dtype="float32"`'
                 )
             on_step(step, steps, float(loss) / len(objectives))
             if _has_settled(curve, config):
@@ -156,8 +157,8 @@ def train_rotation(
         if step < steps:
             optimizer.step(gradients)
     values = torch.stack(curve).tolist()
-    merged = torch.block_diag(*r1.join([polish(stack) for stack in best[:stacks]]))
-    rotations = [LayerRotation(merged, polish(r2)) for r2 in best[stacks:]]
+    merged = torch.block_diag(*r1.join([reorthogonalize(stack) for stack in best[:stacks]]))
+    rotations = [LayerRotation(merged, reorthogonalize(r2)) for r2 in best[stacks:]]
     record = TrainingRecord(
         loss_before=values[0],
         loss_after=float(best_loss),

@@ -1,28 +1,45 @@
-"""One product for all packed linears that read the same input, q, k and v, gate and up; and one for
-down_proj with the rotated residual that its result is added to.
+"""Fused products of a packed model: one large product in place of several small ones.
 
-A product of a few tokens is over so soon that its start counts, on a CPU too. transformers' layers call
-the linears one after the other, so the first makes the whole product and the others hand out their
-columns of it. What is saved has the names and shapes of the separate linears.
+Starting a product takes about as long as computing it for a few tokens, on a CPU too. `fuse` merges these
+products in every decoder layer, where x is the input of the attention or of the MLP, r the residual beside
+the MLP, Q its rotation (drot/surgery/residual.py) and a the input of down_proj:
+
+| before                   | fused product   | modules after `fuse`                                        |
+|--------------------------|-----------------|-------------------------------------------------------------|
+| x Wqᵀ, x Wkᵀ, x Wvᵀ      | x [Wq; Wk; Wv]ᵀ | q_proj: FusedLinear; k_proj, v_proj: FusedPart              |
+| x Wgateᵀ, x Wupᵀ         | x [Wgate; Wup]ᵀ | gate_proj: FusedLinear; up_proj: FusedPart                  |
+| r Q, a Wdownᵀ, their sum | r Q + a Wdownᵀ  | residual_rotation: FusedRotation; down_proj: DeferredLinear |
+
+The layer's own code does not change. It calls q_proj, k_proj and v_proj one after the other with the same x:
+q_proj computes all columns, returns its own and keeps the others, which k_proj and v_proj then return.
+down_proj returns its input a unchanged, so that the MLP hands a to the rotation, which computes the product.
+
+The state dict of a fused model has the names and shapes of the separate modules.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, module_at
 from drot.errors import UserError
 from drot.ops import sparse24_linear
 from drot.sparse.linear import SparseLinear
-from drot.surgery.residual import rotates_beside_mlp
+from drot.surgery.residual import RotateAndAdd, rotation_place
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class FusedLinear(SparseLinear):
-    """In the place of the first of several linears: makes the product of all and returns its own part.
+    """Replaces the first of several linears with the same input x: x [W0; W1; ...]ᵀ + [b0; b1; ...].
 
-    values, positions and bias are theirs, one below the other; sizes: the outputs of each.
+    `forward` computes the product of all linears and returns the columns of the first. A FusedPart in the
+    place of each other linear returns the columns of that linear.
+
+    values, positions, bias: those of all linears, concatenated along the outputs.
+    sizes: the number of outputs of each linear.
     """
 
     def __init__(self, linears: list[SparseLinear]) -> None:
@@ -34,26 +51,30 @@ class FusedLinear(SparseLinear):
             torch.cat([bias.detach() for bias in biases]) if biases else None,
         )
         self.sizes = [linear.out_features for linear in linears]
-        #: an input and the parts of its product, until the last of them is asked for
-        self.waiting: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
+        #: the last input and its outputs by linear, until the last linear's output was returned
+        self.pending: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] -> [..., sizes[0]]; the parts of the others wait for their calls."""
-        parts = super().forward(x).split(self.sizes, -1)
-        self.waiting = (x, parts)
-        return parts[0]
+        """x [..., in] -> [..., sizes[0]]. The other outputs are kept in `pending`."""
+        outputs = super().forward(x).split(self.sizes, -1)
+        self.pending = (x, outputs)
+        return outputs[0]
 
     def part(self, x: Tensor, index: int) -> Tensor:
-        """[..., sizes[index]] of the product of x; made by itself where another thread's x waits."""
-        source, parts = self.waiting
+        """x [..., in] -> [..., sizes[index]], the output of linear `index`.
+
+        The output comes from `pending` if the last product had the same x. Otherwise, as when another thread
+        has replaced `pending`, it is computed alone.
+        """
+        source, outputs = self.pending
         if source is not x:
             return sparse24_linear(x, **self.rows(index))
         if index == len(self.sizes) - 1:
-            self.waiting = (None, ())  # it would hold memory until the next forward pass
-        return parts[index]
+            self.pending = (None, ())  # frees the memory before the next forward pass
+        return outputs[index]
 
     def rows(self, index: int) -> dict[str, Tensor]:
-        """values, positions and, where there is one, bias of one of the linears, as views."""
+        """values, positions and, if there is one, bias of linear `index`, as views."""
         return {
             name: parameter.detach().split(self.sizes)[index] for name, parameter in self.named_parameters()
         }
@@ -63,45 +84,46 @@ class FusedLinear(SparseLinear):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
         _load_into(self.rows(0), state_dict, prefix, *rest)
-        if self.keeps_layout:
+        if self.keeps_compressed:
             self.compress()
 
 
 class FusedPart(nn.Module):
-    """In the place of another of these linears: returns its part of the product that was just made."""
+    """Replaces linear `index` > 0 of a FusedLinear, and returns its columns of the fused product."""
 
-    def __init__(self, whole: FusedLinear, index: int) -> None:
+    def __init__(self, fused: FusedLinear, index: int) -> None:
         super().__init__()
-        self.whole = (whole,)  # in a tuple, so that it is no submodule a second time
+        self.fused = (fused,)  # a tuple, so that `fused` is not registered as a submodule a second time
         self.index = index
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] -> [..., sizes[index]]."""
-        return self.whole[0].part(x, self.index)
+        return self.fused[0].part(x, self.index)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        rows = self.whole[0].rows(self.index)
+        rows = self.fused[0].rows(self.index)
         destination.update({prefix + name: tensor for name, tensor in rows.items()})
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
-        _load_into(self.whole[0].rows(self.index), state_dict, prefix, *rest)
-        if self.whole[0].keeps_layout:
-            self.whole[0].compress()
+        _load_into(self.fused[0].rows(self.index), state_dict, prefix, *rest)
+        if self.fused[0].keeps_compressed:
+            self.fused[0].compress()
 
 
-class FusedRotation(nn.Module):
-    """In the place of a rotation beside the MLP (drot/surgery/residual.py): makes down_proj's product and
-    includes r Q in it. q is Q [d, d] as the product wants it; what is saved is the linear's Qᵀ."""
+class FusedRotation(RotateAndAdd):
+    """Replaces the rotation of the residual beside the MLP: r Q + a Wᵀ + b, with W and b of down_proj.
 
-    makes_down_proj = True
+    q is Q [d, d], the form that `sparse24_linear` takes. The state dict holds Qᵀ, the weight of the linear
+    that it replaces.
+    """
 
     def __init__(self, rotation: nn.Linear, down: "DeferredLinear") -> None:
         super().__init__()
         self.q = nn.Parameter(rotation.weight.detach().T.contiguous(), requires_grad=False)
-        self.down = (down,)  # in a tuple, so that it is no submodule a second time
+        self.down = (down,)  # a tuple, so that `down` is not registered as a submodule a second time
 
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual [..., d] and the input x [..., in] of down_proj -> residual · Q + x Wᵀ + b [..., d]."""
+        """residual r [..., d] and x = a [..., in], the input of down_proj -> r Q + a Wᵀ + b [..., d]."""
         (down,) = self.down
         weight = (down.values, down.positions, down.bias)
         return sparse24_linear(x, *weight, residual, self.q, compressed=down.compressed)
@@ -124,7 +146,7 @@ def _load_into(
     unexpected: list[str],
     errors: list[str],
 ) -> None:
-    """What nn.Module._load_from_state_dict does, for tensors that are views of others."""
+    """nn.Module._load_from_state_dict for `views`, tensors that share their memory with parameters."""
     for name, view in views.items():
         given = state_dict.get(prefix + name)
         if given is None:
@@ -137,19 +159,18 @@ def _load_into(
 
 
 class DeferredLinear(SparseLinear):
-    """down_proj before a FusedRotation, which makes its product: hands its input on."""
+    """Replaces down_proj where a FusedRotation computes its product: holds the weight, returns its input."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., in] as it is."""
+        """x [..., in] -> x, unchanged."""
         return x
 
 
 @torch.no_grad()
-def fuse(model: PreTrainedModel) -> None:
-    """Fuses q, k, v and gate, up of every decoder layer of a packed model, in place, and rotations beside
-    the MLP with down_proj.
+def fuse(model: "PreTrainedModel") -> None:
+    """Fuses the products of every decoder layer of a packed model, in place; see the table above.
 
-    Raises UserError for a model that is not packed.
+    A model that is fused already stays as it is. Raises UserError for a model that is not packed.
     """
     for layer, path in _rotated_downs(model):
         down = module_at(layer, path)
@@ -162,25 +183,25 @@ def fuse(model: PreTrainedModel) -> None:
         if isinstance(linears[0], FusedLinear):
             continue
         if not all(isinstance(linear, SparseLinear) for linear in linears):
-            raise UserError("fuse needs a packed model: drot convert MODEL --out DIR --format packed")
-        whole = FusedLinear(linears)
-        layer.set_submodule(paths[0], whole)
+            raise UserError("fuse needs a packed model, got one with dense weights: call pack_model first")
+        fused = FusedLinear(linears)
+        layer.set_submodule(paths[0], fused)
         for index, path in enumerate(paths[1:], 1):
-            layer.set_submodule(path, FusedPart(whole, index))
+            layer.set_submodule(path, FusedPart(fused, index))
 
 
-def unfuse(model: PreTrainedModel) -> None:
-    """Undoes `fuse`, in place; nothing where the model is not fused."""
+def unfuse(model: "PreTrainedModel") -> None:
+    """Undoes `fuse`, in place. A model that is not fused stays as it is."""
     for layer, paths in _groups(model):
-        whole = module_at(layer, paths[0])
-        if isinstance(whole, FusedLinear):
+        fused = module_at(layer, paths[0])
+        if isinstance(fused, FusedLinear):
             for index, path in enumerate(paths):
-                layer.set_submodule(path, SparseLinear(**whole.rows(index)))
+                layer.set_submodule(path, SparseLinear(**fused.rows(index)))
     unfuse_rotations(model)
 
 
-def unfuse_rotations(model: PreTrainedModel) -> None:
-    """The part of `unfuse` that parts rotations and down_proj."""
+def unfuse_rotations(model: "PreTrainedModel") -> None:
+    """Undoes the part of `fuse` that merges rotations with down_proj, in place."""
     for layer, path in _rotated_downs(model):
         down, fused = module_at(layer, path), layer.residual_rotation
         if isinstance(fused, FusedRotation):
@@ -191,15 +212,15 @@ def unfuse_rotations(model: PreTrainedModel) -> None:
             layer.residual_rotation = rotation
 
 
-def _rotated_downs(model: PreTrainedModel) -> list[tuple[Any, str]]:
+def _rotated_downs(model: "PreTrainedModel") -> list[tuple[Any, str]]:
     """Each decoder layer that rotates the residual beside its MLP, with the path of its down_proj."""
     arch = architecture_of(model.config)
-    layers = (layer for layer in decoder_layers(model, arch) if rotates_beside_mlp(layer))
+    layers = (layer for layer in decoder_layers(model, arch) if rotation_place(layer) == "residual")
     return [(layer, dict(arch.linears)["down_proj"]) for layer in layers]
 
 
-def _groups(model: PreTrainedModel) -> list[tuple[nn.Module, list[str]]]:
-    """Each decoder layer with the paths of linears that share an input."""
+def _groups(model: "PreTrainedModel") -> list[tuple[nn.Module, list[str]]]:
+    """Each decoder layer with the paths of linears that have the same input, once for each such group."""
     arch = architecture_of(model.config)
     paths = dict(arch.linears)
     groups = [[paths[role] for role in roles] for roles in INPUT_GROUPS.values() if len(roles) > 1]

@@ -1,1 +1,1 @@
-"""Changes of a model's weights and modules that leave its function as it was."""
+"""Changes to a model's weights and modules that do not change its outputs."""

@@ -1,38 +1,78 @@
-"""The rotation of the residual stream between two layers that have different bases.
+"""The rotation at the boundary of two decoder layers that have different bases (paper, section 4.4).
 
-Neighbouring rotations merge into one matrix a boundary, Q = R1(l)ᵀ R1(l+1) (paper, section 4.4). Either
-the later layer applies it to its input; or down_proj of the earlier one is in the later one's basis
-already, and Q acts on the residual beside the MLP alone: y = r Q + MLP(r). The second can be computed
-while the MLP is, or added to by its last product.
+The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [d, d]. It has one of two places:
+
+| place    | held by layer | the layer computes                              | down_proj of layer l takes |
+|----------|---------------|-------------------------------------------------|----------------------------|
+| input    | l + 1         | h ← h Q, then its stock forward                 | R1(l)                      |
+| residual | l             | y = r Q + MLP(r), r the residual before the MLP | R1(l+1)                    |
+
+The product r Q does not depend on the MLP. So it can be computed beside the MLP, or in one operation with the
+MLP's last product (drot/sparse/fused.py).
 """
 
 import functools
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drot.architectures import Architecture
+from drot.config import BoundaryPlace
 
+#: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 RESIDUAL_ROTATION = "residual_rotation"
 
 
+@dataclass(frozen=True)
+class BoundaryRotation:
+    """Q = R1(l)ᵀ R1(l+1) at the boundary of layers l and l + 1.
+
+    place: where Q acts, see above.
+    r1: R1 [d, d] of layer l.
+    next_r1: R1 [d, d] of layer l + 1.
+    """
+
+    place: BoundaryPlace
+    r1: Tensor
+    next_r1: Tensor
+
+    def matrix(self) -> Tensor:
+        """Q [d, d] in fp64."""
+        return self.r1.double().T @ self.next_r1.double()
+
+    def to(self, device: torch.device | str) -> "BoundaryRotation":
+        return BoundaryRotation(self.place, self.r1.to(device), self.next_r1.to(device))
+
+
+class RotateAndAdd(nn.Module):
+    """forward(residual, x) = residual · Q + x · W_downᵀ + b, with x the input of down_proj.
+
+    Base class of rotations of the residual that include the MLP's last product. down_proj then returns its
+    input x unchanged.
+    """
+
+
 class _Rotated:
-    """What both kinds of rotated layers have: their class is made at run time, so pickle is told how."""
+    """Base of the classes of decoder layers that hold a rotation.
+
+    `_rotated_class` creates these classes at run time, so pickle cannot find them by name. Pickle stores the
+    arguments of `_rotated_class` instead.
+    """
 
     def __reduce__(self) -> Any:
-        own, inside = type(self).__bases__[1], getattr(self, "architecture", None)
-        return _empty, (own, inside), self.__getstate__()
+        stock_class, arch = type(self).__bases__[1], getattr(self, "architecture", None)
+        return _new_rotated, (stock_class, arch), self.__getstate__()
 
 
-def _empty(own: Any, inside: Architecture | None) -> Any:
-    cls = _rotated(own, inside)
+def _new_rotated(stock_class: Any, arch: Architecture | None) -> Any:
+    cls = _rotated_class(stock_class, arch)
     return cls.__new__(cls)
 
 
 class _RotatesInput(_Rotated):
-    """Mixed in before a decoder layer's class: multiplies the incoming stream, then goes on."""
+    """Mixin in front of a decoder layer's stock class: h ← h Q, then the stock forward."""
 
     residual_rotation: nn.Linear
 
@@ -41,10 +81,10 @@ class _RotatesInput(_Rotated):
 
 
 class _RotatesResidual(_Rotated):
-    """Mixed in before a decoder layer's class: multiplies the residual to which the MLP's output is added.
+    """Mixin in front of a decoder layer's stock class: y = r Q + MLP(r).
 
-    It stands for the class's own forward, since the place is in the middle of that: pre-norm attention
-    and pre-norm MLP, as every family in architectures.py has them.
+    It replaces the stock forward, because r is computed in the middle of that forward. Every family in
+    architectures.py has this form: pre-norm attention, then a pre-norm MLP.
     """
 
     residual_rotation: nn.Module
@@ -57,81 +97,80 @@ class _RotatesResidual(_Rotated):
         residual = hidden_states + attended
         normed = getattr(self, arch.mlp_norm)(residual)
         out: Tensor = getattr(self, arch.mlp)(normed)
-        if getattr(self.residual_rotation, "makes_down_proj", False):  # drot/sparse/fused.py
-            rotated: Tensor = self.residual_rotation(residual, out)
-            return rotated
+        if isinstance(self.residual_rotation, RotateAndAdd):
+            layer_output: Tensor = self.residual_rotation(residual, out)
+            return layer_output
         return self.residual_rotation(residual) + out
 
 
 @functools.cache
-def _rotated(cls: Any, inside: Architecture | None) -> Any:
-    # Same name, since accelerate and transformers find the layers that they must not split by name.
-    attributes = {"__module__": cls.__module__}
-    if inside is None:
-        return type(cls.__name__, (_RotatesInput, cls), attributes)
-    return type(cls.__name__, (_RotatesResidual, cls), attributes | {"architecture": inside})
+def _rotated_class(stock_class: Any, arch: Architecture | None) -> Any:
+    """The class of a layer that rotates its residual (with `arch`) or its input (`arch=None`).
+
+    The class has the name of the stock class, because accelerate and transformers find the layers that must
+    not be split across devices by the names of their classes.
+    """
+    attributes = {"__module__": stock_class.__module__}
+    if arch is None:
+        return type(stock_class.__name__, (_RotatesInput, stock_class), attributes)
+    return type(stock_class.__name__, (_RotatesResidual, stock_class), attributes | {"architecture": arch})
 
 
-def has_residual_rotation(layer: nn.Module) -> bool:
-    return isinstance(layer, _Rotated)
+def rotation_place(layer: nn.Module) -> BoundaryPlace | None:
+    """The place of the rotation that a decoder layer holds; None if it holds no rotation."""
+    if isinstance(layer, _RotatesResidual):
+        return "residual"
+    return "input" if isinstance(layer, _RotatesInput) else None
 
 
-def rotates_beside_mlp(layer: nn.Module) -> bool:
-    """Whether the residual is rotated beside the MLP, not in front of the layer."""
-    return isinstance(layer, _RotatesResidual)
-
-
-def rotation_config(layers: Iterable[nn.Module]) -> dict[str, Any]:
-    """What config.json says of the rotations in `layers` (drot/hf.py); empty where there are none."""
-    for layer in layers:
-        if has_residual_rotation(layer):
-            inside = {"down_basis": "next"} if rotates_beside_mlp(layer) else {}
-            return {"residual_rotation": True, **inside}
-    return {}
+def rotated_layers(layers: nn.ModuleList, place: BoundaryPlace) -> nn.ModuleList:
+    """The layers that hold a rotation: all but the first for `input`, all but the last for `residual`."""
+    holders = layers[:-1] if place == "residual" else layers[1:]
+    assert isinstance(holders, nn.ModuleList)
+    return holders
 
 
 def add_residual_rotation(
     layer: nn.Module,
+    arch: Architecture,
+    place: BoundaryPlace,
     hidden_size: int,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    inside: Architecture | None = None,
 ) -> nn.Linear:
-    """Gives a decoder layer an (uninitialised) `residual_rotation` and returns it.
+    """Adds an uninitialised rotation to a decoder layer as `layer.residual_rotation`, and returns it.
 
-    It is a bias-free nn.Linear, h → h Wᵀ, so its weight holds Qᵀ. inside: the layer's architecture
-    where Q acts on the residual beside the MLP; None puts it in front of the layer.
+    The rotation is an nn.Linear [d, d] without bias, h → h Wᵀ, so its weight is Qᵀ. The layer's class changes
+    to a class that applies the rotation.
+
+    Args:
+        layer: a decoder layer.
+        arch: family of the model.
+        place: whether Q rotates the layer's input or the residual beside its MLP.
+        hidden_size: d.
+        dtype: dtype of Q.
+        device: device of Q.
     """
     rotation = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype, device=device)
     rotation.requires_grad_(False)
     setattr(layer, RESIDUAL_ROTATION, rotation)
-    if not has_residual_rotation(layer):
-        cls: Any = type(layer)
-        layer.__class__ = _rotated(cls, inside)
+    if rotation_place(layer) is None:
+        stock_class: Any = type(layer)
+        layer.__class__ = _rotated_class(stock_class, arch if place == "residual" else None)
     return rotation
 
 
 def remove_residual_rotation(layer: nn.Module) -> None:
-    """Undoes `add_residual_rotation`: the layer is of its own class again, and the stream is not rotated."""
+    """Undoes `add_residual_rotation` and restores the stock class of `layer`."""
     layer.__class__ = type(layer).__bases__[1]
     delattr(layer, RESIDUAL_ROTATION)
 
 
 @torch.no_grad()
-def set_boundary(
-    layer: nn.Module,
-    before: Tensor,
-    after: Tensor,
-    dtype: torch.dtype,
-    device: torch.device,
-    inside: Architecture | None = None,
-) -> None:
-    """Puts Q = beforeᵀ after (both R1 [d, d]) into `layer`.
-
-    inside=None: the layer's basis is `after`, it accepts a stream in basis `before`. Otherwise its basis
-    is `before` and that of its down_proj `after`, in which its outputs are.
-    """
-    rotation = add_residual_rotation(layer, before.shape[0], dtype=dtype, device=device, inside=inside)
-    q = before.double().T @ after.double()
-    rotation.weight.copy_(q.T)
+def set_boundary(layer: nn.Module, arch: Architecture, boundary: BoundaryRotation) -> None:
+    """Adds the rotation Q to `layer`, in the dtype and on the device of the layer's weights."""
+    weight = next(layer.parameters())
+    d = boundary.r1.shape[0]
+    rotation = add_residual_rotation(layer, arch, boundary.place, d, dtype=weight.dtype, device=weight.device)
+    rotation.weight.copy_(boundary.matrix().T)

@@ -1,9 +1,14 @@
-"""Merging rotations into the weights of a layer and of the model's ends.
+"""Merging rotations into the weights of a layer, of the embedding and of lm_head.
 
-Orientation: W is [out, in], the residual stream is a row vector h, rotated as h R1. In a layer in
-basis R1: q, k, v, gate, up ← W R1; o, down ← R1ᵀ W; v ← R2ᵀ v per KV head; o ← o R2 per query head
-with the R2 of its KV head; biases of o and down ← b R1, bias of v ← b R2. The R1 of down may be the
-next layer's. All products are made in fp64 from the unfolded weights and rounded once.
+W is [out, in]. The residual stream is a row vector h; rotated it is h R1. The weights of a layer change to:
+
+- q, k, v, gate, up: W R1
+- o, down: R1ᵀ W, and their biases b R1
+- v: also R2ᵀ W in each KV head, and its bias b R2
+- o: also W R2 in each query head, with the R2 of its KV head
+
+down takes the R1 of the next layer if the layer holds a rotation of the residual (residual.py). The products
+are computed in fp64 from the original weights and rounded once.
 """
 
 from dataclasses import dataclass
@@ -14,11 +19,12 @@ from torch import Tensor, nn
 
 from drot.architectures import Architecture, HeadShape, layer_linears, module_at
 from drot.surgery.fold_norm import fold, norm_scale, reset_norm
+from drot.surgery.residual import BoundaryRotation, set_boundary
 
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """The orthogonal matrices of one layer: r1 [d, d], r2 [kv_heads, head_dim, head_dim]."""
+    """The orthogonal matrices of one layer: r1 [d, d] and r2 [kv_heads, head_dim, head_dim]."""
 
     r1: Tensor
     r2: Tensor
@@ -30,7 +36,7 @@ class LayerRotation:
 def folded_weights(
     layer: nn.Module, arch: Architecture, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Role → weight [out, in] with the norm in front of it folded in."""
+    """Role → weight [out, in], with the weight of the norm in front of the linear folded in."""
     scale = _input_scales(layer, arch)
     return {
         role: fold(linear.weight.detach(), scale.get(role)).to(dtype)
@@ -65,13 +71,19 @@ def rotate_layer(
     arch: Architecture,
     shape: HeadShape,
     rotation: LayerRotation,
-    down: Tensor | None = None,
+    boundary: BoundaryRotation | None = None,
 ) -> None:
-    """Folds both norms and merges r1 and r2 into the seven linears, in place.
+    """Folds both norms and merges R1 and R2 into the seven linears of a layer, in place.
 
-    down: the R1 [d, d] that down_proj and its bias take where that is another layer's
-    (surgery/residual.py rotates the residual to it); None is the layer's own.
+    Args:
+        layer: a decoder layer.
+        arch: family of the model.
+        shape: attention sizes of the model.
+        rotation: R1 and R2 of the layer.
+        boundary: a rotation of the residual, which is added to the layer; down_proj then takes next_r1.
+            With None down_proj takes R1.
     """
+    assert boundary is None or boundary.place == "residual", "the next layer holds a rotation of its input"
     linears = layer_linears(layer, arch)
     weights = folded_weights(layer, arch, torch.float64)
     device = weights["q_proj"].device
@@ -80,25 +92,27 @@ def rotate_layer(
         weights[role] = weights[role] @ r1
     weights["v_proj"] = rotate_left(r2, weights["v_proj"] @ r1)
     weights["o_proj"] = rotate_right(r1.T @ weights["o_proj"], r2.repeat_interleave(shape.group, 0))
-    down_r1 = r1 if down is None else down.to(device).double()
+    down_r1 = r1 if boundary is None else boundary.next_r1.to(device).double()
     weights["down_proj"] = down_r1.T @ weights["down_proj"]
     for role, weight in weights.items():
         linears[role].weight.copy_(weight)
     if (bias := linears["v_proj"].bias) is not None:
         bias.copy_(rotate_left(r2, bias.double()[:, None])[:, 0])
-    for role, left in (("o_proj", r1), ("down_proj", down_r1)):
+    for role, output_r1 in (("o_proj", r1), ("down_proj", down_r1)):
         if (bias := linears[role].bias) is not None:
-            bias.copy_(bias.double() @ left)
+            bias.copy_(bias.double() @ output_r1)
     for path in (arch.attention_norm, arch.mlp_norm):
         reset_norm(module_at(layer, path), arch.norm_offset)
+    if boundary is not None:
+        set_boundary(layer, arch, boundary.to(device))
 
 
 @torch.no_grad()
-def rotate_ends(model: Any, arch: Architecture, first: Tensor, last: Tensor) -> None:
-    """Merges the first R1 [d, d] into the embedding, the final norm and the last R1 into lm_head.
+def rotate_ends(model: Any, arch: Architecture, first_r1: Tensor, last_r1: Tensor) -> None:
+    """embedding ← W first_r1 and lm_head ← W diag(γ) last_r1, with γ the weight of the final norm, in place.
 
-    logits = norm(h)·diag(γ)·Wᵀ and h = h'·lastᵀ, so lm_head ← W diag(γ) last. Tied weights are
-    untied, since the two ends are now different matrices; the model's config says so afterwards.
+    first_r1 [d, d] is the R1 of the first layer, last_r1 [d, d] of the last layer. Tied weights are untied,
+    also in the model's config, because embedding and lm_head become different matrices.
     """
     embedding, head = module_at(model, arch.embedding), module_at(model, arch.lm_head)
     norm = module_at(model, arch.final_norm)
@@ -107,12 +121,12 @@ def rotate_ends(model: Any, arch: Architecture, first: Tensor, last: Tensor) -> 
     model.config.tie_word_embeddings = False
     scale = norm_scale(norm, arch.norm_offset)
     for rows in _row_chunks(head.weight):
-        rows.copy_(fold(rows, scale) @ last.to(rows.device).double())
+        rows.copy_(fold(rows, scale) @ last_r1.to(rows.device).double())
     reset_norm(norm, arch.norm_offset)
     for rows in _row_chunks(embedding.weight):
-        rows.copy_(rows.double() @ first.to(rows.device).double())
+        rows.copy_(rows.double() @ first_r1.to(rows.device).double())
 
 
 def _row_chunks(weight: Tensor, rows: int = 16384) -> tuple[Tensor, ...]:
-    """Views of a vocabulary-sized matrix, so that its fp64 copy never exists as a whole."""
+    """Views of the rows of a weight, so that only a part of it is copied to fp64 at a time."""
     return weight.detach().split(rows)

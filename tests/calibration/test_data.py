@@ -1,4 +1,4 @@
-"""Where calibration tokens come from, how windows are drawn, and what a user reads who got it wrong."""
+"""Sources of calibration tokens, the positions of the sequences, and the messages for mistakes."""
 
 import hashlib
 import json
@@ -13,8 +13,8 @@ from drot.calibration.data import calibration_hash, load_calibration, read_text
 from drot.errors import UserError
 
 
-class Bytes:
-    """A tokenizer: one id a byte."""
+class ByteTokenizer:
+    """A tokenizer whose token ids are the bytes of the text."""
 
     def __call__(self, text, *, add_special_tokens, verbose):
         assert not add_special_tokens
@@ -23,18 +23,18 @@ class Bytes:
 
 def load(source, nsamples=3, seqlen=4, seed=0, text_column="text"):
     return load_calibration(
-        source, Bytes(), nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
+        source, ByteTokenizer(), nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
     )
 
 
-def test_windows_are_cut_where_the_generator_says(tmp_path):
+def test_sequences_start_at_positions_of_the_generator(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("the quick brown fox jumps over the lazy dog")
     generator = torch.Generator().manual_seed(7)
     text = path.read_bytes()
-    for window in load(str(path), nsamples=20, seed=7):
+    for sequence in load(str(path), nsamples=20, seed=7):
         start = int(torch.randint(0, len(text) - 4, (1,), generator=generator))
-        assert bytes(window.tolist()) == text[start : start + 4]
+        assert bytes(sequence.tolist()) == text[start : start + 4]
     assert not torch.equal(load(str(path), seed=1), load(str(path), seed=2))
 
 
@@ -69,10 +69,15 @@ def test_parquet(tmp_path):
         ("a.txt", " \n\n ", "is empty"),
         ("a.jsonl", "", "is empty"),
         ("a.json", "[]", "is empty"),
-        ("a.txt", "abc", "has 3 tokens, more than seqlen 4 are needed: lower --seqlen or give a longer text"),
-        ("a.csv", "text", "unknown kind of file '.csv'; expected one of .txt, .json, .jsonl, .parquet"),
-        ("a.jsonl", '{"body": "x", "id": 3}', "no text column 'text'; there is: body, id (--text-column)"),
-        ("a.jsonl", '{"text": 3}', "column 'text' must hold text, got int (--text-column names another)"),
+        ("a.txt", "abc", "must have more tokens than `seqlen`, 4"),
+        ("a.txt", "abc", "has 3: lower `seqlen` or give a longer text"),
+        ("a.csv", "text", "the file's suffix must be one of .txt, .json, .jsonl, .parquet; got '.csv'"),
+        (
+            "a.jsonl",
+            '{"body": "x", "id": 3}',
+            "no column 'text'; its columns are body, id: name one of them as `text_column`",
+        ),
+        ("a.jsonl", '{"text": 3}', "column 'text' must hold text, got int: name another column as"),
         ("a.jsonl", "[1, 2]", "a row must hold text, got list"),
         ("a.jsonl", '{"text": null}', "is empty"),
         ("a.jsonl", '{"text": "x"}\n{"text": ', "line 2: not valid JSON"),
@@ -81,7 +86,7 @@ def test_parquet(tmp_path):
         ("a.parquet", "no parquet", "is not a readable parquet file"),
     ],
 )
-def test_a_bad_file_gets_one_line(tmp_path, name, content, message):
+def test_the_message_for_a_bad_file_is_one_line(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(UserError) as error:
         load(str(tmp_path / name))
@@ -91,12 +96,12 @@ def test_a_bad_file_gets_one_line(tmp_path, name, content, message):
 @pytest.mark.parametrize("name", ["a.txt", "a.json", "a.jsonl"])
 def test_a_file_that_is_not_utf8(tmp_path, name):
     (tmp_path / name).write_bytes("été, or 'summer'".encode("latin1"))
-    with pytest.raises(UserError, match=r"must be UTF-8, got byte 0xe9 at 0: convert it, .* iconv") as error:
+    with pytest.raises(UserError, match=r"UTF-8, got byte 0xe9 at offset 0: convert it, .* iconv") as error:
         load(str(tmp_path / name))
     assert "\n" not in str(error.value)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
+def test_a_byte_order_mark_is_left_out(tmp_path):
     (tmp_path / "a.txt").write_text("text", encoding="utf-8-sig")
     (tmp_path / "a.json").write_text('["text"]', encoding="utf-8-sig")
     for name in ("a.txt", "a.json"):
@@ -125,19 +130,19 @@ def test_a_parquet_file_that_was_cut_off(tmp_path):
         assert "\n" not in str(error.value)
 
 
-def test_a_line_separator_inside_a_string_parts_no_line(tmp_path):
+def test_a_line_separator_inside_a_string_does_not_end_a_line(tmp_path):
     text = "a\u2028b\x85c"
     (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}, ensure_ascii=False), encoding="utf-8")
     assert read_text(str(tmp_path / "a.jsonl"), "train", "text") == text
 
 
-def test_no_such_source(tmp_path):
-    with pytest.raises(UserError, match=r"--calibration takes c4, wikitext2 or .* got 'nothing.txt'"):
+def test_a_missing_source(tmp_path):
+    with pytest.raises(UserError, match=r"`source` must be c4, wikitext2 or .* got 'nothing.txt'"):
         load("nothing.txt")
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(UserError, match="which is a folder"):
         load(str(tmp_path / "folder.txt"))
-    with pytest.raises(UserError, match=r"--ppl takes wikitext2 or a .* got 'c4'"):
+    with pytest.raises(UserError, match=r"`ppl` must be wikitext2 or a .* got 'c4'"):
         read_text("c4", "test", "text")
 
 
@@ -149,7 +154,7 @@ def test_hub_without_a_network(monkeypatch, source):
     monkeypatch.setattr(datasets, "load_dataset", refuse)
     with pytest.raises(UserError) as error:
         load(source)
-    assert "(name resolution failed); without a network, use a local file" in str(error.value)
+    assert "(name resolution failed): without a network, name a local file as `source`" in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -159,7 +164,7 @@ def test_hub_without_datasets(monkeypatch):
         load("c4")
 
 
-def test_hub_asks_for_the_right_data_and_stops_when_it_has_enough(monkeypatch):
+def test_the_right_data_are_read_from_the_hub_and_c4_only_in_part(monkeypatch):
     seen, read = [], []
 
     def load_dataset(path, **options):
@@ -179,7 +184,7 @@ def test_hub_asks_for_the_right_data_and_stops_when_it_has_enough(monkeypatch):
     assert seen[2][1]["split"] == "test"
 
 
-def test_a_tensor_is_taken_as_it_is():
+def test_a_tensor_is_used_as_it_is():
     tokens = torch.arange(6, dtype=torch.int32).reshape(2, 3)
     assert torch.equal(load(tokens), tokens.long())
 
@@ -190,7 +195,7 @@ def test_a_tensor_of_no_token_ids(tokens):
         load(tokens)
 
 
-def test_hash_is_of_the_ids_alone():
+def test_the_hash_depends_on_the_ids_alone():
     tokens = torch.tensor([[1, 2], [3, 70000]])
     expected = hashlib.sha256(struct.pack("<4q", 1, 2, 3, 70000)).hexdigest()
     assert calibration_hash(tokens) == calibration_hash(tokens.int()) == expected

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from drot.demo import MODEL
+from drot.demo.demo import MODEL
 from drot.errors import UserError
 from drot.evaluation.zeroshot import accuracy, load_tasks, zero_shot
 
@@ -83,7 +83,7 @@ def manager():
 def test_unknown_task(manager, monkeypatch, name):
     """A tag is no task either: lm_eval reports nothing under its name."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
-    with pytest.raises(UserError, match=f"lm_eval knows no task {name}; `lm_eval ls tasks` lists them"):
+    with pytest.raises(UserError, match=f"lm_eval knows no task {name}; lm_eval ls tasks lists them"):
         load_tasks([name])
 
 
@@ -97,7 +97,7 @@ def test_without_lm_eval(monkeypatch):
     ("cause", "advice"),
     [
         (ConnectionError("refused"), "zero-shot tasks need a network or a filled datasets cache"),
-        (ImportError("no module"), "leave it out of --tasks"),
+        (ImportError("no module"), "leave it out of `tasks`"),
     ],
 )
 def test_a_task_that_cannot_be_loaded(manager, monkeypatch, cause, advice):

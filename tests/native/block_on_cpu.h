@@ -1,8 +1,9 @@
-// Enough of CUDA to run a kernel on one thread of the CPU: the threads of a block take turns, each until it
-// meets a barrier or a shuffle. Included before the kernels; a host compiler then takes them as they are.
+// Runs CUDA kernels on one thread of the CPU, for the native tests: the part of CUDA that the kernels use, as
+// plain C++. It is included before the kernels, so that a host compiler compiles their sources unchanged.
 //
-// A barrier that not every thread reaches, or a shuffle that not every lane does, is an error. The turns go
-// up or down, so that a barrier that is missing shows as a wrong result in one of the two orders.
+// The threads of a block run in turns; a turn ends at a barrier or a shuffle. A barrier that not every thread
+// of the block reaches, or a shuffle that not every lane of the warp reaches, is an error. The turns go
+// upwards or downwards, so that a missing barrier gives a wrong result in one of the two orders.
 #pragma once
 
 #include <setjmp.h>
@@ -43,30 +44,30 @@ enum class State { kReady, kAtBlock, kAtWarp, kDone };
 
 struct Thread {
   static constexpr size_t kStack = 64 * 1024;
-  jmp_buf here;  // where it goes on; jumps are faster than contexts, which ask the kernel
+  jmp_buf here;  // where the thread continues; a jump is faster than setcontext, which is a system call
   bool started = false;
   std::unique_ptr<char[]> stack{new char[kStack]};
   State state;
   dim3 index;
-  double mail;
+  double mail;  // the thread's value in a shuffle
 };
 
 inline std::vector<Thread> threads;
 inline size_t current, count;
 inline jmp_buf scheduler;
 inline bool backwards = false;
-inline std::function<void()> at_barrier;  // called whenever a block meets, where there is one
+inline std::function<void()> at_barrier;  // if set, is called at each barrier of a block
 inline void (*body)(void*);
 inline void* body_arguments;
 
-// From a thread back to the one that gives the turns.
+// Ends the turn of the current thread: jumps back to give_turn.
 inline void wait(State why) {
   threads[current].state = why;
   if (_setjmp(threads[current].here) == 0) _longjmp(scheduler, 1);
 }
 
 inline void enter() {
-  for (;;) {  // the next block takes the same threads: to make them is slow
+  for (;;) {  // the next block reuses the threads, because making a thread is slow
     body(body_arguments);
     wait(State::kDone);
   }
@@ -87,7 +88,7 @@ inline void enter() {
   setcontext(&start);
 }
 
-// Whether all of [first, last) wait at `what`, which sets them free.
+// If all threads in [first, last) wait at `what`, makes them ready and returns true.
 inline bool release(size_t first, size_t last, State what) {
   for (size_t i = first; i < last; ++i) {
     if (threads[i].state != what) return false;
@@ -117,36 +118,42 @@ inline void run_block() {
   for (size_t i = 0; i < count; ++i) {
     if (threads[i].state == State::kDone) continue;
     threads.clear();
-    throw std::runtime_error("threads wait for others that never come");
+    throw std::runtime_error(
+        "some threads of a block wait at a barrier or shuffle that the others never reach");
   }
 }
 
-// The part of class Gpu (csrc/ops/cuda/gpu.cuh) that launch code uses. dynamic: the array that the kernels
-// declare as their dynamic shared memory.
-class Gpu {
+// The members of drot::Launcher (csrc/common/cuda/launcher.cuh) that launch code uses.
+class Launcher {
  public:
-  Gpu(int processors, int64_t shared_memory, std::span<uint4> dynamic)
-      : processors_(processors), shared_memory_(shared_memory), dynamic_(std::as_writable_bytes(dynamic)) {
+  // dynamic_shared: the array that the kernels declare as their dynamic shared memory.
+  Launcher(int multiprocessors, int64_t shared_memory, std::span<uint4> dynamic_shared)
+      : multiprocessors_(multiprocessors),
+        shared_memory_(shared_memory),
+        dynamic_(std::as_writable_bytes(dynamic_shared)) {
     std::ranges::fill(dynamic_, kUnwritten);
   }
 
-  int processors() const { return processors_; }
+  int multiprocessors() const { return multiprocessors_; }
   int64_t shared_memory() const { return shared_memory_; }
 
-  // Filled with NaN, so that a sum over what nobody wrote shows.
+  // The workspace is filled with NaN, so that a sum over a value that no thread wrote is NaN.
   template <class T>
-  T* room(int64_t n) {
-    rooms_.emplace_back(n * sizeof(T) / sizeof(uint4) + 1);
-    std::memset(static_cast<void*>(rooms_.back().data()), 0xff, rooms_.back().size() * sizeof(uint4));
-    return reinterpret_cast<T*>(rooms_.back().data());
+  T* allocate(int64_t count) {
+    workspaces_.emplace_back(count * sizeof(T) / sizeof(uint4) + 1);
+    std::memset(static_cast<void*>(workspaces_.back().data()), 0xff,
+                workspaces_.back().size() * sizeof(uint4));
+    return reinterpret_cast<T*>(workspaces_.back().data());
   }
 
   template <class... P>
-  void launch(void (*kernel)(P...), dim3 grid, dim3 block, int64_t shared, std::type_identity_t<P>... args) {
+  void launch(void (*kernel)(P...), dim3 grid, dim3 block, int64_t shared_bytes,
+              std::type_identity_t<P>... args) {
     count = static_cast<size_t>(block.x) * block.y * block.z;
     if (grid.x == 0 || grid.y == 0 || grid.y > 65535 || count == 0 || count > 1024 ||
-        shared > shared_memory_ || shared > static_cast<int64_t>(dynamic_.size())) {
-      throw std::runtime_error("a GPU would refuse this launch");
+        shared_bytes > shared_memory_ || shared_bytes > static_cast<int64_t>(dynamic_.size())) {
+      throw std::runtime_error(
+          "the grid, the block or the shared memory of a launch is larger than a GPU allows, or empty");
     }
     if (threads.size() < count) threads = std::vector<Thread>(count);
     auto call = [&] { kernel(args...); };
@@ -156,24 +163,24 @@ class Gpu {
     blockDim = block;
     for (blockIdx.y = 0; blockIdx.y < grid.y; ++blockIdx.y) {
       for (blockIdx.x = 0; blockIdx.x < grid.x; ++blockIdx.x) {
-        std::ranges::fill(dynamic_.first(static_cast<size_t>(shared)), kUnwritten);
+        std::ranges::fill(dynamic_.first(static_cast<size_t>(shared_bytes)), kUnwritten);
         run_block();
       }
     }
-    const auto beyond = dynamic_.subspan(static_cast<size_t>(shared));
-    if (shared > 0 && std::ranges::any_of(beyond, [](std::byte b) { return b != kUnwritten; })) {
-      throw std::runtime_error("more shared memory was written than there is");
+    const auto beyond = dynamic_.subspan(static_cast<size_t>(shared_bytes));
+    if (shared_bytes > 0 && std::ranges::any_of(beyond, [](std::byte b) { return b != kUnwritten; })) {
+      throw std::runtime_error("a kernel wrote beyond its dynamic shared memory");
     }
-    std::ranges::fill(dynamic_.first(static_cast<size_t>(shared)), kUnwritten);
+    std::ranges::fill(dynamic_.first(static_cast<size_t>(shared_bytes)), kUnwritten);
   }
 
  private:
-  static constexpr std::byte kUnwritten{0xff};  // four of them are NaN
+  static constexpr std::byte kUnwritten{0xff};  // a value of such bytes is NaN
 
-  int processors_;
+  int multiprocessors_;
   int64_t shared_memory_;
   std::span<std::byte> dynamic_;
-  std::vector<std::vector<uint4>> rooms_;
+  std::vector<std::vector<uint4>> workspaces_;
 };
 
 }  // namespace on_cpu

@@ -1,6 +1,6 @@
-// Runs csrc/common/householder.h as a CUDA block would: WARPS warps of LANES lanes, every lane a
-// thread of the CPU. Built with ThreadSanitizer, it shows that the barriers suffice. Prints, for each
-// n, the largest error of qᵀq = 1 and of q r = a.
+// Runs csrc/ops/batched_qr_math.h with a team of CPU threads, one for each lane of a CUDA block of kWarps
+// warps of kLanes lanes, for test_householder_team.py. Compiled with ThreadSanitizer, it shows that the
+// barriers suffice. Prints, for each n, the largest elements of |qᵀq - 1| and of |q r - a|.
 #include <algorithm>
 #include <atomic>
 #include <barrier>
@@ -9,17 +9,18 @@
 #include <thread>
 #include <vector>
 
-#include "common/householder.h"
+#include "ops/batched_qr_math.h"
 
 namespace {
 
-constexpr int LANES = 4;
-constexpr int WARPS = 3;
+constexpr int kLanes = 4;
+constexpr int kWarps = 3;
 
-std::barrier<> block_barrier(LANES* WARPS);
-std::barrier<> warp_barriers[WARPS] = {std::barrier<>(LANES), std::barrier<>(LANES), std::barrier<>(LANES)};
-std::atomic<unsigned> arrived[WARPS];
-std::atomic<float> mailbox[WARPS][LANES];
+std::barrier<> block_barrier(kLanes* kWarps);
+std::barrier<> warp_barriers[kWarps] = {std::barrier<>(kLanes), std::barrier<>(kLanes),
+                                        std::barrier<>(kLanes)};
+std::atomic<unsigned> arrived[kWarps];
+std::atomic<float> mailbox[kWarps][kLanes];
 thread_local unsigned phase = 0;
 
 struct ThreadTeam {
@@ -27,17 +28,17 @@ struct ThreadTeam {
   int ld;
   int thread;
 
-  int lane() const { return thread % LANES; }
-  int warp() const { return thread / LANES; }
-  int warps() const { return WARPS; }
+  int lane() const { return thread % kLanes; }
+  int warp() const { return thread / kLanes; }
+  int warps() const { return kWarps; }
   void sync() const { block_barrier.arrive_and_wait(); }
   void warp_sync() const { warp_barriers[warp()].arrive_and_wait(); }
-  bool owns(int i) const { return i % LANES == lane(); }
-  int first(int k) const { return k / LANES * LANES; }
+  bool owns(int i) const { return i % kLanes == lane(); }
+  int first(int k) const { return k / kLanes * kLanes; }
 
-  // Waits for the warp, but, like a shuffle, orders no memory: relaxed atomics only.
+  // Waits for the warp. The atomics are relaxed because a shuffle does not order memory either.
   void meet() const {
-    const unsigned target = ++phase * LANES;
+    const unsigned target = ++phase * kLanes;
     arrived[warp()].fetch_add(1, std::memory_order_relaxed);
     while (arrived[warp()].load(std::memory_order_relaxed) < target) {
       std::this_thread::yield();
@@ -48,13 +49,13 @@ struct ThreadTeam {
   void dots(const float* v, const float* y, int first, float* out) const {
     for (int c = 0; c < C; ++c) {
       float sum = 0;
-      for (int i = first + lane(); i < ld; i += LANES) {
+      for (int i = first + lane(); i < ld; i += kLanes) {
         sum += v[i] * y[c * ld + i];
       }
       mailbox[warp()][lane()].store(sum, std::memory_order_relaxed);
       meet();
       out[c] = 0;
-      for (int l = 0; l < LANES; ++l) {
+      for (int l = 0; l < kLanes; ++l) {
         out[c] += mailbox[warp()][l].load(std::memory_order_relaxed);
       }
       meet();
@@ -64,21 +65,21 @@ struct ThreadTeam {
   template <int C>
   void axpys(const float* w, const float* v, float* y, int first) const {
     for (int c = 0; c < C; ++c) {
-      for (int i = first + lane(); i < ld; i += LANES) {
+      for (int i = first + lane(); i < ld; i += kLanes) {
         y[c * ld + i] += w[c] * v[i];
       }
     }
   }
 
   void set_unit(float* y, int one) const {
-    for (int i = lane(); i < ld; i += LANES) {
+    for (int i = lane(); i < ld; i += kLanes) {
       y[i] = i == one;
     }
   }
 };
 
 void check(int n) {
-  const int ld = (n + LANES - 1) / LANES * LANES;
+  const int ld = (n + kLanes - 1) / kLanes * kLanes;
   std::vector<float> a(n * ld), q(n * ld), r(n * n), tau(ld);
   std::mt19937 generator(n);
   std::normal_distribution<float> normal;
@@ -87,7 +88,7 @@ void check(int n) {
   }
   const std::vector<float> original = a;
   std::vector<std::thread> threads;
-  for (int id = 0; id < LANES * WARPS; ++id) {
+  for (int id = 0; id < kLanes * kWarps; ++id) {
     threads.emplace_back([&, id] {
       const ThreadTeam team{ld, id};
       drot::householder_factor(team, a.data(), tau.data(), r.data(), n, 1.f);

@@ -1,5 +1,5 @@
-// The kernels of entropy_loss and pruned_importance with their launch code, for a CPU (block_on_cpu.h).
-// Called by test_kernels_on_cpu.py: plain pointers in, "" or a message out.
+// The kernels and the launch code of entropy_loss and pruned_importance on a CPU (block_on_cpu.h), for
+// test_kernels_on_cpu.py. Both functions take plain pointers and return "" or an error message.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -37,41 +37,54 @@ const char* run(const char* dtype, bool backwards, Work work) {
 
 }  // namespace
 
-// once: y turns into NaN at the first barrier, which shows what is read after it.
-extern "C" const char* entropy_loss(const char* dtype, int processors, int64_t shared_memory, bool backwards,
-                                    bool once, void* y, const void* m, int64_t rows, int64_t columns,
-                                    bool by_row, bool by_column, double scale, void* dy, void* dm,
-                                    void* loss) {
+// Args:
+//   dtype: of y and dy.
+//   multiprocessors, shared_memory: of the simulated GPU.
+//   backwards: order of the threads.
+//   once: y becomes NaN at the first barrier, so that reading y again after it gives NaN.
+//   y …: the members of EntropyProblem.
+//   by_row, by_column: whose entropies are added.
+extern "C" const char* entropy_loss(const char* dtype, int multiprocessors, int64_t shared_memory,
+                                    bool backwards, bool once, void* y, const void* column_scale,
+                                    int64_t rows, int64_t columns, bool by_row, bool by_column, double scale,
+                                    void* dy, void* dcolumn_scale, void* loss) {
   return run(dtype, backwards, [&](auto of_type) {
     using T = decltype(of_type);
     using Math = at::opmath_type<T>;
     if (once) on_cpu::at_barrier = [=] { std::memset(y, 0xff, rows * columns * sizeof(T)); };
-    on_cpu::Gpu gpu(processors, shared_memory, drot::dynamic_shared);
-    const drot::EntropyProblem<T> problem{
-        static_cast<const T*>(y), static_cast<const Math*>(m), rows, columns, scale, static_cast<T*>(dy),
-        static_cast<Math*>(dm),   static_cast<Math*>(loss)};
-    drot::run_entropy_loss(gpu, problem, by_row, by_column);
+    on_cpu::Launcher launcher(multiprocessors, shared_memory, drot::dynamic_shared);
+    const drot::EntropyProblem<T> problem{.y = static_cast<const T*>(y),
+                                          .column_scale = static_cast<const Math*>(column_scale),
+                                          .rows = rows,
+                                          .columns = columns,
+                                          .scale = scale,
+                                          .dy = static_cast<T*>(dy),
+                                          .dcolumn_scale = static_cast<Math*>(dcolumn_scale),
+                                          .loss = static_cast<Math*>(loss)};
+    drot::run_entropy_loss(launcher, problem, by_row, by_column);
   });
 }
 
-extern "C" const char* pruned_importance(const char* dtype, int processors, bool backwards, const void* y,
-                                         const void* m, const bool* removed, int64_t rows, int64_t columns,
-                                         int group, int prune, double scale, void* dy, void* dm, void* loss) {
+// Args: as above, and the members of PrunedProblem.
+extern "C" const char* pruned_importance(const char* dtype, int multiprocessors, bool backwards,
+                                         const void* y, const void* column_scale, const bool* removed,
+                                         int64_t rows, int64_t columns, int group, int prune, double scale,
+                                         void* dy, void* dcolumn_scale, void* loss) {
   return run(dtype, backwards, [&](auto of_type) {
     using T = decltype(of_type);
     using Math = at::opmath_type<T>;
-    on_cpu::Gpu gpu(processors, 0, {});
-    const drot::PrunedProblem<T> problem{static_cast<const T*>(y),
-                                         static_cast<const Math*>(m),
-                                         removed,
-                                         rows,
-                                         columns,
-                                         group,
-                                         prune,
-                                         scale,
-                                         static_cast<T*>(dy),
-                                         static_cast<Math*>(dm),
-                                         static_cast<Math*>(loss)};
-    drot::run_pruned_importance(gpu, problem);
+    on_cpu::Launcher launcher(multiprocessors, /*shared_memory=*/0, {});
+    const drot::PrunedProblem<T> problem{.y = static_cast<const T*>(y),
+                                         .column_scale = static_cast<const Math*>(column_scale),
+                                         .removed = removed,
+                                         .rows = rows,
+                                         .columns = columns,
+                                         .group = group,
+                                         .prune = prune,
+                                         .scale = scale,
+                                         .dy = static_cast<T*>(dy),
+                                         .dcolumn_scale = static_cast<Math*>(dcolumn_scale),
+                                         .loss = static_cast<Math*>(loss)};
+    drot::run_pruned_importance(launcher, problem);
   });
 }

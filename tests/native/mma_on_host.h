@@ -1,5 +1,6 @@
-// The products of the tensor cores on the CPU, with fragments laid out as the PTX manual says (mma
-// m16n8k16 and mma.sp m16n8k32 of 16-bit floats). Included after block_on_cpu.h.
+// The tensor-core products of csrc/ops/cuda/sparse24_mma.cuh on the CPU, for test_sparse24_skinny.py:
+// mma.m16n8k16 and mma.sp.m16n8k32, with the operands of each lane as the PTX manual says. Included after
+// block_on_cpu.h.
 #pragma once
 
 #include <bit>
@@ -17,7 +18,7 @@ namespace on_cpu {
 
 constexpr size_t kWarp = 32;
 
-// The word of every lane of the calling thread's warp.
+// Gives every lane of a warp the words of all lanes.
 inline void all_lanes(uint32_t word, uint32_t (&of_lane)[kWarp]) {
   threads[current].mail = word;
   wait(State::kAtWarp);
@@ -27,16 +28,18 @@ inline void all_lanes(uint32_t word, uint32_t (&of_lane)[kWarp]) {
   wait(State::kAtWarp);
 }
 
+// The counterpart of drot::Bf16Element.
 struct Bf16 {
-  static float wide(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
-  static uint16_t narrow(float x) {
+  static float to_float(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
+  static uint16_t from_float(float x) {
     const auto word = std::bit_cast<uint32_t>(x);
     return static_cast<uint16_t>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
   }
 
-  // half 0 or 1 of a word
-  static float part(uint32_t word, int half) { return wide(static_cast<uint16_t>(word >> (16 * half))); }
+  // The element in half 0 or 1 of a word.
+  static float part(uint32_t word, int half) { return to_float(static_cast<uint16_t>(word >> (16 * half))); }
 
+  // sum += the elements of a b [16, 8] that the current lane holds.
   template <int kColumns>
   static void add(float (&sum)[4], const float (&a)[16][kColumns], const float (&b)[kColumns][8]) {
     const int lane = static_cast<int>(current % kWarp), g = lane / 4, t = lane % 4;
@@ -78,11 +81,11 @@ struct Bf16 {
     all_lanes(meta, word);
     for (int row = 0; row < 16; ++row) {
       for (int i = 0; i < 16; ++i) {
-        // thread 2 · selector of the quad describes columns 0 … 15 of both rows, the next one 16 … 31;
-        // row g in the lower 16 bits, row g + 8 in the upper ones
+        // lane t = 2 · kSelector holds the positions of columns 0 … 15, lane t + 1 of columns 16 … 31; row g
+        // is in the lower 16 bits, row g + 8 in the upper 16 bits
         const uint32_t bits = word[4 * (row % 8) + 2 * kSelector + i / 8] >> (16 * (row / 8));
         const uint32_t pair = bits >> (i % 8 / 2 * 4) & 15u;
-        if ((pair & 3u) >= pair >> 2) throw std::runtime_error("positions of a group do not ascend");
+        if ((pair & 3u) >= pair >> 2) throw std::runtime_error("the two positions of a group must ascend");
         left[row][i / 2 * 4 + (i % 2 ? pair >> 2 : pair & 3u)] = packed[row][i];
       }
     }

@@ -1,5 +1,5 @@
-// The AVX-512 form of sparse24_linear's CPU kernel on a processor that has AVX2 alone, for
-// test_sparse24_wide.py: a 512-bit register is a pair of 256-bit ones.
+// The AVX-512 form of sparse24_linear's CPU kernel for a processor without AVX-512, for
+// test_sparse24_wide.py: a pair of AVX2 registers stands for an AVX-512 register.
 #include <immintrin.h>
 
 struct Pair512 {

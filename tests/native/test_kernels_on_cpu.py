@@ -1,72 +1,79 @@
-"""The CUDA kernels of entropy_loss and pruned_importance, run by a CPU (block_on_cpu.h), against fp64.
+"""The CUDA kernels of entropy_loss and pruned_importance, run on a CPU (block_on_cpu.h), against fp64.
 
-It covers what the sources say: indices, edges, barriers, alignment and the launch code, in both orders of the
-threads. The GPU's own arithmetic and memory are not in it.
+The tests cover what the sources determine: indices, edges, barriers, alignment and the launch code, in both
+orders of the threads. They do not cover the arithmetic and the memory of a GPU.
 """
 
 import ctypes
-import shutil
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from compiled import compiled
 from torch import Tensor
 from torch.utils.cpp_extension import include_paths
 
 from drot.ops import nm_mask_ref, pruned_importance_ref
 
-HERE = Path(__file__).resolve().parent
-COMPILER = shutil.which("c++")
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 AXES = [(True, False), (False, True), (True, True)]
 BY_ROW = AXES[0]
-SM_80, SM_90 = 162 * 1024, 226 * 1024  # bytes of dynamic shared memory, as gpu.cuh counts them
+SM_80, SM_90 = 162 * 1024, 226 * 1024  # bytes that Launcher::shared_memory() returns there
 
 
 class Kernels:
-    """Both ops as the dispatcher would call them, of contiguous y and m."""
+    """Both ops as the dispatcher calls them, for contiguous y and column_scale."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
-        self.processors, self.shared_memory, self.backwards, self.once = 3, SM_90, False, False
+        self.multiprocessors, self.shared_memory, self.backwards, self.once = 3, SM_90, False, False
 
     def entropy_loss(
-        self, y: Tensor, m: Tensor | None, rows: bool, columns: bool, scale: float
+        self, y: Tensor, column_scale: Tensor | None, rows: bool, columns: bool, scale: float
     ) -> list[Tensor]:
-        machine = (self.processors, ctypes.c_int64(self.shared_memory), self.backwards, self.once)
-        return self._call("entropy_loss", y, m, machine, (), (rows, columns, ctypes.c_double(scale)))
+        machine = (self.multiprocessors, ctypes.c_int64(self.shared_memory), self.backwards, self.once)
+        return self._call(
+            "entropy_loss", y, column_scale, machine, (), (rows, columns, ctypes.c_double(scale))
+        )
 
     def pruned_importance(
-        self, y: Tensor, m: Tensor | None, prune: int, group: int, scale: float, removed: Tensor | None = None
+        self,
+        y: Tensor,
+        column_scale: Tensor | None,
+        prune: int,
+        group: int,
+        scale: float,
+        removed: Tensor | None = None,
     ) -> list[Tensor]:
         mask = ctypes.c_void_p(None if removed is None else removed.data_ptr())
         options = (group, prune, ctypes.c_double(scale))
-        return self._call("pruned_importance", y, m, (self.processors, self.backwards), (mask,), options)
+        return self._call(
+            "pruned_importance", y, column_scale, (self.multiprocessors, self.backwards), (mask,), options
+        )
 
     def _call(
-        self, name: str, y: Tensor, m: Tensor | None, machine: tuple, mask: tuple, options: tuple
+        self, name: str, y: Tensor, column_scale: Tensor | None, machine: tuple, mask: tuple, options: tuple
     ) -> list[Tensor]:
-        wide = torch.promote_types(y.dtype, torch.float32)
-        n = 0 if m is None else m.numel()
+        math = torch.promote_types(y.dtype, torch.float32)
+        n = 0 if column_scale is None else column_scale.numel()
         # 64 values of margin on both sides: nothing may be written there
         padded = [
             torch.full((k + 128,), torch.nan, dtype=d)
-            for k, d in ((1, wide), (y.numel(), y.dtype), (n, wide))
+            for k, d in ((1, math), (y.numel(), y.dtype), (n, math))
         ]
         results = [t[64:-64] for t in padded]
         results[1] = results[1].view(y.shape)
         pointer = [ctypes.c_void_p(t.data_ptr()) for t in (results[1], results[2], results[0])]
-        if m is None:
+        if column_scale is None:
             pointer[1] = ctypes.c_void_p(None)
-        factor = ctypes.c_void_p(None if m is None else m.data_ptr())
+        scales = ctypes.c_void_p(None if column_scale is None else column_scale.data_ptr())
         call = getattr(self.library, name)
         call.restype = ctypes.c_char_p
         size = (ctypes.c_int64(y.shape[0]), ctypes.c_int64(y.shape[1]))
         dtype = str(y.dtype).removeprefix("torch.").encode()
         complaint = call(
-            dtype, *machine, ctypes.c_void_p(y.data_ptr()), factor, *mask, *size, *options, *pointer
+            dtype, *machine, ctypes.c_void_p(y.data_ptr()), scales, *mask, *size, *options, *pointer
         )
         assert complaint == b"", complaint
         assert all(t[:64].isnan().all() and t[-64:].isnan().all() for t in padded)
@@ -74,30 +81,15 @@ class Kernels:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if COMPILER is None:
-        pytest.skip("no C++ compiler")
-    path = tmp_path_factory.mktemp("kernels") / "kernels_on_cpu.so"
-    includes = [f"-I{folder}" for folder in (HERE, HERE.parent.parent / "csrc", *include_paths())]
-    # misaligned loads, shifts and indices out of range end the process
-    flags = [
-        "-std=c++20",
-        "-O1",
+def library() -> Path:
+    return compiled(
+        "kernels_on_cpu",
+        *("-shared", "-fPIC"),
         "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
-        "-shared",
-        "-fPIC",
-        "-fsanitize=undefined",
-        "-fno-sanitize-recover=undefined",
-    ]
-    build = subprocess.run(
-        [COMPILER, *flags, *includes, str(HERE / "kernels_on_cpu.cpp"), "-o", str(path)],
-        capture_output=True,
-        text=True,
+        "-fno-sanitize-recover=undefined",  # a misaligned load, shift or index ends the process
+        *(f"-I{folder}" for folder in include_paths()),
+        sanitizer="undefined",
     )
-    if "libubsan" in build.stderr:
-        pytest.skip("the compiler has no UndefinedBehaviorSanitizer")
-    assert build.returncode == 0, build.stderr
-    return path
 
 
 @pytest.fixture(params=[False, True], ids=["upwards", "backwards"])
@@ -108,26 +100,29 @@ def kernels(library: Path, request: pytest.FixtureRequest) -> Kernels:
 
 
 def problem(r: int, c: int, dtype: torch.dtype, aligned: bool = True) -> tuple[Tensor, Tensor]:
-    """y between NaNs, so that what is read beside it shows; 16-byte aligned or not."""
+    """y [r, c], aligned to 16 bytes or not, and column_scale [c].
+
+    Both are between NaNs: a kernel that reads beside them returns NaN.
+    """
     start = 64 if aligned else 65
     store = torch.full((r * c + 128,), torch.nan, dtype=dtype)
     y = store[start : start + r * c].view(r, c)
     y.copy_(torch.randn(r, c))
     assert (y.data_ptr() % 16 == 0) == aligned
-    m = torch.full((c + 128,), torch.nan, dtype=torch.promote_types(dtype, torch.float32))[64:-64]
-    return y, m.copy_(torch.rand(c) + 0.1)
+    column_scale = torch.full((c + 128,), torch.nan, dtype=torch.promote_types(dtype, torch.float32))[64:-64]
+    return y, column_scale.copy_(torch.rand(c) + 0.1)
 
 
 def exact_entropy(
-    y: Tensor, m: Tensor | None, rows: bool, columns: bool, scale: float = 1.0
+    y: Tensor, column_scale: Tensor | None, rows: bool, columns: bool, scale: float = 1.0
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Loss, dy and dm in fp64 from the shares p: H = -Σ p log p, ∂H/∂s = -(log p + H) / Σ s.
+    """Loss, dy and dcolumn_scale in fp64 from the shares p: H = -Σ p log p, ∂H/∂s = -(log p + H) / Σ s.
 
-    Also the sizes of what cancels in each: p·log p, which every share's rounding is measured by.
+    Also the sizes of the terms that cancel in each of them, by which rounding errors are measured.
     """
     y = y.double()
-    factor = torch.ones(y.shape[1], dtype=torch.float64) if m is None else m.double()
-    s = y.square() * factor
+    scales = torch.ones(y.shape[1], dtype=torch.float64) if column_scale is None else column_scale.double()
+    s = y.square() * scales
     loss, ds, size = y.new_zeros(()), torch.zeros_like(s), torch.zeros_like(s)
     for dim in [1] * rows + [0] * columns:
         z = s.sum(dim, keepdim=True)
@@ -137,22 +132,22 @@ def exact_entropy(
         loss = loss + entropy.sum()
         ds = ds - torch.where(p > 0, (log + entropy) / torch.where(z > 0, z, 1), 0)
         size = size + p
-    over_y, over_m = (torch.where(t != 0, 1 / t, 0) for t in (y, factor))
-    results = [scale * loss, scale * 2 * y * factor * ds, scale * (y.square() * ds).sum(0)]
-    sizes = [size.sum(), 2 * size * over_y, (size * over_m).sum(0)]
+    over_y, over_scale = (torch.where(t != 0, 1 / t, 0) for t in (y, scales))
+    results = [scale * loss, scale * 2 * y * scales * ds, scale * (y.square() * ds).sum(0)]
+    sizes = [size.sum(), 2 * size * over_y, (size * over_scale).sum(0)]
     return results, [scale * t for t in sizes]
 
 
-def by_autograd(reference: Callable[..., Tensor], y: Tensor, m: Tensor | None) -> list[Tensor]:
-    leaves = [t.double().requires_grad_() for t in (y, m) if t is not None]
+def by_autograd(reference: Callable[..., Tensor], y: Tensor, column_scale: Tensor | None) -> list[Tensor]:
+    leaves = [t.double().requires_grad_() for t in (y, column_scale) if t is not None]
     loss = reference(*leaves)
     return [loss.detach(), *(grad.detach() for grad in torch.autograd.grad(loss, leaves))]
 
 
 def assert_close(ours: list[Tensor], true: list[Tensor], sizes: list[Tensor] | None = None) -> None:
-    """By the norms of the errors: dy rounds to its dtype, the others as sums do.
+    """Compares the norms of the errors: dy is rounded to its dtype, the other results are sums.
 
-    sizes: of the terms that cancel in each result.
+    sizes: sizes of the terms that cancel in each result.
     """
     wide = 1e-14 if ours[0].dtype == torch.float64 else 1e-6
     for i, (mine, expected) in enumerate(zip(ours, true, strict=True)):
@@ -162,17 +157,21 @@ def assert_close(ours: list[Tensor], true: list[Tensor], sizes: list[Tensor] | N
         assert error <= allowed * size, f"result {i}: error {error} of {size}"
 
 
-def check_entropy(kernels: Kernels, y: Tensor, m: Tensor | None, rows: bool, columns: bool) -> None:
-    ours = kernels.entropy_loss(y, m, rows, columns, 0.7)
-    true, sizes = exact_entropy(y, m, rows, columns, 0.7)
-    n = 2 if m is None else 3
+def check_entropy(
+    kernels: Kernels, y: Tensor, column_scale: Tensor | None, rows: bool, columns: bool
+) -> None:
+    ours = kernels.entropy_loss(y, column_scale, rows, columns, 0.7)
+    true, sizes = exact_entropy(y, column_scale, rows, columns, 0.7)
+    n = 2 if column_scale is None else 3
     assert_close(ours[:n], true[:n], sizes[:n])
 
 
-@pytest.mark.parametrize("with_factor", [True, False])
+@pytest.mark.parametrize("with_column_scale", [True, False])
 @pytest.mark.parametrize("axes", AXES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_entropy(kernels: Kernels, dtype: torch.dtype, axes: tuple[bool, bool], with_factor: bool) -> None:
+def test_entropy(
+    kernels: Kernels, dtype: torch.dtype, axes: tuple[bool, bool], with_column_scale: bool
+) -> None:
     for shape, aligned in (
         ((37, 616), True),
         ((9, 1040), True),
@@ -182,26 +181,28 @@ def test_entropy(kernels: Kernels, dtype: torch.dtype, axes: tuple[bool, bool], 
         ((1, 31), True),
         ((1, 1), True),
     ):
-        y, m = problem(*shape, dtype, aligned)
-        check_entropy(kernels, y, m if with_factor else None, *axes)
+        y, column_scale = problem(*shape, dtype, aligned)
+        check_entropy(kernels, y, column_scale if with_column_scale else None, *axes)
 
 
-@pytest.mark.parametrize("with_factor", [True, False])
+@pytest.mark.parametrize("with_column_scale", [True, False])
 @pytest.mark.parametrize("columns", [4096, 4097, 8192, 8193, 8200, 14336, 28672, 65535, 65536])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_entropy_of_long_rows(kernels: Kernels, dtype: torch.dtype, columns: int, with_factor: bool) -> None:
-    kernels.processors, kernels.shared_memory = 2, SM_80
-    y, m = problem(3, columns, dtype)  # a block has one row, the other two
-    check_entropy(kernels, y, m if with_factor else None, *BY_ROW)
+def test_entropy_of_long_rows(
+    kernels: Kernels, dtype: torch.dtype, columns: int, with_column_scale: bool
+) -> None:
+    kernels.multiprocessors, kernels.shared_memory = 2, SM_80
+    y, column_scale = problem(3, columns, dtype)  # one block has one row, the other two rows
+    check_entropy(kernels, y, column_scale if with_column_scale else None, *BY_ROW)
 
 
 @pytest.mark.parametrize(("dtype", "columns"), [(torch.bfloat16, 132_104), (torch.float32, 70_001)])
 def test_entropy_of_rows_that_are_read_again(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
-    kernels.processors, kernels.shared_memory = 2, SM_80
-    y, m = problem(3, columns, dtype)
-    check_entropy(kernels, y, m, *BY_ROW)
+    kernels.multiprocessors, kernels.shared_memory = 2, SM_80
+    y, column_scale = problem(3, columns, dtype)
+    check_entropy(kernels, y, column_scale, *BY_ROW)
     kernels.shared_memory = 0
-    check_entropy(kernels, y, m, *BY_ROW)
+    check_entropy(kernels, y, column_scale, *BY_ROW)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +214,7 @@ def test_entropy_of_rows_that_are_read_again(kernels: Kernels, dtype: torch.dtyp
     ],
 )
 def test_rows_are_read_once(library: Path, dtype: torch.dtype, longest: int, longest_unaligned: int) -> None:
-    """Up to the lengths that entropy_loss_long_rows.cuh names, of sm_80, and no further."""
+    """The longest rows that are read once are those that entropy_loss_long_rows.cuh states for sm_80."""
     kernels = Kernels(library)
     kernels.shared_memory, kernels.once = SM_80, True
     for columns, aligned in (
@@ -224,50 +225,51 @@ def test_rows_are_read_once(library: Path, dtype: torch.dtype, longest: int, lon
         (longest, True),
         (longest_unaligned, False),
     ):
-        y, m = problem(1, columns, dtype, aligned)
-        true, _ = exact_entropy(y, m, *BY_ROW, 64.0)
-        ours = kernels.entropy_loss(y, m, *BY_ROW, 64.0)
+        y, column_scale = problem(1, columns, dtype, aligned)
+        true, _ = exact_entropy(y, column_scale, *BY_ROW, 64.0)
+        ours = kernels.entropy_loss(y, column_scale, *BY_ROW, 64.0)
         assert y.isnan().all()
         assert_close(ours[:2], true[:2])
-    y, m = problem(1, longest + 8, dtype)
-    dy = kernels.entropy_loss(y, m, *BY_ROW, 1.0)[1]
+    y, column_scale = problem(1, longest + 8, dtype)
+    dy = kernels.entropy_loss(y, column_scale, *BY_ROW, 1.0)[1]
     assert dy[:, :longest].isfinite().all() and dy[:, longest:].isnan().all()
 
 
 def test_entropy_of_many_rows_per_block(kernels: Kernels) -> None:
-    kernels.processors = 1
-    y, m = problem(141, 2080, torch.float32)
-    check_entropy(kernels, y, m, *BY_ROW)
+    kernels.multiprocessors = 1
+    y, column_scale = problem(141, 2080, torch.float32)
+    check_entropy(kernels, y, column_scale, *BY_ROW)
 
 
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("shape", [(600, 16), (33, 8193), (3, 28672), (28672, 1)])
 def test_entropy_of_columns(kernels: Kernels, shape: tuple[int, int], by_row: bool) -> None:
-    y, m = problem(*shape, torch.float32)
-    check_entropy(kernels, y, m, by_row, True)
+    y, column_scale = problem(*shape, torch.float32)
+    check_entropy(kernels, y, column_scale, by_row, True)
 
 
 @pytest.mark.parametrize("columns", [40, 8224])
 @pytest.mark.parametrize("axes", AXES)
 def test_entropy_of_zeros(kernels: Kernels, axes: tuple[bool, bool], columns: int) -> None:
-    y, m = problem(6, columns, torch.float32)
-    y[2], y[:, 3], m[7], y[4, 5], y[4, 6] = 0, 0, 0, 1e-39, 1e-22  # the last two: y, or y², is a denormal
-    counts = y.square() * m >= torch.finfo(torch.float32).tiny
-    ours = kernels.entropy_loss(y, m, *axes, 1.0)
-    true, sizes = exact_entropy(torch.where(counts, y, 0), m, *axes)
+    y, column_scale = problem(6, columns, torch.float32)
+    y[2], y[:, 3], column_scale[7] = 0, 0, 0
+    y[4, 5], y[4, 6] = 1e-39, 1e-22  # y, or y², is a denormal
+    counts = y.square() * column_scale >= torch.finfo(torch.float32).tiny
+    ours = kernels.entropy_loss(y, column_scale, *axes, 1.0)
+    true, sizes = exact_entropy(torch.where(counts, y, 0), column_scale, *axes)
     true[2][7] = sizes[2][7] = 0.0
     assert_close(ours, true, sizes)
     assert not ours[1][~counts].any() and ours[2][3] == 0 and ours[2][7] == 0
-    nothing = kernels.entropy_loss(torch.zeros_like(y), m, *axes, 1.0)
+    nothing = kernels.entropy_loss(torch.zeros_like(y), column_scale, *axes, 1.0)
     assert all(not t.any() for t in nothing)
 
 
 @pytest.mark.parametrize("columns", [40, 39, 8224])
 @pytest.mark.parametrize("axes", AXES)
 def test_entropy_of_what_is_refused(kernels: Kernels, axes: tuple[bool, bool], columns: int) -> None:
-    y, m = problem(6, columns, torch.float32)
+    y, column_scale = problem(6, columns, torch.float32)
     y[:, 3] = 0
-    only_its_logarithm_overflows = float((2e38 / m[-1]).sqrt())
+    only_its_logarithm_overflows = float((2e38 / column_scale[-1]).sqrt())
     for row, bad in (
         (1, torch.inf),
         (2, -torch.inf),
@@ -277,39 +279,45 @@ def test_entropy_of_what_is_refused(kernels: Kernels, axes: tuple[bool, bool], c
     ):
         broken = y.clone()
         broken[row, -1] = bad
-        assert kernels.entropy_loss(broken, m, *axes, 1.0)[0].isnan()
+        assert kernels.entropy_loss(broken, column_scale, *axes, 1.0)[0].isnan()
     for bad in (-0.5, torch.inf, torch.nan):
-        factor = m.clone()
-        factor[3] = bad  # the column of zeros, whose scores hide it
-        assert kernels.entropy_loss(y, factor, *axes, 1.0)[0].isnan()
+        scales = column_scale.clone()
+        scales[3] = bad  # in the column of zeros all scores are 0, whatever the scale
+        assert kernels.entropy_loss(y, scales, *axes, 1.0)[0].isnan()
 
 
 def test_the_same_every_time(library: Path) -> None:
-    """Bit for bit, and in whatever order the threads take their turns."""
+    """Results repeat bit for bit, in both orders of the threads."""
     for columns, axes in ((616, (True, True)), (611, BY_ROW), (4096, BY_ROW), (28672, BY_ROW)):
-        y, m = problem(37, columns, torch.float32)
+        y, column_scale = problem(37, columns, torch.float32)
         kernels = Kernels(library)
-        first = kernels.entropy_loss(y, m, *axes, 1.0)
+        first = kernels.entropy_loss(y, column_scale, *axes, 1.0)
         for kernels.backwards in (False, True):
-            again = kernels.entropy_loss(y, m, *axes, 1.0)
+            again = kernels.entropy_loss(y, column_scale, *axes, 1.0)
             assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@pytest.mark.parametrize("with_factor", [True, False])
+@pytest.mark.parametrize("with_column_scale", [True, False])
 @pytest.mark.parametrize("pattern", [(1, 1), (1, 2), (2, 4), (4, 8), (1, 3), (20, 32)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_pruned(kernels: Kernels, dtype: torch.dtype, pattern: tuple[int, int], with_factor: bool) -> None:
+def test_pruned(
+    kernels: Kernels, dtype: torch.dtype, pattern: tuple[int, int], with_column_scale: bool
+) -> None:
     prune, group = pattern
     for groups, aligned in ((48, True), (83, True), (16, False)):
         if group == 32 and groups > 16:
             continue
-        y, m = problem(35, groups * group, dtype, aligned)
+        y, column_scale = problem(35, groups * group, dtype, aligned)
         if groups == 48:
             y.copy_(y.mul(2).round())  # ties
-        factor = m if with_factor else None
-        ours = kernels.pruned_importance(y, factor, prune, group, 0.7)
+        scales = column_scale if with_column_scale else None
+        ours = kernels.pruned_importance(y, scales, prune, group, 0.7)
         true = by_autograd(
-            lambda y, m=None: pruned_importance_ref(y, m, prune=prune, group=group, scale=0.7), y, factor
+            lambda y, column_scale=None: pruned_importance_ref(
+                y, column_scale, prune=prune, group=group, scale=0.7
+            ),
+            y,
+            scales,
         )
         assert_close(ours[: len(true)], true)
         assert torch.equal(ours[1] != 0, true[1] != 0)
@@ -318,22 +326,26 @@ def test_pruned(kernels: Kernels, dtype: torch.dtype, pattern: tuple[int, int], 
 @pytest.mark.parametrize("columns", [64, 67])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pruned_by_a_mask(kernels: Kernels, dtype: torch.dtype, columns: int) -> None:
-    y, m = problem(35, columns, dtype)
-    score = y.double().square() * m
+    y, column_scale = problem(35, columns, dtype)
+    score = y.double().square() * column_scale
     removed = nm_mask_ref(score, columns // 3, 0)
-    ours = kernels.pruned_importance(y, m, columns // 3, 1, 0.7, removed)
-    true = by_autograd(lambda y, m: 0.7 * torch.where(removed, y.square() * m, 0).sum(), y, m)
+    ours = kernels.pruned_importance(y, column_scale, columns // 3, 1, 0.7, removed)
+    true = by_autograd(
+        lambda y, column_scale: 0.7 * torch.where(removed, y.square() * column_scale, 0).sum(),
+        y,
+        column_scale,
+    )
     assert_close(ours, true)
 
 
 def test_pruned_refuses(kernels: Kernels) -> None:
-    y, m = problem(6, 40, torch.float32)
+    y, column_scale = problem(6, 40, torch.float32)
     for bad in (torch.inf, torch.nan, 1e30):
         broken = y.clone()
         broken[5, 39] = bad  # too large to be removed
-        assert kernels.pruned_importance(broken, m, 2, 4, 1.0)[0].isnan()
+        assert kernels.pruned_importance(broken, column_scale, 2, 4, 1.0)[0].isnan()
     y[:, 3] = 0
     for bad in (-0.5, torch.inf, torch.nan):
-        factor = m.clone()
-        factor[3] = bad
-        assert kernels.pruned_importance(y, factor, 2, 4, 1.0)[0].isnan()
+        scales = column_scale.clone()
+        scales[3] = bad
+        assert kernels.pruned_importance(y, scales, 2, 4, 1.0)[0].isnan()

@@ -1,38 +1,26 @@
-"""The source of the CUDA kernel of sparse24_linear for few tokens, run on the CPU.
+"""The source of the skinny kernel of sparse24_linear, run on the CPU.
 
-It shows that indices, barriers and the order of the columns are right where the tensor cores lay out
-their factors as the PTX manual says; not that they do, nor how fast they are.
+The tests show that indices, barriers and the order of the columns are right if the tensor cores arrange their
+operands as the PTX manual says. They do not show that a GPU does so, nor how fast the kernel is.
 """
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from compiled import compiled
 from torch import Tensor
 
 from drot.ops import nm_mask_ref, pack24, sparse24_linear_ref
 
-HERE = Path(__file__).resolve().parent
-COMPILER = shutil.which("c++")
-
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
-
 
 @pytest.fixture(scope="module")
-def kernel(tmp_path_factory):
-    library = tmp_path_factory.mktemp("kernels") / "sparse24_skinny.so"
-    includes = [f"-I{path}" for path in (HERE, HERE.parent.parent / "csrc")]
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas"]
-    command = [str(COMPILER), *flags, *includes, str(HERE / "sparse24_skinny.cpp"), "-o", str(library)]
-    build = subprocess.run(command, capture_output=True, text=True)
-    assert build.returncode == 0, build.stderr
+def kernel():
+    library = compiled("sparse24_skinny", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas")
     return ctypes.CDLL(str(library)).skinny
 
 
-@pytest.mark.parametrize("processors", [1, 999], ids=["two tiles of rows", "one tile of rows"])
+@pytest.mark.parametrize("multiprocessors", [1, 999], ids=["two tiles of rows", "one tile of rows"])
 @pytest.mark.parametrize(
     ("tokens", "out", "columns", "added"),
     [
@@ -48,7 +36,7 @@ def kernel(tmp_path_factory):
         (32, 33, 64, "residual"),
     ],
 )
-def test_product(kernel, tokens: int, out: int, columns: int, added: str, processors: int) -> None:
+def test_product(kernel, tokens: int, out: int, columns: int, added: str, multiprocessors: int) -> None:
     w = torch.randn(out, columns).bfloat16()
     values, positions = pack24(w.masked_fill(nm_mask_ref(torch.rand(out, columns), 2, 4), 0))
     x = torch.randn(tokens, columns).bfloat16()
@@ -64,7 +52,7 @@ def test_product(kernel, tokens: int, out: int, columns: int, added: str, proces
         return ctypes.c_void_p(None if t is None else t.data_ptr())
 
     tensors = [address(t) for t in (x, values, positions, *rest, y)]
-    kernel(*tensors, *(ctypes.c_int64(n) for n in (columns, out, tokens, processors)))
+    kernel(*tensors, *(ctypes.c_int64(n) for n in (columns, out, tokens, multiprocessors)))
     want = sparse24_linear_ref(
         x.double(), values.double(), positions, *(None if t is None else t.double() for t in rest)
     )

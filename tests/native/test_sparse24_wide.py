@@ -1,30 +1,21 @@
-"""The AVX-512 form of sparse24_linear's CPU kernel, its registers emulated by pairs of AVX2 ones."""
+"""The AVX-512 form of sparse24_linear's CPU kernel; pairs of AVX2 registers emulate its registers."""
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import pytest
 import torch
+from compiled import compiled
 
 from drot.ops import nm_mask_ref, pack24, sparse24_linear_ref
 
-HERE = Path(__file__).resolve().parent
-COMPILER = shutil.which("c++")
 AVX2 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
 
-pytestmark = pytest.mark.skipif(COMPILER is None or not AVX2, reason="no C++ compiler, or no AVX2")
+pytestmark = pytest.mark.skipif(not AVX2, reason="no AVX2")
 
 
 @pytest.fixture(scope="module")
-def kernels(tmp_path_factory):
-    library = tmp_path_factory.mktemp("kernels") / "sparse24_wide.so"
-    flags = ["-std=c++20", "-O1", "-shared", "-fPIC", "-mavx2", "-mfma", "-mf16c"]
-    include = f"-I{HERE.parent.parent / 'csrc'}"
-    command = [str(COMPILER), *flags, include, str(HERE / "sparse24_wide.cpp"), "-o", str(library)]
-    build = subprocess.run(command, capture_output=True, text=True)
-    assert build.returncode == 0, build.stderr
+def kernels():
+    library = compiled("sparse24_wide", "-shared", "-fPIC", "-mavx2", "-mfma", "-mf16c")
     return ctypes.CDLL(str(library))
 
 

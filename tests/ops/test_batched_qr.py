@@ -1,4 +1,4 @@
-"""batched_qr against torch.linalg.qr in fp64, and by its defining properties."""
+"""batched_qr and cholesky_qr against torch.linalg.qr in fp64, and the properties that define the factors."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_factors(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [3, 64, 300])
 def test_unique_factors_match_fp64(n: int, dtype: torch.dtype, device: str) -> None:
-    # well-conditioned, so that the factors themselves, not only their product, are determined
+    # well-conditioned: small errors of the product are small errors of the factors
     a = (torch.eye(n) + 0.3 / n**0.5 * torch.randn(2, n, n)).to(device, dtype)
     exact = batched_qr_ref(a.double())
     for got, want in zip(batched_qr(a), exact, strict=True):
@@ -79,21 +79,21 @@ def test_singular_and_zero(n: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("exponent", [-140, -100, 100, 126])
 def test_extreme_scales(exponent: int, dtype: torch.dtype, device: str) -> None:
-    """A power of two changes nothing but r, even where squares would leave the range of the dtype."""
+    """A power of two scales r alone, even where the squares of a are out of the range of the dtype."""
     exponent *= 1 if dtype == torch.float32 else 7
     a = torch.rand(24, 24, dtype=torch.float64, device=device) - 0.5
     a = torch.ldexp(a, torch.tensor(exponent, device=device)).to(dtype)
     q, r = batched_qr(a)
     exact = torch.ldexp(a.double(), torch.tensor(-exponent, device=device))
     back = torch.ldexp(r.double(), torch.tensor(-exponent, device=device))
-    # denormal numbers hold fewer digits
+    # denormal numbers have fewer digits
     tolerance = 2e-3 if exponent < -126 and dtype == torch.float32 else 1e-5
     assert orthogonality_error(q) < 1e-5
     assert (q.double() @ back - exact).abs().max() < tolerance
 
 
 def test_graded_columns(device: str) -> None:
-    """Columns whose squares underflow leave q orthogonal."""
+    """q is orthogonal where the squares of some columns underflow."""
     a = torch.randn(40, 40, device=device) * torch.logspace(0, -30, 40, device=device)
     q, r = batched_qr(a)
     assert orthogonality_error(q) < 4e-6
@@ -147,6 +147,32 @@ def test_gradient_matches_autograd_of_the_reference(
     assert (got - want).norm() <= 60 * torch.finfo(dtype).eps * want.norm()
 
 
+def test_backward_at_r_equal_to_one(device: str) -> None:
+    """There the gradient is q tril(S - Sᵀ, -1) with S = qᵀ gq."""
+    q = torch.linalg.qr(torch.randn(3, 20, 20, dtype=torch.float64, device=device))[0]
+    q, r = batched_qr(q)
+    gq = torch.randn_like(q)
+    s = q.mT @ gq
+    torch.testing.assert_close(batched_qr_backward(gq, q, r), q @ (s - s.mT).tril(-1))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("shape", [(8, 64, 64), (300, 300)])
+def test_the_cpu_does_not_wait_for_the_gpu_cuda(shape: tuple[int, ...]) -> None:
+    a, g = torch.randn(2, *shape, device="cuda")
+    calls = [lambda: cholesky_qr(a), lambda: batched_qr_backward(g, *cholesky_qr(a)[:2])]
+    if shape[-1] <= 256:
+        calls.append(lambda: batched_qr(a))
+    for call in calls:
+        call()  # handles and workspaces, created at first use, may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for call in calls:
+            call()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_refusals(device: str) -> None:
     a = torch.eye(4, device=device, dtype=torch.float64, requires_grad=True)
     q, r = batched_qr(a)
@@ -197,14 +223,14 @@ def test_cholesky_qr(shape: tuple[int, ...], dtype: torch.dtype, device: str) ->
 
 
 @pytest.mark.parametrize("condition", [1e2, 1e4, 1e6, 1e7, 1e9, 1e12])
-def test_cholesky_qr_knows_when_it_fails(condition: float, device: str) -> None:
-    """`reliable` holds exactly where q is orthogonal to fp32, also where Cholesky itself succeeds."""
+def test_cholesky_qr_detects_ill_conditioned_input(condition: float, device: str) -> None:
+    """`reliable` is true exactly where q is orthogonal to fp32, even if Cholesky itself succeeds."""
     n = 60
     u, v = (torch.linalg.qr(torch.randn(n, n, dtype=torch.float64))[0] for _ in range(2))
     singular = torch.logspace(0, -float(torch.tensor(condition).log10()), n, dtype=torch.float64)
     a = ((u * singular) @ v).to(device, torch.float32)
     q, _, reliable = cholesky_qr(a)
-    # rounding q itself to fp32 costs 6e-8 an element
+    # q is rounded to fp32: an error of 6e-8 an element
     error = orthogonality_error(q) if q.isfinite().all() else float("inf")
     assert error < 2e-6 if reliable else error > 1e-8
     if condition <= 1e3:
@@ -220,7 +246,7 @@ def test_opcheck(shape: tuple[int, ...], device: str) -> None:
     torch.library.opcheck(torch.ops.drot.cholesky_qr.default, (a,))
     q, r = batched_qr(a)
     torch.library.opcheck(torch.ops.drot.batched_qr_backward.default, (torch.randn_like(q), q, r))
-    # the factors carry a gradient through q
+    # with a gradient in q
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     torch.library.opcheck(torch.ops.drot.batched_qr.default, (a.clone().requires_grad_(),), test_utils=tests)
 

@@ -28,7 +28,7 @@ def brute_force(score: Tensor, prune: int, group: int) -> Tensor:
 
 
 def scores_with_ties(rows: int, columns: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Few distinct values, both signs, and the values that a comparison treats unlike the others."""
+    """Few distinct values of both signs, with ±0, ±inf and NaN."""
     score = torch.randint(-3, 4, (rows, columns)).to(dtype)
     score[0] = 0.0
     score[1, ::2] = -0.0
@@ -42,7 +42,7 @@ def scores_with_ties(rows: int, columns: int, dtype: torch.dtype, device: str) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("prune", "group"), PATTERNS)
 def test_groups(prune: int, group: int, dtype: torch.dtype, device: str) -> None:
-    # 37 groups a row and 7 rows: no multiple of any tile
+    # 37 groups a row and 7 rows are not multiples of any tile
     score = scores_with_ties(7, 37 * group, dtype, device)
     removed = nm_mask(score, prune, group)
     assert removed.dtype == torch.bool
@@ -76,7 +76,7 @@ def test_any_pattern(data: st.DataObject, group: int, groups: int, rows: int) ->
     assert bool((removed.reshape(rows, groups, group).sum(-1) == prune).all())
 
 
-def test_neighbouring_numbers_are_told_apart(device: str) -> None:
+def test_adjacent_numbers_are_distinguished(device: str) -> None:
     one = torch.tensor([1.0, 1.0, 1.0, 1.0], dtype=torch.float64)
     score = one.clone()
     score[2] = torch.nextafter(one[2], torch.tensor(0.0, dtype=torch.float64))

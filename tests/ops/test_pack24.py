@@ -1,4 +1,4 @@
-"""pack24 against its plain form and by its round trip."""
+"""pack24 and unpack24 against their references, and their round trip."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def sparse24(rows: int, columns: int, dtype: torch.dtype, device: str) -> Tensor:
-    """Random 2:4 matrix whose groups hold two, one or no non-zeros, at every place."""
+    """A random 2:4 matrix. Its groups hold zero to two non-zeros, at all positions."""
     w = torch.randn(rows, columns // 4, 4)
     keep = torch.rand(w.shape).argsort(-1) < torch.randint(0, 3, (*w.shape[:-1], 1))
     return (w * keep).reshape(rows, columns).to(device, dtype)
@@ -29,7 +29,7 @@ def test_round_trip(shape: tuple[int, int], dtype: torch.dtype, device: str) -> 
 
 
 def test_layout(device: str) -> None:
-    """Every pattern of one group, against the format as it is written down."""
+    """Every pattern of one group against the documented format."""
     patterns = {
         (0, 0, 0, 0): (0, 1), (1, 0, 0, 0): (0, 1), (0, 1, 0, 0): (0, 1), (0, 0, 1, 0): (0, 2),
         (0, 0, 0, 1): (0, 3), (1, 1, 0, 0): (0, 1), (1, 0, 1, 0): (0, 2), (1, 0, 0, 1): (0, 3),
@@ -48,7 +48,7 @@ def test_special_values(dtype: torch.dtype, device: str) -> None:
     tiny = torch.finfo(dtype).smallest_normal / 2
     w = torch.tensor([[0, torch.nan, 0, torch.inf, -torch.inf, 0, tiny, 0]], dtype=dtype, device=device)
     assert torch.equal(unpack24(*pack24(w)).nan_to_num(nan=5.0), w.nan_to_num(nan=5.0))
-    # -0.0 is a zero: three of them beside a number still fit
+    # -0.0 is a zero: a group may hold three of them
     w = torch.tensor([[-0.0, 1, -0.0, 2, -0.0, -0.0, -0.0, 3]], dtype=dtype, device=device)
     assert torch.equal(unpack24(*pack24(w)), w)
 
@@ -84,7 +84,7 @@ def test_first_faulty_row_is_named(rows: int, device: str) -> None:
         faulty = positions.clone()
         faulty[2, 5] = bad
         faulty[4, 0] = 0
-        with pytest.raises(ValueError, match="positions must ascend in each group of 4, those of row 2"):
+        with pytest.raises(ValueError, match="positions must ascend .*; in row 2 they do not"):
             unpack24(values, faulty)
 
 

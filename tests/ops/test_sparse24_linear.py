@@ -13,19 +13,19 @@ from drot.ops import pack24, sparse24_compress, sparse24_linear, sparse24_linear
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 TOKENS = [1, 2, 3, 4, 6, 7, 17, 50, 300]
-#: what is added: bias, residual, rotation
+#: which of bias, residual and rotation are given
 ADDED = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)]
 
 
 def packed(out: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
-    """A random 2:4 weight whose groups hold two, one or no non-zeros, at every place."""
+    """A random packed 2:4 weight. Its groups hold zero to two non-zeros, at all positions."""
     w = torch.randn(out, columns // 4, 4)
     keep = torch.rand(w.shape).argsort(-1) < torch.randint(0, 3, (*w.shape[:-1], 1))
     return pack24((w * keep).reshape(out, columns).to(device, dtype))
 
 
 def problem(tokens: int, out: int, columns: int, dtype: torch.dtype, device: str) -> list[Tensor]:
-    """x, values, positions, bias, residual, rotation."""
+    """Returns x, values, positions, bias, residual, rotation."""
     made = [torch.randn(tokens, columns), torch.randn(out), torch.randn(tokens, out)]
     x, bias, residual = (t.to(device, dtype) for t in made)
     rotation = torch.linalg.qr(torch.randn(out, out))[0].to(device, dtype)
@@ -38,7 +38,7 @@ def exact(x: Tensor, values: Tensor, positions: Tensor, *added: Tensor | None) -
 
 
 def assert_near(got: Tensor, want: Tensor, factor: float = 1.0) -> None:
-    """As near as one rounding to the dtype, and the sums in fp32, allow."""
+    """Checks the error against that of sums in fp32 and one rounding to the dtype."""
     assert got.shape == want.shape
     if not got.numel():
         return
@@ -64,7 +64,7 @@ def test_what_is_added(chosen: tuple[int, int, int], tokens: int, dtype: torch.d
     x, values, positions, *rest = problem(tokens, 70, 264, dtype, device)
     added = [t if choice else None for t, choice in zip(rest, chosen, strict=True)]
     got = sparse24_linear(x, values, positions, *added)
-    # on a GPU the libraries' paths round what is added before the product
+    # on a GPU the dense and the cuSPARSELt product round the rotated residual before they add it
     assert_near(got, exact(x, values, positions, *added), factor=1.0 if device == "cpu" else 3.0)
 
 
@@ -81,19 +81,19 @@ def test_compressed(tokens: int, dtype: torch.dtype, device: str) -> None:
         assert_near(got, exact(x, values, positions, *added), factor=1.0 if device == "cpu" else 3.0)
 
 
-def test_a_layout_of_another_weight(device: str) -> None:
+def test_compressed_for_another_weight(device: str) -> None:
     x, values, positions, *_ = problem(100, 64, 256, torch.bfloat16, device)
     compressed = sparse24_compress(values, positions)
     if compressed.numel() == 0:
-        pytest.skip("no library takes this weight here")
+        pytest.skip("cuSPARSELt cannot be used here")
     with pytest.raises(ValueError, match="compressed must hold"):
         sparse24_linear(x, values, positions, compressed=compressed[:-16])
 
 
-def test_every_way_of_a_gpu(device: str, tmp_path) -> None:
-    """The fastest is measured and remembered; each of the others, written into that file, is as right."""
+def test_every_algorithm_of_a_gpu(device: str, tmp_path) -> None:
+    """The tuning cache gets the fastest algorithm; the others, written into that file, are as accurate."""
     if device == "cpu":
-        pytest.skip("a CPU has one way for a number of tokens")
+        pytest.skip("the CPU has no tuning cache")
     script = (
         "import sys, torch\n"
         "sys.path.insert(0, sys.argv[1])\n"
@@ -113,20 +113,20 @@ def test_every_way_of_a_gpu(device: str, tmp_path) -> None:
     run()
     (line,) = file.read_text().splitlines()
     key, chosen = line.split("\t")
-    ways = key.split(": ")[-1].split()
-    assert chosen.split()[0] in ways and {"few", "dense"} <= set(ways)
-    for way in set(ways) - {chosen.split()[0]}:
-        file.write_text(f"{key}\t{way}{' 0 1 0 0' if way == 'library' else ''}\n")
+    algorithms = key.split(": ")[-1].split()
+    assert chosen.split()[0] in algorithms and {"skinny", "dense"} <= set(algorithms)
+    for algorithm in set(algorithms) - {chosen.split()[0]}:
+        file.write_text(f"{key}\t{algorithm}{' 0 1 0 0' if algorithm == 'cusparselt' else ''}\n")
         run()
         assert len(file.read_text().splitlines()) == 1
 
 
 def test_the_instruction_sets_agree() -> None:
-    """The tests of this file once more, without AVX; the choice is made once in a process."""
+    """Tests of this file without AVX, in another process: a process chooses its instruction set once."""
     if os.environ.get("DROT_SIMD") == "baseline":
-        pytest.skip("this is that run")
-    chosen = "test_product or test_what_is_added or test_prefix_is_left_alone"
-    # -P: not the sources in the working directory, which need not be built
+        pytest.skip("this is the run without AVX")
+    chosen = "test_product or test_what_is_added or test_memory_beside_x_is_not_read"
+    # -P: imports the installed drot, not the working directory, which may not be built
     pytest_here = [sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
     command = [*pytest_here, "-k", chosen, __file__]
     done = subprocess.run(
@@ -172,8 +172,8 @@ def test_non_contiguous(tokens: int, device: str) -> None:
                 exact(x[:1], values, positions, bias))  # fmt: skip
 
 
-def test_prefix_is_left_alone(device: str) -> None:
-    """What lies beside a row is read by no vector: a NaN there must not reach the result."""
+def test_memory_beside_x_is_not_read(device: str) -> None:
+    """A NaN beside the rows of x does not reach the result: no vector reads there."""
     for tokens in (1, 5, 40):
         x, values, positions, *_ = problem(tokens, 33, 24, torch.float32, device)
         around = torch.full((tokens, 56), torch.nan, device=device)
@@ -181,7 +181,7 @@ def test_prefix_is_left_alone(device: str) -> None:
         assert_near(sparse24_linear(around[:, 8:32], values, positions), exact(x, values, positions))
 
 
-def test_non_finite_values_come_through(device: str) -> None:
+def test_non_finite_values_reach_the_result(device: str) -> None:
     x, values, positions, *_ = problem(2, 16, 64, torch.bfloat16, device)
     values[3, 5], values[4, 0] = torch.inf, torch.nan
     got = sparse24_linear(x, values, positions)
@@ -193,7 +193,7 @@ def test_result_is_the_same_again(device: str) -> None:
     x, values, positions, *added = problem(16, 128, 1024, torch.bfloat16, device)
     first = sparse24_linear(x, values, positions, *added)
     assert torch.equal(first, sparse24_linear(x, values, positions, *added))
-    # and does not depend on the number of threads
+    # the result does not depend on the number of threads
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)

@@ -1,5 +1,7 @@
-"""sparsegpt_sweep against Optimal Brain Surgeon done column by column in fp64, with the explicit
-inverse Hessian of the columns that are left."""
+"""sparsegpt_sweep against Optimal Brain Surgeon in fp64.
+
+The reference inverts the Hessian of the remaining columns anew for every column.
+"""
 
 import math
 
@@ -11,22 +13,22 @@ from drot.ops import sparsegpt_sweep, sparsegpt_sweep_ref
 
 
 def problem(rows: int, columns: int, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """w [rows, columns], H and the upper Cholesky factor of H^-1, all the fp64 values of `dtype`."""
+    """Returns w [rows, columns], the Hessian in fp64, and Hinv, the upper Cholesky factor of its inverse."""
     x = torch.randn(2 * columns + 3, columns, dtype=torch.float64)
     x = x * torch.logspace(-0.5, 0.5, columns, dtype=torch.float64)
     hessian = x.T @ x / len(x)
     hessian.diagonal().add_(0.01 * hessian.diagonal().mean())
-    factor = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
+    hinv = torch.linalg.cholesky(torch.linalg.inv(hessian), upper=True)
     w = torch.randn(rows, columns, dtype=torch.float64)
-    return w.to(device, dtype), hessian.to(device), factor.to(device, dtype)
+    return w.to(device, dtype), hessian.to(device), hinv.to(device, dtype)
 
 
-def surgeon(
+def optimal_brain_surgeon(
     w: Tensor, hessian: Tensor, removed: Tensor | None, prune: int, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same three results, in fp64, from inverses of H alone."""
+    """The results of sparsegpt_sweep in fp64, from inverses of the Hessian instead of Hinv."""
     w, columns = w.double().clone(), w.shape[1]
-    inverse = [torch.linalg.inv(hessian[j:, j:]) for j in range(columns)]  # of what is left at column j
+    inverse = [torch.linalg.inv(hessian[j:, j:]) for j in range(columns)]  # of columns j and up
     root = torch.stack([inv[0, 0].sqrt() for inv in inverse])
     mask = torch.zeros_like(w, dtype=torch.bool) if removed is None else removed.clone()
     err = torch.zeros_like(w)
@@ -53,7 +55,7 @@ SIZES = [
     (31, 99, 1, 3),
     (130, 128, 4, 8),
     (5, 64, 16, 32),
-    (17, 300, 2, 4),  # wider than one CUDA kernel sweeps
+    (17, 300, 2, 4),  # more columns than one launch of the CUDA kernel sweeps
     (9, 310, 7, 31),
 ]
 
@@ -63,11 +65,11 @@ SIZES = [
 def test_chooses_and_updates(
     rows: int, columns: int, prune: int, group: int, dtype: torch.dtype, device: str
 ) -> None:
-    w, hessian, factor = problem(rows, columns, dtype, device)
-    got = sparsegpt_sweep(w, factor, None, prune, group)
-    # fp32 rounding may swap scores that nearly tie: the values are compared given the same mask
-    assert (got[2] == surgeon(w, hessian, None, prune, group)[2]).double().mean() > 0.999
-    expected = surgeon(w, hessian, got[2], 0, 0)
+    w, hessian, hinv = problem(rows, columns, dtype, device)
+    got = sparsegpt_sweep(w, hinv, None, prune, group)
+    # rounding in fp32 may swap nearly equal scores: the values are compared for the same mask
+    assert (got[2] == optimal_brain_surgeon(w, hessian, None, prune, group)[2]).double().mean() > 0.999
+    expected = optimal_brain_surgeon(w, hessian, got[2], 0, 0)
     assert got[0].dtype == got[1].dtype == dtype
     for value, reference in zip(got[:2], expected[:2], strict=True):
         torch.testing.assert_close(value.double(), reference, **tolerance(dtype))
@@ -78,21 +80,21 @@ def test_chooses_and_updates(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 1), (33, 17), (64, 128), (129, 100), (10, 290)])
 def test_follows_a_given_mask(rows: int, columns: int, dtype: torch.dtype, device: str) -> None:
-    w, hessian, factor = problem(rows, columns, dtype, device)
+    w, hessian, hinv = problem(rows, columns, dtype, device)
     removed = torch.rand(rows, columns, device=device) < 0.5
-    got = sparsegpt_sweep(w, factor, removed, 0, 0)
-    expected = surgeon(w, hessian, removed, 0, 0)
+    got = sparsegpt_sweep(w, hinv, removed, 0, 0)
+    expected = optimal_brain_surgeon(w, hessian, removed, 0, 0)
     for value, reference in zip(got[:2], expected[:2], strict=True):
         torch.testing.assert_close(value.double(), reference, **tolerance(dtype))
     assert torch.equal(got[2], removed)
 
 
 @pytest.mark.parametrize(("prune", "group"), [(2, 4), (1, 3)])
-def test_reference_is_the_surgeon(prune: int, group: int) -> None:
-    w, hessian, factor = problem(20, 36, torch.float64, "cpu")
+def test_reference_is_optimal_brain_surgeon(prune: int, group: int) -> None:
+    w, hessian, hinv = problem(20, 36, torch.float64, "cpu")
     for removed in (None, torch.rand(20, 36) < 0.5):
-        got = sparsegpt_sweep_ref(w, factor, removed, prune, group)
-        expected = surgeon(w, hessian, removed, prune, group)
+        got = sparsegpt_sweep_ref(w, hinv, removed, prune, group)
+        expected = optimal_brain_surgeon(w, hessian, removed, prune, group)
         torch.testing.assert_close(got[:2], expected[:2], rtol=1e-9, atol=1e-9)
         assert torch.equal(got[2], expected[2])
 
@@ -104,20 +106,20 @@ def test_ties_go_by_position(device: str) -> None:
 
 
 def test_strided_input_and_the_lower_triangle(device: str) -> None:
-    w, _, factor = problem(40, 60, torch.float64, device)
-    factor = torch.where(torch.ones_like(factor).triu().bool(), factor, math.nan)
+    w, _, hinv = problem(40, 60, torch.float64, device)
+    hinv = torch.where(torch.ones_like(hinv).triu().bool(), hinv, math.nan)
     mask = torch.rand(60, 40, device=device).t() < 0.5
     cases = [
-        (w[:, 8:48], factor[8:48, 8:48], mask[:, 8:48]),
-        (w.t().contiguous().t(), factor.t().contiguous().t(), mask),
-        (w[::3, ::2], factor[:30, :30], mask[::3, ::2]),
-        (w[:1].expand(40, 60), factor, mask),
+        (w[:, 8:48], hinv[8:48, 8:48], mask[:, 8:48]),
+        (w.t().contiguous().t(), hinv.t().contiguous().t(), mask),
+        (w[::3, ::2], hinv[:30, :30], mask[::3, ::2]),
+        (w[:1].expand(40, 60), hinv, mask),
     ]
-    for block, block_factor, removed in cases:
+    for block, block_hinv, removed in cases:
         for given in (None, removed):
             before = block.clone()
-            got = sparsegpt_sweep(block, block_factor, given, 2, 5)
-            expected = sparsegpt_sweep_ref(before, block_factor, given, 2, 5)
+            got = sparsegpt_sweep(block, block_hinv, given, 2, 5)
+            expected = sparsegpt_sweep_ref(before, block_hinv, given, 2, 5)
             torch.testing.assert_close(got[:2], expected[:2], rtol=1e-9, atol=1e-9)
             assert torch.equal(got[2], expected[2])
             assert torch.equal(block, before)
@@ -125,10 +127,10 @@ def test_strided_input_and_the_lower_triangle(device: str) -> None:
 
 
 def test_nan_stays_in_its_row(device: str) -> None:
-    w, _, factor = problem(12, 16, torch.float64, device)
-    clean = sparsegpt_sweep(w, factor, None, 2, 4)[0]
+    w, _, hinv = problem(12, 16, torch.float64, device)
+    clean = sparsegpt_sweep(w, hinv, None, 2, 4)[0]
     w[5, 3] = math.nan
-    got = sparsegpt_sweep(w, factor, None, 2, 4)[0]
+    got = sparsegpt_sweep(w, hinv, None, 2, 4)[0]
     rest = torch.arange(12, device=device) != 5
     assert torch.equal(got[rest], clean[rest])
 
@@ -166,25 +168,25 @@ def test_refusals(arguments: tuple, message: str, device: str) -> None:
 
 
 def test_opcheck(device: str) -> None:
-    w, _, factor = problem(6, 8, torch.float32, device)
+    w, _, hinv = problem(6, 8, torch.float32, device)
     for removed in (None, torch.rand(6, 8, device=device) < 0.5):
-        torch.library.opcheck(torch.ops.drot.sparsegpt_sweep, (w, factor, removed, 2, 4))
+        torch.library.opcheck(torch.ops.drot.sparsegpt_sweep, (w, hinv, removed, 2, 4))
 
 
 def test_in_a_compiled_function(device: str) -> None:
-    w, _, factor = problem(10, 16, torch.float64, device)
+    w, _, hinv = problem(10, 16, torch.float64, device)
 
-    def solve(w: Tensor, factor: Tensor) -> Tensor:
-        pruned, error, removed = sparsegpt_sweep(w * 2, factor, None, 2, 4)
+    def solve(w: Tensor, hinv: Tensor) -> Tensor:
+        pruned, error, removed = sparsegpt_sweep(w * 2, hinv, None, 2, 4)
         return pruned + error.sum() * removed
 
-    got = torch.compile(solve, fullgraph=True)(w, factor)
-    pruned, error, removed = sparsegpt_sweep_ref(w * 2, factor, None, 2, 4)
+    got = torch.compile(solve, fullgraph=True)(w, hinv)
+    pruned, error, removed = sparsegpt_sweep_ref(w * 2, hinv, None, 2, 4)
     torch.testing.assert_close(got, pruned + error.sum() * removed, rtol=1e-9, atol=1e-9)
 
 
 def test_refuses_a_gradient(device: str) -> None:
-    w, _, factor = problem(4, 8, torch.float32, device)
-    pruned = sparsegpt_sweep(w.requires_grad_(), factor, None, 2, 4)[0]
+    w, _, hinv = problem(4, 8, torch.float32, device)
+    pruned = sparsegpt_sweep(w.requires_grad_(), hinv, None, 2, 4)[0]
     with pytest.raises(NotImplementedError, match="sparsegpt_sweep has no gradient"):
         pruned.sum().backward()

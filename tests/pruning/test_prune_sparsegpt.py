@@ -1,4 +1,4 @@
-"""SparseGPT against Optimal Brain Surgeon in fp64, with the inverse Hessian of what is left."""
+"""SparseGPT against Optimal Brain Surgeon in fp64, which inverts the Hessian again for each column."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drot.calibration.hessian import inverse_factor
+from drot.calibration.hessian import inverse_cholesky
 from drot.config import Sparsity
 from drot.errors import UserError
 from drot.pruning import output_error, prune_sparsegpt
@@ -28,8 +28,8 @@ def damped(hessian: Tensor, share: float) -> Tensor:
     )
 
 
-def surgeon(weight: Tensor, hessian: Tensor, removed: Tensor) -> Tensor:
-    """Removes column after column; each time the columns to the right make up for it exactly."""
+def optimal_brain_surgeon(weight: Tensor, hessian: Tensor, removed: Tensor) -> Tensor:
+    """Removes weights column by column; each time the columns to the right compensate the error optimally."""
     w = weight.clone()
     for j in range(w.shape[1]):
         inverse = torch.linalg.inv(hessian[j:, j:])
@@ -45,10 +45,10 @@ def prune(weight: Tensor, hessian: Tensor, sparsity: str, block_size: int = 128,
 
 @pytest.mark.parametrize("block_size", [12, 24, 60, 128])
 @pytest.mark.parametrize("sparsity", ["0.5", "0.8", "2:4", "4:6", "1:3"])
-def test_weights_are_the_surgeons(sparsity: str, block_size: int, device: str) -> None:
+def test_weights_are_those_of_optimal_brain_surgeon(sparsity: str, block_size: int, device: str) -> None:
     weight, _, hessian = problem(20, 60, device)
     outcome = prune(weight, hessian, sparsity, block_size)
-    expected = surgeon(weight, damped(hessian, DAMPING), outcome.removed)
+    expected = optimal_brain_surgeon(weight, damped(hessian, DAMPING), outcome.removed)
     torch.testing.assert_close(outcome.weight, expected, rtol=1e-9, atol=1e-9)
     assert bool((outcome.weight[outcome.removed] == 0).all())
     assert outcome.damping == DAMPING
@@ -57,16 +57,16 @@ def test_weights_are_the_surgeons(sparsity: str, block_size: int, device: str) -
 def test_ratio_removes_the_smallest_scores_of_each_block(device: str) -> None:
     weight, _, hessian = problem(20, 60, device)
     outcome = prune(weight, hessian, "0.3", block_size=24)
-    # 0.3 · 20 · 24 = 144 of the full blocks, 0.3 · 20 · 12 = 72 of the last
+    # 0.3 · 20 · 24 = 144 weights of each full block, 0.3 · 20 · 12 = 72 of the last block
     assert [int(part.sum()) for part in outcome.removed.split(24, dim=1)] == [144, 144, 72]
     full = damped(hessian, DAMPING)
     for start in range(0, 60, 24):
         stop = min(start + 24, 60)
-        before = torch.zeros_like(outcome.removed)
-        before[:, :start] = outcome.removed[:, :start]
-        updated = surgeon(weight, full, before)[:, start:stop]
-        left = torch.stack([torch.linalg.inv(full[j:, j:])[0, 0] for j in range(start, stop)])
-        score = updated**2 / left
+        removed_earlier = torch.zeros_like(outcome.removed)
+        removed_earlier[:, :start] = outcome.removed[:, :start]
+        updated = optimal_brain_surgeon(weight, full, removed_earlier)[:, start:stop]
+        inverse_diagonal = torch.stack([torch.linalg.inv(full[j:, j:])[0, 0] for j in range(start, stop)])
+        score = updated**2 / inverse_diagonal
         removed = outcome.removed[:, start:stop]
         assert score[removed].max() < score[~removed].min()
 
@@ -77,12 +77,12 @@ def test_pattern_is_chosen_from_updated_weights(sparsity: str) -> None:
     parsed, full = Sparsity.parse(sparsity), damped(hessian, DAMPING)
     removed = prune(weight, hessian, sparsity, block_size=20).removed
     for start in range(0, 40, parsed.m):
-        before = torch.zeros_like(removed)
-        before[:, :start] = removed[:, :start]
-        updated = surgeon(weight, full, before)
+        removed_earlier = torch.zeros_like(removed)
+        removed_earlier[:, :start] = removed[:, :start]
+        updated = optimal_brain_surgeon(weight, full, removed_earlier)
         columns = range(start, start + parsed.m)
-        left = torch.stack([torch.linalg.inv(full[j:, j:])[0, 0] for j in columns])
-        score = updated[:, start : start + parsed.m] ** 2 / left
+        inverse_diagonal = torch.stack([torch.linalg.inv(full[j:, j:])[0, 0] for j in columns])
+        score = updated[:, start : start + parsed.m] ** 2 / inverse_diagonal
         order = score.argsort(dim=1)[:, : parsed.m - parsed.n]
         expected = torch.zeros_like(score, dtype=torch.bool).scatter_(1, order, True)
         assert torch.equal(removed[:, start : start + parsed.m], expected)
@@ -90,11 +90,11 @@ def test_pattern_is_chosen_from_updated_weights(sparsity: str) -> None:
 
 def test_pattern_does_not_depend_on_the_block() -> None:
     weight, _, hessian = problem(24, 96)
-    one = prune(weight, hessian, "2:4", block_size=1000)
+    single_block = prune(weight, hessian, "2:4", block_size=1000)
     for block_size in (4, 32, 96):
-        other = prune(weight, hessian, "2:4", block_size=block_size)
-        assert torch.equal(one.removed, other.removed)
-        torch.testing.assert_close(one.weight, other.weight, rtol=1e-9, atol=1e-9)
+        outcome = prune(weight, hessian, "2:4", block_size=block_size)
+        assert torch.equal(outcome.removed, single_block.removed)
+        torch.testing.assert_close(outcome.weight, single_block.weight, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -107,13 +107,13 @@ def test_fp32_is_close_to_fp64(sparsity: str, dtype: torch.dtype, device: str) -
     assert outcome.weight.dtype == dtype
     assert (outcome.removed == exact.removed).double().mean() > 0.995
     assert outcome.output_error == pytest.approx(exact.output_error, rel=0.02)
-    expected = surgeon(weight.double(), damped(hessian, DAMPING), outcome.removed)
+    expected = optimal_brain_surgeon(weight.double(), damped(hessian, DAMPING), outcome.removed)
     rounding = 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(outcome.weight.double(), expected, rtol=max(rounding, 1e-3), atol=1e-3)
 
 
 @pytest.mark.parametrize("sparsity", ["2:4", "4:8", "1:4", "0.5", "0.25", "0.9"])
-def test_the_update_pays(sparsity: str) -> None:
+def test_the_update_lowers_the_output_error(sparsity: str) -> None:
     weight, _, hessian = problem(64, 64)
     outcome = prune(weight, hessian, sparsity)
     without = output_error(weight, weight.masked_fill(outcome.removed, 0), hessian)
@@ -127,7 +127,7 @@ def test_the_update_pays(sparsity: str) -> None:
     seed=st.integers(0, 2**16),
 )
 @settings(max_examples=40, deadline=None)
-def test_never_beats_the_least_squares_of_its_mask(sparsity: str, rows: int, groups: int, seed: int) -> None:
+def test_output_error_is_not_below_least_squares(sparsity: str, rows: int, groups: int, seed: int) -> None:
     torch.manual_seed(seed)
     weight, _, hessian = problem(rows, 8 * groups)
     full = damped(hessian, DAMPING)
@@ -138,7 +138,7 @@ def test_never_beats_the_least_squares_of_its_mask(sparsity: str, rows: int, gro
     assert output_error(weight, outcome.weight, full) >= output_error(weight, best, full) - 1e-12
 
 
-def test_output_error_is_that_of_the_outputs(device: str) -> None:
+def test_output_error_is_measured_on_the_outputs(device: str) -> None:
     weight, x, hessian = problem(12, 32, device)
     outcome = prune(weight, hessian, "2:4")
     dense, pruned = x @ weight.T, x @ outcome.weight.T
@@ -149,35 +149,35 @@ def test_output_error_is_that_of_the_outputs(device: str) -> None:
 
 
 @pytest.mark.parametrize("sparsity", ["0.25", "2:4"])
-def test_dead_columns_become_zero_and_disturb_nothing(sparsity: str) -> None:
+def test_dead_columns_become_zero_and_do_not_affect_the_others(sparsity: str) -> None:
     weight, x, _ = problem(12, 32)
-    dead = [3, 8, 9, 10, 11, 31]
-    x[:, dead] = 0
+    dead_columns = [3, 8, 9, 10, 11, 31]
+    x[:, dead_columns] = 0
     hessian = x.T @ x
     before = hessian.clone()
     outcome = prune(weight, hessian, sparsity)
     assert torch.equal(hessian, before)
-    assert bool((outcome.weight[:, dead] == 0).all())
+    assert bool((outcome.weight[:, dead_columns] == 0).all())
     assert bool(torch.isfinite(outcome.weight).all())
-    living = hessian.clone()
-    living[dead, dead] = 1
+    fixed = hessian.clone()
+    fixed[dead_columns, dead_columns] = 1
     start = weight.clone()
-    start[:, dead] = 0
-    expected = surgeon(start, damped(living, DAMPING), outcome.removed)
+    start[:, dead_columns] = 0
+    expected = optimal_brain_surgeon(start, damped(fixed, DAMPING), outcome.removed)
     torch.testing.assert_close(outcome.weight, expected, rtol=1e-9, atol=1e-9)
 
 
-def test_factor_is_that_of_the_inverse() -> None:
+def test_hinv_is_the_cholesky_factor_of_the_inverse() -> None:
     _, _, hessian = problem(1, 40)
-    upper, share = inverse_factor(hessian, 0.02)
-    assert share == 0.02
-    assert bool((upper.tril(-1) == 0).all())
-    assert bool((upper.diagonal() > 0).all())
+    hinv, damping = inverse_cholesky(hessian, 0.02)
+    assert damping == 0.02
+    assert bool((hinv.tril(-1) == 0).all())
+    assert bool((hinv.diagonal() > 0).all())
     expected = torch.linalg.inv(damped(hessian, 0.02))
-    torch.testing.assert_close(upper.T @ upper, expected, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(hinv.T @ hinv, expected, rtol=1e-9, atol=1e-12)
 
 
-def test_a_failed_factorisation_raises_the_damping_and_tells() -> None:
+def test_a_failed_factorisation_raises_the_damping_in_the_result() -> None:
     weight, _, _ = problem(8, 32)
     x = torch.randn(4, 32)  # rank 4 of 32: singular
     hessian = x.T @ x
@@ -185,7 +185,6 @@ def test_a_failed_factorisation_raises_the_damping_and_tells() -> None:
     assert outcome.damping is not None
     assert outcome.damping > 0
     assert bool(torch.isfinite(outcome.weight).all())
-    # as if that damping had been asked for
     asked = prune(weight.float(), hessian, "2:4", damping=outcome.damping)
     assert asked.damping == outcome.damping
     assert torch.equal(asked.weight, outcome.weight)
@@ -195,7 +194,7 @@ def test_an_indefinite_hessian_needs_more_damping_up_to_the_bound() -> None:
     weight, _, hessian = problem(8, 32)
     values, vectors = torch.linalg.eigh(hessian)
     mean = hessian.diagonal().mean()
-    values[0] = -0.05 * mean  # more than the first damping of 0.01 lifts above 0, less than 0.1
+    values[0] = -0.05 * mean  # the first damping, 0.01, leaves it below 0; the second, 0.1, does not
     slightly = (vectors * values) @ vectors.T
     assert prune(weight, slightly, "2:4").damping == pytest.approx(0.1)
     values[0] = -50 * mean
@@ -215,7 +214,7 @@ def test_an_indefinite_hessian_needs_more_damping_up_to_the_bound() -> None:
             128,
             r"hessian must be \[16, 16\] for a weight of shape \[4, 16\], got \[12, 12\]",
         ),
-        ((4, 16), 16, "2:4", 6, "block_size must be a multiple of m; got 6 and 2:4"),
+        ((4, 16), 16, "2:4", 6, "`block_size` must be a multiple of m in n:m; got 6 with 2:4"),
     ],
 )
 def test_refusals(shape: tuple[int, int], side: int, sparsity: str, block_size: int, message: str) -> None:
@@ -224,7 +223,7 @@ def test_refusals(shape: tuple[int, int], side: int, sparsity: str, block_size: 
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_refuses_what_is_not_finite(bad: float) -> None:
+def test_refuses_values_that_are_not_finite(bad: float) -> None:
     weight, _, hessian = problem(4, 8)
     broken = hessian.clone()
     broken[2, 2] = bad

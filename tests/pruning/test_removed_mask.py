@@ -1,4 +1,4 @@
-"""Masks against a brute force in plain Python."""
+"""Masks against brute force in plain Python."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from drot.pruning import prune_magnitude, prune_wanda, removed_mask
 
 
 def smallest(values: list[float], count: int) -> list[bool]:
-    """True for the `count` smallest; of equals the first."""
+    """True for the `count` smallest values; of equal values for the first."""
     first = sorted(range(len(values)), key=lambda j: (values[j], j))[:count]
     return [j in first for j in range(len(values))]
 
@@ -34,7 +34,7 @@ def brute_force(score: Tensor, sparsity: Sparsity, scope: str) -> list[list[bool
 @pytest.mark.parametrize("sparsity", ["0", "0.3", "0.5", "0.99", "2:4", "4:8", "1:3", "31:32"])
 def test_mask(sparsity: str, scope: str, device: str) -> None:
     parsed = Sparsity.parse(sparsity)
-    score = torch.randint(0, 50, (13, 3 * (parsed.m or 31))).float().to(device)  # with many ties
+    score = torch.randint(0, 50, (13, 3 * (parsed.m or 31))).float().to(device)  # many equal scores
     assert removed_mask(score, parsed, scope=scope).tolist() == brute_force(score, parsed, scope)
 
 
@@ -91,17 +91,17 @@ def test_wanda(sparsity: str, dtype: torch.dtype, device: str) -> None:
     outcome = prune_wanda(weight, diagonal, Sparsity.parse(sparsity))
     score = weight.double().abs() * inputs.double().norm(dim=0)
     expected = torch.tensor(brute_force(score, Sparsity.parse(sparsity), "row"), device=device)
-    # fp32 rounds the scores, which reorders near ties alone
+    # rounding to fp32 reorders scores that are almost equal
     assert (outcome.removed == expected).double().mean() > 0.995
     assert bool(outcome.removed[:, 5].all())
     assert torch.equal(outcome.weight, weight.masked_fill(outcome.removed, 0))
 
 
-def test_wanda_refuses_what_makes_no_score() -> None:
+def test_wanda_refuses_wrong_input() -> None:
     weight, half = torch.randn(4, 8), Sparsity.parse("0.5")
     with pytest.raises(UserError, match=r"hessian_diag must be \[8\] .* got \[7\]"):
         prune_wanda(weight, torch.ones(7), half)
-    with pytest.raises(UserError, match="hessian_diag must not be below 0"):
+    with pytest.raises(UserError, match="hessian_diag must not be negative, got values below 0"):
         prune_wanda(weight, -torch.ones(8), half)
     with pytest.raises(UserError, match="hessian_diag must be finite"):
         prune_wanda(weight, torch.full((8,), torch.inf), half)

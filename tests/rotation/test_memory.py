@@ -9,7 +9,7 @@ from drot.architectures import HeadShape
 from drot.config import Sparsity
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective
-from drot.rotation.orthogonal import OPTIMIZERS
+from drot.rotation.optimizers import OPTIMIZERS
 
 D, FF, KV = 8192, 28672, 1024
 SHAPE = HeadShape(heads=64, kv_heads=8, head_dim=128)

@@ -244,11 +244,11 @@ def test_an_objective_that_waits_takes_the_checkpoints_dtype():
     weights, hessians = make_layer()
     weights = {role: weight.bfloat16().float() for role, weight in weights.items()}
     problem = build(weights, hessians, "wanda", "pruned", "2:4", False)
-    waiting = problem.waiting(torch.bfloat16)
-    kept = [*waiting.weights.values(), *(down.weight for down in waiting.downs)]
+    offloaded = problem.offload(torch.bfloat16)
+    kept = [*offloaded.weights.values(), *(down.weight for down in offloaded.downs)]
     assert {weight.dtype for weight in kept} == {torch.bfloat16}
     assert len(kept) == len(ROLES)
-    back = waiting.on(torch.device("cpu"))
-    assert back is not waiting and back.on(torch.device("cpu")) is back
+    back = offloaded.to(torch.device("cpu"))
+    assert back is not offloaded and back.to(torch.device("cpu")) is back
     assert torch.equal(back.value(*back.identity()), problem.value(*problem.identity()))
-    assert problem.waiting(torch.float32).weights["q_proj"].dtype == torch.float32
+    assert problem.offload(torch.float32).weights["q_proj"].dtype == torch.float32

@@ -6,7 +6,8 @@ from test_objective import SHAPE, D, build, entropy_reference, make_layer
 
 from drot.config import RotationConfig
 from drot.errors import UserError
-from drot.rotation.orthogonal import PaperOptimizer, polish
+from drot.rotation.optimizers import PaperOptimizer
+from drot.rotation.retraction import reorthogonalize
 from drot.rotation.train import train_rotation
 
 
@@ -61,7 +62,7 @@ class Scripted:
     def __init__(self, losses):
         self.losses, self.asked, self.device = losses, [], torch.device("cpu")
 
-    def on(self, device):
+    def to(self, device):
         return self
 
     def identity(self):
@@ -174,13 +175,13 @@ def test_a_loss_that_is_not_finite_stops_with_advice(monkeypatch):
     problem = objective()
     nan = torch.tensor(torch.nan, dtype=torch.float64)
     monkeypatch.setattr(type(problem), "value_and_grad", lambda self, r1, r2: (nan, r1, r2))
-    with pytest.raises(UserError, match="objective is nan at step 0: lower --lr"):
+    with pytest.raises(UserError, match="objective is nan at step 0: lower `lr`"):
         train_rotation([problem], config())
 
 
-def test_polish_returns_to_the_orthogonal_matrices():
+def test_reorthogonalize_returns_to_the_orthogonal_matrices():
     q = torch.linalg.qr(torch.randn(3, 16, 16, dtype=torch.float64))[0]
     noisy = (q + 1e-4 * torch.randn_like(q)).float()
-    polished = polish(noisy)
-    assert torch.allclose(polished.mT @ polished, torch.eye(16, dtype=torch.float64), atol=1e-12)
-    assert (polished - q).abs().max() < 1e-3
+    nearest = reorthogonalize(noisy)
+    assert torch.allclose(nearest.mT @ nearest, torch.eye(16, dtype=torch.float64), atol=1e-12)
+    assert (nearest - q).abs().max() < 1e-3

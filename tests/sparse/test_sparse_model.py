@@ -12,20 +12,13 @@ from torch import nn
 
 import drot
 from drot.architectures import architecture_of, decoder_layers, layer_linears
+from drot.bench.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.errors import UserError
 from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
-from drot.sparse.linear import SparseLinear
-from drot.sparse.packed import (
-    check_positions,
-    compress_model,
-    is_packed,
-    pack_model,
-    packed_linears,
-    unpack_model,
-)
-from drot.sparse.variants import DENSE, ROTATED, SPARSE, model_variants
-from drot.surgery.residual import has_residual_rotation, set_boundary
+from drot.sparse.linear import SparseLinear, is_packed, packed_linears
+from drot.sparse.packed import check_positions, compress_model, pack_model, unpack_model
+from drot.surgery.residual import BoundaryRotation, rotation_place, set_boundary
 
 #: relative error of the logits; the two add up the same products in another order
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -44,7 +37,7 @@ def pruned_model(family, dtype=torch.float32, rotated=True, **changes):
         d = model.config.hidden_size
         bases = [torch.linalg.qr(torch.randn(d, d))[0] for _ in layers]
         for layer, before, after in zip(layers[1:], bases, bases[1:], strict=False):
-            set_boundary(layer, before, after, dtype, torch.device("cpu"))
+            set_boundary(layer, arch, BoundaryRotation("input", before, after))
     return model
 
 
@@ -52,7 +45,7 @@ def rotate_beside_mlp(model, layer):
     """A random rotation of the residual beside the MLP."""
     q, eye = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))[0], torch.eye(32, dtype=torch.float64)
     arch = architecture_of(model.config)
-    set_boundary(layer, eye, q, torch.float32, torch.device("cpu"), inside=arch)
+    set_boundary(layer, arch, BoundaryRotation("residual", eye, q))
 
 
 def packed_copy(model, fused=False):
@@ -238,7 +231,7 @@ def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_pat
     assert torch.equal(loaded(tokens).logits, fused(tokens).logits)
     variants = model_variants(loaded)
     assert torch.equal(variants[ROTATED](tokens).logits, fused(tokens).logits)
-    assert not any(has_residual_rotation(layer) for layer in variants[SPARSE].model.layers)
+    assert not any(rotation_place(layer) for layer in variants[SPARSE].model.layers)
     variants[SPARSE](tokens), variants[DENSE](tokens)
     unfuse(loaded)
     for model in (fused, loaded):
@@ -248,12 +241,12 @@ def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_pat
     assert torch.equal(loaded(tokens).logits, packed(tokens).logits)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["own basis", "next basis"])
+@pytest.mark.parametrize("place", ["input", "residual"])
 @pytest.mark.parametrize("fused", [None, False, True], ids=["dense", "packed", "fused"])
-def test_pickled_whole(fused, inside, tmp_path):
+def test_pickled_whole(fused, place, tmp_path):
     """torch.save of a model, read by a process that has not imported drot."""
-    model = pruned_model("llama", rotated=not inside)
-    if inside:
+    model = pruned_model("llama", rotated=place == "input")
+    if place == "residual":
         rotate_beside_mlp(model, model.model.layers[0])
     if fused is not None:
         model = packed_copy(model, fused)
@@ -269,14 +262,14 @@ def test_pickled_whole(fused, inside, tmp_path):
     assert torch.equal(torch.load(tmp_path / "logits.pt"), model(tokens).logits)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["own basis", "next basis"])
-def test_a_fused_model_loads_what_it_saves(inside):
+@pytest.mark.parametrize("place", ["input", "residual"])
+def test_a_fused_model_loads_what_it_saves(place):
     """Under the names of separate modules, which are those of the files too."""
-    one, other = (pruned_model("llama-biased", rotated=not inside) for _ in range(2))
+    one, other = (pruned_model("llama-biased", rotated=place == "input") for _ in range(2))
     for number, model in enumerate((one, other)):
         for parameter in model.parameters():
             parameter.mul_(1 + number)
-        if inside:
+        if place == "residual":
             rotate_beside_mlp(model, model.model.layers[0])
     one, other, tokens = packed_copy(one, True), packed_copy(other), random_tokens(2, 9)
     assert not close(one(tokens).logits, other(tokens).logits, torch.float32)
@@ -318,7 +311,7 @@ def test_threads_share_a_fused_model():
     for rounds, want in zip(got, expected, strict=True):
         assert all(close(logits, want, torch.float32) for logits in rounds)
     attention = model.model.layers[0].self_attn
-    assert attention.q_proj.waiting == (None, ())
+    assert attention.q_proj.pending == (None, ())
 
 
 def test_what_cannot_be_packed():
@@ -332,9 +325,9 @@ def test_what_cannot_be_packed():
     for changes, message in (
         (
             dict(intermediate_size=44),
-            "layer 0, down_proj: .* multiple of 8 inputs, got 44: use --format dense",
+            'layer 0, down_proj: .* multiple of 8 inputs, got 44: use `format="dense"`',
         ),
-        (dict(dtype=torch.float64), "layer 0, q_proj: .* got float64: name another --dtype"),
+        (dict(dtype=torch.float64), "layer 0, q_proj: .* got float64: choose another `dtype`"),
     ):
         with pytest.raises(UserError, match=message):
             pack_model(small_model("llama", **changes))
@@ -391,5 +384,5 @@ def test_the_gpu_library_s_layout(device):
     }
     packed.load_state_dict(twice)
     assert close(packed(x), 2 * before, torch.bfloat16)
-    packed.forget_layout()
+    packed.drop_compressed()
     assert packed.to("cpu").to(device).compressed is None

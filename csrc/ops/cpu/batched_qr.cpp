@@ -18,7 +18,7 @@ void small_qr_batch(const at::Tensor& a, at::Tensor& q, at::Tensor& r) {
   const int64_t n = a.size(-1), size = n * n;
   const int64_t ld = (n + kQrPad - 1) / kQrPad * kQrPad;
   at::parallel_for(0, a.size(0), 1, [&](int64_t begin, int64_t end) {
-    // tensor memory is aligned to 64 bytes
+    // small_qr needs an alignment of 64 bytes, which tensors have
     const at::Tensor work = at::empty({(2 * ld + 1) * ld}, a.options());
     for (int64_t i = begin; i < end; ++i) {
       DROT_SIMD_CALL(small_qr)
@@ -42,7 +42,7 @@ std::tuple<at::Tensor, at::Tensor> batched_qr_cpu(const at::Tensor& a) {
   return {q.view(a.sizes()), r.view(a.sizes())};
 }
 
-// C = tril(M) + tril(M, -1)ᵀ with M = -m, in place.
+// m <- C = tril(M) + tril(M, -1)ᵀ with M = -m.
 template <typename T>
 void symmetrise(T* m, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
@@ -53,7 +53,7 @@ void symmetrise(T* m, int64_t n) {
   }
 }
 
-// qr_backward, with what is not a product done by one thread a matrix.
+// qr_backward of small matrices: one thread a matrix for everything but the products.
 template <typename T>
 at::Tensor small_qr_backward(const at::Tensor& gq, const at::Tensor& q, const at::Tensor& r) {
   const int64_t n = q.size(-1), size = n * n, count = q.size(0);

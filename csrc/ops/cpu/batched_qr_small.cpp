@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "common/householder.h"
+#include "ops/batched_qr_math.h"
 
 namespace drot::DROT_SIMD {
 namespace {
@@ -16,7 +16,7 @@ struct Vector {
   static constexpr int kSize = kVectorBytes / sizeof(T);
 };
 
-// One thread, on SIMD vectors (see common/householder.h).
+// The team of ops/batched_qr_math.h that is one CPU thread on SIMD vectors.
 template <typename T>
 struct OneThread {
   using V = typename Vector<T>::type;
@@ -96,7 +96,7 @@ void qr(const T* a, T* q, T* r, T* work, int n) {
   }
 }
 
-// Columns [begin, begin + width) of bt, from the last row up; width is a multiple of the vector.
+// Solves kVectors vectors of columns of bt from column `begin` on, from the last row up.
 template <int kVectors, typename T>
 void solve_columns(const T* r, T* bt, int n, int begin) {
   using V = typename Vector<T>::unaligned;

@@ -14,12 +14,12 @@
 namespace drot {
 namespace {
 
-// `groups` (at most kMaskLanes) neighbouring groups of `group` scores.
+// The mask of a tile: `groups` <= kMaskLanes neighbouring groups of `group` scores.
 template <class T>
 void mask_groups(const T* score, int groups, int group, int prune, bool* removed) {
   using Math = at::opmath_type<T>;
   OrderedKey<Math> key[kMaxGroup * kMaskLanes], mask[kMaxGroup * kMaskLanes];
-  // the last tile may have lanes to spare, which are ranked too
+  // lanes without a group are ranked too
   if (groups < kMaskLanes) std::fill(key, key + group * kMaskLanes, 0);
   for (int lane = 0; lane < groups; ++lane) {
     for (int i = 0; i < group; ++i) {
@@ -32,7 +32,7 @@ void mask_groups(const T* score, int groups, int group, int prune, bool* removed
   }
 }
 
-// The `prune` smallest of one row of `columns` scores; key is scratch of that length.
+// The mask of the `prune` smallest of the `columns` scores of a row. key: scratch memory, [columns].
 template <class T, class Key>
 void mask_row(const T* score, int64_t columns, int64_t prune, Key* key, bool* removed) {
   using Math = at::opmath_type<T>;
@@ -43,7 +43,7 @@ void mask_row(const T* score, int64_t columns, int64_t prune, Key* key, bool* re
   for (int64_t j = 0; j < columns; ++j) key[j] = ordered_key(static_cast<Math>(score[j]));
   std::nth_element(key, key + (prune - 1), key + columns);
   const Key last = key[prune - 1];
-  // nth_element leaves the smaller ones in front; what remains of `prune` are ties with the last.
+  // nth_element puts all smaller keys in front; the rest of the `prune` removed scores are ties with `last`
   int64_t ties = prune - std::count_if(key, key + prune, [&](Key k) { return k < last; });
   for (int64_t j = 0; j < columns; ++j) {
     const Key k = ordered_key(static_cast<Math>(score[j]));

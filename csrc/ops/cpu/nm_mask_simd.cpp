@@ -1,6 +1,6 @@
 #include "ops/cpu/nm_mask_simd.h"
 
-#include "ops/cpu/selection_lanes.h"
+#include "common/cpu/selection_lanes.h"
 
 namespace drot::DROT_SIMD {
 

@@ -6,21 +6,23 @@
 
 #include <atomic>
 
-#include "common/pack24.h"
+#include "ops/pack24_math.h"
 
 namespace drot {
 namespace {
 
-// Groups of eight columns that one thread takes at least.
+// The fewest bytes of positions, of eight columns each, for which another thread is used.
 constexpr int64_t kGrain = 1 << 12;
 
+// kept = min(kept, value).
 void keep_smallest(std::atomic<int64_t>& kept, int64_t value) {
   int64_t seen = kept.load();
   while (value < seen && !kept.compare_exchange_weak(seen, value)) {
   }
 }
 
-// Calls pack_or_unpack(i) for every byte i of the positions; returns the first row where it says no.
+// Calls pack_or_unpack(i) for every byte i of positions. Returns the first row where it gives false, or
+// `rows`.
 template <typename F>
 int64_t first_bad_row(int64_t rows, int64_t bytes_per_row, const F& pack_or_unpack) {
   std::atomic<int64_t> bad{rows};

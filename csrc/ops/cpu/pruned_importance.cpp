@@ -11,37 +11,38 @@
 #include <tuple>
 #include <vector>
 
+#include "common/cpu/results.h"
+#include "common/cpu/row_chunks.h"
 #include "ops/cpu/pruned_importance_simd.h"
-#include "ops/cpu/results.h"
-#include "ops/cpu/row_chunks.h"
 
 namespace drot {
 namespace {
 
+// Raises the error for the first score of row i that is not finite.
 template <class T>
 void refuse_row(const PrunedRow<T>& p, int64_t i) {
   using Math = Wide<T>;
   for (int64_t j = 0; j < p.columns; ++j) {
     Math buffer;
-    const Math w = *load_block(p.y + j, 1, &buffer), s = score_of(w, p.m[j]);
-    TORCH_CHECK_VALUE(std::isfinite(s), "y²·m must be finite, got ", s, " of y = ", w, " in row ", i,
-                      ", column ", j);
+    const Math w = *load_block(p.y + j, 1, &buffer), s = score_of(w, p.column_scale[j]);
+    TORCH_CHECK_VALUE(std::isfinite(s), "y² · column_scale must be finite, got ", s, " of y = ", w,
+                      " in row ", i, ", column ", j);
   }
 }
 
-// The loss, not yet scaled, of the rows that start at first.y and first.dy; dm [columns] or null.
+// The loss, not yet scaled, of the rows that start at first_row; dcolumn_scale [columns] or null.
 template <class T>
-double importance(const PrunedRow<T>& first_row, int64_t rows, Wide<T>* dm) {
+double importance(const PrunedRow<T>& first_row, int64_t rows, Wide<T>* dcolumn_scale) {
   using Math = Wide<T>;
   const RowChunks chunks(rows);
   const int64_t n = first_row.columns;
   std::vector<double> loss(rows);
-  std::vector<Math> dm_partial(dm ? chunks.count() * n : 0);
+  std::vector<Math> partial_scale(dcolumn_scale ? chunks.count() * n : 0);
   chunks.for_each([&](int64_t k, int64_t first, int64_t last) {
     std::vector<OrderedKey<Math>> key(first_row.group == 0 ? n : 0);
     PrunedRow<T> p = first_row;
     p.key = key.data();
-    p.dm = dm ? dm_partial.data() + k * n : nullptr;
+    p.dcolumn_scale = dcolumn_scale ? partial_scale.data() + k * n : nullptr;
     for (int64_t i = first; i < last; ++i) {
       p.y = first_row.y + i * n;
       p.dy = first_row.dy + i * n;
@@ -49,28 +50,27 @@ double importance(const PrunedRow<T>& first_row, int64_t rows, Wide<T>* dm) {
       if (std::isnan(loss[i])) refuse_row(p, i);
     }
   });
-  if (dm) sum_chunks(dm_partial, n, dm);
+  if (dcolumn_scale) sum_chunks(partial_scale, n, dcolumn_scale);
   return std::accumulate(loss.begin(), loss.end(), 0.0);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> pruned_importance_cpu(const at::Tensor& y,
-                                                                     const std::optional<at::Tensor>& m,
-                                                                     int64_t prune, int64_t group,
-                                                                     double scale) {
-  check_pruned_importance(y, m, prune, group, scale);
+std::tuple<at::Tensor, at::Tensor, at::Tensor> pruned_importance_cpu(
+    const at::Tensor& y, const std::optional<at::Tensor>& column_scale, int64_t prune, int64_t group,
+    double scale) {
+  check_pruned_importance(y, column_scale, prune, group, scale);
   const auto wide = y.options().dtype(y.scalar_type() == at::kDouble ? at::kDouble : at::kFloat);
   const at::Tensor in = y.contiguous();
-  const at::Tensor factor = m.has_value() ? m->contiguous() : at::ones({y.size(1)}, wide);
-  TORCH_CHECK_VALUE(factor.isfinite().all().item<bool>(), "m must be finite");
-  TORCH_CHECK_VALUE(!factor.lt(0).any().item<bool>(), "m must not be negative, got a minimum of ",
-                    factor.min().item<double>());
+  const at::Tensor factors = column_scale ? column_scale->contiguous() : at::ones({y.size(1)}, wide);
+  TORCH_CHECK_VALUE(factors.isfinite().all().item<bool>(), "column_scale must be finite");
+  TORCH_CHECK_VALUE(!factors.lt(0).any().item<bool>(), "column_scale must not be negative, got a minimum of ",
+                    factors.min().item<double>());
   at::Tensor dy = empty_result(in);
-  at::Tensor dm = at::zeros({m.has_value() ? y.size(1) : 0}, wide);
+  at::Tensor dcolumn_scale = at::zeros({column_scale ? y.size(1) : 0}, wide);
   double loss = 0;
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, y.scalar_type(), "pruned_importance", [&] {
     using T = Stored<scalar_t>;
     const PrunedRow<T> row{static_cast<const T*>(in.const_data_ptr()),
-                           factor.const_data_ptr<Wide<T>>(),
+                           factors.const_data_ptr<Wide<T>>(),
                            y.size(1),
                            prune,
                            group,
@@ -79,9 +79,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> pruned_importance_cpu(const at::T
                            static_cast<T*>(dy.mutable_data_ptr()),
                            nullptr,
                            streams(dy)};
-    loss = importance(row, y.size(0), m.has_value() ? dm.mutable_data_ptr<Wide<T>>() : nullptr);
+    loss = importance(row, y.size(0), column_scale ? dcolumn_scale.mutable_data_ptr<Wide<T>>() : nullptr);
   });
-  return {at::scalar_tensor(scale * loss, wide), dy, dm};
+  return {at::scalar_tensor(scale * loss, wide), dy, dcolumn_scale};
 }
 
 }  // namespace

@@ -1,51 +1,52 @@
 #include "ops/cpu/pruned_importance_simd.h"
 
+#include "common/cpu/selection_lanes.h"
 #include "common/score_math.h"
-#include "ops/cpu/row_cut.h"
-#include "ops/cpu/selection_lanes.h"
-#include "ops/cpu/transpose_lanes.h"
+#include "ops/cpu/pruned_importance_row_cut.h"
+#include "ops/cpu/pruned_importance_transpose.h"
 
 namespace drot::DROT_SIMD {
 namespace {
 
-// Groups that are ranked side by side.
+// Groups that are ranked together, one in each vector lane.
 constexpr int kLanes = 32;
 
-// Sums, gradient and squares of a block of columns, where removed is 0 or 1; w is y in Math.
-template <bool kFactor, class T>
-DROT_HOST_DEVICE double take(const PrunedRow<T>& p, int64_t start, int64_t columns, const Wide<T>* w,
-                             const OrderedKey<Wide<T>>* removed) {
+// Returns Σ of the removed scores of a block, writes dy and adds to dcolumn_scale. w: y; removed: 0 or 1.
+template <bool kColumnScale, class T>
+DROT_HOST_DEVICE double sum_removed(const PrunedRow<T>& p, int64_t start, int64_t columns, const Wide<T>* w,
+                                    const OrderedKey<Wide<T>>* removed) {
   using Math = Wide<T>;
   Math out[kMaxGroup * kLanes], sum = 0;
-  const Math* m = p.m + start;
-  Math* dm = p.dm + (kFactor ? start : 0);
+  const Math* column_scale = p.column_scale + start;
+  Math* dcolumn_scale = p.dcolumn_scale + (kColumnScale ? start : 0);
   const Math scale = p.scale;
 #pragma omp simd reduction(+ : sum)
   for (int64_t j = 0; j < columns; ++j) {
-    const Math kept = removed[j] ? w[j] : Math(0), part = kept * m[j];
-    sum += kept * part;
+    const Math gone = removed[j] ? w[j] : Math(0), part = gone * column_scale[j];
+    sum += gone * part;
     out[j] = 2 * part * scale;
-    if (kFactor) dm[j] += kept * kept * scale;
+    if (kColumnScale) dcolumn_scale[j] += gone * gone * scale;
   }
   store_block(out, columns, p.dy + start, p.stream);
   return sum;
 }
 
-// The keys of the scores of a block. Returns whether a score is not finite.
+// Computes the keys of the scores of a block. Returns whether a score is not finite.
 template <class Math>
-DROT_HOST_DEVICE bool keys(const Math* w, const Math* m, int64_t columns, OrderedKey<Math>* key) {
+DROT_HOST_DEVICE bool make_keys(const Math* w, const Math* column_scale, int64_t columns,
+                                OrderedKey<Math>* key) {
   Math bad = 0;
 #pragma omp simd reduction(+ : bad)
   for (int64_t j = 0; j < columns; ++j) {
-    const Math s = score_of(w[j], m[j]);
+    const Math s = score_of(w[j], column_scale[j]);
     key[j] = ordered_key(s);
     bad += s - s;  // 0, or NaN
   }
   return bad != 0;
 }
 
-// Neighbouring groups, at most kLanes, in the order of the columns; kGroup is the group or 0. What
-// lies behind the last of them is ranked too, and means nothing.
+// The mask of kLanes neighbouring groups, key and removed in the order of the columns. kGroup is the group,
+// or 0 where the compiler does not know it. Where a row ends earlier, the mask behind its end is meaningless.
 template <int kGroup, class Key>
 DROT_HOST_DEVICE void mark_removed(const Key* key, int group, int prune, Key* removed) {
   Key by_lane[kMaxGroup * kLanes], marks[kMaxGroup * kLanes];
@@ -54,7 +55,7 @@ DROT_HOST_DEVICE void mark_removed(const Key* key, int group, int prune, Key* re
   lanes_to_columns<kLanes>(marks, kGroup ? kGroup : group, removed);
 }
 
-template <int kGroup, bool kFactor, class T>
+template <int kGroup, bool kColumnScale, class T>
 DROT_HOST_DEVICE double prune_groups(const PrunedRow<T>& p) {
   using Math = Wide<T>;
   const int group = static_cast<int>(p.group), prune = static_cast<int>(p.prune);
@@ -66,14 +67,14 @@ DROT_HOST_DEVICE double prune_groups(const PrunedRow<T>& p) {
   for (int64_t start = 0; start < p.columns; start += tile) {
     const int64_t width = p.columns - start < tile ? p.columns - start : tile;
     const Math* w = load_block(p.y + start, width, buffer);
-    bad |= keys(w, p.m + start, width, key);
+    bad |= make_keys(w, p.column_scale + start, width, key);
     mark_removed<kGroup>(key, group, prune, removed);
-    sum += take<kFactor>(p, start, width, w, removed);
+    sum += sum_removed<kColumnScale>(p, start, width, w, removed);
   }
   return bad ? __builtin_nan("") : sum;
 }
 
-template <bool kFactor, class T>
+template <bool kColumnScale, class T>
 DROT_HOST_DEVICE double prune_whole_row(const PrunedRow<T>& p) {
   using Math = Wide<T>;
   Math buffer[kBlock];
@@ -81,7 +82,7 @@ DROT_HOST_DEVICE double prune_whole_row(const PrunedRow<T>& p) {
   bool bad = false;
   for (int64_t start = 0; start < p.columns; start += kBlock) {
     const int64_t width = p.columns - start < kBlock ? p.columns - start : kBlock;
-    bad |= keys(load_block(p.y + start, width, buffer), p.m + start, width, p.key + start);
+    bad |= make_keys(load_block(p.y + start, width, buffer), p.column_scale + start, width, p.key + start);
   }
   const Cut<OrderedKey<Math>> cut = cut_of_row(p.key, p.columns, p.prune);
   double sum = 0;
@@ -93,28 +94,28 @@ DROT_HOST_DEVICE double prune_whole_row(const PrunedRow<T>& p) {
 #pragma omp simd
     for (int64_t j = 0; j < width; ++j) removed[j] = key[j] < cut.key;
     for (int64_t j = 0; j < (ties < width ? ties : width); ++j) removed[j] |= key[j] == cut.key;
-    sum += take<kFactor>(p, start, width, w, removed);
+    sum += sum_removed<kColumnScale>(p, start, width, w, removed);
   }
   return bad ? __builtin_nan("") : sum;
 }
 
-template <bool kFactor, class T>
+template <bool kColumnScale, class T>
 DROT_HOST_DEVICE double prune_row_or_groups(const PrunedRow<T>& p) {
   switch (p.group) {
     case 0:
-      return prune_whole_row<kFactor>(p);
+      return prune_whole_row<kColumnScale>(p);
     case 2:
-      return prune_groups<2, kFactor>(p);
+      return prune_groups<2, kColumnScale>(p);
     case 4:
-      return prune_groups<4, kFactor>(p);
+      return prune_groups<4, kColumnScale>(p);
     case 8:
-      return prune_groups<8, kFactor>(p);
+      return prune_groups<8, kColumnScale>(p);
     case 16:
-      return prune_groups<16, kFactor>(p);
+      return prune_groups<16, kColumnScale>(p);
     case 32:
-      return prune_groups<32, kFactor>(p);
+      return prune_groups<32, kColumnScale>(p);
     default:
-      return prune_groups<0, kFactor>(p);
+      return prune_groups<0, kColumnScale>(p);
   }
 }
 
@@ -122,7 +123,7 @@ DROT_HOST_DEVICE double prune_row_or_groups(const PrunedRow<T>& p) {
 
 template <class T>
 double prune_row(const PrunedRow<T>& p) {
-  const double sum = p.dm ? prune_row_or_groups<true>(p) : prune_row_or_groups<false>(p);
+  const double sum = p.dcolumn_scale ? prune_row_or_groups<true>(p) : prune_row_or_groups<false>(p);
   finish_stores();
   return sum;
 }

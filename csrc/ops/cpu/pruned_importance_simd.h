@@ -1,29 +1,31 @@
-// The part of pruned_importance that is compiled for each instruction set (common/simd.h): one row.
+// The part of the CPU kernel of pruned_importance that is compiled for each instruction set
+// (common/cpu/simd.h): one row.
 #pragma once
 
 #include <cstdint>
 
+#include "common/cpu/float_rows.h"
+#include "common/cpu/simd.h"
 #include "common/selection_math.h"
-#include "common/simd.h"
-#include "ops/cpu/float_rows.h"
 
 namespace drot {
 
-// A row of a matrix of type T, worked in Math = Wide<T>; every pointer is to [columns].
+// A row of a matrix of type T and its results. Every pointer is to [columns].
 template <class T>
 struct PrunedRow {
   using Math = Wide<T>;
   const T* y;
-  const Math* m;
+  const Math* column_scale;
   int64_t columns, prune, group;  // group > 0, or 0: the whole row
-  Math scale;
-  OrderedKey<Math>* key;  // scratch, where group is 0
+  Math scale;                     // of the loss
+  OrderedKey<Math>* key;          // scratch, where group is 0
   T* dy;
-  Math* dm;     // added to; or null
-  bool stream;  // dy past the caches
+  Math* dcolumn_scale;  // the row is added to it; or null
+  bool stream;          // dy is written with non-temporal stores
 };
 
 }  // namespace drot
 
-// Returns Σ of the removed scores, NaN where a score of the row is not finite; writes dy, adds to dm.
+// Returns Σ of the removed scores, NaN where a score of the row is not finite. Writes dy, adds to
+// dcolumn_scale.
 DROT_SIMD_DECLARE(template <class T> double prune_row(const PrunedRow<T>& p))

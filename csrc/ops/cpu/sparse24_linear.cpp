@@ -8,21 +8,21 @@
 
 #include <algorithm>
 
-#include "common/pack24.h"
-#include "ops/cpu/results.h"
+#include "common/cpu/results.h"
 #include "ops/cpu/sparse24_linear_simd.h"
+#include "ops/pack24_math.h"
 
 namespace drot {
 namespace {
 
-// Weights times tokens that a thread takes at least: about 10 us of work.
+// The fewest products of weights and tokens for which another thread is used: about 10 us of work.
 constexpr int64_t kGrain = int64_t(1) << 17;
-// Tokens whose x, in fp32, should stay in the last cache while all of W passes.
-constexpr int64_t kTogether = 256;
-// Tokens beyond which a dense product is faster than ours: in fp32, and in bf16 where the processor has
-// instructions for it (not measured).
+// Tokens multiplied together: their x in fp32 stays in the last-level cache while all of W is read.
+constexpr int64_t kTokenBlock = 256;
+// More tokens than this are multiplied by PyTorch's dense product, which is then faster: in fp32, and in bf16
+// where the CPU has instructions for bf16 products (the bf16 limit is not measured).
 constexpr int64_t kFewFloatTokens = 128, kFewTokens = 16;
-// Rows of W that are made dense at once for it.
+// Rows of W that are made dense at a time for the dense product.
 constexpr int64_t kDenseRows = 512;
 
 template <class V>
@@ -30,14 +30,14 @@ const V* data(const at::Tensor& t) {
   return t.defined() ? static_cast<const V*>(t.const_data_ptr()) : nullptr;
 }
 
-// The arguments of one call, the tokens in one dimension; contiguous but for x and residual.
+// The arguments of one call, with all tokens in one dimension. x and residual may be non-contiguous.
 struct Problem {
   at::Tensor x, values, positions;
   at::Tensor bias, residual, rotation;  // may be undefined
   int64_t tokens, in, out;
 };
 
-// rows [n, columns] -> fp32 [n, padded columns].
+// [n, columns] -> fp32 [n, padded columns].
 template <class V>
 at::Tensor widened(const at::Tensor& rows) {
   const at::Tensor from = rows.stride(1) == 1 ? rows : rows.contiguous();
@@ -48,8 +48,8 @@ at::Tensor widened(const at::Tensor& rows) {
   return to;
 }
 
-// f(first, last) for parts of n items of `work` weights each, in parallel; parts begin at multiples of
-// `unit`.
+// Calls f(first, last) in parallel for ranges of n items. Each item costs `work` products, and ranges begin
+// at multiples of `unit`.
 template <class F>
 void in_parallel(int64_t n, int64_t work, int64_t unit, const F& f) {
   const int64_t units = (n + unit - 1) / unit;
@@ -60,33 +60,33 @@ void in_parallel(int64_t n, int64_t work, int64_t unit, const F& f) {
 // residual · rotation, fp32 [tokens, out].
 template <class V>
 at::Tensor rotated(const Problem& p) {
-  // beyond, a product in fp32 is faster, and pays for making the rotation fp32
+  // for more tokens the dense product in fp32 is faster, even with the conversion of the rotation to fp32
   constexpr int64_t kFew = std::is_same_v<V, float> ? 3 : 16;
   if (p.tokens > kFew) return at::mm(p.residual.to(at::kFloat), p.rotation.to(at::kFloat));
-  const at::Tensor stream = widened<V>(p.residual);
-  at::Tensor out = at::empty({p.tokens, p.out}, stream.options());
-  const RotatedColumns<V> columns{stream.const_data_ptr<float>(), data<V>(p.rotation),
+  const at::Tensor residual = widened<V>(p.residual);
+  at::Tensor out = at::empty({p.tokens, p.out}, residual.options());
+  const RotatedColumns<V> columns{residual.const_data_ptr<float>(), data<V>(p.rotation),
                                   out.mutable_data_ptr<float>(), p.tokens, p.out};
   in_parallel(p.out, p.out * p.tokens, 64,
               [&](int64_t first, int64_t last) { DROT_SIMD_CALL(rotate_columns<V>)(columns, first, last); });
   return out;
 }
 
-// W is read in its packed form, once for each kTogether tokens, and multiplied in fp32.
+// Multiplies in fp32 with W in its packed form, which is read once for every kTokenBlock tokens.
 template <class V>
 void by_packed_rows(const Problem& p, at::Tensor& y) {
-  const at::Tensor stream = p.rotation.defined() ? rotated<V>(p) : at::Tensor();
+  const at::Tensor rotated_residual = p.rotation.defined() ? rotated<V>(p) : at::Tensor();
   at::Tensor residual;
   if (p.residual.defined() && !p.rotation.defined()) residual = p.residual.contiguous();
-  for (int64_t token = 0; token < p.tokens; token += kTogether) {
-    const int64_t tokens = std::min(kTogether, p.tokens - token), at = token * p.out;
+  for (int64_t token = 0; token < p.tokens; token += kTokenBlock) {
+    const int64_t tokens = std::min(kTokenBlock, p.tokens - token), at = token * p.out;
     const at::Tensor x = widened<V>(p.x.narrow(0, token, tokens));
     const Sparse24Rows<V> rows{data<V>(p.values),
                                p.positions.const_data_ptr<uint8_t>(),
                                x.const_data_ptr<float>(),
                                data<V>(p.bias),
                                residual.defined() ? data<V>(residual) + at : nullptr,
-                               p.rotation.defined() ? stream.const_data_ptr<float>() + at : nullptr,
+                               p.rotation.defined() ? rotated_residual.const_data_ptr<float>() + at : nullptr,
                                static_cast<V*>(y.mutable_data_ptr()) + at,
                                tokens,
                                p.in,
@@ -96,10 +96,10 @@ void by_packed_rows(const Problem& p, at::Tensor& y) {
   }
 }
 
-// Many tokens where PyTorch's product is faster than ours: W is made dense by tiles of rows.
+// Multiplies with PyTorch's dense product, with kDenseRows rows of W made dense at a time.
 template <class word_t>
 void by_dense_tiles(const Problem& p, at::Tensor& y) {
-  const at::Tensor stream = p.rotation.defined() ? at::mm(p.residual, p.rotation) : at::Tensor();
+  const at::Tensor residual = p.rotation.defined() ? at::mm(p.residual, p.rotation) : p.residual;
   at::Tensor buffer = at::empty({std::min(kDenseRows, p.out), p.in}, p.values.options());
   for (int64_t first = 0; first < p.out; first += kDenseRows) {
     const int64_t count = std::min(kDenseRows, p.out - first), bytes = p.positions.size(1);
@@ -116,12 +116,12 @@ void by_dense_tiles(const Problem& p, at::Tensor& y) {
     });
     at::Tensor tile = at::linear(p.x, buffer.narrow(0, 0, count),
                                  p.bias.defined() ? p.bias.narrow(0, first, count) : OptionalTensor());
-    if (p.residual.defined()) tile.add_((p.rotation.defined() ? stream : p.residual).narrow(1, first, count));
+    if (residual.defined()) tile.add_(residual.narrow(1, first, count));
     y.narrow(1, first, count).copy_(tile);
   }
 }
 
-bool multiplies_bf16() {
+bool has_bf16_products() {
 #if defined(__x86_64__)
   return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16");
 #else
@@ -150,7 +150,7 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
   at::Tensor rows = y.view({tokens, out});
   if (x.scalar_type() == at::kFloat && tokens > kFewFloatTokens) {
     by_dense_tiles<float>(p, rows);
-  } else if (x.scalar_type() == at::kBFloat16 && tokens > kFewTokens && multiplies_bf16()) {
+  } else if (x.scalar_type() == at::kBFloat16 && tokens > kFewTokens && has_bf16_products()) {
     by_dense_tiles<uint16_t>(p, rows);
   } else if (x.scalar_type() == at::kBFloat16) {
     by_packed_rows<Bf16>(p, rows);

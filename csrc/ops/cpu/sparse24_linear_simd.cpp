@@ -1,17 +1,17 @@
 #include "ops/cpu/sparse24_linear_simd.h"
 
-#include "ops/cpu/lanes24.h"
+#include "ops/cpu/sparse24_linear_lanes.h"
 
 namespace drot::DROT_SIMD {
 namespace {
 
-// Rows and tokens of which each vector is used several times: twelve sums and seven other registers.
+// Rows of W and tokens that are multiplied together in registers: twelve sums and seven other registers.
 constexpr int kRows = 4, kTokens = 3;
-// More tokens share rows of W that are made dense in a tile, which stays in the L2 cache as their x
-// does; kRows of them stay in the L1 cache.
+// For more tokens, kTileRows rows of W are made dense, kTileColumns at a time. This tile and the columns of x
+// of kTileTokens tokens stay in the L2 cache, kRows rows of the tile in the L1 cache.
 constexpr int kTileRows = kRows24, kTileColumns = 1024, kTileTokens = 48;
 
-// Rows of W, packed as they are …
+// Rows of W in the packed form: a source of vectors of W for add_products.
 template <class V>
 struct Packed {
   const V* values;
@@ -25,7 +25,7 @@ struct Packed {
   }
 };
 
-// … or dense in a tile.
+// Rows of W that are dense in a tile: another source for add_products.
 struct Dense {
   const float* rows;
   DROT_HOST_DEVICE Lanes at(int row, int64_t column) const {
@@ -37,11 +37,12 @@ struct Dense {
 template <int kRowsNow, int kTokensNow>
 using Sums = Lanes[kRowsNow][kTokensNow];
 
-// sum[r][t] += w[r] · x[t], lane by lane.
+// sum[r][t] += w[r] · x[t] in each lane, over all columns.
 template <int kRowsNow, int kTokensNow, class W>
 DROT_HOST_DEVICE void add_products(const W& w, const float* x, int64_t stride, int64_t columns,
                                    Sums<kRowsNow, kTokensNow>& sum) {
-  // what is used more often is loaded first, and the other in turn: so all sums stay in registers
+  // all vectors of the fewer of rows and tokens are loaded first, the others one at a time: so the sums and
+  // these vectors fit in the registers
   const auto step = [&](int64_t column, const auto& at) {
     if constexpr (kRowsNow < kTokensNow) {
       Lanes ws[kRowsNow];
@@ -64,6 +65,7 @@ DROT_HOST_DEVICE void add_products(const W& w, const float* x, int64_t stride, i
   if (column < columns) step(column, [&](int r) { return w.half_at(r, column); });
 }
 
+// y[token, row] = the sum y plus everything that is added to it.
 template <class V>
 DROT_HOST_DEVICE void finish(const Sparse24Rows<V>& p, int64_t row, int64_t token, float y) {
   const int64_t at = token * p.out + row;
@@ -73,7 +75,7 @@ DROT_HOST_DEVICE void finish(const Sparse24Rows<V>& p, int64_t row, int64_t toke
   p.y[at] = from_float(y, V{});
 }
 
-// Few tokens: W goes straight from memory into registers.
+// For few tokens: W is expanded from memory into registers.
 template <int kRowsNow, int kTokensNow, class V>
 void direct(const Sparse24Rows<V>& p, int64_t row) {
   Sums<kRowsNow, kTokensNow> sum;
@@ -102,13 +104,12 @@ DROT_HOST_DEVICE void tile_products(const float* tile, const float* x, int64_t s
   std::memcpy(sums, sum, sizeof(sum));
 }
 
-// The sums of kRows rows with up to kTokens tokens, from `token` on, are [kRows][together], one after
-// the other.
+// The number n of tokens that tile_products multiplies together from `token` on. Their sums are [kRows][n].
 DROT_HOST_DEVICE int64_t together_at(int64_t token, int64_t tokens) {
   return tokens - token < kTokens ? tokens - token : kTokens;
 }
 
-// More tokens: each part of a few rows is made dense once, for up to kTileTokens of them.
+// For more tokens, at most kTileTokens: each tile of W is made dense once.
 template <class V>
 void tiled_rows(const Sparse24Rows<V>& p, int64_t row, int rows, int64_t token, int64_t tokens) {
   alignas(64) float tile[kTileRows * kTileColumns];
@@ -117,17 +118,17 @@ void tiled_rows(const Sparse24Rows<V>& p, int64_t row, int rows, int64_t token, 
   for (auto& of_rows : sums) {
     for (auto& lanes : of_rows) lanes = all(0);
   }
-  std::memset(tile, 0, sizeof(tile));  // rows beyond the last one are zeros
+  std::memset(tile, 0, sizeof(tile));  // rows after the last one are zeros
   for (int64_t column = 0; column < p.in; column += kTileColumns) {
     const int64_t columns = p.in - column < kTileColumns ? p.in - column : kTileColumns;
     for (int r = 0; r < rows; ++r) {
       const int64_t at = (row + r) * p.in + column;
       float* const dense = tile + r * kTileColumns;
-      // the processor does not see where the next tile lies
-      fetch_block(p.values + (at + kTileColumns) / 2, kTileColumns / 2);
-      fetch_block(p.positions + (at + kTileColumns) / 8, kTileColumns / 8);
+      // the hardware prefetcher does not find the next tile
+      prefetch_block(p.values + (at + kTileColumns) / 2, kTileColumns / 2);
+      prefetch_block(p.positions + (at + kTileColumns) / 8, kTileColumns / 8);
       expand_bytes(p.values + at / 2, p.positions + at / 8, columns / 8, dense);
-      // the other half of the last vector: what lay there may be no number
+      // the other half of the last vector may hold NaN from before
       std::memset(dense + columns, 0, (padded24(columns) - columns) * sizeof(float));
     }
     for (int r = 0; r < rows; r += kRows) {
@@ -187,7 +188,8 @@ void sparse24_rows(const Sparse24Rows<V>& p, int64_t first, int64_t last) {
 
 template <class V>
 void rotate_columns(const RotatedColumns<V>& p, int64_t first, int64_t last) {
-  // The sums of `width` columns stay in the caches; four rows at a time, because each passes them once.
+  // The sums of `width` columns stay in the caches. Four rows of the rotation are added together, because
+  // every addition reads and writes all these sums.
   constexpr int64_t kSums = 16384, kTogether = 4;
   const int64_t stride = padded24(p.n);
   const int64_t fitting = kSums / p.tokens / kPadding24 * kPadding24;
@@ -204,7 +206,7 @@ void rotate_columns(const RotatedColumns<V>& p, int64_t first, int64_t last) {
         for (int k = 0; k < kTogether; ++k) {
           const V* const from = p.rotation + (i + k) * p.n + j;
           q[k] = load(from);
-          __builtin_prefetch(from + kTogether * p.n);  // at the end of it, a harmless address
+          __builtin_prefetch(from + kTogether * p.n);  // an address behind the end is harmless
         }
         for (int64_t t = 0; t < p.tokens; ++t) {
           float* const y = p.y + t * p.n + j;

@@ -1,16 +1,16 @@
-// The part of sparse24_linear that is compiled for each instruction set (common/simd.h).
-// V is Bf16, Fp16 or float.
+// The part of the CPU kernel of sparse24_linear that is compiled for each instruction set
+// (common/cpu/simd.h). V is Bf16, Fp16 or float.
 #pragma once
 
 #include <cstdint>
 
-#include "common/simd.h"
+#include "common/cpu/simd.h"
 
 namespace drot {
 
-// The rows of x, in fp32, are padded with zeros to a multiple of this many columns.
+// The rows of x in fp32 are padded with zeros to a multiple of this many columns.
 constexpr int64_t kPadding24 = 16;
-// The rows of W of one call of sparse24_rows should be a multiple of this.
+// A call of sparse24_rows is fastest for a multiple of this many rows of W.
 constexpr int kRows24 = 16;
 
 template <class V>
@@ -37,15 +37,15 @@ constexpr int64_t padded24(int64_t columns) { return (columns + kPadding24 - 1) 
 
 }  // namespace drot
 
-// y of the rows first … last - 1 of W.
+// Computes y for the rows first … last - 1 of W.
 DROT_SIMD_DECLARE(template <class V>
                   void sparse24_rows(const Sparse24Rows<V>& p, int64_t first, int64_t last))
-// y of the columns first … last - 1.
+// Computes the columns first … last - 1 of y.
 DROT_SIMD_DECLARE(template <class V>
                   void rotate_columns(const RotatedColumns<V>& p, int64_t first, int64_t last))
-// from [rows, columns], with `stride` between rows -> fp32 [rows, padded columns].
+// from [rows, columns], `stride` values between rows -> fp32 [rows, padded columns].
 DROT_SIMD_DECLARE(template <class V>
                   void widen_rows(const V* from, int64_t stride, int64_t rows, int64_t columns, float* to))
-// 4 · bytes values and their positions -> 8 · bytes columns of a dense row.
+// values [4 · bytes], positions [bytes] -> `bytes` times eight dense columns in fp32.
 DROT_SIMD_DECLARE(template <class V>
                   void expand_bytes(const V* values, const uint8_t* positions, int64_t bytes, float* to))

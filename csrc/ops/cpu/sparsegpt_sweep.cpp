@@ -13,12 +13,13 @@
 namespace drot {
 namespace {
 
+// The arguments and results of one call.
 template <class T>
 struct Sweep {
   const T* w;
   int64_t w_stride;
-  const T* factor;    // Uᵀ [columns, columns]
-  const bool* given;  // mask [rows, columns], or null where n:m is chosen
+  const T* factor;    // Uᵀ [columns, columns], U = Hinv
+  const bool* given;  // mask [rows, columns], or null where the op chooses it
   T* w_out;
   T* err;
   bool* removed;
@@ -26,7 +27,7 @@ struct Sweep {
   int prune, group;
 };
 
-// src [rows, columns] → tile [columns][lanes]; lanes beyond the last row are left as they are.
+// src [rows, columns] -> tile [columns][lanes]; lanes after the last row do not change.
 template <int lanes, class From, class To>
 void load_tile(const From* src, int64_t stride, int64_t rows, int64_t columns, To* tile) {
   for (int64_t lane = 0; lane < rows; ++lane) {
@@ -34,6 +35,7 @@ void load_tile(const From* src, int64_t stride, int64_t rows, int64_t columns, T
   }
 }
 
+// tile [columns][lanes] -> dst [rows, columns].
 template <int lanes, class From, class To>
 void store_tile(const From* tile, int64_t rows, int64_t columns, To* dst) {
   for (int64_t lane = 0; lane < rows; ++lane) {
@@ -46,7 +48,7 @@ void sweep(const Sweep<T>& p) {
   constexpr int64_t lanes = kSweepLanes<T>;
   const auto sweep_tile = DROT_SIMD_CALL(sweep_tile<T>);
   at::parallel_for(0, (p.rows + lanes - 1) / lanes, 1, [&](int64_t first, int64_t last) {
-    // Zeros, so that the lanes beyond the last row sweep harmless numbers.
+    // zeros: the lanes after the last row must hold finite numbers
     std::vector<T> w(p.columns * lanes), err(p.columns * lanes);
     std::vector<OrderedKey<T>> removed(p.columns * lanes);
     const SweepTile<T> tile{p.factor, p.columns, p.given == nullptr, p.prune,

@@ -2,13 +2,13 @@
 
 #include <cstring>
 
-#include "ops/cpu/selection_lanes.h"
+#include "common/cpu/selection_lanes.h"
 #include "ops/sparsegpt_sweep_math.h"
 
 namespace drot::DROT_SIMD {
 namespace {
 
-// Explicit vectors, because GCC turns the plain loops into shuffles and branches.
+// Explicit vectors: GCC makes shuffles and branches of plain loops.
 template <class T>
 struct Vectors {
   typedef T Value __attribute__((vector_size(32)));
@@ -17,26 +17,26 @@ struct Vectors {
   static constexpr int kCount = kSweepLanes<T> / kWidth;
 };
 
-// Takes the errors first … last - 1 from kTogether neighbouring columns: w [kTogether][kSweepLanes],
-// factor [kTogether][columns]. Each weight's updates come in the order of the columns, as in the
-// right-looking loop of the paper; reading errors instead of writing weights leaves one store a
-// column, and two columns together make enough independent sums to hide the latency of an addition.
-template <int kTogether, class T>
-DROT_HOST_DEVICE void take_errors(T* w, const T* err, const T* factor, int64_t columns, int64_t first,
-                                  int64_t last) {
+// Subtracts the errors of columns first … last - 1 from kColumns neighbouring columns: w
+// [kColumns][kSweepLanes], factor [kColumns][columns]. Each weight is updated in the order of the columns, as
+// in the right-looking loop of the paper. Because this loop is left-looking, a column is stored once. The
+// sums of two columns hide the latency of an addition.
+template <int kColumns, class T>
+DROT_HOST_DEVICE void subtract_errors(T* w, const T* err, const T* factor, int64_t columns, int64_t first,
+                                      int64_t last) {
   using V = Vectors<T>;
-  typename V::Value sum[kTogether][V::kCount], e;
+  typename V::Value sum[kColumns][V::kCount], e;
   std::memcpy(sum, w, sizeof(sum));
   for (int64_t i = first; i < last; ++i) {
     for (int v = 0; v < V::kCount; ++v) {
       std::memcpy(&e, err + i * kSweepLanes<T> + v * V::kWidth, sizeof(e));
-      for (int c = 0; c < kTogether; ++c) sweep_update(sum[c][v], e, factor[c * columns + i]);
+      for (int c = 0; c < kColumns; ++c) sweep_update(sum[c][v], e, factor[c * columns + i]);
     }
   }
   std::memcpy(w, sum, sizeof(sum));
 }
 
-// The errors of one column, and zeros where it is removed.
+// Writes the errors of one column, and sets its removed weights to zero.
 template <class T>
 DROT_HOST_DEVICE void zero_removed(T* w, T* err, const OrderedKey<T>* removed, T diagonal) {
   using V = Vectors<T>;
@@ -52,7 +52,7 @@ DROT_HOST_DEVICE void zero_removed(T* w, T* err, const OrderedKey<T>* removed, T
   }
 }
 
-// The mask of the group that starts at column `start`, from the weights as updated so far.
+// Chooses the mask of the group that starts at column `start` from its updated weights.
 template <class T>
 DROT_HOST_DEVICE void choose_group(const SweepTile<T>& p, int64_t start) {
   constexpr int kLanes = kSweepLanes<T>;
@@ -77,13 +77,13 @@ void sweep_tile(const SweepTile<T>& p) {
     const int64_t stop = start + step < p.columns ? start + step : p.columns;
     int64_t j = start;
     for (; j + 2 <= stop; j += 2) {
-      take_errors<2>(p.w + j * kLanes, p.err, p.factor + j * p.columns, p.columns, 0, start);
+      subtract_errors<2>(p.w + j * kLanes, p.err, p.factor + j * p.columns, p.columns, 0, start);
     }
-    if (j < stop) take_errors<1>(p.w + j * kLanes, p.err, p.factor + j * p.columns, p.columns, 0, start);
+    if (j < stop) subtract_errors<1>(p.w + j * kLanes, p.err, p.factor + j * p.columns, p.columns, 0, start);
     if (p.choose) choose_group(p, start);
     for (j = start; j < stop; ++j) {
       const T* factor = p.factor + j * p.columns;
-      take_errors<1>(p.w + j * kLanes, p.err, factor, p.columns, start, j);
+      subtract_errors<1>(p.w + j * kLanes, p.err, factor, p.columns, start, j);
       zero_removed(p.w + j * kLanes, p.err + j * kLanes, p.removed + j * kLanes, factor[j]);
     }
   }

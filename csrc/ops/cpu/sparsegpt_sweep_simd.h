@@ -1,23 +1,24 @@
-// The part of sparsegpt_sweep that is compiled for each instruction set (common/simd.h).
+// The part of the CPU kernel of sparsegpt_sweep that is compiled for each instruction set
+// (common/cpu/simd.h): a tile of rows.
 #pragma once
 
 #include <cstdint>
 
+#include "common/cpu/simd.h"
 #include "common/selection_math.h"
-#include "common/simd.h"
 
 namespace drot {
 
-// Rows that one tile sweeps side by side: four AVX2 registers.
+// Rows of a tile, one in each lane: four AVX2 registers.
 template <class T>
 constexpr int kSweepLanes = 128 / sizeof(T);
 
-// A tile of rows, transposed: w, err and removed (0 or 1) are [columns][kSweepLanes].
+// A transposed tile: w, err and removed (0 or 1) are [columns][kSweepLanes].
 template <class T>
 struct SweepTile {
-  const T* factor;  // Uᵀ [columns, columns]: the factors of one column lie side by side
+  const T* factor;  // Uᵀ [columns, columns], U = Hinv: the factors of one column are contiguous
   int64_t columns;
-  bool choose;  // n:m is chosen here; else removed is given
+  bool choose;  // whether sweep_tile chooses the mask; else removed is given
   int prune, group;
   T* w;
   T* err;
@@ -26,4 +27,5 @@ struct SweepTile {
 
 }  // namespace drot
 
+// Sweeps all columns of a tile: replaces w, writes err and, where it chooses the mask, removed.
 DROT_SIMD_DECLARE(template <class T> void sweep_tile(const SweepTile<T>& p))

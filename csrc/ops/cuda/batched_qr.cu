@@ -1,14 +1,15 @@
+// batched_qr on the GPU: one thread block per matrix up to kSmallQr; Cholesky or Householder QR of ATen
+// beyond.
 #include <ATen/Dispatch.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "common/householder.h"
+#include "common/cuda/launcher.cuh"
 #include "ops/batched_qr.h"
+#include "ops/batched_qr_math.h"
 
 namespace drot {
 namespace {
@@ -16,7 +17,7 @@ namespace {
 constexpr int kWarp = 32;
 constexpr int kMaxWarps = 16;
 
-// A thread block on one matrix (see common/householder.h): a lane holds every 32nd element of a column.
+// A thread block as a team (ops/batched_qr_math.h): a lane owns every 32nd element of a column.
 template <typename T>
 struct BlockTeam {
   static constexpr int kColumns = 2;
@@ -59,7 +60,7 @@ struct BlockTeam {
   }
 };
 
-// The largest |x[i]|, in every thread; NaN is skipped.
+// max |x[i]|, returned to every thread; NaN is ignored. shared: one value per warp.
 template <typename T>
 __device__ T block_largest(const T* x, int count, T* shared) {
   T largest = 0;
@@ -73,9 +74,16 @@ __device__ T block_largest(const T* x, int count, T* shared) {
   return largest;
 }
 
-// One block a matrix. columns [batch, n, n]: the transposed input. q_columns [batch, n, ld] and
-// r [batch, n, n] are written. work [batch, n, ld] is used where the matrix does not fit into shared
-// memory, which then holds only tau.
+// One block per matrix.
+//
+// Args:
+//   columns: [batch, n, n], the transposed input.
+//   q_columns: [batch, n, ld], is written: q, transposed.
+//   r: [batch, n, n], is written.
+//   work: [batch, n, ld], used unless kInShared: the matrix does not fit into shared memory, which then holds
+//     only tau.
+//   n: rows and columns of a matrix.
+//   ld: n, rounded up to a multiple of kWarp.
 template <typename T, bool kInShared>
 __global__ void __launch_bounds__(kMaxWarps* kWarp)
     small_qr_kernel(const T* __restrict__ columns, T* q_columns, T* r, T* work, int n, int ld) {
@@ -104,23 +112,16 @@ void launch_small_qr(const at::Tensor& columns, at::Tensor& q_columns, at::Tenso
   const int n = static_cast<int>(columns.size(-1)), ld = static_cast<int>(q_columns.size(-1));
   const unsigned batch = static_cast<unsigned>(columns.size(0));
   const int warps = std::min(kMaxWarps, (n + BlockTeam<T>::kColumns - 1) / BlockTeam<T>::kColumns);
-  const size_t matrix = sizeof(T) * n * ld, vector = sizeof(T) * ld;
-  const auto stream = at::cuda::getCurrentCUDAStream();
-  // the static array of the kernel needs a little of the block's share
-  const size_t limit = at::cuda::getCurrentDeviceProperties()->sharedMemPerBlockOptin - 1024;
-  const auto run = [&](auto* kernel, T* work, size_t bytes) {
-    // the same number at every launch, so that threads that launch other sizes do not disturb this one
-    C10_CUDA_CHECK(
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limit)));
-    kernel<<<batch, warps * kWarp, bytes, stream>>>(
-        columns.const_data_ptr<T>(), q_columns.mutable_data_ptr<T>(), r.mutable_data_ptr<T>(), work, n, ld);
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const int64_t matrix_bytes = int64_t{sizeof(T)} * n * ld, tau_bytes = int64_t{sizeof(T)} * ld;
+  Launcher launcher(columns);
+  const auto run = [&](auto* kernel, T* work, int64_t shared_bytes) {
+    launcher.launch(kernel, dim3(batch), dim3(warps * kWarp), shared_bytes, columns.const_data_ptr<T>(),
+                    q_columns.mutable_data_ptr<T>(), r.mutable_data_ptr<T>(), work, n, ld);
   };
-  if (matrix + vector <= limit) {
-    run(small_qr_kernel<T, true>, nullptr, matrix + vector);
+  if (matrix_bytes + tau_bytes <= launcher.shared_memory()) {
+    run(small_qr_kernel<T, true>, nullptr, matrix_bytes + tau_bytes);
   } else {
-    at::Tensor work = at::empty({columns.size(0), n, ld}, columns.options());
-    run(small_qr_kernel<T, false>, work.mutable_data_ptr<T>(), vector);
+    run(small_qr_kernel<T, false>, launcher.allocate<T>(columns.size(0) * n * ld), tau_bytes);
   }
 }
 
@@ -145,7 +146,7 @@ std::tuple<at::Tensor, at::Tensor> batched_qr_cuda(const at::Tensor& a) {
   }
   if (a.scalar_type() == at::kFloat) {
     auto [q, r, reliable] = cholesky_qr(a);
-    // the only wait for the GPU: one byte, after all the work has been queued
+    // the only synchronisation: one byte is copied after all work is queued
     if (reliable.all().item<bool>()) {
       return {q, r};
     }

@@ -1,25 +1,32 @@
-#include <ATen/cuda/CUDAContext.h>
+// pack24 and unpack24 on the GPU: the packed form of a 2:4 weight (ops/pack24.h) and its inverse.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include "common/pack24.h"
+#include "common/cuda/launcher.cuh"
 #include "ops/pack24.h"
+#include "ops/pack24_math.h"
 
 namespace drot {
 namespace {
 
 constexpr int kThreads = 256;
 
-// A 16-byte or 32-byte row of words, so that the loads and stores are wide.
+// `count` neighbouring values, as bit patterns; at most 16 bytes are loaded or stored at once.
 template <typename word_t, int count>
 struct alignas(sizeof(word_t) * count > 16 ? 16 : sizeof(word_t) * count) Words {
   word_t at[count];
 };
 
-// One thread a byte of positions (eight columns). bad: the first faulty row.
+// One thread per byte of positions (eight columns).
+//
+// Args:
+//   w: [rows, 8 · bytes_per_row].
+//   values: [rows, 4 · bytes_per_row].
+//   positions: [rows, bytes_per_row].
+//   bytes: rows · bytes_per_row.
+//   bad: set to the first row with more than two non-zeros in a group of four.
 template <typename word_t>
 __global__ void pack24_kernel(const word_t* w, word_t* values, uint8_t* positions, int64_t bytes,
                               int64_t bytes_per_row, int64_t* bad) {
@@ -35,7 +42,7 @@ __global__ void pack24_kernel(const word_t* w, word_t* values, uint8_t* position
   reinterpret_cast<Words<word_t, 4>*>(values)[i] = out;
 }
 
-// bad: as above, or null.
+// The inverse. bad: set to the first row whose positions do not ascend in a group of four; may be null.
 template <typename word_t>
 __global__ void unpack24_kernel(const word_t* values, const uint8_t* positions, word_t* w, int64_t bytes,
                                 int64_t bytes_per_row, int64_t* bad) {
@@ -51,31 +58,23 @@ __global__ void unpack24_kernel(const word_t* values, const uint8_t* positions, 
   reinterpret_cast<Words<word_t, 8>*>(w)[i] = out;
 }
 
-// Contiguous, and aligned for the wide loads: a view may start anywhere.
-at::Tensor aligned(const at::Tensor& t) {
-  const at::Tensor contiguous = t.contiguous();
-  const bool fits = reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % 16 == 0;
-  return fits ? contiguous : contiguous.clone();
-}
-
-unsigned blocks(int64_t bytes) { return static_cast<unsigned>((bytes + kThreads - 1) / kThreads); }
+dim3 blocks_of(int64_t bytes) { return dim3(static_cast<unsigned>((bytes + kThreads - 1) / kThreads)); }
 
 template <typename word_t>
 void launch_pack(const at::Tensor& w, at::Tensor& values, at::Tensor& positions, at::Tensor& bad) {
   const int64_t bytes = positions.numel();
-  pack24_kernel<word_t><<<blocks(bytes), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
-      static_cast<const word_t*>(w.const_data_ptr()), static_cast<word_t*>(values.mutable_data_ptr()),
-      positions.mutable_data_ptr<uint8_t>(), bytes, positions.size(1), bad.mutable_data_ptr<int64_t>());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  Launcher(w).launch(pack24_kernel<word_t>, blocks_of(bytes), dim3(kThreads), /*shared_bytes=*/0,
+                     static_cast<const word_t*>(w.const_data_ptr()),
+                     static_cast<word_t*>(values.mutable_data_ptr()), positions.mutable_data_ptr<uint8_t>(),
+                     bytes, positions.size(1), bad.mutable_data_ptr<int64_t>());
 }
 
 template <typename word_t>
 void launch_unpack(const at::Tensor& values, const at::Tensor& positions, at::Tensor& w, int64_t* bad) {
   const int64_t bytes = positions.numel();
-  unpack24_kernel<word_t><<<blocks(bytes), kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(
-      static_cast<const word_t*>(values.const_data_ptr()), positions.const_data_ptr<uint8_t>(),
-      static_cast<word_t*>(w.mutable_data_ptr()), bytes, positions.size(1), bad);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  Launcher(w).launch(unpack24_kernel<word_t>, blocks_of(bytes), dim3(kThreads), /*shared_bytes=*/0,
+                     static_cast<const word_t*>(values.const_data_ptr()), positions.const_data_ptr<uint8_t>(),
+                     static_cast<word_t*>(w.mutable_data_ptr()), bytes, positions.size(1), bad);
 }
 
 at::Tensor unpack(const at::Tensor& values, const at::Tensor& positions, int64_t* bad) {
@@ -91,7 +90,7 @@ at::Tensor unpack(const at::Tensor& values, const at::Tensor& positions, int64_t
 std::tuple<at::Tensor, at::Tensor> pack24_cuda(const at::Tensor& w_in) {
   check_pack24(w_in);
   const c10::cuda::CUDAGuard guard(w_in.device());
-  const at::Tensor w = aligned(w_in);
+  const at::Tensor w = contiguous_aligned(w_in);
   const int64_t rows = w.size(0), columns = w.size(1);
   at::Tensor values = at::empty({rows, columns / 2}, w.options());
   at::Tensor positions = at::empty({rows, columns / 8}, w.options().dtype(at::kByte));
@@ -108,7 +107,7 @@ std::tuple<at::Tensor, at::Tensor> pack24_cuda(const at::Tensor& w_in) {
 at::Tensor unpack24_cuda(const at::Tensor& values_in, const at::Tensor& positions_in) {
   check_unpack24(values_in, positions_in);
   const c10::cuda::CUDAGuard guard(values_in.device());
-  const at::Tensor values = aligned(values_in), positions = positions_in.contiguous();
+  const at::Tensor values = contiguous_aligned(values_in), positions = positions_in.contiguous();
   const int64_t rows = values.size(0);
   at::Tensor bad = at::full({}, rows, values.options().dtype(at::kLong));
   at::Tensor w = unpack(values, positions, bad.mutable_data_ptr<int64_t>());
@@ -119,7 +118,7 @@ at::Tensor unpack24_cuda(const at::Tensor& values_in, const at::Tensor& position
 }  // namespace
 
 at::Tensor unpack24_unchecked_cuda(const at::Tensor& values, const at::Tensor& positions) {
-  return unpack(values, positions, nullptr);
+  return unpack(values, positions, /*bad=*/nullptr);
 }
 
 TORCH_LIBRARY_IMPL(drot, CUDA, m) {

@@ -1,3 +1,5 @@
+// sparse24_linear and sparse24_compress on the GPU: the op, and its algorithms skinny (sparse24_skinny.cuh),
+// cusparselt (sparse24_cusparselt.h) and dense, between which sparse24_autotuner.h chooses.
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/ops/addmm.h>
@@ -15,67 +17,66 @@
 #include <sstream>
 #include <vector>
 
-#include "ops/cuda/gpu.cuh"
-#include "ops/cuda/mma24.cuh"
-#include "ops/cuda/sparse24_library.h"
+#include "common/cuda/launcher.cuh"
+#include "ops/cuda/sparse24_autotuner.h"
+#include "ops/cuda/sparse24_cusparselt.h"
+#include "ops/cuda/sparse24_mma.cuh"
 #include "ops/cuda/sparse24_skinny.cuh"
-#include "ops/cuda/sparse24_ways.h"
 #include "ops/sparse24_linear.h"
 
 namespace drot {
 namespace {
 
-// Up to kFewTokens the kernel for few tokens is taken unasked: it reads W once. Up to kSomeTokens it is
-// one of the ways that are measured.
-constexpr int64_t kFewTokens = 2 * kSkinnyTokens, kSomeTokens = 128;
+// Up to kSkinnyOnlyTokens the skinny kernel is used without a measurement, since it reads W only once. Up to
+// kSkinnyMostTokens it is a candidate of the autotuner.
+constexpr int64_t kSkinnyOnlyTokens = 2 * kSkinnyTokens, kSkinnyMostTokens = 128;
 
-// The arguments of one call, the tokens in one dimension, contiguous and aligned to 16 bytes.
+// y = x Wᵀ (+ bias) (+ residual, or + residual · rotation). All tensors are contiguous and aligned to 16
+// bytes.
 struct Problem {
-  at::Tensor x, values, positions;
-  at::Tensor bias, residual, rotation, compressed;  // may be undefined
+  at::Tensor x;                         // [tokens, in]
+  at::Tensor values, positions;         // W [out, in], packed
+  at::Tensor bias, residual, rotation;  // [out], [tokens, out], [out, out]; undefined if not given
+  at::Tensor compressed;                // W, compressed; undefined if not given
   int64_t tokens, in, out;
 };
 
-at::Tensor aligned(const at::Tensor& t) {
-  const at::Tensor contiguous = t.contiguous();
-  return reinterpret_cast<uintptr_t>(contiguous.const_data_ptr()) % 16 == 0 ? contiguous : contiguous.clone();
-}
-
 template <class T>
-const T* words_of(const at::Tensor& t) {
+const T* pointer(const at::Tensor& t) {
   return t.defined() ? static_cast<const T*>(t.const_data_ptr()) : nullptr;
 }
 
-// ---- the ways ------------------------------------------------------------------------------------
+// ---- algorithms ----------------------------------------------------------------------------------
 
-bool few_takes(const Problem& p) {
-  return p.tokens <= kSomeTokens && p.x.element_size() == 2 && p.in > 0 && p.in % kSkinnyColumns == 0 &&
+bool skinny_supports(const Problem& p) {
+  return p.tokens <= kSkinnyMostTokens && p.x.element_size() == 2 && p.in > 0 && p.in % kSkinnyColumns == 0 &&
          p.out <= kMostSkinnyRows && at::cuda::getCurrentDeviceProperties()->major >= 8;
 }
 
-void by_few(const Problem& p, at::Tensor& y) {
+void run_skinny(const Problem& p, at::Tensor& y) {
   at::Tensor residual = p.residual, rotation = p.rotation;
-  if (rotation.defined() && p.out % kRotationColumns) {
+  if (rotation.defined() && p.out % kRotationColumns) {  // the kernel cannot rotate in this size
     residual = at::mm(residual, rotation);
     rotation = at::Tensor();
   }
-  const SkinnyProblem skinny{words_of<uint16_t>(p.x),
-                             words_of<uint16_t>(p.values),
-                             words_of<uint8_t>(p.positions),
-                             words_of<uint16_t>(p.bias),
-                             words_of<uint16_t>(residual),
-                             words_of<uint16_t>(rotation),
-                             static_cast<uint16_t*>(y.mutable_data_ptr()),
-                             p.in,
-                             p.out,
-                             static_cast<int>(p.tokens)};
-  Gpu gpu(y);
-  y.scalar_type() == at::kBFloat16 ? run_sparse24_skinny<Bf16Element>(gpu, skinny)
-                                   : run_sparse24_skinny<Fp16Element>(gpu, skinny);
+  const SkinnyProblem skinny{.x = pointer<uint16_t>(p.x),
+                             .values = pointer<uint16_t>(p.values),
+                             .positions = pointer<uint8_t>(p.positions),
+                             .bias = pointer<uint16_t>(p.bias),
+                             .residual = pointer<uint16_t>(residual),
+                             .rotation = pointer<uint16_t>(rotation),
+                             .y = static_cast<uint16_t*>(y.mutable_data_ptr()),
+                             .in = p.in,
+                             .out = p.out,
+                             .tokens = static_cast<int>(p.tokens)};
+  Launcher launcher(y);
+  y.scalar_type() == at::kBFloat16 ? run_sparse24_skinny<Bf16Element>(launcher, skinny)
+                                   : run_sparse24_skinny<Fp16Element>(launcher, skinny);
 }
 
-// What is added to the product goes into y first; false where there is nothing to add.
-bool write_added(const Problem& p, at::Tensor& y) {
+// y = bias + residual (· rotation), to which the product is then added. Returns false, and leaves y as it is,
+// if neither bias nor residual is given.
+bool write_addends(const Problem& p, at::Tensor& y) {
   if (p.rotation.defined()) {
     p.bias.defined() ? at::addmm_out(y, p.bias, p.residual, p.rotation)
                      : at::mm_out(y, p.residual, p.rotation);
@@ -88,108 +89,115 @@ bool write_added(const Problem& p, at::Tensor& y) {
   return p.residual.defined() || p.bias.defined();
 }
 
-void by_way(const Choice& choice, const Problem& p, at::Tensor& y) {
-  if (choice.way == Way::few) return by_few(p, y);
-  const bool add = write_added(p, y);
-  if (choice.way == Way::library) {
-    return sparse24_library::multiply(p.compressed, p.x, y, add, choice.algorithm);
+void run(const Choice& choice, const Problem& p, at::Tensor& y) {
+  if (choice.algorithm == Algorithm::skinny) return run_skinny(p, y);
+  const bool add = write_addends(p, y);
+  if (choice.algorithm == Algorithm::cusparselt) {
+    return cusparselt::matmul(p.compressed, p.x, y, add, choice.config);
   }
+  // y = x Wᵀ, or y += x Wᵀ, by cuBLAS
   const at::Tensor w = unpack24_unchecked_cuda(p.values, p.positions);
   add ? y.addmm_(p.x, w.t()) : at::mm_out(y, p.x, w.t());
 }
 
-// ---- which one -----------------------------------------------------------------------------------
+// ---- the choice of an algorithm ------------------------------------------------------------------
 
-std::string key_of(const Problem& p, std::span<const Way> ways) {
+// The key of a product in the tuning cache: everything that its fastest algorithm depends on.
+std::string tuning_key(const Problem& p, std::span<const Algorithm> candidates) {
   int cuda = 0;
   C10_CUDA_CHECK(cudaRuntimeGetVersion(&cuda));
+  const bool has_cusparselt = std::ranges::count(candidates, Algorithm::cusparselt) > 0;
   std::ostringstream key;
   key << "sparse24_linear of drot " << DROT_VERSION << ", " << at::cuda::getCurrentDeviceProperties()->name
-      << ", CUDA " << cuda << ", cuSPARSELt "
-      << (ways.front() == Way::library ? sparse24_library::version() : 0) << ", " << p.x.scalar_type() << ' '
-      << p.out << 'x' << p.in << (p.rotation.defined() ? " + rotation" : "") << ", up to "
-      << alike_tokens(p.tokens) << " tokens:";
-  for (const Way way : ways) key << ' ' << kWayNames[static_cast<size_t>(way)];
+      << ", CUDA " << cuda << ", cuSPARSELt " << (has_cusparselt ? cusparselt::version() : 0) << ", "
+      << p.x.scalar_type() << ' ' << p.out << 'x' << p.in << (p.rotation.defined() ? " + rotation" : "")
+      << ", up to " << token_bucket(p.tokens) << " tokens:";
+  for (const Algorithm candidate : candidates) key << ' ' << name_of(candidate);
   return key.str();
 }
 
-// Medians of runs in turn, each of which finds nothing of its own in the L2 cache, as in a model it would
-// not. Infinite for a way that memory does not suffice for, or that the library refuses.
-std::vector<Measured> measured(const Problem& p, std::span<const Way> ways) {
+// The median time of each candidate. The candidates run in turn, with a cold L2 cache, as in a model. The
+// time is infinite if a candidate runs out of memory or cuSPARSELt fails.
+std::vector<Measurement> measure(const Problem& p, std::span<const Algorithm> candidates) {
   constexpr size_t kRuns = 9;
-  // a graph that another thread captures meanwhile must not fail for what is done here
+  // another thread may capture a CUDA graph; the calls below must not invalidate it
   const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
-  std::vector<Measured> found(ways.size(), {std::numeric_limits<double>::infinity()});
-  std::vector<std::vector<float>> milliseconds(ways.size());
-  at::Tensor y, cache;
+  std::vector<Measurement> results(candidates.size(), {std::numeric_limits<double>::infinity()});
+  std::vector<std::vector<float>> milliseconds(candidates.size());
+  at::Tensor y, l2_eviction;
   at::cuda::CUDAEvent begin(cudaEventDefault), end(cudaEventDefault);
-  const auto tried = [](const auto& work) {
+  const auto succeeds = [](const auto& work) {
     try {
       work();
       return true;
     } catch (const c10::OutOfMemoryError&) {
       return false;
-    } catch (const sparse24_library::Refused& refused) {
-      TORCH_WARN("sparse24_linear goes without cuSPARSELt: ", refused.what());
+    } catch (const cusparselt::Error& error) {
+      TORCH_WARN("sparse24_linear does not use cuSPARSELt for this product: ", error.what());
       return false;
     }
   };
-  if (!tried([&] {
+  if (!succeeds([&] {
         y = at::empty({p.tokens, p.out}, p.x.options());
-        cache = at::empty({4 * at::cuda::getCurrentDeviceProperties()->l2CacheSize}, p.positions.options());
+        const int64_t bytes = 4 * at::cuda::getCurrentDeviceProperties()->l2CacheSize;
+        l2_eviction = at::empty({bytes}, p.positions.options());
       })) {
-    return found;
+    return results;
   }
-  std::vector<bool> goes(ways.size());
-  for (size_t i = 0; i < ways.size(); ++i) {
-    goes[i] = tried([&] {
-      if (ways[i] == Way::library) found[i].algorithm = sparse24_library::search(p.compressed, p.x, p.out);
-      by_way({ways[i], found[i].algorithm}, p, y);
+  std::vector<bool> usable(candidates.size());
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    usable[i] = succeeds([&] {
+      if (candidates[i] == Algorithm::cusparselt) {
+        results[i].config = cusparselt::search_config(p.compressed, p.x, p.out);
+      }
+      run({candidates[i], results[i].config}, p, y);
     });
   }
-  for (size_t run = 0; run < kRuns; ++run) {
-    for (size_t i = 0; i < ways.size(); ++i) {
-      goes[i] = goes[i] && tried([&] {
-                  cache.zero_();
-                  begin.record();
-                  by_way({ways[i], found[i].algorithm}, p, y);
-                  end.record();
-                  end.synchronize();
-                  milliseconds[i].push_back(begin.elapsed_time(end));
-                });
+  for (size_t repeat = 0; repeat < kRuns; ++repeat) {
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      usable[i] = usable[i] && succeeds([&] {
+                    l2_eviction.zero_();
+                    begin.record();
+                    run({candidates[i], results[i].config}, p, y);
+                    end.record();
+                    end.synchronize();
+                    milliseconds[i].push_back(begin.elapsed_time(end));
+                  });
     }
   }
-  for (size_t i = 0; i < ways.size(); ++i) {
-    if (!goes[i]) continue;
+  for (size_t i = 0; i < candidates.size(); ++i) {
+    if (!usable[i]) continue;
     std::ranges::nth_element(milliseconds[i], milliseconds[i].begin() + kRuns / 2);
-    found[i].seconds = 1e-3 * milliseconds[i][kRuns / 2];
+    results[i].seconds = 1e-3 * milliseconds[i][kRuns / 2];
   }
-  return found;
+  return results;
 }
 
-Choice choice_for(const Problem& p) {
-  if (p.tokens <= kFewTokens && few_takes(p)) return {Way::few};
-  std::vector<Way> ways;  // the first is taken where nothing is known
-  const char* no_library = "it was called without the weight that sparse24_compress makes";
+Choice choose(const Problem& p) {
+  if (p.tokens <= kSkinnyOnlyTokens && skinny_supports(p)) return {Algorithm::skinny};
+  std::vector<Algorithm> candidates;  // the autotuner returns the first if it may not measure
+  const char* no_cusparselt = "the call has no compressed weight, which sparse24_compress makes";
   if (p.compressed.defined() && p.compressed.numel() > 0 &&
-      sparse24_library::takes(p.x.scalar_type(), p.out, p.in, p.tokens, &no_library)) {
-    ways.push_back(Way::library);
+      cusparselt::supports(p.x.scalar_type(), p.out, p.in, p.tokens, &no_cusparselt)) {
+    candidates.push_back(Algorithm::cusparselt);
   }
-  if (few_takes(p)) ways.push_back(Way::few);
-  ways.push_back(Way::dense);
-  Choice choice{ways.front()};
-  if (ways.size() > 1) {
-    static auto* const chosen = new ChosenWays;
-    const bool captured = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
-    choice = chosen->of(key_of(p, ways), ways, !captured,
-                        [&](std::span<const Way> of) { return measured(p, of); });
+  if (skinny_supports(p)) candidates.push_back(Algorithm::skinny);
+  candidates.push_back(Algorithm::dense);
+  Choice choice{candidates.front()};
+  if (candidates.size() > 1) {
+    static auto* const autotuner = new Autotuner;
+    const bool capturing = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
+    choice = autotuner->choose(tuning_key(p, candidates), candidates, /*may_measure=*/!capturing,
+                               [&](std::span<const Algorithm> measured) { return measure(p, measured); });
   }
-  if (choice.way == Way::dense && ways.front() != Way::library) {
-    TORCH_WARN_ONCE("sparse24_linear makes the weight dense at each call with ", p.tokens,
-                    " tokens, which is slow: ", no_library);
+  if (choice.algorithm == Algorithm::dense && candidates.front() != Algorithm::cusparselt) {
+    TORCH_WARN_ONCE("sparse24_linear unpacks the weight at each call with ", p.tokens,
+                    " tokens, which is slow: ", no_cusparselt);
   }
   return choice;
 }
+
+// ---- the ops -------------------------------------------------------------------------------------
 
 at::Tensor sparse24_linear_cuda(const at::Tensor& x, const at::Tensor& values, const at::Tensor& positions,
                                 const OptionalTensor& bias, const OptionalTensor& residual,
@@ -200,29 +208,31 @@ at::Tensor sparse24_linear_cuda(const at::Tensor& x, const at::Tensor& values, c
   at::Tensor result = at::empty(sparse24_linear_sizes(x, out), x.options());
   if (result.numel() == 0) return result;
   const int64_t tokens = result.numel() / out;
-  const auto optional = [](const OptionalTensor& t) { return t ? aligned(*t) : at::Tensor(); };
-  const Problem p{aligned(x.reshape({tokens, in})),
-                  aligned(values),
-                  aligned(positions),
-                  optional(bias),
-                  residual ? aligned(residual->reshape({tokens, out})) : at::Tensor(),
-                  optional(rotation),
-                  optional(compressed),
-                  tokens,
-                  in,
-                  out};
+  const auto optional = [](const OptionalTensor& t) { return t ? contiguous_aligned(*t) : at::Tensor(); };
+  const Problem p{.x = contiguous_aligned(x.reshape({tokens, in})),
+                  .values = contiguous_aligned(values),
+                  .positions = contiguous_aligned(positions),
+                  .bias = optional(bias),
+                  .residual = residual ? contiguous_aligned(residual->reshape({tokens, out})) : at::Tensor(),
+                  .rotation = optional(rotation),
+                  .compressed = optional(compressed),
+                  .tokens = tokens,
+                  .in = in,
+                  .out = out};
   at::Tensor y = result.view({tokens, out});
-  by_way(choice_for(p), p, y);
+  run(choose(p), p, y);
   return result;
 }
 
 at::Tensor sparse24_compress_cuda(const at::Tensor& values, const at::Tensor& positions) {
   check_unpack24(values, positions);
   const c10::cuda::CUDAGuard guard(values.device());
-  if (!sparse24_library::takes(values.scalar_type(), values.size(0), 2 * values.size(1), 1)) {
+  const int64_t out = values.size(0), in = 2 * values.size(1);
+  if (!cusparselt::supports(values.scalar_type(), out, in, /*tokens=*/1)) {
     return at::empty({0}, positions.options());
   }
-  return sparse24_library::compress(unpack24_unchecked_cuda(aligned(values), aligned(positions)));
+  return cusparselt::compress(
+      unpack24_unchecked_cuda(contiguous_aligned(values), contiguous_aligned(positions)));
 }
 
 }  // namespace

@@ -1,16 +1,16 @@
-// sparse24_linear for few tokens, as sparse tensor-core products (mma.sp m16n8k32) whose sparse factor
-// is W: the packed format goes into the registers as it is, two-bit positions being the metadata.
+// The skinny kernel of sparse24_linear: y = x Wᵀ (+ bias) (+ residual, or + residual · rotation) for few
+// tokens, by sparse tensor-core products (mma.sp) with W as the sparse operand. Used by sparse24_linear.cu.
 //
-// A block owns 16 · kTiles rows of W and kSkinnyTokens · kTokenTiles tokens; its warps share out the columns,
-// and their sums are added in a fixed order. Nothing but those sums passes through shared memory: each byte
-// of W is read once, by one thread, and x, which every block reads, comes from the L2 cache.
+// The packed weight is loaded into the registers as it is; its positions are the metadata of mma.sp. The
+// tables in sparse24_mma.cuh show which columns a lane loads.
 //
-// The tensor core does not care in which order a product's columns come, as long as both factors have
-// the same. So each thread takes 16 neighbouring bytes of W (four groups of four columns), and which
-// columns those stand for is put right in x. With g = lane / 4, t = lane % 4: in columns 64 s … 64 s + 63
-// thread t of a quad holds groups 4 t … 4 t + 3; the first product takes groups 0 and 1 of each thread,
-// the second 2 and 3. Rows too: row g of tile q stands for row 2 kTiles g + 2 q of W, row g + 8 for the
-// one after it, which lets the rotation, whose rows are columns of Q, be read in vectors.
+// A block has 16 · kTiles rows of W and kSkinnyTokens · kTokenTiles tokens. Its warps share the columns, and
+// their sums are added in a fixed order through shared memory, which holds nothing else. Each byte of W is
+// read once, by one thread. x is read by every block and comes from the L2 cache.
+//
+// The rows of W are permuted too: row g of tile q is row 2 kTiles g + 2 q of W, and row g + 8 is the next
+// row. A lane's rows of W are then neighbours, so that it reads the rotation, whose columns they are, in
+// vectors.
 #pragma once
 
 #include <cstdint>
@@ -18,17 +18,14 @@
 namespace drot {
 
 constexpr int kSkinnyWarps = 8;
-// Tokens of one product, and columns of W that a warp takes at a time.
-constexpr int kSkinnyTokens = 8, kSkinnyColumns = 64;
-// Columns of the residual that a warp takes at a time.
-constexpr int kRotationColumns = 32;
-// A grid has 65,535 blocks of at least 16 rows.
-constexpr int64_t kMostSkinnyRows = int64_t(65535) * 16;
+constexpr int kSkinnyTokens = 8;                          // of one product
+constexpr int kSkinnyColumns = 64;                        // columns of W in one step of a warp
+constexpr int kRotationColumns = 32;                      // columns of the residual in one step of a warp
+constexpr int64_t kMostSkinnyRows = int64_t(65535) * 16;  // a grid has 65,535 blocks of at least 16 rows
 
-// 16-bit floats as words. Block (i, j) of the grid has the i-th tokens and the j-th rows, so that blocks
-// which read the same part of W run at about the same time. in is a multiple of kSkinnyColumns; where there
-// is a rotation, out is one of
-// 32. Pointers are aligned to 16 bytes; bias, residual and rotation may be null.
+// The arguments of one call; 16-bit floats as bit patterns. `in` is a multiple of kSkinnyColumns; with a
+// rotation `out` is a multiple of kRotationColumns. Pointers are aligned to 16 bytes; bias, residual and
+// rotation may be null.
 struct SkinnyProblem {
   const uint16_t* x;         // [tokens, in]
   const uint16_t* values;    // [out, in/2]
@@ -50,12 +47,12 @@ __device__ Words4 words(const Vector& v) {
   return {v.x, v.y, v.z, v.w};
 }
 
-// What one warp needs of 64 columns.
+// The operands of one lane in one step of 64 columns.
 template <int kTiles, int kTokenTiles>
 struct SkinnyStep {
-  uint4 value[kTiles][2];     // 8 values of row g and of row g + 8
-  uint2 position[kTiles][2];  // of all 64 columns of these rows
-  uint4 x[kTokenTiles][2];    // 8 columns of x each
+  uint4 value[kTiles][2];     // 8 values of row g and of row g + 8 of a tile
+  uint2 position[kTiles][2];  // positions of all 64 columns of these rows
+  uint4 x[kTokenTiles][2];    // 8 of columns 0 … 31 of x, and 8 of columns 32 … 63
 };
 
 template <int kTiles, int kTokenTiles>
@@ -67,7 +64,7 @@ __device__ void load_step(const SkinnyProblem& p, int64_t first_row, int64_t ste
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t wanted = first_row + 2 * kTiles * g + 2 * q + half;
-      const int64_t row = wanted < p.out ? wanted : p.out - 1;  // what is computed beyond is not stored
+      const int64_t row = wanted < p.out ? wanted : p.out - 1;  // results of rows beyond are not stored
       to.value[q][half] =
           __ldcs(reinterpret_cast<const uint4*>(p.values + row * (p.in / 2) + step * 32 + 8 * t));
       to.position[q][half] =
@@ -79,7 +76,7 @@ __device__ void load_step(const SkinnyProblem& p, int64_t first_row, int64_t ste
     const int token = kSkinnyTokens * n + g;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      // threads t of even number read the first eight of 16 columns, the next thread the others
+      // of 16 neighbouring columns lane t, t even, reads the first eight, and lane t + 1 the other eight
       const int64_t column = step * kSkinnyColumns + 32 * half + 8 * t;
       to.x[n][half] =
           token < p.tokens ? *reinterpret_cast<const uint4*>(p.x + token * p.in + column) : uint4{};
@@ -87,14 +84,15 @@ __device__ void load_step(const SkinnyProblem& p, int64_t first_row, int64_t ste
   }
 }
 
-// Positions of group t of each of the four threads of a quad, for a row: 16 bits of metadata.
+// 16 bits of metadata: positions of groups t, t + 4, t + 8 and t + 12 of a row.
 __device__ inline uint32_t metadata(const uint2& positions, int t) {
   const uint32_t low = positions.x >> (4 * t) & 0x000f000fu, high = positions.y >> (4 * t) & 0x000f000fu;
   return ((low | low >> 12) & 0xffu) | ((high | high >> 12) & 0xffu) << 8;
 }
 
-// The two neighbouring columns that thread t feeds of each of four groups. A thread has read both halves
-// of two groups and wants one half of four: it swaps with its neighbour.
+// x: eight columns, groups 2 (t % 2) and 2 (t % 2) + 1 of four neighbouring groups. Returns one half of each
+// of the four groups, as operand B needs them: columns 0 and 1 if t is even, 2 and 3 if t is odd. Each pair
+// of lanes (t even, t + 1) exchanges the other halves.
 __device__ inline Words4 halves_of_groups(const uint4& x, int t) {
   const bool upper = t % 2;
   const uint32_t first = __shfl_xor_sync(0xffffffffu, upper ? x.x : x.y, 1);
@@ -102,6 +100,7 @@ __device__ inline Words4 halves_of_groups(const uint4& x, int t) {
   return upper ? Words4{first, second, x.y, x.w} : Words4{x.x, x.z, first, second};
 }
 
+// sum += the product of one step's columns.
 template <class E, int kTiles, int kTokenTiles>
 __device__ void add_step(const SkinnyStep<kTiles, kTokenTiles>& from, int lane,
                          float (&sum)[kTiles][kTokenTiles][4]) {
@@ -118,7 +117,6 @@ __device__ void add_step(const SkinnyStep<kTiles, kTokenTiles>& from, int lane,
     const uint32_t meta = metadata(from.position[q][0], t) | metadata(from.position[q][1], t) << 16;
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
-      // metadata of the first product comes from threads 0 and 1 of a quad, of the second from 2 and 3
       E::template multiply_sparse<0>(sum[q][n], {low.at[0], high.at[0], low.at[1], high.at[1]},
                                      {x[n][0].at[0], x[n][1].at[0], x[n][0].at[1], x[n][1].at[1]}, meta);
       E::template multiply_sparse<1>(sum[q][n], {low.at[2], high.at[2], low.at[3], high.at[3]},
@@ -127,13 +125,13 @@ __device__ void add_step(const SkinnyStep<kTiles, kTokenTiles>& from, int lane,
   }
 }
 
-// sum += residual · rotation, over the 32 rows of the rotation from `first` on. Thread t takes rows
-// 8 t … 8 t + 7 of them, in two products of 16.
+// sum += residual · rotation, over the 32 rows of the rotation from row `first` on, in two products of 16
+// rows. Lane t has rows 8 t … 8 t + 7.
 template <class E, int kTiles, int kTokenTiles>
 __device__ void add_rotation(const SkinnyProblem& p, int64_t first_row, int64_t first, int lane,
                              float (&sum)[kTiles][kTokenTiles][4]) {
   const int g = lane / 4, t = lane % 4;
-  uint32_t q[8][kTiles];  // columns 2 kTiles g … of eight rows, two columns a word
+  uint32_t q[8][kTiles];  // columns from 2 kTiles g on, of eight rows; two columns in a word
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint16_t* from = p.rotation + (first + 8 * t + i) * p.out + first_row + 2 * kTiles * g;
@@ -170,7 +168,8 @@ __device__ void add_rotation(const SkinnyProblem& p, int64_t first_row, int64_t 
   }
 }
 
-// E: the 16-bit float; wide, narrow, multiply_sparse<selector> and multiply_dense.
+// E: Bf16Element or Fp16Element. Block (i, j) has the i-th tile of tokens and the j-th tile of rows, so that
+// blocks with the same rows of W run at about the same time.
 template <class E, int kTiles, int kTokenTiles>
 __global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(SkinnyProblem p) {
   constexpr int kSums = kTiles * kTokenTiles * 4;
@@ -189,7 +188,7 @@ __global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(SkinnyProbl
     SkinnyStep<kTiles, kTokenTiles> now, next;
     load_step(p, first_row, warp, lane, now);
     for (int64_t step = warp; step < steps; step += kSkinnyWarps) {
-      // the last step is loaded once more, which is simpler than not to, and comes from the L2 cache
+      // in the last iteration the same step is loaded again, from the L2 cache, to avoid a branch
       const int64_t after = step + kSkinnyWarps < steps ? step + kSkinnyWarps : step;
       load_step(p, first_row, after, lane, next);
       add_step<E>(now, lane, sum);
@@ -219,27 +218,27 @@ __global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(SkinnyProbl
     float y = 0;
 #pragma unroll
     for (int w = 0; w < kSkinnyWarps; ++w) y += partial[w][i][of];
-    if (p.bias) y += E::wide(p.bias[row]);
-    if (p.residual && !p.rotation) y += E::wide(p.residual[token * p.out + row]);
-    p.y[token * p.out + row] = E::narrow(y);
+    if (p.bias) y += E::to_float(p.bias[row]);
+    if (p.residual && !p.rotation) y += E::to_float(p.residual[token * p.out + row]);
+    p.y[token * p.out + row] = E::from_float(y);
   }
 }
 
-// gpu: a Gpu (gpu.cuh). p.out is at most kMostSkinnyRows.
-template <class E, class Device>
-void run_sparse24_skinny(Device& gpu, const SkinnyProblem& p) {
-  // two tiles of rows read x half as often, where the blocks are enough for every multiprocessor
-  const bool wide = p.out / 32 >= gpu.processors() / 2;
+// launcher: a Launcher (common/cuda/launcher.cuh). p.out is at most kMostSkinnyRows.
+template <class E, class LauncherT>
+void run_sparse24_skinny(LauncherT& launcher, const SkinnyProblem& p) {
+  // two tiles of rows per block halve the reads of x; they are used if the blocks still fill the GPU
+  const bool two_tiles = p.out / 32 >= launcher.multiprocessors() / 2;
   const auto launch = [&](auto kernel, int rows, int tokens) {
     const dim3 grid((p.tokens + tokens - 1) / tokens, static_cast<unsigned>((p.out + rows - 1) / rows));
-    gpu.launch(kernel, grid, dim3(kSkinnyWarps * 32), 0, p);
+    launcher.launch(kernel, grid, dim3(kSkinnyWarps * 32), /*shared_bytes=*/0, p);
   };
   if (p.tokens <= kSkinnyTokens) {
-    wide ? launch(&sparse24_skinny<E, 2, 1>, 32, kSkinnyTokens)
-         : launch(&sparse24_skinny<E, 1, 1>, 16, kSkinnyTokens);
+    two_tiles ? launch(&sparse24_skinny<E, 2, 1>, 32, kSkinnyTokens)
+              : launch(&sparse24_skinny<E, 1, 1>, 16, kSkinnyTokens);
   } else {
-    wide ? launch(&sparse24_skinny<E, 2, 2>, 32, 2 * kSkinnyTokens)
-         : launch(&sparse24_skinny<E, 1, 2>, 16, 2 * kSkinnyTokens);
+    two_tiles ? launch(&sparse24_skinny<E, 2, 2>, 32, 2 * kSkinnyTokens)
+              : launch(&sparse24_skinny<E, 1, 2>, 16, 2 * kSkinnyTokens);
   }
 }
 

@@ -1,0 +1,127 @@
+// The autotuner of sparse24_linear on a GPU, used by sparse24_linear.cu: which algorithm computes a product.
+// The candidates are measured at the first product of a kind; the result is kept in the tuning cache
+// (common/tuning_cache.h).
+#pragma once
+
+#include <array>
+#include <cmath>
+#include <limits>
+#include <map>
+#include <mutex>
+#include <optional>
+#include <span>
+#include <sstream>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common/tuning_cache.h"
+
+namespace drot {
+
+// skinny:     the kernel of sparse24_skinny.cuh, for few tokens, on the packed weight.
+// cusparselt: cuSPARSELt, on the compressed weight.
+// dense:      the weight is unpacked at each call and multiplied by cuBLAS.
+enum class Algorithm { skinny, cusparselt, dense };
+
+constexpr std::array<std::string_view, 3> kAlgorithmNames = {"skinny", "cusparselt", "dense"};
+
+inline std::string_view name_of(Algorithm algorithm) {
+  return kAlgorithmNames[static_cast<size_t>(algorithm)];
+}
+
+// Attributes of cuSPARSELt's algorithm selection: CUSPARSELT_MATMUL_ALG_CONFIG_ID and
+// CUSPARSELT_MATMUL_SPLIT_K, …_SPLIT_K_MODE, …_SPLIT_K_BUFFERS. id = -1: cuSPARSELt's default.
+struct CusparseltConfig {
+  int id = -1, split_k = 0, split_k_mode = 0, split_k_buffers = 0;
+  auto operator<=>(const CusparseltConfig&) const = default;
+};
+
+struct Choice {
+  Algorithm algorithm;
+  CusparseltConfig config = {};  // for Algorithm::cusparselt
+  bool operator==(const Choice&) const = default;
+};
+
+struct Measurement {
+  double seconds;  // infinity if the algorithm failed
+  CusparseltConfig config = {};
+};
+
+// `skinny`, `dense`, or `cusparselt` and the four numbers of its config.
+inline std::string to_text(const Choice& choice) {
+  std::ostringstream text;
+  text << name_of(choice.algorithm);
+  if (choice.algorithm == Algorithm::cusparselt) {
+    const CusparseltConfig& c = choice.config;
+    text << ' ' << c.id << ' ' << c.split_k << ' ' << c.split_k_mode << ' ' << c.split_k_buffers;
+  }
+  return text.str();
+}
+
+// The inverse of to_text. Empty for other text, such as lines of older versions of drot, and for an algorithm
+// that is not a candidate.
+inline std::optional<Choice> parse_choice(const std::string& text, std::span<const Algorithm> candidates) {
+  std::istringstream words(text);
+  std::string name, rest;
+  words >> name;
+  for (const Algorithm candidate : candidates) {
+    if (name != name_of(candidate)) continue;
+    Choice choice{candidate};
+    CusparseltConfig& c = choice.config;
+    if (candidate == Algorithm::cusparselt &&
+        !(words >> c.id >> c.split_k >> c.split_k_mode >> c.split_k_buffers)) {
+      return {};
+    }
+    if (words >> rest) return {};
+    return choice;
+  }
+  return {};
+}
+
+// Products with numbers of tokens in the same bucket share one choice. The bucket is the next power of two.
+inline int64_t token_bucket(int64_t tokens) {
+  int64_t bucket = 1;
+  while (bucket < tokens) bucket *= 2;
+  return bucket;
+}
+
+class Autotuner {
+ public:
+  // The fastest candidate, from this process, from the tuning cache or by measurement. If a candidate fails,
+  // for example for lack of memory, the choice is kept for this process only.
+  //
+  // Args:
+  //   key: names the kind of product.
+  //   candidates: algorithms that support the product.
+  //   may_measure: if false and the choice is unknown, the first candidate is returned and nothing is kept.
+  //   measure: called with `candidates`, returns a Measurement for each.
+  template <class Measure>
+  Choice choose(const std::string& key, std::span<const Algorithm> candidates, bool may_measure,
+                Measure measure) {
+    const std::lock_guard<std::mutex> guard(mutex_);  // two measurements at a time would slow each other down
+    if (const auto known = choices_.find(key); known != choices_.end()) return known->second;
+    if (const auto text = tuning_cache::lookup(key)) {
+      if (const auto choice = parse_choice(*text, candidates)) return choices_[key] = *choice;
+    }
+    Choice best{candidates.front()};
+    if (!may_measure) return best;
+    double least = std::numeric_limits<double>::infinity();
+    bool all_succeeded = true;
+    const std::vector<Measurement> measurements = measure(candidates);
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      all_succeeded &= std::isfinite(measurements[i].seconds);
+      if (measurements[i].seconds >= least) continue;
+      least = measurements[i].seconds;
+      best = {candidates[i], measurements[i].config};
+    }
+    if (all_succeeded) tuning_cache::store(key, to_text(best));
+    return choices_[key] = best;
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, Choice> choices_;
+};
+
+}  // namespace drot

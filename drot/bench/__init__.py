@@ -1,0 +1,1 @@
+"""Speed: dense against 2:4, with and without rotations."""

@@ -1,0 +1,1 @@
+"""Checkpoints: ordinary Hugging Face folders with a manifest, and the state of unfinished runs."""

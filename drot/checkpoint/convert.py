@@ -1,0 +1,45 @@
+"""Conversion of a 2:4 checkpoint between the formats packed and dense."""
+
+from pathlib import Path
+from typing import Any
+
+from drot.checkpoint.load import has_tokenizer, load_model, load_tokenizer, logger, wider_dtypes
+from drot.checkpoint.manifest import MANIFEST, read_manifest
+from drot.checkpoint.save import check_output, save_checkpoint
+from drot.devices import dtype_name
+from drot.errors import UserError
+from drot.sparse.linear import is_packed
+from drot.sparse.packed import check_format, pack_model, unpack_model
+from drot.sparse.quantization_config import format_of
+
+
+def convert_checkpoint(path: str | Path, out: Path, format: str) -> dict[str, Any]:
+    """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
+
+    Returns the manifest; {} for a model that drot did not prune. Raises UserError for an unknown format, for
+    the format that the checkpoint has already, and for a weight that is not 2:4.
+    """
+    check_format(format)
+    check_output(out)
+    manifest = read_manifest(path) if (Path(path) / MANIFEST).exists() else {}
+    tokenizer = None
+    if has_tokenizer(path):
+        tokenizer = load_tokenizer(path)
+    else:  # a model that was pruned from Python with token ids has no tokenizer
+        logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
+    model = load_model(path)
+    if wider := wider_dtypes(path, model.dtype):
+        logger.warning(
+            "%s holds tensors of %s, but the dtype in its config.json is %s: they are written as %s",
+            path, ", ".join(wider), dtype_name(model.dtype), dtype_name(model.dtype),
+        )  # fmt: skip
+    if is_packed(model) == (format == "packed"):
+        raise UserError(f"{path} is {format} already: name the other `format`")
+    if format == "packed":
+        pack_model(model)
+    else:
+        unpack_model(model)
+    if manifest:
+        manifest |= format_of(model)
+    save_checkpoint(model, tokenizer, manifest, out)
+    return manifest

@@ -1,0 +1,1 @@
+"""The command line: `drot prune | eval | convert | bench | info | demo`."""

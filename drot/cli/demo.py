@@ -1,0 +1,58 @@
+"""`drot demo`: its options and its table."""
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
+from drot.cli.tables import output, say
+
+if TYPE_CHECKING:
+    from drot.demo.demo import DemoResult
+
+#: the demo keeps its checkpoint, so that a user can look at it
+OUT = Path("demo-output")
+EPILOG = "Example: drot demo --out demo-output && drot info demo-output"
+
+
+def demo(
+    out: Annotated[Path, option(OUTPUT, "Folder for the rotated and pruned model.")] = OUT,
+    as_json: Json = False,
+) -> None:
+    """Prune the model that comes with drot to 2:4, with and without DenoiseRotator."""
+    from drot.cli.progress_bars import progress_bar
+    from drot.demo.demo import run_demo
+
+    with stdout_for_the_result(), progress_bar() as progress:
+        result = run_demo(out, progress=progress)
+    if as_json:
+        print_json(dataclasses.asdict(result) | {"out": str(out)})
+    else:
+        print_demo(result)
+        say(f"Saved to {out}")
+    if not result.rotation_helped:
+        raise typer.Exit(1)
+
+
+def print_demo(result: "DemoResult") -> None:
+    """The demo's table and a sentence that says what it means."""
+    table = Table(title="tiny-llama on held-out Python source", title_justify="left")
+    table.add_column("model")
+    for heading in ("perplexity", "gap closed", "sparsity", "seconds"):
+        table.add_column(heading, justify="right")
+    best = result.rows[-1]
+    for row in result.rows:
+        table.add_row(
+            row.name,
+            f"{row.perplexity:.3f}",
+            "-" if row.gap_closed is None else f"{row.gap_closed:.0%}",
+            f"{row.sparsity:.0%}",
+            "-" if row.seconds is None else f"{row.seconds:.1f}",
+            style="bold green" if row is best and result.rotation_helped else "",
+        )
+    console = output()
+    console.print(table)
+    console.print(result.sentence, markup=False)

@@ -1,0 +1,108 @@
+"""Tables and lines on stdout, and the table of a manifest."""
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+#: columns of the table of layers; a column without a figure is left out
+COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "seconds")
+
+
+def output() -> Console:
+    """stdout as it is now; a file gets a fixed width, not that of a narrow terminal."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=100)
+
+
+def say(line: str) -> None:
+    """Prints one line, as it is."""
+    output().print(line, markup=False, soft_wrap=True)
+
+
+def print_manifest(manifest: dict[str, Any]) -> None:
+    """The recipe in a few lines, and a row for every layer."""
+    recipe = manifest["recipe"]
+    pruning, rotation, calibration = recipe["pruning"], recipe["rotation"], recipe["calibration"]
+    console = output()
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_row("model", str(manifest.get("base_model", "")))
+    damping = f", damping {pruning['damping']:g}" if pruning["method"] == "sparsegpt" else ""
+    facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}{damping}")
+    facts.add_row("rotation", _rotation_line(rotation, manifest.get("rotations_file")))
+    if trained := manifest.get("shared_rotation"):
+        facts.add_row(
+            "shared training", _shared_line(trained, len(manifest["layers"]), rotation["objective"])
+        )
+    shape = "{} x {}".format(*manifest["calibration"]["shape"])
+    facts.add_row("calibration", f"{calibration['source']}, {shape} tokens, seed {calibration['seed']}")
+    facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
+    if manifest["relative_logit_error"] is not None:
+        facts.add_row("invariance", f"relative logit error {manifest['relative_logit_error']:.1e}")
+    facts.add_row("opens as", f"{_opens_as(manifest)}, {manifest['dtype']}")
+    facts.add_row("took", f"{manifest['seconds']['total']:.1f} s on {manifest['device']}")
+    console.print(facts)
+    rows = [_layer_cells(layer) for layer in manifest["layers"]]
+    table = Table(title="Layers", title_justify="left")
+    shown = [heading for heading in COLUMNS if any(row[heading] != "-" for row in rows)]
+    if rotation["objective"] == "entropy" and "entropy" in shown:
+        shown.remove("loss")  # the same figure
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(row[heading] for heading in shown))
+    console.print(table)
+
+
+def _opens_as(manifest: dict[str, Any]) -> str:
+    if manifest["stock_architecture"]:
+        return "stock architecture"
+    packed = ["packed 2:4 weights"] if manifest.get("format") == "packed" else []
+    rotated = ["residual rotations"] if manifest["recipe"]["rotation"]["mode"] == "layer" else []
+    return f"{', '.join(packed + rotated)}; needs drot"
+
+
+def _rotation_line(rotation: dict[str, Any], file: dict[str, Any] | None) -> str:
+    if rotation["mode"] == "none":
+        return "none"
+    kind = rotation["mode"] if rotation["blocks"] == 1 else f"{rotation['mode']}, blocks {rotation['blocks']}"
+    # before it was called boundary, the field was down_basis; the oldest manifests have neither
+    if rotation.get("boundary") == "residual" or rotation.get("down_basis") == "next":
+        kind += ", boundary on the residual"
+    if file is not None:
+        return f"{kind}, from {file['file']}"
+    how = f"{rotation['steps']} steps of {rotation['optimizer']}, lr {rotation['lr']:g}"
+    hessians = ", dense Hessians" if rotation["hessians"] == "dense" else ""
+    return f"{kind}, objective {rotation['objective']}, {how}{hessians}"
+
+
+def _shared_line(trained: dict[str, Any], layers: int, objective: str) -> str:
+    """The one training of `shared`, as means over the layers."""
+    loss = _change(trained["loss_before"] / layers, trained["loss_after"] / layers)
+    entropy = _change(trained["entropy_before"], trained["entropy_after"])
+    steps = len(trained["loss_curve"]) - 1
+    shown = f"entropy {entropy}" if objective == "entropy" else f"loss {loss}, entropy {entropy}"
+    return f"{steps} steps, {shown} a layer"
+
+
+def _layer_cells(layer: dict[str, Any]) -> dict[str, str]:
+    """heading → text; "-" where there is no figure. Sparsity and error are means over the linears."""
+    trained, linears = layer.get("rotation", {}), layer["linears"].values()
+    errors = [linear["output_error"] for linear in linears if linear["output_error"] is not None]
+    cells = {
+        "layer": str(layer["layer"]),
+        "loss": _change(trained.get("loss_before"), trained.get("loss_after")),
+        "entropy": _change(trained.get("entropy_before"), trained.get("entropy_after")),
+        "sparsity": f"{sum(linear['sparsity'] for linear in linears) / len(linears):.1%}",
+        "output error": f"{sum(errors) / len(errors):.4f}" if errors else "-",
+        "seconds": f"{layer['seconds']:.1f}",
+    }
+    return {heading: cells[heading] for heading in COLUMNS}
+
+
+def _change(before: float | None, after: float | None) -> str:
+    return "-" if before is None or after is None else f"{_short(before)} -> {_short(after)}"
+
+
+def _short(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"

@@ -1,0 +1,1 @@
+"""`drot demo` and the model and texts that it needs."""

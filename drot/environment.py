@@ -1,0 +1,93 @@
+"""The machine and the versions of the libraries, which `drot info` prints and manifests record."""
+
+import platform
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from drot import _C
+from drot._extension import BUILD_INFO
+from drot.version import __version__
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of drot, torch, transformers and Python; None for a package that is not installed."""
+    return {
+        "drot": __version__,
+        "torch": torch.__version__,
+        "transformers": _installed("transformers"),
+        "python": platform.python_version(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def machine_name(device: torch.device) -> str:
+    """The name of a GPU, or the CPU's architecture, vector instructions and threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()} CPU ({capability}), {torch.get_num_threads()} threads"
+
+
+def _cusparselt() -> dict[str, Any]:
+    """The version of cuSPARSELt that torch finds, which needs no GPU, and the one drot was compiled with."""
+    found: int | None = None
+    try:
+        from torch.backends import cusparselt
+
+        found = cusparselt.version() if cusparselt.is_available() else None
+    except (ImportError, RuntimeError, AttributeError):
+        found = None
+    return {"found": found is not None, "version": found, "compiled": BUILD_INFO["cusparselt"] or None}
+
+
+def collect() -> dict[str, Any]:
+    """The versions, the compiled backends and the machine, in plain JSON types.
+
+    drot, python, torch, transformers: versions; built_with_torch: the torch that drot was compiled for.
+    backends: list of `cpu` and `cuda`; no_cuda_reason: why `cuda` was not compiled, or None.
+    cuda: {compiled, architectures, torch}; gpus: [{name, capability, memory_gib}].
+    cusparselt: {found, version, compiled}; cpu: {machine, capability, threads}.
+    tuning_cache: path of the file with the fastest measured algorithm of each GPU product, or None.
+    """
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return {
+        **versions(),
+        "built_with_torch": BUILD_INFO["torch"],
+        "backends": ["cpu", "cuda"] if BUILD_INFO["cuda"] else ["cpu"],
+        "no_cuda_reason": BUILD_INFO["no_cuda_reason"] or None,
+        "cuda": {
+            "compiled": BUILD_INFO["cuda"] or None,
+            "architectures": BUILD_INFO["cuda_architectures"].split(),
+            "torch": torch.version.cuda,
+        },
+        "gpus": gpus,
+        "cusparselt": _cusparselt(),
+        "cpu": {
+            "machine": platform.machine(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+        "tuning_cache": _C.tuning_cache_file() or None,
+    }

@@ -1,0 +1,1 @@
+"""The run: layers are calibrated, rotated and pruned one after the other."""

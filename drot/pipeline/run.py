@@ -1,0 +1,244 @@
+"""One run over a model's layers: rotations, pruning, merging."""
+
+import hashlib
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drot.calibration.data import calibration_hash
+from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.manifest import manifest, zero_share
+from drot.checkpoint.resume import RunState
+from drot.checkpoint.rotations import load_rotations
+from drot.devices import dtype_name
+from drot.errors import UserError
+from drot.pipeline.context import RunContext
+from drot.pipeline.dense_pass import train_each, train_shared
+from drot.pipeline.layer import layer_objective, prune_layer
+from drot.sparse.quantization_config import describe_model
+from drot.surgery.invariance import check_layer, check_model
+from drot.surgery.residual import (
+    RESIDUAL_ROTATION,
+    BoundaryRotation,
+    add_residual_rotation,
+    rotated_layers,
+    set_boundary,
+)
+from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
+
+
+class PruningRun:
+    """One `drot.prune` of a loaded model.
+
+    rotations: a file of rotations, which are used instead of training some.
+    """
+
+    def __init__(self, context: RunContext, rotations: Path | None = None) -> None:
+        self.context = context
+        self.rotations_file: dict[str, Any] | None = None
+        self.given: list[LayerRotation] | None = None
+        self.rotations: list[LayerRotation] = []
+        self.shared_record: dict[str, Any] | None = None
+        if rotations is not None:
+            self._use_rotations(rotations)
+
+    def _use_rotations(self, path: Path) -> None:
+        run = self.context
+        if not run.rotates:
+            raise UserError(
+                '`rotations` from a file need `mode="layer"` or `mode="shared"`; got `mode="none"`'
+            )
+        self.given, record = load_rotations(
+            path, layers=len(run.layers), hidden_size=run.model.config.hidden_size, shape=run.shape
+        )
+        equal = all(torch.equal(rotation.r1, self.given[0].r1) for rotation in self.given)
+        if run.recipe.rotation.mode == "shared" and not equal:
+            raise UserError(f'{path} holds a rotation for each layer: use it with `mode="layer"`')
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        self.rotations_file = {"file": path.name, "sha256": digest, "trained_with": record}
+
+    def identity(self, source: str) -> dict[str, Any]:
+        """What must be equal for a run to be resumed."""
+        run = self.context
+        return {
+            "model": source,
+            "recipe": run.recipe.to_dict(),
+            "rotations": self.rotations_file and self.rotations_file["sha256"],
+            "calibration": calibration_hash(run.tokens),
+            "dtype": dtype_name(run.dtype),
+            "layers": len(run.layers),
+        }
+
+    def execute(self, state: RunState | None) -> dict[str, Any]:
+        """Prunes the model in place and returns its manifest."""
+        run, started = self.context, time.perf_counter()
+        rotations = self.given
+        records: list[dict[str, Any]] = [{} for _ in run.layers]
+        error = None
+        if run.rotates:
+            if rotations is None and self._needs_dense_pass:
+                if run.recipe.rotation.mode == "shared":
+                    trained, self.shared_record = train_shared(run, state)
+                else:
+                    trained = train_each(run, state)
+                rotations, records = [r for r, _ in trained], [record for _, record in trained]
+            with run.clock("check"):
+                place = run.recipe.rotation.boundary
+                error = check_model(
+                    run.model, run.arch, run.shape, run.tokens[:1], run.device, rotations, place
+                )
+        layers, self.rotations = self._prune_layers(state, rotations, records)
+        if run.rotates:
+            self._merge(self.rotations)
+        return manifest(
+            run.recipe,
+            run.tokens,
+            run.device,
+            run.dtype,
+            relative_logit_error=error,
+            sparsity=zero_share(run.layers, run.arch),
+            shared_rotation=self.shared_record,
+            rotations_file=self.rotations_file,
+            seconds={**run.seconds, "total": time.perf_counter() - started},
+            layers=layers,
+        )
+
+    @property
+    def _needs_dense_pass(self) -> bool:
+        rotation = self.context.recipe.rotation
+        return rotation.mode == "shared" or rotation.hessians == "dense"
+
+    # ---- the pruning pass ----------------------------------------------------------------------
+
+    def _prune_layers(
+        self,
+        state: RunState | None,
+        rotations: list[LayerRotation] | None,
+        records: list[dict[str, Any]],
+    ) -> tuple[list[dict[str, Any]], list[LayerRotation]]:
+        """Each layer's figures and rotation. rotations: those that are known before a layer is pruned."""
+        run = self.context
+        stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
+        figures, used = [], []
+        for index, layer in enumerate(run.layers):
+            layer.to(run.device)
+            rotation = rotations[index] if rotations else None
+            boundary = self._residual_boundary(rotations, index)
+            saved = state.load(f"layer_{index:05d}") if state else None
+            if saved is not None:
+                rotation, record = self._restore(layer, saved)
+            else:
+                rotation, record = self._work_on(layer, index, stream, rotation, records[index], boundary)
+                if state:
+                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation), record)
+            if rotation is not None:
+                stream.rotate(rotation.r1)
+            stream.advance(layer, index)
+            if rotation is not None:
+                basis = rotation.r1 if boundary is None else boundary.next_r1
+                stream.rotate(basis.T)
+                used.append(rotation)
+            layer.to(run.home)
+            figures.append(record)
+        return figures, used
+
+    def _residual_boundary(
+        self, rotations: list[LayerRotation] | None, index: int
+    ) -> BoundaryRotation | None:
+        """The rotation of the residual that layer `index` holds; None where it holds none."""
+        place = self.context.recipe.rotation.boundary
+        if rotations is None or place != "residual" or index + 1 == len(rotations):
+            return None
+        return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
+
+    def _work_on(
+        self,
+        layer: nn.Module,
+        index: int,
+        stream: CalibrationStream,
+        rotation: LayerRotation | None,
+        trained: dict[str, Any],
+        boundary: BoundaryRotation | None,
+    ) -> tuple[LayerRotation | None, dict[str, Any]]:
+        """Rotates and prunes one layer in place; returns its rotation and its record for the manifest.
+
+        Args:
+            layer: the decoder layer `index`, on the run's device.
+            stream: the layer's input, in the original basis, after the pruned layers before it.
+            rotation: the layer's rotation; None trains it.
+            trained: the record of the rotation's training, {} where it is still to be trained.
+            boundary: the rotation of the residual that the layer is to hold, if it is to hold one.
+        """
+        run, started = self.context, time.perf_counter()
+        record: dict[str, Any] = {"layer": index}
+        if run.rotates:
+            if rotation is None:
+                rotation, trained = self._train(layer, index, stream)
+            if trained:
+                record["rotation"] = trained
+            # the boundary too comes before the pruning, whose outputs are what the next layer reads
+            rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
+            stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
+            stream.rotate(rotation.r1)
+        run.event("prune", index)
+        with run.clock("prune"):
+            record["linears"] = prune_layer(layer, index, stream, run.arch, run.recipe.pruning)
+        record["seconds"] = time.perf_counter() - started
+        return rotation, record
+
+    def _train(
+        self, layer: nn.Module, index: int, stream: CalibrationStream
+    ) -> tuple[LayerRotation, dict[str, Any]]:
+        """The rotation of one layer, checked on one sequence of the stream, and its record."""
+        run = self.context
+        run.event("calibrate", index)
+        with run.clock("calibrate"):
+            objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
+        (rotation,), trained = run.train([objective], index)
+        with run.clock("check"):
+            sample = stream.narrow(1)
+            sample.hidden_states = sample.hidden_states.float()
+            error = check_layer(layer, index, sample, run.arch, run.shape, rotation)
+        return rotation, trained | {"damping": damping, "invariance_error": error}
+
+    def _restore(
+        self, layer: nn.Module, saved: tuple[dict[str, Tensor], dict[str, Any]]
+    ) -> tuple[LayerRotation | None, dict[str, Any]]:
+        """Puts the saved tensors of a finished layer into `layer`; returns its rotation and its record."""
+        run = self.context
+        tensors, record = saved
+        rotation = None
+        if run.rotates:
+            rotation = LayerRotation(tensors.pop("drot.r1"), tensors.pop("drot.r2"))
+        if f"{RESIDUAL_ROTATION}.weight" in tensors:
+            hidden = run.model.config.hidden_size
+            add_residual_rotation(layer, run.arch, "residual", hidden, dtype=run.dtype, device=run.device)
+        layer.load_state_dict(tensors)
+        return rotation, record
+
+    # ---- the ends ------------------------------------------------------------------------------
+
+    def _merge(self, rotations: list[LayerRotation]) -> None:
+        """Merges neighbouring R1s into one matrix a boundary, and the ends into embedding and head."""
+        run = self.context
+        rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
+        place = run.recipe.rotation.boundary
+        if run.recipe.rotation.mode == "shared":
+            # every boundary is the identity: a stock architecture
+            assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
+        elif place == "input":  # a layer got its rotation of the residual before it was pruned
+            holders = rotated_layers(run.layers, place)
+            for layer, before, after in zip(holders, rotations, rotations[1:], strict=False):
+                boundary = BoundaryRotation(place, before.r1, after.r1)
+                set_boundary(layer, run.arch, boundary.to(run.device))
+        describe_model(run.model)
+
+
+def _layer_tensors(layer: nn.Module, rotation: LayerRotation | None) -> dict[str, Tensor]:
+    tensors = dict(layer.state_dict())
+    if rotation is not None:
+        tensors |= {"drot.r1": rotation.r1, "drot.r2": rotation.r2}
+    return tensors

@@ -1,0 +1,90 @@
+"""`quantization_config` in config.json: whether a checkpoint is packed and has rotations between its layers.
+
+Its keys are defined here and nowhere else. A checkpoint with dense weights and without rotations between its
+layers has no `quantization_config`, so every inference engine opens it.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from drot.architectures import architecture_of, decoder_layers
+from drot.config import BoundaryPlace
+from drot.errors import UserError
+from drot.sparse.linear import is_packed
+from drot.surgery.residual import rotation_place
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+QUANT_METHOD = "drot"
+#: value of `down_basis` in the file -> place of the boundary rotation (drot/surgery/residual.py)
+PLACES: dict[str, BoundaryPlace] = {"own": "input", "next": "residual"}
+
+
+class DrotConfig(QuantizationConfigMixin):
+    """`quantization_config` of a checkpoint that drot wrote. Its attributes are the keys in the file.
+
+    residual_rotation: whether a boundary rotation [d, d] is stored for each pair of neighbouring layers.
+    down_basis: `own` if the rotation acts on the input of every layer but the first, `next` if it acts on
+        the residual beside the MLP of every layer but the last.
+    packed: whether the linears of the decoder layers are packed.
+
+    Raises UserError for any other key or value, because a later version of drot may have written it.
+    """
+
+    def __init__(
+        self, residual_rotation: bool = False, down_basis: str = "own", packed: bool = False, **kwargs: Any
+    ) -> None:
+        if unknown := sorted(kwargs.keys() - {"quant_method"}):
+            raise UserError(
+                f"config.json: quantization_config has {', '.join(unknown)}, which this version of drot does "
+                "not support: update drot"
+            )
+        if down_basis not in PLACES:
+            raise UserError(f"config.json: down_basis must be own or next, got {down_basis!r}: update drot")
+        self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers has an enum of its methods
+        self.residual_rotation, self.down_basis, self.packed = residual_rotation, down_basis, packed
+
+    @property
+    def boundary(self) -> BoundaryPlace | None:
+        """The place of the boundary rotations; None if there are none."""
+        return PLACES[self.down_basis] if self.residual_rotation else None
+
+
+def quantization_config_of(config: Any) -> dict[str, Any]:
+    """`quantization_config` of a model's `config` as a dict; {} if there is none."""
+    entry = getattr(config, "quantization_config", None) or {}
+    return entry if isinstance(entry, dict) else dict(entry.to_dict())
+
+
+def boundary_of(config: Any) -> BoundaryPlace | None:
+    """The place of the boundary rotations of a checkpoint with `config`; None if it has none."""
+    entry = quantization_config_of(config)
+    return DrotConfig(**entry).boundary if entry.get("quant_method") == QUANT_METHOD else None
+
+
+def describe_model(model: "PreTrainedModel") -> None:
+    """Updates `quantization_config` of `model.config`: it describes the modules that `model` has now."""
+    keys: dict[str, Any] = {}
+    places = {rotation_place(layer) for layer in decoder_layers(model, architecture_of(model.config))}
+    if place := next(iter(places - {None}), None):
+        keys["residual_rotation"] = True
+        if place == "residual":
+            keys["down_basis"] = "next"
+    if is_packed(model):
+        keys["packed"] = True
+    if keys:
+        model.config.quantization_config = {"quant_method": QUANT_METHOD, **keys}
+    elif (quantizer := getattr(model, "hf_quantizer", None)) is not None:
+        quantizer.remove_quantization_config(model)
+    elif hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def format_of(model: "PreTrainedModel") -> dict[str, Any]:
+    """The manifest's entries `format` and `stock_architecture`: whether the model opens without drot."""
+    return {
+        "format": "packed" if is_packed(model) else "dense",
+        "stock_architecture": not hasattr(model.config, "quantization_config"),
+    }

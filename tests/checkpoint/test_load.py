@@ -1,0 +1,22 @@
+"""What `drot.load` does with a checkpoint that asks for more than weights."""
+
+import json
+
+import pytest
+from small_models import small_model
+
+import drot
+from drot.errors import UserError
+
+
+def test_code_of_a_checkpoint_is_never_run(tmp_path):
+    """config.json may name Python code; it is refused without a question, and not executed."""
+    folder = tmp_path / "model"
+    small_model("llama").save_pretrained(folder)
+    (folder / "custom.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\n")
+    config = json.loads((folder / "config.json").read_text())
+    code = {"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Model"}
+    (folder / "config.json").write_text(json.dumps(config | {"model_type": "custom", "auto_map": code}))
+    with pytest.raises(UserError, match="cannot load a causal language model"):
+        drot.load(folder, device="cpu")
+    assert not (tmp_path / "was-run").exists()

@@ -1,0 +1,85 @@
+"""What all commands share: help, version, completion, and the library's messages in the words of options."""
+
+import ast
+from pathlib import Path
+
+import pytest
+import typer
+
+import drot
+from drot.cli import app as cli
+from drot.cli.app import FIELD, OPTIONS, in_options
+
+PACKAGE = Path(drot.__file__).resolve().parent
+COMMANDS = ("prune", "eval", "convert", "bench", "info", "demo")
+
+
+def test_version(capsys):
+    assert cli.run(["--version"]) == 0
+    assert capsys.readouterr().out == f"drot {drot.__version__}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_has_an_example_that_parses(command, capsys):
+    assert cli.run([command, "--help"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"Example: drot {command}" in shown
+    example = shown.split("Example: drot ")[1].split("&&")[0].split()
+    context = typer.main.get_command(cli.app).commands[command].make_context(command, example[1:])
+    assert context.params
+
+
+def test_prunes_options_are_grouped(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert cli.run(["prune", "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    panels = [line.split("─ ")[1].split(" ─")[0] for line in lines if line.startswith("╭")]
+    assert panels == ["Arguments", "Options", "Pruning", "Rotation", "Calibration", "Output", "Run"]
+    assert any("--method" in line and "[magnitude|wanda|sparsegpt]" in line for line in lines)
+
+
+def options() -> dict[str, object]:
+    """Every option of every command."""
+    commands = typer.main.get_command(cli.app).commands.values()
+    return {name: param for command in commands for param in command.params for name in param.opts}
+
+
+@pytest.mark.parametrize(
+    ("option", "typed", "offered"),
+    [("--method", "", {"magnitude", "wanda", "sparsegpt"}), ("--rotation", "s", {"shared"})],
+)
+def test_the_shell_completes_choices(option, typed, offered):
+    command = typer.main.get_command(cli.app).commands["prune"]
+    (parameter,) = (param for param in command.params if option in param.opts)
+    context = command.make_context("prune", ["m", "--out", "o"])
+    assert {item.value for item in parameter.shell_complete(context, typed)} == offered
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [
+        ('needs `hessians="dense"`, got `mode="layer"`', "needs --hessians dense, got --rotation layer"),
+        ("`resume=True` or `layers_per_step=4`", "--resume or --layers-per-step 4"),
+        ("`lr` must be above 0", "--lr must be above 0"),
+        ("a `b c` stays", "a `b c` stays"),
+    ],
+)
+def test_fields_are_shown_as_options(message, shown):
+    assert in_options(message) == shown
+
+
+def test_every_field_that_a_message_names_has_an_option():
+    python_only = {"tokenizer"}
+    named = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if called == "UserError":
+                for part in ast.walk(node):
+                    if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                        named |= {match[1] for match in FIELD.finditer(part.value)}
+    assert len(named) > 10
+    known = options()
+    for name in named - python_only:
+        option = OPTIONS.get(name, "--" + name.replace("_", "-")).split()[0]
+        assert option in known, f"a message names `{name}`, and no command has {option}"

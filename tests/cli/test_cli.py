@@ -1,0 +1,320 @@
+"""The command line: what reaches the recipe, what lands on which stream, and the exit status."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import drot
+from drot.cli import app as cli
+from drot.cli.prune import parse_rotation
+from drot.cli.prune import prune as prune_command
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.demo.demo import HELD_OUT, MODEL
+from drot.errors import UserError
+from drot.pipeline import prune as pipeline
+from drot.progress import ProgressEvent
+
+
+def manifest(recipe, **changes):
+    layer = {
+        "layer": 0,
+        "linears": {"q": {"sparsity": 0.5, "output_error": 0.25, "damping": 0.01}},
+        "seconds": 1.5,
+        "rotation": {
+            "loss_before": 0.4,
+            "loss_after": 0.2,
+            "entropy_before": 900.0,
+            "entropy_after": 800.0,
+        },
+    }
+    return {
+        "recipe": recipe.to_dict(),
+        "base_model": "someone/some-model",
+        "rotations_file": None,
+        "calibration": {"sha256": "0", "shape": [2, 8]},
+        "sparsity": 0.5,
+        "relative_logit_error": 1e-6,
+        "stock_architecture": False,
+        "dtype": "float32",
+        "device": "cpu",
+        "seconds": {"total": 2.0},
+        "layers": [layer],
+    } | changes
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What `drot prune` handed to the pipeline, which is not run."""
+    seen = []
+
+    def prune(model, recipe, **options):
+        seen.append((model, recipe, options))
+        print("a library prints to stdout")
+        options["progress"](ProgressEvent(phase="prune", layer=0, layers=1))
+        return pipeline.PruneResult(nn.Identity(), manifest(recipe), options["out"])
+
+    monkeypatch.setattr(pipeline, "prune", prune)
+    return seen
+
+
+def one_line(text):
+    assert text.count("\n") == 1 and text.startswith("drot: "), text
+    return text
+
+
+def test_defaults_are_those_of_the_recipe(calls, tmp_path):
+    assert cli.run(["prune", "some-model", "--out", str(tmp_path / "out")]) == 0
+    ((model, recipe, options),) = calls
+    assert model == "some-model"
+    assert recipe == Recipe()
+    assert options["out"] == tmp_path / "out"
+    assert (options["device"], options["dtype"], options["resume"]) == ("auto", "auto", False)
+    assert options["rotations"] is None and options["save_rotations_to"] is None
+
+
+def test_every_option_arrives(calls):
+    text = (
+        "prune m --out o --sparsity 4:8 --rotation shared --objective entropy "
+        "--optimizer paper --steps 7 --lr 0.5 --hessians dense --layers-per-step 2 "
+        "--product-dtype bfloat16 --reference-compat --damping 0.1 --block-size 64 --calibration some.json "
+        "--nsamples 3 --seqlen 9 --seed 5 --text-column body --save-rotations s.st --device cpu "
+        "--dtype bfloat16 --resume --format packed"
+    )
+    assert cli.run(text.split()) == 0
+    ((_, recipe, options),) = calls
+    assert recipe == Recipe(
+        rotation=RotationConfig(
+            mode="shared",
+            objective="entropy",
+            optimizer="paper",
+            steps=7,
+            lr=0.5,
+            layers_per_step=2,
+            hessians="dense",
+            product_dtype="bfloat16",
+            reference_compat=True,
+        ),
+        pruning=PruningConfig(sparsity=Sparsity.parse("4:8"), damping=0.1, block_size=64),
+        calibration=CalibrationConfig(source="some.json", nsamples=3, seqlen=9, seed=5, text_column="body"),
+    )
+    assert str(options["save_rotations_to"]) == "s.st"
+    assert (options["device"], options["dtype"], options["resume"]) == ("cpu", "bfloat16", True)
+    assert options["format"] == "packed"
+    assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--rotations", "r.st"]) == 0
+    assert calls[1][1].pruning.method == "wanda" and str(calls[1][2]["rotations"]) == "r.st"
+    assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1"]) == 0
+    assert calls[2][1].rotation.early_stop == 0.1
+    for text in ("--hessians dense", "--rotations r.st"):  # it goes with either
+        assert cli.run(["prune", "m", "--out", "o", "--boundary", "residual", *text.split()]) == 0
+        assert calls[-1][1].rotation.boundary == "residual"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--rotation none --steps 5 --lr 0.1", "--steps, --lr have no effect with --rotation none"),
+        ("--rotation none --objective entropy", "--objective has no effect with --rotation none"),
+        ("--rotation none --hessians dense", "--hessians has no effect with --rotation none"),
+        ("--rotation none --save-rotations f", "--save-rotations has no effect with --rotation none"),
+        ("--rotation none --rotations f", "--rotations has no effect with --rotation none"),
+        ("--rotations f --steps 5", "--steps has no effect with --rotations FILE"),
+        ("--rotations f --rotation block:4", "--rotation block:N has no effect with --rotations FILE"),
+        ("--layers-per-step 2", "--layers-per-step has no effect with --rotation other than shared"),
+        (
+            "--rotation shared --layers-per-step 2 --early-stop 0.1",
+            "--early-stop has no effect with --layers-per-step",
+        ),
+        ("--optimizer paper --early-stop 0.1", "--early-stop has no effect with --optimizer paper"),
+        (
+            "--method wanda --reference-compat",
+            "--reference-compat has no effect with --method other than sparsegpt",
+        ),
+        (
+            "--method magnitude --block-size 64 --damping 0.1",
+            "--damping, --block-size have no effect with --method other than sparsegpt",
+        ),
+        ("--calibration a.txt --text-column body", "--text-column has no effect with a .txt file"),
+    ],
+)
+def test_an_option_without_effect_is_refused(calls, capsys, options, message):
+    assert cli.run(["prune", "m", "--out", "o", *options.split()]) == 2
+    error = one_line(capsys.readouterr().err)
+    assert message in error and "leave one or the other out" in error and not calls
+
+
+def test_defaults_may_be_spelled_out(calls):
+    text = "prune m --out o --method magnitude --rotation none --block-size 128 --objective auto"
+    assert cli.run(text.split()) == 0
+
+
+def test_only_sparsegpt_has_blocks(calls):
+    """m = 3 does not divide the default block; Wanda has none and must not ask for another."""
+    assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--sparsity", "1:3"]) == 0
+    assert cli.run(["prune", "m", "--out", "o", "--sparsity", "1:3"]) == 2
+
+
+def test_the_recipe_in_the_manifest_survives_json():
+    """A resumed run compares it with the one of run.json."""
+    for rotation in (RotationConfig(blocks=(24, 8)), RotationConfig(mode="shared"), RotationConfig()):
+        written = Recipe(rotation=rotation).to_dict()
+        assert json.loads(json.dumps(written)) == written
+        assert written["rotation"]["hessians"] == ("dense" if rotation.mode == "shared" else "sequential")
+
+
+@pytest.mark.parametrize("field", dataclasses.fields(Recipe))
+def test_every_field_of_the_recipe_has_an_option(field):
+    """A knob that is added to the configuration must be reachable from the command line."""
+    import inspect
+
+    renamed = {"mode": "rotation", "blocks": "rotation", "source": "calibration"}
+    options = inspect.signature(prune_command).parameters
+    for knob in dataclasses.fields(field.default_factory):
+        assert renamed.get(knob.name, knob.name) in options
+
+
+@pytest.mark.parametrize(
+    ("text", "mode", "blocks"), [("none", "none", 1), ("shared", "shared", 1), ("block:8", "layer", 8)]
+)
+def test_rotation(calls, text, mode, blocks):
+    assert cli.run(["prune", "m", "--out", "o", "--rotation", text]) == 0
+    rotation = calls[0][1].rotation
+    assert (rotation.mode, rotation.blocks) == (mode, blocks)
+
+
+def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):
+    assert cli.run(["prune", "m", "--out", str(tmp_path), "--json"]) == 0
+    captured = capsys.readouterr()
+    data = json.loads(captured.out)
+    assert data == {"out": str(tmp_path), **json.loads(json.dumps(manifest(Recipe())))}
+    assert "a library prints to stdout" in captured.err
+    assert "layer 1/1: pruning" in captured.err
+
+
+def test_table(calls, capsys):
+    assert cli.run(["prune", "m", "--out", "some-folder"]) == 0
+    out = capsys.readouterr().out
+    for text in ("sparsegpt 2:4", "0.4 -> 0.2", "900 -> 800", "50.0%", "0.2500", "Saved to some-folder"):
+        assert text in out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--method", "wandb"], "--method must be one of magnitude, wanda, sparsegpt; got 'wandb'"),
+        (["--rotation", "some"], "--rotation must be one of none, layer, shared; got 'some'"),
+        (["--rotation", "block:x"], "--rotation block:N needs a whole number of blocks; got 'block:x'"),
+        (["--sparsity", "4:2"], "--sparsity must be a ratio"),
+        (["--steps", "many"], "'--steps'"),
+        (["--no-such-option"], "--no-such-option"),
+        (["--nsamples", "0"], "--nsamples must be a whole number of at least 1; got 0"),
+        (["--seed", "-1"], "--seed must be a whole number from 0 to 18446744073709551615; got -1"),
+        (["--seed", str(2**64)], "--seed must be a whole number from 0 to 18446744073709551615; got 1844"),
+        (["--lr", "inf"], "--lr must be a finite number above 0; got inf"),
+    ],
+)
+def test_the_users_mistakes(calls, capsys, options, message):
+    assert cli.run(["prune", "m", "--out", "o", *options]) == 2
+    captured = capsys.readouterr()
+    assert message in one_line(captured.err) and captured.out == "" and not calls
+
+
+@pytest.mark.parametrize("arguments", [["prune"], ["prune", "m"], ["nothing"], ["info", "a", "b"]])
+def test_wrong_arguments(capsys, arguments):
+    assert cli.run(arguments) == 2
+    one_line(capsys.readouterr().err)
+
+
+def test_missing_model(capsys, tmp_path):
+    assert cli.run(["prune", str(tmp_path / "nothing"), "--out", str(tmp_path / "out")]) == 2
+    assert "nothing" in one_line(capsys.readouterr().err)
+    assert cli.run(["info", str(tmp_path)]) == 2
+    assert "drot.json" in one_line(capsys.readouterr().err)
+
+
+def test_a_fault_of_ours(monkeypatch, capsys):
+    def prune(*args, **options):
+        raise RuntimeError("first\nsecond")
+
+    monkeypatch.setattr(pipeline, "prune", prune)
+    assert cli.run(["prune", "m", "--out", "o"]) == 1
+    assert one_line(capsys.readouterr().err) == "drot: RuntimeError: first second (--debug shows where)\n"
+    assert cli.run(["prune", "m", "--out", "o", "--debug"]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_ctrl_c_is_said(monkeypatch, capsys):
+    def interrupt(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("drot.environment.collect", interrupt)
+    assert cli.run(["info"]) == 130
+    assert capsys.readouterr().err == "drot: interrupted\n"
+
+
+def test_prune_eval_info_for_real(capsys, tmp_path):
+    """The embedded model, pruned without a rotation: the folder, its manifest and its perplexity."""
+    out, text = tmp_path / "out", tmp_path / "text.txt"
+    text.write_text(HELD_OUT.read_text(encoding="utf-8")[:8000], encoding="utf-8")
+    options = ["--rotation", "none", "--calibration", str(HELD_OUT), "--nsamples", "4", "--seqlen", "64"]
+    assert cli.run(["prune", str(MODEL), "--out", str(out), "--device", "cpu", *options, "--json"]) == 0
+    pruned = json.loads(capsys.readouterr().out)
+    assert pruned["sparsity"] == pytest.approx(0.5, abs=1e-3)
+
+    assert cli.run(["info", str(out), "--json"]) == 0
+    assert {"out": str(out), **json.loads(capsys.readouterr().out)} == pruned
+
+    assert cli.run(["eval", str(out), "--ppl", str(text), "--seqlen", "64", "--device", "cpu", "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out)
+    model = drot.load(out, device="cpu").double()
+    from transformers import AutoTokenizer
+
+    ids = torch.tensor(AutoTokenizer.from_pretrained(MODEL)(text.read_text()).input_ids)
+    losses = [model(row[None], labels=row[None]).loss for row in ids[: len(ids) // 64 * 64].reshape(-1, 64)]
+    assert figures["perplexity"][str(text)] == pytest.approx(
+        float(torch.stack(losses).mean().exp()), rel=1e-4
+    )
+    assert cli.run(["prune", str(MODEL), "--out", str(out), *options]) == 2
+    assert "is not an empty folder" in capsys.readouterr().err
+
+
+def test_info(capsys):
+    assert cli.run(["info", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["drot"] == drot.__version__ and data["torch"] == torch.__version__
+    assert "cpu" in data["backends"] and len(data["gpus"]) == torch.cuda.device_count()
+    assert cli.run(["info"]) == 0
+    assert torch.__version__ in capsys.readouterr().out
+
+
+def test_parse_rotation_refuses():
+    with pytest.raises(UserError, match="whole number"):
+        parse_rotation("block:")
+
+
+@pytest.mark.parametrize("arguments", [[], ["--debug"]])
+def test_nothing_asked_for_is_help(capsys, arguments):
+    assert cli.run(arguments) == 0
+    captured = capsys.readouterr()
+    assert "Usage: drot" in captured.out and captured.err == ""
+
+
+def test_info_of_what_is_no_folder(capsys, tmp_path):
+    (tmp_path / "drot.json").write_text("{}")
+    for path, what in ((tmp_path / "drot.json", "is a file"), (tmp_path / "no", "does not exist")):
+        assert cli.run(["info", str(path)]) == 2
+        assert f"{path} {what}: name the folder" in one_line(capsys.readouterr().err)
+
+
+def test_json_has_no_infinity(monkeypatch, capsys):
+    """Infinity and NaN are no JSON: a figure that is not finite is null."""
+    figures = {"model": "m", "seqlen": 8, "perplexity": {"a": math.inf, "b": math.nan}, "tasks": {"t": 0.5}}
+    monkeypatch.setattr("drot.evaluation.evaluate.evaluate", lambda model, **options: figures)
+    assert cli.run(["eval", "m", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out, parse_constant=pytest.fail) == figures | {"perplexity": {"a": None, "b": None}}
+    assert cli.run(["eval", "m"]) == 0
+    assert "inf" in capsys.readouterr().out

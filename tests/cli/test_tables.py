@@ -1,0 +1,151 @@
+"""What a person sees: the bar, the lines where there is no terminal, and the table of a manifest."""
+
+import io
+
+import pytest
+from rich.console import Console
+from rich.progress import Progress
+
+from drot.cli import progress_bars, tables
+from drot.config import Recipe, RotationConfig
+from drot.progress import ProgressEvent
+
+
+def training(layer, layers, losses, steps=None):
+    """The events of one training; with `steps` beyond the last loss it settled early."""
+    steps = len(losses) - 1 if steps is None else steps
+    return [
+        ProgressEvent(phase="rotate", layer=layer, layers=layers, step=step, steps=steps, loss=loss)
+        for step, loss in enumerate(losses)
+    ]
+
+
+def event(phase, layer=0, layers=2):
+    return ProgressEvent(phase=phase, layer=layer, layers=layers)
+
+
+def positions(events, shared=False):
+    """Share of the bar after every event."""
+    with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as bars:
+        progress = progress_bars.BarProgress(bars, shared=shared)
+        shares = []
+        for event in events:
+            progress(event)
+            task = bars.tasks[0]
+            shares.append(task.completed / task.total)
+    return shares
+
+
+def test_bar_moves_forward_within_a_pass():
+    events = []
+    for layer in range(2):
+        where = dict(layer=layer, layers=2)
+        events.append(ProgressEvent(phase="calibrate", **where))
+        events += [ProgressEvent(phase="rotate", step=i, steps=4, loss=1.0, **where) for i in range(5)]
+        events.append(ProgressEvent(phase="prune", **where))
+    shares = positions(events)
+    assert shares == sorted(shares)
+    assert shares[5] == pytest.approx(0.45) and shares[6] == shares[5] and shares[7] == 0.5
+
+
+def test_bar_starts_again_for_the_next_pass():
+    """A shared rotation: calibrate all layers, train once, prune all layers."""
+    events = [ProgressEvent(phase="calibrate", layer=i, layers=4) for i in range(4)]
+    events += [ProgressEvent(phase="rotate", layers=4, step=i, steps=10) for i in (1, 10)]
+    events += [ProgressEvent(phase="prune", layer=i, layers=4) for i in range(4)]
+    assert positions(events, shared=True) == [0, 0.25, 0.5, 0.75, 0.1, 1.0, 0, 0.25, 0.5, 0.75]
+
+
+def test_bar_does_not_start_again_for_layers_side_by_side():
+    """The end of layer 0 comes when layer 2 is being calibrated."""
+    events = [event("calibrate", i, 4) for i in range(3)] + training(0, 4, [1.0])
+    assert positions(events) == [0, 0.25, 0.5, 0.5]
+
+
+def lines(events, **options):
+    file = io.StringIO()
+    progress = progress_bars.LineProgress(Console(file=file), **options)
+    for one in events:
+        progress(one)
+    progress.close()
+    return [line.rpartition(" (")[0] for line in file.getvalue().splitlines()]
+
+
+def test_lines_of_one_layer_after_the_other():
+    events = []
+    for layer in range(2):
+        events += [event("calibrate", layer), *training(layer, 2, [4.0 - layer, 3.0, 2.0 - layer])]
+        events.append(event("prune", layer))
+    events += [ProgressEvent(phase="evaluate", step=step, steps=2) for step in (1, 2)]
+    assert lines(events) == [
+        "layer 1/2: rotated, loss 4 -> 2 in 2 steps",
+        "layer 1/2: pruning",
+        "layer 2/2: rotated, loss 3 -> 1 in 2 steps",
+        "layer 2/2: pruning",
+        "evaluated 2 windows",
+    ]
+
+
+def test_lines_of_dense_hessians():
+    """All layers are trained before the first is pruned, and one may settle before its last step."""
+    events = []
+    for layer in range(2):
+        events += [event("calibrate", layer), *training(layer, 2, [4.0, 3.0 - layer], steps=9)]
+    events += [event("prune", 0), event("prune", 1)]
+    assert lines(events, label="entropy") == [
+        "layer 1/2: rotated, entropy 4 -> 3 in 1 steps",
+        "layer 2/2: rotated, entropy 4 -> 2 in 1 steps",
+        "layer 1/2: pruning",
+        "layer 2/2: pruning",
+    ]
+
+
+def test_lines_of_layers_side_by_side():
+    """Only the ends are told, in the order in which they come."""
+    events = [event("calibrate", 0), event("calibrate", 1)]
+    events += [training(layer, 2, [5.0, 3.0 - layer])[-1] for layer in (1, 0)]
+    assert lines(events) == [
+        "layer 2/2: rotated, loss 2 in 1 steps",
+        "layer 1/2: rotated, loss 3 in 1 steps",
+    ]
+
+
+def test_lines_of_a_shared_rotation():
+    """One training for all layers: its line names none of them."""
+    events = [event("calibrate", 0), event("calibrate", 1), *training(0, 2, [4.0, 3.0], steps=5)]
+    assert lines([*events, event("prune", 0)], shared=True) == [
+        "all layers: rotated, loss 4 -> 3 in 1 steps",
+        "layer 1/2: pruning",
+    ]
+    assert lines(events, shared=True) == ["all layers: rotated, loss 4 -> 3 in 1 steps"]
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_table_of_a_shared_rotation(monkeypatch, width):
+    """That its Hessians are dense, and the figures of its one training as means over the layers."""
+    file = io.StringIO()
+    monkeypatch.setattr(tables, "output", lambda: Console(file=file, width=width))
+    linears = {"q_proj": {"sparsity": 0.5, "output_error": 0.25, "damping": 0.01}}
+    layers = [{"layer": i, "linears": linears, "seconds": 0.1, "rotation": {"damping": {}}} for i in range(2)]
+    trained = dict(loss_before=800.0, loss_after=600.0, entropy_before=16021.0, entropy_after=14180.0)
+    manifest = {
+        "recipe": Recipe(rotation=RotationConfig(mode="shared")).to_dict(),
+        "calibration": {"shape": [2, 8]},
+        "sparsity": 0.5,
+        "relative_logit_error": 1e-6,
+        "stock_architecture": True,
+        "dtype": "float32",
+        "device": "cpu",
+        "seconds": {"total": 2.0},
+        "shared_rotation": trained | {"loss_curve": [800.0, 700.0, 600.0], "seconds": 1.0},
+        "layers": layers,
+    }
+    tables.print_manifest(manifest)
+    text = file.getvalue()
+    assert "dense Hessians" in " ".join(text.split())
+    assert "shared training  2 steps, loss 400 -> 300, entropy 16021 -> 14180 a layer" in text
+    assert max(map(len, text.splitlines())) <= width
+    manifest["recipe"]["rotation"]["objective"] = "entropy"
+    file.truncate(0)
+    tables.print_manifest(manifest)
+    assert "2 steps, entropy 16021 -> 14180 a layer" in file.getvalue()

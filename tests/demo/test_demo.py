@@ -1,0 +1,76 @@
+"""The demo, smaller: rotating before pruning pays on the embedded model, and the checkpoint says so too."""
+
+import dataclasses
+import io
+
+import pytest
+import torch
+from rich.console import Console
+
+import drot
+from drot.architectures import architecture_of, layer_linears
+from drot.checkpoint.load import load_tokenizer
+from drot.cli import demo as command
+from drot.demo.demo import CALIBRATION, HELD_OUT, DemoResult, DemoRow, run_demo
+from drot.errors import UserError
+from drot.evaluation.perplexity import load_eval_tokens, perplexity
+
+SMALL = dataclasses.replace(CALIBRATION, nsamples=16, seqlen=256)
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo") / "out"
+    return out, run_demo(out, steps=40, calibration=SMALL, windows=24)
+
+
+def test_rotation_gives_back_most_of_what_pruning_took(demo):
+    _, result = demo
+    dense, pruned, rotated = result.rows
+    assert dense.perplexity < rotated.perplexity < pruned.perplexity
+    assert rotated.gap_closed == pytest.approx(
+        (pruned.perplexity - rotated.perplexity) / (pruned.perplexity - dense.perplexity)
+    )
+    assert rotated.gap_closed > 0.5 and result.rotation_helped
+    assert pruned.sparsity == rotated.sparsity == pytest.approx(0.5, abs=1e-3)
+
+
+def test_the_saved_checkpoint_is_the_model_of_the_table(demo):
+    out, result = demo
+    model = drot.load(out, device="cpu", dtype="float32")
+    tokens = load_eval_tokens(str(HELD_OUT), load_tokenizer(out))[: 24 * 256]
+    assert perplexity(model, tokens, seqlen=256) == pytest.approx(result.rows[2].perplexity, rel=1e-6)
+    for layer in model.model.layers:
+        for linear in layer_linears(layer, architecture_of(model.config)).values():
+            kept = (linear.weight != 0).reshape(linear.out_features, -1, 4).sum(-1)
+            assert int(kept.max()) <= 2
+    assert torch.isfinite(model(tokens[None, :64]).logits).all()
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    with pytest.raises(UserError, match="is not an empty folder"):
+        run_demo(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
+
+
+def test_what_a_cut_off_demo_left_is_named_at_once(tmp_path, monkeypatch):
+    """Not after the minutes that the first two models take."""
+    (tmp_path / "out.partial").mkdir()
+    monkeypatch.setattr("drot.demo.demo.load_tokenizer", lambda *args: pytest.fail("work began"))
+    with pytest.raises(
+        UserError, match=r"out\.partial is left of a demo .*: remove it or name another `out`"
+    ):
+        run_demo(tmp_path / "out")
+
+
+def test_table(monkeypatch):
+    """What the user reads: three rows and a sentence; a rotation that did not help is not praised."""
+    file = io.StringIO()
+    monkeypatch.setattr(command, "output", lambda: Console(file=file, width=100))
+    rows = [DemoRow(name="dense", perplexity=10.0), DemoRow(name="pruned", perplexity=14.0, sparsity=0.5)]
+    rows.append(DemoRow(name="rotated", perplexity=11.0, gap_closed=0.75, sparsity=0.5, seconds=3.0))
+    command.print_demo(DemoResult(rows=rows, sentence="It helped.", rotation_helped=True))
+    text = file.getvalue()
+    for cell in ("10.000", "14.000", "11.000", "75%", "50%", "3.0", "It helped."):
+        assert cell in text

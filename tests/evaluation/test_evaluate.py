@@ -1,0 +1,42 @@
+"""`drot eval`: what is refused, and that it is refused before the model's weights are read."""
+
+import pytest
+
+from drot.cli import app as cli
+from drot.demo.demo import HELD_OUT, MODEL
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--seqlen 0", "--seqlen must be at least 2, a token and the one that it foretells; got 0"),
+        ("--seqlen 1", "--seqlen must be at least 2"),
+        ("--seqlen 2049", "--seqlen must be at most 2048, the positions of this model; got 2049"),
+        ("--ppl short.txt", "tokens, one window needs 64: lower --seqlen"),
+        ("--ppl c4", "--ppl takes wikitext2 or a .txt, .json, .jsonl, .parquet file; got 'c4'"),
+        ("--device gpu", "--device must be auto, cpu or cuda[:N]"),
+        ("--dtype int8", "--dtype must be auto or one of"),
+    ],
+)
+def test_mistakes_are_found_before_the_weights_are_read(monkeypatch, capsys, tmp_path, options, message):
+    monkeypatch.setattr("drot.checkpoint.load.load_model", lambda *args: pytest.fail("the weights were read"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("import sys")
+    seqlen = [] if "--seqlen" in options else ["--seqlen", "64"]
+    assert cli.run(["eval", str(MODEL), "--ppl", str(HELD_OUT), *seqlen, *options.split()]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_an_unknown_task_is_found_before_the_weights_are_read(monkeypatch, capsys):
+    pytest.importorskip("lm_eval")
+    monkeypatch.setattr("drot.checkpoint.load.load_model", lambda *args: pytest.fail("the weights were read"))
+    arguments = ["--ppl", str(HELD_OUT), "--seqlen", "64", "--tasks", "no_such_task"]
+    assert cli.run(["eval", str(MODEL), *arguments]) == 2
+    assert "drot: lm_eval knows no task no_such_task" in capsys.readouterr().err
+
+
+def test_a_missing_model(capsys, tmp_path):
+    assert cli.run(["eval", str(tmp_path / "nothing"), "--ppl", str(HELD_OUT)]) == 2
+    error = capsys.readouterr().err
+    assert "cannot load a causal language model from" in error and error.count("\n") == 1

@@ -1,0 +1,152 @@
+"""Which algorithm sparse24_linear takes on a GPU: measured once and kept in the tuning cache.
+
+The times are made up, the file of the cache is real.
+"""
+
+import ctypes
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from compiled import CSRC, compiled
+
+SKINNY, CUSPARSELT, DENSE = range(3)
+CUSPARSELT_FOUND, CUSPARSELT_DEFAULT = "cusparselt 7 2 1 3", "cusparselt -1 0 0 0"
+
+
+@pytest.fixture(scope="module")
+def library() -> Path:
+    return compiled("sparse24_autotuner", "-shared", "-fPIC", sources=(CSRC / "common" / "tuning_cache.cpp",))
+
+
+class Process:
+    """The autotuner of one process; two processes share the tuning cache only."""
+
+    def __init__(self, library: Path) -> None:
+        self.native = ctypes.CDLL(str(library))
+        self.native.new_autotuner.restype = ctypes.c_void_p
+        self.native.choose.restype = ctypes.c_char_p
+        self.autotuner = ctypes.c_void_p(self.native.new_autotuner())
+
+    def choose(self, key: str, times: dict[int, float], may_measure: bool = True) -> tuple[str, int]:
+        """The choice, and the number of algorithms that were measured for it."""
+        algorithms = (ctypes.c_int * len(times))(*times)
+        seconds = (ctypes.c_double * len(times))(*times.values())
+        measured = ctypes.c_int(0)
+        text = self.native.choose(
+            self.autotuner,
+            key.encode(),
+            algorithms,
+            len(times),
+            may_measure,
+            seconds,
+            ctypes.byref(measured),
+        )
+        return text.decode(), measured.value
+
+
+@pytest.fixture
+def process(library: Path, tmp_path: Path, monkeypatch):
+    """Makes processes that share a tuning cache."""
+    monkeypatch.setenv("DROT_CACHE", str(tmp_path / "cache"))
+    return lambda: Process(library)
+
+
+def cached_lines(tmp_path: Path) -> list[str]:
+    return (tmp_path / "cache" / "measured.txt").read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("times", "fastest"),
+    [
+        ({CUSPARSELT: 2.0, SKINNY: 1.0, DENSE: 3.0}, "skinny"),
+        ({CUSPARSELT: 2.0, SKINNY: 4.0, DENSE: 3.0}, CUSPARSELT_FOUND),
+        ({CUSPARSELT: 2.0, DENSE: 1.0}, "dense"),
+    ],
+)
+def test_fastest_is_measured_once_and_cached(process, tmp_path, times, fastest) -> None:
+    first = process()
+    assert first.choose("a", times) == (fastest, len(times))
+    other = {algorithm: -seconds for algorithm, seconds in times.items()}
+    assert first.choose("a", other) == (fastest, 0)
+    assert process().choose("a", other) == (fastest, 0)
+    assert cached_lines(tmp_path) == [f"a\t{fastest}"]
+    assert process().choose("another", times)[1] == len(times)
+
+
+def test_without_a_measurement_the_first_candidate_is_taken_once(process) -> None:
+    times = {CUSPARSELT: 2.0, DENSE: 1.0}
+    first = process()
+    assert first.choose("a", times, may_measure=False) == (CUSPARSELT_DEFAULT, 0)
+    assert first.choose("a", times) == ("dense", 2)
+    assert process().choose("a", times, may_measure=False) == ("dense", 0)
+
+
+@pytest.mark.parametrize(
+    ("times", "choice"),
+    [
+        ({CUSPARSELT: math.inf, DENSE: 1.0}, "dense"),
+        ({CUSPARSELT: math.inf, DENSE: math.inf}, CUSPARSELT_DEFAULT),
+    ],
+)
+def test_an_algorithm_that_failed_is_tried_by_the_next_process(process, tmp_path, times, choice) -> None:
+    first = process()
+    assert first.choose("a", times)[0] == choice
+    assert first.choose("a", times) == (choice, 0)
+    assert not (tmp_path / "cache").exists()
+    assert process().choose("a", {CUSPARSELT: 1.0, DENSE: 2.0}) == (CUSPARSELT_FOUND, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a\tcusparselt 7 2",
+        "a\tcusparselt 7 2 1 3 4\n",
+        "a\tcuspars",
+        "a\t",
+        "a",
+        "a\tskinny\n",  # not a candidate
+        "a\tlibrary 7 2 1 3\n",  # an older version of drot wrote this line and the next
+        "a\tfew\n",
+        "\0\xff\n",
+        "\n\na dense\n",
+    ],
+)
+def test_a_line_that_is_not_understood_is_measured_anew(process, tmp_path, text: str) -> None:
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "measured.txt").write_text(text)
+    times = {CUSPARSELT: 2.0, DENSE: 1.0}
+    assert process().choose("a", times) == ("dense", 2)
+    assert process().choose("a", times) == ("dense", 0)
+
+
+def test_the_last_line_of_a_key_is_valid(process, tmp_path) -> None:
+    (tmp_path / "cache").mkdir()
+    lines = "a\tdense\nab\tskinny\na\tskinny\nb\tdense\n"
+    (tmp_path / "cache" / "measured.txt").write_text(lines)
+    assert process().choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("skinny", 0)
+
+
+@pytest.mark.parametrize("cache", ["", "/dev/null/no/folder"])
+def test_where_the_cache_cannot_be_written_each_process_measures(process, monkeypatch, cache: str) -> None:
+    monkeypatch.setenv("DROT_CACHE", cache)
+    first = process()
+    assert first.choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("dense", 2)
+    assert first.choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("dense", 0)
+    assert process().choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("dense", 2)
+
+
+def test_processes_that_write_at_the_same_time_lose_no_line(process, library: Path, tmp_path) -> None:
+    script = (
+        "import ctypes, sys\n"
+        "native = ctypes.CDLL(sys.argv[1])\n"
+        "for i in range(200):\n"
+        "    assert native.store(f'{sys.argv[2]} {i}'.encode(), b'dense')"
+    )
+    command = [sys.executable, "-c", script, str(library)]
+    writers = [subprocess.Popen([*command, str(number)], env=dict(os.environ)) for number in range(4)]
+    assert [writer.wait() for writer in writers] == [0] * 4
+    assert sorted(cached_lines(tmp_path)) == sorted(f"{w} {i}\tdense" for w in range(4) for i in range(200))

@@ -1,0 +1,394 @@
+"""`drot.prune` from end to end on small random models: what it promises, not how well it prunes."""
+
+import json
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import FAMILIES, random_tokens, small_model
+from transformers import AutoModelForCausalLM
+
+import drot
+from drot.architectures import ROLES, architecture_of, layer_linears
+from drot.checkpoint.manifest import read_manifest
+from drot.checkpoint.resume import RunState
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.errors import UserError
+from drot.pipeline import run
+from drot.surgery.invariance import InvarianceError
+
+TOKENS = random_tokens(8, 40)
+
+
+def recipe(mode="layer", method="sparsegpt", sparsity="2:4", steps=5, block_size=16, **rotation):
+    return Recipe(
+        rotation=RotationConfig(mode=mode, steps=steps, **rotation),
+        pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity), block_size=block_size),
+        calibration=CalibrationConfig(seqlen=40),
+    )
+
+
+def prune(model, chosen=None, **options):
+    return drot.prune(model, chosen or recipe(), calibration=TOKENS, device="cpu", **options)
+
+
+def linears(model):
+    for layer in model.model.layers:
+        yield from layer_linears(layer, architecture_of(model.config)).values()
+
+
+def groups_of(weight, m):
+    return weight.reshape(weight.shape[0], -1, m)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["none", "layer", "shared"])
+def test_every_family_keeps_the_pattern_and_survives_saving(family, mode, tmp_path):
+    result = prune(small_model(family), recipe(mode), out=tmp_path / "out")
+    for linear in linears(result.model):
+        assert ((groups_of(linear.weight, 4) != 0).sum(-1) <= 2).all()
+    assert result.manifest["sparsity"] == pytest.approx(0.5, abs=0.01)
+    tokens = random_tokens(2, 30, seed=5)
+    loaded = drot.load(tmp_path / "out", device="cpu")
+    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
+    assert read_manifest(tmp_path / "out") == json.loads(json.dumps(result.manifest))
+    assert not list(tmp_path.glob("*.part*"))
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize("sparsity", ["0.5", "2:4", "1:4", "4:8"])
+def test_methods_and_sparsities(method, sparsity):
+    result = prune(small_model("llama"), recipe("layer", method, sparsity))
+    wanted = Sparsity.parse(sparsity)
+    for linear in linears(result.model):
+        zeros = linear.weight == 0
+        assert float(zeros.float().mean()) == pytest.approx(wanted.ratio, abs=0.02)
+        if wanted.structured:
+            assert (groups_of(zeros, wanted.m).sum(-1) == wanted.m - wanted.n).all()
+    for layer in result.manifest["layers"]:
+        assert set(layer["linears"]) == set(ROLES)
+        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
+        assert layer["rotation"]["invariance_error"] < 1e-5
+    assert result.manifest["relative_logit_error"] < 1e-5
+    json.dumps(result.manifest)
+
+
+def test_no_sparsity_leaves_the_function_as_it_was():
+    """Ratio 0: rotating and merging alone must give the original logits."""
+    model = small_model("qwen3-biased")
+    tokens = random_tokens(2, 30, seed=5)
+    before = model(tokens).logits
+    after = prune(model, recipe("layer", "wanda", "0.0", steps=20, objective="entropy")).model(tokens).logits
+    assert float((after - before).norm() / before.norm()) < 1e-5
+
+
+@pytest.mark.parametrize("hessians", ["sequential", "dense"])
+def test_a_run_survives_a_crash(hessians, tmp_path):
+    """Cut off in the second layer, resumed: the same weights as a run in one piece."""
+    whole = prune(small_model("llama"), recipe(hessians=hessians)).model.state_dict()
+    out = tmp_path / "out"
+
+    def crash(event):
+        if event.phase == "prune" and event.layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(small_model("llama"), recipe(hessians=hessians), out=out, progress=crash)
+    assert not out.exists()
+    worked_on = []
+    with pytest.raises(UserError, match="holds an unfinished run: continue it with `resume=True`"):
+        prune(small_model("llama"), recipe(hessians=hessians), out=out)
+    with pytest.raises(UserError, match="cannot resume .*: recipe differ"):
+        prune(small_model("llama"), recipe(hessians=hessians, steps=6), out=out, resume=True)
+    prune(
+        small_model("llama"),
+        recipe(hessians=hessians),
+        out=out,
+        resume=True,
+        progress=lambda event: worked_on.append((event.phase, event.layer)),
+    )
+    assert ("prune", 0) not in worked_on
+    assert {("prune", 1), ("prune", 2)} <= set(worked_on)
+    saved = load_file(out / "model.safetensors")
+    assert all(torch.equal(saved[key], value) for key, value in whole.items())
+    assert not list(tmp_path.glob("*.partial"))
+
+
+def test_layers_trained_side_by_side_are_the_same(tmp_path):
+    """Three workers, cut off when the second layer is trained, resumed: as one device in one go."""
+    chosen = recipe(hessians="dense", steps=8)
+    alone = prune(small_model("llama"), chosen)
+
+    def together(progress, resume=False):
+        options = dict(calibration=TOKENS, device="cpu,cpu,cpu", out=tmp_path / "out", resume=resume)
+        return drot.prune(small_model("llama"), chosen, progress=progress, **options)
+
+    def crash(event):
+        if event.phase == "rotate" and event.layer == 1:
+            raise RuntimeError("cut off")
+
+    with pytest.raises(RuntimeError, match="cut off"):
+        together(crash)
+    assert (tmp_path / "out.partial" / "rotation_00000.safetensors").exists()
+    trained = []
+    result = together(lambda e: e.phase == "rotate" and trained.append(e.layer), resume=True)
+    assert 0 not in trained and 1 in trained
+    for key, value in alone.model.state_dict().items():
+        assert torch.equal(value, result.model.state_dict()[key]), key
+    keys = ("loss_curve", "entropy_after", "damping", "best_step")
+    for one, other in zip(alone.manifest["layers"], result.manifest["layers"], strict=True):
+        assert all(one["rotation"][key] == other["rotation"][key] for key in keys)
+
+
+@pytest.mark.parametrize("rotation", [dict(mode="layer"), dict(mode="shared"), dict(mode="none")])
+def test_several_devices_need_independent_layers(rotation):
+    with pytest.raises(UserError, match='which needs `mode="layer"` and `hessians="dense"`'):
+        drot.prune(small_model("llama"), recipe(**rotation), calibration=TOKENS, device="cpu,cpu")
+
+
+def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
+    """It opens, with the same logits, in a Python that never imports drot."""
+    result = prune(small_model("qwen2"), recipe("shared"), out=tmp_path / "out")
+    tokens = random_tokens(2, 30, seed=5)
+    torch.save(tokens, tmp_path / "tokens.pt")
+    script = (
+        "import sys, torch; from transformers import AutoModelForCausalLM as A;"
+        f"m = A.from_pretrained(r'{tmp_path / 'out'}'); x = torch.load(r'{tmp_path / 'tokens.pt'}');"
+        f"torch.save(m(x).logits.detach(), r'{tmp_path / 'logits.pt'}'); assert 'drot' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
+    assert torch.equal(torch.load(tmp_path / "logits.pt"), result.model(tokens).logits)
+    assert result.manifest["stock_architecture"] is True
+    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+
+
+def test_layer_rotation_opens_with_from_pretrained_and_saves_again(tmp_path):
+    result = prune(small_model("llama"), out=tmp_path / "out")
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    model.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    tokens = random_tokens(1, 20)
+    assert torch.equal(again(tokens).logits, result.model(tokens).logits)
+    names = load_file(tmp_path / "out" / "model.safetensors").keys()
+    assert sum("residual_rotation" in name for name in names) == 2  # three layers, two boundaries
+
+
+def test_bfloat16_weights_stay_bfloat16(tmp_path):
+    result = prune(small_model("llama", dtype=torch.bfloat16), out=tmp_path / "out")
+    loaded = drot.load(tmp_path / "out", device="cpu")
+    assert loaded.dtype == torch.bfloat16
+    tokens = random_tokens(2, 30)
+    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
+
+
+def test_the_same_seed_gives_the_same_weights():
+    first, second = (prune(small_model("mistral")).model.state_dict() for _ in range(2))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+
+
+def test_mistakes_are_one_line(tmp_path):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    cases = [
+        (dict(out=tmp_path / "full"), "exists and is not an empty folder"),
+        (dict(resume=True), "`resume` needs `out`"),
+        (dict(out=Path.cwd().parent / Path.cwd().name), "exists and is not an empty folder|of its own"),
+        (dict(out=tmp_path / "full" / "file" / "out"), "cannot write .*file/out: "),
+        (
+            dict(save_rotations_to=tmp_path / "full" / "file" / "r.safetensors"),
+            "cannot write .*r.safetensors: ",
+        ),
+        (dict(chosen=recipe("none"), save_rotations_to=tmp_path / "r"), "there are no rotations to save"),
+        (dict(save_rotations_to=tmp_path / "full" / "file"), "file exists: name another `save_rotations_to`"),
+        (dict(save_rotations_to=tmp_path / "full"), "full exists: name another `save_rotations_to`"),
+    ]
+    for options, message in cases:
+        with pytest.raises(UserError, match=message):
+            prune(small_model("llama"), **options)
+    for device in ("gpu", "meta", "mps"):
+        with pytest.raises(UserError, match="`device` must be auto, cpu or cuda"):
+            drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device=device)
+    with pytest.raises(UserError, match="torch finds"):
+        drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device="cuda:99")
+    with pytest.raises(UserError, match="cannot load a tokenizer from|cannot load a causal language model"):
+        drot.prune(tmp_path / "nothing", recipe(), calibration=TOKENS)
+    with pytest.raises(UserError, match="needs tokenizer=..., or calibration="):
+        drot.prune(small_model("llama"), recipe())
+    rotated = prune(small_model("llama")).model
+    with pytest.raises(UserError, match="already rotated by drot"):
+        prune(rotated)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [
+        (recipe(sparsity="5:20", block_size=20), "multiples of 20; this model's hidden size is 32"),
+        (recipe(sparsity="2:32", block_size=32), "multiples of 32; this model's intermediate size is 48"),
+        (recipe(blocks=3), "`blocks` must divide the hidden size 32; got 3"),
+        (recipe(blocks=(30, 4)), r"must add up to the hidden size 32, got \[30, 4\] = 34"),
+    ],
+)
+def test_a_recipe_that_does_not_fit_is_refused_before_the_weights_are_read(chosen, message, tmp_path):
+    """From a folder that holds a config and nothing else, and from a loaded model."""
+    model = small_model("llama", head_dim=16)
+    model.config.save_pretrained(tmp_path / "config-only")
+    for what in (tmp_path / "config-only", model):
+        with pytest.raises(UserError, match=message):
+            prune(what, chosen)
+
+
+def test_an_incomplete_checkpoint_is_refused(tmp_path):
+    """transformers would draw what is missing at random, and say so in a table."""
+    whole = tmp_path / "whole"
+    small_model("llama").save_pretrained(whole)
+    file = whole / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # not of the file itself
+    lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(UserError, match="lacks 1 tensors .* first is model.layers.1.mlp.up_proj.weight"):
+        drot.load(whole)
+    save_file(
+        tensors | {"model.layers.1.mlp.up_proj.weight": lost[:, :8].clone()}, file, metadata={"format": "pt"}
+    )
+    with pytest.raises(UserError, match="cannot load a causal language model") as caught:
+        drot.load(whole)
+    assert "\n" not in str(caught.value)
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot load a causal language model"):
+        drot.load(whole)
+
+
+def test_an_unfinished_run_goes_on_with_the_same_rotations_only(tmp_path):
+    file, out = tmp_path / "rotations.safetensors", tmp_path / "out"
+    chosen = recipe("shared")
+    prune(small_model("llama"), chosen, save_rotations_to=file)
+
+    def crash(event):
+        if event.phase == "prune" and event.layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(small_model("llama"), chosen, rotations=file, out=out, progress=crash)
+    with pytest.raises(UserError, match="cannot resume .*: rotations differ"):
+        prune(small_model("llama"), chosen, out=out, resume=True)
+    resumed = prune(small_model("llama"), chosen, rotations=file, out=out, resume=True)
+    whole = prune(small_model("llama"), chosen, rotations=file)
+    for a, b in zip(linears(whole.model), linears(resumed.model), strict=True):
+        assert torch.equal(a.weight, b.weight)
+
+
+def test_a_run_that_stops_before_its_first_layer_leaves_nothing(tmp_path, caplog):
+    out = tmp_path / "out"
+
+    def crash(event):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(small_model("llama"), out=out, progress=crash)
+    assert not list(tmp_path.iterdir())
+    prune(small_model("llama"), recipe(blocks=(8, 24)), out=out, resume=True)
+    assert "nothing to resume" in caplog.text
+    (tmp_path / "torn.partial").mkdir()
+    (tmp_path / "torn.partial" / "run.json").write_text('{"model": ')
+    with pytest.raises(UserError, match="its run.json is broken"):
+        prune(small_model("llama"), out=tmp_path / "torn", resume=True)
+
+
+def test_saving_touches_nothing_of_the_users(tmp_path):
+    """A folder that is called as a temporary one of ours might be stays, and others may enter the result."""
+    (tmp_path / "out.part").mkdir()
+    (tmp_path / "out.part" / "mine").touch()
+    (tmp_path / "plain").mkdir()
+    prune(small_model("llama"), recipe("none"), out=tmp_path / "out")
+    assert (tmp_path / "out.part" / "mine").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.part", "plain"]
+    assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+
+def test_threads_save_the_parts_of_a_run_together(tmp_path):
+    tensors = {"x": torch.ones(2)}
+    for attempt in range(20):
+        state = RunState(tmp_path / f"out{attempt}", {"model": "m"})
+        barrier = threading.Barrier(4)
+
+        def save(number, state=state, barrier=barrier):
+            barrier.wait()
+            state.save(f"part{number}", tensors, {"number": number})
+
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(save, range(4)))
+        assert [state.load(f"part{number}")[1]["number"] for number in range(4)] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "content", [b"{", b"\xe9", b"[]", b'{"format_version": 1}', b'{"format_version": 99}']
+)
+def test_a_broken_manifest_is_one_line(content, tmp_path):
+    (tmp_path / "drot.json").write_bytes(content)
+    with pytest.raises(
+        UserError, match="drot.json (is not valid JSON|must be of format_version 1|lacks)"
+    ) as e:
+        read_manifest(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_tokens_must_fit_the_model():
+    for tokens, message in (
+        (torch.full((2, 10), 96), r"must be in \[0, 96\), the model's vocabulary, got 96 to 96"),
+        (random_tokens(2, 200), "seqlen 200 is more than the 128 positions"),
+        (torch.rand(2, 10), r"must be integers of shape \[nsamples, seqlen\], got float32"),
+    ):
+        with pytest.raises(UserError, match=message):
+            drot.prune(small_model("llama"), recipe(), calibration=tokens)
+
+
+@pytest.mark.parametrize("mode", ["layer", "shared"])
+def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
+    """Trained once at 2:4, used at 4:8 without training; the file is fp32, so merging is as exact as that."""
+    file = tmp_path / "rotations.safetensors"
+    first = prune(small_model("llama"), recipe(mode, hessians="dense"), save_rotations_to=file)
+    events = []
+    again = prune(
+        small_model("llama"),
+        recipe(mode, sparsity="4:8", hessians="dense"),
+        rotations=file,
+        progress=lambda event: events.append(event.phase),
+    )
+    assert "rotate" not in events
+    assert again.manifest["rotations_file"]["file"] == "rotations.safetensors"
+    assert again.manifest["rotations_file"]["trained_with"]["recipe"]["pruning"]["sparsity"] == "2:4"
+    same = prune(small_model("llama"), recipe(mode, hessians="dense"), rotations=file)
+    for a, b in zip(linears(first.model), linears(same.model), strict=True):
+        assert float(((a.weight == 0) == (b.weight == 0)).float().mean()) > 0.99
+    with pytest.raises(
+        UserError, match="layers.0.r1 must be .32, 32. for this model, got None|holds 3 layers"
+    ):
+        prune(small_model("llama", num_hidden_layers=2), recipe(mode), rotations=file)
+    with pytest.raises(UserError, match='need `mode="layer"` or `mode="shared"`; got'):
+        prune(small_model("llama"), recipe("none"), rotations=file)
+    if mode == "layer":
+        with pytest.raises(UserError, match="holds a rotation for each layer"):
+            prune(small_model("llama"), recipe("shared"), rotations=file)
+
+
+def test_the_name_of_the_layer_is_in_an_error_of_the_solver():
+    model = small_model("llama")
+    model.model.layers[1].mlp.gate_proj.weight[0, 0] = torch.nan
+    with pytest.raises(UserError, match="layer 1, gate_proj: "):
+        prune(model, recipe("none"))
+
+
+def test_nothing_is_written_when_the_rotation_is_wrong(monkeypatch, tmp_path):
+    def wrong(*args):
+        raise InvarianceError("layer 2: ...")
+
+    monkeypatch.setattr(run, "check_layer", wrong)
+    with pytest.raises(InvarianceError):
+        prune(small_model("llama"), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()

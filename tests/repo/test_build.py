@@ -1,0 +1,171 @@
+"""The native extension: which backends are built, and the messages if it is missing or does not fit."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import drot
+from drot.environment import collect
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = Path(drot.__file__).resolve().parent
+
+in_checkout = pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="needs the sources")
+
+
+def test_info_is_json_and_true() -> None:
+    info = json.loads(json.dumps(collect()))
+    assert info["drot"] == drot.__version__
+    assert info["torch"] == info["built_with_torch"] == torch.__version__
+    assert "cpu" in info["backends"]
+    assert ("cuda" in info["backends"]) == (info["no_cuda_reason"] is None)
+    assert ("cuda" in info["backends"]) == bool(info["cuda"]["architectures"])
+    assert len(info["gpus"]) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    if torch.version.cuda is None:
+        assert info["backends"] == ["cpu"]
+
+
+def test_info_names_the_tuning_cache(monkeypatch) -> None:
+    for name in ("DROT_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    assert collect()["tuning_cache"] is None
+    monkeypatch.setenv("HOME", "/h")
+    assert collect()["tuning_cache"] == "/h/.cache/drot/measured.txt"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/x")
+    assert collect()["tuning_cache"] == "/x/drot/measured.txt"
+    monkeypatch.setenv("DROT_CACHE", "/d")
+    assert collect()["tuning_cache"] == "/d/measured.txt"
+    monkeypatch.setenv("DROT_CACHE", "")
+    assert collect()["tuning_cache"] is None
+
+
+def test_every_op_has_a_kernel_for_every_backend_built() -> None:
+    ops = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith("drot::")]
+    assert len(ops) >= 9
+    for op in ops:
+        for backend in collect()["backends"]:
+            key = {"cpu": "CPU", "cuda": "CUDA"}[backend]
+            assert torch._C._dispatch_has_computed_kernel_for_dispatch_key(op, key), (op, backend)
+
+
+KEPT_FINDERS = "[f for f in sys.meta_path if 'editable' not in f'{f} {type(f)}'.lower()]"
+
+
+def import_copy(tmp_path: Path, native: str | None) -> str:
+    """The last line that `import drot` writes to stderr in a copy of the package.
+
+    native: the source text of a Python module that replaces the extension _C; None for no extension.
+    """
+    copy = tmp_path / "drot"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_C*", "__pycache__", "assets"))
+    if native is not None:
+        (copy / "_C.py").write_text(native)
+    done = subprocess.run(
+        # an editable install finds drot._C of the checkout for any package named drot: not here
+        [sys.executable, "-c", f"import sys; sys.meta_path[:] = {KEPT_FINDERS}; import drot"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    return done.stderr.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("native", "reason"),
+    [
+        (None, "is not built"),
+        ("raise ImportError('undefined symbol: x')", r"does not load with torch .*undefined symbol: x"),
+        ("def build_info(): return {'version': '0.0.1'}", r"has version 0.0.1, but drot has version \d"),
+        (
+            f"def build_info(): return {{'version': '{drot.__version__}', 'torch': '2.0.0'}}",
+            r"was built for torch 2.0.0, but torch \S+ is installed",
+        ),
+    ],
+)
+def test_unusable_extension_names_the_build_command(tmp_path: Path, native: str | None, reason: str) -> None:
+    line = import_copy(tmp_path, native)
+    assert re.search(f"^ImportError: drot's native extension {reason}", line), line
+    assert "pip install --no-build-isolation ." in line
+
+
+@in_checkout
+@pytest.mark.parametrize(
+    ("variables", "line"),
+    [
+        pytest.param(
+            {"DROT_WITH_CUDA": "1"},
+            r"DROT_WITH_CUDA=1 needs nvcc and a CUDA build of torch: torch .* is a CPU build",
+            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA"),
+        ),
+        ({"DROT_WITH_CUDA": "yes"}, "DROT_WITH_CUDA must be 0 or 1, got yes"),
+    ],
+)
+def test_build_refuses_in_one_line(tmp_path: Path, variables: dict[str, str], line: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "setup.py", "build_ext", "-b", str(tmp_path / "lib"), "-t", str(tmp_path / "temp")],
+        cwd=ROOT,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode != 0
+    assert re.fullmatch(line, done.stderr.strip().splitlines()[-1])
+
+
+@in_checkout
+def test_every_native_source_is_listed() -> None:
+    listed = set(re.findall(r"csrc/\S+\.(?:cpp|cu)", (ROOT / "CMakeLists.txt").read_text()))
+    present = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.c*") if p.suffix in (".cpp", ".cu")}
+    assert present == listed
+
+
+@in_checkout
+def test_version_is_written_once() -> None:
+    files = [*ROOT.glob("*.py"), *ROOT.glob("*.toml"), *ROOT.glob("*.txt"), *PACKAGE.rglob("*.py")]
+    files += [*(ROOT / "csrc").rglob("*.*"), *(ROOT / "cmake").iterdir()]
+    holders = [p.name for p in files if p.is_file() and f'"{drot.__version__}"' in p.read_text()]
+    assert holders == ["version.py"]
+
+
+@in_checkout
+def test_cuda_kernels_do_not_spill() -> None:
+    """Reads the compiler's report. A kernel that is missing there means that the report is old:
+    benchmarks/resource_report.py writes it again, without a GPU."""
+    with (ROOT / "csrc/ops/cuda/resources.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    reported = {(row["source"], re.split("[<(]", row["kernel"])[0], row["arch"]) for row in rows}
+    reported |= {("any.cuh", kernel, arch) for _, kernel, arch in reported}
+    for source in sorted((ROOT / "csrc/ops/cuda").glob("*.cu*")):
+        text = re.sub(r"__launch_bounds__\([^()]*\)", "", source.read_text())
+        for kernel in re.findall(r"__global__\s+void\s+(\w+)\s*\(", text):
+            # a kernel of a header is reported for the sources that include it
+            name = "any.cuh" if source.suffix == ".cuh" else source.name
+            for arch in ("sm_80", "sm_90a"):
+                assert (name, kernel, arch) in reported
+    # an array of registers that lies in memory is reported as a stack frame and not as a spill
+    in_memory = [r for r in rows if any(int(r[name]) for name in ("spill_stores", "spill_loads", "stack"))]
+    assert not in_memory
+
+
+@in_checkout
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_on_gpu_without_one_says_so(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [str(ROOT / "benchmarks/on_gpu.sh"), str(tmp_path / "rows")],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert f"no GPU found (torch {torch.__version__} sees no CUDA device); nothing was run" in done.stderr
+    assert not any((tmp_path / "rows").iterdir())

@@ -1,0 +1,157 @@
+"""The order of the rooms of drot/: who imports whom, what `import drot` loads, whose words a message uses."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import drot
+
+PACKAGE = Path(drot.__file__).resolve().parent
+
+#: Imports run downward only: a room imports from rooms above it in this list. A room is a folder of drot/,
+#: or a module beside the folders.
+ROOMS = [
+    "version",
+    "errors",
+    "progress",
+    "config",
+    "devices",
+    "_C",
+    "_extension",
+    "environment",
+    "architectures",
+    "ops",
+    "calibration",
+    "surgery",
+    "pruning",
+    "rotation",
+    "sparse",
+    "checkpoint",
+    "pipeline",
+    "evaluation",
+    "bench",
+    "demo",
+    "cli",
+    "__main__",
+    "_transformers_hook",
+    "__init__",
+]
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports_of(path: Path) -> set[str]:
+    """Every absolute module that a file imports, wherever the statement stands."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_imports_run_one_way(path: Path) -> None:
+    room = room_of(path)
+    assert room in ROOMS, f"drot/{room} has no place in ROOMS"
+    for module in imports_of(path):
+        if module.startswith("drot."):
+            target = module.split(".")[1]
+            assert target in ROOMS, f"{path} imports {module}, which has no place in ROOMS"
+            assert ROOMS.index(target) <= ROOMS.index(room), f"{path} imports {module}"
+
+
+def names_defined_in(path: Path) -> Iterator[str]:
+    """Functions, classes and attributes (of a class, or set on self) that a module defines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            for line in node.body:
+                targets = line.targets if isinstance(line, ast.Assign) else []
+                targets = [line.target] if isinstance(line, ast.AnnAssign) else targets
+                yield from (target.id for target in targets if isinstance(target, ast.Name))
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def test_no_room_asks_for_a_later_rooms_attribute_by_name() -> None:
+    """getattr and hasattr would let a room know of a later one without importing it."""
+    first: dict[str, int] = {}
+    for path in modules():
+        if room_of(path) in ROOMS:
+            for name in names_defined_in(path):
+                first[name] = min(first.get(name, len(ROOMS)), ROOMS.index(room_of(path)))
+    for path in modules():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+                continue
+            if node.func.id in ("getattr", "hasattr") and isinstance(node.args[1], ast.Constant):
+                name = node.args[1].value
+                assert first.get(name, 0) <= ROOMS.index(room_of(path)), f"{path} asks for {name!r} by name"
+
+
+@pytest.mark.parametrize("package", ["ops", "pruning"])
+def test_tensor_code_knows_nothing_of_transformers(package: str) -> None:
+    for path in (PACKAGE / package).rglob("*.py"):
+        assert not any(module.split(".")[0] == "transformers" for module in imports_of(path)), path
+
+
+def python(code: str) -> str:
+    """What a new process prints."""
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_drot_is_quick() -> None:
+    """It loads torch and little else: neither transformers, whose models take seconds, nor datasets."""
+    code = """
+import sys, time, torch
+start = time.perf_counter()
+import drot
+print(time.perf_counter() - start, *sorted({name.partition(".")[0] for name in sys.modules}))
+"""
+    seconds, *loaded = python(code).split()
+    assert not {"transformers", "datasets", "rich", "typer", "safetensors"} & set(loaded)
+    assert float(seconds) < 1
+
+
+@pytest.mark.parametrize("first", ["drot", "transformers", "transformers.modeling_utils"])
+def test_drot_is_registered_whatever_is_imported_first(first: str) -> None:
+    code = f"""
+import {first}
+import drot
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING
+print("drot" in AUTO_QUANTIZER_MAPPING and "drot" in AUTO_QUANTIZATION_CONFIG_MAPPING)
+"""
+    assert python(code) == "True\n"
+
+
+def test_library_messages_name_fields_and_not_options() -> None:
+    """`hessians="dense"`, which the command line shows as --hessians dense (drot/cli/app.py)."""
+    for path in modules():
+        if room_of(path) == "cli":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else ""
+            if not called.endswith("Error"):
+                continue
+            for part in ast.walk(node):
+                if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                    option = re.search(r"(?<![\w-])--[a-z]", part.value)
+                    assert option is None, f"{path}:{part.lineno} says {part.value!r}"
