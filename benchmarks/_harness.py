@@ -1,7 +1,7 @@
-"""What every benchmark shares: interleaved timing, one table, one CSV row per function.
+"""Shared parts of the benchmarks: their options, the interleaved timing, the printed lines and the CSV rows.
 
-A benchmark names its functions, the first of which is its peer; all are timed in turn inside one
-loop, so that a change of the machine's speed meets them alike.
+A benchmark compares its functions with one of them, the peer. All functions run in turn in one loop, so that
+a change of the machine's speed affects all alike.
 """
 
 import argparse
@@ -23,7 +23,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """The options that every benchmark has."""
+    """A parser with the options that every benchmark has."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
@@ -40,9 +40,11 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def keep_pages() -> None:
-    """Makes the C library keep the memory of the CPU's tensors, which it else returns to the kernel
-    when a large one is freed, so that functions are timed and not the page faults of their results.
-    Call it before the first tensor. It does nothing outside of glibc."""
+    """Makes the C library keep freed memory, so that a timed function does not include page faults.
+
+    Otherwise the C library returns a large tensor's memory to the kernel, and the next result faults in every
+    page again. Call it before the first tensor is made. It has an effect with glibc only.
+    """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
@@ -63,10 +65,20 @@ def report(
     device: str,
     save: Path | None = None,
 ) -> None:
-    """Prints a line a function, with its ratio to `peer` (> 1 is faster), and appends CSV rows.
+    """Prints a line for each function, with its speed relative to `peer`, and appends CSV rows.
 
-    target: the function that must be `at_least` times as fast as the peer; the line says whether.
-    bytes_moved, flops: of one call, for GB/s and GFLOP/s. save: the folder of the CSV files.
+    Args:
+        benchmark: name of the benchmark and of its CSV file.
+        case: the sizes and dtypes that were timed.
+        timings: function name → its Timing.
+        peer: the function with which the others are compared. A ratio above 1 is faster than the peer.
+        target: the function that should be `at_least` times as fast as the peer. Its line shows `met` or
+            `MISSED`.
+        at_least: the aim for `target`.
+        bytes_moved: bytes that one call reads and writes, for GB/s.
+        flops: floating-point operations of one call, for GFLOP/s.
+        device: device of the functions.
+        save: folder of the CSV file; None writes none.
     """
     print(f"\n{benchmark}  {case}  [{machine(device)}]")
     rows = []
@@ -104,7 +116,7 @@ def report(
 
 
 def append_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    """Appends to a CSV file, with its header where it is new."""
+    """Appends rows to a CSV file. A new file gets a header."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = not path.exists()
     with path.open("a", newline="") as file:
@@ -115,7 +127,7 @@ def append_rows(path: Path, rows: list[dict[str, object]]) -> None:
 
 
 def machine(device: str) -> str:
-    """Name of the GPU, or of the CPU."""
+    """The name of the GPU, or the name and the vector instructions of the CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     capability = torch.backends.cpu.get_cpu_capability()
@@ -128,7 +140,7 @@ def machine(device: str) -> str:
 
 
 def commit() -> str:
-    """Short hash of the checkout, with a + where it has changes; `unknown` outside of one."""
+    """The short hash of the checkout, with a + if it has changes; `unknown` outside of a git checkout."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
+    described = subprocess.run(command, capture_output=True, text=True)
+    return described.stdout.strip() or "unknown"

@@ -1,7 +1,7 @@
-"""generate() of the embedded model, 128 tokens: 2:4, and 2:4 with rotations, against dense.
+"""generate() of 128 tokens with the embedded model: 2:4, and 2:4 with rotations, against dense.
 
-A model so small that starting its products takes as long as making them. Its zeros are those of the
-smallest weights, its rotations random: neither changes what a token costs.
+The model is so small that starting a product takes about as long as computing it. The smallest weights are
+set to zero and the rotations are random, which does not change the time of a token.
 """
 
 from collections.abc import Callable
@@ -22,14 +22,14 @@ PROMPT, NEW_TOKENS = 1, 128
 
 @torch.no_grad()
 def calls(dtype: str, device: str) -> dict[str, Callable[[], object]]:
-    """generate() of every variant of the model, by its name."""
+    """Variant → generate() with that variant of the model."""
     model = load(MODEL, device=device, dtype=dtype)
     arch, d = architecture_of(model.config), model.config.hidden_size
     for index, layer in enumerate(decoder_layers(model, arch)):
         for linear in layer_linears(layer, arch).values():
             linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
         if index:
-            rotation = add_residual_rotation(layer, d, dtype=model.dtype, device=model.device)
+            rotation = add_residual_rotation(layer, arch, "input", d, dtype=model.dtype, device=model.device)
             rotation.weight.normal_(0, d**-0.5)
     prompt = torch.randint(model.config.vocab_size, (1, PROMPT), device=model.device)
     options = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)

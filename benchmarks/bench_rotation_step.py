@@ -1,10 +1,12 @@
-"""One training step of a decoder layer's rotations: drot's analytic step against autograd.
+"""One training step of a decoder layer's rotations: drot's analytic gradient against autograd.
 
-Peer: the reference formulation, written here from the paper's equations: QR of A inside the graph,
-the full product RᵀMR for every linear, block-diagonal R2 as a dense matrix, p log p by rows and
-columns in separate passes, Adam on A. Both run the paper's optimiser; `fast` is drot's own.
-Floating-point operations of one evaluation are counted by torch's FlopCounterMode (matrix products
-alone: QR is in neither count), the gradient's error is against fp64.
+The peer `reference` is the paper's formulation, written here from its equations: QR of A inside the autograd
+graph, the full product Rᵀ M R for every linear with Hessian M, R2 as a dense block-diagonal matrix, p log p
+by rows and by columns in separate passes, and Adam on A. `paper` computes the same step with drot's gradient;
+`fast` has drot's own optimizer.
+
+FlopCounterMode of torch counts the floating-point operations of one evaluation. It counts matrix products
+but not QR. The error of the gradient is measured against fp64.
 """
 
 import torch
@@ -21,7 +23,7 @@ RIGHT = {"q_proj": "attention", "k_proj": "attention", "gate_proj": "mlp", "up_p
 
 
 class Problem:
-    """A layer of LLaMA-3's proportions with random weights and metrics (Wanda: factor = diag)."""
+    """A decoder layer with the proportions of LLaMA-3, random weights and Hessians, and Wanda's scores."""
 
     def __init__(self, d: int, device: str, heads: int | None = None, ff: int | None = None) -> None:
         head_dim = 64 if d < 4096 else 128
@@ -97,7 +99,7 @@ class Problem:
 
 
 def reference_step(problem: Problem, lr: float = 0.01):
-    """QR in fp32, everything else in the dtype of the problem, as the paper's code has it."""
+    """A step of `reference`. As in the paper's code, QR is in fp32 and all else in the dtype of `problem`."""
     dtype = problem.weights["q_proj"].dtype
     a = [matrix.clone().requires_grad_() for matrix in problem.objective("entropy", torch.float32).identity()]
     a[0] = a[0].detach()[0].requires_grad_()
@@ -113,6 +115,7 @@ def reference_step(problem: Problem, lr: float = 0.01):
 
 
 def analytic_step(objective: LayerObjective, optimizer_class, lr: float = 0.01):
+    """A training step with drot's gradient."""
     optimizer = optimizer_class(list(objective.identity()), lr=lr, steps=1000)
 
     def step() -> None:
@@ -123,11 +126,11 @@ def analytic_step(objective: LayerObjective, optimizer_class, lr: float = 0.01):
 
 
 def products_alone(objective: LayerObjective):
-    """The large matrix products that any exact step makes: Y and the gradient of every weight, M R of
-    every distinct M. What is above their time is everything else."""
-    r1 = objective.identity()[0][0].to(objective.dtype)
+    """The large matrix products of any exact step: the rotated weight Y and the gradient of every linear, and
+    M R for every distinct M. Their time is a lower bound for the step."""
+    r1 = objective.identity()[0][0].to(objective.product_dtype)
     right = [weight for role, weight in objective.weights.items() if role != "o_proj"]
-    left = [objective.weights["o_proj"], *(down.weight for down in objective.downs)]
+    left = [objective.weights["o_proj"], *(down.weight for down in objective.down_projections)]
 
     def step() -> None:
         for weight in right:
@@ -141,13 +144,14 @@ def products_alone(objective: LayerObjective):
 
 
 def flops(function) -> int:
+    """Floating-point operations of the matrix products in one call of `function`."""
     with FlopCounterMode(display=False) as counter:
         function()
     return counter.get_total_flops()
 
 
 def gradient_error(problem: Problem) -> float:
-    """‖g − g64‖ / ‖g64‖ of R1's gradient at a random rotation, fp32 against fp64 autograd."""
+    """‖g − g64‖ / ‖g64‖ for R1 at a random rotation: g from drot in fp32, g64 from autograd in fp64."""
     double = problem.cast(torch.float64)
     r1 = torch.linalg.qr(torch.randn_like(double.hessians["mlp"]))[0].requires_grad_()
     h = problem.shape.head_dim
@@ -177,17 +181,19 @@ def main() -> None:
             "fast, pruned importance": analytic_step(working.objective("pruned", dtype), FastOptimizer),
         }
         eye = problem.objective("entropy", torch.float32).identity()
-        ours = flops(lambda: problem.objective("entropy", torch.float32).value_and_grad(*eye))  # noqa: B023
+        objective = problem.objective("entropy", torch.float32)
+        analytic = flops(lambda: objective.value_and_grad(*eye))  # noqa: B023
         start = [eye[0][0].clone().requires_grad_(), eye[1].clone().requires_grad_()]
-        theirs = flops(lambda: problem.reference_loss(*start).backward())  # noqa: B023
+        reference = flops(lambda: problem.reference_loss(*start).backward())  # noqa: B023
         timings = interleaved(functions, device=options.device, repeats=options.repeats, warmup=2)
         report(
             "rotation_step", f"d={d} ff={problem.ff} entropy {dtype}", timings, peer="reference",
             target="paper", at_least=6 if cuda else 4, device=options.device, save=options.csv,
         )  # fmt: skip
         floor = timings["reference"].median / timings["products alone"].median
-        print(f"  the products alone are {floor:.2f} x reference: no exact step is faster on this machine")
-        print(f"  matrix FLOPs {ours / 1e9:.2f} G against {theirs / 1e9:.2f} G: {ours / theirs:.3f}")
+        print(f"  the products alone are {floor:.2f} x reference, the limit of an exact step on this machine")
+        ratio = analytic / reference
+        print(f"  matrix FLOPs {analytic / 1e9:.2f} G against {reference / 1e9:.2f} G: {ratio:.3f}")
         if d <= 1024:
             print(f"  gradient error in fp32 against fp64 autograd: {gradient_error(problem):.1e}")
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# One call on a machine with a GPU: builds in place, runs the CUDA tests, every benchmark and
-# compute-sanitizer, within 9 minutes, and installs nothing.
+# Builds drot in place on a machine with a GPU, and runs the CUDA tests, every benchmark and
+# compute-sanitizer. It takes at most 9 minutes and installs nothing.
 #
-#   benchmarks/on_gpu.sh [FOLDER]     logs and CSV rows go to FOLDER (default $OUT, else gpu-results)
+#   benchmarks/on_gpu.sh [FOLDER]     logs and CSV rows go to FOLDER (default: $OUT if it is set, otherwise gpu-results)
 #
 # PYTHON (default python3) must have a CUDA torch, transformers, cmake and ninja; nvcc must be on PATH.
-# A stage that fails does not stop the next. Exit status: 0 all passed, 1 a stage failed, 2 no GPU.
+# If a stage fails, the next stages still run. Exit status: 0 all passed, 1 a stage failed, 2 no GPU.
 set -uo pipefail
 
 folder=${1:-${OUT:-gpu-results}}
@@ -15,7 +15,7 @@ cd "$(dirname "$0")/.." || exit 1
 python=${PYTHON:-python3}
 deadline=$((SECONDS + 530))
 export PYTHONPATH=$PWD PYTHONUNBUFFERED=1
-export DROT_CACHE=$folder  # which way of a product was the fastest is a result too
+export DROT_CACHE=$folder  # keeps the tuning cache, the fastest algorithm of each product, as a result
 
 arch=$("$python" - <<'EOF'
 import torch
@@ -25,14 +25,14 @@ if torch.cuda.is_available():
 EOF
 ) || { echo "on_gpu.sh: $python cannot import torch; name one that can: PYTHON=... $0" >&2; exit 2; }
 if [[ -z $arch ]]; then
-  echo "on_gpu.sh: no GPU found ($("$python" -c 'import torch; print("torch", torch.__version__)') sees no CUDA device); nothing was run" >&2
+  echo "on_gpu.sh: no GPU found ($("$python" -c 'import torch; print("torch", torch.__version__)') finds no CUDA device); nothing was run" >&2
   exit 2
 fi
 
 failed=0
 summary() { printf '%-8s %5s s  %s\n' "$@" | tee -a "$folder/summary.txt"; }
 
-# stage NAME SECONDS COMMAND...: its output goes to NAME.log
+# stage NAME SECONDS COMMAND...: runs a command for at most SECONDS, with its output in NAME.log
 stage() {
   local name=$1 limit=$2 start=$SECONDS left=$((deadline - SECONDS)) status
   shift 2
@@ -63,7 +63,7 @@ from drot.environment import collect
 info = collect()
 print(json.dumps(info, indent=2))
 assert "cuda" in info["backends"], "drot was built without CUDA: " + str(info["no_cuda_reason"])'; then
-  echo "on_gpu.sh: drot does not load with CUDA; nothing more to run" >&2
+  echo "on_gpu.sh: drot does not load with CUDA, so no further stage runs" >&2
   exit 1
 fi
 stage check_ops 60 "$python" benchmarks/check_ops.py --device cuda

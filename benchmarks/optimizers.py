@@ -1,5 +1,6 @@
-"""How far each optimiser gets on real layers: the loss of `paper` after its 2000 steps, and the number
-of steps after which `fast` is below it.
+"""The loss of the optimizers on real layers: `paper` after 2000 steps, and `fast` at different settings.
+
+Each line also shows the step at which the loss of `fast` falls below the final loss of `paper`.
 
     python benchmarks/optimizers.py --csv                              layers 0 and 4 of the embedded model
     python benchmarks/optimizers.py MODEL --calibration TEXT --layers 0 3
@@ -29,8 +30,10 @@ def main() -> None:
     parser.add_argument("model", nargs="?", default=str(MODEL))
     parser.add_argument("--calibration", default=CALIBRATION.source)
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 4])
-    parser.add_argument("--lr", type=float, nargs="+", default=[0.01, 0.03, 0.06], help="of fast")
-    parser.add_argument("--steps", type=int, nargs="+", default=[100, 200], help="of fast")
+    parser.add_argument(
+        "--lr", type=float, nargs="+", default=[0.01, 0.03, 0.06], help="learning rates of fast"
+    )
+    parser.add_argument("--steps", type=int, nargs="+", default=[100, 200], help="steps of fast")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")
     options = parser.parse_args()

@@ -1,11 +1,10 @@
-"""Perplexity of a model pruned by one recipe after the other: the figures of README.md and of
-benchmarks/README.md.
+"""Perplexity of a model pruned by different recipes, for the figures in README.md and benchmarks/README.md.
 
     python benchmarks/perplexity.py --csv                      the embedded model and texts
     python benchmarks/perplexity.py MODEL --calibration TEXT --eval TEXT [--eval TEXT] [--only shared]
 
-Every recipe sees the same calibration windows; a row's share of the gap is what it gives back of what
-the same method at the same sparsity takes without a rotation.
+All recipes have the same calibration windows. A row shows the share of the gap that a rotation closes,
+(plain - rotated) / (plain - dense), where plain is the same method and sparsity without a rotation.
 """
 
 import argparse
@@ -27,11 +26,12 @@ from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 PAPER = dict(objective="entropy", optimizer="paper")
-#: name → (method, sparsity, options of RotationConfig)
+#: name → (method, sparsity, fields of RotationConfig)
 RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {}
 
 
 def recipe(name: str, method: str, sparsity: str, **rotation: Any) -> None:
+    """Adds a recipe to RECIPES."""
     RECIPES[name] = (method, sparsity, rotation)
 
 
@@ -63,10 +63,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default=str(MODEL))
     parser.add_argument("--calibration", default=CALIBRATION.source)
-    parser.add_argument("--eval", action="append", default=None, help="text files; may be repeated")
+    parser.add_argument(
+        "--eval", action="append", default=None, help="text file; may be given more than once"
+    )
     parser.add_argument("--nsamples", type=int, default=CALIBRATION.nsamples)
     parser.add_argument("--seqlen", type=int, default=CALIBRATION.seqlen)
-    parser.add_argument("--only", action="append", default=None, help="recipes whose name starts so")
+    parser.add_argument(
+        "--only",
+        action="append",
+        default=None,
+        help="measure only the recipes whose names start with this; may be given more than once",
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")
     options = parser.parse_args()
@@ -74,8 +81,8 @@ def main() -> None:
     calibration = CalibrationConfig(
         source=options.calibration, nsamples=options.nsamples, seqlen=options.seqlen
     )
-    drawn = {key: value for key, value in vars(calibration).items() if key != "source"}
-    tokens = load_calibration(calibration.source, tokenizer, **drawn)
+    sampling = {key: value for key, value in vars(calibration).items() if key != "source"}
+    tokens = load_calibration(calibration.source, tokenizer, **sampling)
     texts = {Path(path).stem: load_eval_tokens(path, tokenizer) for path in options.eval or [str(HELD_OUT)]}
 
     def measure(model: Any) -> dict[str, float]:
@@ -87,8 +94,8 @@ def main() -> None:
             pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity)),  # type: ignore[arg-type]
             calibration=calibration,
         )
-        loaded = dict(tokenizer=tokenizer, calibration=tokens, device=options.device, dtype="float32")
-        return measure(drot.prune(options.model, chosen, **loaded).model.to(pick_device(options.device)))
+        arguments = dict(tokenizer=tokenizer, calibration=tokens, device=options.device, dtype="float32")
+        return measure(drot.prune(options.model, chosen, **arguments).model.to(pick_device(options.device)))
 
     @functools.cache
     def not_rotated(method: str, sparsity: str) -> dict[str, float]:

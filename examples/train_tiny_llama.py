@@ -1,10 +1,10 @@
-"""Trains a model like the one that drot's demo prunes: a 7 M LLaMA on text files of your own.
+"""Trains a model like the embedded model of drot's demo: a LLaMA of 7 M parameters, on your own texts.
 
     python examples/train_tiny_llama.py --out my-tiny-llama --minutes 60 TEXT [TEXT ...]
 
-A text is a file, or a folder whose .py, .md, .rst and .txt files are taken; without one, it is this
-Python's standard library, less the modules that drot keeps for evaluation. On three CPU cores the
-embedded model took an hour.
+A TEXT is a file, or a folder of which all .py, .md, .rst and .txt files are read. Without a TEXT, the model
+learns the standard library of this Python, except for the modules that drot keeps for evaluation. Training
+the embedded model took an hour on three CPU cores.
 """
 
 import argparse
@@ -20,11 +20,12 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 VOCABULARY, WINDOW, BATCH, LEARNING_RATE, WARM_UP = 4096, 512, 8, 2e-3, 100
-NOTICE = Path(__file__).parent.parent / "drot" / "assets" / "NOTICE"
+NOTICE = Path(__file__).parent.parent / "drot" / "demo" / "assets" / "NOTICE"
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 
 
 def read(paths: list[Path]) -> list[str]:
+    """The texts of the files, and of the files in the folders."""
     files = [
         file
         for path in paths
@@ -35,7 +36,7 @@ def read(paths: list[Path]) -> list[str]:
 
 
 def standard_library() -> list[Path]:
-    """Its modules, without tests, without what pip installed, and without drot's held-out modules."""
+    """The modules of the standard library without tests, installed packages and drot's held-out modules."""
     root = Path(sysconfig.get_path("stdlib"))
     held_out = re.search(r"not trained on, joined:\n(.*?)\.\n\n", NOTICE.read_text(), re.S)
     assert held_out is not None
@@ -49,6 +50,7 @@ def standard_library() -> list[Path]:
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer with VOCABULARY tokens."""
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, vocab_size=VOCABULARY, special_tokens=["<s>", "</s>"])
     return PreTrainedTokenizerFast(
@@ -57,6 +59,7 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 
 
 def train(ids: torch.Tensor, seconds: float) -> LlamaForCausalLM:
+    """A model trained for `seconds` on random windows of the token ids [n]."""
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=VOCABULARY,
@@ -92,7 +95,7 @@ def train(ids: torch.Tensor, seconds: float) -> LlamaForCausalLM:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("texts", nargs="*", type=Path, help="files or folders; default: standard library")
+    parser.add_argument("texts", nargs="*", type=Path, help="files or folders; default: the standard library")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
@@ -104,7 +107,7 @@ def main() -> None:
     tokenizer = train_tokenizer(texts)
     ids = torch.tensor(tokenizer("\n\n".join(texts), add_special_tokens=False, verbose=False).input_ids)
     if len(ids) <= WINDOW:
-        parser.error(f"the texts have {len(ids)} tokens, more than {WINDOW} are needed")
+        parser.error(f"the texts must have more than {WINDOW} tokens, got {len(ids)}: name more texts")
     print(f"{len(ids)} tokens of {len(texts)} texts", flush=True)
     model = train(ids, 60 * options.minutes)
     model.to(torch.bfloat16).save_pretrained(options.out)

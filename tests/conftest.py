@@ -1,4 +1,4 @@
-"""Fixtures that every test shares."""
+"""Fixtures for all tests."""
 
 import os
 import sys
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-# torch.compile keeps what it compiled for the processor that it saw; another one, or one whose instructions
-# were lowered by ATEN_CPU_CAPABILITY, must not meet it
+# torch.compile caches code for the instruction set that torch reports; a run with another one, as with
+# ATEN_CPU_CAPABILITY, needs a cache of its own
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
     os.path.join(tempfile.gettempdir(), f"drot-tests-inductor-{torch.backends.cpu.get_cpu_capability()}"),
@@ -17,7 +17,7 @@ os.environ.setdefault(
 
 
 def devices() -> list[str]:
-    """Every test of an op runs on each of these."""
+    """The devices on which every test with the fixture `device` runs."""
     return ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 
 
@@ -28,19 +28,19 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
-    """Every test draws the same numbers, whatever ran before it."""
+    """A test draws the same random numbers, whichever tests ran before it."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
-def measurements_apart(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """The user's own file of measurements is neither read nor written."""
+def own_tuning_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Tests neither read nor write the tuning cache of the user."""
     monkeypatch.setenv("DROT_CACHE", str(tmp_path_factory.getbasetemp() / "drot-cache"))
 
 
 @pytest.fixture(autouse=True)
 def no_compiled_code_left() -> Iterator[None]:
-    """A process may compile one function a few times only; each test has that number for itself."""
+    """torch.compile limits how often a process compiles a function; each test starts with the full limit."""
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()

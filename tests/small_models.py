@@ -1,5 +1,5 @@
-"""Small random models of every supported family, awkward on purpose: GQA, heads · head_dim other than
-the hidden size, norm weights away from 1, biases away from 0."""
+"""Small random models of every supported family, with values that reveal mistakes: grouped-query attention,
+heads · head_dim other than the hidden size, norm weights other than 1, biases other than 0."""
 
 import torch
 from torch import nn
@@ -40,10 +40,11 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
             parameter.normal_(0, 0.3)
         else:
             parameter.normal_(0, 0.15)
-    for parameter in model.parameters():  # not model.to(dtype), which would round RoPE's buffers too
+    for parameter in model.parameters():  # model.to(dtype) would round the buffers of RoPE too
         parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)
 
 
 def random_tokens(rows: int, length: int, seed: int = 0, vocab: int = COMMON["vocab_size"]) -> torch.Tensor:
+    """Random token ids [rows, length]."""
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))

@@ -1,1 +1,1 @@
-"""Speed: dense against 2:4, with and without rotations."""
+"""Speed of 2:4 weights against dense weights, with and without rotations."""

@@ -1,7 +1,8 @@
-"""`drot bench`: is 2:4 faster than dense, and what does the rotation cost?
+"""The measurements of `drot bench`: whether 2:4 is faster than dense, and what the rotation costs.
 
-Three variants (drot/bench/variants.py) are timed in turn, one decoder layer and the whole model, in
-prefill (one sequence of many tokens) and decode (one token of each of a batch of sequences).
+The three variants of drot/bench/variants.py run in turn in each case. A case runs one decoder layer or the
+whole model, in one of two phases. A prefill of size n is one sequence of n tokens. A decode of size n is one
+new token for each of n sequences.
 """
 
 import contextlib
@@ -34,15 +35,16 @@ from drot.sparse.linear import packed_linears
 from drot.sparse.packed import compress_model
 from drot.version import __version__
 
-#: tokens of a prefill, sequences of a decode
+#: largest sizes of a prefill and a decode
 LARGEST_TOKENS, LARGEST_BATCH = 1 << 17, 1 << 12
+#: default sizes of a prefill and a decode
 TOKENS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32)
-#: tokens that a whole model's decode makes
+#: tokens that a whole model generates for each sequence in a decode case
 NEW_TOKENS = 32
-#: by default, on a CPU: cases that would end later are left out
+#: default of `minutes` on a CPU
 CPU_MINUTES = 3.0
-#: medians closer than this are called equal
+#: a variant is 'as fast as dense' if its speedup differs from 1 by at most this much
 EQUAL = 0.03
 
 Phase = Literal["prefill", "decode"]
@@ -50,12 +52,18 @@ Phase = Literal["prefill", "decode"]
 
 @dataclass(frozen=True)
 class Case:
-    """size: tokens of a prefill, sequences of a decode; rank: its place among the sizes of its kind."""
+    """One measurement.
+
+    what: the part that runs, one decoder layer or the whole model.
+    phase: prefill or decode.
+    size: the number of tokens of a prefill, or of sequences of a decode.
+    position: the index of `size` in the caller's list of sizes. Cases with a low position are measured first.
+    """
 
     what: Literal["layer", "model"]
     phase: Phase
     size: int
-    rank: int
+    position: int
 
     def __str__(self) -> str:
         return f"{self.what} {self.phase} {self.size}"
@@ -74,31 +82,48 @@ def measure_speed(
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Times a layer and a whole model: those of the 2:4 checkpoint `model`, or random ones in the
-    dimensions of `shape` (drot.sparse.variants.SHAPES).
+    """Times one decoder layer and a whole model, dense against 2:4.
 
-    tokens, batches: sizes of prefill and decode; where one is named, only that is measured, else TOKENS
-    and BATCHES. minutes: cases that would end later are left out and named; None is CPU_MINUTES on a CPU,
-    else no limit.
-    dtype: `auto` is the checkpoint's own, or bfloat16.
+    Returns, in plain JSON types, model, machine, dtype, repeats, versions, and
+    variants: `layer` and `model` → the names of the variants that were timed.
+    rows: a dict for each variant of each case, with these keys:
+        what, phase, size: the case, see Case; variant: the name of the variant.
+        milliseconds: the median time of a prefill, or of one token of a decode; p20, p80: its percentiles.
+        tokens_per_second: `size` tokens over that time.
+        bound: the use of the resource that usually limits the phase. In a prefill it is FLOP/s, where every
+            variant counts the operations of the dense product; in a decode, bytes of weights read a second.
+        weight_bytes: the bytes of the layer's or the model's weights.
+        speedup: dense time over the variant's time; verdict: the same in words. Both None for dense.
+    left_out: the names of the cases that were not measured, because they would have exceeded `minutes`.
 
-    Returns JSON types: model, machine, dtype, repeats, versions, variants, rows, left_out. A row holds
-    what, phase, size, variant, milliseconds (of a forward pass, or of one decoded token) with p20 and
-    p80, tokens_per_second, bound (prefill: FLOP/s, those of the dense product for every variant; decode:
-    bytes/s of the weights), weight_bytes, and speedup and verdict against dense (None for dense itself).
-    Raises UserError for an unknown shape or size and for a checkpoint that is not 2:4.
+    Raises UserError for an unknown shape, a wrong size, or a checkpoint that is not 2:4.
+
+    Args:
+        model: a 2:4 checkpoint to time, dense or packed; None with `shape`.
+        shape: a name in SHAPES (drot/bench/variants.py), for random weights in the dimensions of that model.
+        tokens: sizes of the prefill cases.
+        batches: sizes of the decode cases. If only one of `tokens` and `batches` is given, the other phase
+            is not measured. If neither is given, they are TOKENS and BATCHES.
+        repeats: calls of each variant in each case.
+        minutes: a case that is expected to end later is left out. None is CPU_MINUTES on a CPU, and no limit
+            on a GPU.
+        device: `auto`, `cpu` or `cuda[:N]`.
+        dtype: dtype of the weights. `auto` is the checkpoint's own, or bfloat16 with `shape`.
+        progress: receives the event `measure` after each case.
     """
     if (model is None) == (shape is None):
-        raise UserError("name either a checkpoint or a `shape`")
-    for name, sizes, most in (("tokens", tokens, LARGEST_TOKENS), ("batches", batches, LARGEST_BATCH)):
+        raise UserError(
+            f"name either a checkpoint or a `shape`; got {'neither' if model is None else 'both'}"
+        )
+    for name, sizes, largest in (("tokens", tokens, LARGEST_TOKENS), ("batches", batches, LARGEST_BATCH)):
         if sizes is not None and any(size < 1 for size in sizes):
-            raise UserError(f"`{name}` must be whole numbers above 0, got {', '.join(map(str, sizes))}")
-        if sizes is not None and max(sizes) > most:
-            raise UserError(f"`{name}` must be at most {most}, got {max(sizes)}")
+            raise UserError(f"`{name}` must be whole numbers above 0; got {', '.join(map(str, sizes))}")
+        if sizes is not None and max(sizes) > largest:
+            raise UserError(f"`{name}` must be at most {largest}; got {max(sizes)}")
     if minutes is not None and not minutes >= 0:
-        raise UserError(f"`minutes` must not be below 0, got {minutes:g}")
+        raise UserError(f"`minutes` must be at least 0; got {minutes:g}")
     if repeats < 1:
-        raise UserError(f"`repeats` must be at least 1, got {repeats}")
+        raise UserError(f"`repeats` must be at least 1; got {repeats}")
     place = pick_device(device)
     if tokens is None and batches is None:
         tokens, batches = TOKENS, BATCHES
@@ -108,18 +133,18 @@ def measure_speed(
         config = shape_config(shape)
         weights = torch.bfloat16 if dtype == "auto" else parse_dtype(dtype)
         layer = layer_variants(config, dtype=weights, device=place)
-        whole = stacked_variants(layer, config)
+        models = stacked_variants(layer, config)
     else:
         assert model is not None
-        whole = model_variants(load(model, device=place, dtype=dtype))
-        config, weights = whole[SPARSE].config, whole[SPARSE].dtype
+        models = model_variants(load(model, device=place, dtype=dtype))
+        config, weights = models[SPARSE].config, models[SPARSE].dtype
         layer = layer_variants(config, dtype=weights, device=place)
-    variants = {"layer": layer, "model": whole}
+    variants = {"layer": layer, "model": models}
     cases = [
-        Case(what, phase, size, rank)  # type: ignore[arg-type]
+        Case(what, phase, size, position)  # type: ignore[arg-type]
         for what in variants
         for phase, sizes in (("prefill", tokens or ()), ("decode", batches or ()))
-        for rank, size in enumerate(sizes)
+        for position, size in enumerate(sizes)
     ]
     with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
         rows, left_out = _measure_cases(cases, variants, place, repeats, minutes, progress)
@@ -143,10 +168,14 @@ def _measure_cases(
     minutes: float | None,
     progress: Progress,
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """Small sizes come first, and each of layer and model has its share of the time."""
+    """The rows of the measured cases, and the names of the cases that were left out.
+
+    Cases of the layer come before cases of the model, each in the order of their positions. The layer may
+    use the first half of `minutes`, so that some time is left for the model.
+    """
     started = time.perf_counter()
     parts = list(variants)
-    ordered = sorted(cases, key=lambda case: (parts.index(case.what), case.rank))
+    ordered = sorted(cases, key=lambda case: (parts.index(case.what), case.position))
     seconds: dict[Case, float] = {}
     rows: dict[Case, list[dict[str, Any]]] = {}
     for number, case in enumerate(ordered):
@@ -154,8 +183,8 @@ def _measure_cases(
         models = variants[case.what]
         if minutes is not None:
             expected = _expected(case, seconds, models[DENSE].config.num_hidden_layers)
-            until = started + 60 * minutes * (parts.index(case.what) + 1) / len(parts)
-            if expected and begin + expected > until:
+            deadline = started + 60 * minutes * (parts.index(case.what) + 1) / len(parts)
+            if expected and begin + expected > deadline:
                 continue
         for model in models.values():
             _set_compressed(model, case.phase)
@@ -172,25 +201,30 @@ def _measure_cases(
 
 
 def _expected(case: Case, seconds: Mapping[Case, float], layers: int) -> float:
-    """Seconds that a case will take, from those that the next smaller one of its kind took, else from those
-    of a single layer; 0 where there is neither, and it is measured to know."""
+    """The expected seconds of a case of a model with `layers` layers; 0 if nothing is known about it.
+
+    seconds: the seconds of the cases that were measured. The estimate comes from the last case with the same
+    part and phase, or else from the case of a single layer.
+    """
     if case in seconds:
         return seconds[case]
-    kind = [other for other in seconds if (other.what, other.phase) == (case.what, case.phase)]
-    if kind:
-        return seconds[kind[-1]] * (case.size / kind[-1].size if case.phase == "prefill" else 1)
+    similar = [other for other in seconds if (other.what, other.phase) == (case.what, case.phase)]
+    if similar:
+        return seconds[similar[-1]] * (case.size / similar[-1].size if case.phase == "prefill" else 1)
     if case.what == "layer":
         return 0.0
     of_layer = _expected(replace(case, what="layer"), seconds, layers)
     return of_layer * layers * (NEW_TOKENS if case.phase == "decode" else 1)
 
 
-# ---- what is timed -------------------------------------------------------------------------------
+# ---- the timed calls -----------------------------------------------------------------------------
 
 
 def _set_compressed(model: nn.Module, phase: Phase) -> None:
-    """Keeps cuSPARSELt's compressed weights for a prefill only: they cost memory, and only products of many
-    tokens use them."""
+    """Compresses the packed weights for a prefill, and drops their compressed form for a decode.
+
+    Only products of many tokens use the compressed form, and it takes memory.
+    """
     if phase == "prefill":
         compress_model(model)
     else:
@@ -199,7 +233,7 @@ def _set_compressed(model: nn.Module, phase: Phase) -> None:
 
 
 def _call(model: Any, case: Case, device: torch.device) -> Callable[[], object]:
-    """One forward pass; for a whole model's decode, NEW_TOKENS of them."""
+    """A function that runs the case: one forward pass, or NEW_TOKENS of them in a decode of a whole model."""
     shape = (1, case.size) if case.phase == "prefill" else (case.size, 1)
     if case.what == "layer":
         hidden = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, device=device)
@@ -211,13 +245,13 @@ def _call(model: Any, case: Case, device: torch.device) -> Callable[[], object]:
         return lambda: model(ids, use_cache=False, logits_to_keep=1)
     prompt = torch.randint(vocabulary, (case.size, 1), device=device)
     options = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
-    if device.type == "cuda":  # transformers then makes a CUDA graph of the step
+    if device.type == "cuda":  # with a static cache, transformers captures the step as a CUDA graph
         options["cache_implementation"] = "static"  # type: ignore[assignment]
     return lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph, so that a layer is timed and not Python's launching of its kernels."""
+    """`call` captured as a CUDA graph, so that the time does not include Python's launching of kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -228,18 +262,19 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
     with torch.cuda.graph(graph):
         call()
 
-    def replay(kept: object = call) -> None:  # with the call its input lives, which the graph reads
+    def replay(kept: object = call) -> None:  # `kept` holds the input, which the graph reads, in memory
         graph.replay()
 
     return replay
 
 
-# ---- what is told --------------------------------------------------------------------------------
+# ---- the figures ---------------------------------------------------------------------------------
 
 
 def _rows(
     case: Case, timings: Mapping[str, Timing], models: Mapping[str, PreTrainedModel]
 ) -> list[dict[str, Any]]:
+    """The row of each variant of a case; `measure_speed` describes its keys."""
     steps = NEW_TOKENS if (case.what, case.phase) == ("model", "decode") else 1
     dense = models[DENSE]
     arch = architecture_of(dense.config)
@@ -277,7 +312,10 @@ def _rows(
 
 
 def verdict(dense: Timing, timing: Timing) -> str:
-    """What two timings mean in words: more is said only where most runs of both agree."""
+    """Whether `timing` is faster than, slower than or as fast as `dense`, or too noisy to tell.
+
+    Faster or slower needs ranges from p20 to p80 that do not overlap.
+    """
     speedup = dense.median / timing.median
     if abs(speedup - 1) <= EQUAL:
         return "as fast as dense"
@@ -287,7 +325,10 @@ def verdict(dense: Timing, timing: Timing) -> str:
 
 
 def _weight_bytes(model: PreTrainedModel, what: str) -> int:
-    """Bytes of the weights: of one decoder layer, or of the whole model, whose layers count one by one."""
+    """Bytes of the weights of one decoder layer, or of the whole model.
+
+    Layers that share their parameters (`stacked_variants`) count separately, as in a real model.
+    """
     layers = decoder_layers(model, architecture_of(model.config))
     if what == "layer":
         return _bytes(layers[0])
@@ -297,14 +338,16 @@ def _weight_bytes(model: PreTrainedModel, what: str) -> int:
 
 
 def _bytes(layer: nn.Module) -> int:
+    """Bytes of a layer's parameters and of the compressed forms of its weights."""
     compressed = [linear.compressed for _, linear in packed_linears(layer)]
     tensors = [*layer.parameters(), *(tensor for tensor in compressed if tensor is not None)]
     return sum(tensor.nbytes for tensor in tensors)
 
 
 def _streamed_bytes(model: PreTrainedModel, what: str) -> int:
-    """Bytes of weights read per decoded token. An untied embedding is excluded: a token reads one row."""
+    """Bytes of the weights that a decode step reads. An untied embedding does not count: a token reads one
+    row of it."""
     arch = architecture_of(model.config)
     embedding, head = module_at(model, arch.embedding).weight, module_at(model, arch.lm_head).weight
-    apart = what == "model" and embedding is not head
-    return _weight_bytes(model, what) - (embedding.nbytes if apart else 0)
+    untied = what == "model" and embedding is not head
+    return _weight_bytes(model, what) - (embedding.nbytes if untied else 0)

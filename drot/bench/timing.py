@@ -1,4 +1,4 @@
-"""Interleaved timing: functions take turns, so that a change of the machine's speed meets them alike."""
+"""Interleaved timing: functions run in turn, so that a change of the machine's speed affects all alike."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of one call."""
+    """Seconds of one call of a function: the 20th percentile, the median and the 80th percentile."""
 
     p20: float
     median: float
@@ -24,7 +24,11 @@ def interleaved(
     repeats: int,
     warmup: int = 3,
 ) -> dict[str, Timing]:
-    """Times every function `repeats` times, in turn. On CUDA a call ends when the GPU has finished."""
+    """The Timing of each function, measured over `repeats` rounds. A round calls every function once.
+
+    functions: name → function. device: the device on which they run; on a GPU, the time of a call ends when
+    the GPU is idle. warmup: rounds before the measured ones.
+    """
     cuda = torch.device(device).type == "cuda"
 
     def once(function: Callable[[], object]) -> float:

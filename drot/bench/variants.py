@@ -1,6 +1,6 @@
-"""What a speed measurement compares: the same layer or model dense, 2:4, and 2:4 with its rotations.
+"""The variants that `drot bench` compares: the same layer or model dense, 2:4, and 2:4 with its rotations.
 
-All variants share the parameters that do not differ, so that they fit beside each other.
+Variants share the parameters in which they do not differ, so that all fit into memory at the same time.
 """
 
 import copy
@@ -21,7 +21,7 @@ from drot.surgery.residual import add_residual_rotation, remove_residual_rotatio
 DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
 
 _LLAMA = dict(model_type="llama", head_dim=128, tie_word_embeddings=False)
-#: dimensions of models that people run, for random weights
+#: name → configuration of a published model, for measurements with random weights
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-2-7b": _LLAMA
     | dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32)
@@ -42,7 +42,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def shape_config(name: str) -> Any:
-    """The configuration of one of SHAPES. Raises UserError for another name."""
+    """The configuration of the model `name` in SHAPES. Raises UserError for another name."""
     if name not in SHAPES:
         raise UserError(f"`shape` must be one of {', '.join(SHAPES)}; got {name!r}")
     return AutoConfig.for_model(**SHAPES[name])
@@ -50,8 +50,11 @@ def shape_config(name: str) -> Any:
 
 @torch.no_grad()
 def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> dict[str, PreTrainedModel]:
-    """Models of one decoder layer in `config`'s dimensions, with random weights and next to no vocabulary.
-    The rotation is where `config`'s checkpoint has it: beside the MLP, or in front of the layer."""
+    """Variant → model of one decoder layer in the dimensions of `config`, with random weights.
+
+    The vocabulary has 8 tokens, so that next to nothing but the layer takes memory. The boundary rotation
+    has the place that it has in the checkpoint of `config`, or acts on the input.
+    """
     config = copy.deepcopy(config)
     place = boundary_of(config) or "input"
     if hasattr(config, "quantization_config"):
@@ -71,16 +74,18 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     (layer,) = decoder_layers(rotated, arch)
     d = config.hidden_size
     rotation = add_residual_rotation(layer, arch, place, d, dtype=dtype, device=device)
-    rotation.weight.normal_(0, d**-0.5)  # as large as an orthogonal one, which takes no other time
+    rotation.weight.normal_(0, d**-0.5)  # it takes the time of an orthogonal matrix, which is slow to make
     fuse(rotated)
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
 
 
 @torch.no_grad()
 def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[str, PreTrainedModel]:
-    """Whole models in `config`'s dimensions. Every decoder layer of each is the one that `layer_variants`
-    made, weights and all, so that any of SHAPES takes the memory of a layer; only the first goes without
-    its rotation. Where a layer is larger than the caches, a model of separate layers takes the same time.
+    """Variant → whole model in the dimensions of `config`, from the `layers` of `layer_variants`.
+
+    All decoder layers of a model share the parameters of its one layer, so that the decoder of any model in
+    SHAPES takes the memory of one layer. The first layer has no rotation. A model whose layers have their
+    own parameters takes the same time if a layer is larger than the processor's caches.
     """
     rows, d = config.vocab_size, config.hidden_size
     like = next(layers[DENSE].parameters())
@@ -91,17 +96,17 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
     )
     models = {}
     for name, model in layers.items():
-        models[name] = whole = _sharing_copy(model)
+        models[name] = stacked = _sharing_copy(model)
         arch = architecture_of(config)
-        whole.config.num_hidden_layers, whole.config.vocab_size = config.num_hidden_layers, rows
-        if getattr(whole.config, "layer_types", None):
-            whole.config.layer_types = whole.config.layer_types * config.num_hidden_layers
-        module_at(whole, arch.embedding).weight = embedding
-        module_at(whole, arch.lm_head).weight = head
-        stack = decoder_layers(whole, arch)
+        stacked.config.num_hidden_layers, stacked.config.vocab_size = config.num_hidden_layers, rows
+        if getattr(stacked.config, "layer_types", None):
+            stacked.config.layer_types = stacked.config.layer_types * config.num_hidden_layers
+        module_at(stacked, arch.embedding).weight = embedding
+        module_at(stacked, arch.lm_head).weight = head
+        stack = decoder_layers(stacked, arch)
         for index in range(1, config.num_hidden_layers):
             layer, attention = _twin(stack[0]), _twin(module_at(stack[0], arch.attention))
-            attention.layer_idx = index  # its place in the KV cache
+            attention.layer_idx = index  # the layer's index in the KV cache
             setattr(layer, arch.attention, attention)
             stack.append(layer)
         if rotation_place(stack[0]) is not None:
@@ -111,18 +116,20 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
 
 
 def _twin(module: Any) -> Any:
-    """Another module with the same children and parameters."""
+    """A shallow copy of `module`, with the same children and parameters."""
     twin = copy.copy(module)
     twin.__dict__["_modules"] = dict(module._modules)
     return twin
 
 
 def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """A 2:4 model, packed or with its zeros written out: dense and without rotations, as its original
-    was; packed, without and (where it has some) with its rotations. Only the last computes what the
-    checkpoint does; the others are as fast as models that do.
+    """Variant → model, from a 2:4 `model`, dense or packed.
 
-    Raises UserError, naming layer, linear and row, where a weight is not 2:4.
+    DENSE has dense weights and no rotations, like the model before it was pruned. SPARSE is packed and has
+    no rotations. ROTATED is packed with the rotations; it is left out if `model` has none. A variant without
+    the rotations does not compute what `model` does, but takes the time of a model that does.
+
+    Raises UserError that names the layer, the linear and the row of a weight that is not 2:4.
     """
     packed = _sharing_copy(model)
     if not is_packed(packed):
@@ -143,5 +150,5 @@ def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
 
 
 def _sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Modules of its own, the parameters of the model."""
+    """A copy of the modules of `model`, with the same parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

@@ -1,1 +1,1 @@
-"""Checkpoints: ordinary Hugging Face folders with a manifest, and the state of unfinished runs."""
+"""Checkpoints: Hugging Face folders with a manifest, rotation files, and the state of unfinished runs."""

@@ -146,9 +146,7 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
                     tensor = handle.get_slice(key)
                     found[key] = tensor.get_shape(), tensor.get_dtype()
         except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{file} is truncated or not a safetensors file ({error}): copy it again"
-            ) from None
+            raise UserError(f"{file} is not a complete safetensors file ({error}): copy it again") from None
     for key, tensor in model.state_dict().items():
         if not key.startswith(f"{model.base_model_prefix}."):
             continue  # lm_head may be tied to the embedding, and any other head may not be trained yet

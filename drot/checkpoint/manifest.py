@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint, drot.json: what was done to the model, where, and with which figures."""
+"""The manifest of a checkpoint, drot.json: the recipe, the machine, the versions and the figures."""
 
 import json
 import os
@@ -22,35 +22,44 @@ MANIFEST_KEYS = ("versions", "recipe", "calibration", "sparsity", "seconds", "la
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes `data` whole or not at all."""
+    """Writes `data` to the file `path` through a temporary file, so that `path` is never incomplete."""
     part = path.with_name(path.name + ".part")
     part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     os.replace(part, path)
 
 
 def read_manifest(path: Path | str) -> dict[str, Any]:
-    """The manifest of a checkpoint folder. Raises UserError where there is none or it is broken."""
+    """The manifest in the checkpoint folder `path`. Raises UserError if it is missing or broken."""
     file = Path(path) / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
     except OSError:
-        raise UserError(f"{path} holds no {MANIFEST}: it is not a checkpoint of drot prune") from None
-    except ValueError as error:  # no JSON, or not UTF-8
-        raise UserError(f"{file} is not valid JSON ({error}): was it cut off?") from None
+        raise UserError(f"{path} holds no {MANIFEST}: name a folder that drot prune wrote") from None
+    except ValueError as error:  # not JSON, or not UTF-8
+        raise UserError(f"{file} is not valid JSON ({error}): copy the checkpoint again") from None
     version = manifest.get("format_version") if isinstance(manifest, dict) else None
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{file} must be of format_version {FORMAT_VERSION}, got {version}: another drot wrote it"
+            f"{file} must be of format_version {FORMAT_VERSION}, got {version}: "
+            "use the version of drot that wrote it"
         )
     if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
-        raise UserError(f"{file} lacks {', '.join(missing)}: was it edited?")
+        raise UserError(f"{file} lacks {', '.join(missing)}: it was edited; copy the checkpoint again")
     return manifest
 
 
 def manifest(
     recipe: Recipe, tokens: Tensor, device: torch.device, dtype: torch.dtype, **figures: Any
 ) -> dict[str, Any]:
-    """Plain JSON types: what was asked for and where it ran, then the `figures` of the run."""
+    """The manifest of a run in plain JSON types.
+
+    Args:
+        recipe: the settings of the run.
+        tokens: the calibration tokens, of which the manifest records the shape and the SHA-256.
+        device: the device that the run used.
+        dtype: dtype of the saved weights.
+        figures: further entries, such as the figures of each layer.
+    """
     return {
         "format_version": FORMAT_VERSION,
         "versions": versions(),
@@ -63,7 +72,7 @@ def manifest(
 
 
 def zero_share(layers: nn.ModuleList, arch: Architecture) -> float:
-    """Zeros among the weights of the linears that were pruned."""
+    """The share of zeros among the weights of the pruned linears, in [0, 1]."""
     zeros = total = 0
     for layer in layers:
         for linear in layer_linears(layer, arch).values():

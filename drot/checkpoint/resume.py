@@ -1,4 +1,4 @@
-"""The finished parts of an unfinished run, from which an interrupted run goes on."""
+"""The finished parts of an unfinished run, with which `resume=True` continues an interrupted run."""
 
 import json
 import logging
@@ -19,31 +19,34 @@ logger = logging.getLogger("drot")
 
 
 def partial_folder(out: Path) -> Path:
-    """Where the finished layers of an unfinished run to `out` lie."""
+    """The folder of the finished layers of an unfinished run that writes to `out`."""
     return out.with_name(out.name + ".partial")
 
 
 def check_unfinished(out: Path, *, resume: bool) -> None:
-    """Raises UserError where a run to `out` was cut off and is not to be resumed; notes where there is
-    none to resume."""
+    """Raises UserError if there is an unfinished run to `out` and `resume` is False.
+
+    Logs a warning if `resume` is True and there is no unfinished run.
+    """
     folder = partial_folder(out)
     if folder.exists() and not resume:
         raise UserError(f"{folder} holds an unfinished run: continue it with `resume=True` or remove it")
     if resume and not folder.exists():
-        logger.warning("%s is not there: nothing to resume, the run starts at the first layer", folder)
+        logger.warning("%s does not exist: nothing to resume, the run starts at the first layer", folder)
 
 
 class RunState:
-    """The finished layers of a run that is under way, in `<out>.partial`, so that it survives a crash.
+    """The finished parts of a run, which are saved in `<out>.partial` so that the run survives a crash.
 
-    A layer is one safetensors file: its state dict, its rotation, and its record in the metadata. The
-    folder is made with the first of them. Raises UserError where it belongs to another run.
+    A part, such as a pruned layer, is one safetensors file with its tensors, and its record in the metadata.
+    The folder is created with the first part; its run.json holds `identity`, the settings of the run. Raises
+    UserError if the folder belongs to a run with another `identity`.
     """
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
         self.folder = partial_folder(out)
         self._lock = threading.Lock()
-        self.identity = json.loads(json.dumps(identity))  # as it will be read: tuples are lists there
+        self.identity = json.loads(json.dumps(identity))  # with lists for tuples, as run.json will have
         run = self.folder / "run.json"
         if not run.exists():
             return
@@ -56,15 +59,15 @@ class RunState:
         changed = [key for key in self.identity if before.get(key) != self.identity[key]]
         if changed:
             raise UserError(
-                f"cannot resume {self.folder}: {', '.join(changed)} differ from that run; "
-                "repeat its options or remove the folder"
+                f"cannot resume {self.folder}: {', '.join(changed)} differ from the unfinished run; "
+                "repeat its settings or remove the folder"
             )
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
-        """Writes a part, whole or not at all; may be called by several threads."""
+        """Writes the part `name` through a temporary file. Several threads may call it at the same time."""
         with self._lock:
             if not (self.folder / "run.json").exists():
                 self.folder.mkdir(exist_ok=True)
@@ -76,7 +79,7 @@ class RunState:
         os.replace(part, file)
 
     def load(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """Tensors and record, or None where that part is not done yet."""
+        """The tensors and the record of the part `name`; None if it is not finished yet."""
         file = self._file(name)
         if not file.exists():
             return None
@@ -85,5 +88,5 @@ class RunState:
             return tensors, json.loads(handle.metadata()["record"])
 
     def discard(self) -> None:
-        """Called when the checkpoint is written."""
+        """Deletes the folder. Called after the checkpoint was written."""
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Trained rotations as a file of their own, reusable for every sparsity and method."""
+"""Rotation files: trained rotations of a model, which can be used again for other sparsities and methods."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ from drot.errors import UserError
 from drot.rotation.retraction import orthogonality_error, reorthogonalize
 from drot.surgery.rotate import LayerRotation
 
-#: a stored matrix may be this far from orthogonal (fp32 rounding of a large one is near 1e-6)
+#: largest allowed max |QᵀQ - I| of a stored matrix; rounding a large matrix to fp32 gives about 1e-6
 ORTHOGONALITY_TOLERANCE = 1e-3
 
 
 def rotation_tensors(rotations: list[LayerRotation], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """`layers.<i>.r1` [d, d] and `layers.<i>.r2` [kv, h, h] of every layer."""
+    """Copies on the CPU: `layers.<i>.r1` [d, d] and `layers.<i>.r2` [kv_heads, head_dim, head_dim]."""
     tensors = {}
     for index, rotation in enumerate(rotations):
         tensors[f"layers.{index}.r1"] = rotation.r1.to("cpu", dtype, copy=True).contiguous()
@@ -28,12 +28,15 @@ def rotation_tensors(rotations: list[LayerRotation], dtype: torch.dtype = torch.
 
 
 def rotations_from(tensors: dict[str, Tensor], layers: int) -> list[LayerRotation]:
-    """The inverse of `rotation_tensors`."""
+    """The inverse of `rotation_tensors`, for a model with `layers` layers."""
     return [LayerRotation(tensors[f"layers.{i}.r1"], tensors[f"layers.{i}.r2"]) for i in range(layers)]
 
 
 def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str, Any]) -> None:
-    """Writes rotations in fp32, with `record` (recipe, model, calibration) in the file's metadata."""
+    """Writes the rotations of all layers in fp32.
+
+    record: the recipe, the model and the calibration, which are stored in the file's metadata.
+    """
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
     save_file(rotation_tensors(rotations, torch.float32), part, metadata={"record": json.dumps(record)})
@@ -43,19 +46,20 @@ def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str,
 def load_rotations(
     path: Path, *, layers: int, hidden_size: int, shape: HeadShape
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
-    """Rotations (fp64, orthogonal to rounding) and the record that was saved with them.
+    """The rotations of each layer and the record that was saved with them.
 
-    Raises UserError where the file is missing or broken, is of another model's shape, or holds a
-    matrix that is not orthogonal.
+    The matrices are fp64, and orthogonalised again, because the file has them in fp32. Raises UserError if
+    the file is missing or broken, has another shape than this model, or holds a matrix that is not
+    orthogonal.
     """
     try:
         with safe_open(path, framework="pt") as handle:
             tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
             record = json.loads((handle.metadata() or {}).get("record", "{}"))
     except FileNotFoundError:
-        raise UserError(f"there is no rotation file {path}; `save_rotations_to` makes one") from None
+        raise UserError(f"there is no rotation file {path}: write one with `save_rotations_to`") from None
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable safetensors file: {error}") from None
+        raise UserError(f"{path} is not a readable safetensors file ({error}): copy it again") from None
     expected = {}
     for index in range(layers):
         expected[f"layers.{index}.r1"] = [hidden_size, hidden_size]
@@ -63,10 +67,17 @@ def load_rotations(
     for name, size in expected.items():
         got = list(tensors[name].shape) if name in tensors else None
         if got != size:
-            raise UserError(f"{path}: {name} must be {size} for this model, got {got}")
+            raise UserError(
+                f"{path}: {name} must be {size} for this model, got {got}: use a file of this model"
+            )
     if len(tensors) != len(expected):
-        raise UserError(f"{path} holds {len(tensors) // 2} layers, this model has {layers}")
+        raise UserError(
+            f"{path} holds {len(tensors) // 2} layers, but this model has {layers}: use a file of this model"
+        )
     for name, tensor in tensors.items():
         if not (deviation := orthogonality_error(tensor)) < ORTHOGONALITY_TOLERANCE:
-            raise UserError(f"{path}: {name} is not orthogonal (max |QᵀQ - I| = {deviation:.1e})")
+            raise UserError(
+                f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
+                "the file is damaged; copy it again"
+            )
     return rotations_from({name: reorthogonalize(tensor) for name, tensor in tensors.items()}, layers), record

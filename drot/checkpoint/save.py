@@ -1,4 +1,4 @@
-"""Writing checkpoints: whole or not at all."""
+"""Writing of checkpoints. A folder is complete or does not exist."""
 
 import os
 import tempfile
@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 
 def check_output(out: Path) -> None:
-    """Raises UserError where `out` exists and holds something that saving would overwrite, or where
-    nothing can be written beside it."""
+    """Raises UserError if `out` holds files already, or if nothing can be written to its parent folder."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: name another `out` or remove it")
-    if out.is_symlink() or os.path.ismount(out):  # a folder is renamed to it in the end
+    if out.is_symlink() or os.path.ismount(out):  # save_checkpoint could not rename a folder to it
         raise UserError(f"{out} is a link or a mount point: name a folder inside it ({out}/NAME)")
     if out.resolve() == Path.cwd():
         raise UserError(
-            f"`out` must be a folder of its own, got the current one: name one inside it ({out}/NAME)"
+            f"`out` must not be the current folder, got {out}: name a folder inside it ({out}/NAME)"
         )
     check_writable(out)
 
 
 def check_writable(file: Path) -> None:
-    """Makes the folder that `file` is to lie in. Raises UserError where nothing can be written there."""
+    """Creates the parent folder of `file`. Raises UserError if nothing can be written there."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=file.parent):
@@ -39,11 +38,15 @@ def check_writable(file: Path) -> None:
 
 
 def save_checkpoint(model: "PreTrainedModel", tokenizer: Any, manifest: dict[str, Any], out: Path) -> None:
-    """Writes model, tokenizer and manifest (unless it is empty) beside `out` and renames the folder at the
-    end, so that `out` either is not there or is complete. UserError where the disk does not take it."""
+    """Writes the model, the tokenizer and the manifest to a temporary folder and renames it to `out`.
+
+    So `out` is complete if it exists. A tokenizer of None and an empty manifest are not written. Raises
+    UserError if writing fails, as on a full disk.
+    """
     try:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".", suffix=".part") as beside:
-            part = Path(beside) / out.name  # made by mkdir: the one around it is for our eyes only
+            # renamed to `out`: unlike the temporary folder around it, it has the permissions of the umask
+            part = Path(beside) / out.name
             part.mkdir()
             model.save_pretrained(part)
             if tokenizer is not None:
@@ -51,7 +54,7 @@ def save_checkpoint(model: "PreTrainedModel", tokenizer: Any, manifest: dict[str
             if manifest:
                 write_json(part / MANIFEST, manifest)
             if out.exists():
-                out.rmdir()  # empty, or check_output would have refused it
+                out.rmdir()  # check_output made sure that it is empty
             os.replace(part, out)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot write {out}: {error}") from error

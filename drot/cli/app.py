@@ -1,7 +1,8 @@
-"""The command `drot`: its subcommands, its exit status, and how an error becomes one line.
+"""The command `drot`: its subcommands, its exit status, and its error messages of one line.
 
-Defaults come from drot/config.py, results go to stdout, progress to stderr. Exit status: 0; 2 for a mistake
-of the user; 1 for a fault of drot (--debug shows the traceback); 130 after Ctrl-C.
+Defaults come from drot/config.py. Results go to stdout, progress and errors to stderr. The exit status is 0
+for success, 1 for a fault of drot (--debug shows the traceback), 2 for a mistake of the user, and 130 after
+Ctrl-C.
 """
 
 import re
@@ -26,7 +27,7 @@ app.command(epilog=demo.EPILOG)(demo.demo)
 
 #: exit status after Ctrl-C
 INTERRUPTED = 130
-#: fields and arguments whose options have other names: `hessians` is --hessians, but `mode` is --rotation
+#: field or argument → its option, where the names differ; `hessians`, for one, is simply --hessians
 OPTIONS = {
     "mode": "--rotation",
     "blocks": "--rotation block:N",
@@ -34,12 +35,13 @@ OPTIONS = {
     "save_rotations_to": "--save-rotations",
     "batches": "--batch",
 }
-#: `hessians`, `hessians="dense"`, `resume=True` or `layers_per_step=4` in the message of a UserError
+#: a field in the message of a UserError: `hessians`, `hessians="dense"`, `resume=True`, `layers_per_step=4`
 FIELD = re.compile(r"`(\w+)(?:=(?:\"([^\"`]*)\"|(\w+)))?`")
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(given: bool) -> None:
+    """Prints the version and exits if --version was given."""
+    if given:
         print(f"drot {__version__}")
         raise typer.Exit
 
@@ -47,7 +49,7 @@ def show_version(wanted: bool) -> None:
 @app.callback(epilog="Example: drot demo")
 def drot(
     debug: Annotated[
-        bool, typer.Option("--debug", metavar=FLAG, help="Show the traceback of an error.")
+        bool, typer.Option("--debug", metavar=FLAG, help="Show the traceback if an error occurs.")
     ] = False,
     version: Annotated[
         bool,
@@ -57,7 +59,7 @@ def drot(
     ] = False,
 ) -> None:
     """Rotate a language model so that pruning hurts it less, and prune it."""
-    # `run` takes --debug out wherever it stands; it is declared here for --help
+    # --debug is declared here for --help only: `run` removes it from any place of the command line
 
 
 def run(arguments: list[str]) -> int:
@@ -67,7 +69,7 @@ def run(arguments: list[str]) -> int:
     try:
         status = app(arguments, prog_name="drot", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED  # typer returns the same for Ctrl-C in a command
+        status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
     except Exception as error:
         status, message = describe(error, debug)
         if debug:
@@ -80,10 +82,10 @@ def run(arguments: list[str]) -> int:
 
 
 def describe(error: Exception, debug: bool) -> tuple[int, str]:
-    """Exit status and message of an error."""
+    """The exit status and the message of an exception."""
     if isinstance(error, UserError):
         return 2, in_options(str(error))
-    # typer brings a copy of click, so its errors are recognised by their method
+    # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
         return 2, f"{format_message()} (drot --help lists the options)"
@@ -91,7 +93,7 @@ def describe(error: Exception, debug: bool) -> tuple[int, str]:
 
 
 def in_options(message: str) -> str:
-    """A message of the library with its fields as options: `hessians="dense"` as --hessians dense."""
+    """A message of the library with options for its fields: --hessians dense for `hessians="dense"`."""
 
     def option(match: re.Match[str]) -> str:
         name, text, value = match.groups()

@@ -1,4 +1,4 @@
-"""`drot bench`: its options and its table."""
+"""The command `drot bench`: its options and its table."""
 
 from typing import Annotated, Any
 
@@ -7,7 +7,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from drot.cli.options import Device, Dtype, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import output, say
+from drot.cli.tables import output, print_line
 from drot.errors import UserError
 
 EPILOG = "Example: drot bench --shape llama-3-8b --batch 1,8"
@@ -16,35 +16,53 @@ CASES = "Cases"
 
 def bench(
     model: Annotated[
-        str | None, typer.Argument(metavar="MODEL", help="Name on the hub, or a local folder, pruned to 2:4.")
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model with 2:4 weights: a name on the Hugging Face hub, or a local folder.",
+        ),
     ] = None,
     shape: Annotated[
         str | None,
         option(
             CASES,
-            "Time random weights in the dimensions of a known model, instead of MODEL.",
+            "Instead of MODEL: time random weights in the dimensions of a known model, such as llama-3-8b.",
             metavar="NAME",
             autocompletion=lambda: _shapes(),
         ),
     ] = None,
     tokens: Annotated[
         str | None,
-        option(CASES, "Tokens of a prefill, as in 128,2048. Default without --batch: 128 to 8192."),
+        option(
+            CASES,
+            "Time a prefill of one sequence, for each of these numbers of tokens, as in 128,2048. Without "
+            "--tokens and --batch: 128 to 8192 tokens.",
+        ),
     ] = None,
     batch: Annotated[
         str | None,
-        option(CASES, "Sequences of a decode, as in 1,8. Default without --tokens: 1 to 32."),
+        option(
+            CASES,
+            "Time the decoding of one token per sequence, for each of these numbers of sequences, as in 1,8. "
+            "Without --tokens and --batch: 1 to 32 sequences.",
+        ),
     ] = None,
-    repeats: Annotated[int, option(CASES, "Repetitions of each case; the median is shown.")] = 10,
+    repeats: Annotated[int, option(CASES, "Repetitions of each case. The table shows the median.")] = 10,
     minutes: Annotated[
         float | None,
-        option(CASES, "Leave out cases that would end later. Default: 3 on a CPU, no limit on a GPU."),
+        option(
+            CASES,
+            "Leave out the cases that would end later than this. Default: 3 on a CPU, no limit on a GPU.",
+        ),
     ] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Time 2:4 against dense, with and without rotations: one decoder layer, and the whole model."""
+    """Time 2:4 against dense weights, with and without rotations, in a decoder layer and a whole model.
+
+    The column 'rate' is the FLOP/s of a prefill, counted as dense, or the weight bytes/s of a decode.
+    """
     from drot.bench.speed import measure_speed
     from drot.cli.progress_bars import progress_bar
 
@@ -73,7 +91,7 @@ def _shapes() -> list[str]:
 
 
 def parse_sizes(option: str, text: str | None) -> list[int] | None:
-    """`1,8` as numbers; None where nothing was named."""
+    """The numbers in the value `text` of an option, such as `1,8`; None if the option was not given."""
     try:
         return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
@@ -81,10 +99,10 @@ def parse_sizes(option: str, text: str | None) -> list[int] | None:
 
 
 def print_speed(data: dict[str, Any]) -> None:
-    """`drot bench`: a row for every variant of every case, and what was left out."""
+    """Prints a row for each variant of each case, and the names of the cases that were left out."""
     title = f"{data['model']}, {data['dtype']}, {data['machine']}, medians of {data['repeats']}"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("case", "weights", "ms", "tokens/s", "bound", "MiB", "against dense"):
+    for heading in ("case", "weights", "ms", "tokens/s", "rate", "MiB", "against dense"):
         is_text = heading in ("case", "weights", "against dense")
         table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
     for row in data["rows"]:
@@ -94,18 +112,21 @@ def print_speed(data: dict[str, Any]) -> None:
             row["variant"],
             _three_digits(row["milliseconds"]),
             _three_digits(row["tokens_per_second"]),
-            _bound(row),
+            _rate(row),
             _three_digits(row["weight_bytes"] / 2**20),
             "" if row["speedup"] is None else f"{row['speedup']:.2f} x, {row['verdict']}",
             end_section=row["variant"] == variants[-1],
         )
     output().print(table)
     if data["left_out"]:
-        options = "--tokens, --batch, --repeats, --minutes"
-        say(f"Left out to end in time ({options}): {', '.join(data['left_out'])}")
+        print_line(
+            "Left out to end in time (allow more --minutes, or fewer or smaller --tokens, --batch or "
+            f"--repeats): {', '.join(data['left_out'])}"
+        )
 
 
-def _bound(row: dict[str, Any]) -> str:
+def _rate(row: dict[str, Any]) -> str:
+    """The figure `bound` of a row (drot/bench/speed.py) with its unit."""
     if row["phase"] == "decode":
         return f"{_three_digits(row['bound'] / 1e9)} GB/s"
     scale, unit = (1e12, "TFLOP/s") if row["bound"] >= 1e12 else (1e9, "GFLOP/s")

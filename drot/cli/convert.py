@@ -1,4 +1,4 @@
-"""`drot convert`: its options."""
+"""The command `drot convert`: its options."""
 
 import typing
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import say
+from drot.cli.tables import print_line
 from drot.config import WeightFormat
 
 EPILOG = "Example: drot convert llama-2of4-dense --out llama-2of4-packed --format packed"
@@ -15,20 +15,25 @@ EPILOG = "Example: drot convert llama-2of4-dense --out llama-2of4-packed --forma
 
 def convert(
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Name on the hub, or a local folder, pruned to 2:4.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model with 2:4 weights: a name on the Hugging Face hub, or a local folder.",
+        ),
     ],
     out: Annotated[Path, option(OUTPUT, "Folder to write. It must be new or empty.")],
     format: Annotated[
         str,
         option(
             OUTPUT,
-            "packed (2:4 values and positions, 9/16 of bf16) or dense.",
+            "packed stores the values and positions of the 2:4 weights, in 9/16 of the bytes of bf16; dense "
+            "stores all weights, with their zeros.",
             choices=typing.get_args(WeightFormat),
         ),
     ],
     as_json: Json = False,
 ) -> None:
-    """Write the 2:4 weights of MODEL packed, or its packed weights dense. Nothing else changes."""
+    """Copy MODEL to a new folder with its 2:4 weights packed, or with its packed weights dense."""
     from drot.checkpoint.convert import convert_checkpoint
 
     with stdout_for_the_result():
@@ -36,4 +41,4 @@ def convert(
     if as_json:
         print_json({"out": str(out), **manifest})
     else:
-        say(f"Saved to {out}")
+        print_line(f"Saved to {out}")

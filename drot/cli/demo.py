@@ -1,4 +1,4 @@
-"""`drot demo`: its options and its table."""
+"""The command `drot demo`: its options and its table."""
 
 import dataclasses
 from pathlib import Path
@@ -8,21 +8,23 @@ import typer
 from rich.table import Table
 
 from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import output, say
+from drot.cli.tables import output, print_line
 
 if TYPE_CHECKING:
     from drot.demo.demo import DemoResult
 
-#: the demo keeps its checkpoint, so that a user can look at it
+#: default folder of the demo's checkpoint
 OUT = Path("demo-output")
 EPILOG = "Example: drot demo --out demo-output && drot info demo-output"
 
 
 def demo(
-    out: Annotated[Path, option(OUTPUT, "Folder for the rotated and pruned model.")] = OUT,
+    out: Annotated[
+        Path, option(OUTPUT, "Folder for the rotated and pruned model. It must be new or empty.")
+    ] = OUT,
     as_json: Json = False,
 ) -> None:
-    """Prune the model that comes with drot to 2:4, with and without DenoiseRotator."""
+    """Prune a small model that comes with drot to 2:4, with and without DenoiseRotator, and compare."""
     from drot.cli.progress_bars import progress_bar
     from drot.demo.demo import run_demo
 
@@ -32,13 +34,13 @@ def demo(
         print_json(dataclasses.asdict(result) | {"out": str(out)})
     else:
         print_demo(result)
-        say(f"Saved to {out}")
+        print_line(f"Saved to {out}")
     if not result.rotation_helped:
         raise typer.Exit(1)
 
 
 def print_demo(result: "DemoResult") -> None:
-    """The demo's table and a sentence that says what it means."""
+    """Prints the table of the three models, and a sentence on what the figures mean."""
     table = Table(title="tiny-llama on held-out Python source", title_justify="left")
     table.add_column("model")
     for heading in ("perplexity", "gap closed", "sparsity", "seconds"):

@@ -1,11 +1,11 @@
-"""`drot eval`: its options and its table."""
+"""The command `drot eval`: its options and its table."""
 
 from typing import Annotated, Any
 
 import typer
 from rich.table import Table
 
-from drot.cli.options import Device, Dtype, Json, TextColumn, option, print_json, stdout_for_the_result
+from drot.cli.options import TEXT_COLUMN, Device, Dtype, Json, option, print_json, stdout_for_the_result
 from drot.cli.tables import output
 from drot.config import CalibrationConfig
 
@@ -18,28 +18,36 @@ def evaluate(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="Name on the Hugging Face hub, or a local folder; dense or pruned by drot."
+            metavar="MODEL",
+            help="Name on the Hugging Face hub, or a local folder. The model may be pruned by drot or not.",
         ),
     ],
     ppl: Annotated[
         list[str] | None,
         option(
             "Measures",
-            "Text for the perplexity: wikitext2 (its test split) or a text file. May be repeated.",
+            "Text for the perplexity: wikitext2 (its test split), or a .txt, .json, .jsonl or .parquet file. "
+            "May be given more than once. Default without --tasks: wikitext2.",
             metavar="[wikitext2|PATH]",
         ),
     ] = None,
-    seqlen: Annotated[int, option("Measures", "Tokens in a window of the perplexity.")] = DEFAULTS.seqlen,
+    seqlen: Annotated[
+        int, option("Measures", "Length in tokens of the windows into which the text is cut.")
+    ] = DEFAULTS.seqlen,
     tasks: Annotated[
         str,
-        option("Measures", "Zero-shot tasks of lm_eval, separated by commas: piqa,winogrande,…"),
+        option(
+            "Measures",
+            "Zero-shot tasks of lm_eval, separated by commas, as in piqa,winogrande. Needs the package "
+            "lm_eval.",
+        ),
     ] = "",
-    text_column: TextColumn = DEFAULTS.text_column,
+    text_column: Annotated[str, option("Measures", TEXT_COLUMN)] = DEFAULTS.text_column,
     device: Device = "auto",
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Measure MODEL: perplexity (on wikitext2 unless you name a text or tasks) and zero-shot accuracy."""
+    """Measure the perplexity of MODEL on texts and its accuracy in zero-shot tasks."""
     from drot.cli.progress_bars import progress_bar
     from drot.evaluation import evaluate as evaluation
 
@@ -62,7 +70,7 @@ def evaluate(
 
 
 def print_figures(figures: dict[str, Any]) -> None:
-    """Perplexities and accuracies of `drot eval`."""
+    """Prints the table of perplexities and accuracies."""
     table = Table("measure", title=str(figures["model"]), title_justify="left")
     table.add_column("value", justify="right")
     for source, value in figures["perplexity"].items():

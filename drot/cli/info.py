@@ -1,4 +1,4 @@
-"""`drot info`: its options and the table of the machine."""
+"""The command `drot info`: its options and the table of the machine."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,11 +15,11 @@ EPILOG = "Example: drot info llama-2of4"
 
 def info(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="A checkpoint that drot wrote.")
+        Path | None, typer.Argument(metavar="FOLDER", help="A checkpoint that drot prune wrote.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show versions, backends and GPUs; or, for a checkpoint, what was done to it."""
+    """Show the versions, backends and GPUs of this machine; or, with FOLDER, how that model was pruned."""
     if folder is None:
         from drot.environment import collect
 
@@ -32,8 +32,8 @@ def info(
     from drot.checkpoint.manifest import read_manifest
 
     if not folder.is_dir():
-        what = "is a file" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {what}: name the folder that drot prune wrote")
+        reason = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
     data = read_manifest(folder)
     if as_json:
         print_json(data)
@@ -42,12 +42,12 @@ def info(
         print_manifest(data)
     except (LookupError, TypeError, AttributeError, ValueError) as error:
         raise UserError(
-            f"{folder}/drot.json does not hold what drot wrote ({error!r}): was it edited?"
+            f"{folder}/drot.json does not hold what drot wrote ({error!r}): it was edited; copy it again"
         ) from error
 
 
 def print_environment(data: dict[str, Any]) -> None:
-    """`drot info`: one line a fact."""
+    """Prints one line for each key of `drot.environment.collect` that has a value."""
     table = Table(show_header=False, box=None, pad_edge=False)
     for key, value in data.items():
         if value is not None and (fact := _fact(value)):
@@ -56,6 +56,7 @@ def print_environment(data: dict[str, Any]) -> None:
 
 
 def _fact(value: Any) -> str:
+    """A JSON value as text; None and [] in a dict are left out."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {_fact(fact)}" for key, fact in value.items() if fact not in (None, []))
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""What the commands share: options, and how results reach stdout."""
+"""Options that several commands share, and the output of results on stdout."""
 
 import contextlib
 import json
@@ -13,15 +13,20 @@ from drot.devices import DTYPES
 
 #: panels of `--help`
 ROTATION, PRUNING, CALIBRATION, OUTPUT, RUN = "Rotation", "Pruning", "Calibration", "Output", "Run"
-#: what `--help` shows in the place of the value of an option that takes none
+#: metavar of an option without a value, for which `--help` then shows no value
 FLAG = " "
 
 
 def option(panel: str, help: str, *names: str, choices: Sequence[str] = (), **settings: Any) -> Any:
-    """An option in a panel of `--help`.
+    """A typer option.
 
-    choices: are shown there and completed by the shell. The library checks the value, so that a mistake
-    is answered in the same words from Python and from the command line.
+    Args:
+        panel: the panel of `--help` that shows the option.
+        help: the text in the panel.
+        names: the option's names, as in `--json`; by default, the name of the parameter.
+        choices: values that `--help` shows and the shell completes. Only the library checks the value, so
+            that the error message is the same from Python and from the command line.
+        settings: further arguments of typer.Option.
     """
     if choices:
         settings = {"metavar": f"[{'|'.join(choices)}]", "autocompletion": lambda: list(choices)} | settings
@@ -32,7 +37,7 @@ Json = Annotated[
     bool,
     option(
         OUTPUT,
-        "Print one JSON object on stdout and nothing else there. A figure that is not finite is null.",
+        "Print the result as one JSON object on stdout. Infinity and NaN become null.",
         "--json",
         metavar=FLAG,
     ),
@@ -41,20 +46,21 @@ Device = Annotated[
     str,
     option(
         RUN,
-        "auto is the first GPU, or the CPU.",
+        "Device to use. auto is the first GPU, or the CPU if there is no GPU.",
         metavar="[auto|cpu|cuda:N]",
         autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0"],
     ),
 ]
 Dtype = Annotated[
-    str, option(RUN, "Dtype of the weights. auto is the checkpoint's own.", choices=["auto", *DTYPES])
+    str,
+    option(RUN, "Dtype of the weights. auto is the dtype of the checkpoint.", choices=["auto", *DTYPES]),
 ]
-TextColumn = Annotated[str, option(CALIBRATION, "Column of .json, .jsonl and .parquet files with the text.")]
+TEXT_COLUMN = "The column that holds the text in .json, .jsonl and .parquet files."
 
 
 @contextlib.contextmanager
 def stdout_for_the_result() -> Iterator[None]:
-    """Sends what libraries print to stderr, and switches the bars of transformers off."""
+    """Redirects the output of libraries from stdout to stderr, and disables transformers' progress bars."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -63,7 +69,7 @@ def stdout_for_the_result() -> Iterator[None]:
 
 
 def print_json(data: dict[str, Any]) -> None:
-    """Prints standard JSON, which has neither Infinity nor NaN: both become null."""
+    """Prints `data` as standard JSON, which has no Infinity and no NaN: they become null."""
     print(json.dumps(_finite(data), allow_nan=False))
 
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar where stderr is a terminal, lines where it is not."""
+"""Progress on stderr: a bar if stderr is a terminal, otherwise lines."""
 
 import contextlib
 import threading
@@ -11,15 +11,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from drot.progress import Progress as ProgressCallback
 from drot.progress import ProgressEvent
 
-#: share of a layer's bar that its training takes
+#: the share of a layer's part of the bar that belongs to its training; the rest belongs to its pruning
 TRAINING_SHARE = 0.9
 
 
 @contextlib.contextmanager
 def progress_bar(*, shared: bool = False, label: str = "loss") -> Iterator[ProgressCallback]:
-    """A callback for ProgressEvents: a bar where stderr is a terminal, else lines.
+    """The callback for ProgressEvents: a BarProgress if stderr is a terminal, otherwise a LineProgress.
 
-    shared: one training serves all layers. label: what a training's loss is, `entropy` for that objective.
+    shared: whether all layers have one training, as with `mode="shared"`.
+    label: the name of the training's loss, such as `entropy`.
     """
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
@@ -40,7 +41,7 @@ def progress_bar(*, shared: bool = False, label: str = "loss") -> Iterator[Progr
 
 
 class BarProgress:
-    """One bar per pass over the layers or over the windows of an evaluation."""
+    """A bar that starts again for each pass over the layers, the windows of an evaluation or the cases."""
 
     def __init__(self, bars: Progress, *, shared: bool = False, label: str = "loss") -> None:
         self.bars, self.shared, self.label = bars, shared, label
@@ -55,6 +56,7 @@ class BarProgress:
         self.completed, self.total, self.layer = completed, total, event.layer
 
     def _position(self, event: ProgressEvent) -> tuple[float, float, str]:
+        """The completed part of the bar, the total, and the text beside the bar."""
         share = event.step / event.steps if event.steps else 0.0
         loss = "" if event.loss is None else f"  {self.label} {event.loss:.4g}"
         if event.phase == "evaluate":
@@ -63,31 +65,32 @@ class BarProgress:
             return event.step, event.steps, f"case {event.step}/{event.steps}"
         if event.phase == "rotate" and self.shared:
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
-        where = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""
-        behind = self.completed if self.total == event.layers else 0.0
+        layer = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""
+        reached = self.completed if self.total == event.layers else 0.0
         if event.phase == "rotate":
-            detail = f"{where}  step {event.step}/{event.steps}{loss}"
-            # of layers that train side by side one may end behind the next
-            return max(event.layer + TRAINING_SHARE * share, behind), event.layers, detail
+            detail = f"{layer}  step {event.step}/{event.steps}{loss}"
+            # the bar never goes back, although of layers that train in parallel a later one may be ahead
+            return max(event.layer + TRAINING_SHARE * share, reached), event.layers, detail
         trained = event.phase == "prune" and self.layer == event.layer
-        return max(event.layer, behind if trained else 0.0), event.layers, where
+        return max(event.layer, reached if trained else 0.0), event.layers, layer
 
 
 class LineProgress:
-    """A plain line for every training, every layer that is pruned and every evaluation."""
+    """One line for each training, each pruned layer, each evaluation and each case of a measurement."""
 
     def __init__(self, console: Console, *, shared: bool = False, label: str = "loss") -> None:
         self.console, self.shared, self.label = console, shared, label
         self.started = time.perf_counter()
-        self.first: ProgressEvent | None = None  # of the training that is under way
+        #: the first and the last event of the current training
+        self.first: ProgressEvent | None = None
         self.last: ProgressEvent | None = None
-        self.lock = threading.Lock()  # layers may train side by side
+        self.lock = threading.Lock()  # layers that train in parallel report from several threads
 
     def __call__(self, event: ProgressEvent) -> None:
         with self.lock:
-            another = self.last is not None and event.layer != self.last.layer
-            if event.phase != "rotate" or another:
-                self._end_training()  # one that settled early has no last step
+            other_layer = self.last is not None and event.layer != self.last.layer
+            if event.phase != "rotate" or other_layer:
+                self._end_training()  # a training that stopped early reports no event of the last step
             if event.phase == "rotate":
                 self.first, self.last = self.first or event, event
                 if event.step == event.steps:
@@ -102,23 +105,25 @@ class LineProgress:
                 self._line("saving")
 
     def close(self) -> None:
-        """Says what was not said yet."""
+        """Prints the line of a training that is not printed yet."""
         with self.lock:
             self._end_training()
 
     def _end_training(self) -> None:
+        """Prints the line of the current training, if there is one."""
         first, last = self.first, self.last
         self.first = self.last = None
         if first is None or last is None:
             return
-        which = "all layers" if self.shared else f"layer {last.layer + 1}/{last.layers}"
+        layers = "all layers" if self.shared else f"layer {last.layer + 1}/{last.layers}"
         change = ""
         if last.loss is not None:
-            # with layers side by side only the end of each is told
+            # layers that train in parallel report their last step only
             before = f"{first.loss:.4g} -> " if first is not last and first.loss is not None else ""
             change = f"{self.label} {before}{last.loss:.4g} "
-        self._line(f"{which}: rotated, {change}in {last.step} steps")
+        self._line(f"{layers}: rotated, {change}in {last.step} steps")
 
     def _line(self, text: str) -> None:
+        """Prints `text` with the seconds since the start."""
         seconds = time.perf_counter() - self.started
         self.console.print(f"{text} ({seconds:.0f} s)", markup=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""`drot prune`: its options, and which of them go together."""
+"""The command `drot prune`: its options, and the check for options that would have no effect."""
 
 import dataclasses
 import typing
@@ -16,27 +16,28 @@ from drot.cli.options import (
     PRUNING,
     ROTATION,
     RUN,
-    Dtype,
+    TEXT_COLUMN,
     Json,
-    TextColumn,
     option,
     print_json,
     stdout_for_the_result,
 )
-from drot.cli.tables import print_manifest, say
+from drot.cli.tables import print_line, print_manifest
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.devices import DTYPES
 from drot.errors import UserError
 
 PRUNE, ROTATE, CALIBRATE = PruningConfig(), RotationConfig(), CalibrationConfig()
-#: fields of RotationConfig that say which matrices there are, trained or given
+#: fields of RotationConfig that matter for given rotations too
 NOT_TRAINING = ("mode", "blocks", "boundary")
 #: fields of RotationConfig that only the training reads
 TRAINING = tuple(f.name for f in dataclasses.fields(RotationConfig) if f.name not in NOT_TRAINING)
 
-#: What makes options idle: the condition in words, the condition, and the fields of the idle options.
-#: An idle option is a mistake on a command line. A program that varies one setting of a recipe may leave
-#: the others as they are, so Recipe itself does not refuse it.
-IDLE: tuple[tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]], ...] = (
+#: Conditions under which options have no effect: the condition in words; a function of the recipe, and of
+#: whether --rotations was given, that tests it; and the fields of the options without effect.
+#: An option without effect is a mistake on a command line. Recipe itself accepts it, because a program may
+#: vary one setting of a recipe and leave the others as they are.
+WITHOUT_EFFECT: tuple[tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]], ...] = (
     (
         "--rotation none",
         lambda recipe, given: recipe.rotation.mode == "none",
@@ -62,16 +63,17 @@ EPILOG = "Example: drot prune meta-llama/Llama-3.1-8B --out llama-2of4 --calibra
 
 
 def rotation_choices() -> list[str]:
-    """What the shell offers for --rotation."""
+    """The values of --rotation that the shell completes."""
     return [*typing.get_args(config.RotationMode), "block:2", "block:4", "block:8"]
 
 
 def optimizer_defaults(index: int) -> str:
+    """The default of each optimizer in words: of the steps for index 0, of the learning rate for 1."""
     return ", ".join(f"{values[index]} for {name}" for name, values in config.OPTIMIZER_DEFAULTS.items())
 
 
 def choices(alias: Any) -> tuple[str, ...]:
-    """The values of a Literal of drot/config.py."""
+    """The values of the Literal type `alias` of drot/config.py."""
     return typing.get_args(alias)
 
 
@@ -80,27 +82,38 @@ def prune(
         str, typer.Argument(metavar="MODEL", help="Name on the Hugging Face hub, or a local folder.")
     ],
     *,
-    method: Annotated[str, option(PRUNING, "Pruning method.", choices=choices(config.Method))] = PRUNE.method,
+    method: Annotated[
+        str,
+        option(
+            PRUNING,
+            "How the weights to remove are chosen. sparsegpt also updates the weights that it keeps.",
+            choices=choices(config.Method),
+        ),
+    ] = PRUNE.method,
     sparsity: Annotated[
         str,
         option(
             PRUNING,
-            "Ratio of weights to remove (0.5), or n:m (2:4 keeps 2 of every 4 neighbours).",
+            "n:m (2:4 keeps 2 of every 4 neighbouring weights), or the share of weights to remove (0.5).",
+            metavar="[n:m|RATIO]",
             autocompletion=lambda: ["2:4", "4:8", "0.5"],
         ),
     ] = str(PRUNE.sparsity),
     damping: Annotated[
-        float, option(PRUNING, "SparseGPT: share of mean(diag H) that is added to the diagonal of H.")
+        float,
+        option(PRUNING, "SparseGPT only: this share of mean(diag H) is added to the diagonal of H."),
     ] = PRUNE.damping,
     block_size: Annotated[
-        int, option(PRUNING, "SparseGPT: columns that are solved before their error reaches the rest.")
+        int,
+        option(PRUNING, "SparseGPT only: columns to prune before the columns right of them are updated."),
     ] = PRUNE.block_size,
     rotation: Annotated[
         str,
         option(
             ROTATION,
-            "Rotations of the residual stream: none; layer (each layer its own); shared (one for the whole "
-            "model, a stock checkpoint); block:N (each layer its own, of N equal diagonal blocks).",
+            "Rotations of the residual stream. layer: one for each layer. shared: one for the whole model, "
+            "which loads without drot if it is saved dense. block:N: one for each layer, with N equal "
+            "diagonal blocks.",
             metavar="[none|layer|shared|block:N]",
             autocompletion=rotation_choices,
         ),
@@ -109,8 +122,8 @@ def prune(
         str,
         option(
             ROTATION,
-            "What the training minimises: pruned (the importance that the mask removes), entropy (the "
-            "paper), or auto (pruned for n:m, entropy for a ratio).",
+            "What the training minimises. pruned: the importance of the weights to remove. entropy: the "
+            "paper's. auto: pruned for n:m, entropy for a ratio.",
             choices=choices(config.Objective),
         ),
     ] = ROTATE.objective,
@@ -118,30 +131,35 @@ def prune(
         str,
         option(
             ROTATION,
-            "fast (Adam in the tangent space of SO(n)) or paper (Adam through QR).",
+            "Optimizer of the training. fast: Adam in the tangent space of SO(n). paper: Adam through QR.",
             choices=choices(config.Optimizer),
         ),
     ] = ROTATE.optimizer,
     steps: Annotated[
-        int | None, option(ROTATION, f"Training steps a layer. Default: {optimizer_defaults(0)}.")
+        int | None, option(ROTATION, f"Training steps for each layer. Default: {optimizer_defaults(0)}.")
     ] = ROTATE.steps,
     lr: Annotated[
         float | None,
         option(
             ROTATION,
-            f"Learning rate. Default: {optimizer_defaults(1)}, {config.SHARED_LR} for fast with shared.",
+            f"Learning rate. Default: {optimizer_defaults(1)}, {config.SHARED_LR} for fast with --rotation "
+            "shared.",
         ),
     ] = ROTATE.lr,
     early_stop: Annotated[
         float,
-        option(ROTATION, "fast stops when the loss moves by less than this share a step; 0: never early."),
+        option(
+            ROTATION,
+            "fast stops when the loss changes by less than this share in a step. 0 never stops early.",
+        ),
     ] = ROTATE.early_stop,
     hessians: Annotated[
         str,
         option(
             ROTATION,
-            "Hessians of the training: sequential (inputs that passed the pruned layers) or dense (inputs of "
-            "the dense model, so that layers train independently).",
+            "The layer inputs from which the training computes its Hessians. sequential: inputs that went "
+            "through the pruned layers before. dense: inputs in the dense model, so that layers train "
+            "independently of each other.",
             choices=choices(config.HessianSource),
         ),
     ] = ROTATE.hessians,
@@ -149,36 +167,44 @@ def prune(
         str,
         option(
             ROTATION,
-            "Where the rotation between two layers acts: input (of the next layer) or residual (beside the "
-            "MLP, where a packed model adds it to down_proj's product; needs dense Hessians).",
+            "Where the rotation between two layers acts. input: on the input of the later layer. residual: "
+            "beside the MLP of the earlier layer, where a packed model computes it together with down_proj; "
+            "needs --hessians dense or --rotations.",
             choices=choices(config.BoundaryPlace),
         ),
     ] = ROTATE.boundary,
     layers_per_step: Annotated[
         int | None,
-        option(ROTATION, "shared: layers that a training step looks at; the others wait in main memory."),
+        option(
+            ROTATION,
+            "With --rotation shared: the number of layers in the loss of one step. The other layers are "
+            "offloaded to main memory. Default: all layers.",
+        ),
     ] = ROTATE.layers_per_step,
     product_dtype: Annotated[
         str,
-        option(ROTATION, "Dtype of the training's matrix products.", choices=choices(config.ProductDtype)),
+        option(
+            ROTATION, "Dtype of the matrix products of the training.", choices=choices(config.ProductDtype)
+        ),
     ] = ROTATE.product_dtype,
     reference_compat: Annotated[
         bool,
         option(
             ROTATION,
-            "Compute SparseGPT's score as the paper's code does.",
+            "Compute SparseGPT's score as the paper's code does, which adds the damping twice.",
             "--reference-compat",
             metavar=FLAG,
         ),
     ] = ROTATE.reference_compat,
     rotations: Annotated[
-        Path | None, option(ROTATION, "Use the rotations of this file and train nothing.")
+        Path | None,
+        option(ROTATION, "Use the rotations in this file, which --save-rotations wrote, and train none."),
     ] = None,
     save_rotations_to: Annotated[
         Path | None,
         option(
             ROTATION,
-            "Also write the rotations, for other sparsities and methods.",
+            "Also write the rotations to this file, to use them again with another sparsity or method.",
             "--save-rotations",
         ),
     ] = None,
@@ -186,20 +212,26 @@ def prune(
         str,
         option(
             CALIBRATION,
-            "Text for the Hessians: c4, wikitext2, or a .txt, .json, .jsonl or .parquet file.",
+            "Text from which the Hessians are computed: c4 or wikitext2, which are downloaded, or a .txt, "
+            ".json, .jsonl or .parquet file.",
             metavar="[c4|wikitext2|PATH]",
         ),
     ] = CALIBRATE.source,
-    nsamples: Annotated[int, option(CALIBRATION, "Calibration windows.")] = CALIBRATE.nsamples,
-    seqlen: Annotated[int, option(CALIBRATION, "Tokens in a calibration window.")] = CALIBRATE.seqlen,
-    seed: Annotated[int, option(CALIBRATION, "Random seed for sampling windows.")] = CALIBRATE.seed,
-    text_column: TextColumn = CALIBRATE.text_column,
+    nsamples: Annotated[
+        int, option(CALIBRATION, "Number of sequences to cut from the text.")
+    ] = CALIBRATE.nsamples,
+    seqlen: Annotated[int, option(CALIBRATION, "Tokens in a sequence.")] = CALIBRATE.seqlen,
+    seed: Annotated[
+        int, option(CALIBRATION, "Random seed of the positions at which sequences are cut.")
+    ] = CALIBRATE.seed,
+    text_column: Annotated[str, option(CALIBRATION, TEXT_COLUMN)] = CALIBRATE.text_column,
     out: Annotated[Path, option(OUTPUT, "Folder to write. It must be new or empty.")],
     format: Annotated[
         str,
         option(
             OUTPUT,
-            "Saved weights: dense, or packed (2:4 values and positions, 9/16 of bf16).",
+            "Format of the saved weights. packed stores the values and positions of 2:4 weights, in 9/16 of "
+            "the bytes of bf16; dense stores all weights, with their zeros.",
             choices=choices(config.WeightFormat),
         ),
     ] = "dense",
@@ -208,15 +240,26 @@ def prune(
         str,
         option(
             RUN,
-            "auto is the first GPU, or the CPU. With dense Hessians also several GPUs, as in cuda:0,cuda:1.",
+            "Device to use. auto is the first GPU, or the CPU if there is no GPU. With --hessians dense also "
+            "several GPUs, as in cuda:0,cuda:1.",
             metavar="[auto|cpu|cuda:N]",
             autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0,cuda:1"],
         ),
     ] = "auto",
-    dtype: Dtype = "auto",
-    resume: Annotated[bool, option(RUN, "Go on with an interrupted run.", "--resume", metavar=FLAG)] = False,
+    dtype: Annotated[
+        str,
+        option(
+            RUN,
+            "Dtype of the weights. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU.",
+            choices=["auto", *DTYPES],
+        ),
+    ] = "auto",
+    resume: Annotated[
+        bool,
+        option(RUN, "Continue an interrupted run with the same --out.", "--resume", metavar=FLAG),
+    ] = False,
 ) -> None:
-    """Rotate and prune MODEL, and save it as a Hugging Face folder."""
+    """Rotate and prune MODEL, and save the result as a Hugging Face folder."""
     mode, blocks = parse_rotation(rotation)
     recipe = Recipe(
         rotation=RotationConfig(
@@ -265,29 +308,29 @@ def prune(
         print_json({"out": str(out), **result.manifest})
     else:
         print_manifest(result.manifest)
-        say(f"Saved to {out}")
+        print_line(f"Saved to {out}")
 
 
 def check_effects(recipe: Recipe, **files: Path | None) -> None:
-    """Raises UserError that names every option which differs from its default and yet has no effect.
+    """Raises UserError that names the options that differ from their defaults but have no effect.
 
-    files: `rotations` and `save_rotations_to`.
+    files: the options `rotations` and `save_rotations_to`, which are not part of the recipe.
     """
     changed = {name for name, file in files.items() if file is not None}
     for part in (recipe.rotation, recipe.pruning, recipe.calibration):
         default = type(part)()
         fields = (field.name for field in dataclasses.fields(part))
         changed |= {name for name in fields if getattr(part, name) != getattr(default, name)}
-    for words, applies, without_effect in IDLE:
-        idle = [name for name in without_effect if name in changed]
+    for condition, applies, fields_without_effect in WITHOUT_EFFECT:
+        idle = [name for name in fields_without_effect if name in changed]
         if idle and applies(recipe, files["rotations"] is not None):
             verb = "have" if len(idle) > 1 else "has"
             options = ", ".join(f"`{name}`" for name in idle)
-            raise UserError(f"{options} {verb} no effect with {words}: leave one or the other out")
+            raise UserError(f"{options} {verb} no effect with {condition}: leave one or the other out")
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:
-    """mode and blocks of `--rotation`; RotationConfig checks the mode's name."""
+    """`mode` and `blocks` of RotationConfig for a value of --rotation. RotationConfig checks the mode."""
     if not text.startswith("block:"):
         return typing.cast(config.RotationMode, text), 1
     try:

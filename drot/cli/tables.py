@@ -1,27 +1,27 @@
-"""Tables and lines on stdout, and the table of a manifest."""
+"""Output on stdout: the console, single lines, and the table of a manifest."""
 
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-#: columns of the table of layers; a column without a figure is left out
+#: columns of the table of layers; the table omits a column that has no figure in any row
 COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "seconds")
 
 
 def output() -> Console:
-    """stdout as it is now; a file gets a fixed width, not that of a narrow terminal."""
+    """A console that prints to the current stdout; 100 columns wide if stdout is not a terminal."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=100)
 
 
-def say(line: str) -> None:
-    """Prints one line, as it is."""
+def print_line(line: str) -> None:
+    """Prints one line on stdout, without markup and without breaking it."""
     output().print(line, markup=False, soft_wrap=True)
 
 
 def print_manifest(manifest: dict[str, Any]) -> None:
-    """The recipe in a few lines, and a row for every layer."""
+    """Prints a few lines about the run, and a table with a row for each layer."""
     recipe = manifest["recipe"]
     pruning, rotation, calibration = recipe["pruning"], recipe["rotation"], recipe["calibration"]
     console = output()
@@ -46,7 +46,7 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     table = Table(title="Layers", title_justify="left")
     shown = [heading for heading in COLUMNS if any(row[heading] != "-" for row in rows)]
     if rotation["objective"] == "entropy" and "entropy" in shown:
-        shown.remove("loss")  # the same figure
+        shown.remove("loss")  # the loss is the entropy
     for heading in shown:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
@@ -55,6 +55,7 @@ def print_manifest(manifest: dict[str, Any]) -> None:
 
 
 def _opens_as(manifest: dict[str, Any]) -> str:
+    """Whether the checkpoint needs drot to be opened, and what for."""
     if manifest["stock_architecture"]:
         return "stock architecture"
     packed = ["packed 2:4 weights"] if manifest.get("format") == "packed" else []
@@ -63,21 +64,22 @@ def _opens_as(manifest: dict[str, Any]) -> str:
 
 
 def _rotation_line(rotation: dict[str, Any], file: dict[str, Any] | None) -> str:
+    """The rotation settings of a recipe; `file`: the rotation file of the run, if there is one."""
     if rotation["mode"] == "none":
         return "none"
     kind = rotation["mode"] if rotation["blocks"] == 1 else f"{rotation['mode']}, blocks {rotation['blocks']}"
-    # before it was called boundary, the field was down_basis; the oldest manifests have neither
+    # older manifests have down_basis in place of boundary, and the oldest have neither
     if rotation.get("boundary") == "residual" or rotation.get("down_basis") == "next":
         kind += ", boundary on the residual"
     if file is not None:
         return f"{kind}, from {file['file']}"
-    how = f"{rotation['steps']} steps of {rotation['optimizer']}, lr {rotation['lr']:g}"
+    training = f"{rotation['steps']} steps of {rotation['optimizer']}, lr {rotation['lr']:g}"
     hessians = ", dense Hessians" if rotation["hessians"] == "dense" else ""
-    return f"{kind}, objective {rotation['objective']}, {how}{hessians}"
+    return f"{kind}, objective {rotation['objective']}, {training}{hessians}"
 
 
 def _shared_line(trained: dict[str, Any], layers: int, objective: str) -> str:
-    """The one training of `shared`, as means over the layers."""
+    """The figures of the only training of `mode="shared"`, as means over the layers."""
     loss = _change(trained["loss_before"] / layers, trained["loss_after"] / layers)
     entropy = _change(trained["entropy_before"], trained["entropy_after"])
     steps = len(trained["loss_curve"]) - 1
@@ -86,7 +88,7 @@ def _shared_line(trained: dict[str, Any], layers: int, objective: str) -> str:
 
 
 def _layer_cells(layer: dict[str, Any]) -> dict[str, str]:
-    """heading → text; "-" where there is no figure. Sparsity and error are means over the linears."""
+    """Heading → text of a layer's row; "-" if there is no figure. Means over the linears of the layer."""
     trained, linears = layer.get("rotation", {}), layer["linears"].values()
     errors = [linear["output_error"] for linear in linears if linear["output_error"] is not None]
     cells = {

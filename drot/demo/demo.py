@@ -1,4 +1,4 @@
-"""The demo: the embedded model pruned to 2:4 by SparseGPT, with and without DenoiseRotator."""
+"""The demo: the embedded model, pruned to 2:4 by SparseGPT with and without DenoiseRotator."""
 
 import time
 from dataclasses import dataclass
@@ -24,7 +24,13 @@ CALIBRATION = CalibrationConfig(source=str(ASSETS / "python-calibration.txt"), n
 
 @dataclass(frozen=True, kw_only=True)
 class DemoRow:
-    """gap_closed: share of what pruning cost that came back; None for the two ends of the gap."""
+    """The figures of one model.
+
+    gap_closed: (pruned - rotated) / (pruned - dense), in perplexities: the share of the damage by pruning
+        that the rotation undoes. None for the dense and for the pruned model.
+    sparsity: the share of zeros in the linears of the decoder layers.
+    seconds: the time of the pruning; None for the dense model.
+    """
 
     name: str
     perplexity: float
@@ -35,7 +41,7 @@ class DemoRow:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """rows: dense, pruned, pruned + rotated."""
+    """rows: the dense, the pruned, and the rotated and pruned model. sentence: what the figures mean."""
 
     rows: list[DemoRow]
     sentence: str
@@ -50,14 +56,20 @@ def run_demo(
     windows: int | None = None,
     progress: Progress = silent,
 ) -> DemoResult:
-    """Measures the three models on held-out text and saves the rotated one to `out`.
+    """Measures the perplexity of the three models on held-out text, and saves the rotated model to `out`.
 
-    steps: of the rotation's training, None for the default; windows: of the held-out text, None for all.
-    Everything is float32 on the CPU, so that every machine shows the same figures.
+    All computation is in float32 on the CPU, so that the figures are the same on every machine.
+
+    Args:
+        out: folder for the rotated and pruned model; new or empty.
+        steps: training steps of the rotation; None for the default.
+        calibration: the calibration text.
+        windows: number of windows of the held-out text; None for all.
+        progress: receives the events of the pruning runs and of the evaluations.
     """
     check_output(out)
     if (partial := partial_folder(out)).exists():
-        raise UserError(f"{partial} is left of a demo that was cut off: remove it or name another `out`")
+        raise UserError(f"{partial} was left by an interrupted demo: remove it or name another `out`")
     tokenizer = load_tokenizer(MODEL)
     options = dict(nsamples=calibration.nsamples, seqlen=calibration.seqlen, seed=calibration.seed)
     tokens = load_calibration(calibration.source, tokenizer, text_column=calibration.text_column, **options)
@@ -97,8 +109,8 @@ def run_demo(
 
 def _sentence(share: float) -> str:
     if share <= 0:
-        return "Rotating did not help: that is a fault, this demo is meant to show the opposite."
+        return "The rotation did not help. That is a fault of drot: it should reduce the damage of pruning."
     return (
-        "Removing half of the weights makes the model worse; rotating it first gave back "
-        f"{share:.0%} of that loss, with the same number of zeros in the same 2:4 pattern."
+        "Removing half of the weights makes the model worse. Rotating it first undoes "
+        f"{share:.0%} of that damage, with the same number of zeros in the same 2:4 pattern."
     )

@@ -1,1 +1,1 @@
-"""What a pruned model still knows: perplexity and zero-shot tasks."""
+"""Evaluation of a model: perplexity and zero-shot accuracy."""

@@ -1,4 +1,4 @@
-"""Perplexity and zero-shot accuracy of one model; mistakes are found before its weights are read."""
+"""Perplexity and zero-shot accuracy of a model."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -22,10 +22,20 @@ def evaluate(
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """{model, seqlen, perplexity: source → value, tasks: task → accuracy} of a hub name or local folder.
+    """The figures of one model: {model, seqlen, perplexity: text → value, tasks: task → accuracy}.
 
-    ppl: as of load_eval_tokens; tasks: names of lm_eval.
-    Raises UserError for a wrong option, model, text or task.
+    Raises UserError for a wrong argument, model, text or task. Arguments, texts and tasks are checked before
+    the weights are loaded, which takes long for a large model.
+
+    Args:
+        model: a name on the Hugging Face hub or a local folder.
+        ppl: texts for the perplexity, `wikitext2` or files, as in `load_eval_tokens`.
+        tasks: names of lm_eval's tasks.
+        seqlen: tokens in a window of the perplexity.
+        text_column: the column of the text in .json, .jsonl and .parquet files.
+        device: `auto`, `cpu` or `cuda[:N]`.
+        dtype: `auto`, the checkpoint's own, or `float32`, `bfloat16` or `float16`.
+        progress: receives the event `evaluate` after each batch of windows.
     """
     pick_device(device)
     if dtype != "auto":

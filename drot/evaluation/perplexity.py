@@ -1,4 +1,4 @@
-"""Perplexity as the literature on pruning measures it."""
+"""Perplexity on windows of a text, as the literature on pruning measures it."""
 
 import math
 from typing import Any
@@ -11,29 +11,33 @@ from drot.calibration.data import read_text, tokenize
 from drot.errors import UserError
 from drot.progress import Progress, ProgressEvent, silent
 
-#: logits that exist at once, at most: 64 Mi values are 256 MB in fp32
+#: largest number of logits in memory at the same time; 64 Mi logits take 256 MiB in fp32
 LOGITS_AT_ONCE = 1 << 26
 
 
 def load_eval_tokens(source: str, tokenizer: Any, text_column: str = "text") -> Tensor:
-    """ids [n] of `wikitext2` (its *test* split, joined by blank lines, as the paper's code does) or
-    of a local file. Raises UserError as `read_text` does."""
+    """Token ids [n] of `source`: `wikitext2` or a local file. Raises UserError as `read_text` does.
+
+    `wikitext2` is the test split of wikitext-2, joined by blank lines as in the paper's code.
+    """
     return tokenize(read_text(source, "test", text_column), tokenizer)
 
 
 def check_windows(tokens: Tensor, config: Any, seqlen: int) -> None:
-    """Raises UserError unless tokens [n] make a window of seqlen tokens that a model of `config` reads."""
+    """Raises UserError unless `tokens` [n] hold a window of `seqlen` tokens for a model of `config`."""
     if seqlen < 2:
-        raise UserError(f"`seqlen` must be at least 2, a token and the one that it foretells; got {seqlen}")
+        raise UserError(
+            f"`seqlen` must be at least 2, since the first token of a window is not predicted; got {seqlen}"
+        )
     longest = getattr(config, "max_position_embeddings", None)
     if longest and seqlen > longest:
         raise UserError(f"`seqlen` must be at most {longest}, the positions of this model; got {seqlen}")
     if len(tokens) < seqlen:
-        raise UserError(f"the text has {len(tokens)} tokens, one window needs {seqlen}: lower `seqlen`")
+        raise UserError(f"the text has {len(tokens)} tokens, but one window needs {seqlen}: lower `seqlen`")
     if int(tokens.max()) >= config.vocab_size:
         raise UserError(
             f"token ids must be below {config.vocab_size}, the model's vocabulary; got {int(tokens.max())}: "
-            "the tokenizer beside the model is another model's"
+            "the folder holds the tokenizer of another model; copy the right one"
         )
 
 
@@ -46,11 +50,18 @@ def perplexity(
     batch_size: int | None = None,
     progress: Progress = silent,
 ) -> float:
-    """exp(mean over the whole windows of seqlen tokens of their mean token loss); the rest is left out.
+    """exp(mean of the token losses) over the windows of `seqlen` tokens in `tokens` [n].
 
-    tokens [n]; batch_size None chooses one that bounds the memory of the logits. Losses are fp32.
-    Infinite where the mean loss is beyond exp's range, NaN where it is NaN.
-    Raises UserError as `check_windows` does.
+    Tokens after the last complete window are not used. Losses are computed in fp32. The result is inf if exp
+    of the mean overflows, and NaN if the mean is NaN. Raises UserError as `check_windows` does.
+
+    Args:
+        model: the model to measure.
+        tokens: token ids [n] of the text.
+        seqlen: tokens in a window; a window has seqlen - 1 losses.
+        batch_size: windows in a forward pass. None is the most for which the logits stay within
+            LOGITS_AT_ONCE, at least 1.
+        progress: receives an event after each forward pass.
     """
     check_windows(tokens, model.config, seqlen)
     count = len(tokens) // seqlen

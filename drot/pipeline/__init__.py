@@ -1,1 +1,1 @@
-"""The run: layers are calibrated, rotated and pruned one after the other."""
+"""A run of `drot.prune`, which calibrates, rotates and prunes one layer after the other."""

@@ -1,5 +1,4 @@
-"""What the steps of one run share: the model and its parts, the recipe, devices, clocks and the training
-of a rotation."""
+"""The state that all parts of one run share, and the training of rotations with it."""
 
 import dataclasses
 import time
@@ -16,19 +15,19 @@ from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
 from drot.surgery.rotate import LayerRotation
 
-#: a layer's rotation and the record of its training
+#: The rotation of a layer and the record of its training.
 Trained = tuple[LayerRotation, dict[str, Any]]
 
 
 class RunContext:
-    """The first device does all the work; the others train rotations of further layers.
+    """The model and its parts, the recipe, the calibration tokens, the devices and the clocks of one run.
 
     Args:
         model: a causal language model that fits the recipe (validation.py).
-        recipe: what is done to it.
+        recipe: the settings of the run.
         tokens: calibration token ids [nsamples, seqlen].
-        devices: at least one; several train layers side by side.
-        progress: is called with every ProgressEvent.
+        devices: the devices; rotations are trained on all of them in parallel, the rest runs on the first.
+        progress: the callback for ProgressEvents.
     """
 
     def __init__(
@@ -44,47 +43,52 @@ class RunContext:
         self.arch = architecture_of(model.config)
         self.layers = decoder_layers(model, self.arch)
         self.shape = head_shape(model.config)
-        self.home = next(model.parameters()).device
+        self.model_device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.rotates = recipe.rotation.mode != "none"
         self.seconds = dict.fromkeys(("check", "calibrate", "rotate", "prune"), 0.0)
 
-    def event(self, phase: str, index: int = 0, **rest: Any) -> None:
-        self.progress(ProgressEvent(phase=phase, layer=index, layers=len(self.layers), **rest))
+    def event(self, phase: str, index: int = 0, **fields: Any) -> None:
+        """Reports a ProgressEvent for layer `index`."""
+        self.progress(ProgressEvent(phase=phase, layer=index, layers=len(self.layers), **fields))
 
     def clock(self, phase: str) -> "Clock":
+        """A context manager that measures the time of `phase`."""
         return Clock(self.seconds, phase)
 
     def train(
         self, objectives: list[LayerObjective], index: int
     ) -> tuple[list[LayerRotation], dict[str, Any]]:
-        """The trained rotations, in main memory, and the record of the training.
+        """The trained rotation of each objective, and the record of the training.
 
-        The training runs on the device of the first objective. In fp64 the rotations are larger than the
-        layers, so they are kept in main memory, like the rotations of a file or of an interrupted run.
+        With several devices the training runs on the device of the objectives. The rotations are returned in
+        main memory, because in fp64 they are larger than a layer.
+
+        objectives: one objective, or the objectives of all layers, which then share R1.
+        index: the layer for progress reports.
         """
         device = objectives[0].device if len(self.devices) > 1 else self.device
 
         def on_step(step: int, steps: int, loss: float) -> None:
-            if len(self.devices) == 1:  # one bar cannot follow several layers
+            if len(self.devices) == 1:  # a progress bar shows the steps of one layer only
                 self.event("rotate", index, step=step, steps=steps, loss=loss)
 
         with self.clock("rotate"):
             rotations, record = train_rotation(objectives, self.recipe.rotation, on_step, device)
             if len(self.devices) > 1:
-                done = len(record.loss_curve) - 1
-                self.event("rotate", index, step=done, steps=done, loss=record.loss_after)
+                last = len(record.loss_curve) - 1
+                self.event("rotate", index, step=last, steps=last, loss=record.loss_after)
             entropies = {}
-            for name, rotation in (("before", None), ("after", rotations)):
+            for name, used in (("before", [None] * len(objectives)), ("after", rotations)):
                 entropies[f"entropy_{name}"] = sum(
-                    objective.to(device).entropy(rotation[i] if rotation else None)
-                    for i, objective in enumerate(objectives)
+                    objective.to(device).entropy(rotation)
+                    for objective, rotation in zip(objectives, used, strict=True)
                 ) / len(objectives)
         return [rotation.to("cpu") for rotation in rotations], dataclasses.asdict(record) | entropies
 
 
 class Clock:
-    """Adds the seconds of a `with` block to one of the run's totals."""
+    """Adds the duration of a `with` block to `seconds[phase]`."""
 
     def __init__(self, seconds: dict[str, float], phase: str) -> None:
         self._seconds, self._phase = seconds, phase

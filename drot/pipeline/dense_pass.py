@@ -1,4 +1,4 @@
-"""Rotations of all layers from one pass of the dense model, before anything is pruned."""
+"""Training of the rotations of all layers from one pass of the dense model, before anything is pruned."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -12,12 +12,15 @@ from drot.errors import UserError
 from drot.pipeline.context import RunContext, Trained
 from drot.pipeline.layer import layer_objective
 from drot.pipeline.parallel import train_in_parallel
-from drot.rotation.objective import Down, LayerObjective
+from drot.rotation.objective import DownProjection, LayerObjective
 
 
 def train_shared(run: RunContext, state: RunState | None) -> tuple[list[Trained], dict[str, Any]]:
-    """One R1 for the sum of all layers: each layer's rotation with its dampings, and the record of the
-    training."""
+    """Trains one R1 for all layers (`mode="shared"`).
+
+    Returns the rotation and the dampings of each layer, and the record of the training. They are loaded
+    instead if an interrupted run has saved them in `state`.
+    """
     saved = state.load("rotations") if state else None
     if saved is not None:
         tensors, (records, record) = saved
@@ -31,16 +34,19 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[Trained]
         rotations, record = run.train(objectives, 0)
     except torch.OutOfMemoryError as fault:
         raise UserError(
-            f"{len(objectives)} layers at once do not fit in the memory of {run.device}: "
-            "`layers_per_step=4` keeps the others in main memory"
+            f"{len(objectives)} layers do not fit in the memory of {run.device} at once: "
+            "use `layers_per_step=4`, which keeps the other layers in main memory"
         ) from fault
     if state:
         state.save("rotations", rotation_tensors(rotations), [records, record])
     return list(zip(rotations, records, strict=True)), record
 
 
-def train_each(run: RunContext, state: RunState | None) -> list[Trained]:
-    """A rotation a layer, each trained on the next device that is free."""
+def train_layers(run: RunContext, state: RunState | None) -> list[Trained]:
+    """Trains the rotation of each layer on the next free device (`hessians="dense"`).
+
+    Rotations are loaded instead if an interrupted run has saved them in `state`.
+    """
     done, dampings = {}, {}
     for index in range(len(run.layers)):
         if saved := state.load(f"rotation_{index:05d}") if state else None:
@@ -67,23 +73,25 @@ def train_each(run: RunContext, state: RunState | None) -> list[Trained]:
 def _objectives(
     run: RunContext, done: Collection[int] = ()
 ) -> Iterator[tuple[int, LayerObjective, dict[str, float]]]:
-    """Index, objective and dampings of one layer after the other, on inputs that passed the dense model.
-    A layer in `done` is not yielded; the stream only passes it."""
+    """Yields index, objective and dampings of each layer, with the Hessians of the dense model.
+
+    Layers in `done` are not yielded.
+    """
     stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
     on_residual, last = run.recipe.rotation.boundary == "residual", len(run.layers) - 1
-    previous: list[Down] = []  # down_proj of the layer before, where it takes the R1 of this layer
+    previous_down: list[DownProjection] = []  # down_proj of the layer before, if it takes this layer's R1
     for index, layer in enumerate(run.layers):
         layer.to(run.device)
         run.event("calibrate", index)
-        leaves_down = on_residual and index < last
+        down_takes_next_r1 = on_residual and index < last
         with run.clock("calibrate"):
-            if index not in done or (leaves_down and index + 1 not in done):
+            if index not in done or (down_takes_next_r1 and index + 1 not in done):
                 objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
                 if on_residual:  # each down_proj is trained with the layer whose R1 it takes
-                    own = objective.downs
-                    objective.downs = previous if leaves_down else [*previous, *own]
-                    previous = own if leaves_down else []
+                    down = objective.down_projections
+                    objective.down_projections = previous_down + ([] if down_takes_next_r1 else down)
+                    previous_down = down if down_takes_next_r1 else []
             stream.advance(layer, index)
-        layer.to(run.home)
+        layer.to(run.model_device)
         if index not in done:
             yield index, objective, damping

@@ -1,4 +1,4 @@
-"""What is done to one decoder layer: its objective from the stream, and its pruning."""
+"""The objective of one decoder layer from its calibration inputs, and the pruning of the layer."""
 
 import copy
 from typing import Any
@@ -26,9 +26,15 @@ def layer_objective(
     shape: HeadShape,
     recipe: Recipe,
 ) -> tuple[LayerObjective, dict[str, float]]:
-    """The training problem of `layer` on `stream`, and the dampings that its metrics took.
+    """The objective of `layer`, and the damping of each inverted Hessian. The layer is not changed.
 
-    The layer is left as it was; its norms are folded in a copy.
+    Args:
+        layer: a decoder layer.
+        index: number of the layer.
+        stream: inputs of the layer.
+        arch: family of the model.
+        shape: attention sizes of the model.
+        recipe: the settings of the run.
     """
     weights = folded_weights(layer, arch)
     device = stream.hidden_states.device
@@ -36,16 +42,16 @@ def layer_objective(
     with_down = recipe.objective == "pruned"
     hessians = {}
     if method != "magnitude":
-        work = copy.deepcopy(layer)
-        linears = layer_linears(work, arch)
+        folded_layer = copy.deepcopy(layer)
+        linears = layer_linears(folded_layer, arch)
         for role, linear in linears.items():
             linear.weight.copy_(weights[role])
         for path in (arch.attention_norm, arch.mlp_norm):
-            reset_norm(module_at(work, path), arch.norm_offset)
-        firsts = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
-        if not with_down:  # the largest of the four
-            del firsts["down"]
-        hessians = stream.hessians(work, index, firsts)
+            reset_norm(module_at(folded_layer, path), arch.norm_offset)
+        readers = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
+        if not with_down:  # the largest Hessian
+            del readers["down"]
+        hessians = stream.hessians(folded_layer, index, readers)
     metrics = layer_metrics(
         method,
         hessians,
@@ -70,9 +76,17 @@ def layer_objective(
 def prune_layer(
     layer: nn.Module, index: int, stream: CalibrationStream, arch: Architecture, config: PruningConfig
 ) -> dict[str, dict[str, Any]]:
-    """Prunes the seven linears in place, each group on inputs that passed those pruned before it.
+    """Prunes the seven linears of a layer in place and returns role → figures for the manifest.
 
-    Returns role → sparsity, relative output error and damping, for the manifest.
+    The Hessian of an input group is computed after the groups before it are pruned. The figures are sparsity,
+    output error and damping.
+
+    Args:
+        layer: a decoder layer.
+        index: number of the layer.
+        stream: inputs of the layer.
+        arch: family of the model.
+        config: the settings of the pruning.
     """
     linears, figures = layer_linears(layer, arch), {}
     for roles in INPUT_GROUPS.values():

@@ -1,4 +1,4 @@
-"""Layers whose objectives do not depend on each other, trained side by side on several devices."""
+"""Training of independent layers in parallel on several devices."""
 
 import queue
 from collections.abc import Callable, Iterable
@@ -9,37 +9,39 @@ import torch
 
 from drot.rotation.objective import LayerObjective
 
-Trained = TypeVar("Trained")
+Result = TypeVar("Result")
 
 
 def train_in_parallel(
     objectives: Iterable[tuple[int, LayerObjective]],
-    train: Callable[[int, LayerObjective], Trained],
+    train: Callable[[int, LayerObjective], Result],
     devices: list[torch.device],
-) -> dict[int, Trained]:
-    """index → `train(index, objective)` of every objective.
+) -> dict[int, Result]:
+    """Index → result of `train(index, objective)` for every objective.
 
-    The next objective is asked for when a device is free, so no more of them exist than devices, and
-    a training that failed ends the others at their end. With one device everything runs in turn.
+    objectives: index and objective of each layer. The next objective is requested only when a device is free,
+        so that there is at most one objective for each device.
+    train: is called in a thread, with the objective on a free device. If it raises an exception, no further
+        training is started, and the exception is raised again when the running ones have finished.
     """
     idle: queue.SimpleQueue[torch.device] = queue.SimpleQueue()
     for device in devices:
         idle.put(device)
 
-    def work(index: int, objective: LayerObjective, device: torch.device) -> Trained:
+    def work(index: int, objective: LayerObjective, device: torch.device) -> Result:
         try:
             with torch.no_grad():  # each thread has its own grad mode
                 return train(index, objective.to(device))
         finally:
             idle.put(device)
 
-    running: dict[int, Future[Trained]] = {}
+    futures: dict[int, Future[Result]] = {}
     with ThreadPoolExecutor(len(devices)) as pool:
         device = idle.get()
         for index, objective in objectives:
-            running[index] = pool.submit(work, index, objective, device)
+            futures[index] = pool.submit(work, index, objective, device)
             device = idle.get()
-            for future in running.values():
+            for future in futures.values():
                 if future.done():
-                    future.result()  # raises what the training raised
-    return {index: future.result() for index, future in running.items()}
+                    future.result()  # raises the exception of a failed training
+    return {index: future.result() for index, future in futures.items()}

@@ -1,4 +1,4 @@
-"""`drot.prune`: from a model and a recipe to a pruned model and its checkpoint."""
+"""`drot.prune`, which makes a pruned model and its checkpoint from a model and a recipe."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -28,11 +28,11 @@ from drot.sparse.quantization_config import format_of
 
 @dataclass(frozen=True)
 class PruneResult:
-    """What `drot.prune` returns.
+    """The result of `drot.prune`.
 
     model: the pruned model, on the device where it was loaded.
     manifest: the content of drot.json.
-    out: the folder of the checkpoint; None where none was written.
+    out: the folder of the checkpoint; None if no checkpoint was written.
     """
 
     model: PreTrainedModel
@@ -57,23 +57,25 @@ def prune(
 ) -> PruneResult:
     """Rotates and prunes a causal language model (paper, algorithm 1).
 
-    Raises UserError for a mistake in the input, and InvarianceError where a rotation changed the model's
-    function. In both cases nothing is written to `out`.
+    Raises UserError for a mistake in the input, and InvarianceError if a rotation changed the model's
+    outputs. In both cases nothing is written to `out`.
 
     Args:
         model: a name on the Hugging Face hub, a local folder, or a loaded model, which is changed in place.
-        recipe: what is done to the model; None is `Recipe()`.
-        out: the folder of the checkpoint. It must be new or empty.
-        tokenizer: the tokenizer of a loaded model, to read calibration text.
-        calibration: token ids [nsamples, seqlen], instead of the text that the recipe names.
-        device: where layers are worked on, one at a time; the model itself stays where it was loaded.
-            Several devices, as in `cuda:0,cuda:1`, train layers side by side, with `hessians="dense"`.
-        dtype: dtype of the weights; `auto` is the checkpoint's own on a GPU and float32 on a CPU.
-        rotations: a file that `save_rotations_to` wrote; its rotations are used and nothing is trained.
-        save_rotations_to: a file for the rotations, to be reused with other sparsities and methods.
-        format: `dense`, or `packed` for values and positions of 2:4 weights; of the result and of `out`.
-        resume: goes on with an interrupted run, whose finished layers lie in the folder `<out>.partial`.
-        progress: is called with a ProgressEvent now and then.
+        recipe: the settings of the run; None is `Recipe()`.
+        out: the folder of the checkpoint, which must be new or empty. None writes no checkpoint.
+        tokenizer: the tokenizer for the calibration text. A loaded model needs it, or `calibration`.
+        calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
+        device: the device of the computation, to which one layer at a time is moved. The model itself stays
+            where it was loaded. With `hessians="dense"`, several devices, such as `cuda:0,cuda:1`, train
+            layers in parallel.
+        dtype: dtype of the weights. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU.
+        rotations: a file written by `save_rotations_to`, whose rotations are used instead of training.
+        save_rotations_to: a new file for the rotations, which other sparsities and methods can reuse.
+        format: format of the weights in the result and in `out`: `dense`, or `packed`, which stores values
+            and positions of 2:4 weights.
+        resume: continues an interrupted run, whose finished layers are in the folder `<out>.partial`.
+        progress: the callback for ProgressEvents.
     """
     recipe = recipe or Recipe()
     check_format(format, recipe.pruning.sparsity)
@@ -82,30 +84,30 @@ def prune(
         check_output(out)
         check_unfinished(out, resume=resume)
     elif resume:
-        raise UserError("`resume` needs `out`: the folder of the run that was interrupted")
+        raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
     if save_rotations_to is not None:
         _check_rotations_output(Path(save_rotations_to), recipe)
     devices = pick_devices(device)
-    given = rotations is not None
+    rotations_given = rotations is not None
     if isinstance(model, str | Path):
         source = str(model)
         _refuse_pruned(Path(model))
         if dtype == "auto" and devices[0].type == "cpu":
             dtype = torch.float32
-        check_recipe(load_config(model), recipe, devices, rotations_given=given)
+        check_recipe(load_config(model), recipe, devices, rotations_given=rotations_given)
         tokenizer = tokenizer or load_tokenizer(model)
         model = load_model(model, dtype)
     else:
         source = getattr(model.config, "_name_or_path", "")
-        check_recipe(model.config, recipe, devices, rotations_given=given)
+        check_recipe(model.config, recipe, devices, rotations_given=rotations_given)
         if tokenizer is None and calibration is None:
-            raise UserError("a loaded model needs `tokenizer`, or `calibration` with token ids")
+            raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
     tokens, recipe = _calibration_tokens(calibration, tokenizer, recipe)
     check_tokens(tokens, model.config)
     check_architecture(model)
     if format == "packed":
         check_packable(model)
-    model.eval()  # dropout would reach the Hessians
+    model.eval()  # dropout would change the Hessians
     context = RunContext(model, recipe, tokens, devices, progress)
     run = PruningRun(context, Path(rotations) if rotations is not None else None)
     state = None if out is None else RunState(out, run.identity(source))
@@ -125,7 +127,8 @@ def prune(
 def _check_rotations_output(file: Path, recipe: Recipe) -> None:
     if recipe.rotation.mode == "none":
         raise UserError(
-            'there are no rotations to save: `save_rotations_to` needs `mode="layer"` or `mode="shared"`'
+            '`save_rotations_to` needs `mode="layer"` or `mode="shared"`; got `mode="none"`, which trains no '
+            "rotations"
         )
     if file.exists():
         raise UserError(f"{file} exists: name another `save_rotations_to` or remove it")
@@ -133,7 +136,7 @@ def _check_rotations_output(file: Path, recipe: Recipe) -> None:
 
 
 def _calibration_tokens(calibration: Tensor | None, tokenizer: Any, recipe: Recipe) -> tuple[Tensor, Recipe]:
-    """The calibration tokens, and the recipe as it is recorded: with the shape of tokens that were given."""
+    """The calibration tokens, and the recipe, with the shape of `calibration` if that is given."""
     options = {
         field.name: getattr(recipe.calibration, field.name)
         for field in dataclasses.fields(CalibrationConfig)
@@ -143,13 +146,14 @@ def _calibration_tokens(calibration: Tensor | None, tokenizer: Any, recipe: Reci
         return load_calibration(recipe.calibration.source, tokenizer, **options), recipe
     tokens = load_calibration(calibration, tokenizer, **options)
     nsamples, seqlen = tokens.shape
-    given = dataclasses.replace(recipe.calibration, source="tensor", nsamples=nsamples, seqlen=seqlen)
-    return tokens, dataclasses.replace(recipe, calibration=given)
+    config = dataclasses.replace(recipe.calibration, source="tensor", nsamples=nsamples, seqlen=seqlen)
+    return tokens, dataclasses.replace(recipe, calibration=config)
 
 
 def _refuse_pruned(folder: Path) -> None:
-    """Raises UserError for a checkpoint that drot has pruned."""
+    """Raises UserError for a checkpoint that was pruned by drot."""
     if (folder / MANIFEST).exists():
-        before = read_manifest(folder)
-        if Sparsity.parse(before["recipe"]["pruning"]["sparsity"]).ratio > 0:
-            raise UserError(f"{folder} was pruned already: prune its dense original, {before['base_model']}")
+        manifest = read_manifest(folder)
+        if Sparsity.parse(manifest["recipe"]["pruning"]["sparsity"]).ratio > 0:
+            original = manifest["base_model"]
+            raise UserError(f"{folder} was pruned already: prune its dense original, {original}")

@@ -1,4 +1,4 @@
-"""One run over a model's layers: rotations, pruning, merging."""
+"""The run over a model's layers, which trains rotations, merges them and prunes."""
 
 import hashlib
 import time
@@ -16,7 +16,7 @@ from drot.checkpoint.rotations import load_rotations
 from drot.devices import dtype_name
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
-from drot.pipeline.dense_pass import train_each, train_shared
+from drot.pipeline.dense_pass import train_layers, train_shared
 from drot.pipeline.layer import layer_objective, prune_layer
 from drot.sparse.quantization_config import describe_model
 from drot.surgery.invariance import check_layer, check_model
@@ -31,37 +31,42 @@ from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
 
 class PruningRun:
-    """One `drot.prune` of a loaded model.
+    """One run of `drot.prune` on a loaded model. `rotations` holds the rotations of the layers afterwards.
 
-    rotations: a file of rotations, which are used instead of training some.
+    context: the state of the run.
+    rotations: a file of rotations to use instead of training.
     """
 
     def __init__(self, context: RunContext, rotations: Path | None = None) -> None:
         self.context = context
         self.rotations_file: dict[str, Any] | None = None
-        self.given: list[LayerRotation] | None = None
+        self.given_rotations: list[LayerRotation] | None = None
         self.rotations: list[LayerRotation] = []
         self.shared_record: dict[str, Any] | None = None
         if rotations is not None:
-            self._use_rotations(rotations)
+            self._load_rotations(rotations)
 
-    def _use_rotations(self, path: Path) -> None:
+    def _load_rotations(self, path: Path) -> None:
         run = self.context
         if not run.rotates:
             raise UserError(
-                '`rotations` from a file need `mode="layer"` or `mode="shared"`; got `mode="none"`'
+                '`rotations` need `mode="layer"` or `mode="shared"`; got `mode="none"`, which rotates nothing'
             )
-        self.given, record = load_rotations(
+        self.given_rotations, record = load_rotations(
             path, layers=len(run.layers), hidden_size=run.model.config.hidden_size, shape=run.shape
         )
-        equal = all(torch.equal(rotation.r1, self.given[0].r1) for rotation in self.given)
+        first = self.given_rotations[0]
+        equal = all(torch.equal(rotation.r1, first.r1) for rotation in self.given_rotations)
         if run.recipe.rotation.mode == "shared" and not equal:
-            raise UserError(f'{path} holds a rotation for each layer: use it with `mode="layer"`')
+            raise UserError(
+                f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
+                'use `mode="layer"`'
+            )
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.rotations_file = {"file": path.name, "sha256": digest, "trained_with": record}
 
     def identity(self, source: str) -> dict[str, Any]:
-        """What must be equal for a run to be resumed."""
+        """The values that must be equal for a run to be resumed. source: name or folder of the model."""
         run = self.context
         return {
             "model": source,
@@ -73,9 +78,12 @@ class PruningRun:
         }
 
     def execute(self, state: RunState | None) -> dict[str, Any]:
-        """Prunes the model in place and returns its manifest."""
+        """Rotates and prunes the model in place and returns its manifest.
+
+        state: the saved parts of the run; None saves nothing.
+        """
         run, started = self.context, time.perf_counter()
-        rotations = self.given
+        rotations = self.given_rotations
         records: list[dict[str, Any]] = [{} for _ in run.layers]
         error = None
         if run.rotates:
@@ -83,8 +91,9 @@ class PruningRun:
                 if run.recipe.rotation.mode == "shared":
                     trained, self.shared_record = train_shared(run, state)
                 else:
-                    trained = train_each(run, state)
-                rotations, records = [r for r, _ in trained], [record for _, record in trained]
+                    trained = train_layers(run, state)
+                rotations = [rotation for rotation, _ in trained]
+                records = [record for _, record in trained]
             with run.clock("check"):
                 place = run.recipe.rotation.boundary
                 error = check_model(
@@ -92,7 +101,7 @@ class PruningRun:
                 )
         layers, self.rotations = self._prune_layers(state, rotations, records)
         if run.rotates:
-            self._merge(self.rotations)
+            self._finish_rotation(self.rotations)
         return manifest(
             run.recipe,
             run.tokens,
@@ -119,10 +128,15 @@ class PruningRun:
         rotations: list[LayerRotation] | None,
         records: list[dict[str, Any]],
     ) -> tuple[list[dict[str, Any]], list[LayerRotation]]:
-        """Each layer's figures and rotation. rotations: those that are known before a layer is pruned."""
+        """Rotates and prunes all layers. Returns their records for the manifest, and their rotations.
+
+        state: saves each finished layer, and loads the finished layers of an interrupted run.
+        rotations: the rotations of all layers, if they are known before the first layer is pruned.
+        records: the records of their training; {} for a layer without one.
+        """
         run = self.context
         stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
-        figures, used = [], []
+        layer_records, used_rotations = [], []
         for index, layer in enumerate(run.layers):
             layer.to(run.device)
             rotation = rotations[index] if rotations else None
@@ -131,30 +145,32 @@ class PruningRun:
             if saved is not None:
                 rotation, record = self._restore(layer, saved)
             else:
-                rotation, record = self._work_on(layer, index, stream, rotation, records[index], boundary)
+                rotation, record = self._rotate_and_prune(
+                    layer, index, stream, rotation, records[index], boundary
+                )
                 if state:
                     state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation), record)
             if rotation is not None:
                 stream.rotate(rotation.r1)
             stream.advance(layer, index)
             if rotation is not None:
-                basis = rotation.r1 if boundary is None else boundary.next_r1
-                stream.rotate(basis.T)
-                used.append(rotation)
-            layer.to(run.home)
-            figures.append(record)
-        return figures, used
+                output_r1 = rotation.r1 if boundary is None else boundary.next_r1
+                stream.rotate(output_r1.T)
+                used_rotations.append(rotation)
+            layer.to(run.model_device)
+            layer_records.append(record)
+        return layer_records, used_rotations
 
     def _residual_boundary(
         self, rotations: list[LayerRotation] | None, index: int
     ) -> BoundaryRotation | None:
-        """The rotation of the residual that layer `index` holds; None where it holds none."""
+        """The rotation of the residual that layer `index` has to hold; None if it holds no such rotation."""
         place = self.context.recipe.rotation.boundary
         if rotations is None or place != "residual" or index + 1 == len(rotations):
             return None
         return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
 
-    def _work_on(
+    def _rotate_and_prune(
         self,
         layer: nn.Module,
         index: int,
@@ -166,11 +182,12 @@ class PruningRun:
         """Rotates and prunes one layer in place; returns its rotation and its record for the manifest.
 
         Args:
-            layer: the decoder layer `index`, on the run's device.
-            stream: the layer's input, in the original basis, after the pruned layers before it.
-            rotation: the layer's rotation; None trains it.
-            trained: the record of the rotation's training, {} where it is still to be trained.
-            boundary: the rotation of the residual that the layer is to hold, if it is to hold one.
+            layer: the decoder layer, on the first device of the run.
+            index: number of the layer.
+            stream: inputs of the layer in the original basis, computed by the pruned layers before it.
+            rotation: rotation of the layer; None trains it here.
+            trained: the record of the rotation's training; {} if the rotation is not trained yet.
+            boundary: the rotation of the residual that the layer has to hold; None for no such rotation.
         """
         run, started = self.context, time.perf_counter()
         record: dict[str, Any] = {"layer": index}
@@ -179,7 +196,7 @@ class PruningRun:
                 rotation, trained = self._train(layer, index, stream)
             if trained:
                 record["rotation"] = trained
-            # the boundary too comes before the pruning, whose outputs are what the next layer reads
+            # with a boundary, down_proj takes next_r1 here, so that it is pruned in that basis
             rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
             stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
             stream.rotate(rotation.r1)
@@ -192,14 +209,14 @@ class PruningRun:
     def _train(
         self, layer: nn.Module, index: int, stream: CalibrationStream
     ) -> tuple[LayerRotation, dict[str, Any]]:
-        """The rotation of one layer, checked on one sequence of the stream, and its record."""
+        """Trains the rotation of one layer and checks it on one sequence; returns it and its record."""
         run = self.context
         run.event("calibrate", index)
         with run.clock("calibrate"):
             objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
         (rotation,), trained = run.train([objective], index)
         with run.clock("check"):
-            sample = stream.narrow(1)
+            sample = stream.first_samples(1)
             sample.hidden_states = sample.hidden_states.float()
             error = check_layer(layer, index, sample, run.arch, run.shape, rotation)
         return rotation, trained | {"damping": damping, "invariance_error": error}
@@ -207,7 +224,7 @@ class PruningRun:
     def _restore(
         self, layer: nn.Module, saved: tuple[dict[str, Tensor], dict[str, Any]]
     ) -> tuple[LayerRotation | None, dict[str, Any]]:
-        """Puts the saved tensors of a finished layer into `layer`; returns its rotation and its record."""
+        """Loads the saved tensors of a finished layer into `layer`; returns its rotation and its record."""
         run = self.context
         tensors, record = saved
         rotation = None
@@ -219,21 +236,24 @@ class PruningRun:
         layer.load_state_dict(tensors)
         return rotation, record
 
-    # ---- the ends ------------------------------------------------------------------------------
+    # ---- after the layers ----------------------------------------------------------------------
 
-    def _merge(self, rotations: list[LayerRotation]) -> None:
-        """Merges neighbouring R1s into one matrix a boundary, and the ends into embedding and head."""
+    def _finish_rotation(self, rotations: list[LayerRotation]) -> None:
+        """Rotates the embedding and lm_head, and adds boundary rotations of the input to the layers.
+
+        Boundary rotations of the residual were added to the layers before these were pruned.
+        """
         run = self.context
         rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
         place = run.recipe.rotation.boundary
         if run.recipe.rotation.mode == "shared":
-            # every boundary is the identity: a stock architecture
+            # all boundary rotations are the identity, so the model keeps its stock architecture
             assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
-        elif place == "input":  # a layer got its rotation of the residual before it was pruned
+        elif place == "input":
             holders = rotated_layers(run.layers, place)
-            for layer, before, after in zip(holders, rotations, rotations[1:], strict=False):
-                boundary = BoundaryRotation(place, before.r1, after.r1)
-                set_boundary(layer, run.arch, boundary.to(run.device))
+            for holder, rotation, next_rotation in zip(holders, rotations, rotations[1:], strict=False):
+                boundary = BoundaryRotation(place, rotation.r1, next_rotation.r1)
+                set_boundary(holder, run.arch, boundary.to(run.device))
         describe_model(run.model)
 
 

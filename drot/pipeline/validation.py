@@ -1,4 +1,4 @@
-"""Whether a recipe, a model and its calibration tokens fit each other: checked once, before any work."""
+"""Checks that a recipe, a model and calibration tokens fit each other, before the run starts."""
 
 from typing import Any
 
@@ -15,14 +15,19 @@ from drot.sparse.quantization_config import QUANT_METHOD, quantization_config_of
 def check_recipe(
     config: Any, recipe: Recipe, devices: list[torch.device], *, rotations_given: bool = False
 ) -> None:
-    """Recipe against a model's `config`, which is read before its weights are.
+    """Checks a recipe against a model's `config`, which is available before the weights are loaded.
 
-    rotations_given: they come from a file, so nothing is trained.
+    devices: the devices of the run.
+    rotations_given: whether the rotations are loaded from a file instead of trained.
 
-    Raises UserError for: an architecture that drot does not know; a model that is quantised, packed or
-    rotated; n:m or blocks that do not divide the model's dimensions; several devices for a recipe that
-    trains one layer after the other; a rotation of the residual between layers of the same basis, or
-    before the next layer's rotation is known.
+    Raises UserError for
+
+    - an unsupported architecture,
+    - a model that is already quantised, packed or rotated,
+    - n:m or blocks that do not divide the model's dimensions,
+    - several devices with a recipe whose layers cannot be trained in parallel,
+    - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
+      when a layer is pruned.
     """
     architecture_of(config)
     if quantised := quantization_config_of(config):
@@ -35,7 +40,7 @@ def check_recipe(
     rotation, sparsity = recipe.rotation, recipe.pruning.sparsity
     if len(devices) > 1 and (rotation.mode, rotation.hessians) != ("layer", "dense"):
         raise UserError(
-            'several devices train layers side by side, which needs `mode="layer"` and `hessians="dense"`; '
+            'several devices train layers in parallel, which needs `mode="layer"` and `hessians="dense"`; '
             f'got `mode="{rotation.mode}"` and `hessians="{rotation.hessians}"`'
         )
     if rotation.boundary == "residual":
@@ -49,12 +54,12 @@ def check_recipe(
     for name, size in sizes.items():
         if sparsity.structured and size % sparsity.m:
             raise UserError(
-                f"sparsity {sparsity} needs dimensions that are multiples of {sparsity.m}; this model's "
-                f"{name} is {size}: choose another n:m, or a ratio"
+                f"{sparsity} needs dimensions that are multiples of {sparsity.m}; this model's {name} is "
+                f"{size}: choose another n:m or a ratio as `sparsity`"
             )
     if isinstance(rotation.blocks, tuple) and sum(rotation.blocks) != hidden:
         raise UserError(
-            f"`blocks` must add up to the hidden size {hidden}, got {list(rotation.blocks)} = "
+            f"`blocks` must add up to the hidden size {hidden}; got {list(rotation.blocks)} with the sum "
             f"{sum(rotation.blocks)}"
         )
     if isinstance(rotation.blocks, int) and hidden % rotation.blocks:
@@ -63,32 +68,34 @@ def check_recipe(
 
 def _check_residual_boundary(rotation: RotationConfig, rotations_given: bool) -> None:
     if rotation.mode != "layer":
-        why = "all layers share one basis" if rotation.mode == "shared" else "nothing is rotated"
+        why = "all layers have the same R1" if rotation.mode == "shared" else "nothing is rotated"
         raise UserError(
-            f'`boundary="residual"` changes nothing with `mode="{rotation.mode}"`, where {why}: leave it out'
+            f'`boundary="residual"` has no effect with `mode="{rotation.mode}"`, where {why}: '
+            "leave out `boundary`"
         )
     if rotation.hessians != "dense" and not rotations_given:
         raise UserError(
-            '`boundary="residual"` needs the rotation of the next layer before a layer is pruned: add '
-            f'`hessians="dense"`, or `rotations` from a file; got `hessians="{rotation.hessians}"`'
+            '`boundary="residual"` needs the rotation of the next layer before a layer is pruned; got '
+            f'`hessians="{rotation.hessians}"`: use `hessians="dense"`, or name a file of `rotations`'
         )
 
 
 def check_tokens(tokens: Tensor, config: Any) -> None:
-    """Raises UserError for tokens that are not of this model's vocabulary, or longer than it reads."""
+    """Raises UserError for token ids outside of the model's vocabulary and for too long sequences."""
     if int(tokens.max()) >= config.vocab_size or int(tokens.min()) < 0:
         raise UserError(
             f"calibration token ids must be in [0, {config.vocab_size}), the model's vocabulary, "
-            f"got {int(tokens.min())} to {int(tokens.max())}: use this model's own tokenizer"
+            f"got {int(tokens.min())} to {int(tokens.max())}: use the model's tokenizer"
         )
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and tokens.shape[1] > longest:
-        raise UserError(f"seqlen {tokens.shape[1]} is more than the {longest} positions of this model")
+    positions = getattr(config, "max_position_embeddings", None)
+    if positions and tokens.shape[1] > positions:
+        raise UserError(
+            f"`seqlen` must be at most {positions}, the positions of this model; got {tokens.shape[1]}"
+        )
 
 
 def check_architecture(model: PreTrainedModel) -> None:
-    """Raises UserError, which names the first module of the model that differs from its entry in the table
-    of architectures: in its path, type or shape."""
+    """Raises UserError for a module that does not agree with ARCHITECTURES and the model's config."""
     config, arch = model.config, architecture_of(model.config)
     shape, d = head_shape(config), config.hidden_size
     for path in (arch.embedding, arch.final_norm, arch.lm_head):
@@ -107,7 +114,7 @@ def check_architecture(model: PreTrainedModel) -> None:
     for index, layer in enumerate(decoder_layers(model, arch)):
         for path in (arch.attention_norm, arch.mlp_norm):
             if getattr(module_at(layer, path), "bias", None) is not None:
-                raise UserError(f"layer {index}: {path} has a bias; only RMSNorm can be folded")
+                raise UserError(f"layer {index}: {path} must be an RMSNorm, got a norm with a bias")
         for role, linear in layer_linears(layer, arch).items():
             if tuple(linear.weight.shape) != expected[role]:
                 raise UserError(

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drot.architectures import INPUT_GROUPS, HeadShape
-from drot.calibration.hessian import inverse_cholesky, fix_dead_columns
+from drot.calibration.hessian import fix_dead_columns, inverse_cholesky
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Metric:
 
 @dataclass(frozen=True)
 class LayerMetrics:
-    """The Metric of each input group (architectures.INPUT_GROUPS), and the damping of each inverted Hessian."""
+    """Input group (architectures.INPUT_GROUPS) → Metric, and → damping of the inverted Hessian."""
 
     metrics: dict[str, Metric]
     damping: dict[str, float]
@@ -60,7 +60,7 @@ def layer_metrics(
 
     Args:
         method: `magnitude`, `wanda` or `sparsegpt`.
-        hessians: input group → H [in, in]; not used by `magnitude`.
+        hessians: input group → H [in, in]; not used by `magnitude`. `sparsegpt` fixes dead columns in place.
         shape: attention sizes of the model.
         damping: the share of mean(diag H) that is added to the diagonal before the inversion.
         reference_compat: adds the absolute damping to the inverse too, as the paper's code does.

@@ -41,9 +41,9 @@ class PaperOptimizer:
 class FastOptimizer:
     """Adam in the tangent space so(n) of SO(n), with a cosine decay of the learning rate: Q ← Q · cayley(Ω).
 
-    Ω is Adam's step for the gradient QᵀG - GᵀQ, which is skew-symmetric. The gradients of all steps lie in the
-    same space so(n), so Adam's moments need no transport. Ω is skew-symmetric too, because the first moment is
-    skew-symmetric and the second is symmetric.
+    Ω is Adam's step for the gradient QᵀG - GᵀQ, with G = d loss/d Q. The gradients of all steps lie in the
+    same space so(n), so Adam's moments need no transport. Ω is skew-symmetric too, because the first moment
+    is skew-symmetric and the second is symmetric.
     """
 
     def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:

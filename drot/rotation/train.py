@@ -1,4 +1,4 @@
-"""The training loop of one layer's rotations."""
+"""The training loop of rotations."""
 
 import time
 from collections.abc import Callable
@@ -14,18 +14,24 @@ from drot.rotation.optimizers import OPTIMIZERS
 from drot.rotation.retraction import orthogonality_error, reorthogonalize
 from drot.surgery.rotate import LayerRotation
 
-#: called with (step, steps, loss) now and then
+#: Progress callback of the training: (step, steps, mean loss of a layer).
 OnStep = Callable[[int, int, float], None]
-#: the host waits for the device only every so many steps
+#: Steps between two progress reports. Only a report makes the CPU wait for the GPU.
 REPORT_EVERY = 10
-#: steps over which the slope of the loss is taken
-SLOPE_STEPS = 20
+#: Number of last steps over which early stopping measures the change of the loss.
+EARLY_STOP_STEPS = 20
 
 
 @dataclass(frozen=True)
 class TrainingRecord:
-    """What the manifest keeps of a training: loss_curve[i] and gradient_norm[i] before step i, the
-    last one after all steps; best_step is the one that was kept."""
+    """The record of a training, for the manifest.
+
+    loss_before, loss_after: the loss at R = I and at the best step.
+    best_step: the step whose rotations were kept.
+    seconds: duration of the training.
+    orthogonality_error: max |QᵀQ - 1| of the best matrices, before they were made orthogonal in fp64.
+    loss_curve, gradient_norm: value i belongs to the rotations after i steps.
+    """
 
     loss_before: float
     loss_after: float
@@ -36,75 +42,85 @@ class TrainingRecord:
     gradient_norm: list[float] = field(repr=False)
 
 
-class _R1:
-    """R1's parametrisation: which stacks of square matrices are optimised, and how they make the
-    [n, b, b] that the objectives take and hand their gradients back."""
+class _R1Parameters:
+    """The matrices that are optimised for R1: R1 [n, b, b] itself, or one matrix for each unequal block."""
 
     def __init__(self, start: Tensor, blocks: int | tuple[int, ...]) -> None:
         self.size = start.shape[0] * start.shape[1]
-        self.unequal = blocks if isinstance(blocks, tuple) else None
-        if self.unequal and sum(self.unequal) != self.size:
-            raise UserError(f"unequal blocks must add up to the hidden size {self.size}, got {self.unequal}")
+        self.sizes = blocks if isinstance(blocks, tuple) else None
+        if self.sizes and sum(self.sizes) != self.size:
+            raise UserError(f"`blocks` must add up to the hidden size {self.size}, got {self.sizes}")
 
-    def split(self, matrix: Tensor) -> list[Tensor]:
-        """[n, b, b] → the stacks that are optimised."""
-        if not self.unequal:
-            return [matrix]
-        dense, parts, at = matrix[0], [], 0
-        for size in self.unequal:
-            parts.append(dense[at : at + size, at : at + size])
-            at += size
+    def split(self, r1: Tensor) -> list[Tensor]:
+        """The matrices that are optimised, from R1 [n, b, b]."""
+        if not self.sizes:
+            return [r1]
+        dense, parts, start = r1[0], [], 0
+        for size in self.sizes:
+            parts.append(dense[start : start + size, start : start + size])
+            start += size
         return parts
 
-    def join(self, stacks: list[Tensor]) -> Tensor:
-        """The inverse of `split`."""
-        return torch.block_diag(*stacks)[None] if self.unequal else stacks[0]
+    def join(self, matrices: list[Tensor]) -> Tensor:
+        """R1 [n, b, b] from the matrices that are optimised; the inverse of `split`."""
+        return torch.block_diag(*matrices)[None] if self.sizes else matrices[0]
 
 
-class _Evaluation:
-    """Loss and gradients of the summed objectives, over all of them or over some a step."""
+class _SummedObjective:
+    """The sum of the objectives, with gradients; optionally estimated from a few objectives in each step.
+
+    objectives: the objectives of the layers.
+    r1: the parameters of R1.
+    r1_count: the number of matrices of R1, which come first in a list of matrices; the R2 of each objective
+        follow.
+    config: gives layers_per_step.
+    """
 
     def __init__(
-        self, objectives: list[LayerObjective], r1: _R1, stacks: int, config: RotationConfig
+        self, objectives: list[LayerObjective], r1: _R1Parameters, r1_count: int, config: RotationConfig
     ) -> None:
-        self._objectives, self._r1, self._stacks = objectives, r1, stacks
+        self._objectives, self._r1, self._r1_count = objectives, r1, r1_count
         self._per_step = min(config.layers_per_step or len(objectives), len(objectives))
         self._generator = torch.Generator().manual_seed(0)
-        self._waiting: list[int] = []
+        self._queue: list[int] = []
 
     def choose(self, *, everything: bool) -> list[int]:
-        """Which objectives the next step looks at: all, or the next of a shuffled round."""
+        """The objectives of the next step: all of them, or the next in a random order."""
         if everything or self._per_step == len(self._objectives):
             return list(range(len(self._objectives)))
-        while len(self._waiting) < self._per_step:
-            self._waiting += torch.randperm(len(self._objectives), generator=self._generator).tolist()
-        chosen, self._waiting = self._waiting[: self._per_step], self._waiting[self._per_step :]
+        while len(self._queue) < self._per_step:
+            self._queue += torch.randperm(len(self._objectives), generator=self._generator).tolist()
+        chosen, self._queue = self._queue[: self._per_step], self._queue[self._per_step :]
         return sorted(set(chosen))
 
     def __call__(self, matrices: list[Tensor], chosen: list[int]) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss, scaled up to all objectives, and a gradient for each stack (None: not looked at)."""
-        r1, share = self._r1.join(matrices[: self._stacks]), len(self._objectives) / len(chosen)
-        loss, gradient = r1.new_zeros(()), torch.zeros_like(r1)
+        """The loss and the gradient in each matrix, None for the R2 of an objective that is not chosen.
+
+        The loss and the gradient in R1 are scaled from the chosen objectives to all objectives.
+        """
+        r1, scale = self._r1.join(matrices[: self._r1_count]), len(self._objectives) / len(chosen)
+        loss, r1_gradient = r1.new_zeros(()), torch.zeros_like(r1)
         r2_gradients: list[Tensor | None] = [None] * len(self._objectives)
         for index in chosen:
             objective = self._objectives[index].to(r1.device)
-            value, g1, g2 = objective.value_and_grad(r1, matrices[self._stacks + index])
-            loss += value * share
-            gradient += g1 * share
+            value, g1, g2 = objective.value_and_grad(r1, matrices[self._r1_count + index])
+            loss += value * scale
+            r1_gradient += g1 * scale
             r2_gradients[index] = g2
-        return loss, [*self._r1.split(gradient), *r2_gradients]
+        return loss, [*self._r1.split(r1_gradient), *r2_gradients]
 
 
-def _has_settled(curve: list[Tensor], config: RotationConfig) -> bool:
-    """Whether `fast` on whole batches moves by less than `early_stop` a step, as a share of the loss.
+def _has_converged(curve: list[Tensor], config: RotationConfig) -> bool:
+    """Whether early stopping applies: the loss changes by less than its share `early_stop` in a step.
 
-    It is the spread of the last steps that counts, not the difference of two of them: a loss that
-    rises for a while is on its way.
+    The change is the spread of the last steps, not the difference of the first and the last of them, because
+    a loss that rises and falls can return to an earlier value. The optimizer `paper` and `layers_per_step` do
+    not stop early.
     """
-    if config.optimizer != "fast" or config.layers_per_step or len(curve) <= SLOPE_STEPS:
+    if config.optimizer != "fast" or config.layers_per_step or len(curve) <= EARLY_STOP_STEPS:
         return False
-    low, high = torch.stack(curve[-1 - SLOPE_STEPS :]).aminmax()
-    return float(high - low) < config.early_stop * SLOPE_STEPS * float(low)
+    low, high = torch.stack(curve[-1 - EARLY_STOP_STEPS :]).aminmax()
+    return float(high - low) < config.early_stop * EARLY_STOP_STEPS * float(low)
 
 
 @torch.no_grad()
@@ -114,58 +130,65 @@ def train_rotation(
     on_step: OnStep = lambda step, steps, loss: None,
     device: torch.device | None = None,
 ) -> tuple[list[LayerRotation], TrainingRecord]:
-    """Minimises the sum of the objectives over one R1 that they share and an R2 of each.
+    """Minimises the sum of the objectives over one R1, which all of them share, and one R2 for each of them.
 
-    One objective gives the paper's rotation of a layer; those of all layers give `shared`. Returns
-    a LayerRotation for each objective (fp64, orthogonal to rounding) at the best step, the state
-    behind the last step counted among them. With `layers_per_step` a step looks at some of the
-    objectives only, which then may lie on another device than `device`; the best is chosen between
-    the start and the end, where all are looked at. Raises UserError if the loss is not finite.
+    The objective of one layer gives the paper's rotation of a layer. The objectives of all layers give the
+    rotations of `mode="shared"`. Returns a LayerRotation, fp64 and orthogonal, for each objective at the best
+    step, and the record of the training. With `layers_per_step` the best step is the first or the last,
+    because only there the loss of all objectives is computed.
+
+    Raises UserError if the loss is not finite.
+
+    Args:
+        objectives: the objectives. With `layers_per_step` they may be on another device than `device`.
+        config: the settings of the training.
+        on_step: the progress callback.
+        device: device of the training; None is the device of the first objective.
     """
     started = time.perf_counter()
     steps = config.resolved_steps
     device = device or objectives[0].device
     eye = objectives[0].identity()[0].to(device)
-    r1 = _R1(eye, config.blocks)
+    r1 = _R1Parameters(eye, config.blocks)
     start = [*r1.split(eye), *(objective.identity()[1].to(device) for objective in objectives)]
-    stacks = len(start) - len(objectives)  # those of R1 come first
-    evaluate = _Evaluation(objectives, r1, stacks, config)
+    r1_count = len(start) - len(objectives)
+    total = _SummedObjective(objectives, r1, r1_count, config)
     optimizer = OPTIMIZERS[config.optimizer](start, lr=config.resolved_lr, steps=steps)
     best = [matrix.clone() for matrix in start]
     best_loss = torch.full((), torch.inf, dtype=eye.dtype, device=device)
     best_step = torch.zeros((), dtype=torch.long, device=device)
     curve, norms = [], []
     for step in range(steps + 1):
-        chosen = evaluate.choose(everything=step in (0, steps))
-        loss, gradients = evaluate(optimizer.matrices, chosen)
+        chosen = total.choose(everything=step in (0, steps))
+        loss, gradients = total(optimizer.matrices, chosen)
         if len(chosen) == len(objectives):
             better = loss < best_loss
             best_loss = torch.where(better, loss, best_loss)
             best_step = torch.where(better, step, best_step)
-            best = [torch.where(better, q, b) for q, b in zip(optimizer.matrices, best, strict=True)]
+            best = [torch.where(better, new, old) for new, old in zip(optimizer.matrices, best, strict=True)]
         curve.append(loss)
         norms.append(torch.stack([g.square().sum() for g in gradients if g is not None]).sum().sqrt())
         if step % REPORT_EVERY == 0 or step == steps:
             if not torch.isfinite(loss):
                 raise UserError(
-                    f"the rotation's objective is {float(loss)} at step {step}: lower `lr`, "
+                    f"the rotation's objective must be finite, got {float(loss)} at step {step}: lower `lr`, "
                     'or set `product_dtype="float32"`'
                 )
             on_step(step, steps, float(loss) / len(objectives))
-            if _has_settled(curve, config):
+            if _has_converged(curve, config):
                 break
         if step < steps:
             optimizer.step(gradients)
-    values = torch.stack(curve).tolist()
-    merged = torch.block_diag(*r1.join([reorthogonalize(stack) for stack in best[:stacks]]))
-    rotations = [LayerRotation(merged, reorthogonalize(r2)) for r2 in best[stacks:]]
+    losses = torch.stack(curve).tolist()
+    best_r1 = torch.block_diag(*r1.join([reorthogonalize(matrix) for matrix in best[:r1_count]]))
+    rotations = [LayerRotation(best_r1, reorthogonalize(r2)) for r2 in best[r1_count:]]
     record = TrainingRecord(
-        loss_before=values[0],
+        loss_before=losses[0],
         loss_after=float(best_loss),
         best_step=int(best_step),
         seconds=time.perf_counter() - started,
         orthogonality_error=max(orthogonality_error(matrix) for matrix in best),
-        loss_curve=values,
+        loss_curve=losses,
         gradient_norm=torch.stack(norms).tolist(),
     )
     return rotations, record

@@ -12,7 +12,7 @@ the MLP, Q its rotation (drot/surgery/residual.py) and a the input of down_proj:
 
 The layer's own code does not change. It calls q_proj, k_proj and v_proj one after the other with the same x:
 q_proj computes all columns, returns its own and keeps the others, which k_proj and v_proj then return.
-down_proj returns its input a unchanged, so that the MLP hands a to the rotation, which computes the product.
+down_proj returns its input a unchanged, so the MLP returns a, and the layer passes r and a to the rotation.
 
 The state dict of a fused model has the names and shapes of the separate modules.
 """

@@ -1,4 +1,4 @@
-"""`drot bench`: what is timed, what the rows say, and what is refused. Not how fast anything is."""
+"""`drot bench`: its variants, its rows and its error messages, but no speed."""
 
 import json
 import time
@@ -37,14 +37,14 @@ VERDICTS = ("slower than dense", "faster than dense", "as fast as dense", "too n
 
 @pytest.fixture
 def checkpoint(tmp_path, request):
-    mode, layout = getattr(request, "param", ("layer", "packed"))
+    mode, format = getattr(request, "param", ("layer", "packed"))
     recipe = Recipe(
         rotation=RotationConfig(mode=mode, steps=1),
         pruning=PruningConfig(method="magnitude"),
         calibration=CalibrationConfig(seqlen=16),
     )
     tokens = random_tokens(2, 16)
-    result = drot.prune(small_model("llama"), recipe, calibration=tokens, device="cpu", format=layout)
+    result = drot.prune(small_model("llama"), recipe, calibration=tokens, device="cpu", format=format)
     result.model.save_pretrained(tmp_path / "model")
     return tmp_path / "model"
 
@@ -84,7 +84,7 @@ def test_rows_of_a_checkpoint(checkpoint, capsys):
 
 
 def test_variants_of_a_checkpoint(checkpoint):
-    """The rotated one is the checkpoint; the dense one is a model that has all its zeros."""
+    """ROTATED computes what the checkpoint computes, and DENSE what SPARSE computes."""
     model = drot.load(checkpoint, device="cpu")
     found = model_variants(model)
     tokens = random_tokens(1, 8)
@@ -97,11 +97,11 @@ def test_variants_of_a_checkpoint(checkpoint):
 
 
 def test_bytes_and_operations(checkpoint):
-    """Counted by hand for 32 and 48 features, 4 heads and 2 KV heads of 12."""
+    """Against counts by hand, for hidden size 32, intermediate size 48, 4 heads and 2 KV heads of 12."""
     data = speed.measure_speed(checkpoint, tokens=[8], batches=[2], repeats=1, device="cpu")
     weights = 32 * (48 + 24 + 24 + 48 + 3 * 48)
     dense, packed, rotated, norms = 4 * weights, 4 * weights * 17 // 32, 4 * 32 * 32, 4 * 2 * 32
-    ends = 4 * 96 * 32  # embedding and lm_head, each
+    ends = 4 * 96 * 32  # the embedding; lm_head has as many bytes
     held = {(row["what"], row["variant"]): row["weight_bytes"] for row in data["rows"]}
     assert held["layer", DENSE] == dense + norms
     assert held["layer", SPARSE] == packed + norms
@@ -128,7 +128,7 @@ def test_shape(monkeypatch, capsys):
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
-    """It computes and weighs what a model of separate layers with these weights does, with a KV cache too."""
+    """Logits, generated tokens and bytes are those of a model with a copy of the weights in each layer."""
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY | {"model_type": model_type})
     config = variants.shape_config("tiny")
     layer = layer_variants(config, dtype=torch.float32, device=CPU)
@@ -155,7 +155,7 @@ def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
     stacks[ROTATED].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
 
 
-def test_what_a_model_will_take_is_known_from_its_layer():
+def test_the_expected_time_of_a_model_comes_from_its_layer():
     layer, model = (speed.Case(what, "decode", 2, 1) for what in ("layer", "model"))
     smaller = speed.Case("model", "prefill", 100, 0)
     assert speed._expected(model, {}, 8) == 0
@@ -163,7 +163,7 @@ def test_what_a_model_will_take_is_known_from_its_layer():
     assert speed._expected(speed.Case("model", "prefill", 300, 1), {layer: 0.5, smaller: 2.0}, 8) == 6
 
 
-def test_what_does_not_fit_the_time_is_named(monkeypatch, capsys):
+def test_cases_that_do_not_fit_the_time_are_named(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     monkeypatch.setattr(speed, "TOKENS", (4, 10**9))
     monkeypatch.setattr(speed, "BATCHES", (1, 2))
@@ -178,17 +178,17 @@ def test_what_does_not_fit_the_time_is_named(monkeypatch, capsys):
 
 def test_mistakes(capsys, tmp_path, checkpoint):
     cases = [
-        ([], "name either a checkpoint or a --shape"),
+        ([], "name either a checkpoint or a --shape; got neither"),
         ([checkpoint, "--shape", "llama-3-8b"], "name either a checkpoint or a --shape"),
-        (["--shape", "llama-3-8b", "--batch", "1000000"], "--batch must be at most 4096, got 1000000"),
+        (["--shape", "llama-3-8b", "--batch", "1000000"], "--batch must be at most 4096; got 1000000"),
         (["--shape", "gpt-2"], "--shape must be one of llama-2-7b, llama-3-8b"),
-        ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers above 0, got 0"),
+        ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers above 0; got 0"),
         ([checkpoint, "--batch", "1,x"], "--batch must be whole numbers separated by commas; got '1,x'"),
-        ([checkpoint, "--repeats", "0"], "--repeats must be at least 1, got 0"),
+        ([checkpoint, "--repeats", "0"], "--repeats must be at least 1; got 0"),
         ([tmp_path / "nothing"], "cannot load a causal language model"),
         ([MODEL], "layer 0, q_proj: w must hold at most 2 non-zeros"),
     ]
-    capsys.readouterr()  # what saving the checkpoint wrote
+    capsys.readouterr()  # discards the output of saving the checkpoint
     for arguments, message in cases:
         assert cli.run(["bench", *map(str, arguments), "--device", "cpu"]) == 2
         captured = capsys.readouterr()
@@ -197,7 +197,7 @@ def test_mistakes(capsys, tmp_path, checkpoint):
 
 @pytest.mark.parametrize("name", variants.SHAPES)
 def test_shapes_are_models(name):
-    """Scaled down, each of them makes a layer; at full size its dimensions go into the packed format."""
+    """The dimensions of each shape can be packed, and a smaller model of its family gives layer variants."""
     config = variants.shape_config(name)
     heads = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else 0
     assert not any(size % 8 for size in (config.hidden_size, config.intermediate_size, heads))
@@ -224,9 +224,9 @@ def test_verdict(p20, median, p80, words):
 
 def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():
     config = small_model("llama").config
-    said = {basis: DrotConfig(residual_rotation=True, down_basis=basis) for basis in ("own", "next")}
-    for basis, written in [*said.items(), *((basis, each.to_dict()) for basis, each in said.items())]:
-        config.quantization_config = written
+    entries = {basis: DrotConfig(residual_rotation=True, down_basis=basis) for basis in ("own", "next")}
+    for basis, entry in [*entries.items(), *((basis, entry.to_dict()) for basis, entry in entries.items())]:
+        config.quantization_config = entry
         layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
         assert rotation_place(layer) == {"own": "input", "next": "residual"}[basis]
         assert isinstance(layer.mlp.down_proj, DeferredLinear) == (basis == "next")

@@ -1,4 +1,4 @@
-"""What `drot.load` does with a checkpoint that asks for more than weights."""
+"""`drot.load` never runs code that a checkpoint brings along."""
 
 import json
 
@@ -10,7 +10,7 @@ from drot.errors import UserError
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path):
-    """config.json may name Python code; it is refused without a question, and not executed."""
+    """A config.json that names Python code is refused, without asking the user and without running it."""
     folder = tmp_path / "model"
     small_model("llama").save_pretrained(folder)
     (folder / "custom.py").write_text(f"open({str(tmp_path / 'was-run')!r}, 'w')\n")

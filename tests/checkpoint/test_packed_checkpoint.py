@@ -1,4 +1,4 @@
-"""Packed checkpoints on disk: written, opened, converted, and refused where they are damaged."""
+"""Packed checkpoints on disk: writing, opening and converting them, and the messages for damaged files."""
 
 import json
 import shutil
@@ -25,11 +25,11 @@ UP = "model.layers.3.mlp.up_proj"
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
-    """The embedded model with residual rotations, dense and packed by the command line; not to be changed."""
+    """A dense and a packed checkpoint of the embedded model, with rotations. Tests must not change them."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    for layout in ("dense", "packed"):
-        out = str(folder / layout)
-        assert cli.run(["prune", str(MODEL), "--out", out, "--format", layout, "--steps", "1", *PRUNE]) == 0
+    for format in ("dense", "packed"):
+        out = str(folder / format)
+        assert cli.run(["prune", str(MODEL), "--out", out, "--format", format, "--steps", "1", *PRUNE]) == 0
     return folder
 
 
@@ -40,7 +40,7 @@ def packed(checkpoints, tmp_path):
 
 
 def refused(capsys, *arguments):
-    """What the command line says to a mistake of the user."""
+    """The error message of a command line that must fail as a mistake of the user."""
     capsys.readouterr()
     assert cli.run([str(argument) for argument in arguments]) == 2
     captured = capsys.readouterr()
@@ -52,7 +52,7 @@ def tensors_of(folder):
     return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
 
 
-def test_what_lies_on_disk(checkpoints):
+def test_files_of_a_packed_checkpoint(checkpoints):
     dense, packed = tensors_of(checkpoints / "dense"), tensors_of(checkpoints / "packed")
     weight, values, positions = dense[f"{UP}.weight"], packed[f"{UP}.values"], packed[f"{UP}.positions"]
     assert (values.dtype, positions.dtype) == (torch.bfloat16, torch.uint8)
@@ -88,7 +88,7 @@ def test_opens_without_a_dense_weight_and_saves_again(checkpoints, tmp_path, mon
     assert torch.equal(drot.load(tmp_path / "again", device="cpu")(tokens).logits, model(tokens).logits)
 
 
-def test_dtype_is_a_choice_at_load(checkpoints):
+def test_dtype_can_be_chosen_at_load(checkpoints):
     model = drot.load(checkpoints / "packed", device="cpu", dtype="float32")
     linear = model.model.layers[0].mlp.down_proj
     assert (linear.values.dtype, linear.positions.dtype) == (torch.float32, torch.uint8)
@@ -96,7 +96,7 @@ def test_dtype_is_a_choice_at_load(checkpoints):
 
 
 def test_convert_of_a_model_without_a_tokenizer(tmp_path):
-    """As drot.prune saves one that was pruned with token ids. (Older transformers find one nevertheless.)"""
+    """drot.prune saves no tokenizer with a model that it pruned on token ids."""
     recipe = Recipe(rotation=RotationConfig(mode="none"), pruning=PruningConfig(block_size=16))
     model = small_model("llama", head_dim=16)
     drot.prune(model, recipe, calibration=random_tokens(4, 40), device="cpu", out=tmp_path / "dense")
@@ -105,8 +105,8 @@ def test_convert_of_a_model_without_a_tokenizer(tmp_path):
     assert is_packed(drot.load(out, device="cpu"))
 
 
-def test_down_proj_in_the_next_basis_is_packed_too(tmp_path):
-    """The rotation beside the MLP comes back where it was."""
+def test_packed_with_the_boundary_rotation_on_the_residual(tmp_path):
+    """A loaded model has the rotation in the same place."""
     recipe = Recipe(
         rotation=RotationConfig(steps=2, hessians="dense", boundary="residual"),
         pruning=PruningConfig(block_size=16),
@@ -121,37 +121,37 @@ def test_down_proj_in_the_next_basis_is_packed_too(tmp_path):
 
 
 def test_convert_there_and_back(checkpoints, tmp_path, capsys):
-    """The packed checkpoint that prune wrote, dense, and packed again: the same tensors each time."""
-    for source, layout in (("packed", "dense"), ("dense", "packed")):
-        out = tmp_path / layout
-        assert cli.run(["convert", str(checkpoints / source), "--out", str(out), "--format", layout]) == 0
+    """Converting between dense and packed gives the tensors that prune writes in each format."""
+    for source, format in (("packed", "dense"), ("dense", "packed")):
+        out = tmp_path / format
+        assert cli.run(["convert", str(checkpoints / source), "--out", str(out), "--format", format]) == 0
         assert f"Saved to {out}" in capsys.readouterr().out
-        got, expected = tensors_of(out), tensors_of(checkpoints / layout)
+        got, expected = tensors_of(out), tensors_of(checkpoints / format)
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], expected[name]) for name in got)
         manifest, config = read_manifest(out), json.loads((out / "config.json").read_text())
         original = read_manifest(checkpoints / source)
-        assert manifest == {**original, "format": layout, "stock_architecture": False}
-        assert config["quantization_config"].get("packed", False) is (layout == "packed")
+        assert manifest == {**original, "format": format, "stock_architecture": False}
+        assert config["quantization_config"].get("packed", False) is (format == "packed")
         assert not list(tmp_path.glob("*.part"))
         assert (out / "tokenizer.json").exists()
     assert cli.run(["info", str(tmp_path / "packed")]) == 0
     assert "packed 2:4 weights, residual rotations; needs drot, bfloat16" in capsys.readouterr().out
 
 
-def test_a_stock_model_of_somebody_else(tmp_path, capsys):
-    """Tied, without a rotation and without a manifest: converted both ways it is what it was."""
+def test_convert_a_model_without_a_manifest(tmp_path, capsys):
+    """A 2:4 model with tied embeddings and no rotation is unchanged after conversion to packed and back."""
     model = small_model("llama")
     recipe = Recipe(rotation=RotationConfig(mode="none"), calibration=CalibrationConfig(seqlen=40))
     pruned = drot.prune(model, recipe, calibration=random_tokens(4, 40), device="cpu").model
     pruned.save_pretrained(tmp_path / "stock")
     for file in MODEL.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "stock")
-    for source, layout in (("stock", "packed"), ("packed", "dense")):
-        arguments = ["convert", str(tmp_path / source), "--out", str(tmp_path / layout), "--format", layout]
+    for source, format in (("stock", "packed"), ("packed", "dense")):
+        arguments = ["convert", str(tmp_path / source), "--out", str(tmp_path / format), "--format", format]
         assert cli.run([*arguments, "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == {"out": str(tmp_path / layout)}
-        assert not (tmp_path / layout / "drot.json").exists()
+        assert json.loads(capsys.readouterr().out) == {"out": str(tmp_path / format)}
+        assert not (tmp_path / format / "drot.json").exists()
     packed = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert is_packed(packed) and packed.lm_head.weight is packed.model.embed_tokens.weight
     before, after = tensors_of(tmp_path / "stock"), tensors_of(tmp_path / "dense")
@@ -172,7 +172,7 @@ def test_convert_refuses(checkpoints, tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_folder_cannot_be_renamed_to_is_refused_at_once(checkpoints, tmp_path, capsys, monkeypatch):
+def test_a_link_or_mount_point_as_output_is_refused_at_once(checkpoints, tmp_path, capsys, monkeypatch):
     (tmp_path / "real").mkdir()
     for name, target in (("link", "real"), ("dangling", "nowhere")):
         (tmp_path / name).symlink_to(tmp_path / target)
@@ -202,8 +202,8 @@ def test_prune_refuses_before_it_works(checkpoints, tmp_path, capsys):
     )
     assert "needs --sparsity 2:4; got 4:8" in refused(capsys, *prune, "packed", "--sparsity", "4:8")
     assert "--format must be one of dense, packed; got 'zip'" in refused(capsys, *prune, "zip")
-    for layout in ("dense", "packed"):
-        line = refused(capsys, "prune", checkpoints / layout, "--out", tmp_path / "out", *PRUNE)
+    for format in ("dense", "packed"):
+        line = refused(capsys, "prune", checkpoints / format, "--out", tmp_path / "out", *PRUNE)
         assert f"was pruned already: prune its dense original, {MODEL}" in line
     loaded = drot.load(checkpoints / "packed", device="cpu")
     with pytest.raises(UserError, match="this model is packed, so it was pruned already"):
@@ -219,16 +219,18 @@ def test_eval_and_generate(checkpoints, tmp_path, capsys):
     text.write_text(HELD_OUT.read_text(encoding="utf-8")[:8000], encoding="utf-8")
     options = ["--ppl", str(text), "--seqlen", "64", "--device", "cpu", "--dtype", "float32", "--json"]
     figures = []
-    for layout in ("dense", "packed"):
-        assert cli.run(["eval", str(checkpoints / layout), *options]) == 0
+    for format in ("dense", "packed"):
+        assert cli.run(["eval", str(checkpoints / format), *options]) == 0
         figures.append(json.loads(capsys.readouterr().out)["perplexity"][str(text)])
     assert figures[0] == pytest.approx(figures[1], rel=1e-5)
 
 
 def rewrite(folder, change):
-    """Replaces the tensors of a one-file checkpoint by what `change` makes of them."""
+    """Applies `change` to the dict of tensors of a checkpoint in one file, and writes them back."""
     file = folder / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # not of the file itself
+    tensors = {
+        name: tensor.clone() for name, tensor in load_file(file).items()
+    }  # the loaded tensors are mapped from the file that is overwritten
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
 
@@ -292,8 +294,8 @@ def test_damaged_tensors(packed, change, message, capsys):
         ),
     ],
 )
-def test_tensors_that_config_json_has_no_place_for(packed, change, first, tmp_path, capsys):
-    """transformers would leave them out, and the model would be another."""
+def test_superfluous_tensors_are_refused(packed, change, first, tmp_path, capsys):
+    """transformers would ignore them and load another model."""
     edit_config(packed, change)
     for arguments in (["eval", packed, "--ppl", HELD_OUT], ["convert", packed, "--out", tmp_path / "out"]):
         line = refused(capsys, *arguments, *(["--format", "dense"] if arguments[0] == "convert" else []))
@@ -321,7 +323,7 @@ def test_a_faulty_manifest(packed, capsys):
     assert f"{file} does not hold what drot wrote" in capsys.readouterr().err
 
 
-def test_a_dtype_that_is_not_kept_is_told(checkpoints, tmp_path, caplog):
+def test_a_warning_for_a_dtype_that_is_not_kept(checkpoints, tmp_path, caplog):
     folder = shutil.copytree(checkpoints / "packed", tmp_path / "wide")
     rewrite(folder, lambda t: t.update({"model.norm.weight": t["model.norm.weight"].float()}))
     convert_checkpoint(folder, tmp_path / "out", "dense")
@@ -329,7 +331,7 @@ def test_a_dtype_that_is_not_kept_is_told(checkpoints, tmp_path, caplog):
     assert {tensor.dtype for tensor in tensors_of(tmp_path / "out").values()} == {torch.bfloat16}
 
 
-def test_a_tokenizer_is_neither_lost_nor_made_up(packed, tmp_path, caplog):
+def test_a_broken_tokenizer_is_refused_and_a_missing_one_is_not_invented(packed, tmp_path, caplog):
     (packed / "tokenizer.json").write_text("{")
     with pytest.raises(UserError, match="cannot load a tokenizer"):
         convert_checkpoint(packed, tmp_path / "out", "dense")
@@ -340,8 +342,8 @@ def test_a_tokenizer_is_neither_lost_nor_made_up(packed, tmp_path, caplog):
     assert not list((tmp_path / "out").glob("*token*"))
 
 
-def test_what_transformers_does_to_quantised_models(checkpoints, tmp_path):
-    """Only the packed one is such: the dense one may be cast and trained. Both can be made dense again."""
+def test_only_a_packed_model_counts_as_quantised(checkpoints, tmp_path):
+    """transformers refuses to cast or train the packed model, but not the dense one with rotations."""
     dense, packed = (AutoModelForCausalLM.from_pretrained(checkpoints / name) for name in ("dense", "packed"))
     assert dense.half().dtype == torch.float16
     with pytest.raises(ValueError, match="not supported for quantized"):
@@ -349,7 +351,7 @@ def test_what_transformers_does_to_quantised_models(checkpoints, tmp_path):
     trainable = [
         (model.hf_quantizer.is_trainable, model.hf_quantizer.is_qat_trainable) for model in (dense, packed)
     ]
-    assert trainable == [(True, True), (False, False)]  # what Trainer asks
+    assert trainable == [(True, True), (False, False)]  # read by transformers' Trainer
     packed.requires_grad_(False)
     logits = packed(random_tokens(1, 8)).logits
     assert not is_packed(packed.dequantize())
@@ -361,10 +363,10 @@ def test_what_transformers_does_to_quantised_models(checkpoints, tmp_path):
 def test_truncated_file(packed, capsys):
     file = packed / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert f"{file} is truncated or not a safetensors file" in refused(capsys, "eval", packed, "--ppl", HELD_OUT)
+    assert f"{file} is not a complete safetensors file" in refused(capsys, "eval", packed, "--ppl", HELD_OUT)
 
 
-def test_a_later_format(packed, capsys):
+def test_a_key_of_a_later_version(packed, capsys):
     config = json.loads((packed / "config.json").read_text())
     config["quantization_config"]["packed_3bit"] = True
     (packed / "config.json").write_text(json.dumps(config))
@@ -378,8 +380,8 @@ def test_a_shard_that_is_missing(checkpoints, tmp_path, capsys):
     drot.load(folder, device="cpu").save_pretrained(folder, max_shard_size="1MB")
     (folder / "model.safetensors").unlink()
     tokens = random_tokens(1, 8)
-    whole = drot.load(checkpoints / "packed", device="cpu")(tokens).logits
-    assert torch.equal(drot.load(folder, device="cpu")(tokens).logits, whole)
+    expected = drot.load(checkpoints / "packed", device="cpu")(tokens).logits
+    assert torch.equal(drot.load(folder, device="cpu")(tokens).logits, expected)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     shard = folder / index["weight_map"][f"{UP}.values"]
     shard.unlink()
@@ -396,5 +398,5 @@ def test_packed_from_python(tmp_path):
     result = drot.prune(model, recipe, calibration=tokens, device="cpu", format="packed", out=tmp_path / "o")
     assert is_packed(result.model) and result.manifest == read_manifest(tmp_path / "o")
     loaded = drot.load(tmp_path / "o", device="cpu")
-    # q, k, v are one product in the loaded model and three in the other, which may be summed in another order
+    # the loaded model is fused: q, k and v are one product, which may add up in another order
     torch.testing.assert_close(loaded(tokens).logits, result.model(tokens).logits)

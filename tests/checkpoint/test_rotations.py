@@ -1,4 +1,4 @@
-"""The rotation file: round trip, and each way in which it can be wrong."""
+"""Rotation files: the round trip, and the message for every kind of faulty file."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def test_round_trip_is_orthogonal_to_fp64(tmp_path):
         assert torch.allclose(b.r1.T @ b.r1, torch.eye(8, dtype=torch.float64), atol=1e-13)
 
 
-def test_mistakes_are_named(tmp_path):
+def test_the_message_for_a_faulty_file(tmp_path):
     path = tmp_path / "r.safetensors"
     with pytest.raises(UserError, match="there is no rotation file"):
         load(path)
@@ -43,10 +43,10 @@ def test_mistakes_are_named(tmp_path):
     save_rotations(path, rotations(), {})
     with pytest.raises(UserError, match=r"layers.0.r1 must be \[16, 16\] for this model, got \[8, 8\]"):
         load(path, d=16)
-    with pytest.raises(UserError, match="holds 2 layers, this model has 1"):
+    with pytest.raises(UserError, match="holds 2 layers, but this model has 1"):
         load(path, layers=1)
     tensors = rotation_tensors(rotations())
     tensors["layers.1.r2"] *= 1.1
     save_file(tensors, path)
-    with pytest.raises(UserError, match="layers.1.r2 is not orthogonal"):
+    with pytest.raises(UserError, match="layers.1.r2 must be orthogonal, got"):
         load(path)

@@ -1,4 +1,4 @@
-"""The command line: what reaches the recipe, what lands on which stream, and the exit status."""
+"""The command line: the recipe that the options give, the output on stdout and stderr, the exit status."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def manifest(recipe, **changes):
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What `drot prune` handed to the pipeline, which is not run."""
+    """The arguments with which `drot prune` calls the pipeline, which is replaced by a function."""
     seen = []
 
     def prune(model, recipe, **options):
@@ -76,7 +76,7 @@ def test_defaults_are_those_of_the_recipe(calls, tmp_path):
     assert options["rotations"] is None and options["save_rotations_to"] is None
 
 
-def test_every_option_arrives(calls):
+def test_every_option_reaches_the_recipe(calls):
     text = (
         "prune m --out o --sparsity 4:8 --rotation shared --objective entropy "
         "--optimizer paper --steps 7 --lr 0.5 --hessians dense --layers-per-step 2 "
@@ -108,7 +108,7 @@ def test_every_option_arrives(calls):
     assert calls[1][1].pruning.method == "wanda" and str(calls[1][2]["rotations"]) == "r.st"
     assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1"]) == 0
     assert calls[2][1].rotation.early_stop == 0.1
-    for text in ("--hessians dense", "--rotations r.st"):  # it goes with either
+    for text in ("--hessians dense", "--rotations r.st"):  # it works with both
         assert cli.run(["prune", "m", "--out", "o", "--boundary", "residual", *text.split()]) == 0
         assert calls[-1][1].rotation.boundary == "residual"
 
@@ -152,13 +152,13 @@ def test_defaults_may_be_spelled_out(calls):
 
 
 def test_only_sparsegpt_has_blocks(calls):
-    """m = 3 does not divide the default block; Wanda has none and must not ask for another."""
+    """m = 3 does not divide the default block size, which Wanda does not use and must not refuse."""
     assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--sparsity", "1:3"]) == 0
     assert cli.run(["prune", "m", "--out", "o", "--sparsity", "1:3"]) == 2
 
 
 def test_the_recipe_in_the_manifest_survives_json():
-    """A resumed run compares it with the one of run.json."""
+    """A resumed run compares its recipe with the recipe in run.json."""
     for rotation in (RotationConfig(blocks=(24, 8)), RotationConfig(mode="shared"), RotationConfig()):
         written = Recipe(rotation=rotation).to_dict()
         assert json.loads(json.dumps(written)) == written
@@ -167,13 +167,13 @@ def test_the_recipe_in_the_manifest_survives_json():
 
 @pytest.mark.parametrize("field", dataclasses.fields(Recipe))
 def test_every_field_of_the_recipe_has_an_option(field):
-    """A knob that is added to the configuration must be reachable from the command line."""
+    """A field that is added to the configuration needs an option."""
     import inspect
 
     renamed = {"mode": "rotation", "blocks": "rotation", "source": "calibration"}
     options = inspect.signature(prune_command).parameters
-    for knob in dataclasses.fields(field.default_factory):
-        assert renamed.get(knob.name, knob.name) in options
+    for setting in dataclasses.fields(field.default_factory):
+        assert renamed.get(setting.name, setting.name) in options
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_a_fault_of_ours(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_ctrl_c_is_said(monkeypatch, capsys):
+def test_ctrl_c_prints_interrupted(monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
@@ -296,21 +296,21 @@ def test_parse_rotation_refuses():
 
 
 @pytest.mark.parametrize("arguments", [[], ["--debug"]])
-def test_nothing_asked_for_is_help(capsys, arguments):
+def test_no_command_prints_the_help(capsys, arguments):
     assert cli.run(arguments) == 0
     captured = capsys.readouterr()
     assert "Usage: drot" in captured.out and captured.err == ""
 
 
-def test_info_of_what_is_no_folder(capsys, tmp_path):
+def test_info_of_a_path_that_is_not_a_folder(capsys, tmp_path):
     (tmp_path / "drot.json").write_text("{}")
-    for path, what in ((tmp_path / "drot.json", "is a file"), (tmp_path / "no", "does not exist")):
+    for path, reason in ((tmp_path / "drot.json", "is a file"), (tmp_path / "no", "does not exist")):
         assert cli.run(["info", str(path)]) == 2
-        assert f"{path} {what}: name the folder" in one_line(capsys.readouterr().err)
+        assert f"{path} {reason}: name the folder" in one_line(capsys.readouterr().err)
 
 
 def test_json_has_no_infinity(monkeypatch, capsys):
-    """Infinity and NaN are no JSON: a figure that is not finite is null."""
+    """JSON has no Infinity and no NaN: a figure that is not finite is null."""
     figures = {"model": "m", "seqlen": 8, "perplexity": {"a": math.inf, "b": math.nan}, "tasks": {"t": 0.5}}
     monkeypatch.setattr("drot.evaluation.evaluate.evaluate", lambda model, **options: figures)
     assert cli.run(["eval", "m", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""What a person sees: the bar, the lines where there is no terminal, and the table of a manifest."""
+"""The progress bar, the progress lines without a terminal, and the table of a manifest."""
 
 import io
 
@@ -12,7 +12,7 @@ from drot.progress import ProgressEvent
 
 
 def training(layer, layers, losses, steps=None):
-    """The events of one training; with `steps` beyond the last loss it settled early."""
+    """The events of one training. It stops early if `steps` is greater than the number of losses - 1."""
     steps = len(losses) - 1 if steps is None else steps
     return [
         ProgressEvent(phase="rotate", layer=layer, layers=layers, step=step, steps=steps, loss=loss)
@@ -25,7 +25,7 @@ def event(phase, layer=0, layers=2):
 
 
 def positions(events, shared=False):
-    """Share of the bar after every event."""
+    """The completed share of the bar after each event."""
     with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as bars:
         progress = progress_bars.BarProgress(bars, shared=shared)
         shares = []
@@ -87,7 +87,7 @@ def test_lines_of_one_layer_after_the_other():
 
 
 def test_lines_of_dense_hessians():
-    """All layers are trained before the first is pruned, and one may settle before its last step."""
+    """All layers are trained before the first is pruned, and a training may stop before its last step."""
     events = []
     for layer in range(2):
         events += [event("calibrate", layer), *training(layer, 2, [4.0, 3.0 - layer], steps=9)]
@@ -100,8 +100,8 @@ def test_lines_of_dense_hessians():
     ]
 
 
-def test_lines_of_layers_side_by_side():
-    """Only the ends are told, in the order in which they come."""
+def test_lines_of_layers_in_parallel():
+    """Each training has one line, printed when it ends."""
     events = [event("calibrate", 0), event("calibrate", 1)]
     events += [training(layer, 2, [5.0, 3.0 - layer])[-1] for layer in (1, 0)]
     assert lines(events) == [
@@ -111,7 +111,7 @@ def test_lines_of_layers_side_by_side():
 
 
 def test_lines_of_a_shared_rotation():
-    """One training for all layers: its line names none of them."""
+    """There is one training for all layers, and its line names no layer."""
     events = [event("calibrate", 0), event("calibrate", 1), *training(0, 2, [4.0, 3.0], steps=5)]
     assert lines([*events, event("prune", 0)], shared=True) == [
         "all layers: rotated, loss 4 -> 3 in 1 steps",
@@ -122,7 +122,7 @@ def test_lines_of_a_shared_rotation():
 
 @pytest.mark.parametrize("width", [80, 100])
 def test_table_of_a_shared_rotation(monkeypatch, width):
-    """That its Hessians are dense, and the figures of its one training as means over the layers."""
+    """The table shows dense Hessians, and the figures of the only training as means over the layers."""
     file = io.StringIO()
     monkeypatch.setattr(tables, "output", lambda: Console(file=file, width=width))
     linears = {"q_proj": {"sparsity": 0.5, "output_error": 0.25, "damping": 0.01}}

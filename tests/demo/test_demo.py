@@ -1,4 +1,4 @@
-"""The demo, smaller: rotating before pruning pays on the embedded model, and the checkpoint says so too."""
+"""A smaller demo: the rotation reduces the damage of pruning, in the table and in the saved checkpoint."""
 
 import dataclasses
 import io
@@ -24,7 +24,7 @@ def demo(tmp_path_factory):
     return out, run_demo(out, steps=40, calibration=SMALL, windows=24)
 
 
-def test_rotation_gives_back_most_of_what_pruning_took(demo):
+def test_rotation_undoes_most_of_the_damage(demo):
     _, result = demo
     dense, pruned, rotated = result.rows
     assert dense.perplexity < rotated.perplexity < pruned.perplexity
@@ -47,25 +47,25 @@ def test_the_saved_checkpoint_is_the_model_of_the_table(demo):
     assert torch.isfinite(model(tokens[None, :64]).logits).all()
 
 
-def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+def test_a_folder_with_files_is_not_touched(tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
     with pytest.raises(UserError, match="is not an empty folder"):
         run_demo(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["mine.txt"]
 
 
-def test_what_a_cut_off_demo_left_is_named_at_once(tmp_path, monkeypatch):
-    """Not after the minutes that the first two models take."""
+def test_the_folder_of_an_interrupted_demo_is_named_at_once(tmp_path, monkeypatch):
+    """The error comes before any work, and not after the minutes of the first two models."""
     (tmp_path / "out.partial").mkdir()
     monkeypatch.setattr("drot.demo.demo.load_tokenizer", lambda *args: pytest.fail("work began"))
     with pytest.raises(
-        UserError, match=r"out\.partial is left of a demo .*: remove it or name another `out`"
+        UserError, match=r"out\.partial was left by an interrupted demo: remove it or name another `out`"
     ):
         run_demo(tmp_path / "out")
 
 
 def test_table(monkeypatch):
-    """What the user reads: three rows and a sentence; a rotation that did not help is not praised."""
+    """The user sees three rows and a sentence."""
     file = io.StringIO()
     monkeypatch.setattr(command, "output", lambda: Console(file=file, width=100))
     rows = [DemoRow(name="dense", perplexity=10.0), DemoRow(name="pruned", perplexity=14.0, sparsity=0.5)]

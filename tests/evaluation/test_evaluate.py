@@ -1,4 +1,4 @@
-"""`drot eval`: what is refused, and that it is refused before the model's weights are read."""
+"""`drot eval` reports a mistake before it loads the weights of the model."""
 
 import pytest
 
@@ -9,11 +9,14 @@ from drot.demo.demo import HELD_OUT, MODEL
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--seqlen 0", "--seqlen must be at least 2, a token and the one that it foretells; got 0"),
+        (
+            "--seqlen 0",
+            "--seqlen must be at least 2, since the first token of a window is not predicted; got 0",
+        ),
         ("--seqlen 1", "--seqlen must be at least 2"),
         ("--seqlen 2049", "--seqlen must be at most 2048, the positions of this model; got 2049"),
-        ("--ppl short.txt", "tokens, one window needs 64: lower --seqlen"),
-        ("--ppl c4", "--ppl takes wikitext2 or a .txt, .json, .jsonl, .parquet file; got 'c4'"),
+        ("--ppl short.txt", "tokens, but one window needs 64: lower --seqlen"),
+        ("--ppl c4", "--ppl must be wikitext2 or a .txt, .json, .jsonl, .parquet file; got 'c4'"),
         ("--device gpu", "--device must be auto, cpu or cuda[:N]"),
         ("--dtype int8", "--dtype must be auto or one of"),
     ],
@@ -33,7 +36,7 @@ def test_an_unknown_task_is_found_before_the_weights_are_read(monkeypatch, capsy
     monkeypatch.setattr("drot.checkpoint.load.load_model", lambda *args: pytest.fail("the weights were read"))
     arguments = ["--ppl", str(HELD_OUT), "--seqlen", "64", "--tasks", "no_such_task"]
     assert cli.run(["eval", str(MODEL), *arguments]) == 2
-    assert "drot: lm_eval knows no task no_such_task" in capsys.readouterr().err
+    assert "drot: lm_eval has no task no_such_task" in capsys.readouterr().err
 
 
 def test_a_missing_model(capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""Perplexity against a formulation in fp64 that takes one token at a time."""
+"""Perplexity against a reference in fp64 that adds the loss of one token at a time."""
 
 import math
 
@@ -39,7 +39,7 @@ def test_hopeless_model_is_infinite_and_no_crash():
 
 
 def test_text_shorter_than_a_window():
-    with pytest.raises(UserError, match="the text has 11 tokens, one window needs 12: lower `seqlen`"):
+    with pytest.raises(UserError, match="the text has 11 tokens, but one window needs 12: lower `seqlen`"):
         perplexity(small_model("llama"), random_tokens(1, 11)[0], seqlen=12)
 
 

@@ -1,4 +1,4 @@
-"""Zero-shot accuracy through lm_eval: on a task that lies here, and what is said when something lacks."""
+"""Zero-shot accuracy by lm_eval: on a local task, and the messages for tasks that cannot be evaluated."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ metric_list:
 
 
 def test_accuracy_of_a_local_task(tmp_path, monkeypatch):
-    """Equal to the share of the questions whose likelier answer, by the model's own logits, is right."""
+    """The accuracy is the share of questions for which the model's logits make the right answer likelier."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -58,7 +58,7 @@ def test_accuracy_of_a_local_task(tmp_path, monkeypatch):
 
 
 def test_accuracy_of_a_group(tmp_path, monkeypatch):
-    """A group is evaluated by its name."""
+    """A group of tasks is evaluated by its name."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     data = tmp_path / "data.jsonl"
@@ -76,14 +76,14 @@ def test_accuracy_of_a_group(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def manager():
-    return TaskManager()  # its index takes seconds to read
+    return TaskManager()  # made once, because it takes seconds to read its index
 
 
 @pytest.mark.parametrize("name", ["no_such_task", "ai2_arc"])
 def test_unknown_task(manager, monkeypatch, name):
-    """A tag is no task either: lm_eval reports nothing under its name."""
+    """A tag, such as ai2_arc, is refused too, because lm_eval reports nothing under its name."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
-    with pytest.raises(UserError, match=f"lm_eval knows no task {name}; lm_eval ls tasks lists them"):
+    with pytest.raises(UserError, match=f"lm_eval has no task {name}: list its tasks with: lm_eval ls tasks"):
         load_tasks([name])
 
 
@@ -117,7 +117,7 @@ def test_a_task_without_accuracy_is_refused_before_it_runs(tmp_path, monkeypatch
     (tmp_path / "two_letters.yaml").write_text(task.format(file=data))
     manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
-    with pytest.raises(UserError, match="two_letters reports no acc; it has brier_score"):
+    with pytest.raises(UserError, match="two_letters must report acc, but it reports brier_score"):
         load_tasks(["two_letters"])
 
 
@@ -125,5 +125,5 @@ def test_metric_of_the_literature():
     results = {"acc,none": 0.25, "acc_norm,none": 0.5}
     assert accuracy("piqa", results) == 0.5
     assert accuracy("winogrande", results) == 0.25
-    with pytest.raises(UserError, match="reports no acc"):
+    with pytest.raises(UserError, match="boolq must report acc, but it reports f1"):
         accuracy("boolq", {"f1,none": 0.1})

@@ -1,4 +1,4 @@
-"""down_proj trained and pruned in the next layer's basis, the boundary rotation on the residual alone."""
+"""Boundary rotations on the residual, with which down_proj takes the R1 of the next layer."""
 
 import json
 
@@ -39,16 +39,16 @@ def prune(model, chosen=None, **options):
     return drot.prune(model, chosen or recipe(), calibration=TOKENS, **options)
 
 
-def assert_same_weights(one, other):
-    state = other.state_dict()
-    assert state.keys() == one.state_dict().keys()
-    for key, value in one.state_dict().items():
+def assert_same_weights(expected, model):
+    state = model.state_dict()
+    assert state.keys() == expected.state_dict().keys()
+    for key, value in expected.state_dict().items():
         assert torch.equal(value, state[key]), key
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_sparsity_leaves_the_function_as_it_was(family):
-    """Logits, and what is generated behind a KV cache with padding, are the original's."""
+def test_without_sparsity_the_outputs_do_not_change(family):
+    """The logits, and the text generated with a KV cache and padding, are those of the original model."""
     model, tokens = small_model(family), random_tokens(2, 30, seed=5)
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
@@ -81,14 +81,14 @@ def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_dynamo_makes_one_graph_of_it(family):
+def test_dynamo_compiles_the_model_to_one_graph(family):
     model, tokens = prune(small_model(family), recipe(steps=0)).model, random_tokens(2, 30)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(tokens).logits, model(tokens).logits)
 
 
 class Wrapped(torch.nn.Module):
-    """What an adapter puts in the place of a linear."""
+    """A module that replaces a linear, as adapters do."""
 
     def __init__(self, base):
         super().__init__()
@@ -107,7 +107,7 @@ def test_the_rotation_may_be_wrapped():
 
 
 def test_down_takes_the_next_layers_rotation(tmp_path):
-    """Its weight and bias to rounding, and the last layer's its own."""
+    """Also its bias. The last down_proj takes the rotation of its own layer."""
     original, file = small_model("llama-biased"), tmp_path / "rotations.safetensors"
     arch, shape = architecture_of(original.config), head_shape(original.config)
     rotated = prune(
@@ -115,11 +115,11 @@ def test_down_takes_the_next_layers_rotation(tmp_path):
     ).model
     rotations, record = load_rotations(file, layers=3, hidden_size=32, shape=shape)
     assert record["recipe"]["rotation"]["boundary"] == "residual"
-    for index, after in enumerate((1, 2, 2)):
-        before, now = (model.model.layers[index].mlp.down_proj for model in (original, rotated))
-        r1 = rotations[after].r1
-        assert torch.allclose(now.weight.double(), r1.T @ before.weight.double(), atol=1e-5)
-        assert torch.allclose(now.bias.double(), before.bias.double() @ r1, atol=1e-5)
+    for index, r1_index in enumerate((1, 2, 2)):
+        down, rotated_down = (model.model.layers[index].mlp.down_proj for model in (original, rotated))
+        r1 = rotations[r1_index].r1
+        assert torch.allclose(rotated_down.weight.double(), r1.T @ down.weight.double(), atol=1e-5)
+        assert torch.allclose(rotated_down.bias.double(), down.bias.double() @ r1, atol=1e-5)
         up = folded_weights(original.model.layers[index], arch)["up_proj"].double() @ rotations[index].r1
         assert torch.allclose(rotated.model.layers[index].mlp.up_proj.weight.double(), up, atol=1e-5)
     q = rotations[0].r1.T @ rotations[1].r1
@@ -128,13 +128,13 @@ def test_down_takes_the_next_layers_rotation(tmp_path):
 
 @pytest.mark.parametrize("objective", ["entropy", "pruned"])
 def test_each_down_is_trained_with_the_layer_whose_rotation_it_takes(objective):
-    """None in the first layer, two in the last; also where the layers before were done by another run."""
+    """None with the first layer and two with the last, also if an interrupted run has trained some layers."""
     model = small_model("llama")
-    own = [layer.mlp.down_proj.weight for layer in model.model.layers]
-    expected = {0: [], 1: [own[0]], 2: [own[1], own[2]]}
+    weights = [layer.mlp.down_proj.weight for layer in model.model.layers]
+    expected = {0: [], 1: [weights[0]], 2: [weights[1], weights[2]]}
     context = RunContext(model, recipe(objective=objective), TOKENS, [CPU], silent)
     for done in ((), (0,), (1,), (0, 1), (0, 2)):
-        found = {index: part.downs for index, part, _ in dense_pass._objectives(context, done)}
+        found = {index: part.down_projections for index, part, _ in dense_pass._objectives(context, done)}
         assert found.keys() == {0, 1, 2} - set(done)
         for index, downs in found.items():
             assert len(downs) == len(expected[index])
@@ -143,21 +143,21 @@ def test_each_down_is_trained_with_the_layer_whose_rotation_it_takes(objective):
                 assert (down.metric.matrix is None) == (objective == "entropy")
 
 
-def test_no_down_is_lost():
-    """At R = I all layers together have the loss and the entropy that they have in their own bases."""
+def test_every_down_is_trained():
+    """At R = I the losses and the entropies of all layers have the same sum for both places."""
     places = ("input", "residual")
-    own, after = (prune(small_model("qwen3"), recipe(boundary=place)).manifest for place in places)
+    on_input, on_residual = (prune(small_model("qwen3"), recipe(boundary=place)).manifest for place in places)
     for figure in ("loss_before", "entropy_before"):
-        sums = [sum(layer["rotation"][figure] for layer in run["layers"]) for run in (own, after)]
+        sums = [sum(layer["rotation"][figure] for layer in run["layers"]) for run in (on_input, on_residual)]
         assert sums[0] == pytest.approx(sums[1], rel=1e-5)
-    for layer in after["layers"]:
+    for layer in on_residual["layers"]:
         assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
-    assert json.loads(json.dumps(after))["recipe"]["rotation"]["boundary"] == "residual"
+    assert json.loads(json.dumps(on_residual))["recipe"]["rotation"]["boundary"] == "residual"
 
 
 @pytest.mark.parametrize("phase", ["prune", "rotate"])
 def test_a_run_survives_a_crash(phase, tmp_path):
-    """Cut off in the second layer, in either pass, resumed: the same weights as a run in one piece."""
+    """A run that crashes in the second layer and is resumed gives the weights of an uninterrupted run."""
     whole, out = prune(small_model("llama")).model, tmp_path / "out"
 
     def crash(event):
@@ -176,9 +176,9 @@ def test_a_run_survives_a_crash(phase, tmp_path):
     assert all(torch.equal(saved[key], value) for key, value in whole.state_dict().items())
 
 
-def test_layers_trained_side_by_side_are_the_same():
-    alone, together = (prune(small_model("llama"), device=device).model for device in ("cpu", "cpu,cpu,cpu"))
-    assert_same_weights(alone, together)
+def test_layers_trained_in_parallel_are_the_same():
+    serial, parallel = (prune(small_model("llama"), device=device).model for device in ("cpu", "cpu,cpu,cpu"))
+    assert_same_weights(serial, parallel)
 
 
 def test_bfloat16_weights_stay_bfloat16(tmp_path):
@@ -190,7 +190,7 @@ def test_bfloat16_weights_stay_bfloat16(tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_check_model_covers_the_placement(family):
+def test_check_model_with_rotations_of_the_residual(family):
     model = small_model(family)
     arch, shape = architecture_of(model.config), head_shape(model.config)
     error = check_model(model, arch, shape, random_tokens(1, 40), CPU, place="residual")
@@ -199,11 +199,11 @@ def test_check_model_covers_the_placement(family):
 
 
 def test_check_model_names_the_layer_whose_boundary_is_wrong(monkeypatch):
-    model, seen = small_model("llama"), []
+    model, rotated = small_model("llama"), []
 
     def wrong(layer, arch, shape, rotation, boundary=None):
-        seen.append(layer)
-        if len(seen) == 2:
+        rotated.append(layer)
+        if len(rotated) == 2:
             boundary = BoundaryRotation("residual", rotation.r1, rotation.r1)
         rotate_layer(layer, arch, shape, rotation, boundary)
 
@@ -214,32 +214,32 @@ def test_check_model_names_the_layer_whose_boundary_is_wrong(monkeypatch):
 
 
 @pytest.mark.parametrize(("trained", "used"), [("input", "residual"), ("residual", "input")])
-def test_rotations_are_reused_in_the_other_basis(trained, used, tmp_path):
-    """From a file nothing has to be known in advance, so sequential Hessians are no obstacle."""
+def test_rotations_are_reused_at_the_other_place(trained, used, tmp_path):
+    """A file holds the rotations of all layers, so `residual` also works with sequential Hessians."""
     file, model, tokens = tmp_path / "rotations.safetensors", small_model("llama"), random_tokens(2, 30)
     logits = model(tokens).logits
     prune(small_model("llama"), recipe(boundary=trained), save_rotations_to=file)
     chosen = recipe("0.0", "wanda", boundary=used, hessians="sequential", objective="entropy")
     result = prune(model, chosen, rotations=file)
     assert float((result.model(tokens).logits - logits).norm() / logits.norm()) < 1e-5
-    with_ = result.manifest["rotations_file"]["trained_with"]["recipe"]["rotation"]["boundary"]
-    assert (with_, result.manifest["recipe"]["rotation"]["boundary"]) == (trained, used)
+    trained_with = result.manifest["rotations_file"]["trained_with"]["recipe"]["rotation"]["boundary"]
+    assert (trained_with, result.manifest["recipe"]["rotation"]["boundary"]) == (trained, used)
 
 
 @pytest.mark.parametrize(
     ("rotation", "message"),
     [
-        (dict(mode="shared"), 'changes nothing with `mode="shared"`, where all layers share one basis'),
-        (dict(mode="none"), 'changes nothing with `mode="none"`, where nothing is rotated'),
-        (dict(hessians="sequential"), 'from a file; got `hessians="sequential"`'),
+        (dict(mode="shared"), 'no effect with `mode="shared"`, where all layers have the same R1: leave out'),
+        (dict(mode="none"), 'no effect with `mode="none"`, where nothing is rotated: leave out'),
+        (dict(hessians="sequential"), 'got `hessians="sequential"`: use `hessians="dense"`, or name a file'),
     ],
 )
-def test_what_it_cannot_go_with_is_refused_before_the_weights_are_read(rotation, message, tmp_path):
+def test_a_recipe_without_effect_is_refused_before_the_weights_are_read(rotation, message, tmp_path):
     model = small_model("llama")
     model.config.save_pretrained(tmp_path / "config-only")
-    for what in (tmp_path / "config-only", model):
+    for source in (tmp_path / "config-only", model):
         with pytest.raises(UserError, match=message) as caught:
-            prune(what, recipe(**rotation))
+            prune(source, recipe(**rotation))
         assert "\n" not in str(caught.value)
 
 
@@ -253,11 +253,11 @@ def test_values_are_checked(tmp_path):
         drot.load(tmp_path / "out", device="cpu")
 
 
-def test_the_table_says_it(capsys):
+def test_the_table_shows_the_place(capsys):
     manifest = prune(small_model("llama"), recipe(steps=0)).manifest
     print_manifest(manifest | {"base_model": "m"})
     shown = " ".join(capsys.readouterr().out.split())
     assert "layer, boundary on the residual, objective pruned" in shown
-    del manifest["recipe"]["rotation"]["boundary"]  # as an older drot wrote it
+    del manifest["recipe"]["rotation"]["boundary"]  # as in the manifests of older versions
     print_manifest(manifest)
     assert "layer, objective pruned" in " ".join(capsys.readouterr().out.split())

@@ -1,7 +1,7 @@
-"""Perplexities on the tiny model against figures taken with the paper's own code (goldens.json).
+"""Perplexities on the tiny model against figures measured with the paper's code (goldens.json).
 
-Model, text and goldens lie in a folder `shared` beside the checkout, or where DROT_SHARED says; where they
-are missing this is skipped (the demo's test covers the same ground with what the package carries).
+Model, text and goldens are in a folder `shared` beside the checkout, or in the folder that DROT_SHARED names.
+Without them the tests are skipped. The test of the demo is similar and needs only files of the package.
 """
 
 import json
@@ -28,8 +28,8 @@ pytestmark = [
 
 def golden(method, sparsity=None, steps=0, precision=None):
     rows = json.loads((SHARED / "goldens.json").read_text())["rows"]
-    wanted = dict(method=method, sparsity=sparsity, rotation_steps=steps, precision=precision)
-    (row,) = [row for row in rows if all(row[key] == value for key, value in wanted.items())]
+    case = dict(method=method, sparsity=sparsity, rotation_steps=steps, precision=precision)
+    (row,) = [row for row in rows if all(row[key] == value for key, value in case.items())]
     return row
 
 
@@ -61,8 +61,8 @@ def test_without_rotation_within_two_percent(method, sparsity):
         assert measure(model, name) == pytest.approx(expected, rel=0.02)
 
 
-def test_entropy_in_the_references_form():
-    """Entropy before and after as the paper's code in fp32, perplexity at or below its golden + 0.4 %."""
+def test_entropy_as_in_the_papers_code():
+    """The entropies are those of the paper's code in fp32, the perplexity at most 0.4 % higher."""
     result = pruned(
         "sparsegpt", "2:4", objective="entropy", optimizer="paper", steps=100, lr=0.01, reference_compat=True
     )
@@ -84,8 +84,10 @@ def test_entropy_in_the_references_form():
     ],
 )
 def test_pruned_importance(method, mode, wikitext2, python):
-    """100 steps: closes far more of the gap than the paper's objective does at the same price, and one
-    rotation for the whole model as much as the paper's rotation of each layer."""
+    """100 steps lower the perplexity much more than 100 steps of the paper's objective do.
+
+    One rotation for the whole model helps as much as the paper's rotation of each layer.
+    """
     model = pruned(method, "2:4", mode=mode, objective="pruned", steps=100).model
     assert measure(model, "wikitext2-test") <= wikitext2
     assert measure(model, "python-heldout") <= python

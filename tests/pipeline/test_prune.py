@@ -1,4 +1,4 @@
-"""`drot.prune` from end to end on small random models: what it promises, not how well it prunes."""
+"""`drot.prune` from end to end on small random models, without the quality of the pruned models."""
 
 import json
 import subprocess
@@ -64,12 +64,12 @@ def test_every_family_keeps_the_pattern_and_survives_saving(family, mode, tmp_pa
 @pytest.mark.parametrize("sparsity", ["0.5", "2:4", "1:4", "4:8"])
 def test_methods_and_sparsities(method, sparsity):
     result = prune(small_model("llama"), recipe("layer", method, sparsity))
-    wanted = Sparsity.parse(sparsity)
+    parsed = Sparsity.parse(sparsity)
     for linear in linears(result.model):
         zeros = linear.weight == 0
-        assert float(zeros.float().mean()) == pytest.approx(wanted.ratio, abs=0.02)
-        if wanted.structured:
-            assert (groups_of(zeros, wanted.m).sum(-1) == wanted.m - wanted.n).all()
+        assert float(zeros.float().mean()) == pytest.approx(parsed.ratio, abs=0.02)
+        if parsed.structured:
+            assert (groups_of(zeros, parsed.m).sum(-1) == parsed.m - parsed.n).all()
     for layer in result.manifest["layers"]:
         assert set(layer["linears"]) == set(ROLES)
         assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
@@ -78,8 +78,8 @@ def test_methods_and_sparsities(method, sparsity):
     json.dumps(result.manifest)
 
 
-def test_no_sparsity_leaves_the_function_as_it_was():
-    """Ratio 0: rotating and merging alone must give the original logits."""
+def test_without_sparsity_the_logits_do_not_change():
+    """With a ratio of 0 the model is only rotated."""
     model = small_model("qwen3-biased")
     tokens = random_tokens(2, 30, seed=5)
     before = model(tokens).logits
@@ -89,7 +89,7 @@ def test_no_sparsity_leaves_the_function_as_it_was():
 
 @pytest.mark.parametrize("hessians", ["sequential", "dense"])
 def test_a_run_survives_a_crash(hessians, tmp_path):
-    """Cut off in the second layer, resumed: the same weights as a run in one piece."""
+    """A run that crashes in the second layer and is resumed gives the weights of an uninterrupted run."""
     whole = prune(small_model("llama"), recipe(hessians=hessians)).model.state_dict()
     out = tmp_path / "out"
 
@@ -119,30 +119,30 @@ def test_a_run_survives_a_crash(hessians, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_layers_trained_side_by_side_are_the_same(tmp_path):
-    """Three workers, cut off when the second layer is trained, resumed: as one device in one go."""
+def test_layers_trained_in_parallel_are_the_same(tmp_path):
+    """Three devices, a crash in the second layer and a resumed run give the result of one device."""
     chosen = recipe(hessians="dense", steps=8)
-    alone = prune(small_model("llama"), chosen)
+    serial = prune(small_model("llama"), chosen)
 
-    def together(progress, resume=False):
+    def prune_in_parallel(progress, resume=False):
         options = dict(calibration=TOKENS, device="cpu,cpu,cpu", out=tmp_path / "out", resume=resume)
         return drot.prune(small_model("llama"), chosen, progress=progress, **options)
 
     def crash(event):
         if event.phase == "rotate" and event.layer == 1:
-            raise RuntimeError("cut off")
+            raise RuntimeError("crash")
 
-    with pytest.raises(RuntimeError, match="cut off"):
-        together(crash)
+    with pytest.raises(RuntimeError, match="crash"):
+        prune_in_parallel(crash)
     assert (tmp_path / "out.partial" / "rotation_00000.safetensors").exists()
     trained = []
-    result = together(lambda e: e.phase == "rotate" and trained.append(e.layer), resume=True)
+    result = prune_in_parallel(lambda e: e.phase == "rotate" and trained.append(e.layer), resume=True)
     assert 0 not in trained and 1 in trained
-    for key, value in alone.model.state_dict().items():
+    for key, value in serial.model.state_dict().items():
         assert torch.equal(value, result.model.state_dict()[key]), key
     keys = ("loss_curve", "entropy_after", "damping", "best_step")
-    for one, other in zip(alone.manifest["layers"], result.manifest["layers"], strict=True):
-        assert all(one["rotation"][key] == other["rotation"][key] for key in keys)
+    for expected, layer in zip(serial.manifest["layers"], result.manifest["layers"], strict=True):
+        assert all(expected["rotation"][key] == layer["rotation"][key] for key in keys)
 
 
 @pytest.mark.parametrize("rotation", [dict(mode="layer"), dict(mode="shared"), dict(mode="none")])
@@ -152,7 +152,7 @@ def test_several_devices_need_independent_layers(rotation):
 
 
 def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
-    """It opens, with the same logits, in a Python that never imports drot."""
+    """A Python process that never imports drot loads it and computes the same logits."""
     result = prune(small_model("qwen2"), recipe("shared"), out=tmp_path / "out")
     tokens = random_tokens(2, 30, seed=5)
     torch.save(tokens, tmp_path / "tokens.pt")
@@ -167,7 +167,7 @@ def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
-def test_layer_rotation_opens_with_from_pretrained_and_saves_again(tmp_path):
+def test_layer_rotations_load_with_from_pretrained_and_save_again(tmp_path):
     result = prune(small_model("llama"), out=tmp_path / "out")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -192,7 +192,7 @@ def test_the_same_seed_gives_the_same_weights():
     assert all(torch.equal(first[key], second[key]) for key in first)
 
 
-def test_mistakes_are_one_line(tmp_path):
+def test_mistakes_raise_user_errors(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     cases = [
@@ -204,7 +204,7 @@ def test_mistakes_are_one_line(tmp_path):
             dict(save_rotations_to=tmp_path / "full" / "file" / "r.safetensors"),
             "cannot write .*r.safetensors: ",
         ),
-        (dict(chosen=recipe("none"), save_rotations_to=tmp_path / "r"), "there are no rotations to save"),
+        (dict(chosen=recipe("none"), save_rotations_to=tmp_path / "r"), "`save_rotations_to` needs `mode="),
         (dict(save_rotations_to=tmp_path / "full" / "file"), "file exists: name another `save_rotations_to`"),
         (dict(save_rotations_to=tmp_path / "full"), "full exists: name another `save_rotations_to`"),
     ]
@@ -218,7 +218,7 @@ def test_mistakes_are_one_line(tmp_path):
         drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device="cuda:99")
     with pytest.raises(UserError, match="cannot load a tokenizer from|cannot load a causal language model"):
         drot.prune(tmp_path / "nothing", recipe(), calibration=TOKENS)
-    with pytest.raises(UserError, match="needs tokenizer=..., or calibration="):
+    with pytest.raises(UserError, match="needs `tokenizer`, or token ids as `calibration`"):
         drot.prune(small_model("llama"), recipe())
     rotated = prune(small_model("llama")).model
     with pytest.raises(UserError, match="already rotated by drot"):
@@ -231,31 +231,30 @@ def test_mistakes_are_one_line(tmp_path):
         (recipe(sparsity="5:20", block_size=20), "multiples of 20; this model's hidden size is 32"),
         (recipe(sparsity="2:32", block_size=32), "multiples of 32; this model's intermediate size is 48"),
         (recipe(blocks=3), "`blocks` must divide the hidden size 32; got 3"),
-        (recipe(blocks=(30, 4)), r"must add up to the hidden size 32, got \[30, 4\] = 34"),
+        (recipe(blocks=(30, 4)), r"must add up to the hidden size 32; got \[30, 4\] with the sum 34"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_before_the_weights_are_read(chosen, message, tmp_path):
-    """From a folder that holds a config and nothing else, and from a loaded model."""
+    """The model is a folder that holds only a config, or a loaded model."""
     model = small_model("llama", head_dim=16)
     model.config.save_pretrained(tmp_path / "config-only")
-    for what in (tmp_path / "config-only", model):
+    for source in (tmp_path / "config-only", model):
         with pytest.raises(UserError, match=message):
-            prune(what, chosen)
+            prune(source, chosen)
 
 
 def test_an_incomplete_checkpoint_is_refused(tmp_path):
-    """transformers would draw what is missing at random, and say so in a table."""
+    """transformers would load it with random values for missing tensors."""
     whole = tmp_path / "whole"
     small_model("llama").save_pretrained(whole)
     file = whole / "model.safetensors"
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # not of the file itself
-    lost = tensors.pop("model.layers.1.mlp.up_proj.weight")
+    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # file is overwritten
+    missing = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="lacks 1 tensors .* first is model.layers.1.mlp.up_proj.weight"):
         drot.load(whole)
-    save_file(
-        tensors | {"model.layers.1.mlp.up_proj.weight": lost[:, :8].clone()}, file, metadata={"format": "pt"}
-    )
+    tensors["model.layers.1.mlp.up_proj.weight"] = missing[:, :8].clone()
+    save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="cannot load a causal language model") as caught:
         drot.load(whole)
     assert "\n" not in str(caught.value)
@@ -264,7 +263,7 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path):
         drot.load(whole)
 
 
-def test_an_unfinished_run_goes_on_with_the_same_rotations_only(tmp_path):
+def test_an_unfinished_run_resumes_only_with_the_same_rotations(tmp_path):
     file, out = tmp_path / "rotations.safetensors", tmp_path / "out"
     chosen = recipe("shared")
     prune(small_model("llama"), chosen, save_rotations_to=file)
@@ -300,8 +299,8 @@ def test_a_run_that_stops_before_its_first_layer_leaves_nothing(tmp_path, caplog
         prune(small_model("llama"), out=tmp_path / "torn", resume=True)
 
 
-def test_saving_touches_nothing_of_the_users(tmp_path):
-    """A folder that is called as a temporary one of ours might be stays, and others may enter the result."""
+def test_saving_leaves_other_folders_alone(tmp_path):
+    """A folder with the name of a temporary folder stays, and `out` has the usual permissions."""
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "mine").touch()
     (tmp_path / "plain").mkdir()
@@ -311,7 +310,7 @@ def test_saving_touches_nothing_of_the_users(tmp_path):
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def test_threads_save_the_parts_of_a_run_together(tmp_path):
+def test_threads_save_parts_of_a_run_at_the_same_time(tmp_path):
     tensors = {"x": torch.ones(2)}
     for attempt in range(20):
         state = RunState(tmp_path / f"out{attempt}", {"model": "m"})
@@ -329,7 +328,7 @@ def test_threads_save_the_parts_of_a_run_together(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"{", b"\xe9", b"[]", b'{"format_version": 1}', b'{"format_version": 99}']
 )
-def test_a_broken_manifest_is_one_line(content, tmp_path):
+def test_the_message_for_a_broken_manifest_is_one_line(content, tmp_path):
     (tmp_path / "drot.json").write_bytes(content)
     with pytest.raises(
         UserError, match="drot.json (is not valid JSON|must be of format_version 1|lacks)"
@@ -341,7 +340,7 @@ def test_a_broken_manifest_is_one_line(content, tmp_path):
 def test_tokens_must_fit_the_model():
     for tokens, message in (
         (torch.full((2, 10), 96), r"must be in \[0, 96\), the model's vocabulary, got 96 to 96"),
-        (random_tokens(2, 200), "seqlen 200 is more than the 128 positions"),
+        (random_tokens(2, 200), "`seqlen` must be at most 128, the positions of this model; got 200"),
         (torch.rand(2, 10), r"must be integers of shape \[nsamples, seqlen\], got float32"),
     ):
         with pytest.raises(UserError, match=message):
@@ -350,7 +349,7 @@ def test_tokens_must_fit_the_model():
 
 @pytest.mark.parametrize("mode", ["layer", "shared"])
 def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
-    """Trained once at 2:4, used at 4:8 without training; the file is fp32, so merging is as exact as that."""
+    """Rotations that were trained at 2:4 are used at 4:8. They are rounded, because the file is fp32."""
     file = tmp_path / "rotations.safetensors"
     first = prune(small_model("llama"), recipe(mode, hessians="dense"), save_rotations_to=file)
     events = []
@@ -370,14 +369,14 @@ def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
         UserError, match="layers.0.r1 must be .32, 32. for this model, got None|holds 3 layers"
     ):
         prune(small_model("llama", num_hidden_layers=2), recipe(mode), rotations=file)
-    with pytest.raises(UserError, match='need `mode="layer"` or `mode="shared"`; got'):
+    with pytest.raises(UserError, match='`rotations` need `mode="layer"` or `mode="shared"`; got'):
         prune(small_model("llama"), recipe("none"), rotations=file)
     if mode == "layer":
-        with pytest.raises(UserError, match="holds a rotation for each layer"):
+        with pytest.raises(UserError, match="holds a different R1 for each layer"):
             prune(small_model("llama"), recipe("shared"), rotations=file)
 
 
-def test_the_name_of_the_layer_is_in_an_error_of_the_solver():
+def test_an_error_in_the_pruning_names_the_layer():
     model = small_model("llama")
     model.model.layers[1].mlp.gate_proj.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="layer 1, gate_proj: "):

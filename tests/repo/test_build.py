@@ -145,7 +145,7 @@ def test_cuda_kernels_do_not_spill() -> None:
         rows = list(csv.DictReader(file))
     reported = {(row["source"], re.split("[<(]", row["kernel"])[0], row["arch"]) for row in rows}
     reported |= {("any.cuh", kernel, arch) for _, kernel, arch in reported}
-    for source in sorted((ROOT / "csrc/ops/cuda").glob("*.cu*")):
+    for source in sorted((ROOT / "csrc").rglob("cuda/*.cu*")):
         text = re.sub(r"__launch_bounds__\([^()]*\)", "", source.read_text())
         for kernel in re.findall(r"__global__\s+void\s+(\w+)\s*\(", text):
             # a kernel of a header is reported for the sources that include it
@@ -167,5 +167,5 @@ def test_on_gpu_without_one_says_so(tmp_path: Path) -> None:
         text=True,
     )
     assert done.returncode == 2
-    assert f"no GPU found (torch {torch.__version__} sees no CUDA device); nothing was run" in done.stderr
+    assert f"no GPU found (torch {torch.__version__} finds no CUDA device); nothing was run" in done.stderr
     assert not any((tmp_path / "rows").iterdir())

@@ -1,4 +1,4 @@
-"""The order of the rooms of drot/: who imports whom, what `import drot` loads, whose words a message uses."""
+"""The rooms of drot/: the order of their imports, the imports of `import drot`, and the names in messages."""
 
 import ast
 import re
@@ -52,7 +52,7 @@ def room_of(path: Path) -> str:
 
 
 def imports_of(path: Path) -> set[str]:
-    """Every absolute module that a file imports, wherever the statement stands."""
+    """The modules that a file imports, inside functions too. Relative imports are not allowed."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -75,7 +75,7 @@ def test_imports_run_one_way(path: Path) -> None:
 
 
 def names_defined_in(path: Path) -> Iterator[str]:
-    """Functions, classes and attributes (of a class, or set on self) that a module defines."""
+    """The functions, classes, class attributes and instance attributes that a module defines."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
@@ -89,7 +89,7 @@ def names_defined_in(path: Path) -> Iterator[str]:
 
 
 def test_no_room_asks_for_a_later_rooms_attribute_by_name() -> None:
-    """getattr and hasattr would let a room know of a later one without importing it."""
+    """With getattr or hasattr, a room could depend on a later room without importing it."""
     first: dict[str, int] = {}
     for path in modules():
         if room_of(path) in ROOMS:
@@ -105,20 +105,20 @@ def test_no_room_asks_for_a_later_rooms_attribute_by_name() -> None:
 
 
 @pytest.mark.parametrize("package", ["ops", "pruning"])
-def test_tensor_code_knows_nothing_of_transformers(package: str) -> None:
+def test_tensor_code_does_not_import_transformers(package: str) -> None:
     for path in (PACKAGE / package).rglob("*.py"):
         assert not any(module.split(".")[0] == "transformers" for module in imports_of(path)), path
 
 
 def python(code: str) -> str:
-    """What a new process prints."""
+    """The stdout of `code` in a new Python process."""
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_import_drot_is_quick() -> None:
-    """It loads torch and little else: neither transformers, whose models take seconds, nor datasets."""
+    """It imports torch but not transformers or datasets, whose imports take seconds."""
     code = """
 import sys, time, torch
 start = time.perf_counter()
@@ -143,7 +143,7 @@ print("drot" in AUTO_QUANTIZER_MAPPING and "drot" in AUTO_QUANTIZATION_CONFIG_MA
 
 
 def test_library_messages_name_fields_and_not_options() -> None:
-    """`hessians="dense"`, which the command line shows as --hessians dense (drot/cli/app.py)."""
+    """drot/cli/app.py replaces a field such as `hessians="dense"` by its option, --hessians dense."""
     for path in modules():
         if room_of(path) == "cli":
             continue
@@ -154,4 +154,4 @@ def test_library_messages_name_fields_and_not_options() -> None:
             for part in ast.walk(node):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
                     option = re.search(r"(?<![\w-])--[a-z]", part.value)
-                    assert option is None, f"{path}:{part.lineno} says {part.value!r}"
+                    assert option is None, f"{path}:{part.lineno} has {part.value!r}"

@@ -1,4 +1,4 @@
-"""Memory of a training step on a layer of LLaMA-3-70B's shape, counted on tensors without storage."""
+"""The memory of a training step on a layer with LLaMA-3-70B's shapes, counted on tensors without storage."""
 
 import pytest
 import torch
@@ -27,9 +27,11 @@ SIZES = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("objective", ["entropy", "pruned"])
 def test_a_70b_layer_trains_within_30_gb(objective, optimizer, monkeypatch):
-    """Weights, metrics, optimiser and everything a step allocates through torch; not what a kernel or a
-    library keeps for itself."""
-    monkeypatch.setattr(LayerObjective, "_normaliser", lambda self, role: 1.0)  # reads values
+    """Counts the weights, the metrics, the optimiser and all memory that a step allocates through torch.
+
+    The internal memory of kernels and libraries is not counted.
+    """
+    monkeypatch.setattr(LayerObjective, "_normaliser", lambda self, role: 1.0)  # it reads values
     with FakeTensorMode(), MemTracker() as tracker, torch.no_grad():
 
         def empty(*size):
@@ -55,4 +57,4 @@ def test_a_70b_layer_trains_within_30_gb(objective, optimizer, monkeypatch):
             training.step([g1, g2])
     weights = 2 * sum(rows * columns for rows, columns in SIZES.values())
     (peak,) = (sum(kinds.values()) for kinds in tracker.get_tracker_snapshot("peak").values())
-    assert weights < peak / 2 < 10e9  # snapshots list every kind and their total
+    assert weights < peak / 2 < 10e9  # a snapshot lists each kind and the total of all

@@ -1,6 +1,6 @@
-"""Value and gradient of the analytic objective against autograd through the paper's equations in fp64.
+"""The objective and its analytic gradient against autograd through the paper's equations in fp64.
 
-The reference below is written from appendix A alone: full RᵀMR, block-diagonal R2, p log p.
+The reference follows appendix A literally: the full RᵀMR, a block-diagonal R2 and p log p.
 """
 
 import pytest
@@ -44,7 +44,7 @@ def random_rotations(seed=1):
 
 
 def scores(weights, hessians, r1, r2, method, compat):
-    """Appendix A: role → S [out, in] under the rotations."""
+    """Role → scores S [out, in] of the rotated weights, as in appendix A."""
     block_v = torch.block_diag(*r2)
     block_o = torch.block_diag(*[r2[i // SHAPE.group] for i in range(SHAPE.heads)])
     eye_ff = torch.eye(FF, dtype=r1.dtype)
@@ -59,17 +59,17 @@ def scores(weights, hessians, r1, r2, method, compat):
         if left is not None:
             y = left.T @ y
         if method == "magnitude":
-            factor = torch.ones(y.shape[1], dtype=y.dtype)
+            column_scale = torch.ones(y.shape[1], dtype=y.dtype)
         elif method == "wanda":
-            factor = (right.T @ hessians[group] @ right).diagonal()
+            column_scale = (right.T @ hessians[group] @ right).diagonal()
         else:
             h = hessians[group]
             damp = DAMPING * h.diagonal().mean() * torch.eye(len(h), dtype=h.dtype)
             inverse = torch.linalg.inv(h + damp)
             if compat:
                 inverse = inverse + damp
-            factor = 1 / (right.T @ inverse @ right).diagonal()
-        out[role] = y**2 * factor
+            column_scale = 1 / (right.T @ inverse @ right).diagonal()
+        out[role] = y**2 * column_scale
     return out
 
 
@@ -152,14 +152,14 @@ def test_value_and_gradient_in_fp64(method, objective, sparsity, compat):
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES)
-def test_any_number_of_downs_in_fp64(method, objective, sparsity, compat, count):
-    """Where down_proj is in the next layer's basis: none, the layer before's, or that and the own one."""
+def test_any_number_of_down_projections_in_fp64(method, objective, sparsity, compat, count):
+    """With boundary rotations on the residual: none, the down_proj of the layer before, or both."""
     layers = [make_layer(seed) for seed in (0, 3)]
     r1, r2 = random_rotations()
-    problem, before = (
+    problem, previous = (
         build(*layer, method, objective, sparsity, compat, product_dtype=torch.float64) for layer in layers
     )
-    problem.downs = [*before.downs, *problem.downs][:count]
+    problem.down_projections = [*previous.down_projections, *problem.down_projections][:count]
     loss, g1, g2 = problem.value_and_grad(r1[None], r2)
     r1, r2 = r1.requires_grad_(), r2.requires_grad_()
     parts = [(layers[0], set(ROLES) - {"down_proj"}), (layers[1], {"down_proj"}), (layers[0], {"down_proj"})]
@@ -179,7 +179,7 @@ def test_any_number_of_downs_in_fp64(method, objective, sparsity, compat, count)
 @pytest.mark.parametrize("objective", ["entropy", "pruned"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 6e-2)])
 def test_gradient_error_by_product_dtype(objective, dtype, tolerance):
-    """‖g − g64‖ / ‖g64‖: the bound of issue 4 for fp32; bf16 products flip a few near-ties."""
+    """‖g − g64‖ / ‖g64‖. In bf16 a few scores that are almost equal change their order."""
     weights, hessians = make_layer(dtype=torch.float32)
     r1, r2 = random_rotations()
     double = {role: w.double() for role, w in weights.items()}
@@ -209,7 +209,7 @@ def test_chunks_do_not_change_the_value(monkeypatch, objective):
         assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
 
 
-def test_entropy_reports_the_papers_entropy_whatever_is_trained():
+def test_entropy_is_the_papers_entropy_for_either_objective():
     weights, hessians = make_layer()
     objective = build(weights, hessians, "wanda", "pruned", "2:4", False, product_dtype=torch.float64)
     eye2 = torch.eye(8, dtype=torch.float64).repeat(2, 1, 1)
@@ -222,7 +222,7 @@ def test_entropy_reports_the_papers_entropy_whatever_is_trained():
 @pytest.mark.parametrize("objective", ["entropy", "pruned"])
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 def test_equal_blocks_are_the_diagonal_of_the_dense_gradient(method, objective):
-    """R1 as a stack of four blocks: the dense reference at their block-diagonal matrix."""
+    """Four blocks of R1 against the dense reference at the block-diagonal matrix of the blocks."""
     weights, hessians = make_layer()
     _, r2 = random_rotations()
     g = torch.Generator().manual_seed(5)
@@ -239,15 +239,15 @@ def test_equal_blocks_are_the_diagonal_of_the_dense_gradient(method, objective):
     assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))
 
 
-def test_an_objective_that_waits_takes_the_checkpoints_dtype():
-    """Half the memory; the checkpoint's numbers come back as they were."""
+def test_an_offloaded_objective_has_the_checkpoints_dtype():
+    """It takes half the memory, and `to` restores the weights exactly."""
     weights, hessians = make_layer()
     weights = {role: weight.bfloat16().float() for role, weight in weights.items()}
     problem = build(weights, hessians, "wanda", "pruned", "2:4", False)
     offloaded = problem.offload(torch.bfloat16)
-    kept = [*offloaded.weights.values(), *(down.weight for down in offloaded.downs)]
-    assert {weight.dtype for weight in kept} == {torch.bfloat16}
-    assert len(kept) == len(ROLES)
+    weights = [*offloaded.weights.values(), *(down.weight for down in offloaded.down_projections)]
+    assert {weight.dtype for weight in weights} == {torch.bfloat16}
+    assert len(weights) == len(ROLES)
     back = offloaded.to(torch.device("cpu"))
     assert back is not offloaded and back.to(torch.device("cpu")) is back
     assert torch.equal(back.value(*back.identity()), problem.value(*problem.identity()))

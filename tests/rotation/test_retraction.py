@@ -1,4 +1,4 @@
-"""Retractions are orthogonal, and agree with the matrix exponential to their order."""
+"""Retractions are orthogonal and agree with the matrix exponential to second order."""
 
 import pytest
 import torch
@@ -26,13 +26,13 @@ def test_orthogonal(dtype: torch.dtype, shape: tuple[int, ...], size: float, dev
     eye = torch.eye(shape[-1], dtype=torch.float64, device=device)
     tolerance = 3e-6 if dtype == torch.float32 else 1e-13
     assert (moved.mT @ moved - eye).abs().max() < tolerance
-    # a retraction stays in the component of q
+    # a retraction does not change the sign of the determinant
     assert torch.allclose(torch.linalg.det(moved), torch.linalg.det(q.double()), atol=1e-3)
 
 
 @pytest.fixture
 def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The arithmetic that fp32 has on a GPU, on every device."""
+    """Uses the arithmetic of fp32 on a GPU on every device."""
     monkeypatch.setattr(retraction, "_on_tensor_cores", lambda x: x.dtype == torch.float32)
 
 
@@ -51,7 +51,7 @@ def test_tensor_cores_lose_no_orthogonality(shape: tuple[int, ...], norm: float,
     moved = retract(q, omega.float())
     assert orthogonality_error(moved) < 3e-6
     exact = retract(q.double(), omega)
-    # bf16 rounds what is added to q by 2^-9, or 0.2 %
+    # rounding to bf16 changes the step by up to 2^-9, or 0.2 %
     assert (moved - exact).norm() <= 0.01 * (exact - q).norm() + 1e-6 * shape[-1] ** 0.5
 
 
@@ -64,7 +64,7 @@ def test_tensor_cores_do_not_drift(device: str) -> None:
 
 
 def test_agrees_with_expm(device: str) -> None:
-    """The error against expm falls with the cube of the step."""
+    """The error against expm is proportional to the cube of the step."""
     q = orthogonal((2, 12, 12), torch.float64, device)
     direction = skew((2, 12, 12), 1.0, torch.float64, device)
 
@@ -111,7 +111,7 @@ def test_the_fast_path_does_not_wait_for_the_gpu_cuda(shape: tuple[int, ...]) ->
     if shape[-1] <= 256:
         calls.append(lambda: batched_qr(q))
     for call in calls:
-        call()  # handles and workspaces, made at first use, may wait
+        call()  # the first call creates handles and workspaces, which may wait for the GPU
     torch.cuda.set_sync_debug_mode("error")
     try:
         for call in calls:

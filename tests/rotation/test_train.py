@@ -1,4 +1,4 @@
-"""The optimisers against their formulation in autograd, and the properties of the training loop."""
+"""The paper's optimiser against autograd, and the properties of the training loop."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def config(**changes):
 
 
 def test_paper_optimizer_is_adam_through_qr():
-    """Five steps against torch: autograd through torch.linalg.qr, clip-norm 1, torch's Adam."""
+    """Five steps against autograd through torch.linalg.qr, clipping to norm 1 and torch's Adam."""
     weights, hessians = make_layer()
     problem = objective()
     ours = PaperOptimizer(list(problem.identity()), lr=0.01, steps=5)
@@ -37,7 +37,7 @@ def test_paper_optimizer_is_adam_through_qr():
         adam.step()
     for matrix, got in zip(a, ours.matrices, strict=True):
         q, r = torch.linalg.qr(matrix.detach())
-        expected = q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # the sign that torch leaves free
+        expected = q * r.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]  # torch leaves the signs open
         assert torch.allclose(got, expected, atol=1e-9)
 
 
@@ -56,11 +56,11 @@ def test_training_lowers_the_objective_on_orthogonal_matrices(optimizer, kind, s
     assert len(record.loss_curve) == len(record.gradient_norm) == 31
 
 
-class Scripted:
-    """An objective whose losses are given; it notes at which R1 each was asked for."""
+class ScriptedObjective:
+    """An objective with given losses, which records the R1 of each call."""
 
     def __init__(self, losses):
-        self.losses, self.asked, self.device = losses, [], torch.device("cpu")
+        self.losses, self.calls, self.device = losses, [], torch.device("cpu")
 
     def to(self, device):
         return self
@@ -69,23 +69,23 @@ class Scripted:
         return torch.eye(6, dtype=torch.float64)[None], torch.eye(2, dtype=torch.float64)[None]
 
     def value_and_grad(self, r1, r2):
-        generator = torch.Generator().manual_seed(len(self.asked))
-        self.asked.append(r1)
-        loss = torch.tensor(self.losses[len(self.asked) - 1], dtype=torch.float64)
+        generator = torch.Generator().manual_seed(len(self.calls))
+        self.calls.append(r1)
+        loss = torch.tensor(self.losses[len(self.calls) - 1], dtype=torch.float64)
         return loss, torch.randn(1, 6, 6, generator=generator, dtype=torch.float64), torch.zeros_like(r2)
 
 
 @pytest.mark.parametrize(
     ("losses", "best"), [([5, 3, 1, 4, 2], 2), ([5, 3, 4, 2, 1], 4), ([1, 2, 3, 4, 5], 0)]
 )
-def test_the_best_step_is_kept_and_the_last_one_counted(losses, best):
-    problem = Scripted([float(loss) for loss in losses])
+def test_the_best_step_is_kept_and_may_be_the_last(losses, best):
+    problem = ScriptedObjective([float(loss) for loss in losses])
     (rotation,), record = train_rotation([problem], config(steps=4))
     assert record.best_step == best
     assert record.loss_after == 1
     assert record.loss_curve == losses
-    assert torch.allclose(rotation.r1, problem.asked[best][0], atol=1e-12)
-    assert not torch.allclose(problem.asked[1], problem.asked[2], atol=1e-3)
+    assert torch.allclose(rotation.r1, problem.calls[best][0], atol=1e-12)
+    assert not torch.allclose(problem.calls[1], problem.calls[2], atol=1e-3)
 
 
 def test_no_steps_is_the_identity():
@@ -96,7 +96,7 @@ def test_no_steps_is_the_identity():
 
 @pytest.mark.parametrize("blocks", [4, (3, 9, 12)])
 def test_blocks_stay_blocks(blocks):
-    (dense,), one = train_rotation([objective()], config())
+    (dense,), dense_record = train_rotation([objective()], config())
     equal = blocks if isinstance(blocks, int) else 1
     (rotation,), record = train_rotation([objective(blocks=equal)], config(blocks=blocks))
     sizes = [6] * 4 if blocks == 4 else blocks
@@ -104,13 +104,13 @@ def test_blocks_stay_blocks(blocks):
     assert rotation.r1[~inside].abs().max() == 0
     assert dense.r1[~inside].abs().max() > 1e-3
     assert torch.allclose(rotation.r1.T @ rotation.r1, torch.eye(D, dtype=torch.float64), atol=1e-12)
-    assert one.loss_after < record.loss_after < record.loss_before
+    assert dense_record.loss_after < record.loss_after < record.loss_before
 
 
-def test_equal_blocks_train_the_same_whether_stacked_or_listed():
-    (stacked,), _ = train_rotation([objective(blocks=4)], config(blocks=4))
-    (listed,), _ = train_rotation([objective()], config(blocks=(6, 6, 6, 6)))
-    assert torch.allclose(stacked.r1, listed.r1, atol=1e-9)
+def test_equal_blocks_train_the_same_given_by_number_or_by_sizes():
+    (by_number,), _ = train_rotation([objective(blocks=4)], config(blocks=4))
+    (by_sizes,), _ = train_rotation([objective()], config(blocks=(6, 6, 6, 6)))
+    assert torch.allclose(by_number.r1, by_sizes.r1, atol=1e-9)
 
 
 def test_blocks_that_do_not_fit_are_refused():
@@ -128,18 +128,21 @@ def test_shared_rotation_minimises_the_sum():
     assert record.loss_after < record.loss_before
 
 
-def test_fast_stops_where_the_loss_has_settled_and_paper_does_not():
+def test_fast_stops_when_the_loss_has_converged_and_paper_does_not():
     flat = [10.0] + [5.0] * 100
-    _, record = train_rotation([Scripted(flat)], config(steps=100))
-    assert len(record.loss_curve) == 31  # the first report at which 20 steps gained nothing
+    _, record = train_rotation([ScriptedObjective(flat)], config(steps=100))
+    assert len(record.loss_curve) == 31  # the first report after 20 steps without a change
     for losses, changes in (
         (flat, {"optimizer": "paper"}),
         (flat, {"early_stop": 0.0}),
         ([10.0 - 0.05 * step for step in range(101)], {}),  # falling
         ([10.0 + 0.05 * step for step in range(101)], {"early_stop": 0.0}),  # rising
-        ([7.0 + (step - 50) % 10 for step in range(101)], {}),  # as high as 20 steps ago, and moving
+        (
+            [7.0 + (step - 50) % 10 for step in range(101)],
+            {},
+        ),  # as high as 20 steps ago
     ):
-        _, record = train_rotation([Scripted(losses)], config(steps=100, **changes))
+        _, record = train_rotation([ScriptedObjective(losses)], config(steps=100, **changes))
         assert len(record.loss_curve) == 101
 
 
@@ -150,36 +153,36 @@ def test_mini_batches_of_layers_reach_nearly_the_same_loss():
     total = sum(float(p.value(r.r1[None], r.r2)) for p, r in zip(problems, rotations, strict=True))
     assert total == pytest.approx(record.loss_after, rel=1e-6)
     assert record.best_step == 60
-    gained, gained_whole = (r.loss_before - r.loss_after for r in (record, whole))
-    assert gained > 0.5 * gained_whole
+    gain, whole_gain = (r.loss_before - r.loss_after for r in (record, whole))
+    assert gain > 0.5 * whole_gain
 
 
-def test_a_mini_batch_looks_at_every_layer_in_turn(monkeypatch):
-    asked = []
+def test_mini_batches_choose_every_layer_in_turn(monkeypatch):
+    called = []
     problems = [objective(seed=seed) for seed in range(4)]
     for number, problem in enumerate(problems):
         original = problem.value_and_grad
 
-        def noted(r1, r2, number=number, original=original):
-            asked.append(number)
+        def recorded(r1, r2, number=number, original=original):
+            called.append(number)
             return original(r1, r2)
 
-        problem.value_and_grad = noted
+        problem.value_and_grad = recorded
     train_rotation(problems, config(steps=5, layers_per_step=2))
-    assert asked[:4] == asked[-4:] == [0, 1, 2, 3]  # all at the start and at the end
-    assert len(asked) == 4 + 4 * 2 + 4
-    assert sorted(asked[4:8]) == sorted(asked[8:12]) == [0, 1, 2, 3]
+    assert called[:4] == called[-4:] == [0, 1, 2, 3]  # the first and the last step take all layers
+    assert len(called) == 4 + 4 * 2 + 4
+    assert sorted(called[4:8]) == sorted(called[8:12]) == [0, 1, 2, 3]
 
 
 def test_a_loss_that_is_not_finite_stops_with_advice(monkeypatch):
     problem = objective()
     nan = torch.tensor(torch.nan, dtype=torch.float64)
     monkeypatch.setattr(type(problem), "value_and_grad", lambda self, r1, r2: (nan, r1, r2))
-    with pytest.raises(UserError, match="objective is nan at step 0: lower `lr`"):
+    with pytest.raises(UserError, match="objective must be finite, got nan at step 0: lower `lr`"):
         train_rotation([problem], config())
 
 
-def test_reorthogonalize_returns_to_the_orthogonal_matrices():
+def test_reorthogonalize_gives_a_near_orthogonal_matrix():
     q = torch.linalg.qr(torch.randn(3, 16, 16, dtype=torch.float64))[0]
     noisy = (q + 1e-4 * torch.randn_like(q)).float()
     nearest = reorthogonalize(noisy)

@@ -1,4 +1,4 @@
-"""A packed model computes what the same model with its zeros written out computes."""
+"""A packed model computes what the same model with dense weights computes."""
 
 import copy
 import subprocess
@@ -20,13 +20,13 @@ from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 from drot.sparse.packed import check_positions, compress_model, pack_model, unpack_model
 from drot.surgery.residual import BoundaryRotation, rotation_place, set_boundary
 
-#: relative error of the logits; the two add up the same products in another order
+#: largest relative error of the logits; dense and packed models add up in different orders
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 @torch.no_grad()
 def pruned_model(family, dtype=torch.float32, rotated=True, **changes):
-    """A small model with 2:4 zeros and, between its layers, random residual rotations."""
+    """A small dense model with 2:4 weights and, unless `rotated` is False, random rotations of the inputs."""
     model = small_model(family, dtype=dtype, **changes)
     arch = architecture_of(model.config)
     layers = decoder_layers(model, arch)
@@ -42,7 +42,7 @@ def pruned_model(family, dtype=torch.float32, rotated=True, **changes):
 
 
 def rotate_beside_mlp(model, layer):
-    """A random rotation of the residual beside the MLP."""
+    """Gives `layer` a random rotation of the residual beside its MLP."""
     q, eye = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))[0], torch.eye(32, dtype=torch.float64)
     arch = architecture_of(model.config)
     set_boundary(layer, arch, BoundaryRotation("residual", eye, q))
@@ -62,7 +62,7 @@ def close(got, expected, dtype):
 
 
 def ragged_batch(device="cpu"):
-    """Four prompts of 3 to 12 tokens, padded on the left, as `generate` wants them."""
+    """Four prompts of 3 to 12 tokens, padded on the left, as `generate` requires."""
     ids, mask = random_tokens(4, 12), torch.ones(4, 12, dtype=torch.long)
     for row, missing in enumerate((0, 9, 4, 1)):
         mask[row, :missing] = 0
@@ -86,7 +86,7 @@ def test_logits_of_a_ragged_batch(family, dtype, fused, device):
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
 def test_generate(family, cache, fused, device):
-    """Greedy tokens of a ragged batch, with the growing and with the static key-value cache."""
+    """Greedy tokens of a ragged batch, with a growing and with a static key-value cache."""
     dense = pruned_model(family).to(device)
     options = dict(max_new_tokens=8, min_new_tokens=8, do_sample=False, pad_token_id=0)
     tokens = [
@@ -101,7 +101,7 @@ def test_generate(family, cache, fused, device):
 def test_compiles_as_one_graph(family, device):
     packed = packed_copy(pruned_model(family, num_hidden_layers=2).to(device), fused=family != "qwen3")
     tokens = random_tokens(2, 12).to(device)
-    backend = "inductor" if family == "llama" else "aot_eager"  # one stands for all; it takes its time
+    backend = "inductor" if family == "llama" else "aot_eager"  # inductor is slow, so one family uses it
     compiled = torch.compile(packed, fullgraph=True, backend=backend)
     assert close(compiled(tokens, use_cache=False).logits, packed(tokens).logits, torch.float32)
 
@@ -111,14 +111,14 @@ def test_compiles_as_one_graph(family, device):
 @pytest.mark.parametrize("compress", [False, True])
 @torch.no_grad()
 def test_as_a_cuda_graph(compress, tokens):
-    """Captured before any way of a product was measured, replayed with another input."""
+    """The graph is captured before any algorithm of a product is measured, and replayed on another input."""
     sizes = dict(hidden_size=64, intermediate_size=128, head_dim=16)
     packed = packed_copy(pruned_model("llama", torch.bfloat16, **sizes).to("cuda"), fused=True)
     if compress:
         compress_model(packed)
     hidden = torch.randn(1, tokens, 64, dtype=torch.bfloat16, device="cuda")
     layer = packed.base_model
-    layer(inputs_embeds=torch.randn_like(hidden[:, :1]), use_cache=False)  # what is loaded at the first call
+    layer(inputs_embeds=torch.randn_like(hidden[:, :1]), use_cache=False)  # libraries load at the first call
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -153,7 +153,7 @@ def test_packing_and_back_loses_nothing(family, dtype):
     pack_model(model)
     unpack_model(model)
     for name, tensor in model.state_dict().items():
-        assert torch.equal(bits(tensor), bits(again[name]))  # now also the sign of every zero
+        assert torch.equal(bits(tensor), bits(again[name]))  # including the sign of each zero
 
 
 def bits(tensor):
@@ -174,8 +174,8 @@ def test_a_model_without_rotations_is_stock_again():
 
 
 @pytest.mark.parametrize("family", ["llama-biased", "qwen3"])
-def test_fusing_is_not_seen_from_outside(family, tmp_path):
-    """State dict, files and copies are those of the separate linears, and it can be undone."""
+def test_a_fused_model_saves_and_copies_as_separate_linears(family, tmp_path):
+    """The state dict and the files are those of the separate linears, and `unfuse` undoes `fuse`."""
     packed = packed_copy(pruned_model(family, torch.bfloat16))
     before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
     fused = copy.deepcopy(packed)
@@ -195,7 +195,7 @@ def test_fusing_is_not_seen_from_outside(family, tmp_path):
     same(loaded.state_dict())
     tokens = random_tokens(2, 9)
     twin = copy.deepcopy(fused)
-    del fused.model.layers[0].self_attn.q_proj  # the copy has no part in it
+    del fused.model.layers[0].self_attn.q_proj  # the copy does not refer to it
     assert torch.equal(twin(tokens).logits, loaded(tokens).logits)
     assert close(twin.to(torch.float32)(tokens).logits, packed(tokens).logits, torch.bfloat16)
     unfuse(loaded)
@@ -208,8 +208,8 @@ def test_fusing_is_not_seen_from_outside(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama-biased", "qwen3"])
-def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_path):
-    """As the separate modules compute it, in the files as they are, and it can be undone."""
+def test_a_rotation_beside_the_mlp_is_fused_with_down_proj(family, tmp_path):
+    """Logits and files are those of the separate modules, and `unfuse` undoes `fuse`."""
     dense = pruned_model(family, torch.float32, rotated=False)
     for layer in dense.model.layers[:-1]:
         rotate_beside_mlp(dense, layer)
@@ -243,8 +243,8 @@ def test_a_rotation_beside_the_mlp_is_part_of_down_projs_product(family, tmp_pat
 
 @pytest.mark.parametrize("place", ["input", "residual"])
 @pytest.mark.parametrize("fused", [None, False, True], ids=["dense", "packed", "fused"])
-def test_pickled_whole(fused, place, tmp_path):
-    """torch.save of a model, read by a process that has not imported drot."""
+def test_a_pickled_model(fused, place, tmp_path):
+    """A process that has not imported drot loads a model that torch.save wrote."""
     model = pruned_model("llama", rotated=place == "input")
     if place == "residual":
         rotate_beside_mlp(model, model.model.layers[0])
@@ -264,7 +264,7 @@ def test_pickled_whole(fused, place, tmp_path):
 
 @pytest.mark.parametrize("place", ["input", "residual"])
 def test_a_fused_model_loads_what_it_saves(place):
-    """Under the names of separate modules, which are those of the files too."""
+    """Its state dict has the names of the separate modules, as checkpoint files do."""
     one, other = (pruned_model("llama-biased", rotated=place == "input") for _ in range(2))
     for number, model in enumerate((one, other)):
         for parameter in model.parameters():
@@ -287,7 +287,7 @@ def test_a_fused_model_loads_what_it_saves(place):
 
 
 def test_autocast():
-    """The product is made in the weight's dtype."""
+    """Under autocast, the product is computed in the dtype of the weight."""
     dense = pruned_model("llama")
     packed, tokens = packed_copy(dense, fused=True), random_tokens(2, 9)
     with torch.autocast("cpu", torch.bfloat16):
@@ -297,7 +297,7 @@ def test_autocast():
 
 
 def test_threads_share_a_fused_model():
-    """Each gets the logits of its own tokens, wherever the others are."""
+    """Each thread gets the logits of its own tokens."""
     model = packed_copy(pruned_model("llama"), fused=True)
     tokens = [random_tokens(1, 6 + 3 * i, seed=i) for i in range(4)]
     expected = [model(ids).logits for ids in tokens]
@@ -308,8 +308,8 @@ def test_threads_share_a_fused_model():
             got = list(pool.map(lambda ids: [model(ids).logits for _ in range(25)], tokens))
     finally:
         sys.setswitchinterval(interval)
-    for rounds, want in zip(got, expected, strict=True):
-        assert all(close(logits, want, torch.float32) for logits in rounds)
+    for repetitions, logits in zip(got, expected, strict=True):
+        assert all(close(repeated, logits, torch.float32) for repeated in repetitions)
     attention = model.model.layers[0].self_attn
     assert attention.q_proj.pending == (None, ())
 
@@ -335,7 +335,7 @@ def test_what_cannot_be_packed():
 
 @pytest.mark.parametrize("byte", [0b01_00_00_00, 0b01_00_00_01, 0b00_00_01_00, 0b10_11_01_00])
 def test_positions_out_of_order(byte):
-    """Equal, and out of order, in the first and in the second pair of a byte."""
+    """Two positions that are equal or out of order, in the first and in the second group of a byte."""
     model = packed_copy(pruned_model("llama"))
     check_positions(model)
     model.model.layers[2].mlp.up_proj.positions.data[7, 1] = byte
@@ -364,8 +364,8 @@ def test_linear_as_a_module():
     }
 
 
-def test_the_gpu_library_s_layout(device):
-    """Where there is one it is kept beside the weight, moves with it, and gives the same products."""
+def test_the_compressed_form(device):
+    """A GPU keeps it beside the packed form, it moves with the weight, and it gives the same products."""
     torch.manual_seed(0)
     linear = nn.Linear(128, 256, dtype=torch.bfloat16, device=device)
     linear.weight.data.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
