@@ -53,6 +53,7 @@ def checkpoint(tmp_path, request):
     "checkpoint", [("layer", "packed"), ("layer", "dense"), ("shared", "packed"), ("none", "dense")],
     indirect=True,
 )  # fmt: skip
+@pytest.mark.slow
 def test_rows_of_a_checkpoint(checkpoint, capsys):
     options = ["--tokens", "8,16", "--batch", "1,3", "--repeats", "2", "--device", "cpu", "--json"]
     assert cli.run(["bench", str(checkpoint), *options]) == 0
@@ -116,6 +117,7 @@ def test_bytes_and_operations(checkpoint):
             assert row["bound"] * seconds == pytest.approx(read)
 
 
+@pytest.mark.slow
 def test_shape(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1,2", "--repeats", "1", "--device", "cpu"]) == 0

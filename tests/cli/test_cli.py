@@ -255,6 +255,7 @@ def test_ctrl_c_prints_interrupted(monkeypatch, capsys):
     assert capsys.readouterr().err == "drot: interrupted\n"
 
 
+@pytest.mark.slow
 def test_prune_eval_info_for_real(capsys, tmp_path):
     """The embedded model, pruned without a rotation: the folder, its manifest and its perplexity."""
     out, text = tmp_path / "out", tmp_path / "text.txt"

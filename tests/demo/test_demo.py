@@ -15,6 +15,7 @@ from drot.demo.demo import CALIBRATION, HELD_OUT, DemoResult, DemoRow, run_demo
 from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
+pytestmark = pytest.mark.slow
 SMALL = dataclasses.replace(CALIBRATION, nsamples=16, seqlen=256)
 
 

@@ -31,6 +31,7 @@ def test_mistakes_are_found_before_the_weights_are_read(monkeypatch, capsys, tmp
     assert message in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_unknown_task_is_found_before_the_weights_are_read(monkeypatch, capsys):
     pytest.importorskip("lm_eval")
     monkeypatch.setattr("drot.checkpoint.load.load_model", lambda *args: pytest.fail("the weights were read"))

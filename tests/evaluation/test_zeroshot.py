@@ -10,8 +10,13 @@ from drot.demo.demo import MODEL
 from drot.errors import UserError
 from drot.evaluation.zeroshot import accuracy, load_tasks, zero_shot
 
-lm_eval = pytest.importorskip("lm_eval")
-from lm_eval.tasks import TaskManager  # noqa: E402
+pytestmark = pytest.mark.slow  # lm_eval alone takes ten seconds to import
+
+
+def task_manager(**options):
+    """lm_eval's TaskManager. The test is skipped where lm_eval is not installed."""
+    return pytest.importorskip("lm_eval.tasks").TaskManager(**options)
+
 
 TASK = """
 task: two_letters
@@ -29,6 +34,7 @@ metric_list:
 """
 
 
+@pytest.mark.slow
 def test_accuracy_of_a_local_task(tmp_path, monkeypatch):
     """The accuracy is the share of questions for which the model's logits make the right answer likelier."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -51,7 +57,7 @@ def test_accuracy_of_a_local_task(tmp_path, monkeypatch):
     right = [score(r["question"], "self") > score(r["question"], "x") for r in rows]
     expected = sum(r == (i % 2 == 0) for i, r in enumerate(right)) / len(rows)
 
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
     tasks = load_tasks(["two_letters", "two_letters"])
     assert zero_shot(model, tokenizer, tasks) == {"two_letters": pytest.approx(expected)}
@@ -67,7 +73,7 @@ def test_accuracy_of_a_group(tmp_path, monkeypatch):
     (tmp_path / "letters.yaml").write_text(
         "group: letters\ntask: [two_letters]\naggregate_metric_list: [{metric: acc}]\n"
     )
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     tasks = load_tasks(["letters"])
@@ -76,10 +82,11 @@ def test_accuracy_of_a_group(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def manager():
-    return TaskManager()  # made once, because it takes seconds to read its index
+    return task_manager()  # made once, because it takes seconds to read its index
 
 
 @pytest.mark.parametrize("name", ["no_such_task", "ai2_arc"])
+@pytest.mark.slow
 def test_unknown_task(manager, monkeypatch, name):
     """A tag, such as ai2_arc, is refused too, because lm_eval reports nothing under its name."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
@@ -115,7 +122,7 @@ def test_a_task_without_accuracy_is_refused_before_it_runs(tmp_path, monkeypatch
     data.write_text(json.dumps({"question": "a", "choices": ["b", "c"], "answer": 0}))
     task = TASK.replace("metric: acc", "metric: brier_score")
     (tmp_path / "two_letters.yaml").write_text(task.format(file=data))
-    manager = TaskManager(include_path=str(tmp_path), include_defaults=False)
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda: manager)
     with pytest.raises(UserError, match="two_letters must report acc, but it reports brier_score"):
         load_tasks(["two_letters"])

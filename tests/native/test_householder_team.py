@@ -6,6 +6,7 @@ import pytest
 from compiled import compiled
 
 
+@pytest.mark.slow
 def test_lanes_and_warps_agree_without_races() -> None:
     program = compiled("householder_team", "-g", "-pthread", sanitizer="thread")
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=120)

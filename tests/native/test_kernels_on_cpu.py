@@ -16,6 +16,7 @@ from torch.utils.cpp_extension import include_paths
 
 from drot.ops import nm_mask_ref, pruned_importance_ref
 
+pytestmark = pytest.mark.slow
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 AXES = [(True, False), (False, True), (True, True)]
 BY_ROW = AXES[0]

@@ -251,6 +251,7 @@ def test_opcheck(shape: tuple[int, ...], device: str) -> None:
     torch.library.opcheck(torch.ops.drot.batched_qr.default, (a.clone().requires_grad_(),), test_utils=tests)
 
 
+@pytest.mark.slow
 def test_compile(device: str) -> None:
     def loss(a: Tensor, g: Tensor) -> Tensor:
         return (batched_qr(2 * a)[0] * g).sum()

@@ -272,6 +272,7 @@ def test_opcheck(device: str) -> None:
     torch.library.opcheck(torch.ops.drot.entropy_loss, (y.detach().bfloat16(), column_scale.detach()))
 
 
+@pytest.mark.slow
 def test_in_a_compiled_function(device: str) -> None:
     def loss(w: Tensor, r: Tensor) -> Tensor:
         return 2 * entropy_loss((w @ r).tanh(), columns=True)

@@ -120,6 +120,7 @@ def test_opcheck(device: str) -> None:
         torch.library.opcheck(torch.ops.drot.nm_mask, (torch.randn(6, 8, device=device), 2, group))
 
 
+@pytest.mark.slow
 def test_in_a_compiled_function(device: str) -> None:
     def prune(weight: Tensor) -> Tensor:
         return torch.where(nm_mask(weight.abs(), 2, 4), 0, weight) * 2

@@ -228,6 +228,7 @@ def test_deterministic(group: int, device: str) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.mark.slow
 def test_in_a_compiled_function(device: str) -> None:
     def loss(w: Tensor, r: Tensor) -> Tensor:
         return 2 * pruned_importance((w @ r).tanh(), prune=2, group=4)

@@ -121,6 +121,7 @@ def test_every_algorithm_of_a_gpu(device: str, tmp_path) -> None:
         assert len(file.read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_instruction_sets_agree() -> None:
     """Tests of this file without AVX, in another process: a process chooses its instruction set once."""
     if os.environ.get("DROT_SIMD") == "baseline":
@@ -240,6 +241,7 @@ def test_backward_is_refused(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.slow
 def test_opcheck(dtype: torch.dtype, device: str) -> None:
     for tokens in (3, 20):
         x, values, positions, *added = problem(tokens, 24, 64, dtype, device)
@@ -248,6 +250,7 @@ def test_opcheck(dtype: torch.dtype, device: str) -> None:
         torch.library.opcheck(torch.ops.drot.sparse24_linear.default, (x[None], values, positions))
 
 
+@pytest.mark.slow
 def test_compile(device: str) -> None:
     x, values, positions, *added = problem(5, 32, 64, torch.float32, device)
 

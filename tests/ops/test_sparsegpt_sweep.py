@@ -173,6 +173,7 @@ def test_opcheck(device: str) -> None:
         torch.library.opcheck(torch.ops.drot.sparsegpt_sweep, (w, hinv, removed, 2, 4))
 
 
+@pytest.mark.slow
 def test_in_a_compiled_function(device: str) -> None:
     w, _, hinv = problem(10, 16, torch.float64, device)
 

@@ -62,6 +62,7 @@ def test_without_sparsity_the_outputs_do_not_change(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
     result = prune(small_model(family), out=tmp_path / "out")
     arch = architecture_of(result.model.config)
@@ -81,6 +82,7 @@ def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.slow
 def test_dynamo_compiles_the_model_to_one_graph(family):
     model, tokens = prune(small_model(family), recipe(steps=0)).model, random_tokens(2, 30)
     compiled = torch.compile(model, fullgraph=True, backend="eager")

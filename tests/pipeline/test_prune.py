@@ -48,6 +48,7 @@ def groups_of(weight, m):
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["none", "layer", "shared"])
+@pytest.mark.slow
 def test_every_family_keeps_the_pattern_and_survives_saving(family, mode, tmp_path):
     result = prune(small_model(family), recipe(mode), out=tmp_path / "out")
     for linear in linears(result.model):
@@ -151,6 +152,7 @@ def test_several_devices_need_independent_layers(rotation):
         drot.prune(small_model("llama"), recipe(**rotation), calibration=TOKENS, device="cpu,cpu")
 
 
+@pytest.mark.slow
 def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
     """A Python process that never imports drot loads it and computes the same logits."""
     result = prune(small_model("qwen2"), recipe("shared"), out=tmp_path / "out")

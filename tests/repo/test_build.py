@@ -92,6 +92,7 @@ def import_copy(tmp_path: Path, native: str | None) -> str:
         ),
     ],
 )
+@pytest.mark.slow
 def test_unusable_extension_names_the_build_command(tmp_path: Path, native: str | None, reason: str) -> None:
     line = import_copy(tmp_path, native)
     assert re.search(f"^ImportError: drot's native extension {reason}", line), line
@@ -110,6 +111,7 @@ def test_unusable_extension_names_the_build_command(tmp_path: Path, native: str 
         ({"DROT_WITH_CUDA": "yes"}, "DROT_WITH_CUDA must be 0 or 1, got yes"),
     ],
 )
+@pytest.mark.slow
 def test_build_refuses_in_one_line(tmp_path: Path, variables: dict[str, str], line: str) -> None:
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "-b", str(tmp_path / "lib"), "-t", str(tmp_path / "temp")],
@@ -159,6 +161,7 @@ def test_cuda_kernels_do_not_spill() -> None:
 
 @in_checkout
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.slow
 def test_on_gpu_without_one_says_so(tmp_path: Path) -> None:
     done = subprocess.run(
         [str(ROOT / "benchmarks/on_gpu.sh"), str(tmp_path / "rows")],

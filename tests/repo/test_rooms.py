@@ -131,6 +131,7 @@ print(time.perf_counter() - start, *sorted({name.partition(".")[0] for name in s
 
 
 @pytest.mark.parametrize("first", ["drot", "transformers", "transformers.modeling_utils"])
+@pytest.mark.slow
 def test_drot_is_registered_whatever_is_imported_first(first: str) -> None:
     code = f"""
 import {first}

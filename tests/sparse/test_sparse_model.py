@@ -98,6 +98,7 @@ def test_generate(family, cache, fused, device):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.slow
 def test_compiles_as_one_graph(family, device):
     packed = packed_copy(pruned_model(family, num_hidden_layers=2).to(device), fused=family != "qwen3")
     tokens = random_tokens(2, 12).to(device)
@@ -208,6 +209,7 @@ def test_a_fused_model_saves_and_copies_as_separate_linears(family, tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama-biased", "qwen3"])
+@pytest.mark.slow
 def test_a_rotation_beside_the_mlp_is_fused_with_down_proj(family, tmp_path):
     """Logits and files are those of the separate modules, and `unfuse` undoes `fuse`."""
     dense = pruned_model(family, torch.float32, rotated=False)
@@ -243,6 +245,7 @@ def test_a_rotation_beside_the_mlp_is_fused_with_down_proj(family, tmp_path):
 
 @pytest.mark.parametrize("place", ["input", "residual"])
 @pytest.mark.parametrize("fused", [None, False, True], ids=["dense", "packed", "fused"])
+@pytest.mark.slow
 def test_a_pickled_model(fused, place, tmp_path):
     """A process that has not imported drot loads a model that torch.save wrote."""
     model = pruned_model("llama", rotated=place == "input")
