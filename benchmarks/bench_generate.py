@@ -15,7 +15,7 @@ from drot.bench.variants import DENSE, SPARSE, model_variants
 from drot.checkpoint.load import load
 from drot.demo.demo import MODEL
 from drot.ops import nm_mask
-from drot.surgery.residual import add_residual_rotation
+from drot.surgery.boundary import add_boundary_rotation
 
 PROMPT, NEW_TOKENS = 1, 128
 
@@ -29,7 +29,7 @@ def calls(dtype: str, device: str) -> dict[str, Callable[[], object]]:
         for linear in layer_linears(layer, arch).values():
             linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
         if index:
-            rotation = add_residual_rotation(layer, arch, "input", d, dtype=model.dtype, device=model.device)
+            rotation = add_boundary_rotation(layer, arch, "input", d, dtype=model.dtype, device=model.device)
             rotation.weight.normal_(0, d**-0.5)
     prompt = torch.randint(model.config.vocab_size, (1, PROMPT), device=model.device)
     options = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)

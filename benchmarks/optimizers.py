@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM
 from drot.architectures import architecture_of, decoder_layers, head_shape
 from drot.calibration.data import load_calibration
 from drot.calibration.stream import CalibrationStream
-from drot.checkpoint.load import load_tokenizer, pick_device
+from drot.checkpoint.load import load_tokenizer
 from drot.config import OPTIMIZER_DEFAULTS, Recipe, RotationConfig
 from drot.demo.demo import CALIBRATION, MODEL
+from drot.devices import pick_device
 from drot.pipeline.layer import layer_objective
 from drot.rotation.train import train_rotation
 

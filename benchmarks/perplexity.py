@@ -20,9 +20,10 @@ from _harness import RESULTS, append_rows, commit, machine
 
 import drot
 from drot.calibration.data import load_calibration
-from drot.checkpoint.load import load_tokenizer, pick_device
+from drot.checkpoint.load import load_tokenizer
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.devices import pick_device
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 PAPER = dict(objective="entropy", optimizer="paper")

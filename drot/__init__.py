@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from drot import _extension as _extension
+from drot import ops as ops  # registers fake kernels and autograd of torch.ops.drot.*
 from drot._transformers_hook import register_with_transformers
 from drot.version import __version__
 
@@ -26,8 +26,6 @@ register_with_transformers()
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ops":
-        return import_module("drot.ops")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'drot' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -8,7 +8,6 @@ program itself imports the model code.
 import importlib
 import importlib.abc
 import importlib.machinery
-import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -32,11 +31,12 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> Any:
         if fullname != WATCHED:
             return None
-        sys.meta_path.remove(self)  # find_spec below would otherwise call this finder again
-        spec = importlib.util.find_spec(fullname)
-        if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
-        return spec
+        for finder in sys.meta_path:
+            if finder is not self and (spec := finder.find_spec(fullname, path, target)) is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
 
 
 class _Loader(importlib.abc.Loader):
@@ -45,6 +45,9 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._loader.create_module(spec)
         return module
@@ -52,4 +55,5 @@ class _Loader(importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__.loader = module.__loader__ = self._loader  # type: ignore[union-attr]
         self._loader.exec_module(module)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Finder)]
         importlib.import_module(QUANTIZER)

@@ -1,4 +1,4 @@
-"""The recipe of a run as frozen dataclasses, which define every default.
+"""The recipe of a run as frozen dataclasses: the only home of its defaults.
 
 The command line takes its defaults from these classes, and the manifest stores them. Each class checks its
 values when an object is built. Whether the values fit a model is checked in drot/pipeline/validation.py.

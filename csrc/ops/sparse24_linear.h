@@ -3,7 +3,8 @@
 // x [..., in], bias [out], residual [..., out] and rotation [out, out] have the dtype of values. compressed
 // is the result of sparse24_compress for the same weight, or none.
 //
-// sparse24_compress: W in the layout of cuSPARSELt (uint8, opaque); empty where cuSPARSELt cannot be used.
+// sparse24_compress: the compressed form of W for cuSPARSELt (uint8, opaque); empty where cuSPARSELt cannot
+// be used.
 #pragma once
 
 #include <ATen/core/Tensor.h>

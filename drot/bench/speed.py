@@ -124,21 +124,21 @@ def measure_speed(
         raise UserError(f"`minutes` must be at least 0; got {minutes:g}")
     if repeats < 1:
         raise UserError(f"`repeats` must be at least 1; got {repeats}")
-    place = pick_device(device)
+    target = pick_device(device)
     if tokens is None and batches is None:
         tokens, batches = TOKENS, BATCHES
-    if minutes is None and place.type == "cpu":
+    if minutes is None and target.type == "cpu":
         minutes = CPU_MINUTES
     if shape is not None:
         config = shape_config(shape)
         weights = torch.bfloat16 if dtype == "auto" else parse_dtype(dtype)
-        layer = layer_variants(config, dtype=weights, device=place)
+        layer = layer_variants(config, dtype=weights, device=target)
         models = stacked_variants(layer, config)
     else:
         assert model is not None
-        models = model_variants(load(model, device=place, dtype=dtype))
+        models = model_variants(load(model, device=target, dtype=dtype))
         config, weights = models[SPARSE].config, models[SPARSE].dtype
-        layer = layer_variants(config, dtype=weights, device=place)
+        layer = layer_variants(config, dtype=weights, device=target)
     variants = {"layer": layer, "model": models}
     cases = [
         Case(what, phase, size, position)  # type: ignore[arg-type]
@@ -146,11 +146,11 @@ def measure_speed(
         for phase, sizes in (("prefill", tokens or ()), ("decode", batches or ()))
         for position, size in enumerate(sizes)
     ]
-    with torch.cuda.device(place) if place.type == "cuda" else contextlib.nullcontext():
-        rows, left_out = _measure_cases(cases, variants, place, repeats, minutes, progress)
+    with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
+        rows, left_out = _measure_cases(cases, variants, target, repeats, minutes, progress)
     return {
         "model": shape or str(model),
-        "machine": machine_name(place),
+        "machine": machine_name(target),
         "dtype": dtype_name(weights),
         "repeats": repeats,
         "versions": {"drot": __version__, "torch": torch.__version__},

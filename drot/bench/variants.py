@@ -16,7 +16,7 @@ from drot.sparse.fused import fuse, unfuse_rotations
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model, unpack_model
 from drot.sparse.quantization_config import boundary_of
-from drot.surgery.residual import add_residual_rotation, remove_residual_rotation, rotation_place
+from drot.surgery.boundary import add_boundary_rotation, remove_boundary_rotation, rotation_place
 
 DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
 
@@ -73,7 +73,7 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     rotated = _sharing_copy(sparse)
     (layer,) = decoder_layers(rotated, arch)
     d = config.hidden_size
-    rotation = add_residual_rotation(layer, arch, place, d, dtype=dtype, device=device)
+    rotation = add_boundary_rotation(layer, arch, place, d, dtype=dtype, device=device)
     rotation.weight.normal_(0, d**-0.5)  # it takes the time of an orthogonal matrix, which is slow to make
     fuse(rotated)
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
@@ -111,7 +111,7 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
             stack.append(layer)
         if rotation_place(stack[0]) is not None:
             stack[0] = _twin(stack[0])
-            remove_residual_rotation(stack[0])
+            remove_boundary_rotation(stack[0])
     return models
 
 
@@ -143,7 +143,7 @@ def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
         if rotation_place(layer) is not None
     ]
     for layer in layers:
-        remove_residual_rotation(layer)
+        remove_boundary_rotation(layer)
     dense = _sharing_copy(plain)
     unpack_model(dense)
     return {DENSE: dense, SPARSE: plain} | ({ROTATED: packed} if layers else {})

@@ -44,7 +44,7 @@ def load_calibration(
         text_column: the column of the text in .json, .jsonl and .parquet files.
     """
     if isinstance(source, Tensor):
-        return check_tokens(source)
+        return as_token_ids(source)
     ids = tokenize(read_text(source, "train", text_column, max_tokens=nsamples * seqlen), tokenizer)
     if len(ids) <= seqlen:
         raise UserError(
@@ -56,7 +56,7 @@ def load_calibration(
     return torch.stack([ids[start : start + seqlen] for start in starts])
 
 
-def check_tokens(tokens: Tensor) -> Tensor:
+def as_token_ids(tokens: Tensor) -> Tensor:
     """`tokens` as int64 on the CPU. Raises UserError unless they are integers [nsamples, seqlen]."""
     if tokens.dim() != 2 or tokens.is_floating_point() or tokens.is_complex() or 0 in tokens.shape:
         raise UserError(
@@ -92,7 +92,7 @@ def read_text(source: str, split: str, text_column: str, *, max_tokens: int | No
     elif not path.is_file():
         raise UserError(
             f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])} or a {', '.join(SUFFIXES)} file; "
-            f"got {source!r}, which is " + ("a folder" if path.is_dir() else "neither")
+            f"got {source!r}, which " + ("is a folder" if path.is_dir() else "is no such name and no file")
         )
     elif path.suffix not in SUFFIXES:
         raise UserError(

@@ -10,7 +10,7 @@ from drot.errors import UserError
 from drot.sparse.linear import packed_linears
 from drot.sparse.packed import check_positions, expect_packed, unpack_model
 from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig
-from drot.surgery.residual import add_residual_rotation, rotated_layers
+from drot.surgery.boundary import add_boundary_rotation, rotated_layers
 
 register_quantization_config(QUANT_METHOD)(DrotConfig)
 
@@ -37,7 +37,7 @@ class DrotQuantizer(HfQuantizer):
             arch, hidden = architecture_of(model.config), model.config.hidden_size
             for layer in rotated_layers(decoder_layers(model, arch), place):
                 weight = next(layer.parameters())
-                add_residual_rotation(layer, arch, place, hidden, dtype=weight.dtype, device=weight.device)
+                add_boundary_rotation(layer, arch, place, hidden, dtype=weight.dtype, device=weight.device)
         if self.quantization_config.packed:
             expect_packed(model)
         if checkpoint_files is not None:  # None if the caller gave a state dict

@@ -38,11 +38,11 @@ def load(
     compress: whether a GPU keeps the compressed form of packed weights beside the packed form. Products of
         many tokens (prefill, perplexity) are then faster, and the weights take about twice the memory.
     """
-    place = pick_device(device)
+    target = pick_device(device)
     model = load_model(path, dtype)
     if is_packed(model):
         fuse(model)
-    model = model.to(place)  # type: ignore[arg-type]
+    model = model.to(target)  # type: ignore[arg-type]
     if compress:
         compress_model(model)
     return model

@@ -59,8 +59,8 @@ class RunState:
         changed = [key for key in self.identity if before.get(key) != self.identity[key]]
         if changed:
             raise UserError(
-                f"cannot resume {self.folder}: {', '.join(changed)} differ from the unfinished run; "
-                "repeat its settings or remove the folder"
+                f"cannot resume {self.folder}: {', '.join(changed)} of this run differ from those of the "
+                "unfinished run; repeat its settings or remove the folder"
             )
 
     def _file(self, name: str) -> Path:

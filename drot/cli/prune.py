@@ -68,7 +68,7 @@ def rotation_choices() -> list[str]:
 
 
 def optimizer_defaults(index: int) -> str:
-    """The default of each optimizer in words: of the steps for index 0, of the learning rate for 1."""
+    """Text with the default of each optimizer: the steps (index 0) or the learning rate (index 1)."""
     return ", ".join(f"{values[index]} for {name}" for name, values in config.OPTIMIZER_DEFAULTS.items())
 
 

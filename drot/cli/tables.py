@@ -59,7 +59,7 @@ def _opens_as(manifest: dict[str, Any]) -> str:
     if manifest["stock_architecture"]:
         return "stock architecture"
     packed = ["packed 2:4 weights"] if manifest.get("format") == "packed" else []
-    rotated = ["residual rotations"] if manifest["recipe"]["rotation"]["mode"] == "layer" else []
+    rotated = ["boundary rotations"] if manifest["recipe"]["rotation"]["mode"] == "layer" else []
     return f"{', '.join(packed + rotated)}; needs drot"
 
 

@@ -34,7 +34,7 @@ def sparse24_linear(
 
 
 def sparse24_compress(values: Tensor, positions: Tensor) -> Tensor:
-    """The packed weight in the layout of cuSPARSELt, to be computed once when a weight is loaded.
+    """The compressed form of the packed weight, for cuSPARSELt, to be computed once when a weight is loaded.
 
     values [out, in/2] and positions uint8 [out, in/8] from `pack24`. Returns uint8 [n], which is opaque and
     valid for this kind of GPU alone. n = 0 where cuSPARSELt cannot be used: on the CPU, in fp32, in a build

@@ -79,7 +79,9 @@ def _objectives(
     """
     stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
     on_residual, last = run.recipe.rotation.boundary == "residual", len(run.layers) - 1
-    previous_down: list[DownProjection] = []  # down_proj of the layer before, if it takes this layer's R1
+    previous_down: list[
+        DownProjection
+    ] = []  # down_proj of the layer before, if its output is rotated by this layer's R1
     for index, layer in enumerate(run.layers):
         layer.to(run.device)
         run.event("calibrate", index)

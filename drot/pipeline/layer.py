@@ -111,6 +111,7 @@ def _prune_weight(weight: Tensor, hessian: Tensor, config: PruningConfig) -> Pru
         return prune_magnitude(weight, config.sparsity, hessian=hessian)
     if config.method == "wanda":
         return prune_wanda(weight, hessian.diagonal(), config.sparsity, hessian=hessian)
+    assert config.method == "sparsegpt", f"{config.method} has no branch here"
     return prune_sparsegpt(
         weight, hessian, config.sparsity, damping=config.damping, block_size=config.block_size
     )

@@ -19,14 +19,14 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_layers, train_shared
 from drot.pipeline.layer import layer_objective, prune_layer
 from drot.sparse.quantization_config import describe_model
-from drot.surgery.invariance import check_layer, check_model
-from drot.surgery.residual import (
-    RESIDUAL_ROTATION,
+from drot.surgery.boundary import (
+    ROTATION_MODULE,
     BoundaryRotation,
-    add_residual_rotation,
+    add_boundary_rotation,
     rotated_layers,
     set_boundary,
 )
+from drot.surgery.invariance import check_layer, check_model
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
 
@@ -230,9 +230,11 @@ class PruningRun:
         rotation = None
         if run.rotates:
             rotation = LayerRotation(tensors.pop("drot.r1"), tensors.pop("drot.r2"))
-        if f"{RESIDUAL_ROTATION}.weight" in tensors:
+        if f"{ROTATION_MODULE}.weight" in tensors:
             hidden = run.model.config.hidden_size
-            add_residual_rotation(layer, run.arch, "residual", hidden, dtype=run.dtype, device=run.device)
+            add_boundary_rotation(
+                layer, run.arch, "residual", hidden, dtype=next(layer.parameters()).dtype, device=run.device
+            )
         layer.load_state_dict(tensors)
         return rotation, record
 

@@ -81,9 +81,11 @@ def layer_metrics(
             matrix = _inverse(hinv, group, shape)
             if reference_compat:
                 (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(absolute_damping)
-        elif group == "down":
+        else:
+            assert method == "wanda", f"{method} has no metric"
+        if method == "wanda" and group == "down":
             matrix = matrix.diagonal().clone()
-        elif group == "o":
+        elif method == "wanda" and group == "o":
             matrix = diagonal_blocks(matrix, shape.heads)
         metrics[group] = Metric(matrix.to(dtype), method == "sparsegpt")
     return LayerMetrics(metrics, dampings)

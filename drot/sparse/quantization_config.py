@@ -12,13 +12,13 @@ from drot.architectures import architecture_of, decoder_layers
 from drot.config import BoundaryPlace
 from drot.errors import UserError
 from drot.sparse.linear import is_packed
-from drot.surgery.residual import rotation_place
+from drot.surgery.boundary import rotation_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 QUANT_METHOD = "drot"
-#: value of `down_basis` in the file -> place of the boundary rotation (drot/surgery/residual.py)
+#: value of `down_basis` in the file -> place of the boundary rotation (drot/surgery/boundary.py)
 PLACES: dict[str, BoundaryPlace] = {"own": "input", "next": "residual"}
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from drot.architectures import Architecture, HeadShape, decoder_layers, module_at
 from drot.calibration.stream import CalibrationStream
 from drot.config import BoundaryPlace
-from drot.surgery.residual import BoundaryRotation
+from drot.surgery.boundary import BoundaryRotation
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
 if TYPE_CHECKING:

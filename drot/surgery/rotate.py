@@ -7,7 +7,7 @@ W is [out, in]. The residual stream is a row vector h; rotated it is h R1. The w
 - v: also R2ᵀ W in each KV head, and its bias b R2
 - o: also W R2 in each query head, with the R2 of its KV head
 
-down takes the R1 of the next layer if the layer holds a rotation of the residual (residual.py). The products
+down takes the R1 of the next layer if the layer holds a rotation of the residual (boundary.py). The products
 are computed in fp64 from the original weights and rounded once.
 """
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from drot.architectures import Architecture, HeadShape, layer_linears, module_at
+from drot.surgery.boundary import BoundaryRotation, set_boundary
 from drot.surgery.fold_norm import fold, norm_scale, reset_norm
-from drot.surgery.residual import BoundaryRotation, set_boundary
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from drot.demo.demo import MODEL
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
 from drot.sparse.quantization_config import DrotConfig
-from drot.surgery.residual import rotation_place
+from drot.surgery.boundary import rotation_place
 
 TINY = dict(
     model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,

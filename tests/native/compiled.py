@@ -56,8 +56,8 @@ def compiled(name: str, *flags: str, sources: tuple[Path, ...] = (), sanitizer: 
     Skips the test if there is no C++ compiler, or if the compiler lacks the sanitizer.
 
     Args:
-        name: of the source file, without `.cpp`.
-        flags: of the compiler; csrc and tests/native are on the include path anyway.
+        name: the name of the source file, without `.cpp`.
+        flags: compiler flags; csrc and tests/native are on the include path anyway.
         sources: further source files.
         sanitizer: `thread` or `undefined`.
     """

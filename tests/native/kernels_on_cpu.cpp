@@ -39,7 +39,7 @@ const char* run(const char* dtype, bool backwards, Work work) {
 
 // Args:
 //   dtype: of y and dy.
-//   multiprocessors, shared_memory: of the simulated GPU.
+//   multiprocessors, shared_memory: sizes of the simulated GPU.
 //   backwards: order of the threads.
 //   once: y becomes NaN at the first barrier, so that reading y again after it gives NaN.
 //   y …: the members of EntropyProblem.

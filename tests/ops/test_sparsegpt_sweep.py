@@ -28,7 +28,7 @@ def optimal_brain_surgeon(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The results of sparsegpt_sweep in fp64, from inverses of the Hessian instead of Hinv."""
     w, columns = w.double().clone(), w.shape[1]
-    inverse = [torch.linalg.inv(hessian[j:, j:]) for j in range(columns)]  # of columns j and up
+    inverse = [torch.linalg.inv(hessian[j:, j:]) for j in range(columns)]  # for columns j and up
     root = torch.stack([inv[0, 0].sqrt() for inv in inverse])
     mask = torch.zeros_like(w, dtype=torch.bool) if removed is None else removed.clone()
     err = torch.zeros_like(w)

@@ -18,8 +18,8 @@ from drot.pipeline import dense_pass
 from drot.pipeline.context import RunContext
 from drot.progress import silent
 from drot.surgery import invariance
+from drot.surgery.boundary import BoundaryRotation, rotation_place
 from drot.surgery.invariance import InvarianceError, check_model
-from drot.surgery.residual import BoundaryRotation, rotation_place
 from drot.surgery.rotate import folded_weights, rotate_layer
 
 CPU = torch.device("cpu")

@@ -104,7 +104,7 @@ def test_a_run_survives_a_crash(hessians, tmp_path):
     worked_on = []
     with pytest.raises(UserError, match="holds an unfinished run: continue it with `resume=True`"):
         prune(small_model("llama"), recipe(hessians=hessians), out=out)
-    with pytest.raises(UserError, match="cannot resume .*: recipe differ"):
+    with pytest.raises(UserError, match="cannot resume .*: recipe of this run differ"):
         prune(small_model("llama"), recipe(hessians=hessians, steps=6), out=out, resume=True)
     prune(
         small_model("llama"),
@@ -276,7 +276,7 @@ def test_an_unfinished_run_resumes_only_with_the_same_rotations(tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         prune(small_model("llama"), chosen, rotations=file, out=out, progress=crash)
-    with pytest.raises(UserError, match="cannot resume .*: rotations differ"):
+    with pytest.raises(UserError, match="cannot resume .*: rotations of this run differ"):
         prune(small_model("llama"), chosen, out=out, resume=True)
     resumed = prune(small_model("llama"), chosen, rotations=file, out=out, resume=True)
     whole = prune(small_model("llama"), chosen, rotations=file)

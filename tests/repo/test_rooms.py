@@ -156,3 +156,35 @@ def test_library_messages_name_fields_and_not_options() -> None:
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
                     option = re.search(r"(?<![\w-])--[a-z]", part.value)
                     assert option is None, f"{path}:{part.lineno} has {part.value!r}"
+
+
+def test_import_drot_registers_its_ops_whole() -> None:
+    """With fake kernels and autograd, not only the kernels of the native module."""
+    code = """
+import torch, drot
+y = torch.randn(4, 8, requires_grad=True)
+torch.ops.drot.entropy_loss(y)[0].backward()
+mask = torch.ops.drot.nm_mask(torch.empty(4, 8, device="meta"), 2, 4)
+print(y.grad is not None, tuple(mask.shape))
+"""
+    assert python(code) == "True (4, 8)\n"
+
+
+@pytest.mark.slow
+def test_drot_is_registered_after_a_look_and_a_failed_import() -> None:
+    code = """
+import sys, importlib.util, drot
+spec = importlib.util.find_spec("transformers.modeling_utils")
+assert spec.loader.get_source("transformers.modeling_utils")
+sys.modules["transformers.generation"] = None  # makes the import below fail
+try:
+    import transformers.modeling_utils
+    failed = False
+except ImportError:
+    failed = True
+del sys.modules["transformers.generation"]
+import transformers.modeling_utils
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+print(failed, "drot" in AUTO_QUANTIZER_MAPPING, any("drot" in str(type(f)) for f in sys.meta_path))
+"""
+    assert python(code) == "True True False\n"

@@ -18,7 +18,7 @@ from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 from drot.sparse.packed import check_positions, compress_model, pack_model, unpack_model
-from drot.surgery.residual import BoundaryRotation, rotation_place, set_boundary
+from drot.surgery.boundary import BoundaryRotation, rotation_place, set_boundary
 
 #: largest relative error of the logits; dense and packed models add up in different orders
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}

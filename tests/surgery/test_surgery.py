@@ -8,8 +8,8 @@ from drot.architectures import ARCHITECTURES, architecture_of, decoder_layers, h
 from drot.errors import UserError
 from drot.pipeline.validation import check_architecture
 from drot.surgery import invariance
+from drot.surgery.boundary import BoundaryRotation, set_boundary
 from drot.surgery.invariance import InvarianceError, check_model, random_rotation
-from drot.surgery.residual import BoundaryRotation, set_boundary
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
 CPU = torch.device("cpu")

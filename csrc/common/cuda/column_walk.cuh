@@ -15,7 +15,7 @@ namespace drot {
 constexpr int kWalkWarps = 8;
 constexpr int kWalkThreads = 32 * kWalkWarps;
 
-// The part of one thread.
+// The elements that one thread works on.
 struct ColumnWalk {
   int64_t tile;   // first column of the block
   int64_t start;  // first column of the thread
@@ -40,7 +40,7 @@ struct ColumnGrid {
   int64_t tiles, chunk, chunks;
 
   // Args:
-  //   rows, columns: of the matrix.
+  //   rows, columns: the size of the matrix.
   //   width: columns of a tile.
   //   at_once: rows that a warp loads at once.
   //   resident: blocks that the GPU runs at the same time; the grid has about as many.

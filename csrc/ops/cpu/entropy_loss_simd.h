@@ -17,8 +17,8 @@ struct EntropyRow {
   const T* y;
   const Math* column_scale;  // or null, for 1
   int64_t columns;
-  EntropyGroup<Math> row;       // of the row; zeros where only columns have an entropy
-  const Math* column_mean_log;  // of the columns; null where only rows have an entropy
+  EntropyGroup<Math> row;       // sums of the row; zeros where only columns have an entropy
+  const Math* column_mean_log;  // values of the columns; null where only rows have an entropy
   const Math* column_weight;
   const Math* logs;  // from entropy_row_sums, or null: computed again
   bool all_count;    // from entropy_row_sums

@@ -17,7 +17,7 @@ struct PrunedRow {
   const T* y;
   const Math* column_scale;
   int64_t columns, prune, group;  // group > 0, or 0: the whole row
-  Math scale;                     // of the loss
+  Math scale;                     // factor of the loss
   OrderedKey<Math>* key;          // scratch, where group is 0
   T* dy;
   Math* dcolumn_scale;  // the row is added to it; or null

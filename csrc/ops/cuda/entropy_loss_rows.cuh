@@ -23,7 +23,7 @@ struct EntropyProblem {
   const T* y;                // [rows, columns]
   const Math* column_scale;  // [columns], or null for ones
   int64_t rows, columns;
-  double scale;         // of the loss
+  double scale;         // factor of the loss
   T* dy;                // [rows, columns]
   Math* dcolumn_scale;  // [columns]; null if column_scale is null
   Math* loss;           // one value

@@ -21,7 +21,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kRowThreads = 1024;
 constexpr int kDigits = 256;             // values of a digit: a pass of the radix selection takes 8 bits
-constexpr int64_t kWidestRow = 1 << 16;  // of the radix selection
+constexpr int64_t kWidestRow = 1 << 16;  // columns that the radix selection takes
 
 // One thread per group. kGroup: the size of a group, or 0 if `group` gives the size at run time.
 //

@@ -26,7 +26,7 @@ struct PrunedProblem {
   const bool* removed;       // a given mask [rows, columns], with group = 1; else null
   int64_t rows, columns;
   int group, prune;     // the `prune` smallest scores of each `group` are removed
-  double scale;         // of the loss
+  double scale;         // factor of the loss
   T* dy;                // [rows, columns]
   Math* dcolumn_scale;  // [columns]; null if column_scale is null
   Math* loss;           // one value
@@ -35,7 +35,7 @@ struct PrunedProblem {
   bool vectorizable() const { return columns % kVectorSize<T> == 0 && is_aligned(y) && is_aligned(dy); }
 };
 
-// The terms of one element y with score s = y² · column_scale: of the loss (not yet times scale), of
+// The terms of one element y with score s = y² · column_scale: in the loss (not yet times scale), in
 // dcolumn_scale, and its dy.
 template <class Math>
 struct PrunedTerms {

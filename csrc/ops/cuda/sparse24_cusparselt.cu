@@ -131,7 +131,7 @@ MatrixDescriptor describe_weight(at::ScalarType dtype, int64_t out, int64_t in) 
 }
 
 struct CompressedSize {
-  size_t bytes = 0;    // of the compressed weight
+  size_t bytes = 0;    // size of the compressed weight
   size_t scratch = 0;  // bytes of workspace that the compression needs
 };
 

@@ -20,7 +20,7 @@ class Error : public c10::Error {
 // Whether cuSPARSELt multiplies a weight [out, in] by so many tokens on the current device.
 //
 // Args:
-//   dtype: of weight and tokens.
+//   dtype: the dtype of weight and tokens.
 //   out, in: rows and columns of the weight.
 //   tokens: number of tokens.
 //   reason: set to the reason if the answer is no, and to null if it is yes.

@@ -18,7 +18,7 @@
 namespace drot {
 
 constexpr int kSkinnyWarps = 8;
-constexpr int kSkinnyTokens = 8;                          // of one product
+constexpr int kSkinnyTokens = 8;                          // tokens that one mma instruction multiplies
 constexpr int kSkinnyColumns = 64;                        // columns of W in one step of a warp
 constexpr int kRotationColumns = 32;                      // columns of the residual in one step of a warp
 constexpr int64_t kMostSkinnyRows = int64_t(65535) * 16;  // a grid has 65,535 blocks of at least 16 rows

@@ -22,7 +22,7 @@ from drot.architectures import Architecture
 from drot.config import BoundaryPlace
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
-RESIDUAL_ROTATION = "residual_rotation"
+ROTATION_MODULE = "residual_rotation"
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class BoundaryRotation:
 class RotateAndAdd(nn.Module):
     """forward(residual, x) = residual · Q + x · W_downᵀ + b, with x the input of down_proj.
 
-    Base class of rotations of the residual that include the MLP's last product. down_proj then returns its
+    Base class of modules that rotate the residual and also compute down_proj. down_proj then returns its
     input x unchanged.
     """
 
@@ -130,7 +130,7 @@ def rotated_layers(layers: nn.ModuleList, place: BoundaryPlace) -> nn.ModuleList
     return holders
 
 
-def add_residual_rotation(
+def add_boundary_rotation(
     layer: nn.Module,
     arch: Architecture,
     place: BoundaryPlace,
@@ -154,17 +154,17 @@ def add_residual_rotation(
     """
     rotation = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype, device=device)
     rotation.requires_grad_(False)
-    setattr(layer, RESIDUAL_ROTATION, rotation)
+    setattr(layer, ROTATION_MODULE, rotation)
     if rotation_place(layer) is None:
         stock_class: Any = type(layer)
         layer.__class__ = _rotated_class(stock_class, arch if place == "residual" else None)
     return rotation
 
 
-def remove_residual_rotation(layer: nn.Module) -> None:
-    """Undoes `add_residual_rotation` and restores the stock class of `layer`."""
+def remove_boundary_rotation(layer: nn.Module) -> None:
+    """Undoes `add_boundary_rotation` and restores the stock class of `layer`."""
     layer.__class__ = type(layer).__bases__[1]
-    delattr(layer, RESIDUAL_ROTATION)
+    delattr(layer, ROTATION_MODULE)
 
 
 @torch.no_grad()
@@ -172,5 +172,5 @@ def set_boundary(layer: nn.Module, arch: Architecture, boundary: BoundaryRotatio
     """Adds the rotation Q to `layer`, in the dtype and on the device of the layer's weights."""
     weight = next(layer.parameters())
     d = boundary.r1.shape[0]
-    rotation = add_residual_rotation(layer, arch, boundary.place, d, dtype=weight.dtype, device=weight.device)
+    rotation = add_boundary_rotation(layer, arch, boundary.place, d, dtype=weight.dtype, device=weight.device)
     rotation.weight.copy_(boundary.matrix().T)
