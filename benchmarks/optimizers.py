@@ -31,9 +31,9 @@ def main() -> None:
     parser.add_argument("--calibration", default=CALIBRATION.source)
     parser.add_argument("--layers", type=int, nargs="+", default=[0, 4])
     parser.add_argument(
-        "--lr", type=float, nargs="+", default=[0.01, 0.03, 0.06], help="learning rates of fast"
+        "--lr", type=float, nargs="+", default=[0.15, 0.3, 0.5], help="learning rates of fast"
     )
-    parser.add_argument("--steps", type=int, nargs="+", default=[100, 200], help="steps of fast")
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")
     options = parser.parse_args()

@@ -44,16 +44,16 @@ recipe("paper 100 exact score", "sparsegpt", "2:4", steps=100, **PAPER)
 recipe(
     "paper optimiser, pruned importance", "sparsegpt", "2:4", objective="pruned", optimizer="paper", steps=400
 )
-for _steps in (100, 200, 400):
+for _steps in (50, 100, 200):
     recipe(f"fast {_steps}", "sparsegpt", "2:4", steps=_steps, early_stop=0.0)
-recipe("fast 200 lr 0.06", "sparsegpt", "2:4", lr=0.06, early_stop=0.0)
-for _steps in (100, 200, 400):
+recipe("fast 100 lr 0.5", "sparsegpt", "2:4", lr=0.5, early_stop=0.0)
+for _steps in (50, 100, 200):
     recipe(f"shared {_steps}", "sparsegpt", "2:4", mode="shared", steps=_steps, early_stop=0.0)
 recipe("shared default", "sparsegpt", "2:4", mode="shared")
 recipe("shared, 2 layers a step", "sparsegpt", "2:4", mode="shared", steps=400, layers_per_step=2)
 for _name, _place in (("dense hessians", "input"), ("dense hessians, boundary on the residual", "residual")):
     recipe(_name, "sparsegpt", "2:4", hessians="dense", boundary=_place)
-    recipe(f"{_name}, 100 steps", "sparsegpt", "2:4", hessians="dense", boundary=_place, steps=100)
+    recipe(f"{_name}, 50 steps", "sparsegpt", "2:4", hessians="dense", boundary=_place, steps=50)
 for _blocks in (2, 4, 8):
     recipe(f"blocks {_blocks}", "sparsegpt", "2:4", blocks=_blocks)
 recipe("bfloat16 products", "sparsegpt", "2:4", product_dtype="bfloat16")

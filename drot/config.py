@@ -23,9 +23,7 @@ ProductDtype = Literal["float32", "bfloat16"]
 
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
-OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (200, 0.03), "paper": (2000, 0.01)}
-#: Default learning rate of `fast` with `mode="shared"`.
-SHARED_LR = 0.02
+OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper": (2000, 0.01)}
 
 
 def _one_of(name: str, value: object, allowed: Any) -> None:
@@ -125,9 +123,10 @@ class RotationConfig:
             sizes of unequal blocks, which must add up to the hidden size.
         objective: `entropy` is the paper's. `pruned` is the importance of the weights that the mask removes.
             `auto` is `pruned` for n:m and `entropy` for a ratio.
-        optimizer: `paper` is Adam on A with R = qr(A). `fast` is Adam in the tangent space of SO(n).
+        optimizer: `paper` is Adam on A with R = qr(A). `fast` takes spectral steps in so(n), and
+            its rate is the angle of the first step in radians.
         steps: training steps; None is the optimizer's value in OPTIMIZER_DEFAULTS.
-        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS, or SHARED_LR.
+        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS.
         early_stop: `fast` stops when the loss changes by less than this share of itself a step; 0 never
             stops early.
         hessians: `sequential` computes a layer's Hessians after the layers before it were pruned. `dense`
@@ -196,8 +195,6 @@ class RotationConfig:
         """`lr`, or its default."""
         if self.lr is not None:
             return self.lr
-        if self.mode == "shared" and self.optimizer == "fast":
-            return SHARED_LR
         return OPTIMIZER_DEFAULTS[self.optimizer][1]
 
 

@@ -131,7 +131,7 @@ def prune(
         str,
         option(
             ROTATION,
-            "Optimizer of the training. fast: Adam in the tangent space of SO(n). paper: Adam through QR.",
+            "Optimizer of the training. fast: spectral steps in so(n). paper: Adam through QR.",
             choices=choices(config.Optimizer),
         ),
     ] = ROTATE.optimizer,
@@ -142,8 +142,7 @@ def prune(
         float | None,
         option(
             ROTATION,
-            f"Learning rate. Default: {optimizer_defaults(1)}, {config.SHARED_LR} for fast with --rotation "
-            "shared.",
+            f"Learning rate; of fast the angle of a step in radians. Default: {optimizer_defaults(1)}.",
         ),
     ] = ROTATE.lr,
     early_stop: Annotated[

@@ -4,11 +4,13 @@ An optimiser holds `matrices`, a list of [n, n] or [batch, n, n]. `step` takes d
 None to leave the matrix as it is. No optimiser builds an autograd graph.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.retraction import retract
+from drot.rotation.retraction import polar_of_skew, turn
 
 
 class PaperOptimizer:
@@ -39,33 +41,31 @@ class PaperOptimizer:
 
 
 class FastOptimizer:
-    """Adam in the tangent space so(n) of SO(n), with a cosine decay of the learning rate: Q ← Q · cayley(Ω).
+    """Spectral steps in so(n): in every step all directions turn by the same angle θ.
 
-    Ω is Adam's step for the gradient QᵀG - GᵀQ, with G = d loss/d Q. The gradients of all steps lie in the
-    same space so(n), so Adam's moments need no transport. Ω is skew-symmetric too, because the first moment
-    is skew-symmetric and the second is symmetric.
+    S = QᵀG - GᵀQ,  m ← μ m + S,  u = μ m + S (Nesterov),  J = the polar factor of u,  Q ← Q exp(-θ J).
+
+    θ is the learning rate, in radians, times a cosine decay. The gradients of all steps lie in the same space
+    so(n), so the momentum m needs no transport. The rate does not depend on n or on the scale of the loss.
     """
+
+    MOMENTUM = 0.9
 
     def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:
         self.matrices = [matrix.clone() for matrix in start]
-        self._omegas = [torch.zeros_like(matrix, requires_grad=True) for matrix in start]
-        self._adam = torch.optim.Adam(self._omegas, lr=lr)
-        self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._adam, T_max=max(steps, 1))
+        self._momenta = [torch.zeros_like(matrix) for matrix in start]
+        self._lr, self._steps, self._step = lr, max(steps, 1), 0
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor | None]) -> None:
-        for omega, gradient, q in zip(self._omegas, gradients, self.matrices, strict=True):
-            omega.grad = None
+        angle = self._lr * 0.5 * (1 + math.cos(math.pi * self._step / self._steps))
+        self._step += 1
+        for index, (q, gradient, m) in enumerate(zip(self.matrices, gradients, self._momenta, strict=True)):
             if gradient is not None:
                 s = q.mT @ gradient
-                omega.grad = s - s.mT
-            omega.zero_()
-        self._adam.step()
-        self._schedule.step()
-        self.matrices = [
-            q if omega.grad is None else retract(q, omega)
-            for q, omega in zip(self.matrices, self._omegas, strict=True)
-        ]
+                s = s - s.mT
+                m.mul_(self.MOMENTUM).add_(s)
+                self.matrices[index] = turn(q, polar_of_skew(s.add_(m, alpha=self.MOMENTUM)), angle)
 
 
 OPTIMIZERS: dict[str, type[PaperOptimizer] | type[FastOptimizer]] = {

@@ -1,33 +1,32 @@
-"""Retractions are orthogonal and agree with the matrix exponential to second order."""
+"""A spectral step turns every direction by the same angle, and its result is orthogonal."""
+
+import math
 
 import pytest
 import torch
 
-from drot.ops import batched_qr, batched_qr_backward, cholesky_qr
 from drot.rotation import retraction
-from drot.rotation.retraction import retract
+from drot.rotation.optimizers import FastOptimizer
+from drot.rotation.retraction import orthogonality_error, polar_of_skew, turn
+
+SHAPES = [(1, 1), (2, 2), (7, 7), (3, 32, 32), (2, 2, 16, 16), (130, 130)]
 
 
 def orthogonal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(device, dtype)
 
 
-def skew(shape: tuple[int, ...], size: float, dtype: torch.dtype, device: str) -> torch.Tensor:
+def skew(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
     a = torch.randn(*shape, dtype=torch.float64)
-    return (size * (a - a.mT)).to(device, dtype)
+    return (a - a.mT).to(device, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(1, 1), (7, 7), (3, 32, 32), (130, 130)])
-@pytest.mark.parametrize("size", [0.0, 1e-3, 0.3])
-def test_orthogonal(dtype: torch.dtype, shape: tuple[int, ...], size: float, device: str) -> None:
-    q, omega = orthogonal(shape, dtype, device), skew(shape, size, dtype, device)
-    moved = retract(q, omega).double()
-    eye = torch.eye(shape[-1], dtype=torch.float64, device=device)
-    tolerance = 3e-6 if dtype == torch.float32 else 1e-13
-    assert (moved.mT @ moved - eye).abs().max() < tolerance
-    # a retraction does not change the sign of the determinant
-    assert torch.allclose(torch.linalg.det(moved), torch.linalg.det(q.double()), atol=1e-3)
+def with_spectrum(sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A skew-symmetric [2k, 2k] with the singular values sigma [k], twice each, and its polar factor."""
+    block = torch.tensor([[0.0, 1.0], [-1.0, 0.0]], dtype=torch.float64)
+    v = orthogonal((2 * len(sigma), 2 * len(sigma)), torch.float64, "cpu")
+    unit = torch.block_diag(*[block] * len(sigma))
+    return v @ torch.block_diag(*[s * block for s in sigma]) @ v.T, v @ unit @ v.T
 
 
 @pytest.fixture
@@ -36,85 +35,89 @@ def tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retraction, "_on_tensor_cores", lambda x: x.dtype == torch.float32)
 
 
-def orthogonality_error(q: torch.Tensor) -> float:
-    q = q.double()
-    return float((q.mT @ q - torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)).abs().max())
+@pytest.mark.parametrize("n", [2, 16, 256])
+def test_polar_factor_of_a_known_spectrum(n: int, device: str) -> None:
+    u, expected = with_spectrum(torch.logspace(-1.3, 0, n // 2, dtype=torch.float64))
+    j = polar_of_skew(u.float().to(device)).double().cpu()
+    assert torch.linalg.matrix_norm(j - expected, 2) < 0.03
+    assert torch.linalg.matrix_norm(j + j.T, 2) < 1e-4
 
 
 @pytest.mark.usefixtures("tensor_cores")
-@pytest.mark.parametrize("shape", [(1, 1), (7, 7), (3, 32, 32), (2, 2, 16, 16), (200, 200)])
-@pytest.mark.parametrize("norm", [0.0, 1e-3, 0.5, 8.0])
-def test_tensor_cores_lose_no_orthogonality(shape: tuple[int, ...], norm: float, device: str) -> None:
-    q = orthogonal(shape, torch.float32, device)
-    omega = skew(shape, 1.0, torch.float64, device)
-    omega *= norm / torch.linalg.matrix_norm(omega, 2)[..., None, None].clamp_min(1e-30)
-    moved = retract(q, omega.float())
-    assert orthogonality_error(moved) < 3e-6
-    exact = retract(q.double(), omega)
-    # rounding to bf16 changes the step by up to 2^-9, or 0.2 %
-    assert (moved - exact).norm() <= 0.01 * (exact - q).norm() + 1e-6 * shape[-1] ** 0.5
+def test_polar_factor_on_tensor_cores(device: str) -> None:
+    u, expected = with_spectrum(torch.logspace(-1, 0, 64, dtype=torch.float64))
+    j = polar_of_skew(u.float().to(device)).double().cpu()
+    assert torch.linalg.matrix_norm(j - expected, 2) < 0.05
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_polar_factor_does_not_depend_on_the_scale(scale: float, device: str) -> None:
+    u = skew((3, 24, 24), torch.float32, device)
+    torch.testing.assert_close(polar_of_skew(u * scale), polar_of_skew(u), rtol=0, atol=1e-4)
+
+
+def test_polar_factor_of_nothing(device: str) -> None:
+    zero = torch.zeros(2, 5, 5, device=device)
+    assert torch.equal(polar_of_skew(zero), zero)
+    odd = skew((7, 7), torch.float64, device)  # an odd skew-symmetric matrix is singular
+    assert float(torch.linalg.svdvals(polar_of_skew(odd)).min()) < 1e-6
+
+
+@pytest.mark.parametrize("angle", [0.0, 1e-3, 0.3, 1.5])
+def test_turn_is_the_exponential(angle: float, device: str) -> None:
+    _, j = with_spectrum(torch.ones(10, dtype=torch.float64))
+    q, j = orthogonal((20, 20), torch.float64, device), j.to(device)
+    expected = q @ torch.matrix_exp(-angle * j)
+    torch.testing.assert_close(turn(q, j, angle), expected, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_turn_stays_orthogonal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    """With the polar factor as it is computed, whose singular values are near 1, or 0."""
+    q = orthogonal(shape, dtype, device)
+    moved = turn(q, polar_of_skew(skew(shape, dtype, device)), 0.3)
+    assert orthogonality_error(moved) < 1e-5
+    assert torch.allclose(torch.linalg.det(moved.double()), torch.linalg.det(q.double()), atol=1e-3)
 
 
 @pytest.mark.usefixtures("tensor_cores")
-def test_tensor_cores_do_not_drift(device: str) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensor_cores_lose_no_orthogonality(shape: tuple[int, ...], device: str) -> None:
+    q, u = orthogonal(shape, torch.float32, device), skew(shape, torch.float64, device)
+    moved = turn(q, polar_of_skew(u.float()), 0.3)
+    assert orthogonality_error(moved) < 1e-5
+    exact = turn(q.double(), polar_of_skew(u), 0.3)
+    assert (moved - exact).norm() <= 0.05 * (exact - q).norm() + 1e-6
+
+
+@pytest.mark.parametrize("n", [2, 32, 256])
+def test_the_angle_does_not_depend_on_the_width(n: int, device: str) -> None:
+    """‖Q' - Q‖₂ = 2 sin(θ/2) for the first step, whatever n and the scale of the gradient are."""
+    for scale in (1e-6, 1.0, 1e6):
+        optimizer = FastOptimizer([torch.eye(n, device=device)], lr=0.3, steps=10)
+        optimizer.step([scale * torch.randn(n, n, device=device)])
+        change = torch.linalg.matrix_norm(optimizer.matrices[0].double() - torch.eye(n, device=device), 2)
+        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.01)
+
+
+@pytest.mark.parametrize("arithmetic", ["plain", "tensor cores"])
+def test_many_steps_do_not_drift(arithmetic: str, device: str, request: pytest.FixtureRequest) -> None:
+    if arithmetic == "tensor cores":
+        request.getfixturevalue("tensor_cores")
     q = torch.eye(64, device=device)
-    for _ in range(100):
-        q = retract(q, skew((64, 64), 0.02, torch.float32, device))
-    assert orthogonality_error(q) < 2e-6
-
-
-def test_agrees_with_expm(device: str) -> None:
-    """The error against expm is proportional to the cube of the step."""
-    q = orthogonal((2, 12, 12), torch.float64, device)
-    direction = skew((2, 12, 12), 1.0, torch.float64, device)
-
-    def error(h: float) -> float:
-        return float((retract(q, h * direction) - q @ torch.matrix_exp(h * direction)).norm())
-
-    order = torch.log10(torch.tensor(error(1e-2) / error(1e-3)))
-    assert float(order) == pytest.approx(3, abs=0.15)
-
-
-def test_many_steps_do_not_drift(device: str) -> None:
-    q = torch.eye(64, device=device)
-    for _ in range(300):
-        q = retract(q, skew((64, 64), 0.02, torch.float32, device))
-    eye = torch.eye(64, dtype=torch.float64, device=device)
-    assert (q.double().mT @ q.double() - eye).abs().max() < 2e-6
-
-
-def test_empty(device: str) -> None:
-    assert retract(torch.empty(0, 4, 4, device=device), torch.empty(0, 4, 4, device=device)).shape == (
-        0,
-        4,
-        4,
-    )
-
-
-def test_wrong_input() -> None:
-    eye = torch.eye(3)
-    with pytest.raises(
-        ValueError, match=r"q and omega must both be \[..., n, n\], got \[3, 3\] and \[2, 2\]"
-    ):
-        retract(eye, torch.eye(2))
+    for _ in range(200):
+        q = turn(q, polar_of_skew(skew((64, 64), torch.float32, device)), 0.3)
+    assert orthogonality_error(q) < 1e-5
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("shape", [(8, 64, 64), (300, 300)])
-def test_the_fast_path_does_not_wait_for_the_gpu_cuda(shape: tuple[int, ...]) -> None:
-    q, omega = orthogonal(shape, torch.float32, "cuda"), skew(shape, 1e-3, torch.float32, "cuda")
-    calls = [
-        lambda: retract(q, omega),
-        lambda: cholesky_qr(q),
-        lambda: batched_qr_backward(omega, *cholesky_qr(q)[:2]),
-    ]
-    if shape[-1] <= 256:
-        calls.append(lambda: batched_qr(q))
-    for call in calls:
-        call()  # the first call creates handles and workspaces, which may wait for the GPU
+def test_the_cpu_does_not_wait_for_the_gpu_cuda(shape: tuple[int, ...]) -> None:
+    q, u = orthogonal(shape, torch.float32, "cuda"), skew(shape, torch.float32, "cuda")
+    turn(q, polar_of_skew(u), 0.3)  # handles and workspaces, made at first use, may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for call in calls:
-            call()
+        turn(q, polar_of_skew(u), 0.3)
     finally:
         torch.cuda.set_sync_debug_mode("default")
