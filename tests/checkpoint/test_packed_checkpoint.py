@@ -18,6 +18,7 @@ from drot.demo.demo import HELD_OUT, MODEL
 from drot.errors import UserError
 from drot.sparse.linear import SparseLinear, is_packed
 
+pytestmark = pytest.mark.slow  # they prune and open the embedded model
 CALIBRATION = ["--calibration", str(HELD_OUT), "--nsamples", "2", "--seqlen", "32"]
 PRUNE = ["--method", "magnitude", "--device", "cpu", "--dtype", "bfloat16", *CALIBRATION]
 UP = "model.layers.3.mlp.up_proj"

@@ -240,6 +240,7 @@ def test_cholesky_qr_detects_ill_conditioned_input(condition: float, device: str
 
 
 @pytest.mark.parametrize("shape", [(6, 6), (2, 40, 40)])
+@pytest.mark.slow
 def test_opcheck(shape: tuple[int, ...], device: str) -> None:
     a = torch.randn(*shape, device=device)
     torch.library.opcheck(torch.ops.drot.batched_qr.default, (a,))

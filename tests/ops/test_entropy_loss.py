@@ -265,6 +265,7 @@ def test_gradcheck(device: str) -> None:
         assert torch.autograd.gradcheck(lambda y, s: entropy_loss(y, s, **axes), inputs)  # noqa: B023
 
 
+@pytest.mark.slow
 def test_opcheck(device: str) -> None:
     y, column_scale = problem(5, 6, torch.float32, device)
     torch.library.opcheck(torch.ops.drot.entropy_loss, (y.requires_grad_(), column_scale.requires_grad_()))

@@ -167,6 +167,7 @@ def test_refusals(arguments: tuple, message: str, device: str) -> None:
         sparsegpt_sweep(*moved)
 
 
+@pytest.mark.slow
 def test_opcheck(device: str) -> None:
     w, _, hinv = problem(6, 8, torch.float32, device)
     for removed in (None, torch.rand(6, 8, device=device) < 0.5):
