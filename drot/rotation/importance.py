@@ -68,6 +68,7 @@ def layer_metrics(
             entropy does not depend on it, because the entropy normalises each column of down_proj.
         dtype: dtype of the metrics.
     """
+    assert method in ("magnitude", "wanda", "sparsegpt"), f"{method} has no metric"
     metrics, dampings = {}, {}
     for group in INPUT_GROUPS:
         if method == "magnitude" or (group == "down" and not with_down):
@@ -81,11 +82,9 @@ def layer_metrics(
             matrix = _inverse(hinv, group, shape)
             if reference_compat:
                 (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(absolute_damping)
-        else:
-            assert method == "wanda", f"{method} has no metric"
-        if method == "wanda" and group == "down":
+        elif group == "down":
             matrix = matrix.diagonal().clone()
-        elif method == "wanda" and group == "o":
+        elif group == "o":
             matrix = diagonal_blocks(matrix, shape.heads)
         metrics[group] = Metric(matrix.to(dtype), method == "sparsegpt")
     return LayerMetrics(metrics, dampings)
