@@ -13,6 +13,7 @@ _PUBLIC = {
     "PruneResult": "drot.pipeline.prune",
     "PruningConfig": "drot.config",
     "Recipe": "drot.config",
+    "RecoveryConfig": "drot.config",
     "RotationConfig": "drot.config",
     "Sparsity": "drot.config",
     "UserError": "drot.errors",

@@ -18,6 +18,9 @@ Objective = Literal["auto", "entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
 HessianSource = Literal["sequential", "dense"]
 BoundaryPlace = Literal["input", "residual"]
+Solver = Literal["none", "sparsegpt", "pcg", "admm"]
+Target = Literal["self", "dense"]
+Recovery = Literal["none", "block"]
 WeightFormat = Literal["dense", "packed"]
 ProductDtype = Literal["float32", "bfloat16"]
 
@@ -122,7 +125,7 @@ class RotationConfig:
         blocks: the number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A tuple gives the
             sizes of unequal blocks, which must add up to the hidden size.
         objective: `entropy` is the paper's. `pruned` is the importance of the weights that the mask removes.
-            `auto` is `pruned` for n:m and `entropy` for a ratio.
+            `auto` is `pruned`.
         optimizer: `paper` is Adam on A with R = qr(A). `fast` takes spectral steps in so(n), and
             its rate is the angle of the first step in radians.
         steps: training steps; None is the optimizer's value in OPTIMIZER_DEFAULTS.
@@ -207,15 +210,29 @@ class PruningConfig:
     damping: the share of mean(diag H) that is added to the Hessian's diagonal before the inversion. If the
         Cholesky factorisation fails, the share is multiplied by 10; the manifest records the final share.
     block_size: the number of columns that SparseGPT prunes before it updates the columns right of them.
+    solve: how the kept weights are computed on the mask that `method` chose. `none` leaves them as `method`
+        does. `sparsegpt` is SparseGPT's sweep. `pcg` minimises the error of the outputs by conjugate
+        gradients. `admm` also moves the mask.
+    target: the outputs that a linear should have. `self`: its dense outputs on the inputs that the pruned
+        model computes. `dense`: nearer to the outputs of the dense model, on the dense model's inputs.
+    target_weight: with `target="dense"`, the share of the way from `self` to the dense model, in (0, 1].
     """
 
     method: Method = "sparsegpt"
     sparsity: Sparsity = field(default_factory=lambda: Sparsity.parse("2:4"))
     damping: float = 0.01
     block_size: int = 128
+    solve: Solver = "admm"
+    target: Target = "self"
+    target_weight: float = 0.25
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, Method)
+        _one_of("solve", self.solve, Solver)
+        _one_of("target", self.target, Target)
+        _at_least("target_weight", self.target_weight, 0)
+        if not 0 < self.target_weight <= 1:
+            raise UserError(f"`target_weight` must be above 0 and at most 1; got {self.target_weight!r}")
         object.__setattr__(self, "sparsity", Sparsity.parse(self.sparsity))
         _at_least("damping", self.damping, 0)
         _whole("block_size", self.block_size, 1)
@@ -227,19 +244,62 @@ class PruningConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecoveryConfig:
+    """How the kept weights of a pruned layer are trained (drot/pipeline/recover.py).
+
+    recover: `none` trains nothing. `block` trains each layer, right after it is pruned, to have the outputs
+        of the dense model at this depth.
+    recover_epochs: passes over the calibration sequences. An eighth of the sequences is held out: the
+        training stops early if the error on them does not fall any more.
+    recover_lr: largest learning rate of Adam.
+    recover_batch: sequences in one step.
+    """
+
+    recover: Recovery = "none"
+    recover_epochs: int = 8
+    recover_lr: float = 1e-3
+    recover_batch: int = 4
+
+    def __post_init__(self) -> None:
+        _one_of("recover", self.recover, Recovery)
+        _whole("recover_epochs", self.recover_epochs, 1)
+        _whole("recover_batch", self.recover_batch, 1)
+        if not (isinstance(self.recover_lr, int | float) and 0 < self.recover_lr < math.inf):
+            raise UserError(f"`recover_lr` must be a finite number above 0; got {self.recover_lr!r}")
+
+
+#: Quality → the fields that it sets. What each quality costs and gives stands in README.md.
+QUALITIES: dict[str, dict[str, Any]] = {
+    "fast": {"solve": "none", "target": "self", "recover": "none"},
+    "balanced": {"solve": PruningConfig.solve, "target": PruningConfig.target, "recover": "none"},
+    "best": {"solve": PruningConfig.solve, "target": PruningConfig.target, "recover": "block"},
+}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """All settings that affect the result of `drot.prune`."""
 
     rotation: RotationConfig = field(default_factory=RotationConfig)
     pruning: PruningConfig = field(default_factory=PruningConfig)
+    recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
     @property
     def objective(self) -> str:
         """The objective, with `auto` resolved."""
-        if self.rotation.objective != "auto":
-            return self.rotation.objective
-        return "pruned" if self.pruning.sparsity.structured else "entropy"
+        return "pruned" if self.rotation.objective == "auto" else self.rotation.objective
+
+    def with_quality(self, quality: str) -> "Recipe":
+        """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`."""
+        if quality not in QUALITIES:
+            raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {quality!r}")
+        values = QUALITIES[quality]
+        return dataclasses.replace(
+            self,
+            pruning=dataclasses.replace(self.pruning, solve=values["solve"], target=values["target"]),
+            recovery=dataclasses.replace(self.recovery, recover=values["recover"]),
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe in plain JSON types, with every default resolved. A round trip through JSON is exact."""

@@ -44,11 +44,18 @@ class CalibrationStream:
 
     `embed` records the keyword arguments in the model's own forward pass, so that masks, RoPE and sliding
     windows are right for every family.
+
+    hidden_states: [nsamples, seqlen, d]. It may lie in main memory: a batch of it is copied to `device`.
+    layer_kwargs: the keyword arguments of each layer, on `device`.
+    device: the device of the layers; None is the device of hidden_states.
     """
 
-    def __init__(self, hidden_states: Tensor, layer_kwargs: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, hidden_states: Tensor, layer_kwargs: list[dict[str, Any]], device: torch.device | None = None
+    ) -> None:
         self.hidden_states = hidden_states
         self.layer_kwargs = layer_kwargs
+        self.device = device or hidden_states.device
 
     @classmethod
     @torch.no_grad()
@@ -74,7 +81,16 @@ class CalibrationStream:
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a copy of the first `nsamples` sequences."""
-        return CalibrationStream(self.hidden_states[:nsamples].clone(), self.layer_kwargs)
+        return CalibrationStream(self.hidden_states[:nsamples].clone(), self.layer_kwargs, self.device)
+
+    def offloaded_copy(self) -> "CalibrationStream":
+        """A stream with a copy of the hidden states in main memory."""
+        hidden_states = torch.empty_like(self.hidden_states, device="cpu").copy_(self.hidden_states)
+        return CalibrationStream(hidden_states, self.layer_kwargs, self.device)
+
+    def batch(self, sequences: slice | Tensor) -> Tensor:
+        """The hidden states of some sequences, on `device`."""
+        return self.hidden_states[sequences].to(self.device)
 
     def batches(self) -> Iterable[slice]:
         """Slices of the sequences, with at most TOKENS_PER_BATCH tokens or one sequence each."""
@@ -88,7 +104,7 @@ class CalibrationStream:
         kwargs = self.layer_kwargs[index]
         out = torch.empty_like(self.hidden_states)
         for batch in self.batches():
-            out[batch] = layer(self.hidden_states[batch], **kwargs)
+            out[batch] = layer(self.batch(batch), **kwargs).to(out.device)
         return out
 
     def advance(self, layer: nn.Module, index: int) -> None:
@@ -100,9 +116,10 @@ class CalibrationStream:
         """h ← h · matrix, for matrix [d, d], computed in fp32 at least and rounded once."""
         dtype = self.hidden_states.dtype
         work = torch.promote_types(dtype, torch.float32)
-        matrix = matrix.to(self.hidden_states.device, work)
+        matrix = matrix.to(self.device, work)
         for batch in self.batches():
-            self.hidden_states[batch] = (self.hidden_states[batch].to(work) @ matrix).to(dtype)
+            rotated = (self.batch(batch).to(work) @ matrix).to(dtype)
+            self.hidden_states[batch] = rotated.to(self.hidden_states.device)
 
     @torch.no_grad()
     def hessians(self, layer: nn.Module, index: int, linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
@@ -110,9 +127,8 @@ class CalibrationStream:
 
         One pass computes all of them. It stops in front of the last of the linears.
         """
-        device = self.hidden_states.device
         accumulators = {
-            name: HessianAccumulator(linear.in_features, device) for name, linear in linears.items()
+            name: HessianAccumulator(linear.in_features, self.device) for name, linear in linears.items()
         }
         remaining: set[str] = set()
 
@@ -130,7 +146,7 @@ class CalibrationStream:
             for batch in self.batches():
                 remaining.update(linears)
                 with contextlib.suppress(_StopForward):
-                    layer(self.hidden_states[batch], **self.layer_kwargs[index])
+                    layer(self.batch(batch), **self.layer_kwargs[index])
         finally:
             for handle in handles:
                 handle.remove()

@@ -12,7 +12,8 @@ import typer
 from drot.devices import DTYPES
 
 #: panels of `--help`
-ROTATION, PRUNING, CALIBRATION, OUTPUT, RUN = "Rotation", "Pruning", "Calibration", "Output", "Run"
+ROTATION, PRUNING, RECOVERY = "Rotation", "Pruning", "Recovery"
+CALIBRATION, OUTPUT, RUN = "Calibration", "Output", "Run"
 #: metavar of an option without a value, for which `--help` then shows no value
 FLAG = " "
 

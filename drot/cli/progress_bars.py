@@ -71,8 +71,10 @@ class BarProgress:
             detail = f"{layer}  step {event.step}/{event.steps}{loss}"
             # the bar never goes back, although of layers that train in parallel a later one may be ahead
             return max(event.layer + TRAINING_SHARE * share, reached), event.layers, detail
-        trained = event.phase == "prune" and self.layer == event.layer
-        return max(event.layer, reached if trained else 0.0), event.layers, layer
+        same_layer = event.phase in ("prune", "recover") and self.layer == event.layer
+        if event.phase == "recover":
+            layer += f"  epoch {event.step}/{event.steps}  held-out error {event.loss:.4g}"
+        return max(event.layer, reached if same_layer else 0.0), event.layers, layer
 
 
 class LineProgress:
@@ -97,6 +99,11 @@ class LineProgress:
                     self._end_training()
             elif event.phase == "prune":
                 self._line(f"layer {event.layer + 1}/{event.layers}: pruning")
+            elif event.phase == "recover":
+                self._line(
+                    f"layer {event.layer + 1}/{event.layers}: recovery, epoch {event.step} of {event.steps}, "
+                    f"held-out error {event.loss:.4g}"
+                )
             elif event.phase == "evaluate" and event.step == event.steps:
                 self._line(f"evaluated {event.steps} windows")
             elif event.phase == "measure":

@@ -14,6 +14,7 @@ from drot.cli.options import (
     FLAG,
     OUTPUT,
     PRUNING,
+    RECOVERY,
     ROTATION,
     RUN,
     TEXT_COLUMN,
@@ -23,11 +24,11 @@ from drot.cli.options import (
     stdout_for_the_result,
 )
 from drot.cli.tables import print_line, print_manifest
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig, Sparsity
 from drot.devices import DTYPES
 from drot.errors import UserError
 
-PRUNE, ROTATE, CALIBRATE = PruningConfig(), RotationConfig(), CalibrationConfig()
+PRUNE, ROTATE, CALIBRATE, RECOVER = PruningConfig(), RotationConfig(), CalibrationConfig(), RecoveryConfig()
 #: fields of RotationConfig that matter for given rotations too
 NOT_TRAINING = ("mode", "blocks", "boundary")
 #: fields of RotationConfig that only the training reads
@@ -54,7 +55,26 @@ WITHOUT_EFFECT: tuple[tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]
     (
         "--method other than sparsegpt",
         lambda recipe, given: recipe.pruning.method != "sparsegpt",
-        ("damping", "block_size", "reference_compat"),
+        ("reference_compat",),
+    ),
+    (
+        "--method other than sparsegpt and --solve other than sparsegpt",
+        lambda recipe, given: "sparsegpt" not in (recipe.pruning.method, recipe.pruning.solve),
+        ("block_size",),
+    ),
+    (
+        "--method other than sparsegpt, --solve none and --target self",
+        lambda recipe, given: (
+            recipe.pruning.method != "sparsegpt"
+            and (recipe.pruning.solve, recipe.pruning.target) == ("none", "self")
+        ),
+        ("damping",),
+    ),
+    ("--target self", lambda recipe, given: recipe.pruning.target == "self", ("target_weight",)),
+    (
+        "--recover none",
+        lambda recipe, given: recipe.recovery.recover == "none",
+        ("recover_epochs", "recover_lr", "recover_batch"),
     ),
     ("a .txt file", lambda recipe, given: recipe.calibration.source.endswith(".txt"), ("text_column",)),
 )
@@ -101,12 +121,62 @@ def prune(
     ] = str(PRUNE.sparsity),
     damping: Annotated[
         float,
-        option(PRUNING, "SparseGPT only: this share of mean(diag H) is added to the diagonal of H."),
+        option(PRUNING, "Share of mean(diag H) that is added to the diagonal of H before it is inverted."),
     ] = PRUNE.damping,
     block_size: Annotated[
         int,
         option(PRUNING, "SparseGPT only: columns to prune before the columns right of them are updated."),
     ] = PRUNE.block_size,
+    quality: Annotated[
+        str,
+        option(
+            PRUNING,
+            "Values for --solve, --target and --recover. fast: none, self, none. balanced: "
+            f"{PRUNE.solve}, {PRUNE.target}, none. best: {PRUNE.solve}, {PRUNE.target}, block.",
+            choices=tuple(config.QUALITIES),
+        ),
+    ] = "balanced",
+    solve: Annotated[
+        str | None,
+        option(
+            PRUNING,
+            "How the kept weights are computed. none: as --method leaves them. sparsegpt: by SparseGPT's "
+            "sweep. pcg: with the smallest error of the outputs, by conjugate gradients. admm: the same, and "
+            "the mask moves too. Default: by --quality.",
+            choices=choices(config.Solver),
+        ),
+    ] = None,
+    target: Annotated[
+        str | None,
+        option(
+            PRUNING,
+            "Outputs that a linear should have. self: its dense outputs on its inputs in the pruned model. "
+            "dense: nearer to its outputs in the dense model. Default: by --quality.",
+            choices=choices(config.Target),
+        ),
+    ] = None,
+    target_weight: Annotated[
+        float,
+        option(PRUNING, "With --target dense: the share of the way from self to the dense model, up to 1."),
+    ] = PRUNE.target_weight,
+    recover: Annotated[
+        str | None,
+        option(
+            RECOVERY,
+            "block: train the kept weights of each pruned layer to have the dense model's outputs. none: "
+            "train no weights. Default: by --quality.",
+            choices=choices(config.Recovery),
+        ),
+    ] = None,
+    recover_epochs: Annotated[
+        int,
+        option(
+            RECOVERY,
+            "Passes over the calibration sequences. Fewer if the error on held-out sequences does not fall.",
+        ),
+    ] = RECOVER.recover_epochs,
+    recover_lr: Annotated[float, option(RECOVERY, "Largest learning rate.")] = RECOVER.recover_lr,
+    recover_batch: Annotated[int, option(RECOVERY, "Sequences in one step.")] = RECOVER.recover_batch,
     rotation: Annotated[
         str,
         option(
@@ -123,7 +193,7 @@ def prune(
         option(
             ROTATION,
             "What the training minimises. pruned: the importance of the weights to remove. entropy: the "
-            "paper's. auto: pruned for n:m, entropy for a ratio.",
+            "paper's. auto: pruned.",
             choices=choices(config.Objective),
         ),
     ] = ROTATE.objective,
@@ -260,6 +330,7 @@ def prune(
 ) -> None:
     """Rotate and prune MODEL, and save the result as a Hugging Face folder."""
     mode, blocks = parse_rotation(rotation)
+    preset = Recipe().with_quality(quality)
     recipe = Recipe(
         rotation=RotationConfig(
             mode=mode,
@@ -280,6 +351,15 @@ def prune(
             sparsity=Sparsity.parse(sparsity),
             damping=damping,
             block_size=block_size,
+            solve=typing.cast(config.Solver, solve or preset.pruning.solve),
+            target=typing.cast(config.Target, target or preset.pruning.target),
+            target_weight=target_weight,
+        ),
+        recovery=RecoveryConfig(
+            recover=typing.cast(config.Recovery, recover or preset.recovery.recover),
+            recover_epochs=recover_epochs,
+            recover_lr=recover_lr,
+            recover_batch=recover_batch,
         ),
         calibration=CalibrationConfig(
             source=calibration, nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
@@ -316,7 +396,7 @@ def check_effects(recipe: Recipe, **files: Path | None) -> None:
     files: the options `rotations` and `save_rotations_to`, which are not part of the recipe.
     """
     changed = {name for name, file in files.items() if file is not None}
-    for part in (recipe.rotation, recipe.pruning, recipe.calibration):
+    for part in (recipe.rotation, recipe.pruning, recipe.recovery, recipe.calibration):
         default = type(part)()
         fields = (field.name for field in dataclasses.fields(part))
         changed |= {name for name in fields if getattr(part, name) != getattr(default, name)}

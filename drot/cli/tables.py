@@ -6,7 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 #: columns of the table of layers; the table omits a column that has no figure in any row
-COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "seconds")
+COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "recovery", "seconds")
 
 
 def output() -> Console:
@@ -29,6 +29,7 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     facts.add_row("model", str(manifest.get("base_model", "")))
     damping = f", damping {pruning['damping']:g}" if pruning["method"] == "sparsegpt" else ""
     facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}{damping}")
+    facts.add_row("kept weights", _kept_weights_line(recipe))
     facts.add_row("rotation", _rotation_line(rotation, manifest.get("rotations_file")))
     if trained := manifest.get("shared_rotation"):
         facts.add_row(
@@ -63,6 +64,19 @@ def _opens_as(manifest: dict[str, Any]) -> str:
     return f"{', '.join(packed + rotated)}; needs drot"
 
 
+def _kept_weights_line(recipe: dict[str, Any]) -> str:
+    """How the kept weights are computed and recovered. Manifests of older versions do not have the keys."""
+    pruning, recovery = recipe["pruning"], recipe.get("recovery", {})
+    solver = pruning.get("solve", "none")
+    parts = [f"as {pruning['method']} leaves them" if solver == "none" else f"solved by {solver}"]
+    if pruning.get("target") == "dense":
+        parts.append(f"target dense, weight {pruning['target_weight']:g}")
+    if recovery.get("recover") == "block":
+        epochs, lr = recovery["recover_epochs"], recovery["recover_lr"]
+        parts.append(f"recovered by block, up to {epochs} epochs, lr {lr:g}")
+    return ", ".join(parts)
+
+
 def _rotation_line(rotation: dict[str, Any], file: dict[str, Any] | None) -> str:
     """The rotation settings of a recipe; `file`: the rotation file of the run, if there is one."""
     if rotation["mode"] == "none":
@@ -91,12 +105,14 @@ def _layer_cells(layer: dict[str, Any]) -> dict[str, str]:
     """Heading → text of a layer's row; "-" if there is no figure. Means over the linears of the layer."""
     trained, linears = layer.get("rotation", {}), layer["linears"].values()
     errors = [linear["output_error"] for linear in linears if linear["output_error"] is not None]
+    recovery = layer.get("recovery", {})
     cells = {
         "layer": str(layer["layer"]),
         "loss": _change(trained.get("loss_before"), trained.get("loss_after")),
         "entropy": _change(trained.get("entropy_before"), trained.get("entropy_after")),
         "sparsity": f"{sum(linear['sparsity'] for linear in linears) / len(linears):.1%}",
         "output error": f"{sum(errors) / len(errors):.4f}" if errors else "-",
+        "recovery": _change(recovery.get("error_before"), recovery.get("error_after")),
         "seconds": f"{layer['seconds']:.1f}",
     }
     return {heading: cells[heading] for heading in COLUMNS}

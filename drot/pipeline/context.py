@@ -46,7 +46,7 @@ class RunContext:
         self.model_device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.rotates = recipe.rotation.mode != "none"
-        self.seconds = dict.fromkeys(("check", "calibrate", "rotate", "prune"), 0.0)
+        self.seconds = dict.fromkeys(("check", "calibrate", "rotate", "prune", "recover"), 0.0)
 
     def event(self, phase: str, index: int = 0, **fields: Any) -> None:
         """Reports a ProgressEvent for layer `index`."""

@@ -1,16 +1,25 @@
 """The objective of one decoder layer from its calibration inputs, and the pruning of the layer."""
 
 import copy
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drot.architectures import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
+from drot.calibration.dense_reference import DenseReference
 from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe
 from drot.errors import UserError
-from drot.pruning import PruneOutcome, prune_magnitude, prune_sparsegpt, prune_wanda
+from drot.pruning import (
+    PruneOutcome,
+    dense_target,
+    prune_magnitude,
+    prune_sparsegpt,
+    prune_wanda,
+    solve_kept_weights,
+)
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
 from drot.surgery.fold_norm import reset_norm
@@ -37,7 +46,7 @@ def layer_objective(
         recipe: the settings of the run.
     """
     weights = folded_weights(layer, arch)
-    device = stream.hidden_states.device
+    device = stream.device
     method = recipe.pruning.method
     with_down = recipe.objective == "pruned"
     hessians = {}
@@ -74,12 +83,17 @@ def layer_objective(
 
 @torch.no_grad()
 def prune_layer(
-    layer: nn.Module, index: int, stream: CalibrationStream, arch: Architecture, config: PruningConfig
+    layer: nn.Module,
+    index: int,
+    stream: CalibrationStream,
+    arch: Architecture,
+    config: PruningConfig,
+    dense: DenseReference | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Prunes the seven linears of a layer in place and returns role → figures for the manifest.
 
     The Hessian of an input group is computed after the groups before it are pruned. The figures are sparsity,
-    output error and damping.
+    output error and damping. The output error is that of the target, if the target is the dense model.
 
     Args:
         layer: a decoder layer.
@@ -87,14 +101,24 @@ def prune_layer(
         stream: inputs of the layer.
         arch: family of the model.
         config: the settings of the pruning.
+        dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
     """
     linears, figures = layer_linears(layer, arch), {}
     for roles in INPUT_GROUPS.values():
-        hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
+        if dense is None:
+            hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
+        else:
+            statistics = dense.statistics(layer, stream, index, roles[0], arch)
+            hessian = statistics.hessian
         for role in roles:
             weight = linears[role].weight
             try:
-                outcome = _prune_weight(weight, hessian, config)
+                target = weight
+                if dense is not None:
+                    target = dense_target(
+                        weight, statistics, share=config.target_weight, damping=config.damping
+                    )
+                outcome = prune_weight(target, hessian, config)
             except UserError as error:
                 raise UserError(f"layer {index}, {role}: {error}") from None
             weight.copy_(outcome.weight)
@@ -106,12 +130,22 @@ def prune_layer(
     return figures
 
 
-def _prune_weight(weight: Tensor, hessian: Tensor, config: PruningConfig) -> PruneOutcome:
-    if config.method == "magnitude":
-        return prune_magnitude(weight, config.sparsity, hessian=hessian)
-    if config.method == "wanda":
-        return prune_wanda(weight, hessian.diagonal(), config.sparsity, hessian=hessian)
-    assert config.method == "sparsegpt", f"{config.method} has no branch here"
-    return prune_sparsegpt(
-        weight, hessian, config.sparsity, damping=config.damping, block_size=config.block_size
+def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig) -> PruneOutcome:
+    """The pruned weight [out, in] whose outputs are near to those of `target` [out, in]."""
+    sparsity = config.sparsity
+    sweep = functools.partial(
+        prune_sparsegpt, target, hessian, sparsity, damping=config.damping, block_size=config.block_size
     )
+    if config.method == "magnitude":
+        outcome = prune_magnitude(target, sparsity, hessian=hessian)
+    elif config.method == "wanda":
+        outcome = prune_wanda(target, hessian.diagonal(), sparsity, hessian=hessian)
+    else:
+        assert config.method == "sparsegpt", f"{config.method} has no branch here"
+        outcome = sweep()
+    if config.solve == "sparsegpt" and config.method != "sparsegpt":
+        return sweep(removed=outcome.removed)
+    if config.solve in ("pcg", "admm"):
+        damping = config.damping if outcome.damping is None else outcome.damping
+        return solve_kept_weights(outcome, target, hessian, sparsity, solver=config.solve, damping=damping)
+    return outcome

@@ -19,6 +19,7 @@ from drot.config import CalibrationConfig, Recipe, Sparsity
 from drot.devices import pick_devices
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
+from drot.pipeline.recover import check_sequences
 from drot.pipeline.run import PruningRun
 from drot.pipeline.validation import check_architecture, check_recipe, check_tokens
 from drot.progress import Progress, ProgressEvent, silent
@@ -104,6 +105,8 @@ def prune(
             raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
     tokens, recipe = _calibration_tokens(calibration, tokenizer, recipe)
     check_tokens(tokens, model.config)
+    if recipe.recovery.recover == "block":
+        check_sequences(len(tokens))
     check_architecture(model)
     if format == "packed":
         check_packable(model)

@@ -1,7 +1,10 @@
 """The run over a model's layers, which trains rotations, merges them and prunes."""
 
+import copy
+import dataclasses
 import hashlib
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.calibration.data import calibration_hash
+from drot.calibration.dense_reference import DenseReference
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.manifest import manifest, zero_share
 from drot.checkpoint.resume import RunState
@@ -18,6 +22,7 @@ from drot.errors import UserError
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_layers, train_shared
 from drot.pipeline.layer import layer_objective, prune_layer
+from drot.pipeline.recover import recover_layer
 from drot.sparse.quantization_config import describe_model
 from drot.surgery.boundary import (
     ROTATION_MODULE,
@@ -28,6 +33,14 @@ from drot.surgery.boundary import (
 )
 from drot.surgery.invariance import check_layer, check_model
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
+
+
+@dataclass
+class _DenseStates:
+    """The inputs and the outputs [nsamples, seqlen, d] of a layer in the dense model, in main memory."""
+
+    inputs: CalibrationStream
+    outputs: Tensor
 
 
 class PruningRun:
@@ -120,6 +133,11 @@ class PruningRun:
         rotation = self.context.recipe.rotation
         return rotation.mode == "shared" or rotation.hessians == "dense"
 
+    @property
+    def _needs_dense_stream(self) -> bool:
+        recipe = self.context.recipe
+        return recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
+
     # ---- the pruning pass ----------------------------------------------------------------------
 
     def _prune_layers(
@@ -136,23 +154,29 @@ class PruningRun:
         """
         run = self.context
         stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
+        dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
         layer_records, used_rotations = [], []
         for index, layer in enumerate(run.layers):
             layer.to(run.device)
             rotation = rotations[index] if rotations else None
             boundary = self._residual_boundary(rotations, index)
+            dense = None
+            if dense_stream is not None:  # while the layer is dense
+                dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
             saved = state.load(f"layer_{index:05d}") if state else None
             if saved is not None:
                 rotation, record = self._restore(layer, saved)
+                if rotation is not None:
+                    stream.rotate(rotation.r1)
             else:
                 rotation, record = self._rotate_and_prune(
-                    layer, index, stream, rotation, records[index], boundary
+                    layer, index, stream, dense, rotation, records[index], boundary
                 )
                 if state:
                     state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation), record)
-            if rotation is not None:
-                stream.rotate(rotation.r1)
             stream.advance(layer, index)
+            if dense is not None:
+                dense.inputs.hidden_states = dense.outputs
             if rotation is not None:
                 output_r1 = rotation.r1 if boundary is None else boundary.next_r1
                 stream.rotate(output_r1.T)
@@ -175,16 +199,19 @@ class PruningRun:
         layer: nn.Module,
         index: int,
         stream: CalibrationStream,
+        dense: "_DenseStates | None",
         rotation: LayerRotation | None,
         trained: dict[str, Any],
         boundary: BoundaryRotation | None,
     ) -> tuple[LayerRotation | None, dict[str, Any]]:
-        """Rotates and prunes one layer in place; returns its rotation and its record for the manifest.
+        """Rotates, prunes and recovers a layer in place; returns its rotation and its record.
 
         Args:
             layer: the decoder layer, on the first device of the run.
             index: number of the layer.
             stream: inputs of the layer in the original basis, computed by the pruned layers before it.
+                Afterwards it is in the basis of the rotated layer.
+            dense: the layer's inputs and outputs in the dense model; None if the recipe does not use them.
             rotation: rotation of the layer; None trains it here.
             trained: the record of the rotation's training; {} if the rotation is not trained yet.
             boundary: the rotation of the residual that the layer has to hold; None for no such rotation.
@@ -198,13 +225,37 @@ class PruningRun:
                 record["rotation"] = trained
             # with a boundary, down_proj takes next_r1 here, so that it is pruned in that basis
             rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
-            stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
             stream.rotate(rotation.r1)
         run.event("prune", index)
         with run.clock("prune"):
-            record["linears"] = prune_layer(layer, index, stream, run.arch, run.recipe.pruning)
+            reference = None
+            if dense is not None and run.recipe.pruning.target == "dense":
+                inputs = dense.inputs.offloaded_copy()
+                if rotation is not None:
+                    inputs.rotate(rotation.r1)
+                reference = DenseReference(copy.deepcopy(layer), inputs)
+            record["linears"] = prune_layer(layer, index, stream, run.arch, run.recipe.pruning, reference)
+            del reference
+        if dense is not None and run.recipe.recovery.recover == "block":
+            targets = CalibrationStream(dense.outputs.clone(), stream.layer_kwargs, run.device)
+            if rotation is not None:
+                targets.rotate(rotation.r1 if boundary is None else boundary.next_r1)
+            record["recovery"] = self._recover(layer, index, stream, targets)
         record["seconds"] = time.perf_counter() - started
         return rotation, record
+
+    def _recover(
+        self, layer: nn.Module, index: int, stream: CalibrationStream, targets: CalibrationStream
+    ) -> dict[str, Any]:
+        """Trains the kept weights of one layer; returns the record for the manifest."""
+        run = self.context
+
+        def on_epoch(step: int, steps: int, loss: float) -> None:
+            run.event("recover", index, step=step, steps=steps, loss=loss)
+
+        with run.clock("recover"):
+            record = recover_layer(layer, index, stream, targets, run.arch, run.recipe.recovery, on_epoch)
+        return dataclasses.asdict(record)
 
     def _train(
         self, layer: nn.Module, index: int, stream: CalibrationStream

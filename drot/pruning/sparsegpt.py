@@ -12,7 +12,13 @@ from drot.pruning.result import PruneOutcome, check_finite, output_error
 
 
 def prune_sparsegpt(
-    weight: Tensor, hessian: Tensor, sparsity: Sparsity, *, damping: float, block_size: int
+    weight: Tensor,
+    hessian: Tensor,
+    sparsity: Sparsity,
+    *,
+    damping: float,
+    block_size: int,
+    removed: Tensor | None = None,
 ) -> PruneOutcome:
     """Removes weights with small scores (W_ij / U_jj)², where U is Hinv, and updates the others.
 
@@ -32,6 +38,8 @@ def prune_sparsegpt(
         damping: the share of mean(diag H) that is added to the diagonal. It is raised until H can be
             factorised; the result holds the final share.
         block_size: the number of columns that are pruned before the columns right of them are updated.
+        removed: bool [out, in], the mask of another method, for which the kept weights are updated. None
+            chooses the mask.
     """
     columns = weight.shape[1]
     if hessian.shape != (columns, columns):
@@ -52,13 +60,13 @@ def prune_sparsegpt(
     hinv, damping = inverse_cholesky(hessian_copy, damping)
     del hessian_copy
 
-    removed = torch.empty_like(work, dtype=torch.bool)
+    given, removed = removed, torch.empty_like(work, dtype=torch.bool)
     prune = sparsity.m - sparsity.n
     for start in range(0, columns, block_size):
         stop = min(start + block_size, columns)
         block, block_hinv = work[:, start:stop], hinv[start:stop, start:stop]
-        mask = None
-        if not sparsity.structured:
+        mask = None if given is None else given[:, start:stop].contiguous()
+        if mask is None and not sparsity.structured:
             score = (block / block_hinv.diagonal()) ** 2
             mask = removed_mask(score, sparsity, scope="matrix")
         work[:, start:stop], error, removed[:, start:stop] = sparsegpt_sweep(

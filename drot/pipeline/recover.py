@@ -1,0 +1,222 @@
+"""Block recovery: training of a pruned layer's kept weights so that its output becomes the dense layer's.
+
+The loss of a token is ‖y - t‖² / ‖t‖², where y is the output of the pruned layer on the inputs that the
+pruned layers before it computed, and t is the hidden state of the dense model at the same depth. So a layer
+also corrects what the layers before it lost. The division keeps the few tokens with very large hidden states
+from being all of the loss.
+
+The mask holds by construction: the gradient of a removed weight is set to 0 before the optimizer sees it, so
+its moments stay 0, and so does the weight.
+"""
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from drot.architectures import Architecture, layer_linears, module_at
+from drot.calibration.stream import CalibrationStream
+from drot.config import RecoveryConfig
+from drot.errors import UserError
+
+#: share of the calibration sequences that the training does not see, at least one sequence
+HELD_OUT_SHARE = 1 / 8
+#: the training stops after this many epochs in a row without a new smallest error on held-out sequences
+PATIENCE = 2
+#: betas of Adam
+BETAS = (0.9, 0.95)
+#: share of the steps in which the learning rate rises to its full value; it then falls as a half cosine
+WARM_UP = 0.05
+#: smallest ‖t‖² / d of a token in the loss, which keeps a token of zeros from a division by 0
+SMALLEST_SQUARE = 1e-6
+
+#: Progress callback: (step, steps, loss on the held-out sequences).
+OnEpoch = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class RecoveryRecord:
+    """The record of one layer's recovery. An error is a mean of ‖y - t‖² / ‖t‖² over tokens.
+
+    error_before, error_after: the error on the held-out sequences, before and after.
+    best_epoch: the number of epochs after which the weights were kept; 0 keeps the weights as pruned.
+    seconds: duration.
+    train_curve: the mean error on the trained sequences in each epoch.
+    held_out_curve: the error on the held-out sequences after each epoch.
+    """
+
+    error_before: float
+    error_after: float
+    best_epoch: int
+    seconds: float
+    train_curve: list[float] = field(repr=False)
+    held_out_curve: list[float] = field(repr=False)
+
+
+def check_sequences(nsamples: int) -> None:
+    """Raises UserError if the calibration has too few sequences to hold one out."""
+    if nsamples < 2:
+        raise UserError(
+            '`recover="block"` needs at least 2 calibration sequences, because it holds one out; got '
+            f"{nsamples}: use more `nsamples`"
+        )
+
+
+def recover_layer(
+    layer: nn.Module,
+    index: int,
+    stream: CalibrationStream,
+    targets: CalibrationStream,
+    arch: Architecture,
+    config: RecoveryConfig,
+    on_epoch: OnEpoch = lambda step, steps, loss: None,
+) -> RecoveryRecord:
+    """Trains the kept weights and the norms of a pruned layer in place, with Adam.
+
+    The rotation, the biases and the removed weights do not change. The weights are those of the epoch with
+    the smallest error on the held-out sequences; if no epoch lowers the error, the layer does not change.
+    Each weight is updated in fp32 as soon as its gradient is known, so a bf16 layer needs 15 bytes a weight:
+    2 for the weight, 4 for its fp32 value, 8 for the moments, 1 for the mask; and one gradient.
+
+    Raises UserError if the loss is not finite, or if the memory of the device does not suffice.
+
+    Args:
+        layer: the pruned layer.
+        index: number of the layer.
+        stream: inputs of the layer, computed by the pruned layers before it.
+        targets: the outputs that the layer should have, in the basis of its outputs.
+        arch: family of the model.
+        config: the settings of the recovery.
+        on_epoch: the progress callback, called before the first and after each epoch.
+    """
+    started = time.perf_counter()
+    training = _Training(layer, arch)
+    count = len(stream.hidden_states)
+    held_out = range(count - max(1, int(count * HELD_OUT_SHARE)), count)
+    trained, steps = held_out.start, config.recover_epochs * math.ceil(held_out.start / config.recover_batch)
+    generator = torch.Generator().manual_seed(index)
+
+    def error(sequences: Tensor | slice) -> Tensor:
+        output = layer(stream.batch(sequences), **stream.layer_kwargs[index])
+        return _relative_error(output, targets.batch(sequences))
+
+    @torch.no_grad()
+    def held_out_error() -> float:
+        parts = torch.arange(held_out.start, held_out.stop).split(config.recover_batch)
+        return float(sum(error(part) * len(part) for part in parts)) / len(held_out)
+
+    step, train_curve, held_out_curve = 0, [], [held_out_error()]
+    best, best_epoch = training.state(), 0
+    on_epoch(0, config.recover_epochs, held_out_curve[0])
+    try:
+        with training.running():
+            for epoch in range(1, config.recover_epochs + 1):
+                total = torch.zeros((), device=stream.device)
+                for batch in torch.randperm(trained, generator=generator).split(config.recover_batch):
+                    training.rate = config.recover_lr * _schedule(step, steps)
+                    loss = error(batch)
+                    loss.backward()
+                    total += loss.detach() * len(batch)
+                    step += 1
+                train_curve.append(float(total) / trained)
+                held_out_curve.append(held_out_error())
+                if not (math.isfinite(train_curve[-1]) and math.isfinite(held_out_curve[-1])):
+                    raise UserError(
+                        f"layer {index}: the error of the recovery must be finite, got "
+                        f"{held_out_curve[-1]} after epoch {epoch}: lower `recover_lr`"
+                    )
+                on_epoch(epoch, config.recover_epochs, held_out_curve[-1])
+                if held_out_curve[-1] < held_out_curve[best_epoch]:
+                    best, best_epoch = training.state(), epoch
+                elif epoch - best_epoch >= PATIENCE:
+                    break
+    except torch.OutOfMemoryError as fault:
+        raise UserError(
+            f"layer {index}: the recovery does not fit in the memory of {stream.device}: use a smaller "
+            f"`recover_batch` than {config.recover_batch}, or a smaller `seqlen`"
+        ) from fault
+    training.load(best)
+    return RecoveryRecord(
+        error_before=held_out_curve[0],
+        error_after=held_out_curve[best_epoch],
+        best_epoch=best_epoch,
+        seconds=time.perf_counter() - started,
+        train_curve=train_curve,
+        held_out_curve=held_out_curve[1:],
+    )
+
+
+def _relative_error(output: Tensor, target: Tensor) -> Tensor:
+    """The mean of ‖y - t‖² / ‖t‖² over the tokens, in fp32 at least."""
+    dtype = torch.promote_types(output.dtype, torch.float32)
+    output, target = output.to(dtype), target.to(dtype)
+    square = target.square().mean(-1).clamp_min(SMALLEST_SQUARE)
+    return ((output - target).square().mean(-1) / square).mean()
+
+
+def _schedule(step: int, steps: int) -> float:
+    """The factor of the learning rate in `step`: a linear rise, then a half cosine down to 0."""
+    rise = max(1, round(WARM_UP * steps))
+    return min(1.0, (step + 1) / rise) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+class _Training:
+    """The trained parameters of a layer, with a context in which each backward pass updates them.
+
+    Every parameter has fp32 values and an Adam of its own. So it can be updated as soon as its gradient is
+    known, and only one gradient is in memory at a time.
+    """
+
+    def __init__(self, layer: nn.Module, arch: Architecture) -> None:
+        self.rate = 0.0
+        weights = [linear.weight for linear in layer_linears(layer, arch).values()]
+        norms = [module_at(layer, path).weight for path in (arch.attention_norm, arch.mlp_norm)]
+        self._parameters = [*weights, *norms]
+        self._kept = {weight: weight != 0 for weight in weights}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside of the context, `backward` takes one step of Adam with the learning rate `rate`."""
+        handles = []
+        for parameter in self._parameters:
+            master = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
+            adam = torch.optim.Adam([master], betas=BETAS)
+            parameter.requires_grad_(True)
+            hook = functools.partial(self._update, master, adam)
+            handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            for parameter in self._parameters:
+                parameter.requires_grad_(False)
+                parameter.grad = None
+
+    @torch.no_grad()
+    def _update(self, master: Tensor, adam: torch.optim.Adam, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(master.dtype)
+        parameter.grad = None
+        if (kept := self._kept.get(parameter)) is not None:
+            gradient.mul_(kept)
+        master.grad = gradient
+        adam.param_groups[0]["lr"] = self.rate
+        adam.step()
+        master.grad = None
+        parameter.copy_(master)
+
+    def state(self) -> list[Tensor]:
+        """Copies of the parameters in main memory."""
+        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+
+    @torch.no_grad()
+    def load(self, state: list[Tensor]) -> None:
+        """Sets the parameters to a `state`."""
+        for parameter, value in zip(self._parameters, state, strict=True):
+            parameter.copy_(value)
