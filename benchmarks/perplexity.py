@@ -4,10 +4,12 @@
     python benchmarks/perplexity.py MODEL --calibration TEXT --eval TEXT [--eval TEXT] [--only shared]
 
 All recipes have the same calibration windows. A row shows the share of the gap that a rotation closes,
-(plain - rotated) / (plain - dense), where plain is the same method and sparsity without a rotation.
+(plain - rotated) / (plain - dense), where plain is the same method and sparsity without a rotation, with the
+kept weights as the method leaves them.
 """
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import time
@@ -21,19 +23,29 @@ from _harness import RESULTS, append_rows, commit, machine
 import drot
 from drot.calibration.data import load_calibration
 from drot.checkpoint.load import load_tokenizer
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.devices import pick_device
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 PAPER = dict(objective="entropy", optimizer="paper")
-#: name → (method, sparsity, fields of RotationConfig)
-RECIPES: dict[str, tuple[str, str, dict[str, Any]]] = {}
+RECIPES: dict[str, Recipe] = {}
+PARTS = {"rotation": RotationConfig, "pruning": PruningConfig, "recovery": RecoveryConfig}
 
 
-def recipe(name: str, method: str, sparsity: str, **rotation: Any) -> None:
+def make_recipe(method: str, sparsity: str, quality: str = "fast", **fields: Any) -> Recipe:
+    """A recipe from a quality and from fields of RotationConfig, PruningConfig and RecoveryConfig."""
+    base, fields = Recipe().with_quality(quality), fields | dict(method=method, sparsity=sparsity)
+    parts = {}
+    for name, kind in PARTS.items():
+        names = {field.name for field in dataclasses.fields(kind)} & fields.keys()
+        parts[name] = dataclasses.replace(getattr(base, name), **{key: fields[key] for key in names})
+    return dataclasses.replace(base, **parts)
+
+
+def recipe(name: str, method: str, sparsity: str, quality: str = "fast", **fields: Any) -> None:
     """Adds a recipe to RECIPES."""
-    RECIPES[name] = (method, sparsity, rotation)
+    RECIPES[name] = make_recipe(method, sparsity, quality, **fields)
 
 
 for _method in ("sparsegpt", "wanda", "magnitude"):
@@ -58,6 +70,19 @@ for _name, _place in (("dense hessians", "input"), ("dense hessians, boundary on
 for _blocks in (2, 4, 8):
     recipe(f"blocks {_blocks}", "sparsegpt", "2:4", blocks=_blocks)
 recipe("bfloat16 products", "sparsegpt", "2:4", product_dtype="bfloat16")
+for _quality in ("balanced", "best"):
+    for _method in ("sparsegpt", "wanda", "magnitude"):
+        recipe(f"{_quality}: {_method} 2:4", _method, "2:4", _quality)
+    for _sparsity in ("4:8", "0.5"):
+        recipe(f"{_quality}: sparsegpt {_sparsity}", "sparsegpt", _sparsity, _quality)
+    recipe(f"{_quality}: shared", "sparsegpt", "2:4", _quality, mode="shared")
+    recipe(f"{_quality}: no rotation", "sparsegpt", "2:4", _quality, mode="none")
+recipe("pcg", "sparsegpt", "2:4", solve="pcg")
+for _weight in (0.25, 0.5):
+    recipe(f"target dense {_weight}", "sparsegpt", "2:4", "balanced", target="dense", target_weight=_weight)
+recipe("block recovery without a solver", "sparsegpt", "2:4", recover="block")
+recipe("entropy 0.5, exact score", "sparsegpt", "0.5", objective="entropy")
+recipe("entropy 0.5, magnitudes", "sparsegpt", "0.5", objective="entropy", reference_compat=True)
 
 
 def main() -> None:
@@ -89,18 +114,14 @@ def main() -> None:
     def measure(model: Any) -> dict[str, float]:
         return {name: perplexity(model, ids, seqlen=options.seqlen) for name, ids in texts.items()}
 
-    def pruned(method: str, sparsity: str, rotation: dict[str, Any]) -> dict[str, float]:
-        chosen = Recipe(
-            rotation=RotationConfig(**rotation),
-            pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity)),  # type: ignore[arg-type]
-            calibration=calibration,
-        )
+    def pruned(chosen: Recipe) -> dict[str, float]:
+        chosen = dataclasses.replace(chosen, calibration=calibration)
         arguments = dict(tokenizer=tokenizer, calibration=tokens, device=options.device, dtype="float32")
         return measure(drot.prune(options.model, chosen, **arguments).model.to(pick_device(options.device)))
 
     @functools.cache
     def not_rotated(method: str, sparsity: str) -> dict[str, float]:
-        found = pruned(method, sparsity, dict(mode="none"))
+        found = pruned(make_recipe(method, sparsity, mode="none"))
         show(f"{method} {sparsity}, no rotation", found)
         return found
 
@@ -113,12 +134,12 @@ def main() -> None:
 
     dense = measure(drot.load(options.model, device=options.device, dtype="float32"))
     show("dense", dense)
-    for name, (method, sparsity, rotation) in RECIPES.items():
+    for name, chosen in RECIPES.items():
         if options.only and not any(name.startswith(start) for start in options.only):
             continue
-        plain = not_rotated(method, sparsity)
+        plain = not_rotated(chosen.pruning.method, str(chosen.pruning.sparsity))
         started = time.perf_counter()
-        found = pruned(method, sparsity, rotation)
+        found = pruned(chosen)
         share = {text: (plain[text] - value) / (plain[text] - dense[text]) for text, value in found.items()}
         show(name, found, share)
         if options.csv:

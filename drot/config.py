@@ -18,7 +18,7 @@ Objective = Literal["auto", "entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
 HessianSource = Literal["sequential", "dense"]
 BoundaryPlace = Literal["input", "residual"]
-Solver = Literal["none", "sparsegpt", "pcg", "admm"]
+Solver = Literal["auto", "none", "sparsegpt", "pcg", "admm"]
 Target = Literal["self", "dense"]
 Recovery = Literal["none", "block"]
 WeightFormat = Literal["dense", "packed"]
@@ -212,7 +212,8 @@ class PruningConfig:
     block_size: the number of columns that SparseGPT prunes before it updates the columns right of them.
     solve: how the kept weights are computed on the mask that `method` chose. `none` leaves them as `method`
         does. `sparsegpt` is SparseGPT's sweep. `pcg` minimises the error of the outputs by conjugate
-        gradients. `admm` also moves the mask.
+        gradients. `admm` also moves the mask. `auto` is `admm`, but `none` for a run that reproduces a
+        published method: with `mode="none"` or with `reference_compat`.
     target: the outputs that a linear should have. `self`: its dense outputs on the inputs that the pruned
         model computes. `dense`: nearer to the outputs of the dense model, on the dense model's inputs.
     target_weight: with `target="dense"`, the share of the way from `self` to the dense model, in (0, 1].
@@ -222,7 +223,7 @@ class PruningConfig:
     sparsity: Sparsity = field(default_factory=lambda: Sparsity.parse("2:4"))
     damping: float = 0.01
     block_size: int = 128
-    solve: Solver = "admm"
+    solve: Solver = "auto"
     target: Target = "self"
     target_weight: float = 0.25
 
@@ -271,8 +272,8 @@ class RecoveryConfig:
 #: Quality → the fields that it sets. What each quality costs and gives stands in README.md.
 QUALITIES: dict[str, dict[str, Any]] = {
     "fast": {"solve": "none", "target": "self", "recover": "none"},
-    "balanced": {"solve": PruningConfig.solve, "target": PruningConfig.target, "recover": "none"},
-    "best": {"solve": PruningConfig.solve, "target": PruningConfig.target, "recover": "block"},
+    "balanced": {"solve": "admm", "target": "self", "recover": "none"},
+    "best": {"solve": "admm", "target": "self", "recover": "block"},
 }
 
 
@@ -289,6 +290,14 @@ class Recipe:
     def objective(self) -> str:
         """The objective, with `auto` resolved."""
         return "pruned" if self.rotation.objective == "auto" else self.rotation.objective
+
+    @property
+    def solve(self) -> str:
+        """`solve` of the pruning, with `auto` resolved."""
+        if self.pruning.solve != "auto":
+            return self.pruning.solve
+        published = self.rotation.mode == "none" or self.rotation.reference_compat
+        return "none" if published else "admm"
 
     def with_quality(self, quality: str) -> "Recipe":
         """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`."""
@@ -311,4 +320,5 @@ class Recipe:
         out["rotation"]["steps"] = self.rotation.resolved_steps
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective
+        out["pruning"]["solve"] = self.solve
         return out

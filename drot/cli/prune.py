@@ -59,14 +59,13 @@ WITHOUT_EFFECT: tuple[tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]
     ),
     (
         "--method other than sparsegpt and --solve other than sparsegpt",
-        lambda recipe, given: "sparsegpt" not in (recipe.pruning.method, recipe.pruning.solve),
+        lambda recipe, given: "sparsegpt" not in (recipe.pruning.method, recipe.solve),
         ("block_size",),
     ),
     (
         "--method other than sparsegpt, --solve none and --target self",
         lambda recipe, given: (
-            recipe.pruning.method != "sparsegpt"
-            and (recipe.pruning.solve, recipe.pruning.target) == ("none", "self")
+            recipe.pruning.method != "sparsegpt" and (recipe.solve, recipe.pruning.target) == ("none", "self")
         ),
         ("damping",),
     ),
@@ -85,6 +84,11 @@ EPILOG = "Example: drot prune meta-llama/Llama-3.1-8B --out llama-2of4 --calibra
 def rotation_choices() -> list[str]:
     """The values of --rotation that the shell completes."""
     return [*typing.get_args(config.RotationMode), "block:2", "block:4", "block:8"]
+
+
+def quality_values() -> str:
+    """Text with the values that each quality sets."""
+    return " ".join(f"{name}: {', '.join(values.values())}." for name, values in config.QUALITIES.items())
 
 
 def optimizer_defaults(index: int) -> str:
@@ -128,21 +132,21 @@ def prune(
         option(PRUNING, "SparseGPT only: columns to prune before the columns right of them are updated."),
     ] = PRUNE.block_size,
     quality: Annotated[
-        str,
+        str | None,
         option(
             PRUNING,
-            "Values for --solve, --target and --recover. fast: none, self, none. balanced: "
-            f"{PRUNE.solve}, {PRUNE.target}, none. best: {PRUNE.solve}, {PRUNE.target}, block.",
+            f"Sets --solve, --target and --recover. {quality_values()}",
             choices=tuple(config.QUALITIES),
         ),
-    ] = "balanced",
+    ] = None,
     solve: Annotated[
         str | None,
         option(
             PRUNING,
             "How the kept weights are computed. none: as --method leaves them. sparsegpt: by SparseGPT's "
             "sweep. pcg: with the smallest error of the outputs, by conjugate gradients. admm: the same, and "
-            "the mask moves too. Default: by --quality.",
+            "the mask moves too. auto: admm, but none with --rotation none or --reference-compat, which "
+            "reproduce published methods. Default: by --quality, or auto.",
             choices=choices(config.Solver),
         ),
     ] = None,
@@ -151,7 +155,7 @@ def prune(
         option(
             PRUNING,
             "Outputs that a linear should have. self: its dense outputs on its inputs in the pruned model. "
-            "dense: nearer to its outputs in the dense model. Default: by --quality.",
+            "dense: nearer to its outputs in the dense model. Default: by --quality, or self.",
             choices=choices(config.Target),
         ),
     ] = None,
@@ -164,7 +168,7 @@ def prune(
         option(
             RECOVERY,
             "block: train the kept weights of each pruned layer to have the dense model's outputs. none: "
-            "train no weights. Default: by --quality.",
+            "train no weights. Default: by --quality, or none.",
             choices=choices(config.Recovery),
         ),
     ] = None,
@@ -330,7 +334,7 @@ def prune(
 ) -> None:
     """Rotate and prune MODEL, and save the result as a Hugging Face folder."""
     mode, blocks = parse_rotation(rotation)
-    preset = Recipe().with_quality(quality)
+    preset = Recipe() if quality is None else Recipe().with_quality(quality)
     recipe = Recipe(
         rotation=RotationConfig(
             mode=mode,

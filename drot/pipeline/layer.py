@@ -87,7 +87,7 @@ def prune_layer(
     index: int,
     stream: CalibrationStream,
     arch: Architecture,
-    config: PruningConfig,
+    recipe: Recipe,
     dense: DenseReference | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Prunes the seven linears of a layer in place and returns role → figures for the manifest.
@@ -100,10 +100,10 @@ def prune_layer(
         index: number of the layer.
         stream: inputs of the layer.
         arch: family of the model.
-        config: the settings of the pruning.
+        recipe: the settings of the run.
         dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
     """
-    linears, figures = layer_linears(layer, arch), {}
+    config, linears, figures = recipe.pruning, layer_linears(layer, arch), {}
     for roles in INPUT_GROUPS.values():
         if dense is None:
             hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
@@ -118,7 +118,7 @@ def prune_layer(
                     target = dense_target(
                         weight, statistics, share=config.target_weight, damping=config.damping
                     )
-                outcome = prune_weight(target, hessian, config)
+                outcome = prune_weight(target, hessian, config, recipe.solve)
             except UserError as error:
                 raise UserError(f"layer {index}, {role}: {error}") from None
             weight.copy_(outcome.weight)
@@ -130,8 +130,13 @@ def prune_layer(
     return figures
 
 
-def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig) -> PruneOutcome:
-    """The pruned weight [out, in] whose outputs are near to those of `target` [out, in]."""
+def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig, solver: str) -> PruneOutcome:
+    """The pruned weight [out, in] whose outputs are near to those of `target` [out, in].
+
+    hessian: H [in, in] of the inputs.
+    config: the method and its settings.
+    solver: `solve` of the recipe, with `auto` resolved.
+    """
     sparsity = config.sparsity
     sweep = functools.partial(
         prune_sparsegpt, target, hessian, sparsity, damping=config.damping, block_size=config.block_size
@@ -143,9 +148,9 @@ def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig) -> Prun
     else:
         assert config.method == "sparsegpt", f"{config.method} has no branch here"
         outcome = sweep()
-    if config.solve == "sparsegpt" and config.method != "sparsegpt":
+    if solver == "sparsegpt" and config.method != "sparsegpt":
         return sweep(removed=outcome.removed)
-    if config.solve in ("pcg", "admm"):
+    if solver in ("pcg", "admm"):
         damping = config.damping if outcome.damping is None else outcome.damping
-        return solve_kept_weights(outcome, target, hessian, sparsity, solver=config.solve, damping=damping)
+        return solve_kept_weights(outcome, target, hessian, sparsity, solver=solver, damping=damping)
     return outcome

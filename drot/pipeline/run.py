@@ -234,7 +234,7 @@ class PruningRun:
                 if rotation is not None:
                     inputs.rotate(rotation.r1)
                 reference = DenseReference(copy.deepcopy(layer), inputs)
-            record["linears"] = prune_layer(layer, index, stream, run.arch, run.recipe.pruning, reference)
+            record["linears"] = prune_layer(layer, index, stream, run.arch, run.recipe, reference)
             del reference
         if dense is not None and run.recipe.recovery.recover == "block":
             targets = CalibrationStream(dense.outputs.clone(), stream.layer_kwargs, run.device)

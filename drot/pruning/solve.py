@@ -119,7 +119,9 @@ def _admm(start: Tensor, target: Tensor, hessian: Tensor, sparsity: Sparsity) ->
             if moved == 0:
                 break
             penalty *= next(factor for share, factor in ADMM_GROWTH if moved > share)
-            inverse, before = _shifted_inverse(hessian, penalty), removed
+            before = removed
+            del inverse  # before the next: of a down_proj it is the largest matrix
+            inverse = _shifted_inverse(hessian, penalty)
     return projected, removed
 
 
@@ -127,7 +129,8 @@ def _shifted_inverse(hessian: Tensor, shift: float) -> Tensor:
     """(H + shift · I)⁻¹ for a positive semi-definite H with ones on its diagonal."""
     shifted = hessian.clone()
     shifted.diagonal().add_(shift)
-    return torch.cholesky_inverse(torch.linalg.cholesky(shifted))
+    torch.linalg.cholesky(shifted, out=shifted)
+    return torch.cholesky_inverse(shifted, out=shifted)
 
 
 def _better(

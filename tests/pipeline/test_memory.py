@@ -1,0 +1,55 @@
+"""The memory of a block recovery of a layer with LLaMA-3-70B's shapes, counted on tensors without storage."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from drot.architectures import architecture_of
+from drot.pipeline.recover import _relative_error, _Training
+
+CONFIG = LlamaConfig(
+    hidden_size=8192,
+    intermediate_size=28672,
+    num_attention_heads=64,
+    num_key_value_heads=8,
+    num_hidden_layers=1,
+    attn_implementation="sdpa",
+)
+NSAMPLES, SEQLEN, BATCH = 128, 2048, 4
+
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch")  # of the tracker
+
+
+@pytest.fixture(autouse=True)
+def bfloat16_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def test_a_70b_layer_recovers_within_30_gb():
+    """Counts the layer, its training and the calibration inputs, and what two steps allocate through torch.
+
+    The targets are in main memory. The internal memory of kernels and libraries is not counted.
+    """
+    with FakeTensorMode(), MemTracker() as tracker:
+        layer = LlamaDecoderLayer(CONFIG, 0).eval()
+        inputs = torch.empty(NSAMPLES, SEQLEN, CONFIG.hidden_size, dtype=torch.bfloat16)
+        position_ids = torch.arange(SEQLEN)[None]
+        embeddings = LlamaRotaryEmbedding(CONFIG)(inputs[:1], position_ids)
+        targets = torch.empty(BATCH, SEQLEN, CONFIG.hidden_size, dtype=torch.bfloat16)
+        training = _Training(layer, architecture_of(CONFIG))
+        with training.running():
+            for _ in range(2):  # the moments exist after the first step
+                tracker.reset_mod_stats()
+                output = layer(inputs[:BATCH], position_embeddings=embeddings, position_ids=position_ids)
+                _relative_error(output, targets).backward()
+    weights = sum(parameter.numel() for parameter in layer.parameters())
+    stored = 15 * weights + inputs.numel() * 2  # the docstring of recover_layer
+    (peak,) = (sum(kinds.values()) / 2 for kinds in tracker.get_tracker_snapshot("peak").values())
+    print(f"{peak / 1e9:.1f} GB, of which {stored / 1e9:.1f} are stored")
+    assert stored < peak < 30e9
