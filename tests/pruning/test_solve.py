@@ -8,6 +8,7 @@ from drot.config import PruningConfig, Sparsity
 from drot.errors import UserError
 from drot.pipeline.layer import prune_weight
 from drot.pruning import PruneOutcome, prune_magnitude, prune_sparsegpt, prune_wanda, solve_kept_weights
+from drot.pruning.solve import _conjugate_gradients
 
 DAMPING = 0.01
 
@@ -79,6 +80,18 @@ def test_the_default_iterations_come_near_the_minimum(method, device):
     solved = errors(solve(start, weight, hessian, "pcg").weight, weight, hessian).sum()
     assert least <= solved < 1.02 * least
     assert solved < 0.9 * errors(start.weight, weight, hessian).sum()
+
+
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
+def test_products_in_bfloat16_come_as_near(method):
+    """What a GPU computes: products in bf16, sums in fp32."""
+    weight, hessian = problem(32, 64, "cpu", torch.float32)
+    scale = damped(hessian).diagonal().sqrt()
+    scaled = damped(hessian) / scale / scale[:, None]
+    start = outcomes(weight, hessian, "2:4")[method]
+    least = errors(exact(weight.double(), hessian.double(), start.removed), weight, hessian).sum()
+    found = _conjugate_gradients(start.weight * scale, weight * scale, scaled, ~start.removed, torch.bfloat16)
+    assert least <= errors(found / scale, weight, hessian).sum() < 1.03 * least
 
 
 @pytest.mark.parametrize("sparsity", ["2:4", "4:8", "1:4", "0.5"])
