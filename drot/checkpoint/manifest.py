@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from drot.architectures import Architecture, layer_linears
 from drot.calibration.data import calibration_hash
-from drot.config import Recipe
+from drot.config import PruningConfig, Recipe
 from drot.devices import dtype_name
 from drot.environment import device_name, versions
 from drot.errors import UserError
@@ -46,6 +46,21 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
         raise UserError(f"{file} lacks {', '.join(missing)}: it was edited; copy the checkpoint again")
     return manifest
+
+
+def patterns_of(manifest: dict[str, Any]) -> PruningConfig:
+    """The sparsity of every linear of the model that `manifest` belongs to.
+
+    The other settings of the pruning are not those of the manifest. Manifests of older versions have neither
+    `keep` nor `sparsity_of`.
+    """
+    pruning = manifest["recipe"]["pruning"]
+    return PruningConfig(
+        method="magnitude",  # with which any m goes
+        sparsity=pruning["sparsity"],
+        keep=pruning.get("keep", ()),
+        sparsity_of=pruning.get("sparsity_of", ()),
+    )
 
 
 def manifest(

@@ -99,6 +99,24 @@ def prune(
             autocompletion=lambda: ["2:4", "4:8", "0.5"],
         ),
     ] = str(PRUNE.sparsity),
+    sparsity_of: Annotated[
+        list[str] | None,
+        option(
+            PRUNING,
+            "Another sparsity for the linears that match a pattern, as in down_proj=4:8 or "
+            "'layers.0.self_attn.*=0.5'. It may be given several times; the last match is used.",
+            metavar="PATTERN=[n:m|RATIO]",
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        option(
+            PRUNING,
+            "Leave the linears that match this pattern dense, as in 'layers.0.*' or down_proj. It may be "
+            "given several times, and goes before --sparsity-of.",
+            metavar="PATTERN",
+        ),
+    ] = None,
     damping: Annotated[
         float,
         option(PRUNING, "SparseGPT only: this share of mean(diag H) is added to the diagonal of H."),
@@ -280,6 +298,8 @@ def prune(
             sparsity=Sparsity.parse(sparsity),
             damping=damping,
             block_size=block_size,
+            keep=tuple(keep or ()),
+            sparsity_of=tuple(sparsity_of or ()),  # type: ignore[arg-type]  # PruningConfig reads the strings
         ),
         calibration=CalibrationConfig(
             source=calibration, nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column

@@ -28,6 +28,8 @@ def layer_objective(
 ) -> tuple[LayerObjective, dict[str, float]]:
     """The objective of `layer`, and the damping of each inverted Hessian. The layer is not changed.
 
+    Only the input groups with a linear that is pruned have a Hessian.
+
     Args:
         layer: a decoder layer.
         index: number of the layer.
@@ -40,18 +42,24 @@ def layer_objective(
     device = stream.hidden_states.device
     method = recipe.pruning.method
     with_down = recipe.objective == "pruned"
-    hessians = {}
-    if method != "magnitude":
+    sparsity = {
+        role: recipe.pruning.sparsity_for(name)
+        for role, name in arch.linear_names(index).items()
+        if not recipe.pruning.keeps(name)
+    }
+    groups = [group for group, roles in INPUT_GROUPS.items() if not sparsity.keys().isdisjoint(roles)]
+    hessians: dict[str, Tensor] = {}
+    if method != "magnitude" and groups:
         folded_layer = copy.deepcopy(layer)
         linears = layer_linears(folded_layer, arch)
         for role, linear in linears.items():
             linear.weight.copy_(weights[role])
         for path in (arch.attention_norm, arch.mlp_norm):
             reset_norm(module_at(folded_layer, path), arch.norm_offset)
-        readers = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
+        readers = {group: linears[INPUT_GROUPS[group][0]] for group in groups}
         if not with_down:  # the largest Hessian
-            del readers["down"]
-        hessians = stream.hessians(folded_layer, index, readers)
+            readers.pop("down", None)
+        hessians = stream.hessians(folded_layer, index, readers) if readers else {}
     metrics = layer_metrics(
         method,
         hessians,
@@ -59,13 +67,14 @@ def layer_objective(
         damping=recipe.pruning.damping,
         reference_compat=recipe.rotation.reference_compat,
         with_down=with_down,
+        groups=groups,
     )
     objective = LayerObjective(
         {role: weight.to(device) for role, weight in weights.items()},
         metrics,
         shape,
         objective=recipe.objective,
-        sparsity=recipe.pruning.sparsity,
+        sparsity=sparsity,
         product_dtype=getattr(torch, recipe.rotation.product_dtype),
         blocks=recipe.rotation.equal_blocks,
     )
@@ -79,7 +88,7 @@ def prune_layer(
     """Prunes the seven linears of a layer in place and returns role → figures for the manifest.
 
     The Hessian of an input group is computed after the groups before it are pruned. The figures are sparsity,
-    output error and damping.
+    output error and damping. A linear that `config` keeps dense is not changed.
 
     Args:
         layer: a decoder layer.
@@ -88,13 +97,18 @@ def prune_layer(
         arch: family of the model.
         config: the settings of the pruning.
     """
-    linears, figures = layer_linears(layer, arch), {}
+    linears, names = layer_linears(layer, arch), arch.linear_names(index)
+    figures: dict[str, dict[str, Any]] = {}
     for roles in INPUT_GROUPS.values():
+        kept = [role for role in roles if config.keeps(names[role])]
+        figures |= {role: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for role in kept}
+        if len(kept) == len(roles):
+            continue
         hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
-        for role in roles:
+        for role in (role for role in roles if role not in kept):
             weight = linears[role].weight
             try:
-                outcome = _prune_weight(weight, hessian, config)
+                outcome = _prune_weight(weight, hessian, config.for_linear(names[role]))
             except UserError as error:
                 raise UserError(f"layer {index}, {role}: {error}") from None
             weight.copy_(outcome.weight)
@@ -103,7 +117,7 @@ def prune_layer(
                 "output_error": outcome.output_error,
                 "damping": outcome.damping,
             }
-    return figures
+    return {role: figures[role] for role in linears}
 
 
 def _prune_weight(weight: Tensor, hessian: Tensor, config: PruningConfig) -> PruneOutcome:

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from drot.calibration.data import load_calibration
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
-from drot.checkpoint.manifest import MANIFEST, read_manifest
+from drot.checkpoint.manifest import MANIFEST, patterns_of, read_manifest
 from drot.checkpoint.resume import RunState, check_unfinished
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import check_output, check_writable, save_checkpoint
-from drot.config import CalibrationConfig, Recipe, Sparsity
+from drot.config import CalibrationConfig, Recipe
 from drot.devices import pick_devices
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
@@ -154,6 +154,6 @@ def _refuse_pruned(folder: Path) -> None:
     """Raises UserError for a checkpoint that was pruned by drot."""
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
-        if Sparsity.parse(manifest["recipe"]["pruning"]["sparsity"]).ratio > 0:
+        if any(sparsity.ratio > 0 for sparsity in patterns_of(manifest).sparsities):
             original = manifest["base_model"]
             raise UserError(f"{folder} was pruned already: prune its dense original, {original}")
