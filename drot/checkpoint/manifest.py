@@ -14,6 +14,7 @@ from drot.config import PruningConfig, Recipe
 from drot.devices import dtype_name
 from drot.environment import device_name, versions
 from drot.errors import UserError
+from drot.sparse.packed import dense_linears
 
 MANIFEST = "drot.json"
 FORMAT_VERSION = 1
@@ -61,6 +62,18 @@ def patterns_of(manifest: dict[str, Any]) -> PruningConfig:
         keep=pruning.get("keep", ()),
         sparsity_of=pruning.get("sparsity_of", ()),
     )
+
+
+def dense_linears_of(path: Path | str, config: Any) -> list[str]:
+    """The linears that the checkpoint `path` leaves dense when it is packed, by its manifest.
+
+    It leaves none where the manifest names one sparsity for all linears, and without a manifest. Raises
+    UserError if no linear is 2:4.
+    """
+    if not (Path(path) / MANIFEST).exists():
+        return []
+    pruning = patterns_of(read_manifest(path))
+    return dense_linears(config, pruning) if pruning.mixed else []
 
 
 def manifest(

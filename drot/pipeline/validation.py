@@ -9,26 +9,37 @@ from transformers import PreTrainedModel
 from drot.architectures import architecture_of, decoder_layers, head_shape, layer_linears, module_at
 from drot.config import PruningConfig, Recipe, RotationConfig, matches
 from drot.errors import UserError
+from drot.sparse.packed import dense_linears
 from drot.sparse.quantization_config import QUANT_METHOD, quantization_config_of
 
 
 def check_recipe(
-    config: Any, recipe: Recipe, devices: list[torch.device], *, rotations_given: bool = False
+    config: Any,
+    recipe: Recipe,
+    devices: list[torch.device],
+    *,
+    rotations_given: bool = False,
+    format: str = "dense",
 ) -> None:
     """Checks a recipe against a model's `config`, which is available before the weights are loaded.
-
-    devices: the devices of the run.
-    rotations_given: whether the rotations are loaded from a file instead of trained.
 
     Raises UserError for
 
     - an unsupported architecture,
     - a model that is already quantised, packed or rotated,
     - n:m or blocks that do not divide the model's dimensions,
+    - the packed format if no linear is 2:4,
     - patterns of `keep` and `sparsity_of` that match no linear,
     - several devices with a recipe whose layers cannot be trained in parallel,
     - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
       when a layer is pruned.
+
+    Args:
+        config: the config of the model.
+        recipe: the settings of the run.
+        devices: the devices of the run.
+        rotations_given: whether the rotations are loaded from a file instead of trained.
+        format: format of the weights in the result.
     """
     architecture_of(config)
     if quantised := quantization_config_of(config):
@@ -47,6 +58,8 @@ def check_recipe(
     if rotation.boundary == "residual":
         _check_residual_boundary(rotation, rotations_given)
     _check_patterns(config, recipe.pruning)
+    if format == "packed":
+        dense_linears(config, recipe.pruning)
     if isinstance(rotation.blocks, tuple) and sum(rotation.blocks) != hidden:
         raise UserError(
             f"`blocks` must add up to the hidden size {hidden}; got {list(rotation.blocks)} with the sum "
