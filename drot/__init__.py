@@ -14,10 +14,12 @@ _PUBLIC = {
     "PruningConfig": "drot.config",
     "Recipe": "drot.config",
     "RotationConfig": "drot.config",
+    "SensitivityResult": "drot.pipeline.sensitivity",
     "Sparsity": "drot.config",
     "UserError": "drot.errors",
     "load": "drot.checkpoint.load",
     "prune": "drot.pipeline.prune",
+    "sensitivity": "drot.pipeline.sensitivity",
 }
 
 __all__ = ["__version__", "ops", *sorted(_PUBLIC)]

@@ -97,6 +97,8 @@ class LineProgress:
                     self._end_training()
             elif event.phase == "prune":
                 self._line(f"layer {event.layer + 1}/{event.layers}: pruning")
+            elif event.phase == "sensitivity":
+                self._line(f"layer {event.layer + 1}/{event.layers}: output errors")
             elif event.phase == "evaluate" and event.step == event.steps:
                 self._line(f"evaluated {event.steps} windows")
             elif event.phase == "measure":

@@ -242,7 +242,21 @@ def prune(
         int, option(CALIBRATION, "Random seed of the positions at which sequences are cut.")
     ] = CALIBRATE.seed,
     text_column: Annotated[str, option(CALIBRATION, TEXT_COLUMN)] = CALIBRATE.text_column,
-    out: Annotated[Path, option(OUTPUT, "Folder to write. It must be new or empty.")],
+    out: Annotated[
+        Path | None,
+        option(OUTPUT, "Folder to write. It must be new or empty. Not with --sensitivity."),
+    ] = None,
+    sensitivity: Annotated[
+        bool,
+        option(
+            OUTPUT,
+            "Write no model. Print the output error of each linear at 2:4, 4:8, 50 % and the sparsities of "
+            "this command line, which helps to choose --keep and --sparsity-of. The rotations are trained "
+            "for the sparsities of this command line, in the dense model.",
+            "--sensitivity",
+            metavar=FLAG,
+        ),
+    ] = False,
     format: Annotated[
         str,
         option(
@@ -306,10 +320,27 @@ def prune(
         ),
     )
     check_effects(recipe, rotations=rotations, save_rotations_to=save_rotations_to)
+    if sensitivity:
+        check_no_output(out=out, resume=resume, save_rotations_to=save_rotations_to, format=format != "dense")
+    elif out is None:
+        raise UserError("`out` is missing: name the folder to write, or use `sensitivity=True`")
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline
 
     label = recipe.objective if recipe.objective == "entropy" else "loss"
+    if out is None:
+        from drot.cli.sensitivity import print_sensitivity
+        from drot.pipeline import sensitivity as table
+
+        with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
+            errors = table.sensitivity(
+                model, recipe, device=device, dtype=dtype, rotations=rotations, progress=progress
+            )
+        if as_json:
+            print_json(errors.to_dict())
+        else:
+            print_sensitivity(errors)
+        return
     with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
         result = pipeline.prune(
             model,
@@ -346,6 +377,16 @@ def check_effects(recipe: Recipe, **files: Path | None) -> None:
             verb = "have" if len(idle) > 1 else "has"
             options = ", ".join(f"`{name}`" for name in idle)
             raise UserError(f"{options} {verb} no effect with {condition}: leave one or the other out")
+
+
+def check_no_output(**options: object) -> None:
+    """Raises UserError that names the options of a written model that were given with --sensitivity."""
+    if given := [f"`{name}`" for name, value in options.items() if value]:
+        verb = "have" if len(given) > 1 else "has"
+        raise UserError(
+            f"{', '.join(given)} {verb} no effect with --sensitivity, which writes no model: leave one or "
+            "the other out"
+        )
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:

@@ -1,6 +1,7 @@
 """The objective of one decoder layer from its calibration inputs, and the pruning of the layer."""
 
 import copy
+import dataclasses
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from drot.architectures import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
 from drot.calibration.stream import CalibrationStream
-from drot.config import PruningConfig, Recipe
+from drot.config import PruningConfig, Recipe, Sparsity
 from drot.errors import UserError
 from drot.pruning import PruneOutcome, prune_magnitude, prune_sparsegpt, prune_wanda
 from drot.rotation.importance import layer_metrics
@@ -118,6 +119,47 @@ def prune_layer(
                 "damping": outcome.damping,
             }
     return {role: figures[role] for role in linears}
+
+
+@torch.no_grad()
+def output_errors(
+    layer: nn.Module,
+    index: int,
+    stream: CalibrationStream,
+    arch: Architecture,
+    config: PruningConfig,
+    sparsities: list[Sparsity],
+) -> dict[str, dict[str, float | None]]:
+    """Name of a linear → sparsity → relative output error of the linear, pruned alone. No weight is changed.
+
+    The error is None where n:m does not divide the inputs of the linear.
+
+    Args:
+        layer: a decoder layer.
+        index: number of the layer.
+        stream: inputs of the layer.
+        arch: family of the model.
+        config: the settings of the pruning, of which `sparsity`, `keep` and `sparsity_of` are not used.
+        sparsities: the sparsities to prune to.
+    """
+    linears, names = layer_linears(layer, arch), arch.linear_names(index)
+    readers = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
+    hessians = stream.hessians(layer, index, readers)
+    errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
+    for group, roles in INPUT_GROUPS.items():
+        for role in roles:
+            weight, of_linear = linears[role].weight, errors[names[role]]
+            for sparsity in sparsities:
+                of_linear[str(sparsity)] = None
+                if sparsity.structured and weight.shape[1] % sparsity.m:
+                    continue
+                alone = dataclasses.replace(config, sparsity=sparsity, keep=(), sparsity_of=())
+                try:
+                    outcome = _prune_weight(weight, hessians[group], alone)
+                except UserError as error:
+                    raise UserError(f"layer {index}, {role}: {error}") from None
+                of_linear[str(sparsity)] = outcome.output_error
+    return errors
 
 
 def _prune_weight(weight: Tensor, hessian: Tensor, config: PruningConfig) -> PruneOutcome:
