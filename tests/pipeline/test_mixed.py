@@ -224,6 +224,16 @@ def test_a_model_that_is_kept_whole_does_not_change(mode, objective):
     assert result.manifest["sparsity"] == 0
 
 
+def test_only_one_linear_is_pruned():
+    chosen = recipe(sparsity=0, sparsity_of={"down_proj": "2:4"})
+    result = prune(small_model("mistral"), chosen)
+    assert_patterns(result.model, chosen.pruning)
+    for layer in result.manifest["layers"]:
+        assert list(layer["rotation"]["damping"]) == ["down"]
+        assert [role for role, figures in layer["linears"].items() if figures["damping"]] == ["down_proj"]
+        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
+
+
 def test_without_any_sparsity_a_rotation_is_trained():
     manifest = prune(
         small_model("llama"), recipe(method="wanda", rotation=dict(objective="entropy"), sparsity=0.0)
