@@ -320,27 +320,16 @@ def prune(
         ),
     )
     check_effects(recipe, rotations=rotations, save_rotations_to=save_rotations_to)
+    label = recipe.objective if recipe.objective == "entropy" else "loss"
     if sensitivity:
         check_no_output(out=out, resume=resume, save_rotations_to=save_rotations_to, format=format != "dense")
-    elif out is None:
+        show_sensitivity(model, recipe, label, as_json, device=device, dtype=dtype, rotations=rotations)
+        return
+    if out is None:
         raise UserError("`out` is missing: name the folder to write, or use `sensitivity=True`")
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline
 
-    label = recipe.objective if recipe.objective == "entropy" else "loss"
-    if out is None:
-        from drot.cli.sensitivity import print_sensitivity
-        from drot.pipeline import sensitivity as table
-
-        with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
-            errors = table.sensitivity(
-                model, recipe, device=device, dtype=dtype, rotations=rotations, progress=progress
-            )
-        if as_json:
-            print_json(errors.to_dict())
-        else:
-            print_sensitivity(errors)
-        return
     with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
         result = pipeline.prune(
             model,
@@ -359,6 +348,29 @@ def prune(
     else:
         print_manifest(result.manifest)
         print_line(f"Saved to {out}")
+
+
+def show_sensitivity(model: str, recipe: Recipe, label: str, as_json: bool, **options: Any) -> None:
+    """Measures the output errors of each linear, and prints them as tables or as JSON.
+
+    Args:
+        model: name on the hub or folder of the model.
+        recipe: the settings.
+        label: name of the training's loss.
+        as_json: whether to print JSON.
+        options: further arguments of `drot.sensitivity`.
+    """
+    from drot.cli.progress_bars import progress_bar
+    from drot.cli.sensitivity import print_sensitivity
+    from drot.pipeline import sensitivity
+
+    shared = recipe.rotation.mode == "shared"
+    with stdout_for_the_result(), progress_bar(shared=shared, label=label) as progress:
+        result = sensitivity.sensitivity(model, recipe, progress=progress, **options)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        print_sensitivity(result)
 
 
 def check_effects(recipe: Recipe, **files: Path | None) -> None:
