@@ -275,3 +275,16 @@ def test_a_resumed_run_gives_the_same_bytes(hessians, tmp_path):
     assert all(torch.equal(saved[key], value) for key, value in whole.model.state_dict().items())
     with pytest.raises(UserError, match="was pruned already"):
         prune(out, chosen)
+
+
+def test_layers_trained_in_parallel_are_the_same():
+    """Layer 0 and layer 2 have nothing to train; blocks of unequal sizes."""
+    chosen = recipe(rotation=dict(hessians="dense", blocks=(8, 24)), keep=("layers.[02].*",))
+    options = dict(calibration=TOKENS, device="cpu,cpu,cpu")
+    serial, parallel = (
+        prune(small_model("llama"), chosen),
+        drot.prune(small_model("llama"), chosen, **options),
+    )
+    for key, value in serial.model.state_dict().items():
+        assert torch.equal(value, parallel.model.state_dict()[key]), key
+    assert_patterns(serial.model, chosen.pruning)
