@@ -15,10 +15,12 @@ _PUBLIC = {
     "Recipe": "drot.config",
     "RecoveryConfig": "drot.config",
     "RotationConfig": "drot.config",
+    "SensitivityResult": "drot.pipeline.sensitivity",
     "Sparsity": "drot.config",
     "UserError": "drot.errors",
     "load": "drot.checkpoint.load",
     "prune": "drot.pipeline.prune",
+    "sensitivity": "drot.pipeline.sensitivity",
 }
 
 __all__ = ["__version__", "ops", *sorted(_PUBLIC)]

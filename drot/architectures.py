@@ -65,6 +65,10 @@ class Architecture:
     )
     norm_offset: float = 0.0
 
+    def linear_names(self, index: int) -> dict[str, str]:
+        """Role → name of each linear of decoder layer `index`, such as `layers.0.self_attn.q_proj`."""
+        return {role: f"layers.{index}.{path}" for role, path in self.linears}
+
 
 #: The families differ in two more points, neither of which needs a field. The per-head q/k norms of Qwen3
 #: act on the outputs of q_proj and k_proj, which are not rotated. Biases are handled by drot/surgery.

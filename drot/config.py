@@ -7,7 +7,9 @@ values when an object is built. Whether the values fit a model is checked in dro
 import dataclasses
 import math
 import typing
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from drot.errors import UserError
@@ -217,6 +219,13 @@ class PruningConfig:
     target: the outputs that a linear should have. `self`: its dense outputs on the inputs that the pruned
         model computes. `dense`: nearer to the outputs of the dense model, on the dense model's inputs.
     target_weight: with `target="dense"`, the share of the way from `self` to the dense model, in (0, 1].
+    keep: patterns of the linears that stay dense. They are rotated and not pruned.
+    sparsity_of: pairs of a pattern and the sparsity of its linears. Strings such as `"down_proj=4:8"` and a
+        dict are accepted too.
+
+    A pattern is a glob such as `layers.0.*`, in which * also matches dots. It matches a linear by its name,
+    such as `layers.0.self_attn.q_proj`, or by the last part of the name, `q_proj`. `keep` goes before
+    `sparsity_of`; of several pairs in `sparsity_of` that match a linear, the last is used.
     """
 
     method: Method = "sparsegpt"
@@ -226,6 +235,8 @@ class PruningConfig:
     solve: Solver = "auto"
     target: Target = "self"
     target_weight: float = 0.25
+    keep: tuple[str, ...] = ()
+    sparsity_of: tuple[tuple[str, Sparsity], ...] = ()
 
     def __post_init__(self) -> None:
         _one_of("method", self.method, Method)
@@ -237,11 +248,79 @@ class PruningConfig:
         object.__setattr__(self, "sparsity", Sparsity.parse(self.sparsity))
         _at_least("damping", self.damping, 0)
         _whole("block_size", self.block_size, 1)
-        splits_groups = self.sparsity.structured and self.block_size % self.sparsity.m
-        if splits_groups and self.method == "sparsegpt":  # the other methods have no blocks
+        object.__setattr__(self, "keep", _patterns("keep", self.keep))
+        object.__setattr__(self, "sparsity_of", _sparsity_of(self.sparsity_of))
+        for sparsity in self.sparsities:
+            splits_groups = sparsity.structured and self.block_size % sparsity.m
+            if splits_groups and self.method == "sparsegpt":  # the other methods have no blocks
+                raise UserError(
+                    f"`block_size` must be a multiple of m in n:m; got {self.block_size} with {sparsity}"
+                )
+
+    @property
+    def mixed(self) -> bool:
+        """Whether `keep` or `sparsity_of` treats some linears in another way than the rest."""
+        return bool(self.keep or self.sparsity_of)
+
+    @property
+    def sparsities(self) -> list[Sparsity]:
+        """`sparsity` and the sparsities in `sparsity_of`, each once."""
+        return list(dict.fromkeys([self.sparsity, *(sparsity for _, sparsity in self.sparsity_of)]))
+
+    def sparsity_for(self, name: str) -> Sparsity:
+        """The sparsity of the linear `name`, such as `layers.0.self_attn.q_proj`; a ratio of 0 if it stays
+        dense."""
+        if any(matches(pattern, name) for pattern in self.keep):
+            return Sparsity(ratio=0.0)
+        found = [sparsity for pattern, sparsity in self.sparsity_of if matches(pattern, name)]
+        return found[-1] if found else self.sparsity
+
+    def keeps(self, name: str) -> bool:
+        """Whether the linear `name` stays dense beside linears that are pruned.
+
+        It is False for all linears of a recipe that removes nothing at all (`sparsity=0`). That recipe trains
+        rotations for other recipes.
+        """
+        return self.mixed and self.sparsity_for(name).ratio == 0
+
+    def for_linear(self, name: str) -> "PruningConfig":
+        """These settings with the sparsity of the linear `name` for all linears."""
+        if not self.mixed:
+            return self
+        return dataclasses.replace(self, sparsity=self.sparsity_for(name), keep=(), sparsity_of=())
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a glob matches the name of a linear, or the last part of the name. Case matters."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+
+
+def _patterns(field: str, value: Any) -> tuple[str, ...]:
+    """`value` as a tuple of patterns; a single string is one pattern."""
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise UserError(f"`{field}` must be patterns such as layers.0.* or down_proj; got {pattern!r}")
+    return patterns
+
+
+def _sparsity_of(value: Any) -> tuple[tuple[str, Sparsity], ...]:
+    """`value`, in one of the forms that PruningConfig accepts, as pairs of a pattern and a Sparsity."""
+    items = value.items() if isinstance(value, Mapping) else [value] if isinstance(value, str) else value
+    pairs = []
+    for item in items:
+        pair = tuple(item.rpartition("=")[::2] if isinstance(item, str) else item)
+        if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
+            raise UserError(f"`sparsity_of` must be PATTERN=SPARSITY such as down_proj=4:8; got {item!r}")
+        pattern, sparsity = pair
+        try:
+            pairs.append((pattern, Sparsity.parse(sparsity)))
+        except UserError:
             raise UserError(
-                f"`block_size` must be a multiple of m in n:m; got {self.block_size} with {self.sparsity}"
-            )
+                "the sparsity in `sparsity_of` must be a ratio in [0, 1) such as 0.5, or n:m with "
+                f"0 < n < m <= 32 such as 2:4; got {sparsity!r} for {pattern}"
+            ) from None
+    return tuple(pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,6 +393,8 @@ class Recipe:
         """The recipe in plain JSON types, with every default resolved. A round trip through JSON is exact."""
         out = dataclasses.asdict(self)
         out["pruning"]["sparsity"] = str(self.pruning.sparsity)
+        out["pruning"]["keep"] = list(self.pruning.keep)
+        out["pruning"]["sparsity_of"] = [f"{pattern}={of}" for pattern, of in self.pruning.sparsity_of]
         if isinstance(self.rotation.blocks, tuple):
             out["rotation"]["blocks"] = list(self.rotation.blocks)
         out["rotation"]["hessians"] = self.rotation.resolved_hessians

@@ -27,11 +27,12 @@ from drot.bench.variants import (
     stacked_variants,
 )
 from drot.checkpoint.load import load
+from drot.checkpoint.manifest import dense_linears_of
 from drot.devices import dtype_name, parse_dtype, pick_device
 from drot.environment import machine_name
 from drot.errors import UserError
 from drot.progress import Progress, ProgressEvent, silent
-from drot.sparse.linear import packed_linears
+from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
 from drot.version import __version__
 
@@ -136,7 +137,9 @@ def measure_speed(
         models = stacked_variants(layer, config)
     else:
         assert model is not None
-        models = model_variants(load(model, device=target, dtype=dtype))
+        loaded = load(model, device=target, dtype=dtype)
+        packed = is_packed(loaded)
+        models = model_variants(loaded, () if packed else dense_linears_of(model, loaded.config))
         config, weights = models[SPARSE].config, models[SPARSE].dtype
         layer = layer_variants(config, dtype=weights, device=target)
     variants = {"layer": layer, "model": models}

@@ -4,6 +4,7 @@ Variants share the parameters in which they do not differ, so that all fit into 
 """
 
 import copy
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -122,8 +123,8 @@ def _twin(module: Any) -> Any:
     return twin
 
 
-def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
-    """Variant → model, from a 2:4 `model`, dense or packed.
+def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) -> dict[str, PreTrainedModel]:
+    """Variant → model, from a 2:4 `model`, dense or packed. `dense_linears` names linears that are not 2:4.
 
     DENSE has dense weights and no rotations, like the model before it was pruned. SPARSE is packed and has
     no rotations. ROTATED is packed with the rotations; it is left out if `model` has none. A variant without
@@ -133,7 +134,7 @@ def model_variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     """
     packed = _sharing_copy(model)
     if not is_packed(packed):
-        pack_model(packed)
+        pack_model(packed, dense_linears)
     fuse(packed)
     plain = _sharing_copy(packed)
     unfuse_rotations(plain)

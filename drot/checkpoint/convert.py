@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.load import has_tokenizer, load_model, load_tokenizer, logger, wider_dtypes
-from drot.checkpoint.manifest import MANIFEST, read_manifest
+from drot.checkpoint.manifest import MANIFEST, dense_linears_of, read_manifest
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.devices import dtype_name
 from drot.errors import UserError
@@ -17,7 +17,8 @@ def convert_checkpoint(path: str | Path, out: Path, format: str) -> dict[str, An
     """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
 
     Returns the manifest; {} for a model that drot did not prune. Raises UserError for an unknown format, for
-    the format that the checkpoint has already, and for a weight that is not 2:4.
+    the format that the checkpoint has already, and for a weight that is not 2:4. A linear to which the
+    manifest gives another sparsity stays dense.
     """
     check_format(format)
     check_output(out)
@@ -36,7 +37,7 @@ def convert_checkpoint(path: str | Path, out: Path, format: str) -> dict[str, An
     if is_packed(model) == (format == "packed"):
         raise UserError(f"{path} is {format} already: name the other `format`")
     if format == "packed":
-        pack_model(model)
+        pack_model(model, dense_linears_of(path, model.config))
     else:
         unpack_model(model)
     if manifest:

@@ -6,6 +6,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 
 from drot.architectures import architecture_of, decoder_layers
 from drot.checkpoint.load import check_files
+from drot.devices import parse_dtype
 from drot.errors import UserError
 from drot.sparse.linear import packed_linears
 from drot.sparse.packed import check_positions, expect_packed, unpack_model
@@ -39,7 +40,7 @@ class DrotQuantizer(HfQuantizer):
                 weight = next(layer.parameters())
                 add_boundary_rotation(layer, arch, place, hidden, dtype=weight.dtype, device=weight.device)
         if self.quantization_config.packed:
-            expect_packed(model)
+            expect_packed(model, self.quantization_config.dense_linears)
         if checkpoint_files is not None:  # None if the caller gave a state dict
             check_files(model, checkpoint_files)
         return model
@@ -54,6 +55,8 @@ class DrotQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         unpack_model(model)
+        if isinstance(dtype, str):  # save_pretrained has replaced the dtype in the config by its name
+            dtype = parse_dtype(dtype)
         return model if dtype is None else model.to(dtype)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from drot.architectures import Architecture, layer_linears
 from drot.calibration.data import calibration_hash
-from drot.config import Recipe
+from drot.config import PruningConfig, Recipe
 from drot.devices import dtype_name
 from drot.environment import device_name, versions
 from drot.errors import UserError
+from drot.sparse.packed import dense_linears
 
 MANIFEST = "drot.json"
 FORMAT_VERSION = 1
@@ -46,6 +47,33 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
     if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
         raise UserError(f"{file} lacks {', '.join(missing)}: it was edited; copy the checkpoint again")
     return manifest
+
+
+def patterns_of(manifest: dict[str, Any]) -> PruningConfig:
+    """The sparsity of every linear of the model that `manifest` belongs to.
+
+    The other settings of the pruning are not those of the manifest. Manifests of older versions have neither
+    `keep` nor `sparsity_of`.
+    """
+    pruning = manifest["recipe"]["pruning"]
+    return PruningConfig(
+        method="magnitude",  # with which any m goes
+        sparsity=pruning["sparsity"],
+        keep=pruning.get("keep", ()),
+        sparsity_of=pruning.get("sparsity_of", ()),
+    )
+
+
+def dense_linears_of(path: Path | str, config: Any) -> list[str]:
+    """The linears that the checkpoint `path` leaves dense when it is packed, by its manifest.
+
+    It leaves none where the manifest names one sparsity for all linears, and without a manifest. Raises
+    UserError if no linear is 2:4.
+    """
+    if not (Path(path) / MANIFEST).exists():
+        return []
+    pruning = patterns_of(read_manifest(path))
+    return dense_linears(config, pruning) if pruning.mixed else []
 
 
 def manifest(

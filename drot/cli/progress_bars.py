@@ -104,6 +104,8 @@ class LineProgress:
                     f"layer {event.layer + 1}/{event.layers}: recovery, epoch {event.step} of {event.steps}, "
                     f"held-out error {event.loss:.4g}"
                 )
+            elif event.phase == "sensitivity":
+                self._line(f"layer {event.layer + 1}/{event.layers}: output errors")
             elif event.phase == "evaluate" and event.step == event.steps:
                 self._line(f"evaluated {event.steps} windows")
             elif event.phase == "measure":

@@ -123,6 +123,24 @@ def prune(
             autocompletion=lambda: ["2:4", "4:8", "0.5"],
         ),
     ] = str(PRUNE.sparsity),
+    sparsity_of: Annotated[
+        list[str] | None,
+        option(
+            PRUNING,
+            "Another sparsity for the linears that match a pattern, as in down_proj=4:8 or "
+            "'layers.0.self_attn.*=0.5'. It may be given several times; the last match is used.",
+            metavar="PATTERN=[n:m|RATIO]",
+        ),
+    ] = None,
+    keep: Annotated[
+        list[str] | None,
+        option(
+            PRUNING,
+            "Leave the linears that match this pattern dense, as in 'layers.0.*' or down_proj. It may be "
+            "given several times, and goes before --sparsity-of.",
+            metavar="PATTERN",
+        ),
+    ] = None,
     damping: Annotated[
         float,
         option(PRUNING, "Share of mean(diag H) that is added to the diagonal of H before it is inverted."),
@@ -298,7 +316,21 @@ def prune(
         int, option(CALIBRATION, "Random seed of the positions at which sequences are cut.")
     ] = CALIBRATE.seed,
     text_column: Annotated[str, option(CALIBRATION, TEXT_COLUMN)] = CALIBRATE.text_column,
-    out: Annotated[Path, option(OUTPUT, "Folder to write. It must be new or empty.")],
+    out: Annotated[
+        Path | None,
+        option(OUTPUT, "Folder to write. It must be new or empty. Not with --sensitivity."),
+    ] = None,
+    sensitivity: Annotated[
+        bool,
+        option(
+            OUTPUT,
+            "Write no model. Print the output error of each linear at 2:4, 4:8, 50 % and the sparsities of "
+            "this command line, which helps to choose --keep and --sparsity-of. The rotations are trained "
+            "for the sparsities of this command line, in the dense model.",
+            "--sensitivity",
+            metavar=FLAG,
+        ),
+    ] = False,
     format: Annotated[
         str,
         option(
@@ -358,6 +390,8 @@ def prune(
             solve=typing.cast(config.Solver, solve or preset.pruning.solve),
             target=typing.cast(config.Target, target or preset.pruning.target),
             target_weight=target_weight,
+            keep=tuple(keep or ()),
+            sparsity_of=tuple(sparsity_of or ()),  # type: ignore[arg-type]  # PruningConfig reads the strings
         ),
         recovery=RecoveryConfig(
             recover=typing.cast(config.Recovery, recover or preset.recovery.recover),
@@ -370,10 +404,16 @@ def prune(
         ),
     )
     check_effects(recipe, rotations=rotations, save_rotations_to=save_rotations_to)
+    label = recipe.objective if recipe.objective == "entropy" else "loss"
+    if sensitivity:
+        check_no_output(out=out, resume=resume, save_rotations_to=save_rotations_to, format=format != "dense")
+        show_sensitivity(model, recipe, label, as_json, device=device, dtype=dtype, rotations=rotations)
+        return
+    if out is None:
+        raise UserError("`out` is missing: name the folder to write, or use `sensitivity=True`")
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline
 
-    label = recipe.objective if recipe.objective == "entropy" else "loss"
     with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
         result = pipeline.prune(
             model,
@@ -394,6 +434,29 @@ def prune(
         print_line(f"Saved to {out}")
 
 
+def show_sensitivity(model: str, recipe: Recipe, label: str, as_json: bool, **options: Any) -> None:
+    """Measures the output errors of each linear, and prints them as tables or as JSON.
+
+    Args:
+        model: name on the hub or folder of the model.
+        recipe: the settings.
+        label: name of the training's loss.
+        as_json: whether to print JSON.
+        options: further arguments of `drot.sensitivity`.
+    """
+    from drot.cli.progress_bars import progress_bar
+    from drot.cli.sensitivity import print_sensitivity
+    from drot.pipeline import sensitivity
+
+    shared = recipe.rotation.mode == "shared"
+    with stdout_for_the_result(), progress_bar(shared=shared, label=label) as progress:
+        result = sensitivity.sensitivity(model, recipe, progress=progress, **options)
+    if as_json:
+        print_json(result.to_dict())
+    else:
+        print_sensitivity(result)
+
+
 def check_effects(recipe: Recipe, **files: Path | None) -> None:
     """Raises UserError that names the options that differ from their defaults but have no effect.
 
@@ -410,6 +473,16 @@ def check_effects(recipe: Recipe, **files: Path | None) -> None:
             verb = "have" if len(idle) > 1 else "has"
             options = ", ".join(f"`{name}`" for name in idle)
             raise UserError(f"{options} {verb} no effect with {condition}: leave one or the other out")
+
+
+def check_no_output(**options: object) -> None:
+    """Raises UserError that names the options of a written model that were given with --sensitivity."""
+    if given := [f"`{name}`" for name, value in options.items() if value]:
+        verb = "have" if len(given) > 1 else "has"
+        raise UserError(
+            f"{', '.join(given)} {verb} no effect with --sensitivity, which writes no model: leave one or "
+            "the other out"
+        )
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:

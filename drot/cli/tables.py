@@ -28,7 +28,10 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_row("model", str(manifest.get("base_model", "")))
     damping = f", damping {pruning['damping']:g}" if pruning["method"] == "sparsegpt" else ""
-    facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}{damping}")
+    # older manifests have neither sparsity_of nor keep
+    patterns = [*pruning.get("sparsity_of", ()), *(f"{pattern} dense" for pattern in pruning.get("keep", ()))]
+    mixed = "".join(f", {pattern}" for pattern in patterns)
+    facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}{mixed}{damping}")
     facts.add_row("kept weights", _kept_weights_line(recipe))
     facts.add_row("rotation", _rotation_line(rotation, manifest.get("rotations_file")))
     if trained := manifest.get("shared_rotation"):

@@ -15,6 +15,13 @@ from drot.pipeline.parallel import train_in_parallel
 from drot.rotation.objective import DownProjection, LayerObjective
 
 
+def train_dense(run: RunContext, state: RunState | None) -> tuple[list[Trained], dict[str, Any] | None]:
+    """The rotations of all layers with their records, and with `mode="shared"` the record of the training."""
+    if run.recipe.rotation.mode == "shared":
+        return train_shared(run, state)
+    return train_layers(run, state), None
+
+
 def train_shared(run: RunContext, state: RunState | None) -> tuple[list[Trained], dict[str, Any]]:
     """Trains one R1 for all layers (`mode="shared"`).
 

@@ -1,6 +1,7 @@
 """The objective of one decoder layer from its calibration inputs, and the pruning of the layer."""
 
 import copy
+import dataclasses
 import functools
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from drot.architectures import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.stream import CalibrationStream
-from drot.config import PruningConfig, Recipe
+from drot.config import PruningConfig, Recipe, Sparsity
 from drot.errors import UserError
 from drot.pruning import (
     PruneOutcome,
@@ -37,6 +38,8 @@ def layer_objective(
 ) -> tuple[LayerObjective, dict[str, float]]:
     """The objective of `layer`, and the damping of each inverted Hessian. The layer is not changed.
 
+    Only the input groups with a linear that is pruned have a Hessian.
+
     Args:
         layer: a decoder layer.
         index: number of the layer.
@@ -49,18 +52,24 @@ def layer_objective(
     device = stream.device
     method = recipe.pruning.method
     with_down = recipe.objective == "pruned"
-    hessians = {}
-    if method != "magnitude":
+    sparsity = {
+        role: recipe.pruning.sparsity_for(name)
+        for role, name in arch.linear_names(index).items()
+        if not recipe.pruning.keeps(name)
+    }
+    groups = [group for group, roles in INPUT_GROUPS.items() if not sparsity.keys().isdisjoint(roles)]
+    hessians: dict[str, Tensor] = {}
+    if method != "magnitude" and groups:
         folded_layer = copy.deepcopy(layer)
         linears = layer_linears(folded_layer, arch)
         for role, linear in linears.items():
             linear.weight.copy_(weights[role])
         for path in (arch.attention_norm, arch.mlp_norm):
             reset_norm(module_at(folded_layer, path), arch.norm_offset)
-        readers = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
+        readers = {group: linears[INPUT_GROUPS[group][0]] for group in groups}
         if not with_down:  # the largest Hessian
-            del readers["down"]
-        hessians = stream.hessians(folded_layer, index, readers)
+            readers.pop("down", None)
+        hessians = stream.hessians(folded_layer, index, readers) if readers else {}
     metrics = layer_metrics(
         method,
         hessians,
@@ -68,13 +77,14 @@ def layer_objective(
         damping=recipe.pruning.damping,
         reference_compat=recipe.rotation.reference_compat,
         with_down=with_down,
+        groups=groups,
     )
     objective = LayerObjective(
         {role: weight.to(device) for role, weight in weights.items()},
         metrics,
         shape,
         objective=recipe.objective,
-        sparsity=recipe.pruning.sparsity,
+        sparsity=sparsity,
         product_dtype=getattr(torch, recipe.rotation.product_dtype),
         blocks=recipe.rotation.equal_blocks,
     )
@@ -93,7 +103,8 @@ def prune_layer(
     """Prunes the seven linears of a layer in place and returns role → figures for the manifest.
 
     The Hessian of an input group is computed after the groups before it are pruned. The figures are sparsity,
-    output error and damping. The output error is that of the target, if the target is the dense model.
+    output error and damping. The output error is that of the target, if the target is the dense model. A
+    linear that the recipe keeps dense is not changed.
 
     Args:
         layer: a decoder layer.
@@ -103,14 +114,19 @@ def prune_layer(
         recipe: the settings of the run.
         dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
     """
-    config, linears, figures = recipe.pruning, layer_linears(layer, arch), {}
+    config, linears, names = recipe.pruning, layer_linears(layer, arch), arch.linear_names(index)
+    figures: dict[str, dict[str, Any]] = {}
     for roles in INPUT_GROUPS.values():
+        kept = [role for role in roles if config.keeps(names[role])]
+        figures |= {role: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for role in kept}
+        if len(kept) == len(roles):
+            continue
         if dense is None:
             hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
         else:
             statistics = dense.statistics(layer, stream, index, roles[0], arch)
             hessian = statistics.hessian
-        for role in roles:
+        for role in (role for role in roles if role not in kept):
             weight = linears[role].weight
             try:
                 target = weight
@@ -118,7 +134,7 @@ def prune_layer(
                     target = dense_target(
                         weight, statistics, share=config.target_weight, damping=config.damping
                     )
-                outcome = prune_weight(target, hessian, config, recipe.solve)
+                outcome = prune_weight(target, hessian, config.for_linear(names[role]), recipe.solve)
             except UserError as error:
                 raise UserError(f"layer {index}, {role}: {error}") from None
             weight.copy_(outcome.weight)
@@ -127,7 +143,48 @@ def prune_layer(
                 "output_error": outcome.output_error,
                 "damping": outcome.damping,
             }
-    return figures
+    return {role: figures[role] for role in linears}
+
+
+@torch.no_grad()
+def output_errors(
+    layer: nn.Module,
+    index: int,
+    stream: CalibrationStream,
+    arch: Architecture,
+    recipe: Recipe,
+    sparsities: list[Sparsity],
+) -> dict[str, dict[str, float | None]]:
+    """Name of a linear → sparsity → relative output error of the linear, pruned alone. No weight is changed.
+
+    The error is None where n:m does not divide the inputs of the linear.
+
+    Args:
+        layer: a decoder layer.
+        index: number of the layer.
+        stream: inputs of the layer.
+        arch: family of the model.
+        recipe: the settings of the run, of which `sparsity`, `keep` and `sparsity_of` are not used.
+        sparsities: the sparsities to prune to.
+    """
+    linears, names = layer_linears(layer, arch), arch.linear_names(index)
+    readers = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
+    hessians = stream.hessians(layer, index, readers)
+    errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
+    for group, roles in INPUT_GROUPS.items():
+        for role in roles:
+            weight, of_linear = linears[role].weight, errors[names[role]]
+            for sparsity in sparsities:
+                of_linear[str(sparsity)] = None
+                if sparsity.structured and weight.shape[1] % sparsity.m:
+                    continue
+                alone = dataclasses.replace(recipe.pruning, sparsity=sparsity, keep=(), sparsity_of=())
+                try:
+                    outcome = prune_weight(weight, hessians[group], alone, recipe.solve)
+                except UserError as error:
+                    raise UserError(f"layer {index}, {role}: {error}") from None
+                of_linear[str(sparsity)] = outcome.output_error
+    return errors
 
 
 def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig, solver: str) -> PruneOutcome:
@@ -150,7 +207,7 @@ def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig, solver:
         outcome = sweep()
     if solver == "sparsegpt" and config.method != "sparsegpt":
         return sweep(removed=outcome.removed)
-    if solver in ("pcg", "admm"):
+    if solver in ("pcg", "admm") and sparsity.ratio > 0:
         damping = config.damping if outcome.damping is None else outcome.damping
         return solve_kept_weights(outcome, target, hessian, sparsity, solver=solver, damping=damping)
     return outcome

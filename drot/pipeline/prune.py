@@ -1,6 +1,5 @@
 """`drot.prune`, which makes a pruned model and its checkpoint from a model and a recipe."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,21 +8,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.calibration.data import load_calibration
-from drot.checkpoint.load import load_config, load_model, load_tokenizer
-from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.resume import RunState, check_unfinished
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import check_output, check_writable, save_checkpoint
-from drot.config import CalibrationConfig, Recipe, Sparsity
-from drot.devices import pick_devices
+from drot.config import Recipe
 from drot.errors import UserError
-from drot.pipeline.context import RunContext
+from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.run import PruningRun
-from drot.pipeline.validation import check_architecture, check_recipe, check_tokens
 from drot.progress import Progress, ProgressEvent, silent
-from drot.sparse.packed import check_format, check_packable, pack_model
+from drot.sparse.packed import check_format, check_packable, dense_linears, pack_model
 from drot.sparse.quantization_config import format_of
 
 
@@ -74,12 +68,12 @@ def prune(
         rotations: a file written by `save_rotations_to`, whose rotations are used instead of training.
         save_rotations_to: a new file for the rotations, which other sparsities and methods can reuse.
         format: format of the weights in the result and in `out`: `dense`, or `packed`, which stores values
-            and positions of 2:4 weights.
+            and positions of 2:4 weights, and other weights dense.
         resume: continues an interrupted run, whose finished layers are in the folder `<out>.partial`.
         progress: the callback for ProgressEvents.
     """
     recipe = recipe or Recipe()
-    check_format(format, recipe.pruning.sparsity)
+    check_format(format, recipe.pruning)
     out = None if out is None else Path(out)
     if out is not None:
         check_output(out)
@@ -88,41 +82,35 @@ def prune(
         raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
     if save_rotations_to is not None:
         _check_rotations_output(Path(save_rotations_to), recipe)
-    devices = pick_devices(device)
-    rotations_given = rotations is not None
-    if isinstance(model, str | Path):
-        source = str(model)
-        _refuse_pruned(Path(model))
-        if dtype == "auto" and devices[0].type == "cpu":
-            dtype = torch.float32
-        check_recipe(load_config(model), recipe, devices, rotations_given=rotations_given)
-        tokenizer = tokenizer or load_tokenizer(model)
-        model = load_model(model, dtype)
-    else:
-        source = getattr(model.config, "_name_or_path", "")
-        check_recipe(model.config, recipe, devices, rotations_given=rotations_given)
-        if tokenizer is None and calibration is None:
-            raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
-    tokens, recipe = _calibration_tokens(calibration, tokenizer, recipe)
-    check_tokens(tokens, model.config)
+    prepared = prepare(
+        model,
+        recipe,
+        tokenizer=tokenizer,
+        calibration=calibration,
+        device=device,
+        dtype=dtype,
+        rotations_given=rotations is not None,
+        format=format,
+        progress=progress,
+    )
+    context, source = prepared.context, prepared.source
+    model = context.model
     if recipe.recovery.recover == "block":
-        check_sequences(len(tokens))
-    check_architecture(model)
+        check_sequences(len(context.tokens))
     if format == "packed":
-        check_packable(model)
-    model.eval()  # dropout would change the Hessians
-    context = RunContext(model, recipe, tokens, devices, progress)
+        dense = dense_linears(model.config, recipe.pruning)
+        check_packable(model, dense)
     run = PruningRun(context, Path(rotations) if rotations is not None else None)
     state = None if out is None else RunState(out, run.identity(source))
     manifest = run.execute(state) | {"base_model": source}
     if format == "packed":
-        pack_model(model)
+        pack_model(model, dense)
     manifest |= format_of(model)
     if save_rotations_to is not None:
         save_rotations(Path(save_rotations_to), run.rotations, run.identity(source))
     if out is not None and state is not None:
         progress(ProgressEvent(phase="save"))
-        save_checkpoint(model, tokenizer, manifest, out)
+        save_checkpoint(model, prepared.tokenizer, manifest, out)
         state.discard()
     return PruneResult(model, manifest, out)
 
@@ -136,27 +124,3 @@ def _check_rotations_output(file: Path, recipe: Recipe) -> None:
     if file.exists():
         raise UserError(f"{file} exists: name another `save_rotations_to` or remove it")
     check_writable(file)
-
-
-def _calibration_tokens(calibration: Tensor | None, tokenizer: Any, recipe: Recipe) -> tuple[Tensor, Recipe]:
-    """The calibration tokens, and the recipe, with the shape of `calibration` if that is given."""
-    options = {
-        field.name: getattr(recipe.calibration, field.name)
-        for field in dataclasses.fields(CalibrationConfig)
-        if field.name != "source"
-    }
-    if calibration is None:
-        return load_calibration(recipe.calibration.source, tokenizer, **options), recipe
-    tokens = load_calibration(calibration, tokenizer, **options)
-    nsamples, seqlen = tokens.shape
-    config = dataclasses.replace(recipe.calibration, source="tensor", nsamples=nsamples, seqlen=seqlen)
-    return tokens, dataclasses.replace(recipe, calibration=config)
-
-
-def _refuse_pruned(folder: Path) -> None:
-    """Raises UserError for a checkpoint that was pruned by drot."""
-    if (folder / MANIFEST).exists():
-        manifest = read_manifest(folder)
-        if Sparsity.parse(manifest["recipe"]["pruning"]["sparsity"]).ratio > 0:
-            original = manifest["base_model"]
-            raise UserError(f"{folder} was pruned already: prune its dense original, {original}")

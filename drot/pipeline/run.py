@@ -20,7 +20,7 @@ from drot.checkpoint.rotations import load_rotations
 from drot.devices import dtype_name
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
-from drot.pipeline.dense_pass import train_layers, train_shared
+from drot.pipeline.dense_pass import train_dense
 from drot.pipeline.layer import layer_objective, prune_layer
 from drot.pipeline.recover import recover_layer
 from drot.sparse.quantization_config import describe_model
@@ -101,10 +101,7 @@ class PruningRun:
         error = None
         if run.rotates:
             if rotations is None and self._needs_dense_pass:
-                if run.recipe.rotation.mode == "shared":
-                    trained, self.shared_record = train_shared(run, state)
-                else:
-                    trained = train_layers(run, state)
+                trained, self.shared_record = train_dense(run, state)
                 rotations = [rotation for rotation, _ in trained]
                 records = [record for _, record in trained]
             with run.clock("check"):

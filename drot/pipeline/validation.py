@@ -7,27 +7,39 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.architectures import architecture_of, decoder_layers, head_shape, layer_linears, module_at
-from drot.config import Recipe, RotationConfig
+from drot.config import PruningConfig, Recipe, RotationConfig, matches
 from drot.errors import UserError
+from drot.sparse.packed import dense_linears
 from drot.sparse.quantization_config import QUANT_METHOD, quantization_config_of
 
 
 def check_recipe(
-    config: Any, recipe: Recipe, devices: list[torch.device], *, rotations_given: bool = False
+    config: Any,
+    recipe: Recipe,
+    devices: list[torch.device],
+    *,
+    rotations_given: bool = False,
+    format: str = "dense",
 ) -> None:
     """Checks a recipe against a model's `config`, which is available before the weights are loaded.
-
-    devices: the devices of the run.
-    rotations_given: whether the rotations are loaded from a file instead of trained.
 
     Raises UserError for
 
     - an unsupported architecture,
     - a model that is already quantised, packed or rotated,
     - n:m or blocks that do not divide the model's dimensions,
+    - the packed format if no linear is 2:4,
+    - patterns of `keep` and `sparsity_of` that match no linear,
     - several devices with a recipe whose layers cannot be trained in parallel,
     - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
       when a layer is pruned.
+
+    Args:
+        config: the config of the model.
+        recipe: the settings of the run.
+        devices: the devices of the run.
+        rotations_given: whether the rotations are loaded from a file instead of trained.
+        format: format of the weights in the result.
     """
     architecture_of(config)
     if quantised := quantization_config_of(config):
@@ -37,7 +49,7 @@ def check_recipe(
         if method == QUANT_METHOD:
             raise UserError("this model was already rotated by drot: prune its dense original")
         raise UserError(f"this model is quantised ({method}): prune its unquantised original")
-    rotation, sparsity = recipe.rotation, recipe.pruning.sparsity
+    rotation, hidden = recipe.rotation, config.hidden_size
     if len(devices) > 1 and (rotation.mode, rotation.hessians) != ("layer", "dense"):
         raise UserError(
             'several devices train layers in parallel, which needs `mode="layer"` and `hessians="dense"`; '
@@ -45,18 +57,9 @@ def check_recipe(
         )
     if rotation.boundary == "residual":
         _check_residual_boundary(rotation, rotations_given)
-    shape, hidden = head_shape(config), config.hidden_size
-    sizes = {
-        "hidden size": hidden,
-        "input of o_proj (heads * head_dim)": shape.heads * shape.head_dim,
-        "intermediate size": config.intermediate_size,
-    }
-    for name, size in sizes.items():
-        if sparsity.structured and size % sparsity.m:
-            raise UserError(
-                f"{sparsity} needs dimensions that are multiples of {sparsity.m}; this model's {name} is "
-                f"{size}: choose another n:m or a ratio as `sparsity`"
-            )
+    _check_patterns(config, recipe.pruning)
+    if format == "packed":
+        dense_linears(config, recipe.pruning)
     if isinstance(rotation.blocks, tuple) and sum(rotation.blocks) != hidden:
         raise UserError(
             f"`blocks` must add up to the hidden size {hidden}; got {list(rotation.blocks)} with the sum "
@@ -64,6 +67,36 @@ def check_recipe(
         )
     if isinstance(rotation.blocks, int) and hidden % rotation.blocks:
         raise UserError(f"`blocks` must divide the hidden size {hidden}; got {rotation.blocks}")
+
+
+def _check_patterns(config: Any, pruning: PruningConfig) -> None:
+    """Raises UserError for a pattern that matches no linear, and for n:m that does not divide its inputs."""
+    arch, shape = architecture_of(config), head_shape(config)
+    names = [arch.linear_names(index) for index in range(config.num_hidden_layers)]
+    for field, patterns in (
+        ("keep", pruning.keep),
+        ("sparsity_of", [pair[0] for pair in pruning.sparsity_of]),
+    ):
+        for pattern in patterns:
+            if not any(matches(pattern, name) for layer in names for name in layer.values()):
+                raise UserError(
+                    f"the pattern {pattern!r} of `{field}` matches no linear of this model, which has "
+                    f"{len(names)} layers: {names[0]['q_proj']} is the name of a linear, which layers.0.* "
+                    "and q_proj match"
+                )
+    sizes = {
+        "o_proj": ("input of o_proj (heads * head_dim)", shape.heads * shape.head_dim),
+        "down_proj": ("intermediate size", config.intermediate_size),
+    }
+    for layer in names:
+        for role, name in layer.items():
+            sparsity = pruning.sparsity_for(name)
+            what, size = sizes.get(role, ("hidden size", config.hidden_size))
+            if sparsity.structured and size % sparsity.m:
+                raise UserError(
+                    f"{sparsity} of {name} needs dimensions that are multiples of {sparsity.m}; this model's "
+                    f"{what} is {size}: choose another n:m or a ratio as `sparsity` or `sparsity_of`"
+                )
 
 
 def _check_residual_boundary(rotation: RotationConfig, rotations_given: bool) -> None:

@@ -5,6 +5,7 @@ is 1 (magnitude), q for M = H (Wanda) or 1/q for M = H⁻¹ (SparseGPT). The ful
 because q is the column sum of R ∘ (MR).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,7 @@ def layer_metrics(
     damping: float,
     reference_compat: bool = False,
     with_down: bool = True,
+    groups: Collection[str] = tuple(INPUT_GROUPS),
     dtype: torch.dtype = torch.float32,
 ) -> LayerMetrics:
     """The metrics of one layer.
@@ -66,11 +68,12 @@ def layer_metrics(
         reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
         with_down: False omits the metric of down_proj, and so the inversion of the largest Hessian. The
             entropy does not depend on it, because the entropy normalises each column of down_proj.
+        groups: the input groups that have a metric.
         dtype: dtype of the metrics.
     """
     assert method in ("magnitude", "wanda", "sparsegpt"), f"{method} has no metric"
     metrics, dampings = {}, {}
-    for group in INPUT_GROUPS:
+    for group in groups:
         if method == "magnitude" or (group == "down" and not with_down):
             metrics[group] = Metric(None, False)
             continue

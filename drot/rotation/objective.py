@@ -11,6 +11,7 @@ Wᵀ dY + 2 (M R) diag(dq) for Y = W R, and W dYᵀ for Y = Rᵀ W.
 """
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,14 +63,24 @@ class _ColumnScale:
 
 @dataclass(frozen=True)
 class DownProjection:
-    """A down_proj whose output R1 rotates: folded weight [d, ff], metric of its input, scale of its loss."""
+    """A down_proj whose output R1 rotates.
+
+    Args:
+        weight: folded weight [d, ff].
+        metric: metric of its input.
+        scale: factor of its loss, for `pruned`.
+        sparsity: its n:m or ratio, for `pruned`.
+    """
 
     weight: Tensor
     metric: Metric
     scale: float
+    sparsity: Sparsity
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "DownProjection":
-        return DownProjection(self.weight.to(device, dtype), self.metric.to(device), self.scale)
+        return DownProjection(
+            self.weight.to(device, dtype), self.metric.to(device), self.scale, self.sparsity
+        )
 
 
 class LayerObjective:
@@ -79,12 +90,15 @@ class LayerObjective:
     layer's down_proj. With boundary rotations on the residual, the caller replaces it by the down_proj of the
     layer before, by both, or by none.
 
+    A linear that is not pruned adds nothing to the loss, the gradients and the entropy, for either objective.
+
     Args:
         weights: role → weight [out, in], folded and not rotated.
         metrics: metrics of the layer.
         shape: attention sizes of the model.
         objective: `entropy` or `pruned`.
-        sparsity: n:m or ratio of the mask, for `pruned`.
+        sparsity: n:m or ratio of the mask, for `pruned`: one for all linears, or role → sparsity. A linear
+            whose role is missing is not pruned.
         product_dtype: dtype of the matrix products. Losses and gradients are fp32, or fp64 for fp64 products.
         blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
     """
@@ -96,17 +110,19 @@ class LayerObjective:
         shape: HeadShape,
         *,
         objective: str,
-        sparsity: Sparsity,
+        sparsity: Sparsity | Mapping[str, Sparsity],
         product_dtype: torch.dtype = torch.float32,
         blocks: int = 1,
     ) -> None:
         self.shape = shape
         self.objective = objective
-        self.sparsity = sparsity
+        self.sparsity = dict.fromkeys(weights, sparsity) if isinstance(sparsity, Sparsity) else sparsity
         self.blocks = blocks
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
-        self.weights = {role: weight.to(product_dtype).contiguous() for role, weight in weights.items()}
+        pruned = {role: weight for role, weight in weights.items() if role in self.sparsity}
+        self.weights = {role: weight.to(product_dtype).contiguous() for role, weight in pruned.items()}
+        self._weights_dtype = product_dtype
         self.hidden_size = weights["q_proj"].shape[1]
         self.device = weights["q_proj"].device
         self.metrics = {}
@@ -117,18 +133,23 @@ class LayerObjective:
                     matrix = diagonal_blocks(matrix, blocks)
                 matrix = matrix.to(self.loss_dtype if group == "down" else product_dtype).contiguous()
             self.metrics[group] = Metric(matrix, metric.inverse)
-        self._scales = dict.fromkeys(weights, 1.0)
-        if objective == "pruned":
-            self._scales = {role: self._normaliser(role) for role in weights}
-        self.down_projections = [
-            DownProjection(
-                self.weights.pop("down_proj"), self.metrics.pop("down"), self._scales.pop("down_proj")
-            )
-        ]
+        self._scales = {
+            role: self._normaliser(role) if objective == "pruned" else 1.0 for role in self.weights
+        }
+        self.down_projections = []
+        if "down_proj" in self.weights:
+            weight, metric = self.weights.pop("down_proj"), self.metrics.pop("down")
+            scale = self._scales.pop("down_proj")
+            self.down_projections = [DownProjection(weight, metric, scale, self.sparsity["down_proj"])]
+
+    @property
+    def empty(self) -> bool:
+        """Whether no linear is pruned, so that the loss is 0 for all rotations."""
+        return not self.weights and not self.down_projections
 
     def to(self, device: torch.device) -> "LayerObjective":
         """The objective on `device`, with weights in the products' dtype; `self` if nothing has to change."""
-        if self.device == device and self.weights["q_proj"].dtype == self.product_dtype:
+        if self.device == device and self._weights_dtype == self.product_dtype:
             return self
         return self._moved(device, self.product_dtype)
 
@@ -142,7 +163,7 @@ class LayerObjective:
 
     def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerObjective":
         other = copy.copy(self)
-        other.device = device
+        other.device, other._weights_dtype = device, dtype
         other.weights = {role: weight.to(device, dtype) for role, weight in self.weights.items()}
         other.metrics = {group: metric.to(device) for group, metric in self.metrics.items()}
         other.down_projections = [down.to(device, dtype) for down in self.down_projections]
@@ -158,8 +179,10 @@ class LayerObjective:
         """The loss (0-dim), d loss/d r1 [blocks, b, b] and d loss/d r2 [kv, h, h], in fp32 or fp64."""
         sums = _Sums(r1.new_zeros(()), torch.zeros_like(r1), torch.zeros_like(r2))
         for group in ("attention", "mlp"):
-            self._right_group(group, r1, r2, sums)
-        self._output_projection(r1, r2, sums)
+            if any(role in self.weights for role in INPUT_GROUPS[group]):
+                self._right_group(group, r1, r2, sums)
+        if "o_proj" in self.weights:
+            self._output_projection(r1, r2, sums)
         for down in self.down_projections:
             self._down_projection(down, r1, sums)
         return sums.loss, sums.r1_gradient, sums.r2_gradient
@@ -173,13 +196,15 @@ class LayerObjective:
         column_scale = _ColumnScale(self.metrics[group], r1, self.product_dtype)
         r1_cast, r2_cast = r1.to(self.product_dtype), r2.to(self.product_dtype)
         for role in INPUT_GROUPS[group]:
+            if role not in self.weights:
+                continue
             # v_proj is not split, because the entropy of its columns needs all rows; it is small
             rows = self.weights[role].shape[0] if role == "v_proj" else CHUNK
             for weight in self.weights[role].split(rows):
                 u = y = rotate_right(weight, r1_cast)
                 if role == "v_proj":
                     y = rotate_left(r2_cast, u)
-                dy = self._add_loss(role, self._scales[role], y, column_scale, sums)
+                dy = self._add_loss(role, self._scales[role], self.sparsity[role], y, column_scale, sums)
                 if role == "v_proj":
                     sums.r2_gradient += _gradient_left(u, dy, len(r2))
                     dy = rotate_left(r2_cast.mT, dy)
@@ -192,8 +217,8 @@ class LayerObjective:
         column_scale = _ColumnScale(self.metrics["o"], heads_r2, self.product_dtype)
         r1_cast, heads_r2_cast = r1.to(self.product_dtype), heads_r2.to(self.product_dtype)
         u = rotate_left(r1_cast, weight)
-        scale = self._scales["o_proj"]
-        dy = self._add_loss("o_proj", scale, rotate_right(u, heads_r2_cast), column_scale, sums)
+        scale, sparsity = self._scales["o_proj"], self.sparsity["o_proj"]
+        dy = self._add_loss("o_proj", scale, sparsity, rotate_right(u, heads_r2_cast), column_scale, sums)
         gradient = _gradient_right(u, dy, len(heads_r2)).to(self.loss_dtype)
         column_scale.add_gradient(gradient)
         sums.r2_gradient += gradient.unflatten(0, (-1, self.shape.group)).sum(1)
@@ -204,23 +229,31 @@ class LayerObjective:
         weight, metric, r1_cast = down.weight, down.metric, r1.to(self.product_dtype)
         constant_scale = None if metric.matrix is None else metric.column_scale(metric.matrix)
         # a ratio removes the smallest scores of whole rows, so the columns cannot be split then
-        whole_rows = self.objective == "pruned" and not self.sparsity.structured
-        width = weight.shape[1] if whole_rows else CHUNK // max(self.sparsity.m, 1) * max(self.sparsity.m, 1)
+        whole_rows = self.objective == "pruned" and not down.sparsity.structured
+        width = weight.shape[1] if whole_rows else CHUNK // max(down.sparsity.m, 1) * max(down.sparsity.m, 1)
         for start in range(0, weight.shape[1], width):
             columns = weight[:, start : start + width]
             column_scale = _ColumnScale(Metric(None, False), r1, self.product_dtype)
             column_scale.value = None if constant_scale is None else constant_scale[start : start + width]
-            dy = self._add_loss("down_proj", down.scale, rotate_left(r1_cast, columns), column_scale, sums)
+            y = rotate_left(r1_cast, columns)
+            dy = self._add_loss("down_proj", down.scale, down.sparsity, y, column_scale, sums)
             sums.r1_gradient += _gradient_left(columns, dy, len(r1))
 
     def _add_loss(
-        self, role: str, scale: float, y: Tensor, column_scale: _ColumnScale, sums: _Sums
+        self,
+        role: str,
+        scale: float,
+        sparsity: Sparsity,
+        y: Tensor,
+        column_scale: _ColumnScale,
+        sums: _Sums,
     ) -> Tensor:
         """Adds the loss of a rotated weight y to `sums`, and its gradient to `column_scale`; returns dY.
 
         Args:
             role: role of the linear.
             scale: factor of the loss, for `pruned`.
+            sparsity: n:m or ratio of the mask, for `pruned`.
             y: rotated weight, or some of its rows or columns.
             column_scale: column_scale of y.
             sums: sums of this evaluation.
@@ -231,7 +264,7 @@ class LayerObjective:
                 y, column_scale.value, rows=role != "down_proj", columns=columns
             )
         else:
-            prune, group = self._removed_per_group(y.shape[1])
+            prune, group = _removed_per_group(sparsity, y.shape[1])
             loss, dy, dcolumn_scale = ops.pruned_importance_and_grad(
                 y, column_scale.value, prune=prune, group=group, scale=scale
             )
@@ -239,12 +272,6 @@ class LayerObjective:
         if column_scale.gradient is not None:
             column_scale.gradient += dcolumn_scale
         return dy
-
-    def _removed_per_group(self, width: int) -> tuple[int, int]:
-        """The arguments `prune` and `group` of the ops for a weight with `width` columns."""
-        if self.sparsity.structured:
-            return self.sparsity.m - self.sparsity.n, self.sparsity.m
-        return int(width * self.sparsity.ratio), 0
 
     def _normaliser(self, role: str) -> float:
         """out_features / (sum of the scores at R = I).
@@ -272,6 +299,13 @@ class LayerObjective:
             return float(self.value(r1, r2))
         finally:
             self.objective = objective
+
+
+def _removed_per_group(sparsity: Sparsity, width: int) -> tuple[int, int]:
+    """The arguments `prune` and `group` of the ops for a weight with `width` columns."""
+    if sparsity.structured:
+        return sparsity.m - sparsity.n, sparsity.m
+    return int(width * sparsity.ratio), 0
 
 
 def _gradient_right(matrix: Tensor, dy: Tensor, count: int) -> Tensor:

@@ -137,6 +137,9 @@ def train_rotation(
     step, and the record of the training. With `layers_per_step` the best step is the first or the last,
     because only there the loss of all objectives is computed.
 
+    An objective without a pruned linear is left out, and its R2 is the identity. If all objectives are, R1 is
+    the identity, and no step is taken.
+
     Raises UserError if the loss is not finite.
 
     Args:
@@ -146,13 +149,14 @@ def train_rotation(
         device: device of the training; None is the device of the first objective.
     """
     started = time.perf_counter()
-    steps = config.resolved_steps
     device = device or objectives[0].device
-    eye = objectives[0].identity()[0].to(device)
+    steps = 0 if all(objective.empty for objective in objectives) else config.resolved_steps
+    trained = [index for index, objective in enumerate(objectives) if not (steps and objective.empty)]
+    eye, eye_r2 = (matrix.to(device) for matrix in objectives[0].identity())
     r1 = _R1Parameters(eye, config.blocks)
-    start = [*r1.split(eye), *(objective.identity()[1].to(device) for objective in objectives)]
-    r1_count = len(start) - len(objectives)
-    total = _SummedObjective(objectives, r1, r1_count, config)
+    start = [*r1.split(eye), *(eye_r2 for _ in trained)]
+    r1_count = len(start) - len(trained)
+    total = _SummedObjective([objectives[index] for index in trained], r1, r1_count, config)
     optimizer = OPTIMIZERS[config.optimizer](start, lr=config.resolved_lr, steps=steps)
     best = [matrix.clone() for matrix in start]
     best_loss = torch.full((), torch.inf, dtype=eye.dtype, device=device)
@@ -161,7 +165,7 @@ def train_rotation(
     for step in range(steps + 1):
         chosen = total.choose(everything=step in (0, steps))
         loss, gradients = total(optimizer.matrices, chosen)
-        if len(chosen) == len(objectives):
+        if len(chosen) == len(trained):
             better = loss < best_loss
             best_loss = torch.where(better, loss, best_loss)
             best_step = torch.where(better, step, best_step)
@@ -181,7 +185,11 @@ def train_rotation(
             optimizer.step(gradients)
     losses = torch.stack(curve).tolist()
     best_r1 = torch.block_diag(*r1.join([reorthogonalize(matrix) for matrix in best[:r1_count]]))
-    rotations = [LayerRotation(best_r1, reorthogonalize(r2)) for r2 in best[r1_count:]]
+    best_r2 = dict(zip(trained, best[r1_count:], strict=True))
+    rotations = [
+        LayerRotation(best_r1, reorthogonalize(best_r2.get(index, eye_r2)))
+        for index in range(len(objectives))
+    ]
     record = TrainingRecord(
         loss_before=losses[0],
         loss_after=float(best_loss),

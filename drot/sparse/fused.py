@@ -14,6 +14,8 @@ The layer's own code does not change. It calls q_proj, k_proj and v_proj one aft
 q_proj computes all columns, returns its own and keeps the others, which k_proj and v_proj then return.
 down_proj returns its input a unchanged, so the MLP returns a, and the layer passes r and a to the rotation.
 
+A product with a linear that is not packed is not fused.
+
 The state dict of a fused model has the names and shapes of the separate modules.
 """
 
@@ -25,7 +27,7 @@ from torch import Tensor, nn
 from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, module_at
 from drot.errors import UserError
 from drot.ops import sparse24_linear
-from drot.sparse.linear import SparseLinear
+from drot.sparse.linear import SparseLinear, is_packed
 from drot.surgery.boundary import RotateAndAdd, rotation_place
 
 if TYPE_CHECKING:
@@ -172,6 +174,8 @@ def fuse(model: "PreTrainedModel") -> None:
 
     A model that is fused already stays as it is. Raises UserError for a model that is not packed.
     """
+    if not is_packed(model):
+        raise UserError("fuse needs a packed model, got one with dense weights: call pack_model first")
     for layer, path in _rotated_downs(model):
         down = module_at(layer, path)
         if isinstance(down, SparseLinear) and isinstance(layer.residual_rotation, nn.Linear):
@@ -183,7 +187,7 @@ def fuse(model: "PreTrainedModel") -> None:
         if isinstance(linears[0], FusedLinear):
             continue
         if not all(isinstance(linear, SparseLinear) for linear in linears):
-            raise UserError("fuse needs a packed model, got one with dense weights: call pack_model first")
+            continue
         fused = FusedLinear(linears)
         layer.set_submodule(paths[0], fused)
         for index, path in enumerate(paths[1:], 1):

@@ -2,21 +2,23 @@
 
 A packed checkpoint holds `<linear>.values` and `<linear>.positions` in place of `<linear>.weight` for the
 seven linears of every decoder layer, and `quantization_config` in its config.json has `packed: true`. All
-other tensors are those of the dense checkpoint.
+other tensors are those of the dense checkpoint. Linears that are not 2:4 stay dense beside packed ones;
+`dense_linears` in `quantization_config` names them.
 """
 
 import typing
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from drot.architectures import architecture_of, decoder_layers, layer_linears, module_at
-from drot.config import Sparsity, WeightFormat
+from drot.config import PruningConfig, Sparsity, WeightFormat
 from drot.devices import dtype_name
 from drot.errors import UserError
 from drot.sparse.fused import unfuse
-from drot.sparse.linear import SparseLinear, packed_linears
+from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 from drot.sparse.quantization_config import describe_model
 
 if TYPE_CHECKING:
@@ -24,31 +26,63 @@ if TYPE_CHECKING:
 
 #: the dtypes of `values`
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: the sparsity that can be packed
+PACKED = Sparsity.parse("2:4")
 
 
-def check_format(format: str, sparsity: Sparsity | None = None) -> None:
-    """Raises UserError for an unknown `format`, and for packed with a sparsity other than 2:4."""
+def check_format(format: str, pruning: PruningConfig | None = None) -> None:
+    """Raises UserError for an unknown `format`, and for packed if no sparsity of `pruning` is 2:4."""
     if format not in typing.get_args(WeightFormat):
         raise UserError(f"`format` must be one of {', '.join(typing.get_args(WeightFormat))}; got {format!r}")
-    if format == "packed" and sparsity is not None and (sparsity.n, sparsity.m) != (2, 4):
-        raise UserError(f'`format="packed"` needs `sparsity="2:4"`; got {sparsity}')
+    if format == "packed" and pruning is not None and PACKED not in pruning.sparsities:
+        got = ", ".join(map(str, pruning.sparsities))
+        raise UserError(f'`format="packed"` needs `sparsity="2:4"`; got {got}')
 
 
-def check_packable(model: "PreTrainedModel") -> None:
-    """Raises UserError if the packed format does not support a linear's dtype or number of inputs."""
+def dense_linears(config: Any, pruning: PruningConfig) -> list[str]:
+    """The names of the linears that a packed model of `config` leaves dense, as they are not 2:4.
+
+    Raises UserError if no linear is 2:4.
+    """
+    arch = architecture_of(config)
+    names = [name for i in range(config.num_hidden_layers) for name in arch.linear_names(i).values()]
+    dense = [name for name in names if pruning.sparsity_for(name) != PACKED]
+    if len(dense) == len(names):
+        raise UserError(
+            f'`format="packed"` needs a linear with the sparsity 2:4; `keep` and `sparsity_of` leave none of '
+            f'the {len(names)} linears: use `format="dense"`'
+        )
+    return dense
+
+
+def _linears_to_pack(
+    model: "PreTrainedModel", dense: Collection[str]
+) -> Iterator[tuple[nn.Module, str, nn.Linear, str]]:
+    """The layer, the path, the linear and a name for messages of each linear that is not in `dense`."""
     arch = architecture_of(model.config)
     for index, layer in enumerate(decoder_layers(model, arch)):
-        for role, linear in layer_linears(layer, arch).items():
-            if linear.in_features % 8:
-                raise UserError(
-                    f"layer {index}, {role}: the packed format needs a multiple of 8 inputs, "
-                    f'got {linear.in_features}: use `format="dense"`'
-                )
-            if linear.weight.dtype not in DTYPES:
-                raise UserError(
-                    f"layer {index}, {role}: the packed format needs bfloat16, float16 or float32, "
-                    f"got {dtype_name(linear.weight.dtype)}: choose another `dtype`"
-                )
+        names, linears = arch.linear_names(index), layer_linears(layer, arch)
+        for role, path in arch.linears:
+            if names[role] not in dense:
+                yield layer, path, linears[role], f"layer {index}, {role}"
+
+
+def check_packable(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
+    """Raises UserError if the packed format does not support a linear's dtype or number of inputs.
+
+    dense: names of linears that are not packed.
+    """
+    for _, _, linear, name in _linears_to_pack(model, dense):
+        if linear.in_features % 8:
+            raise UserError(
+                f"{name}: the packed format needs a multiple of 8 inputs, "
+                f'got {linear.in_features}: use `format="dense"`'
+            )
+        if linear.weight.dtype not in DTYPES:
+            raise UserError(
+                f"{name}: the packed format needs bfloat16, float16 or float32, "
+                f"got {dtype_name(linear.weight.dtype)}: choose another `dtype`"
+            )
 
 
 def compress_model(model: nn.Module) -> None:
@@ -62,23 +96,21 @@ def compress_model(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def pack_model(model: "PreTrainedModel") -> None:
+def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
     """Packs the seven linears of every decoder layer, in place, and records that in the model's config.
+
+    dense: names of linears that stay dense, such as `layers.0.mlp.down_proj`.
 
     Raises UserError that names the layer, the linear and the row of a weight that is not 2:4. The linears
     before it are then packed already.
     """
-    check_packable(model)
-    arch = architecture_of(model.config)
-    for index, layer in enumerate(decoder_layers(model, arch)):
-        for role, linear in layer_linears(layer, arch).items():
-            try:
-                packed = SparseLinear.from_linear(linear)
-            except ValueError as error:
-                raise UserError(
-                    f'layer {index}, {role}: {error}: prune with `sparsity="2:4"` first'
-                ) from None
-            layer.set_submodule(dict(arch.linears)[role], packed)
+    check_packable(model, dense)
+    for layer, path, linear, name in _linears_to_pack(model, dense):
+        try:
+            packed = SparseLinear.from_linear(linear)
+        except ValueError as error:
+            raise UserError(f'{name}: {error}: prune with `sparsity="2:4"` first') from None
+        layer.set_submodule(path, packed)
     describe_model(model)
 
 
@@ -89,20 +121,33 @@ def unpack_model(model: "PreTrainedModel") -> None:
     arch = architecture_of(model.config)
     for layer in decoder_layers(model, arch):
         for _, path in arch.linears:
-            layer.set_submodule(path, module_at(layer, path).to_linear())
+            if isinstance(linear := module_at(layer, path), SparseLinear):
+                layer.set_submodule(path, linear.to_linear())
     describe_model(model)
 
 
 # ---- from files ----------------------------------------------------------------------------------
 
 
-def expect_packed(model: "PreTrainedModel") -> None:
-    """Replaces the linears of an empty model by uninitialised SparseLinears, to load packed weights into."""
-    check_packable(model)
+def expect_packed(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
+    """Replaces the linears of an empty model by uninitialised SparseLinears, to load packed weights into.
+
+    dense: names of linears that stay dense. Raises UserError for a name that no linear has, and if no linear
+        is packed.
+    """
     arch = architecture_of(model.config)
-    for layer in decoder_layers(model, arch):
-        for role, linear in layer_linears(layer, arch).items():
-            layer.set_submodule(dict(arch.linears)[role], SparseLinear.like(linear))
+    layers = range(len(decoder_layers(model, arch)))
+    names = {name for index in layers for name in arch.linear_names(index).values()}
+    if unknown := sorted(set(dense) - names):
+        raise UserError(
+            f"config.json: dense_linears has {unknown[0]!r}, which is no linear of this model: config.json "
+            "was edited or is of another model; copy it again"
+        )
+    check_packable(model, dense)
+    for layer, path, linear, _ in _linears_to_pack(model, dense):
+        layer.set_submodule(path, SparseLinear.like(linear))
+    if not is_packed(model):
+        raise UserError("config.json: dense_linears has every linear of a packed model: copy it again")
 
 
 @torch.no_grad()

@@ -4,11 +4,13 @@ Its keys are defined here and nowhere else. A checkpoint with dense weights and 
 layers has no `quantization_config`, so every inference engine opens it.
 """
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from drot.architectures import architecture_of, decoder_layers
+from drot.architectures import architecture_of, decoder_layers, module_at
 from drot.config import BoundaryPlace
 from drot.errors import UserError
 from drot.sparse.linear import is_packed
@@ -29,12 +31,19 @@ class DrotConfig(QuantizationConfigMixin):
     down_basis: `own` if the rotation acts on the input of every layer but the first, `next` if it acts on
         the residual beside the MLP of every layer but the last.
     packed: whether the linears of the decoder layers are packed.
+    dense_linears: names of linears that are not packed, such as `layers.0.mlp.down_proj`. The file has no
+        such key if there are none.
 
     Raises UserError for any other key or value, because a later version of drot may have written it.
     """
 
     def __init__(
-        self, residual_rotation: bool = False, down_basis: str = "own", packed: bool = False, **kwargs: Any
+        self,
+        residual_rotation: bool = False,
+        down_basis: str = "own",
+        packed: bool = False,
+        dense_linears: Sequence[str] = (),
+        **kwargs: Any,
     ) -> None:
         if unknown := sorted(kwargs.keys() - {"quant_method"}):
             raise UserError(
@@ -43,8 +52,22 @@ class DrotConfig(QuantizationConfigMixin):
             )
         if down_basis not in PLACES:
             raise UserError(f"config.json: down_basis must be own or next, got {down_basis!r}: update drot")
+        names = isinstance(dense_linears, list | tuple) and all(isinstance(n, str) for n in dense_linears)
+        if not names or (dense_linears and not packed):
+            raise UserError(
+                "config.json: dense_linears must be a list of names of linears, beside packed: true; got "
+                f"{dense_linears!r}: copy config.json again"
+            )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers has an enum of its methods
         self.residual_rotation, self.down_basis, self.packed = residual_rotation, down_basis, packed
+        self.dense_linears = list(dense_linears)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of the file."""
+        keys: dict[str, Any] = super().to_dict()
+        if not self.dense_linears:  # older versions do not accept the key
+            del keys["dense_linears"]
+        return keys
 
     @property
     def boundary(self) -> BoundaryPlace | None:
@@ -67,13 +90,22 @@ def boundary_of(config: Any) -> BoundaryPlace | None:
 def describe_model(model: "PreTrainedModel") -> None:
     """Updates `quantization_config` of `model.config`: it describes the modules that `model` has now."""
     keys: dict[str, Any] = {}
-    places = {rotation_place(layer) for layer in decoder_layers(model, architecture_of(model.config))}
+    arch = architecture_of(model.config)
+    layers = decoder_layers(model, arch)
+    places = {rotation_place(layer) for layer in layers}
     if place := next(iter(places - {None}), None):
         keys["residual_rotation"] = True
         if place == "residual":
             keys["down_basis"] = "next"
     if is_packed(model):
         keys["packed"] = True
+        if dense := [
+            name
+            for index, layer in enumerate(layers)
+            for name, (_, path) in zip(arch.linear_names(index).values(), arch.linears, strict=True)
+            if isinstance(module_at(layer, path), nn.Linear)
+        ]:
+            keys["dense_linears"] = dense
     if keys:
         model.config.quantization_config = {"quant_method": QUANT_METHOD, **keys}
     elif (quantizer := getattr(model, "hf_quantizer", None)) is not None:

@@ -34,7 +34,16 @@ def test_prunes_options_are_grouped(capsys, monkeypatch):
     assert cli.run(["prune", "--help"]) == 0
     lines = capsys.readouterr().out.splitlines()
     panels = [line.split("─ ")[1].split(" ─")[0] for line in lines if line.startswith("╭")]
-    assert panels == ["Arguments", "Options", "Pruning", "Rotation", "Calibration", "Output", "Run"]
+    assert panels == [
+        "Arguments",
+        "Options",
+        "Pruning",
+        "Recovery",
+        "Rotation",
+        "Calibration",
+        "Output",
+        "Run",
+    ]
     assert any("--method" in line and "[magnitude|wanda|sparsegpt]" in line for line in lines)
 
 

@@ -12,10 +12,12 @@ import drot
 from drot.cli import app as cli
 from drot.cli.prune import parse_rotation
 from drot.cli.prune import prune as prune_command
+from drot.cli.sensitivity import advice
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.demo.demo import HELD_OUT, MODEL
 from drot.errors import UserError
 from drot.pipeline import prune as pipeline
+from drot.pipeline.sensitivity import SensitivityResult
 from drot.progress import ProgressEvent
 
 
@@ -108,6 +110,11 @@ def test_every_option_reaches_the_recipe(calls):
     assert calls[1][1].pruning.method == "wanda" and str(calls[1][2]["rotations"]) == "r.st"
     assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1"]) == 0
     assert calls[2][1].rotation.early_stop == 0.1
+    text = "--keep layers.0.* --sparsity-of down_proj=4:8 --keep k_proj --sparsity-of layers.1.*=0.25"
+    assert cli.run(["prune", "m", "--out", "o", *text.split()]) == 0
+    assert calls[-1][1].pruning == PruningConfig(
+        keep=("layers.0.*", "k_proj"), sparsity_of={"down_proj": "4:8", "layers.1.*": "0.25"}
+    )
     for text in ("--hessians dense", "--rotations r.st"):  # it works with both
         assert cli.run(["prune", "m", "--out", "o", "--boundary", "residual", *text.split()]) == 0
         assert calls[-1][1].rotation.boundary == "residual"
@@ -134,8 +141,17 @@ def test_every_option_reaches_the_recipe(calls):
             "--reference-compat has no effect with --method other than sparsegpt",
         ),
         (
-            "--method magnitude --block-size 64 --damping 0.1",
-            "--damping, --block-size have no effect with --method other than sparsegpt",
+            "--method magnitude --block-size 64",
+            "--block-size has no effect with --method other than sparsegpt and --solve other than sparsegpt",
+        ),
+        (
+            "--method magnitude --quality fast --damping 0.1",
+            "--damping has no effect with --method other than sparsegpt, --solve none and --target self",
+        ),
+        ("--target-weight 0.5 --target self", "--target-weight has no effect with --target self"),
+        (
+            "--recover-lr 0.1 --recover-epochs 2",
+            "--recover-epochs, --recover-lr have no effect with --recover none",
         ),
         ("--calibration a.txt --text-column body", "--text-column has no effect with a .txt file"),
     ],
@@ -213,6 +229,9 @@ def test_table(calls, capsys):
         (["--nsamples", "0"], "--nsamples must be a whole number of at least 1; got 0"),
         (["--seed", "-1"], "--seed must be a whole number from 0 to 18446744073709551615; got -1"),
         (["--seed", str(2**64)], "--seed must be a whole number from 0 to 18446744073709551615; got 1844"),
+        (["--sparsity-of", "down_proj"], "--sparsity-of must be PATTERN=SPARSITY such as down_proj=4:8; got"),
+        (["--sparsity-of", "down_proj=2"], "the sparsity in --sparsity-of must be a ratio in [0, 1)"),
+        (["--sensitivity"], "--out has no effect with --sensitivity, which writes no model"),
         (["--lr", "inf"], "--lr must be a finite number above 0; got inf"),
     ],
 )
@@ -220,6 +239,77 @@ def test_the_users_mistakes(calls, capsys, options, message):
     assert cli.run(["prune", "m", "--out", "o", *options]) == 2
     captured = capsys.readouterr()
     assert message in one_line(captured.err) and captured.out == "" and not calls
+
+
+def result_of(errors, **pruning):
+    return SensitivityResult(Recipe(pruning=PruningConfig(**pruning)), errors, {"base_model": "m"})
+
+
+@pytest.fixture
+def sensitivity(monkeypatch):
+    """The arguments of drot.sensitivity, which is replaced by a function with figures for two linears."""
+    seen = []
+    errors = {
+        f"layers.{i}.mlp.{r}": {"2:4": 0.12 if i else 0.02, "0.5": 0.01, "6:12": None if i else 0.3}
+        for i in range(2)
+        for r in ("up_proj", "down_proj")
+    }
+
+    def measure(model, recipe, **options):
+        seen.append((model, recipe, options))
+        print("a library prints to stdout")
+        options["progress"](ProgressEvent(phase="sensitivity", layer=0, layers=2))
+        return result_of(errors, sparsity_of=recipe.pruning.sparsity_of, keep=recipe.pruning.keep)
+
+    monkeypatch.setattr("drot.pipeline.sensitivity.sensitivity", measure)
+    return seen
+
+
+def test_sensitivity(sensitivity, calls, capsys):
+    arguments = ["prune", "m", "--sensitivity", "--keep", "layers.1.mlp.up_proj", "--device", "cpu"]
+    assert cli.run([*arguments, "--rotations", "r.st"]) == 0
+    captured = capsys.readouterr()
+    out = " ".join(captured.out.split())
+    for text in ("Output error at 2:4", "Output error at 0.5", "Output error at 6:12", "0.1200*", "0.0700"):
+        assert text in out
+    assert "Largest output error with this recipe: layers.1.mlp.down_proj 0.1200 (2:4), layers.0.mlp" in out
+    assert (
+        '--keep layers.1.mlp.down_proj, or give it another sparsity: --sparsity-of "layers.1.mlp.down' in out
+    )
+    assert max(map(len, captured.out.splitlines()[:-1])) <= 100
+    assert "a library prints to stdout" in captured.err and "layer 1/2: output errors" in captured.err
+    ((model, recipe, options),) = sensitivity
+    assert (model, recipe.pruning.keep, str(options["rotations"])) == ("m", ("layers.1.mlp.up_proj",), "r.st")
+    assert cli.run([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["errors"]["layers.1.mlp.up_proj"] == {"2:4": 0.12, "0.5": 0.01, "6:12": None}
+    assert data["recipe"]["pruning"]["keep"] == ["layers.1.mlp.up_proj"] and data["base_model"] == "m"
+    assert not calls
+
+
+def test_the_advice_of_the_sensitivity_table():
+    assert (
+        advice(result_of({"layers.0.mlp.up_proj": {"2:4": 0.5}}, keep="*"))
+        == "The recipe keeps all linears dense."
+    )
+    only = advice(result_of({"layers.0.mlp.up_proj": {"2:4": 0.5}}))
+    assert only.endswith("Keep the first dense: --keep layers.0.mlp.up_proj.")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("", "--out is missing: name the folder to write, or use --sensitivity"),
+        ("--sensitivity --out o --resume", "--out, --resume have no effect with --sensitivity"),
+        ("--sensitivity --format packed", "--format has no effect with --sensitivity"),
+        ("--sensitivity --save-rotations f", "--save-rotations has no effect with --sensitivity"),
+        ("--sensitivity --rotation none --steps 5", "--steps has no effect with --rotation none"),
+    ],
+)
+def test_sensitivity_writes_no_model(sensitivity, calls, capsys, options, message):
+    assert cli.run(["prune", "m", *options.split()]) == 2
+    assert message in one_line(capsys.readouterr().err)
+    assert not calls and not sensitivity
 
 
 @pytest.mark.parametrize("arguments", [["prune"], ["prune", "m"], ["nothing"], ["info", "a", "b"]])

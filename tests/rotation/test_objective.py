@@ -122,9 +122,12 @@ def build(weights, hessians, method, objective, sparsity, compat, **options):
         with_down=objective == "pruned",
         dtype=weights["q_proj"].dtype,
     )
-    return LayerObjective(
-        weights, metrics, SHAPE, objective=objective, sparsity=Sparsity.parse(sparsity), **options
+    patterns = (
+        {role: Sparsity.parse(text) for role, text in sparsity.items()}
+        if isinstance(sparsity, dict)
+        else Sparsity.parse(sparsity)
     )
+    return LayerObjective(weights, metrics, SHAPE, objective=objective, sparsity=patterns, **options)
 
 
 def reference(weights, hessians, r1, r2, method, objective, sparsity, compat):
@@ -252,3 +255,71 @@ def test_an_offloaded_objective_has_the_checkpoints_dtype():
     assert back is not offloaded and back.to(torch.device("cpu")) is back
     assert torch.equal(back.value(*back.identity()), problem.value(*problem.identity()))
     assert problem.offload(torch.float32).weights["q_proj"].dtype == torch.float32
+
+
+#: role → sparsity; a role without an entry is not pruned
+MIXED = [
+    dict(q_proj="2:4", v_proj="0.5", o_proj="1:4", gate_proj="4:8", down_proj="2:8"),
+    dict(k_proj="0.25", up_proj="2:4"),
+    dict(o_proj="2:4"),
+    dict(down_proj="0.5"),
+]
+
+
+@pytest.mark.parametrize("sparsity", MIXED, ids=lambda sparsity: "-".join(sparsity))
+@pytest.mark.parametrize("objective", ["entropy", "pruned"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_every_linear_has_its_own_sparsity_in_fp64(method, objective, sparsity):
+    """Loss and gradient against autograd; a linear that is not pruned adds nothing to either."""
+    weights, hessians = make_layer()
+    r1, r2 = random_rotations()
+    problem = build(weights, hessians, method, objective, sparsity, False, product_dtype=torch.float64)
+    loss, g1, g2 = problem.value_and_grad(r1[None], r2)
+    r1, r2 = r1.requires_grad_(), r2.requires_grad_()
+    if objective == "entropy":
+        expected = entropy_reference(weights, hessians, r1, r2, method, False, sparsity)
+    else:
+        expected = sum(
+            pruned_reference(weights, hessians, r1, r2, method, False, Sparsity.parse(text), {role})
+            for role, text in sparsity.items()
+        )
+    expected.backward()
+    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
+    for got, wanted in ((g1[0], r1.grad), (g2, torch.zeros_like(r2) if r2.grad is None else r2.grad)):
+        assert torch.allclose(got, wanted, rtol=0, atol=1e-10 * float(wanted.abs().max()))
+    entropy = entropy_reference(
+        weights,
+        hessians,
+        torch.eye(D).double(),
+        torch.eye(8).double().repeat(2, 1, 1),
+        method,
+        False,
+        sparsity,
+    )
+    assert problem.entropy(None) == pytest.approx(float(entropy), rel=1e-12)
+
+
+@pytest.mark.parametrize("objective", ["entropy", "pruned"])
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_gradient_against_finite_differences(method, objective):
+    """(L(R + εD) - L(R - εD)) / 2ε against the inner product of the gradient and D, for random D."""
+    weights, hessians = make_layer()
+    problem = build(weights, hessians, method, objective, MIXED[0], False, product_dtype=torch.float64)
+    r1, r2 = random_rotations()
+    _, g1, g2 = problem.value_and_grad(r1[None], r2)
+    generator, step = torch.Generator().manual_seed(2), 1e-6
+    for _ in range(4):
+        d1, d2 = (torch.randn(r.shape, generator=generator, dtype=r.dtype) for r in (r1, r2))
+        losses = [problem.value((r1 + sign * step * d1)[None], r2 + sign * step * d2) for sign in (1, -1)]
+        difference = float(losses[0] - losses[1]) / (2 * step)
+        assert difference == pytest.approx(float((g1[0] * d1).sum() + (g2 * d2).sum()), rel=1e-5)
+
+
+def test_an_objective_without_pruned_linears():
+    weights, hessians = make_layer()
+    problem = build(weights, hessians, "wanda", "pruned", {}, False, product_dtype=torch.float64)
+    assert problem.empty and problem.weights == {} and problem.down_projections == []
+    r1, r2 = random_rotations()
+    loss, g1, g2 = problem.offload(torch.bfloat16).to(torch.device("cpu")).value_and_grad(r1[None], r2)
+    assert (float(loss), float(g1.abs().max()), float(g2.abs().max())) == (0, 0, 0)
+    assert problem.entropy(None) == 0

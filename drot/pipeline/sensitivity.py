@@ -1,0 +1,168 @@
+"""`drot.sensitivity`, which measures how much the output of each linear changes at each n:m or ratio."""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drot.calibration.data import calibration_hash
+from drot.calibration.stream import CalibrationStream
+from drot.config import PruningConfig, Recipe, Sparsity
+from drot.devices import dtype_name
+from drot.environment import device_name
+from drot.pipeline.context import RunContext
+from drot.pipeline.dense_pass import train_dense
+from drot.pipeline.layer import output_errors
+from drot.pipeline.prepare import prepare
+from drot.pipeline.run import PruningRun
+from drot.progress import Progress, silent
+from drot.surgery.boundary import BoundaryRotation
+from drot.surgery.invariance import check_model
+from drot.surgery.rotate import LayerRotation, rotate_layer
+
+#: the sparsities that are measured beside those of the recipe
+SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
+
+
+@dataclass(frozen=True)
+class SensitivityResult:
+    """The result of `drot.sensitivity`.
+
+    recipe: the recipe, whose rotations were used.
+    errors: name of a linear → sparsity, as in `2:4` → relative output error. None where n:m does not divide
+        the inputs of the linear.
+    figures: further facts for `to_dict`.
+    """
+
+    recipe: Recipe
+    errors: dict[str, dict[str, float | None]]
+    figures: dict[str, Any]
+
+    @property
+    def sparsities(self) -> list[str]:
+        """The sparsities that were measured."""
+        return list(next(iter(self.errors.values())))
+
+    def largest(self, count: int) -> list[tuple[str, str, float]]:
+        """Name, sparsity and error of the linears whose error is largest at the recipe's own sparsity.
+
+        Linears that the recipe keeps dense are left out.
+        """
+        own = [(name, str(self.recipe.pruning.sparsity_for(name))) for name in self.errors]
+        found = [(name, text, self.errors[name].get(text)) for name, text in own]
+        known = [(name, text, error) for name, text, error in found if error is not None]
+        return sorted(known, key=lambda row: -row[2])[:count]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures in plain JSON types."""
+        return {"recipe": self.recipe.to_dict(), **self.figures, "errors": self.errors}
+
+
+@torch.no_grad()
+def sensitivity(
+    model: str | Path | PreTrainedModel,
+    recipe: Recipe | None = None,
+    *,
+    tokenizer: Any = None,
+    calibration: Tensor | None = None,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    rotations: str | Path | None = None,
+    progress: Progress = silent,
+) -> SensitivityResult:
+    """The relative output error of each linear at 2:4, 4:8, 50 % and the sparsities of the recipe.
+
+    The error is tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ), where Ŵ is W pruned by the recipe's method. W is rotated
+    and H is the Hessian of the rotated dense model, so each linear is pruned alone. The rotations are trained
+    for the recipe's own sparsities, with `hessians="dense"`. Nothing is written. The model is not changed.
+
+    Raises UserError for a mistake in the input.
+
+    Args:
+        model: a name on the Hugging Face hub, a local folder, or a loaded model.
+        recipe: the settings; None is `Recipe()`.
+        tokenizer: the tokenizer for the calibration text. A loaded model needs it, or `calibration`.
+        calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
+        device: the device of the computation, as in `drot.prune`.
+        dtype: dtype of the weights, as in `drot.prune`.
+        rotations: a file written by `save_rotations_to` of `drot.prune`, whose rotations are used.
+        progress: the callback for ProgressEvents.
+    """
+    recipe = recipe or Recipe()
+    if recipe.rotation.mode == "layer" and rotations is None:
+        recipe = dataclasses.replace(recipe, rotation=dataclasses.replace(recipe.rotation, hessians="dense"))
+    prepared = prepare(
+        model,
+        recipe,
+        tokenizer=tokenizer,
+        calibration=calibration,
+        device=device,
+        dtype=dtype,
+        rotations_given=rotations is not None,
+        progress=progress,
+    )
+    run = prepared.context
+    used = PruningRun(run, Path(rotations) if rotations is not None else None).given_rotations
+    error = None
+    if run.rotates:
+        if used is None:
+            used = [rotation for rotation, _ in train_dense(run, None)[0]]
+        with run.clock("check"):
+            place = recipe.rotation.boundary
+            error = check_model(run.model, run.arch, run.shape, run.tokens[:1], run.device, used, place)
+    figures = {
+        "base_model": prepared.source,
+        "calibration": {"sha256": calibration_hash(run.tokens), "shape": list(run.tokens.shape)},
+        "device": device_name(run.device),
+        "dtype": dtype_name(run.dtype),
+        "relative_logit_error": error,
+    }
+    return SensitivityResult(run.recipe, _errors(run, used), figures)
+
+
+def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str, dict[str, float | None]]:
+    """SensitivityResult.errors, from one pass of the dense model. rotations: None for a model not rotated."""
+    stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
+    sparsities = measured_sparsities(run.recipe.pruning)
+    errors: dict[str, dict[str, float | None]] = {}
+    for index, layer in enumerate(run.layers):
+        layer.to(run.device)
+        run.event("sensitivity", index)
+        with run.clock("prune"):
+            rotated, inputs = _rotated(run, index, layer, stream, rotations)
+            errors |= output_errors(rotated, index, inputs, run.arch, run.recipe, sparsities)
+        stream.advance(layer, index)
+        layer.to(run.model_device)
+    return errors
+
+
+def measured_sparsities(pruning: PruningConfig) -> list[Sparsity]:
+    """SPARSITIES, without those that do not fit the recipe's `block_size`, and the recipe's sparsities."""
+    blocks = pruning.block_size if pruning.method == "sparsegpt" else 0
+    fitting = [sparsity for sparsity in SPARSITIES if not sparsity.structured or blocks % sparsity.m == 0]
+    return [sparsity for sparsity in dict.fromkeys([*fitting, *pruning.sparsities]) if sparsity.ratio > 0]
+
+
+def _rotated(
+    run: RunContext,
+    index: int,
+    layer: nn.Module,
+    stream: CalibrationStream,
+    rotations: list[LayerRotation] | None,
+) -> tuple[nn.Module, CalibrationStream]:
+    """A rotated copy of the layer and its input; the layer and `stream` themselves without rotations."""
+    if rotations is None:
+        return layer, stream
+    rotation, boundary = rotations[index], None
+    if (place := run.recipe.rotation.boundary) == "residual" and index + 1 < len(rotations):
+        boundary = BoundaryRotation(place, rotation.r1, rotations[index + 1].r1)
+    layer = copy.deepcopy(layer)
+    rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
+    stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
+    stream.rotate(rotation.r1)
+    return layer, stream
