@@ -21,7 +21,7 @@ Optimizer = Literal["fast", "paper"]
 HessianSource = Literal["sequential", "dense"]
 BoundaryPlace = Literal["input", "residual"]
 Solver = Literal["auto", "none", "sparsegpt", "pcg", "admm"]
-Target = Literal["self", "dense"]
+Target = Literal["auto", "self", "dense"]
 Recovery = Literal["none", "block"]
 WeightFormat = Literal["dense", "packed"]
 ProductDtype = Literal["float32", "bfloat16"]
@@ -215,9 +215,10 @@ class PruningConfig:
     solve: how the kept weights are computed on the mask that `method` chose. `none` leaves them as `method`
         does. `sparsegpt` is SparseGPT's sweep. `pcg` minimises the error of the outputs by conjugate
         gradients. `admm` also moves the mask. `auto` is `admm`, but `none` for a run that reproduces a
-        published method: with `mode="none"` or with `reference_compat`.
+        published method: with `mode="none"`, `optimizer="paper"` or `reference_compat`.
     target: the outputs that a linear should have. `self`: its dense outputs on the inputs that the pruned
         model computes. `dense`: nearer to the outputs of the dense model, on the dense model's inputs.
+        `auto` is `dense`, but `self` for a run that reproduces a published method.
     target_weight: with `target="dense"`, the share of the way from `self` to the dense model, in (0, 1].
     keep: patterns of the linears that stay dense. They are rotated and not pruned.
     sparsity_of: pairs of a pattern and the sparsity of its linears. Strings such as `"down_proj=4:8"` and a
@@ -233,7 +234,7 @@ class PruningConfig:
     damping: float = 0.01
     block_size: int = 128
     solve: Solver = "auto"
-    target: Target = "self"
+    target: Target = "auto"
     target_weight: float = 0.25
     keep: tuple[str, ...] = ()
     sparsity_of: tuple[tuple[str, Sparsity], ...] = ()
@@ -351,8 +352,8 @@ class RecoveryConfig:
 #: Quality → the fields that it sets. What each quality costs and gives stands in README.md.
 QUALITIES: dict[str, dict[str, Any]] = {
     "fast": {"solve": "none", "target": "self", "recover": "none"},
-    "balanced": {"solve": "admm", "target": "self", "recover": "none"},
-    "best": {"solve": "admm", "target": "self", "recover": "block"},
+    "balanced": {"solve": "admm", "target": "dense", "recover": "none"},
+    "best": {"solve": "admm", "target": "dense", "recover": "block"},
 }
 
 
@@ -373,10 +374,21 @@ class Recipe:
     @property
     def solve(self) -> str:
         """`solve` of the pruning, with `auto` resolved."""
-        if self.pruning.solve != "auto":
-            return self.pruning.solve
-        published = self.rotation.mode == "none" or self.rotation.reference_compat
-        return "none" if published else "admm"
+        return self._resolved("solve")
+
+    @property
+    def target(self) -> str:
+        """`target` of the pruning, with `auto` resolved."""
+        return self._resolved("target")
+
+    def _resolved(self, name: str) -> str:
+        """A field of the pruning; for `auto` the value of `balanced`, or of `fast` for a published method."""
+        value = str(getattr(self.pruning, name))
+        if value != "auto":
+            return value
+        rotation = self.rotation
+        published = rotation.mode == "none" or rotation.optimizer == "paper" or rotation.reference_compat
+        return str(QUALITIES["fast" if published else "balanced"][name])
 
     def with_quality(self, quality: str) -> "Recipe":
         """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`."""
@@ -401,5 +413,5 @@ class Recipe:
         out["rotation"]["steps"] = self.rotation.resolved_steps
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective
-        out["pruning"]["solve"] = self.solve
+        out["pruning"] |= {"solve": self.solve, "target": self.target}
         return out

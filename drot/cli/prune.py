@@ -65,11 +65,11 @@ WITHOUT_EFFECT: tuple[tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]
     (
         "--method other than sparsegpt, --solve none and --target self",
         lambda recipe, given: (
-            recipe.pruning.method != "sparsegpt" and (recipe.solve, recipe.pruning.target) == ("none", "self")
+            recipe.pruning.method != "sparsegpt" and (recipe.solve, recipe.target) == ("none", "self")
         ),
         ("damping",),
     ),
-    ("--target self", lambda recipe, given: recipe.pruning.target == "self", ("target_weight",)),
+    ("--target self", lambda recipe, given: recipe.target == "self", ("target_weight",)),
     (
         "--recover none",
         lambda recipe, given: recipe.recovery.recover == "none",
@@ -163,8 +163,8 @@ def prune(
             PRUNING,
             "How the kept weights are computed. none: as --method leaves them. sparsegpt: by SparseGPT's "
             "sweep. pcg: with the smallest error of the outputs, by conjugate gradients. admm: the same, and "
-            "the mask moves too. auto: admm, but none with --rotation none or --reference-compat, which "
-            "reproduce published methods. Default: by --quality, or auto.",
+            "the mask moves too. auto: admm, but none with --rotation none, --optimizer paper or "
+            "--reference-compat, which reproduce published methods. Default: by --quality, or auto.",
             choices=choices(config.Solver),
         ),
     ] = None,
@@ -173,7 +173,8 @@ def prune(
         option(
             PRUNING,
             "Outputs that a linear should have. self: its dense outputs on its inputs in the pruned model. "
-            "dense: nearer to its outputs in the dense model. Default: by --quality, or self.",
+            "dense: nearer to its outputs in the dense model. auto: dense, but self where --solve auto is "
+            "none. Default: by --quality, or auto.",
             choices=choices(config.Target),
         ),
     ] = None,

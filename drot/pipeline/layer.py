@@ -104,7 +104,7 @@ def prune_layer(
 
     The Hessian of an input group is computed after the groups before it are pruned. The figures are sparsity,
     output error and damping. The output error is that of the target, if the target is the dense model. A
-    linear that the recipe keeps dense is not changed.
+    linear with a sparsity of 0 is not changed.
 
     Args:
         layer: a decoder layer.
@@ -117,7 +117,7 @@ def prune_layer(
     config, linears, names = recipe.pruning, layer_linears(layer, arch), arch.linear_names(index)
     figures: dict[str, dict[str, Any]] = {}
     for roles in INPUT_GROUPS.values():
-        kept = [role for role in roles if config.keeps(names[role])]
+        kept = [role for role in roles if config.sparsity_for(names[role]).ratio == 0]
         figures |= {role: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for role in kept}
         if len(kept) == len(roles):
             continue
@@ -207,7 +207,7 @@ def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig, solver:
         outcome = sweep()
     if solver == "sparsegpt" and config.method != "sparsegpt":
         return sweep(removed=outcome.removed)
-    if solver in ("pcg", "admm") and sparsity.ratio > 0:
+    if solver in ("pcg", "admm"):
         damping = config.damping if outcome.damping is None else outcome.damping
         return solve_kept_weights(outcome, target, hessian, sparsity, solver=solver, damping=damping)
     return outcome

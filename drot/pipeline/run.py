@@ -133,7 +133,7 @@ class PruningRun:
     @property
     def _needs_dense_stream(self) -> bool:
         recipe = self.context.recipe
-        return recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
+        return recipe.target == "dense" or recipe.recovery.recover == "block"
 
     # ---- the pruning pass ----------------------------------------------------------------------
 
@@ -226,7 +226,7 @@ class PruningRun:
         run.event("prune", index)
         with run.clock("prune"):
             reference = None
-            if dense is not None and run.recipe.pruning.target == "dense":
+            if dense is not None and run.recipe.target == "dense":
                 inputs = dense.inputs.offloaded_copy()
                 if rotation is not None:
                     inputs.rotate(rotation.r1)

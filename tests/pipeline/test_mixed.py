@@ -81,7 +81,7 @@ def test_equal_settings_in_all_their_forms():
     }
     written = Recipe(pruning=PruningConfig(**MIXED)).to_dict()
     assert json.loads(json.dumps(written)) == written
-    assert PruningConfig(**written["pruning"]) == PruningConfig(**MIXED, solve="admm")
+    assert PruningConfig(**written["pruning"]) == PruningConfig(**MIXED, solve="admm", target="dense")
     assert PruningConfig().for_linear("layers.0.mlp.up_proj") == PruningConfig()
     one = PruningConfig(damping=0.1, **MIXED).for_linear("layers.1.mlp.down_proj")
     assert one == PruningConfig(damping=0.1, sparsity="4:8")

@@ -21,7 +21,9 @@ def recipe(method="wanda", mode="layer", rotation=(), **pruning):
     training = {} if mode == "none" else dict(steps=5)
     return Recipe(
         rotation=RotationConfig(mode=mode, **training, **dict(rotation)),
-        pruning=PruningConfig(method=method, **{"block_size": 16, "solve": "none"} | pruning),
+        pruning=PruningConfig(
+            method=method, **{"block_size": 16, "solve": "none", "target": "self"} | pruning
+        ),
         calibration=CalibrationConfig(seqlen=40),
     )
 

@@ -1,0 +1,62 @@
+"""The recipe: what `auto` stands for, and the qualities."""
+
+import json
+
+import pytest
+
+from drot.config import QUALITIES, PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.errors import UserError
+
+
+@pytest.mark.parametrize("sparsity", ["2:4", "0.5"])
+def test_the_objective_is_the_pruned_importance(sparsity):
+    pruning = PruningConfig(sparsity=sparsity)
+    assert Recipe(pruning=pruning).objective == "pruned"
+    assert Recipe(pruning=pruning, rotation=RotationConfig(objective="entropy")).objective == "entropy"
+
+
+@pytest.mark.parametrize(
+    ("rotation", "expected"),
+    [
+        (dict(), ("admm", "dense")),
+        (dict(mode="shared"), ("admm", "dense")),
+        (dict(mode="none"), ("none", "self")),
+        (dict(optimizer="paper"), ("none", "self")),
+        (dict(reference_compat=True), ("none", "self")),
+    ],
+)
+def test_a_published_method_is_not_changed_unless_that_is_asked_for(rotation, expected):
+    recipe = Recipe(rotation=RotationConfig(**rotation))
+    assert (recipe.solve, recipe.target) == expected
+    written = recipe.to_dict()["pruning"]
+    assert (written["solve"], written["target"]) == expected
+    asked = Recipe(rotation=recipe.rotation, pruning=PruningConfig(solve="pcg", target="dense"))
+    assert (asked.solve, asked.target) == ("pcg", "dense")
+
+
+@pytest.mark.parametrize("quality", QUALITIES)
+def test_a_quality_sets_three_fields_and_leaves_the_others(quality):
+    start = Recipe(
+        pruning=PruningConfig(method="wanda", target_weight=0.5), recovery=RecoveryConfig(recover_lr=0.1)
+    )
+    recipe = start.with_quality(quality)
+    found = (recipe.pruning.solve, recipe.pruning.target, recipe.recovery.recover)
+    assert found == tuple(QUALITIES[quality].values())
+    assert (recipe.pruning.method, recipe.pruning.target_weight) == ("wanda", 0.5)
+    assert recipe.recovery.recover_lr == 0.1
+    assert json.loads(json.dumps(recipe.to_dict())) == recipe.to_dict()
+
+
+def test_the_default_is_balanced():
+    assert Recipe().to_dict() == Recipe().with_quality("balanced").to_dict()
+
+
+def test_an_unknown_quality_is_refused():
+    with pytest.raises(UserError, match="`quality` must be one of fast, balanced, best; got 'good'"):
+        Recipe().with_quality("good")
+
+
+@pytest.mark.parametrize("weight", [0, -0.5, 1.5, float("nan")])
+def test_a_target_weight_outside_of_its_range_is_refused(weight):
+    with pytest.raises(UserError, match="`target_weight` must be"):
+        PruningConfig(target_weight=weight)
