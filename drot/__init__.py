@@ -10,12 +10,15 @@ from drot.version import __version__
 #: public name -> the module that defines it, which is imported at first use so that `import drot` is fast
 _PUBLIC = {
     "CalibrationConfig": "drot.config",
+    "FinetuneConfig": "drot.config",
+    "FinetuneResult": "drot.finetuning.finetune",
     "PruneResult": "drot.pipeline.prune",
     "PruningConfig": "drot.config",
     "Recipe": "drot.config",
     "RotationConfig": "drot.config",
     "Sparsity": "drot.config",
     "UserError": "drot.errors",
+    "finetune": "drot.finetuning.finetune",
     "load": "drot.checkpoint.load",
     "prune": "drot.pipeline.prune",
 }
