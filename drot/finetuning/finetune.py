@@ -30,12 +30,12 @@ from drot.pipeline.validation import check_tokens
 from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model, unpack_model
-from drot.sparse.quantization_config import QUANT_METHOD, format_of, quantization_config_of
+from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
 
 logger = logging.getLogger("drot")
 
 #: package → the versions with which drot is tested
-PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.1,<2"}
+PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.2,<2"}
 #: A model without a manifest counts as pruned from this share of zeros on.
 LEAST_ZEROS = 0.05
 
@@ -102,6 +102,7 @@ def finetune(
     packed = is_packed(loaded)
     if packed:
         unpack_model(loaded)
+        loaded.is_quantized = False  # the Trainer refuses a quantised model
     share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
     if manifest is None and share < LEAST_ZEROS:
         raise UserError(
@@ -115,6 +116,8 @@ def finetune(
     record = {"from": str(model), **record}
     if packed:
         pack_model(trained)
+    elif not config.keep_adapter:
+        describe_model(trained)
     manifest = manifest or {"format_version": FORMAT_VERSION, "base_model": str(model), "sparsity": share}
     manifest |= {} if config.keep_adapter else format_of(trained) | {"dtype": record["dtype"]}
     manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
@@ -136,9 +139,7 @@ def _check_packages(config: FinetuneConfig) -> None:
     needed = ["accelerate"] if config.full else ["accelerate", "peft"]
     if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
         install = " ".join(f"'{PACKAGES[name]}'" for name in missing)
-        raise UserError(
-            f"fine-tuning needs {' and '.join(missing)}, not installed here: pip install {install}"
-        )
+        raise UserError(f"fine-tuning needs the package {' and '.join(missing)}: pip install {install}")
 
 
 def _pick_device(device: str | torch.device) -> torch.device:
