@@ -35,7 +35,7 @@ from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format
 logger = logging.getLogger("drot")
 
 #: package → the versions with which drot is tested
-PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.2,<2"}
+PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.4,<2"}
 #: A model without a manifest counts as pruned from this share of zeros on.
 LEAST_ZEROS = 0.05
 
@@ -102,7 +102,7 @@ def finetune(
     packed = is_packed(loaded)
     if packed:
         unpack_model(loaded)
-        loaded.is_quantized = False  # the Trainer refuses a quantised model
+        loaded.is_quantized = False  # type: ignore[assignment]  # the Trainer refuses a quantised model
     share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
     if manifest is None and share < LEAST_ZEROS:
         raise UserError(
