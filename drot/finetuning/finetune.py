@@ -16,7 +16,7 @@ from torch import Tensor
 
 from drot.architectures import architecture_of, decoder_layers
 from drot.calibration.data import calibration_hash
-from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer
+from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
 from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.config import FinetuneConfig
@@ -109,10 +109,26 @@ def finetune(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
-    with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng():
-        trained, record = _train(
-            loaded, config, (sequences, held_out), Path(folder), cpu=target.type == "cpu", progress=progress
-        )
+    if wider := wider_dtypes(model, loaded.dtype):
+        logger.warning(
+            "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
+            model, ", ".join(wider), dtype_name(loaded.dtype), dtype_name(loaded.dtype),
+        )  # fmt: skip
+    try:
+        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng():
+            trained, record = _train(
+                loaded,
+                config,
+                (sequences, held_out),
+                Path(folder),
+                cpu=target.type == "cpu",
+                progress=progress,
+            )
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the GPU has too little memory for `batch_size`, {config.batch_size}, and sequences of "
+            f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
+        ) from None
     record = {"from": str(model), **record}
     if packed:
         pack_model(trained)
@@ -214,7 +230,10 @@ def _train(
         return math.log(value) if math.isfinite(value) else value
 
     before = held_out_loss(model)
-    check_loss(before, 0)
+    if not math.isfinite(before):
+        raise UserError(
+            f"the model's loss on the held-out text is {before}: its weights are damaged, prune again"
+        )
     set_seed(arguments.seed)
     reporter = Reporter(progress, config.resolved_lr)
     removed = removed_weights(model)

@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -105,7 +104,7 @@ def check_loss(loss: float, lr: float) -> None:
 def train(model: Any, sequences: Tensor, arguments: TrainingArguments, reporter: Reporter) -> None:
     """Trains the trainable weights of `model` on `sequences` [n, seqlen]. The model ends in eval mode.
 
-    Raises UserError for a loss that is not finite and for a GPU with too little memory.
+    Raises UserError for a loss that is not finite.
     """
     use_cache = model.config.use_cache
     rows = [{"input_ids": row, "labels": row} for row in sequences]
@@ -113,11 +112,6 @@ def train(model: Any, sequences: Tensor, arguments: TrainingArguments, reporter:
     trainer.remove_callback(PrinterCallback)
     try:
         trainer.train()
-    except torch.OutOfMemoryError:
-        raise UserError(
-            f"the GPU has too little memory for `batch_size`, {arguments.per_device_train_batch_size}, and "
-            f"sequences of `seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
-        ) from None
     finally:
         model.config.use_cache = use_cache  # the Trainer sets it to False, and a checkpoint would keep that
     trainer.accelerator.wait_for_everyone()

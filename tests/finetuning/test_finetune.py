@@ -261,6 +261,17 @@ def test_nothing_is_written_after_a_refusal(folder, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_damaged_model_is_refused(tmp_path):
+    folder = pruned(tmp_path / "pruned")
+    model = load_model(folder)
+    model.model.norm.weight.data.fill_(math.nan)
+    model.save_pretrained(folder)
+    with pytest.raises(
+        UserError, match="the model's loss on the held-out text is nan: its weights are damaged"
+    ):
+        run(folder, tmp_path / "out")
+
+
 def test_packed_weights_take_no_adapter(tmp_path):
     with pytest.raises(UserError, match="peft cannot open an adapter on packed weights"):
         run(pruned(tmp_path / "packed", "packed"), tmp_path / "out", keep_adapter=True)
