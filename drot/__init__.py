@@ -10,6 +10,8 @@ from drot.version import __version__
 #: public name -> the module that defines it, which is imported at first use so that `import drot` is fast
 _PUBLIC = {
     "CalibrationConfig": "drot.config",
+    "FinetuneConfig": "drot.config",
+    "FinetuneResult": "drot.finetuning.finetune",
     "PruneResult": "drot.pipeline.prune",
     "PruningConfig": "drot.config",
     "Recipe": "drot.config",
@@ -18,6 +20,7 @@ _PUBLIC = {
     "SensitivityResult": "drot.pipeline.sensitivity",
     "Sparsity": "drot.config",
     "UserError": "drot.errors",
+    "finetune": "drot.finetuning.finetune",
     "load": "drot.checkpoint.load",
     "prune": "drot.pipeline.prune",
     "sensitivity": "drot.pipeline.sensitivity",

@@ -51,6 +51,11 @@ def load_calibration(
             f"the calibration text must have more tokens than `seqlen`, {seqlen}; {source!r} has {len(ids)}: "
             "lower `seqlen` or give a longer text"
         )
+    return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=seed)
+
+
+def draw_sequences(ids: Tensor, *, nsamples: int, seqlen: int, seed: int) -> Tensor:
+    """Sequences [nsamples, seqlen] of the token ids [n], n > seqlen, which start at random positions."""
     generator = torch.Generator().manual_seed(seed)
     starts = [int(torch.randint(0, len(ids) - seqlen, (1,), generator=generator)) for _ in range(nsamples)]
     return torch.stack([ids[start : start + seqlen] for start in starts])

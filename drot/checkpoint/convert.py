@@ -22,7 +22,7 @@ def convert_checkpoint(path: str | Path, out: Path, format: str) -> dict[str, An
     """
     check_format(format)
     check_output(out)
-    manifest = read_manifest(path) if (Path(path) / MANIFEST).exists() else {}
+    manifest = read_manifest(path, recipe_needed=False) if (Path(path) / MANIFEST).exists() else {}
     tokenizer = None
     if has_tokenizer(path):
         tokenizer = load_tokenizer(path)

@@ -29,8 +29,11 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
     os.replace(part, path)
 
 
-def read_manifest(path: Path | str) -> dict[str, Any]:
-    """The manifest in the checkpoint folder `path`. Raises UserError if it is missing or broken."""
+def read_manifest(path: Path | str, *, recipe_needed: bool = True) -> dict[str, Any]:
+    """The manifest in the checkpoint folder `path`. Raises UserError if it is missing or broken.
+
+    recipe_needed: whether to refuse the manifest of a model that another program pruned and drot fine-tuned.
+    """
     file = Path(path) / MANIFEST
     try:
         manifest = json.loads(file.read_text(encoding="utf-8"))
@@ -44,6 +47,10 @@ def read_manifest(path: Path | str) -> dict[str, Any]:
             f"{file} must be of format_version {FORMAT_VERSION}, got {version}: "
             "use the version of drot that wrote it"
         )
+    if "recipe" not in manifest and "finetune" in manifest:
+        if recipe_needed:
+            raise UserError(f"{path} was pruned by another program and fine-tuned by drot: name its original")
+        return manifest
     if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
         raise UserError(f"{file} lacks {', '.join(missing)}: it was edited; copy the checkpoint again")
     return manifest

@@ -12,13 +12,14 @@ from typing import Annotated
 
 import typer
 
-from drot.cli import bench, convert, demo, evaluate, info, prune
+from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
 from drot.cli.options import FLAG
 from drot.errors import UserError
 from drot.version import __version__
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command(epilog=prune.EPILOG)(prune.prune)
+app.command(epilog=finetune.EPILOG)(finetune.finetune)
 app.command(name="eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command(epilog=convert.EPILOG)(convert.convert)
 app.command(epilog=bench.EPILOG)(bench.bench)
@@ -35,6 +36,8 @@ OPTIONS = {
     "save_rotations_to": "--save-rotations",
     "batches": "--batch",
 }
+#: command → options that replace those of OPTIONS in its messages
+COMMAND_OPTIONS = {"finetune": {"source": "--text"}}
 #: a field in the message of a UserError: `hessians`, `hessians="dense"`, `resume=True`, `layers_per_step=4`
 FIELD = re.compile(r"`(\w+)(?:=(?:\"([^\"`]*)\"|(\w+)))?`")
 
@@ -71,7 +74,7 @@ def run(arguments: list[str]) -> int:
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
     except Exception as error:
-        status, message = describe(error, debug)
+        status, message = describe(error, debug, command=next(iter(arguments)))
         if debug:
             traceback.print_exc()
         print(f"drot: {' '.join(message.split())}", file=sys.stderr)
@@ -81,10 +84,10 @@ def run(arguments: list[str]) -> int:
     return status
 
 
-def describe(error: Exception, debug: bool) -> tuple[int, str]:
-    """The exit status and the message of an exception."""
+def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str]:
+    """The exit status and the message of an exception in a command."""
     if isinstance(error, UserError):
-        return 2, in_options(str(error))
+        return 2, in_options(str(error), command)
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
@@ -92,12 +95,13 @@ def describe(error: Exception, debug: bool) -> tuple[int, str]:
     return 1, f"{type(error).__name__}: {error}{'' if debug else ' (--debug shows where)'}"
 
 
-def in_options(message: str) -> str:
+def in_options(message: str, command: str = "") -> str:
     """A message of the library with options for its fields: --hessians dense for `hessians="dense"`."""
+    options = OPTIONS | COMMAND_OPTIONS.get(command, {})
 
     def option(match: re.Match[str]) -> str:
         name, text, value = match.groups()
-        flag = OPTIONS.get(name, "--" + name.replace("_", "-"))
+        flag = options.get(name, "--" + name.replace("_", "-"))
         value = text if value is None else value
         return flag if value in (None, "True") else f"{flag} {value}"
 

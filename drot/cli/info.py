@@ -15,11 +15,11 @@ EPILOG = "Example: drot info llama-2of4"
 
 def info(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="A checkpoint that drot prune wrote.")
+        Path | None, typer.Argument(metavar="FOLDER", help="A checkpoint that drot wrote.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the versions, backends and GPUs of this machine; or, with FOLDER, how that model was pruned."""
+    """Show the versions, backends and GPUs of this machine; or, with FOLDER, how that model was made."""
     if folder is None:
         from drot.environment import collect
 
@@ -34,7 +34,7 @@ def info(
     if not folder.is_dir():
         reason = "is a file" if folder.exists() else "does not exist"
         raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
-    data = read_manifest(folder)
+    data = read_manifest(folder, recipe_needed=False)
     if as_json:
         print_json(data)
         return

@@ -1,6 +1,7 @@
 """Progress on stderr: a bar if stderr is a terminal, otherwise lines."""
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -63,7 +64,7 @@ class BarProgress:
             return event.step, event.steps, f"window {event.step}/{event.steps}"
         if event.phase == "measure":
             return event.step, event.steps, f"case {event.step}/{event.steps}"
-        if event.phase == "rotate" and self.shared:
+        if event.phase == "finetune" or (event.phase == "rotate" and self.shared):
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
         layer = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""
         reached = self.completed if self.total == event.layers else 0.0
@@ -78,7 +79,7 @@ class BarProgress:
 
 
 class LineProgress:
-    """One line for each training, each pruned layer, each evaluation and each case of a measurement."""
+    """One line for each training, pruned layer, evaluation, tenth of a fine-tuning and measured case."""
 
     def __init__(self, console: Console, *, shared: bool = False, label: str = "loss") -> None:
         self.console, self.shared, self.label = console, shared, label
@@ -106,6 +107,9 @@ class LineProgress:
                 )
             elif event.phase == "sensitivity":
                 self._line(f"layer {event.layer + 1}/{event.layers}: output errors")
+            elif event.phase == "finetune" and event.step in _tenths(event.steps):
+                loss = "" if event.loss is None else f", {self.label} {event.loss:.4g}"
+                self._line(f"fine-tuning step {event.step}/{event.steps}{loss}")
             elif event.phase == "evaluate" and event.step == event.steps:
                 self._line(f"evaluated {event.steps} windows")
             elif event.phase == "measure":
@@ -136,3 +140,8 @@ class LineProgress:
         """Prints `text` with the seconds since the start."""
         seconds = time.perf_counter() - self.started
         self.console.print(f"{text} ({seconds:.0f} s)", markup=False, soft_wrap=True)
+
+
+def _tenths(steps: int) -> set[int]:
+    """The steps at which a tenth, two tenths and so on of all steps are done."""
+    return {math.ceil(steps * tenth / 10) for tenth in range(1, 11)}

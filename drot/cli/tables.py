@@ -22,6 +22,9 @@ def print_line(line: str) -> None:
 
 def print_manifest(manifest: dict[str, Any]) -> None:
     """Prints a few lines about the run, and a table with a row for each layer."""
+    if "recipe" not in manifest:
+        _print_pruned_elsewhere(manifest)
+        return
     recipe = manifest["recipe"]
     pruning, rotation, calibration = recipe["pruning"], recipe["rotation"], recipe["calibration"]
     console = output()
@@ -43,6 +46,8 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
     if manifest["relative_logit_error"] is not None:
         facts.add_row("invariance", f"relative logit error {manifest['relative_logit_error']:.1e}")
+    for record in manifest.get("finetune", []):
+        facts.add_row("fine-tuning", finetune_line(record))
     facts.add_row("opens as", f"{_opens_as(manifest)}, {manifest['dtype']}")
     facts.add_row("took", f"{manifest['seconds']['total']:.1f} s on {manifest['device']}")
     console.print(facts)
@@ -58,12 +63,39 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     console.print(table)
 
 
+def _print_pruned_elsewhere(manifest: dict[str, Any]) -> None:
+    """Prints the manifest of a model that drot has fine-tuned but not pruned."""
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_row("model", str(manifest["base_model"]))
+    facts.add_row("pruning", "by another program")
+    facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
+    for record in manifest["finetune"]:
+        facts.add_row("fine-tuning", finetune_line(record))
+    facts.add_row("opens as", f"{_opens_as(manifest)}, {manifest['finetune'][-1]['dtype']}")
+    output().print(facts)
+
+
+def finetune_line(record: dict[str, Any]) -> str:
+    """The settings and the figures of a fine-tuning."""
+    settings, text, held_out = record["settings"], record["text"], record["held_out"]
+    kind = f"LoRA r {settings['rank']}" if record["method"] == "lora" else "all kept weights"
+    perplexity = _change(held_out["perplexity_before"], held_out["perplexity_after"])
+    return (
+        f"{kind}, lr {settings['lr']:g}, {record['steps']} steps, {text['shape'][0]} x {text['shape'][1]} "
+        f"tokens of {text['source']}; held-out perplexity {perplexity}; {record['seconds']:.0f} s"
+    )
+
+
 def _opens_as(manifest: dict[str, Any]) -> str:
     """Whether the checkpoint needs drot to be opened, and what for."""
+    for record in manifest.get("finetune", [])[-1:]:
+        if record["settings"].get("keep_adapter"):
+            return f"an adapter for peft on top of {record['from']}"
     if manifest["stock_architecture"]:
         return "stock architecture"
     packed = ["packed 2:4 weights"] if manifest.get("format") == "packed" else []
-    rotated = ["boundary rotations"] if manifest["recipe"]["rotation"]["mode"] == "layer" else []
+    mode = manifest["recipe"]["rotation"]["mode"] if "recipe" in manifest else "none"
+    rotated = ["boundary rotations"] if mode == "layer" else []
     return f"{', '.join(packed + rotated)}; needs drot"
 
 

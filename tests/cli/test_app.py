@@ -11,7 +11,7 @@ from drot.cli import app as cli
 from drot.cli.app import FIELD, OPTIONS, in_options
 
 PACKAGE = Path(drot.__file__).resolve().parent
-COMMANDS = ("prune", "eval", "convert", "bench", "info", "demo")
+COMMANDS = ("prune", "finetune", "eval", "convert", "bench", "info", "demo")
 
 
 def test_version(capsys):
@@ -75,6 +75,11 @@ def test_the_shell_completes_choices(option, typed, offered):
 )
 def test_fields_are_shown_as_options(message, shown):
     assert in_options(message) == shown
+
+
+def test_a_command_may_have_its_own_option_for_a_field():
+    assert in_options("`source` must be c4", "finetune") == "--text must be c4"
+    assert in_options("`source` must be c4", "prune") == "--calibration must be c4"
 
 
 def test_every_field_that_a_message_names_has_an_option():

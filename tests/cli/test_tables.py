@@ -120,6 +120,14 @@ def test_lines_of_a_shared_rotation():
     assert lines(events, shared=True) == ["all layers: rotated, loss 4 -> 3 in 1 steps"]
 
 
+def test_a_fine_tuning_has_a_line_for_each_tenth():
+    events = [ProgressEvent(phase="finetune", step=i, steps=40, loss=4 - i / 40) for i in range(1, 41)]
+    shown = lines([ProgressEvent(phase="evaluate", step=3, steps=3), *events])
+    assert shown[:2] == ["evaluated 3 windows", "fine-tuning step 4/40, loss 3.9"]
+    assert len(shown) == 11 and shown[-1] == "fine-tuning step 40/40, loss 3"
+    assert lines(events[:3]) == [] and positions(events) == [step / 40 for step in range(1, 41)]
+
+
 @pytest.mark.parametrize("width", [80, 100])
 def test_table_of_a_shared_rotation(monkeypatch, width):
     """The table shows dense Hessians, and the figures of the only training as means over the layers."""

@@ -34,6 +34,7 @@ ROOMS = [
     "checkpoint",
     "pipeline",
     "evaluation",
+    "finetuning",
     "bench",
     "demo",
     "cli",
@@ -126,7 +127,9 @@ import drot
 print(time.perf_counter() - start, *sorted({name.partition(".")[0] for name in sys.modules}))
 """
     seconds, *loaded = python(code).split()
-    assert not {"transformers", "datasets", "rich", "typer", "safetensors"} & set(loaded)
+    assert not {"transformers", "datasets", "rich", "typer", "safetensors", "peft", "accelerate"} & set(
+        loaded
+    )
     assert float(seconds) < 1
 
 

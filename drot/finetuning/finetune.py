@@ -1,0 +1,294 @@
+"""`drot.finetune`, which trains a pruned checkpoint and writes a checkpoint with the same zeros."""
+
+import importlib.util
+import logging
+import math
+import os
+import tempfile
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drot.architectures import architecture_of, decoder_layers
+from drot.calibration.data import calibration_hash
+from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
+from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
+from drot.checkpoint.save import check_output, save_checkpoint
+from drot.config import FinetuneConfig
+from drot.devices import dtype_name, pick_device
+from drot.environment import device_name, versions
+from drot.errors import UserError
+from drot.evaluation.perplexity import check_windows, perplexity
+from drot.finetuning.masks import choose_full, frozen_zeros, removed_weights, round_weights
+from drot.finetuning.text import split_text
+from drot.pipeline.validation import check_tokens
+from drot.progress import Progress, ProgressEvent, silent
+from drot.sparse.linear import is_packed
+from drot.sparse.packed import pack_model, unpack_model
+from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
+
+logger = logging.getLogger("drot")
+
+#: package → the versions with which drot is tested
+PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.4,<2"}
+#: A model without a manifest counts as pruned from this share of zeros on.
+LEAST_ZEROS = 0.05
+
+
+@dataclass(frozen=True)
+class FinetuneResult:
+    """The result of `drot.finetune`.
+
+    model: the fine-tuned model. With `keep_adapter`, a PeftModel around the pruned model.
+    manifest: the content of drot.json. The last entry of its list `finetune` is this run.
+    out: the folder of the checkpoint; None if no checkpoint was written.
+    """
+
+    model: Any
+    manifest: dict[str, Any]
+    out: Path | None
+
+
+def finetune(
+    model: str | Path,
+    config: FinetuneConfig | None = None,
+    *,
+    out: str | Path | None = None,
+    tokenizer: Any = None,
+    tokens: Tensor | None = None,
+    device: str | torch.device = "auto",
+    progress: Progress = silent,
+) -> FinetuneResult:
+    """Trains a pruned model by LoRA or, with `full=True`, all its kept weights. Its zeros stay zeros.
+
+    The result has the format and the dtype of `model`: packed or dense, with or without rotations, which are
+    not trained. Under `accelerate launch`, every process trains on its share of the sequences, and the main
+    process writes.
+
+    Raises UserError for a mistake in the input, a model without pruned weights, and a training that
+    diverges. Nothing is then written to `out`.
+
+    Args:
+        model: a folder that `drot prune` wrote, or any model of a supported family with at least 5 % zeros in
+            the linears of its decoder layers.
+        config: the settings; None is `FinetuneConfig()`.
+        out: the folder of the checkpoint, which must be new or empty. None writes no checkpoint.
+        tokenizer: the tokenizer for the text; None is the tokenizer of `model`.
+        tokens: token ids [n, seqlen], which replace the text; the last `held_out` rows are held out.
+        device: `auto`, `cpu` or `cuda`.
+        progress: the callback for ProgressEvents.
+    """
+    config = config or FinetuneConfig()
+    out = None if out is None else Path(out)
+    if out is not None:
+        check_output(out)
+    _check_packages(config)
+    target = _pick_device(device)
+    manifest = _manifest_of(model)
+    _check_config(load_config(model), config)
+    if tokenizer is None and has_tokenizer(model):
+        tokenizer = load_tokenizer(model)
+    if tokenizer is None and tokens is None:
+        raise UserError(f"{model} holds no tokenizer: copy the tokenizer's files of its base model into it")
+    sequences, held_out = split_text(config, tokenizer, tokens)
+    loaded = load_model(model)
+    check_tokens(sequences, loaded.config)
+    check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
+    packed = is_packed(loaded)
+    if packed:
+        unpack_model(loaded)
+        loaded.is_quantized = False  # type: ignore[assignment]  # the Trainer refuses a quantised model
+    share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
+    if manifest is None and share < LEAST_ZEROS:
+        raise UserError(
+            f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
+            f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
+        )
+    if wider := wider_dtypes(model, loaded.dtype):
+        logger.warning(
+            "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
+            model, ", ".join(wider), dtype_name(loaded.dtype), dtype_name(loaded.dtype),
+        )  # fmt: skip
+    try:
+        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng():
+            trained, record = _train(
+                loaded,
+                config,
+                (sequences, held_out),
+                Path(folder),
+                cpu=target.type == "cpu",
+                progress=progress,
+            )
+    except torch.OutOfMemoryError:
+        raise UserError(
+            f"the GPU has too little memory for `batch_size`, {config.batch_size}, and sequences of "
+            f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
+        ) from None
+    record = {"from": str(model), **record}
+    if packed:
+        pack_model(trained)
+    elif not config.keep_adapter:
+        describe_model(trained)
+    manifest = manifest or {"format_version": FORMAT_VERSION, "base_model": str(model), "sparsity": share}
+    manifest |= {} if config.keep_adapter else format_of(trained) | {"dtype": record["dtype"]}
+    manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
+    if out is not None and is_main_process():
+        progress(ProgressEvent(phase="save"))
+        save_checkpoint(trained, tokenizer, manifest, out)
+    return FinetuneResult(trained, manifest, out)
+
+
+def is_main_process() -> bool:
+    """Whether this process prints and writes. The others of `accelerate launch` only train."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+# ---- checks ------------------------------------------------------------------------------------------
+
+
+def _check_packages(config: FinetuneConfig) -> None:
+    needed = ["accelerate"] if config.full else ["accelerate", "peft"]
+    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+        install = " ".join(f"'{PACKAGES[name]}'" for name in missing)
+        raise UserError(f"fine-tuning needs the package {' and '.join(missing)}: pip install {install}")
+
+
+def _pick_device(device: str | torch.device) -> torch.device:
+    target = pick_device(device)
+    if target.type == "cuda" and target.index:
+        raise UserError(
+            f"`device` must be auto, cpu or cuda for fine-tuning; got {target}: choose GPUs with the "
+            "environment variable CUDA_VISIBLE_DEVICES"
+        )
+    return target
+
+
+def _manifest_of(model: str | Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint that drot wrote; None for another model."""
+    if not (Path(model) / MANIFEST).exists():
+        return None
+    return read_manifest(model, recipe_needed=False)
+
+
+def _check_config(model_config: Any, config: FinetuneConfig) -> None:
+    """Raises UserError for a model that cannot be fine-tuned, before its weights are loaded."""
+    architecture_of(model_config)
+    quantised = quantization_config_of(model_config)
+    if quantised and (method := quantised.get("quant_method")) != QUANT_METHOD:
+        raise UserError(f"this model is quantised ({method}): fine-tune its unquantised original")
+    if quantised.get("packed") and config.keep_adapter:
+        raise UserError(
+            "peft cannot open an adapter on packed weights: leave out `keep_adapter`, or make the model "
+            "dense with drot convert"
+        )
+
+
+# ---- training ----------------------------------------------------------------------------------------
+
+
+def _train(
+    model: Any,
+    config: FinetuneConfig,
+    texts: tuple[Tensor, Tensor],
+    folder: Path,
+    *,
+    cpu: bool,
+    progress: Progress,
+) -> tuple[Any, dict[str, Any]]:
+    """The trained model in its own dtype, and the record of the run.
+
+    Args:
+        model: the pruned model with dense weights, on the CPU.
+        config: the settings.
+        texts: training sequences [n, seqlen] and held-out sequences [h, seqlen].
+        folder: a temporary folder.
+        cpu: whether to train on the CPU.
+        progress: the callback for ProgressEvents.
+    """
+    from transformers import set_seed
+
+    from drot.finetuning.train import Reporter, check_loss, train, training_arguments
+
+    started = time.perf_counter()
+    sequences, held_out = texts
+    dtype = model.dtype
+    autocast = not cpu and dtype != torch.float32 and torch.cuda.is_bf16_supported()
+    arguments = training_arguments(config, len(sequences), folder, cpu=cpu, autocast=autocast)
+    device = arguments.device
+    if device.type == "cpu" or config.full or not autocast:
+        for parameter in model.parameters():  # model.float() would also cast buffers
+            parameter.data = parameter.data.float()
+    model.to(device)
+
+    def held_out_loss(model: Any) -> float:
+        value = perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress)
+        return math.log(value) if math.isfinite(value) else value
+
+    before = held_out_loss(model)
+    if not math.isfinite(before):
+        raise UserError(
+            f"the model's loss on the held-out text is {before}: its weights are damaged, prune again"
+        )
+    set_seed(arguments.seed)
+    reporter = Reporter(progress, config.resolved_lr)
+    removed = removed_weights(model)
+    if config.full:
+        choose_full(model)
+        trained_weights = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
+        with frozen_zeros(model, removed):
+            train(model, sequences, arguments, reporter)
+    else:
+        from drot.finetuning.adapter import add_adapter, merge_adapter
+
+        removed = {name: mask.cpu() for name, mask in removed.items()}  # not needed during the training
+        adapted: Any = add_adapter(model, config)
+        trained_weights = _trainable(adapted)
+        train(adapted, sequences, arguments, reporter)
+        model = adapted if config.keep_adapter else merge_adapter(adapted)
+    if not config.keep_adapter:
+        round_weights(model, removed, dtype)
+    after = held_out_loss(model)
+    check_loss(after, config.resolved_lr)
+    if after > before:
+        logger.warning(
+            "the model is worse on the held-out text after the fine-tuning: its loss rose from %.4f to %.4f. "
+            "Lower the learning rate or the epochs, or take more text",
+            before, after,
+        )  # fmt: skip
+    if not config.keep_adapter:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    settings = {name: value for name, value in config.to_dict().items() if name != "text"}
+    text = config.to_dict()["text"] | {"sha256": calibration_hash(sequences), "shape": list(sequences.shape)}
+    packages = {name: metadata.version(name) for name in (("accelerate",) if config.full else PACKAGES)}
+    record = {
+        "method": config.method,
+        "settings": settings | {"warmup_steps": arguments.warmup_steps},
+        "text": text,
+        "trained_weights": trained_weights,
+        "steps": arguments.max_steps,
+        "processes": arguments.world_size,
+        "loss_curve": [list(point) for point in reporter.curve],
+        "held_out": {
+            "sha256": calibration_hash(held_out),
+            "shape": list(held_out.shape),
+            "loss_before": before,
+            "loss_after": after,
+            "perplexity_before": math.exp(before),
+            "perplexity_after": math.exp(after),
+        },
+        "dtype": dtype_name(dtype),
+        "device": device_name(device),
+        "versions": versions() | packages,
+        "seconds": time.perf_counter() - started,
+    }
+    return model, record
+
+
+def _trainable(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -1,0 +1,38 @@
+"""The sequences of a fine-tuning: those that it trains on, and those that are held out."""
+
+from typing import Any
+
+from torch import Tensor
+
+from drot.calibration.data import as_token_ids, draw_sequences, read_text, tokenize
+from drot.config import FinetuneConfig
+from drot.errors import UserError
+
+
+def split_text(config: FinetuneConfig, tokenizer: Any, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Training sequences [nsamples, seqlen] and held-out sequences [held_out, seqlen] of token ids.
+
+    The held-out sequences are the end of the text, one after the other. The training sequences start at
+    random positions before them, as in `load_calibration`. With `tokens` [n, seqlen], the last rows are held
+    out, and the others are the training sequences.
+
+    Raises UserError for a text that is missing, unreadable or too short.
+    """
+    held_out, text = config.held_out, config.text
+    if tokens is not None:
+        rows = as_token_ids(tokens)
+        if len(rows) <= held_out:
+            raise UserError(
+                f"`tokens` must have more rows than `held_out`, {held_out}; got {len(rows)}: lower `held_out`"
+            )
+        return rows[:-held_out], rows[-held_out:]
+    needed = (text.nsamples + held_out) * text.seqlen
+    ids = tokenize(read_text(text.source, "train", text.text_column, max_tokens=needed), tokenizer)
+    reserved = held_out * text.seqlen
+    if len(ids) <= reserved + text.seqlen:
+        raise UserError(
+            f"the training text must have more than {reserved + text.seqlen} tokens, for {held_out} held-out "
+            f"sequences and one to train on; {text.source!r} has {len(ids)}: lower `held_out` or `seqlen`"
+        )
+    training = draw_sequences(ids[:-reserved], nsamples=text.nsamples, seqlen=text.seqlen, seed=text.seed)
+    return training, ids[-reserved:].reshape(held_out, text.seqlen)

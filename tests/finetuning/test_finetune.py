@@ -1,0 +1,401 @@
+"""drot.finetune: the zeros that stay, the written files, the record, the refusals and the command line."""
+
+import dataclasses
+import inspect
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+from transformers import AutoModelForCausalLM
+
+import drot
+from drot import CalibrationConfig, FinetuneConfig, PruningConfig, Recipe, RotationConfig
+from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.load import load_model, load_tokenizer
+from drot.checkpoint.manifest import read_manifest
+from drot.cli import app as cli
+from drot.cli.finetune import finetune as finetune_command
+from drot.config import FINETUNE_LR
+from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.errors import UserError
+from drot.finetuning import finetune as module
+from drot.sparse.linear import is_packed
+from drot.sparse.packed import unpack_model
+
+#: kind of checkpoint → arguments of drot.prune
+KINDS = {
+    "dense": dict(rotation=RotationConfig(mode="none")),
+    "rotated": dict(rotation=RotationConfig(steps=2)),
+    "residual": dict(rotation=RotationConfig(steps=2, hessians="dense", boundary="residual")),
+    "packed": dict(rotation=RotationConfig(mode="none"), format="packed"),
+    "packed-rotated": dict(rotation=RotationConfig(steps=2), format="packed"),
+}
+#: settings with which a few steps change every linear, LoRA's B included
+QUICK = dict(lr=1e-2, batch_size=2, held_out=2, warmup_steps=0)
+
+
+#: the pairs of a kind and `full` that `make check` tests too
+QUICKLY_TESTED = [("dense", False), ("rotated", True), ("packed-rotated", False)]
+
+
+def tokens():
+    return random_tokens(10, 24)
+
+
+def pruned(folder, kind="dense", family="llama-biased", dtype=torch.bfloat16):
+    """A 2:4 checkpoint of a small random model."""
+    options = dict(KINDS[kind])
+    recipe = Recipe(
+        rotation=options.pop("rotation"), pruning=PruningConfig(method="magnitude", sparsity="2:4")
+    )
+    model = small_model(family, dtype=dtype, num_hidden_layers=2)
+    drot.prune(model, recipe, calibration=tokens()[:4], device="cpu", out=folder, **options)
+    return folder
+
+
+def tensors(folder):
+    """The tensors of a checkpoint, with packed weights made dense."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    if is_packed(model):
+        unpack_model(model)
+    return model.state_dict()
+
+
+def run(folder, out, **settings):
+    return drot.finetune(folder, FinetuneConfig(**(QUICK | settings)), out=out, tokens=tokens(), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("kind", "full"),
+    [
+        pytest.param(kind, full, marks=() if (kind, full) in QUICKLY_TESTED else pytest.mark.slow)
+        for kind in KINDS
+        for full in (False, True)
+    ],
+)
+def test_the_result_is_of_the_same_kind_with_the_same_zeros(tmp_path, kind, full):
+    folder = pruned(tmp_path / "pruned", kind)
+    result = run(folder, tmp_path / "out", full=full)
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name, weight in before.items():
+        pruned_linear = name.endswith("_proj.weight")
+        trained = pruned_linear or (full and name.endswith(("norm.weight", "_proj.bias")))
+        assert after[name].dtype == torch.bfloat16
+        assert torch.equal(weight, after[name]) != trained, name
+        if pruned_linear:
+            assert torch.equal(weight == 0, after[name] == 0), name
+            assert int((weight == 0).sum()) == weight.numel() // 2
+    configs = [json.loads((path / "config.json").read_text()) for path in (folder, tmp_path / "out")]
+    assert configs[0] == configs[1]
+    assert {file.name for file in folder.iterdir()} == {file.name for file in (tmp_path / "out").iterdir()}
+    saved, loaded = drot.load(folder, device="cpu"), drot.load(tmp_path / "out", device="cpu")
+    assert is_packed(saved) == is_packed(loaded) == kind.startswith("packed")
+    torch.testing.assert_close(result.model(tokens()).logits, loaded(tokens()).logits, atol=0.05, rtol=0.05)
+    assert read_manifest(tmp_path / "out") == result.manifest
+
+
+def test_the_record(tmp_path):
+    folder = pruned(tmp_path / "pruned", "rotated")
+    first = run(folder, tmp_path / "one", epochs=2).manifest
+    second = run(tmp_path / "one", tmp_path / "two", full=True, lr=1e-4).manifest
+    base = read_manifest(folder)
+    assert {name: value for name, value in second.items() if name != "finetune"} == base
+    assert second["finetune"][0] == first["finetune"][0] and len(second["finetune"]) == 2
+    lora, full = second["finetune"]
+    assert (lora["from"], full["from"]) == (str(folder), str(tmp_path / "one"))
+    assert (lora["steps"], full["steps"], lora["processes"]) == (8, 4, 1)
+    assert lora["settings"]["rank"] == 8 and "rank" not in full["settings"]
+    assert lora["settings"]["warmup_steps"] == 0 and lora["settings"]["lr"] == 1e-2
+    assert lora["text"]["shape"] == [8, 24] and lora["held_out"]["shape"] == [2, 24]
+    assert [step for step, _ in lora["loss_curve"]] == list(range(1, 9))
+    assert lora["loss_curve"][-1][1] < lora["loss_curve"][0][1]
+    assert {"drot", "torch", "transformers", "python", "peft", "accelerate"} == lora["versions"].keys()
+    for record in second["finetune"]:
+        held_out = record["held_out"]
+        assert held_out["perplexity_after"] == pytest.approx(math.exp(held_out["loss_after"]))
+    # the second run started from the file of the first, so the figures agree
+    assert full["held_out"]["loss_before"] == pytest.approx(lora["held_out"]["loss_after"], rel=1e-6)
+    linears = [w for n, w in tensors(folder).items() if n.endswith("_proj.weight")]
+    kept = sum(int((w != 0).sum()) for w in linears)
+    others = sum(w.numel() for n, w in tensors(folder).items() if n.endswith(("norm.weight", "_proj.bias")))
+    assert full["trained_weights"] == kept + others
+    assert lora["trained_weights"] == sum(8 * (w.shape[0] + w.shape[1]) for w in linears)
+
+
+def test_the_figures_are_of_the_written_model(tmp_path):
+    """The held-out loss is measured after the merge and the rounding, not before."""
+    folder = pruned(tmp_path / "pruned")
+    held_out = run(folder, tmp_path / "out").manifest["finetune"][-1]["held_out"]
+    for path, figure in ((folder, "loss_before"), (tmp_path / "out", "loss_after")):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        rows = tokens()[-2:]
+        assert float(model(rows, labels=rows).loss.detach()) == pytest.approx(held_out[figure], rel=1e-5)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+def test_the_same_command_gives_the_same_bytes(tmp_path, full):
+    folder = pruned(tmp_path / "pruned")
+    for name in ("one", "two"):
+        torch.manual_seed(ord(name[0]))
+        before = torch.get_rng_state()
+        run(folder, tmp_path / name, full=full)
+        assert torch.equal(torch.get_rng_state(), before)
+    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
+    assert one == two
+
+
+@pytest.mark.slow
+def test_gradient_checkpointing_and_accumulation_change_no_weight_by_more_than_rounding(tmp_path):
+    folder = pruned(tmp_path / "pruned", "residual", dtype=torch.float32)
+    plain = run(folder, None, lr=1e-3, dropout=0.0).model
+    for settings in (dict(gradient_checkpointing=True), dict(batch_size=1, accumulation=2)):
+        other = run(folder, None, lr=1e-3, dropout=0.0, **settings).model
+        for one, two in zip(plain.parameters(), other.parameters(), strict=True):
+            torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-3)
+
+
+def test_a_kept_adapter_opens_with_peft_on_top_of_the_pruned_model(tmp_path, capsys):
+    from peft import PeftModel
+
+    folder = pruned(tmp_path / "pruned", "rotated")
+    result = run(folder, tmp_path / "adapter", keep_adapter=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    base = model(tokens()).logits
+    opened = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    torch.testing.assert_close(opened(tokens()).logits, result.model(tokens()).logits)
+    assert not torch.allclose(opened(tokens()).logits, base, atol=1e-3)
+    assert not (tmp_path / "adapter" / "model.safetensors").exists()
+    assert cli.run(["info", str(tmp_path / "adapter")]) == 0
+    assert f"an adapter for peft on top of {folder}" in " ".join(capsys.readouterr().out.split())
+
+
+def elsewhere(folder, share=0.5):
+    """A model that another program pruned: zeros, and no manifest."""
+    model = small_model("qwen3", num_hidden_layers=2)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("_proj.weight"):
+                weight.masked_fill_(torch.rand_like(weight) < share, 0)
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_that_another_program_pruned(tmp_path, capsys):
+    folder, out = elsewhere(tmp_path / "pruned"), tmp_path / "out"
+    run(folder, out)
+    before, after = tensors(folder), tensors(out)
+    assert all(torch.equal(before[name] == 0, after[name] == 0) for name in before)
+    assert cli.run(["info", str(out)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "pruning by another program" in shown and "fine-tuning LoRA r 8, lr 0.01, 4 steps" in shown
+    run(out, tmp_path / "again")
+    assert len(read_manifest(tmp_path / "again", recipe_needed=False)["finetune"]) == 2
+    with pytest.raises(UserError, match="was pruned by another program and fine-tuned by drot"):
+        drot.prune(out)
+    with pytest.raises(UserError, match=r"holds no drot.json, and 2.\d% of the linear weights"):
+        run(elsewhere(tmp_path / "dense", share=0.02), tmp_path / "refused")
+
+
+def test_a_fine_tuned_checkpoint_is_converted_with_its_record(tmp_path):
+    run(pruned(tmp_path / "pruned", "rotated"), tmp_path / "out")
+    manifest = convert_checkpoint(tmp_path / "out", tmp_path / "packed", "packed")
+    assert manifest["format"] == "packed" and len(manifest["finetune"]) == 1
+
+
+def test_a_rise_of_the_held_out_loss_is_logged(tmp_path, caplog):
+    """The model learns to repeat one token, which the held-out rows do not hold."""
+    rows = random_tokens(10, 24, vocab=90)
+    rows[:-2] = 95
+    result = drot.finetune(
+        pruned(tmp_path / "pruned"), FinetuneConfig(**QUICK, epochs=3), tokens=rows, device="cpu"
+    )
+    held_out = result.manifest["finetune"][-1]["held_out"]
+    assert held_out["loss_after"] > held_out["loss_before"]
+    assert "the model is worse on the held-out text after the fine-tuning" in caplog.text
+
+
+# ---- refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return pruned(tmp_path_factory.mktemp("checkpoints") / "pruned")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(rank=0), "`rank` must be a whole number of at least 1; got 0"),
+        (dict(alpha=0), "`alpha` must be a finite number above 0; got 0"),
+        (dict(dropout=1.0), "`dropout` must be below 1; got 1.0"),
+        (dict(lr=math.nan), "`lr` must be a finite number above 0; got nan"),
+        (dict(held_out=0), "`held_out` must be a whole number of at least 1; got 0"),
+        (dict(warmup_steps=-1), "`warmup_steps` must be a whole number of at least 0; got -1"),
+        (dict(full=True, keep_adapter=True), "`full=True` trains no adapter"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(UserError, match=message):
+        FinetuneConfig(**settings)
+
+
+def test_nothing_is_written_after_a_refusal(folder, tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with pytest.raises(UserError, match=r"the training diverged: the loss is nan with `lr`, 1e\+30: lower"):
+        run(folder, out, lr=1e30)
+    with pytest.raises(UserError, match="must have more rows than `held_out`, 10; got 10"):
+        run(folder, out, held_out=10)
+    with pytest.raises(UserError, match="must be auto, cpu or cuda"):
+        drot.finetune(folder, out=out, tokens=tokens(), device="tpu")
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        drot.finetune(folder, out=out)
+    with pytest.raises(UserError, match=r"must be in \[0, 96\), the model's vocabulary"):
+        drot.finetune(folder, FinetuneConfig(held_out=1), out=out, tokens=tokens() + 90, device="cpu")
+    with pytest.raises(UserError, match="is not an empty folder"):
+        run(folder, folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_model_is_refused(tmp_path):
+    folder = pruned(tmp_path / "pruned")
+    model = load_model(folder)
+    model.model.norm.weight.data.fill_(math.nan)
+    model.save_pretrained(folder)
+    with pytest.raises(
+        UserError, match="the model's loss on the held-out text is nan: its weights are damaged"
+    ):
+        run(folder, tmp_path / "out")
+
+
+def test_packed_weights_take_no_adapter(tmp_path):
+    with pytest.raises(UserError, match="peft cannot open an adapter on packed weights"):
+        run(pruned(tmp_path / "packed", "packed"), tmp_path / "out", keep_adapter=True)
+
+
+def test_a_quantised_model_is_refused(tmp_path):
+    folder = pruned(tmp_path / "pruned")
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
+    file.write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"this model is quantised \(gptq\)"):
+        run(folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize(("full", "missing"), [(False, "accelerate and peft"), (True, "accelerate")])
+def test_missing_packages_are_named(folder, monkeypatch, full, missing):
+    find_spec = module.importlib.util.find_spec
+    absent = lambda name, *rest: None if name in module.PACKAGES else find_spec(name, *rest)  # noqa: E731
+    monkeypatch.setattr(module.importlib.util, "find_spec", absent)
+    with pytest.raises(UserError, match=f"fine-tuning needs the package {missing}: pip install 'accelerate>"):
+        run(folder, None, full=full)
+
+
+def test_a_gpu_with_too_little_memory(folder, monkeypatch):
+    def train(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr("transformers.Trainer.train", train)
+    with pytest.raises(UserError, match="too little memory for `batch_size`, 2, and .* `seqlen`, 24: lower"):
+        run(folder, None)
+
+
+def test_nothing_of_the_trainer_is_left(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "tmp").mkdir()
+    run(folder, tmp_path / "out")
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["out", "tmp"]
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+# ---- the command line --------------------------------------------------------------------------------
+
+
+def test_every_field_has_an_option():
+    options = inspect.signature(finetune_command).parameters
+    names = {field.name for field in dataclasses.fields(FinetuneConfig)} - {"text"}
+    names |= {field.name for field in dataclasses.fields(CalibrationConfig)} - {"source"}
+    assert names | {"text"} <= options.keys()
+
+
+def test_the_papers_settings_are_the_defaults():
+    """The appendix "Compatibility with LoRA for Fine-Tuning Pruned Models" of the paper."""
+    config = FinetuneConfig()
+    assert (config.rank, config.alpha, config.dropout, config.resolved_lr) == (8, 32, 0.1, 2e-4)
+    assert (config.weight_decay, config.resolved_warmup_steps(4096)) == (1e-2, 400)
+    assert config.text == CalibrationConfig(source="wikitext2", nsamples=4096, seqlen=2048)
+    assert config.resolved_warmup_steps(50) == 5
+    assert FinetuneConfig(full=True).resolved_lr == FINETUNE_LR["full"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--full", "--rank", "4"], "--rank has no effect with --full: leave one or the other out"),
+        (["--full", "--keep-adapter"], "--full trains no adapter: leave out --full or --keep-adapter"),
+        (["--text", "a.txt", "--text-column", "b"], "--text-column has no effect with a .txt file"),
+        (["--text", "nothing.txt"], "--text must be c4, wikitext2 or a"),
+        (["--held-out", "0"], "--held-out must be a whole number of at least 1; got 0"),
+    ],
+)
+def test_mistakes_on_the_command_line(capsys, tmp_path, options, message):
+    assert cli.run(["finetune", str(MODEL), "--out", str(tmp_path / "out"), *options]) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+@pytest.mark.slow
+def test_the_command(capsys, tmp_path):
+    """The embedded model: pruned, fine-tuned on a file, shown by info, and measured by eval."""
+    text = ["--nsamples", "4", "--seqlen", "64"]
+    pruning = ["--rotation", "none", "--method", "magnitude", "--calibration", CALIBRATION.source, *text]
+    assert cli.run(["prune", str(MODEL), "--out", str(tmp_path / "p"), "--format", "packed", *pruning]) == 0
+    capsys.readouterr()
+    command = ["finetune", str(tmp_path / "p"), "--text", CALIBRATION.source, *text, "--held-out", "2"]
+    assert cli.run([*command, "--out", str(tmp_path / "out"), "--json", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    record = json.loads(captured.out)["finetune"][0]
+    assert record["steps"] == 4 and "fine-tuning step 4/4, loss" in captured.err
+    assert cli.run(["info", str(tmp_path / "out")]) == 0
+    assert "fine-tuning LoRA r 8" in " ".join(capsys.readouterr().out.split())
+    assert cli.run([*command, "--out", str(tmp_path / "full"), "--full", "--device", "cpu"]) == 0
+    assert "all kept weights" in capsys.readouterr().out
+    sample = tmp_path / "text.txt"
+    sample.write_text(HELD_OUT.read_text(encoding="utf-8")[:2000], encoding="utf-8")
+    assert cli.run(["eval", str(tmp_path / "full"), "--ppl", str(sample), "--seqlen", "64"]) == 0
+
+
+@pytest.mark.slow
+def test_two_processes_write_one_checkpoint(tmp_path):
+    """torchrun with two processes, which exchange their gradients through gloo."""
+    recipe = Recipe(rotation=RotationConfig(mode="none"), pruning=PruningConfig(method="magnitude"))
+    folder = tmp_path / "pruned"
+    drot.prune(
+        load_model(MODEL),
+        recipe,
+        calibration=random_tokens(1, 8),
+        tokenizer=load_tokenizer(MODEL),
+        device="cpu",
+        out=folder,
+    )
+    before = tensors(folder)
+    for name, method in (("lora", []), ("full", ["--full"])):
+        command = [
+            sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+            "-m", "drot", "finetune", str(folder), "--out", str(tmp_path / name), "--device", "cpu", "--json",
+            "--text", CALIBRATION.source, "--nsamples", "4", "--seqlen", "32", "--held-out", "2", *method,
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        record = json.loads(done.stdout)["finetune"][0]
+        assert (record["processes"], record["steps"]) == (2, 2)
+        after = tensors(tmp_path / name)
+        assert all(torch.equal(before[key] == 0, after[key] == 0) for key in before)
+        weight = "model.layers.0.mlp.up_proj.weight"
+        assert not torch.equal(before[weight], after[weight])
