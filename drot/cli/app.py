@@ -1,6 +1,6 @@
 """The command `drot`: its subcommands, its exit status, and its error messages of one line.
 
-Defaults come from drot/config.py. Results go to stdout, progress and errors to stderr. The exit status is 0
+Defaults come from drot/config. Results go to stdout, progress and errors to stderr. The exit status is 0
 for success, 1 for a fault of drot (--debug shows the traceback), 2 for a mistake of the user, and 130 after
 Ctrl-C.
 """

@@ -97,7 +97,7 @@ def optimizer_defaults(index: int) -> str:
 
 
 def choices(alias: Any) -> tuple[str, ...]:
-    """The values of the Literal type `alias` of drot/config.py."""
+    """The values of the Literal type `alias` of drot/config."""
     return typing.get_args(alias)
 
 

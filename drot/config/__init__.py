@@ -1,0 +1,46 @@
+"""The recipe of a run as frozen dataclasses: the only home of its defaults.
+
+The command line takes its defaults from these classes, and the manifest stores them. Each class checks its
+values when an object is built. Whether the values fit a model is checked in drot/pipeline/validation.py.
+"""
+
+from drot.config.calibration import CalibrationConfig
+from drot.config.finetune import FINETUNE_LR, FinetuneConfig
+from drot.config.pruning import Method, PruningConfig, Recovery, RecoveryConfig, Solver, Target
+from drot.config.recipe import QUALITIES, Recipe, WeightFormat
+from drot.config.rotation import (
+    OPTIMIZER_DEFAULTS,
+    BoundaryPlace,
+    HessianSource,
+    Objective,
+    Optimizer,
+    ProductDtype,
+    RotationConfig,
+    RotationMode,
+)
+from drot.config.sparsity import Sparsity, matches
+
+__all__ = [
+    "FINETUNE_LR",
+    "OPTIMIZER_DEFAULTS",
+    "QUALITIES",
+    "BoundaryPlace",
+    "CalibrationConfig",
+    "FinetuneConfig",
+    "HessianSource",
+    "Method",
+    "Objective",
+    "Optimizer",
+    "ProductDtype",
+    "PruningConfig",
+    "Recipe",
+    "Recovery",
+    "RecoveryConfig",
+    "RotationConfig",
+    "RotationMode",
+    "Solver",
+    "Sparsity",
+    "Target",
+    "WeightFormat",
+    "matches",
+]

@@ -1,0 +1,105 @@
+"""How the rotations are trained."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from drot.config.checks import at_least, one_of, whole_number
+from drot.errors import UserError
+
+RotationMode = Literal["none", "layer", "shared"]
+Objective = Literal["auto", "entropy", "pruned"]
+Optimizer = Literal["fast", "paper"]
+HessianSource = Literal["sequential", "dense"]
+BoundaryPlace = Literal["input", "residual"]
+ProductDtype = Literal["float32", "bfloat16"]
+
+#: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
+#: of `fast` were chosen by measurement (benchmarks/README.md).
+OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper": (2000, 0.01)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RotationConfig:
+    """How the orthogonal matrices R1 and R2 are trained (paper, section 3.3).
+
+    Args:
+        mode: `layer` trains one R1 for each layer, as the paper does. `shared` trains one R1 for the whole
+            model, and the result is a stock checkpoint. `none` rotates nothing.
+        blocks: the number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A tuple gives the
+            sizes of unequal blocks, which must add up to the hidden size.
+        objective: `entropy` is the paper's. `pruned` is the importance of the weights that the mask removes.
+            `auto` is `pruned`.
+        optimizer: `paper` is Adam on A with R = qr(A). `fast` takes spectral steps in so(n), and
+            its rate is the angle of the first step in radians.
+        steps: training steps; None is the optimizer's value in OPTIMIZER_DEFAULTS.
+        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS.
+        early_stop: `fast` stops when the loss changes by less than this share of itself a step; 0 never
+            stops early.
+        hessians: `sequential` computes a layer's Hessians after the layers before it were pruned. `dense`
+            computes all Hessians in one pass of the dense model, so that layers train independently;
+            `mode="shared"` always does so.
+        boundary: where the rotation between layers l and l + 1 acts. `input`, as in the paper: on the input
+            of layer l + 1, and down_proj of layer l takes R1(l). `residual`: on the residual of layer l,
+            beside its MLP, and down_proj of layer l takes R1(l + 1). down_proj is then trained with layer
+            l + 1, whose training figures include it.
+        layers_per_step: with `mode="shared"`, the number of layers in the loss of one step; the other
+            layers are offloaded to main memory. None is all layers.
+        product_dtype: dtype of the matrix products. The loss is computed in fp32 at least.
+        reference_compat: computes the SparseGPT scores as the paper's code does, which adds the damping a
+            second time, to the inverse.
+    """
+
+    mode: RotationMode = "layer"
+    blocks: int | tuple[int, ...] = 1
+    objective: Objective = "auto"
+    optimizer: Optimizer = "fast"
+    steps: int | None = None
+    lr: float | None = None
+    early_stop: float = 1e-5
+    hessians: HessianSource = "sequential"
+    boundary: BoundaryPlace = "input"
+    layers_per_step: int | None = None
+    product_dtype: ProductDtype = "float32"
+    reference_compat: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("mode", self.mode, RotationMode)
+        one_of("objective", self.objective, Objective)
+        one_of("optimizer", self.optimizer, Optimizer)
+        one_of("hessians", self.hessians, HessianSource)
+        one_of("boundary", self.boundary, BoundaryPlace)
+        one_of("product_dtype", self.product_dtype, ProductDtype)
+        if isinstance(self.blocks, list):
+            object.__setattr__(self, "blocks", tuple(self.blocks))
+        for size in self.blocks if isinstance(self.blocks, tuple) else (self.blocks,):
+            whole_number("blocks", size, 1)
+        if self.steps is not None:
+            whole_number("steps", self.steps, 0)
+        at_least("early_stop", self.early_stop, 0)
+        if self.layers_per_step is not None:
+            whole_number("layers_per_step", self.layers_per_step, 1)
+        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
+            raise UserError(f"`lr` must be a finite number above 0; got {self.lr!r}")
+
+    @property
+    def equal_blocks(self) -> int:
+        """The number of equal blocks; 1 for unequal blocks, which are trained inside a dense matrix."""
+        return self.blocks if isinstance(self.blocks, int) else 1
+
+    @property
+    def resolved_hessians(self) -> str:
+        """`hessians`, or `dense` with `mode="shared"`."""
+        return "dense" if self.mode == "shared" else self.hessians
+
+    @property
+    def resolved_steps(self) -> int:
+        """`steps`, or its default."""
+        return OPTIMIZER_DEFAULTS[self.optimizer][0] if self.steps is None else self.steps
+
+    @property
+    def resolved_lr(self) -> float:
+        """`lr`, or its default."""
+        if self.lr is not None:
+            return self.lr
+        return OPTIMIZER_DEFAULTS[self.optimizer][1]

@@ -1,0 +1,85 @@
+"""The share of the weights that is removed, for all linears or for those that match a pattern."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from drot.errors import UserError
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """The share of the weights that pruning removes.
+
+    ratio: the share, in [0, 1).
+    n, m: n:m keeps n of every m neighbouring weights along the input dimension, so ratio is 1 - n/m. Both
+        are 0 for a plain ratio, which prescribes no pattern.
+    """
+
+    ratio: float
+    n: int = 0
+    m: int = 0
+
+    @property
+    def structured(self) -> bool:
+        """True for n:m, False for a plain ratio."""
+        return self.m > 0
+
+    @classmethod
+    def parse(cls, text: "str | float | Sparsity") -> "Sparsity":
+        """Reads `0.5`, `"0.5"`, `"50%"` or `"2:4"`. Raises UserError for anything else."""
+        if isinstance(text, Sparsity):
+            return text
+        expected = "`sparsity` must be a ratio in [0, 1) such as 0.5, or n:m with 0 < n < m <= 32 such as 2:4"
+        try:
+            if isinstance(text, str) and ":" in text:
+                n, m = (int(part) for part in text.split(":"))
+                if not 0 < n < m <= 32:
+                    raise ValueError
+                return cls(ratio=1 - n / m, n=n, m=m)
+            if isinstance(text, str) and text.strip().endswith("%"):
+                ratio = float(text.strip()[:-1]) / 100
+            else:
+                ratio = float(text)
+            if not 0 <= ratio < 1:
+                raise ValueError
+        except (TypeError, ValueError):
+            raise UserError(f"{expected}; got {text!r}") from None
+        return cls(ratio=ratio)
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m}" if self.structured else f"{self.ratio:g}"
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a glob matches the name of a linear, or the last part of the name. Case matters."""
+    return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
+
+
+def parse_patterns(field: str, value: Any) -> tuple[str, ...]:
+    """`value` as a tuple of patterns; a single string is one pattern."""
+    patterns = (value,) if isinstance(value, str) else tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str) or not pattern:
+            raise UserError(f"`{field}` must be patterns such as layers.0.* or down_proj; got {pattern!r}")
+    return patterns
+
+
+def parse_sparsity_of(value: Any) -> tuple[tuple[str, Sparsity], ...]:
+    """`value`, in one of the forms that PruningConfig accepts, as pairs of a pattern and a Sparsity."""
+    items = value.items() if isinstance(value, Mapping) else [value] if isinstance(value, str) else value
+    pairs = []
+    for item in items:
+        pair = tuple(item.rpartition("=")[::2] if isinstance(item, str) else item)
+        if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
+            raise UserError(f"`sparsity_of` must be PATTERN=SPARSITY such as down_proj=4:8; got {item!r}")
+        pattern, sparsity = pair
+        try:
+            pairs.append((pattern, Sparsity.parse(sparsity)))
+        except UserError:
+            raise UserError(
+                "the sparsity in `sparsity_of` must be a ratio in [0, 1) such as 0.5, or n:m with "
+                f"0 < n < m <= 32 such as 2:4; got {sparsity!r} for {pattern}"
+            ) from None
+    return tuple(pairs)
