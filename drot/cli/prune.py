@@ -1,14 +1,13 @@
-"""The command `drot prune`: its options, and the check for options that would have no effect."""
+"""The command `drot prune`: its options, and the recipe that they make."""
 
-import dataclasses
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from drot import config
+from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import (
     CALIBRATION,
     FLAG,
@@ -29,55 +28,6 @@ from drot.devices import DTYPES
 from drot.errors import UserError
 
 PRUNE, ROTATE, CALIBRATE, RECOVER = PruningConfig(), RotationConfig(), CalibrationConfig(), RecoveryConfig()
-#: fields of RotationConfig that matter for given rotations too
-NOT_TRAINING = ("mode", "blocks", "boundary")
-#: fields of RotationConfig that only the training reads
-TRAINING = tuple(f.name for f in dataclasses.fields(RotationConfig) if f.name not in NOT_TRAINING)
-
-#: Conditions under which options have no effect: the condition in words; a function of the recipe, and of
-#: whether --rotations was given, that tests it; and the fields of the options without effect.
-#: An option without effect is a mistake on a command line. Recipe itself accepts it, because a program may
-#: vary one setting of a recipe and leave the others as they are.
-WITHOUT_EFFECT: tuple[tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]], ...] = (
-    (
-        "--rotation none",
-        lambda recipe, given: recipe.rotation.mode == "none",
-        (*TRAINING, "rotations", "save_rotations_to"),
-    ),
-    ("--rotations FILE", lambda recipe, given: given, (*TRAINING, "blocks")),
-    (
-        "--rotation other than shared",
-        lambda recipe, given: recipe.rotation.mode != "shared",
-        ("layers_per_step",),
-    ),
-    ("--layers-per-step", lambda recipe, given: recipe.rotation.layers_per_step is not None, ("early_stop",)),
-    ("--optimizer paper", lambda recipe, given: recipe.rotation.optimizer == "paper", ("early_stop",)),
-    (
-        "--method other than sparsegpt",
-        lambda recipe, given: recipe.pruning.method != "sparsegpt",
-        ("reference_compat",),
-    ),
-    (
-        "--method other than sparsegpt and --solve other than sparsegpt",
-        lambda recipe, given: "sparsegpt" not in (recipe.pruning.method, recipe.solve),
-        ("block_size",),
-    ),
-    (
-        "--method other than sparsegpt, --solve none and --target self",
-        lambda recipe, given: (
-            recipe.pruning.method != "sparsegpt" and (recipe.solve, recipe.target) == ("none", "self")
-        ),
-        ("damping",),
-    ),
-    ("--target self", lambda recipe, given: recipe.target == "self", ("target_weight",)),
-    (
-        "--recover none",
-        lambda recipe, given: recipe.recovery.recover == "none",
-        ("recover_epochs", "recover_lr", "recover_batch"),
-    ),
-    ("a .txt file", lambda recipe, given: recipe.calibration.source.endswith(".txt"), ("text_column",)),
-)
-
 EPILOG = "Example: drot prune meta-llama/Llama-3.1-8B --out llama-2of4 --calibration text.txt --format packed"
 
 
@@ -407,7 +357,15 @@ def prune(
     check_effects(recipe, rotations=rotations, save_rotations_to=save_rotations_to)
     label = recipe.objective if recipe.objective == "entropy" else "loss"
     if sensitivity:
-        check_no_output(out=out, resume=resume, save_rotations_to=save_rotations_to, format=format != "dense")
+        check_no_output(
+            out=out,
+            resume=resume,
+            save_rotations_to=save_rotations_to,
+            format=format != "dense",
+            recover=recipe.recovery.recover != "none",
+        )
+        from drot.cli.sensitivity import show_sensitivity
+
         show_sensitivity(model, recipe, label, as_json, device=device, dtype=dtype, rotations=rotations)
         return
     if out is None:
@@ -433,57 +391,6 @@ def prune(
     else:
         print_manifest(result.manifest)
         print_line(f"Saved to {out}")
-
-
-def show_sensitivity(model: str, recipe: Recipe, label: str, as_json: bool, **options: Any) -> None:
-    """Measures the output errors of each linear, and prints them as tables or as JSON.
-
-    Args:
-        model: name on the hub or folder of the model.
-        recipe: the settings.
-        label: name of the training's loss.
-        as_json: whether to print JSON.
-        options: further arguments of `drot.sensitivity`.
-    """
-    from drot.cli.progress_bars import progress_bar
-    from drot.cli.sensitivity import print_sensitivity
-    from drot.pipeline import sensitivity
-
-    shared = recipe.rotation.mode == "shared"
-    with stdout_for_the_result(), progress_bar(shared=shared, label=label) as progress:
-        result = sensitivity.sensitivity(model, recipe, progress=progress, **options)
-    if as_json:
-        print_json(result.to_dict())
-    else:
-        print_sensitivity(result)
-
-
-def check_effects(recipe: Recipe, **files: Path | None) -> None:
-    """Raises UserError that names the options that differ from their defaults but have no effect.
-
-    files: the options `rotations` and `save_rotations_to`, which are not part of the recipe.
-    """
-    changed = {name for name, file in files.items() if file is not None}
-    for part in (recipe.rotation, recipe.pruning, recipe.recovery, recipe.calibration):
-        default = type(part)()
-        fields = (field.name for field in dataclasses.fields(part))
-        changed |= {name for name in fields if getattr(part, name) != getattr(default, name)}
-    for condition, applies, fields_without_effect in WITHOUT_EFFECT:
-        idle = [name for name in fields_without_effect if name in changed]
-        if idle and applies(recipe, files["rotations"] is not None):
-            verb = "have" if len(idle) > 1 else "has"
-            options = ", ".join(f"`{name}`" for name in idle)
-            raise UserError(f"{options} {verb} no effect with {condition}: leave one or the other out")
-
-
-def check_no_output(**options: object) -> None:
-    """Raises UserError that names the options of a written model that were given with --sensitivity."""
-    if given := [f"`{name}`" for name, value in options.items() if value]:
-        verb = "have" if len(given) > 1 else "has"
-        raise UserError(
-            f"{', '.join(given)} {verb} no effect with --sensitivity, which writes no model: leave one or "
-            "the other out"
-        )
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:
