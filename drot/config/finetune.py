@@ -11,7 +11,7 @@ from drot.errors import UserError
 
 #: LoRA or full → default learning rate of `drot.finetune`. LoRA's is the paper's (appendix, "Compatibility
 #: with LoRA"), the other was chosen by measurement (benchmarks/README.md).
-FINETUNE_LR = {"lora": 2e-4, "full": 2e-5}
+FINETUNE_LR = {"lora": 2e-4, "full": 5e-5}
 
 
 @dataclass(frozen=True, kw_only=True)
