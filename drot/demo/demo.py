@@ -1,4 +1,4 @@
-"""The demo: the embedded model, pruned to 2:4 by SparseGPT with and without DenoiseRotator."""
+"""The demo: the embedded model, pruned to 2:4 by SparseGPT alone and by drot."""
 
 import time
 from dataclasses import dataclass
@@ -26,8 +26,8 @@ CALIBRATION = CalibrationConfig(source=str(ASSETS / "python-calibration.txt"), n
 class DemoRow:
     """The figures of one model.
 
-    gap_closed: (pruned - rotated) / (pruned - dense), in perplexities: the share of the damage by pruning
-        that the rotation undoes. None for the dense and for the pruned model.
+    gap_closed: (pruned - rotated) / (pruned - dense), in perplexities: the share of SparseGPT's damage that
+        drot undoes. None for the dense model and for SparseGPT alone.
     sparsity: the share of zeros in the linears of the decoder layers.
     seconds: the time of the pruning; None for the dense model.
     """
@@ -97,7 +97,7 @@ def run_demo(
         DemoRow(name="dense", perplexity=dense),
         DemoRow(name="SparseGPT 2:4", perplexity=plain, sparsity=plain_sparsity, seconds=plain_seconds),
         DemoRow(
-            name="DenoiseRotator + SparseGPT 2:4",
+            name="drot: DenoiseRotator + SparseGPT 2:4",
             perplexity=rotated,
             gap_closed=share,
             sparsity=sparsity,
@@ -109,8 +109,8 @@ def run_demo(
 
 def _sentence(share: float) -> str:
     if share <= 0:
-        return "The rotation did not help. That is a fault of drot: it should reduce the damage of pruning."
+        return "drot did not help. That is a fault of drot: it should reduce the damage of pruning."
     return (
-        "Removing half of the weights makes the model worse. Rotating it first undoes "
-        f"{share:.0%} of that damage, with the same number of zeros in the same 2:4 pattern."
+        "Removing half of the weights makes the model worse. Rotating it first, and solving for the weights that "
+        f"stay, undoes {share:.0%} of that damage, with the same number of zeros in the same 2:4 pattern."
     )
