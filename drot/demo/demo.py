@@ -112,5 +112,5 @@ def _sentence(share: float) -> str:
         return "drot did not help. That is a fault of drot: it should reduce the damage of pruning."
     return (
         "Removing half of the weights makes the model worse. Rotating it first, and solving for the weights "
-        f"that stay, undoes {share:.0%} of that damage, with the same number of zeros in the same 2:4 pattern."
+        f"that stay, undoes {share:.0%} of that damage, with as many zeros in the same 2:4 pattern."
     )
