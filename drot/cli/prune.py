@@ -148,7 +148,9 @@ def prune(
             "Passes over the calibration sequences. Fewer if the error on held-out sequences does not fall.",
         ),
     ] = RECOVER.recover_epochs,
-    recover_lr: Annotated[float, option(RECOVERY, "Largest learning rate.")] = RECOVER.recover_lr,
+    recover_lr: Annotated[
+        float, option(RECOVERY, "Largest learning rate, as a share of a matrix's root mean square.")
+    ] = RECOVER.recover_lr,
     recover_batch: Annotated[int, option(RECOVERY, "Sequences in one step.")] = RECOVER.recover_batch,
     rotation: Annotated[
         str,

@@ -111,13 +111,13 @@ class RecoveryConfig:
         of the dense model at this depth.
     recover_epochs: passes over the calibration sequences. An eighth of the sequences is held out: the
         training stops early if the error on them does not fall any more.
-    recover_lr: largest learning rate of Adam.
+    recover_lr: largest learning rate of Adam, as a share of the root mean square of a matrix's kept weights.
     recover_batch: sequences in one step.
     """
 
     recover: Recovery = "none"
     recover_epochs: int = 8
-    recover_lr: float = 1e-3
+    recover_lr: float = 0.0125
     recover_batch: int = 4
 
     def __post_init__(self) -> None:

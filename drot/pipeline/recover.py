@@ -5,6 +5,9 @@ pruned layers before it computed, and t is the hidden state of the dense model a
 also corrects what the layers before it lost. The division keeps the few tokens with very large hidden states
 from being all of the loss.
 
+The learning rate of a weight matrix is in units of the root mean square of its kept weights, as in Adafactor
+(Shazeer & Stern 2018), so that a rate fits matrices and models of every scale.
+
 The mask holds by construction: the gradient of a removed weight is set to 0 before the optimizer sees it, so
 its moments stay 0, and so does the weight.
 """
@@ -181,13 +184,14 @@ class _Training:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside of the context, `backward` takes one step of Adam with the learning rate `rate`."""
+        """Inside of the context, `backward` takes one step of Adam with the learning rate `rate`, in units of
+        the root mean square of each parameter."""
         handles = []
         for parameter in self._parameters:
             master = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
             adam = torch.optim.Adam([master], betas=BETAS)
             parameter.requires_grad_(True)
-            hook = functools.partial(self._update, master, adam)
+            hook = functools.partial(self._update, master, adam, self._scale(parameter))
             handles.append(parameter.register_post_accumulate_grad_hook(hook))
         try:
             yield
@@ -199,17 +203,25 @@ class _Training:
                 parameter.grad = None
 
     @torch.no_grad()
-    def _update(self, master: Tensor, adam: torch.optim.Adam, parameter: Tensor) -> None:
+    def _update(self, master: Tensor, adam: torch.optim.Adam, scale: float, parameter: Tensor) -> None:
         assert parameter.grad is not None
         gradient = parameter.grad.to(master.dtype)
         parameter.grad = None
         if (kept := self._kept.get(parameter)) is not None:
             gradient.mul_(kept)
         master.grad = gradient
-        adam.param_groups[0]["lr"] = self.rate
+        adam.param_groups[0]["lr"] = self.rate * scale
         adam.step()
         master.grad = None
         parameter.copy_(master)
+
+    def _scale(self, parameter: nn.Parameter) -> float:
+        """The root mean square of the kept weights."""
+        kept = self._kept.get(parameter)
+        count = parameter.numel() if kept is None else int(kept.sum())
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        norm = float(torch.linalg.vector_norm(parameter.detach(), dtype=dtype))
+        return norm / math.sqrt(max(count, 1))
 
     def state(self) -> list[Tensor]:
         """Copies of the parameters in main memory."""
