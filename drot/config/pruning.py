@@ -117,7 +117,7 @@ class RecoveryConfig:
 
     recover: Recovery = "none"
     recover_epochs: int = 8
-    recover_lr: float = 0.0125
+    recover_lr: float = 0.01
     recover_batch: int = 4
 
     def __post_init__(self) -> None:
