@@ -168,7 +168,7 @@ def prune(
         option(
             ROTATION,
             "What the training minimises. pruned: the importance of the weights to remove. entropy: the "
-            "paper's. auto: pruned.",
+            "paper's, which prunes better with --reference-compat if --method is sparsegpt. auto: pruned.",
             choices=choices(config.Objective),
         ),
     ] = ROTATE.objective,
