@@ -113,10 +113,12 @@ def recover_layer(
         parts = torch.arange(held_out.start, held_out.stop).split(config.recover_batch)
         return float(sum(error(part) * len(part) for part in parts)) / len(held_out)
 
-    step, train_curve, held_out_curve = 0, [], [held_out_error()]
-    best, best_epoch = training.state(), 0
-    on_epoch(0, config.recover_epochs, held_out_curve[0])
+    step, best_epoch, best = 0, 0, training.state()
+    train_curve: list[float] = []
+    held_out_curve: list[float] = []
     try:
+        held_out_curve.append(held_out_error())
+        on_epoch(0, config.recover_epochs, held_out_curve[0])
         with training.running():
             for epoch in range(1, config.recover_epochs + 1):
                 total = torch.zeros((), device=stream.device)
