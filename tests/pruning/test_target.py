@@ -4,12 +4,12 @@ import copy
 
 import pytest
 import torch
+from small_models import random_tokens, small_model
 
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.calibration.dense_reference import DenseReference, TargetStatistics
 from drot.calibration.stream import CalibrationStream
 from drot.pruning import dense_target
-from small_models import random_tokens, small_model
 
 
 def test_the_target_is_the_least_squares_fit():
