@@ -1,10 +1,11 @@
 # make demo     prune the embedded model with and without DenoiseRotator
 # make check    lint, types, and every test that is not marked `slow`: for while you work
 # make test     lint, types and all tests
+# make dist     write the sdist and, from the sdist, the wheel to dist/
 # make format   let ruff and clang-format rewrite the sources
 # make clean    delete the environment, the builds and the demo's output
 #
-# The first four make a virtual environment in .venv. They build drot's native module into drot/ and install
+# All but the last make a virtual environment in .venv. They build drot's native module into drot/ and install
 # drot editable: `import drot` works in the checkout, and an edited Python file needs no new install.
 #
 # PYTHON is the Python that makes the environment, VENV the environment's folder.
@@ -19,7 +20,7 @@ TORCH ?= $(or $(INSTALLED),torch==2.13.0)
 # Everything that the native module or the package's metadata is made from. The module holds the version.
 SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml drot/version.py
 
-.PHONY: demo check test lint format clean
+.PHONY: demo check test lint dist format clean
 
 demo: $(VENV)/drot-installed
 	rm -rf demo-output demo-output.partial demo-output.*.part
@@ -45,8 +46,14 @@ format: $(VENV)/drot-installed
 	$(VENV)/bin/ruff format .
 	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 -r $(VENV)/bin/clang-format -i
 
+# Without isolation: the wheel fits the torch of the environment. DROT_WHEEL_LABEL=torch2.13.cpu makes the wheel
+# drot-0.1.0+torch2.13.cpu, so that wheels for several torches can lie side by side.
+dist: $(VENV)/drot-installed
+	rm -rf dist
+	$(VENV)/bin/python -m build --no-isolation .
+
 clean:
-	rm -rf build demo-output demo-output.partial demo-output.*.part drot.egg-info drot/_C*.so $(VENV)
+	rm -rf build dist demo-output demo-output.partial demo-output.*.part drot.egg-info drot/_C*.so $(VENV)
 
 # torch first: drot is compiled against the torch that it will run with, hence without build isolation.
 # The stamp names the torch that was installed to the end. The file `unfinished` exists while pip installs

@@ -2,9 +2,12 @@
 
 Environment variables: DROT_WITH_CUDA=0 or 1 builds without or with CUDA code (default: with, if possible);
 TORCH_CUDA_ARCH_LIST sets the CUDA architectures (default "8.0;9.0a"); MAX_JOBS limits the parallel compiles.
+DROT_WHEEL_LABEL is added to the version of a wheel, since a wheel fits one torch: torch2.13.cpu makes
+drot-0.1.0+torch2.13.cpu.
 """
 
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -15,6 +18,8 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+#: without the label of a wheel
+VERSION = runpy.run_path(str(ROOT / "drot" / "version.py"))["__version__"]
 
 
 def tool(name: str) -> str:
@@ -55,7 +60,7 @@ class CMakeBuild(build_ext):
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-DDROT_WITH_CUDA={os.environ.get('DROT_WITH_CUDA', 'AUTO')}",
             f"-DDROT_ARCH_LIST={os.environ.get('TORCH_CUDA_ARCH_LIST', '')}",
-            f"-DDROT_VERSION={self.distribution.get_version()}",
+            f"-DDROT_VERSION={VERSION}",
             f"-DDROT_OUTPUT_DIRECTORY={build}",
             f"-DDROT_OUTPUT_NAME={target.name}",
         ]
@@ -75,4 +80,9 @@ class CMakeBuild(build_ext):
         part.replace(target)
 
 
-setup(ext_modules=[Extension("drot._C", sources=[])], cmdclass={"build_ext": CMakeBuild})
+label = os.environ.get("DROT_WHEEL_LABEL")
+setup(
+    ext_modules=[Extension("drot._C", sources=[])],
+    cmdclass={"build_ext": CMakeBuild},
+    options={"egg_info": {"tag_build": f"+{label}"}} if label else {},
+)

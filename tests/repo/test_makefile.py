@@ -155,3 +155,10 @@ def test_clean_leaves_the_sources(make) -> None:
     make("demo")
     assert make("clean")[0] == 0
     assert {path for path in make.folder.rglob("*") if path.name != "log"} == before
+
+
+def test_dist_is_built_with_the_torch_of_the_environment(make) -> None:
+    make("demo")
+    (make.folder / ".venv/bin/python").write_text('#!/bin/sh\necho python "$@" >> log\n')
+    (make.folder / ".venv/bin/python").chmod(0o755)
+    assert make("dist")[2] == ["python -m build --no-isolation ."]

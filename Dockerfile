@@ -1,0 +1,36 @@
+# drot with its CUDA kernels.
+#
+#   docker build --tag drot .
+#   docker run --gpus all --volume "$PWD:/work" drot prune MODEL --out /work/pruned --format packed
+#
+# CUDA must be the CUDA that the wheels of TORCH are built for: 13.0 for torch 2.11 to 2.14. No GPU is needed to
+# build the image. MAX_JOBS limits the parallel compiles, which take about 2 GiB each.
+ARG CUDA=13.0.2
+ARG UBUNTU=24.04
+
+FROM nvidia/cuda:${CUDA}-devel-ubuntu${UBUNTU} AS build
+ARG TORCH=2.14.*
+ARG MAX_JOBS=
+ENV PIP_NO_CACHE_DIR=1
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends python3-dev python3-venv \
+ && python3 -m venv /opt/drot
+ENV PATH=/opt/drot/bin:$PATH
+RUN pip install "torch==${TORCH}" 'setuptools>=77' wheel cmake ninja
+COPY . /src
+RUN DROT_WITH_CUDA=1 pip install --no-build-isolation '/src[eval,finetune]' \
+ && pip uninstall --yes cmake ninja wheel
+
+# The wheels of torch bring the CUDA libraries, so the second image needs no toolkit. A C compiler is what
+# torch.compile needs.
+FROM ubuntu:${UBUNTU}
+RUN apt-get update \
+ && apt-get install --yes --no-install-recommends python3-dev gcc libc6-dev \
+ && rm -rf /var/lib/apt/lists/*
+COPY --from=build /opt/drot /opt/drot
+ENV PATH=/opt/drot/bin:$PATH \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+WORKDIR /work
+ENTRYPOINT ["drot"]
+CMD ["info"]

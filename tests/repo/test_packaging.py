@@ -1,0 +1,79 @@
+"""The sdist and its wheel, the image and the matrix of wheels."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import drot
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="needs the sources")
+
+
+def tracked() -> set[str]:
+    """The files that git lists in the checkout."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if listed.returncode:
+        pytest.skip("needs a git checkout")
+    return {name for name in listed.stdout.split("\0") if (ROOT / name).is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["", "torch2.13.cpu"])
+def test_the_sdist_holds_the_checkout(tmp_path, label: str) -> None:
+    """A missing source would be found by the first user who installs from the package index."""
+    if find_spec("build") is None:
+        pytest.skip("needs the package build")
+    names = tracked()
+    checkout = tmp_path / "checkout"
+    for name in names:  # a copy, since setuptools writes drot.egg-info beside the sources
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_bytes((ROOT / name).read_bytes())
+    code = "import sys, build; build.ProjectBuilder(sys.argv[1]).build('sdist', sys.argv[2])"
+    env = os.environ | {"DROT_WHEEL_LABEL": label}
+    done = subprocess.run(
+        [sys.executable, "-c", code, checkout, tmp_path / "dist"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (sdist,) = (tmp_path / "dist").iterdir()
+    root = f"drot-{drot.__version__}" + (f"+{label}" if label else "")
+    assert sdist.name == f"{root}.tar.gz"
+    with tarfile.open(sdist) as archive:
+        packed = {name.removeprefix(f"{root}/") for name in archive.getnames()}
+    missing = names - packed
+    assert {name for name in missing if name not in (".gitignore", ".dockerignore")} == set()
+    assert not [name for name in packed if name.endswith((".so", ".pyc"))]
+
+
+def test_wheels_are_made_for_every_torch_and_python_that_is_admitted() -> None:
+    yaml = pytest.importorskip("yaml")
+    workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())
+    matrix = workflow["jobs"]["wheel"]["strategy"]["matrix"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (torch,) = (line for line in project["dependencies"] if line.startswith("torch>"))
+    low, high = re.findall(r"2\.(\d+)", torch)
+    assert matrix["torch"] == [f"2.{minor}" for minor in range(int(low), int(high))]
+    assert project["requires-python"] == f">={matrix['python'][0]}"
+    ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert matrix["python"] == ci["jobs"]["cpu"]["strategy"]["matrix"]["python"]
+
+
+def test_the_image_installs_what_exists() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (extras,) = re.findall(r"/src\[([\w,]+)\]", text)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    (torch,) = re.findall(r"^ARG TORCH=(2\.\d+)", text, flags=re.MULTILINE)
+    (range_,) = (line for line in project["dependencies"] if line.startswith("torch>"))
+    low, high = re.findall(r"2\.(\d+)", range_)
+    assert int(low) <= int(torch.split(".")[1]) < int(high)
+    (cuda,) = re.findall(r"^ARG CUDA=(\S+)", text, flags=re.MULTILINE)
+    assert f"nvidia/cuda:{cuda}-devel" in (ROOT / ".github/workflows/ci.yml").read_text()
