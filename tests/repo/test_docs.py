@@ -1,0 +1,151 @@
+"""The documentation: each command of it is run, its notebook is executed, and its links and options exist."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from drot.cli import app as cli
+from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
+
+#: In the order in which a reader meets them. The commands of a page find what earlier pages wrote.
+PAGES = ["README.md", *(f"docs/{name}.md" for name in (
+    "index", "choose", "judge", "deploy", "hardware", "repeat", "finetune", "troubleshooting"
+))]  # fmt: skip
+BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
+#: programs that install, build or need several GPUs; `.ci/run` runs make and pip
+NOT_RUN = ("pip", "make", "docker", "accelerate", "python", "git", "cd", "nvidia-smi")
+#: commands that take minutes, and the tests that run the same code
+LONG = {
+    "drot demo": "tests/demo/test_demo.py",
+    "drot bench --shape": "tests/bench/test_speed.py",
+}
+#: names of models in the documentation, which stand for a small random model here
+MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "MODEL")
+
+
+def commands(page: str) -> Iterator[str]:
+    """The commands of a page's bash blocks, without comments; lines that end with a backslash are joined."""
+    for block in BLOCK.findall((ROOT / page).read_text(encoding="utf-8")):
+        for line in block.replace("\\\n", " ").splitlines():
+            line = re.sub(r"\s+#.*", "", line).strip()
+            if line and not line.startswith("#"):
+                yield line
+
+
+def test_every_page_with_commands_is_listed() -> None:
+    pages = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+    assert {page for page in pages if any(commands(page))} <= set(PAGES)
+
+
+@pytest.fixture(scope="module")
+def desk(tmp_path_factory) -> Path:
+    """A folder with a small random model and the texts that the documentation names."""
+    folder = tmp_path_factory.mktemp("docs")
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    shutil.copy(HELD_OUT, folder / "text.txt")
+    shutil.copy(HELD_OUT, folder / "mine.txt")
+    lines = [json.dumps({"text": part}) for part in HELD_OUT.read_text().split("\n\n")[:400]]
+    (folder / "mine.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+def fake_load_dataset(*args, streaming: bool = False, **kwargs):
+    """The rows of any dataset: paragraphs of the embedded text, since tests have no network."""
+    import datasets
+
+    parts = Path(CALIBRATION.source).read_text().split("\n\n")
+    rows = datasets.Dataset.from_list([{"text": part} for part in parts])
+    return rows.to_iterable_dataset() if streaming else rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_the_commands_of_a_page_run(page: str, desk: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr("datasets.load_dataset", fake_load_dataset)
+    for line in commands(page):
+        words = shlex.split(line)
+        if words[0] in NOT_RUN or any(line.startswith(long) for long in LONG):
+            continue
+        assert words[0] == "drot", f"{page}: {line}"
+        arguments = [str(desk / "model") if word in MODELS else word for word in words[1:]]
+        if "--out" in arguments:  # a page may repeat a command of another page
+            out = Path(arguments[arguments.index("--out") + 1])
+            shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
+        status = cli.run(arguments)
+        assert status == 0, f"{page}: {line}\n{capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("long", LONG)
+def test_the_tests_of_long_commands_exist(long: str) -> None:
+    assert (ROOT / LONG[long]).is_file()
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path, monkeypatch, capsys) -> None:
+    notebook = json.loads((ROOT / "docs/python.ipynb").read_text())
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 5
+    names: dict[str, object] = {}
+    for number, cell in enumerate(cells):
+        exec(compile(cell, f"docs/python.ipynb, code cell {number}", "exec"), names)
+    printed = capsys.readouterr().out
+    figures = dict(re.findall(r"^(dense|SparseGPT|rotated, SparseGPT) +([\d.]+)$", printed, re.MULTILINE))
+    assert float(figures["dense"]) < float(figures["rotated, SparseGPT"]) < float(figures["SparseGPT"])
+
+
+def options_of(command) -> set[str]:
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_options_in_the_text_exist() -> None:
+    import typer.main
+
+    group = typer.main.get_command(cli.app)
+    known = {"--help", "--install-completion", "--show-completion", *options_of(group)}
+    for command in group.commands.values():
+        known |= options_of(command)
+    foreign = {
+        "--no-build-isolation",
+        "--tag",
+        "--gpus",
+        "--volume",
+        "--csv",
+        "--only",
+    }  # pip, docker, benchmarks
+    for page in ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
+        text = (ROOT / page).read_text(encoding="utf-8")
+        found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
+        assert found <= known | foreign, f"{page}: {found - known - foreign}"
+
+
+def test_links_between_pages_and_files_exist() -> None:
+    for page in [
+        "README.md",
+        "CONTRIBUTING.md",
+        *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")),
+    ]:
+        for target in re.findall(
+            r"\]\((?!https?:|#|mailto:)([^)#]+)", (ROOT / page).read_text(encoding="utf-8")
+        ):
+            assert os.path.exists((ROOT / page).parent / target), f"{page}: {target}"
