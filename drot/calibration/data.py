@@ -1,5 +1,6 @@
 """Calibration tokens from the Hugging Face hub, a local file or a tensor of token ids."""
 
+import codecs
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
@@ -10,9 +11,11 @@ import torch
 from torch import Tensor
 
 from drot.errors import UserError
+from drot.hub import first_line, hub_access
+from drot.schemas import quoted, shortened
 
 #: Source on the hub → arguments of datasets.load_dataset. A streamed data set is read document by document.
-HUB = {
+HUB: dict[str, dict[str, Any]] = {
     "c4": {"path": "allenai/c4", "data_files": "en/c4-train.00000-of-01024.json.gz", "streaming": True},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "streaming": False},
 }
@@ -50,6 +53,11 @@ def load_calibration(
         raise UserError(
             f"the calibration text must have more tokens than `seqlen`, {seqlen}; {source!r} has {len(ids)}: "
             "lower `seqlen` or give a longer text"
+        )
+    if nsamples > len(ids) - seqlen:
+        raise UserError(
+            f"`nsamples` must be at most {len(ids) - seqlen}, the number of places in {source!r} where a sequence "
+            f"of {seqlen} tokens starts; got {nsamples}"
         )
     return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=seed)
 
@@ -92,12 +100,13 @@ def read_text(source: str, split: str, text_column: str, *, max_tokens: int | No
     Raises UserError for a source that is missing, empty or unreadable.
     """
     path = Path(source)
-    if source in SPLITS[split] and not path.exists():
+    if source in SPLITS[split]:  # ./c4 names a file or a folder c4
         documents = _hub_documents(source, split, text_column)
-    elif not path.is_file():
+    elif not _exists(path) or not path.is_file():
         raise UserError(
             f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])} or a {', '.join(SUFFIXES)} file; "
-            f"got {source!r}, which " + ("is a folder" if path.is_dir() else "is no such name and no file")
+            f"got {shortened(source)}, which "
+            + ("is no such name and no file" if not _exists(path) else "is a folder")
         )
     elif path.suffix not in SUFFIXES:
         raise UserError(
@@ -127,29 +136,45 @@ def _hub_documents(source: str, split: str, text_column: str) -> Iterator[str]:
             f"{source!r} is downloaded with the package datasets, which is missing: pip install datasets, "
             f"or name a local file as `{ARGUMENT[split]}`"
         ) from None
-    try:
-        rows = datasets.load_dataset(**HUB[source], split=split)
-        yield from _texts(rows, text_column, source)
-    except UserError:
-        raise
-    except Exception as error:  # datasets raises exceptions of many types when there is no network
+    path = HUB[source]["path"]
+    if Path(path).exists():
         raise UserError(
-            f"cannot read {HUB[source]['path']} from the hub ({_first_line(error)}): "
-            f"without a network, name a local file as `{ARGUMENT[split]}`"
-        ) from error
+            f"the current folder holds {path}, which the package datasets would read in place of the dataset "
+            f"{source}: start drot in another folder"
+        )
+    with hub_access(
+        f"cannot read {path} from the hub", f"without a network, name a local file as `{ARGUMENT[split]}`"
+    ):
+        yield from _texts(datasets.load_dataset(**HUB[source], split=split), text_column, source)
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is such a file or folder; False for a name that is too long for one."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _read_utf8(path: Path) -> str:
     """The text of a file, without a byte order mark."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
+        wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise UserError(
-            f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at offset {error.start}: "
-            "convert it, for example with iconv -f latin1 -t utf-8"
+            f"{path} must be UTF-8, got {'UTF-16' if wide else 'a byte that is not:'} "
+            f"0x{error.object[error.start]:02x} at offset {error.start}: convert it, for example with "
+            f"iconv -f {'utf-16' if wide else 'latin1'} -t utf-8"
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if "\0" in text:  # UTF-16 of English text without a byte order mark is valid UTF-8
+        raise UserError(
+            f"{path} must be a text in UTF-8, got a zero byte: it is UTF-16 or no text; convert UTF-16 with "
+            "iconv -f utf-16le -t utf-8"
+        )
+    return text
 
 
 def _file_documents(path: Path, text_column: str) -> Iterator[str]:
@@ -160,7 +185,7 @@ def _file_documents(path: Path, text_column: str) -> Iterator[str]:
         try:
             rows: Any = parquet.read_table(path).to_pylist()
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UserError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
+            raise UserError(f"{path} is not a readable parquet file: {first_line(error)}") from None
     else:
         rows = _json_rows(path)
     yield from _texts(rows, text_column, str(path))
@@ -177,17 +202,20 @@ def _json_rows(path: Path) -> Iterator[Any]:
         except json.JSONDecodeError as error:
             if error.msg != "Extra data":  # "Extra data" means JSON lines, which many .json files hold
                 raise _not_json(path, error.lineno, error) from None
+        except (RecursionError, ValueError) as error:  # deep nesting, or a number of thousands of digits
+            raise _not_json(path, 1, error) from None
     # splitlines() would also split a string that contains U+2028 or U+0085
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError as error:
+            except (RecursionError, ValueError) as error:
                 raise _not_json(path, number, error) from None
 
 
-def _not_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
-    return UserError(f"{path}, line {line}: not valid JSON ({error.msg}); was the file cut off?")
+def _not_json(path: Path, line: int, error: Exception) -> UserError:
+    reason = error.msg if isinstance(error, json.JSONDecodeError) else quoted(error)
+    return UserError(f"{path}, line {line}: not valid JSON ({reason}); was the file cut off?")
 
 
 def _texts(rows: Iterable[Any], text_column: str, source: str) -> Iterator[str]:
@@ -207,8 +235,3 @@ def _texts(rows: Iterable[Any], text_column: str, source: str) -> Iterator[str]:
                 f"{source}: {where} must hold text, got {type(text).__name__}: "
                 "name another column as `text_column`"
             )
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,12 +14,11 @@ from drot.config import PruningConfig, Recipe
 from drot.devices import dtype_name
 from drot.environment import device_name, versions
 from drot.errors import UserError
+from drot.schemas import FinetunedManifest, PrunedManifest, check_schema, read_json, shortened
 from drot.sparse.packed import dense_linears
 
 MANIFEST = "drot.json"
 FORMAT_VERSION = 1
-#: keys that every manifest has
-MANIFEST_KEYS = ("versions", "recipe", "calibration", "sparsity", "seconds", "layers", "base_model")
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:
@@ -30,29 +29,25 @@ def write_json(path: Path, data: dict[str, Any]) -> None:
 
 
 def read_manifest(path: Path | str, *, recipe_needed: bool = True) -> dict[str, Any]:
-    """The manifest in the checkpoint folder `path`. Raises UserError if it is missing or broken.
+    """The manifest in the checkpoint folder `path`, checked by its schema (drot/schemas.py).
+
+    Raises UserError if the manifest is missing or broken.
 
     recipe_needed: whether to refuse the manifest of a model that another program pruned and drot fine-tuned.
     """
     file = Path(path) / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise UserError(f"{path} holds no {MANIFEST}: name a folder that drot prune wrote") from None
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"{file} is not valid JSON ({error}): copy the checkpoint again") from None
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
+    if not file.exists():
+        raise UserError(f"{path} holds no {MANIFEST}: name a folder that drot prune wrote")
+    manifest = read_json(file)
+    if (version := manifest.get("format_version")) != FORMAT_VERSION:
         raise UserError(
-            f"{file} must be of format_version {FORMAT_VERSION}, got {version}: "
+            f"{file} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: "
             "use the version of drot that wrote it"
         )
-    if "recipe" not in manifest and "finetune" in manifest:
-        if recipe_needed:
-            raise UserError(f"{path} was pruned by another program and fine-tuned by drot: name its original")
-        return manifest
-    if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
-        raise UserError(f"{file} lacks {', '.join(missing)}: it was edited; copy the checkpoint again")
+    elsewhere = "recipe" not in manifest and "finetune" in manifest
+    check_schema(FinetunedManifest if elsewhere else PrunedManifest, manifest, str(file))
+    if elsewhere and recipe_needed:
+        raise UserError(f"{path} was pruned by another program and fine-tuned by drot: name its original")
     return manifest
 
 

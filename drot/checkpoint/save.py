@@ -14,8 +14,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+#: Bytes of the longest name of a folder to write: file systems allow 255, and the longest suffix, that of the
+#: temporary folder of tempfile, takes 14 of them.
+LONGEST_NAME = 240
+
+
 def check_output(out: Path) -> None:
-    """Raises UserError if `out` holds files already, or if nothing can be written to its parent folder."""
+    """Raises UserError if `out` holds files already, or if nothing can be written to its parent folder.
+
+    Also for a name to which the suffixes of the folders beside `out`, as in `<out>.partial`, cannot be added.
+    """
+    if (length := len(os.fsencode(out.name))) > LONGEST_NAME:
+        raise UserError(f"the name of `out` must have at most {LONGEST_NAME} bytes, got {length}: shorten it")
+    check_writable(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: name another `out` or remove it")
     if out.is_symlink() or os.path.ismount(out):  # save_checkpoint could not rename a folder to it
@@ -24,7 +35,6 @@ def check_output(out: Path) -> None:
         raise UserError(
             f"`out` must not be the current folder, got {out}: name a folder inside it ({out}/NAME)"
         )
-    check_writable(out)
 
 
 def check_writable(file: Path) -> None:

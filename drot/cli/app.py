@@ -14,6 +14,7 @@ import typer
 
 from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
 from drot.cli.options import FLAG
+from drot.cli.safe_text import safe_log_messages, visible
 from drot.errors import UserError
 from drot.version import __version__
 
@@ -70,14 +71,15 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"] or ["--help"]
     try:
-        status = app(arguments, prog_name="drot", standalone_mode=False) or 0
+        with safe_log_messages():
+            status = app(arguments, prog_name="drot", standalone_mode=False) or 0
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
     except Exception as error:
         status, message = describe(error, debug, command=next(iter(arguments)))
         if debug:
-            traceback.print_exc()
-        print(f"drot: {' '.join(message.split())}", file=sys.stderr)
+            print("\n".join(map(visible, traceback.format_exc().splitlines())), file=sys.stderr)
+        print(f"drot: {visible(' '.join(message.split()))}", file=sys.stderr)
         return status
     if status == INTERRUPTED:
         print("drot: interrupted", file=sys.stderr)

@@ -57,4 +57,4 @@ def print_demo(result: "DemoResult") -> None:
         )
     console = output()
     console.print(table)
-    console.print(result.sentence, markup=False)
+    console.print(result.sentence)

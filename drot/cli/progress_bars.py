@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from drot.cli.safe_text import SafeConsole
 from drot.progress import Progress as ProgressCallback
 from drot.progress import ProgressEvent
 
@@ -23,7 +24,7 @@ def progress_bar(*, shared: bool = False, label: str = "loss") -> Iterator[Progr
     shared: whether all layers have one training, as with `mode="shared"`.
     label: the name of the training's loss, such as `entropy`.
     """
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     if not console.is_terminal:
         lines = LineProgress(console, shared=shared, label=label)
         yield lines

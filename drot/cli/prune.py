@@ -97,7 +97,11 @@ def prune(
     ] = PRUNE.damping,
     block_size: Annotated[
         int,
-        option(PRUNING, "SparseGPT only: columns to prune before the columns right of them are updated."),
+        option(
+            PRUNING,
+            "SparseGPT only: columns to prune before the columns right of them are updated, rounded to a "
+            "multiple of m in n:m.",
+        ),
     ] = PRUNE.block_size,
     quality: Annotated[
         str | None,

@@ -2,22 +2,23 @@
 
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from drot.cli.safe_text import SafeConsole
 
 #: columns of the table of layers; the table omits a column that has no figure in any row
 COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "recovery", "seconds")
 
 
-def output() -> Console:
+def output() -> SafeConsole:
     """A console that prints to the current stdout; 100 columns wide if stdout is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=100)
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=100)
 
 
 def print_line(line: str) -> None:
-    """Prints one line on stdout, without markup and without breaking it."""
-    output().print(line, markup=False, soft_wrap=True)
+    """Prints one line on stdout, without breaking it."""
+    output().print(line, soft_wrap=True)
 
 
 def print_manifest(manifest: dict[str, Any]) -> None:
@@ -78,7 +79,7 @@ def _print_pruned_elsewhere(manifest: dict[str, Any]) -> None:
 def finetune_line(record: dict[str, Any]) -> str:
     """The settings and the figures of a fine-tuning."""
     settings, text, held_out = record["settings"], record["text"], record["held_out"]
-    kind = f"LoRA r {settings['rank']}" if record["method"] == "lora" else "all kept weights"
+    kind = f"LoRA r {settings.get('rank')}" if record["method"] == "lora" else "all kept weights"
     perplexity = _change(held_out["perplexity_before"], held_out["perplexity_after"])
     return (
         f"{kind}, lr {settings['lr']:g}, {record['steps']} steps, {text['shape'][0]} x {text['shape'][1]} "
@@ -91,7 +92,7 @@ def _opens_as(manifest: dict[str, Any]) -> str:
     for record in manifest.get("finetune", [])[-1:]:
         if record["settings"].get("keep_adapter"):
             return f"an adapter for peft on top of {record['from']}"
-    if manifest["stock_architecture"]:
+    if manifest.get("stock_architecture", True):
         return "stock architecture"
     packed = ["packed 2:4 weights"] if manifest.get("format") == "packed" else []
     mode = manifest["recipe"]["rotation"]["mode"] if "recipe" in manifest else "none"

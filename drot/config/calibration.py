@@ -2,7 +2,11 @@
 
 from dataclasses import dataclass
 
-from drot.config.checks import whole_number
+from drot.config.checks import is_a, whole_number
+from drot.errors import UserError
+
+#: Largest number of tokens, nsamples · seqlen. Their hidden states take terabytes in a model of 7B.
+LARGEST_TOKENS = 2**32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +29,13 @@ class CalibrationConfig:
     text_column: str = "text"
 
     def __post_init__(self) -> None:
+        is_a("source", self.source, str)
+        is_a("text_column", self.text_column, str)
         whole_number("nsamples", self.nsamples, 1)
         whole_number("seqlen", self.seqlen, 2)
         whole_number("seed", self.seed, 0, 2**64 - 1)  # the range of torch.Generator
+        if self.nsamples * self.seqlen > LARGEST_TOKENS:
+            raise UserError(
+                f"`nsamples` times `seqlen` must be at most {LARGEST_TOKENS} tokens; got {self.nsamples} times "
+                f"{self.seqlen}: lower one of them"
+            )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from drot.config.calibration import CalibrationConfig
+from drot.config.checks import is_a
 from drot.config.pruning import PruningConfig, RecoveryConfig
 from drot.config.rotation import RotationConfig
 from drot.errors import UserError
@@ -27,6 +28,10 @@ class Recipe:
     pruning: PruningConfig = field(default_factory=PruningConfig)
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
+
+    def __post_init__(self) -> None:
+        for part in dataclasses.fields(self):
+            is_a(part.name, getattr(self, part.name), part.default_factory)  # type: ignore[arg-type]
 
     @property
     def objective(self) -> str:
@@ -76,4 +81,5 @@ class Recipe:
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective
         out["pruning"] |= {"solve": self.solve, "target": self.target}
+        out["pruning"]["block_size"] = self.pruning.resolved_block_size
         return out

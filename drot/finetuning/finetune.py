@@ -20,6 +20,7 @@ from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_to
 from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.config import FinetuneConfig
+from drot.config.checks import is_a
 from drot.devices import dtype_name, pick_device
 from drot.environment import device_name, versions
 from drot.errors import UserError
@@ -83,6 +84,11 @@ def finetune(
         device: `auto`, `cpu` or `cuda`.
         progress: the callback for ProgressEvents.
     """
+    is_a("model", model, str, Path)
+    is_a("config", config, FinetuneConfig, or_none=True)
+    is_a("out", out, str, Path, or_none=True)
+    is_a("tokens", tokens, Tensor, or_none=True)
+    is_a("device", device, str, torch.device)
     config = config or FinetuneConfig()
     out = None if out is None else Path(out)
     if out is not None:

@@ -196,7 +196,12 @@ def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig, solver:
     """
     sparsity = config.sparsity
     sweep = functools.partial(
-        prune_sparsegpt, target, hessian, sparsity, damping=config.damping, block_size=config.block_size
+        prune_sparsegpt,
+        target,
+        hessian,
+        sparsity,
+        damping=config.damping,
+        block_size=config.resolved_block_size,
     )
     if config.method == "magnitude":
         outcome = prune_magnitude(target, sparsity, hessian=hessian)

@@ -13,6 +13,7 @@ from drot.calibration.data import load_calibration
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, patterns_of, read_manifest
 from drot.config import CalibrationConfig, Recipe
+from drot.config.checks import is_a
 from drot.devices import pick_devices
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
@@ -54,6 +55,10 @@ def prepare(
         format: format of the weights in the result.
         progress: the callback for ProgressEvents.
     """
+    is_a("model", model, str, Path, PreTrainedModel)
+    is_a("calibration", calibration, Tensor, or_none=True)
+    is_a("device", device, str, torch.device)
+    is_a("dtype", dtype, str, torch.dtype)
     devices = pick_devices(device)
     if isinstance(model, str | Path):
         source = str(model)

@@ -12,6 +12,7 @@ from drot.checkpoint.resume import RunState, check_unfinished
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import check_output, check_writable, save_checkpoint
 from drot.config import Recipe
+from drot.config.checks import is_a
 from drot.errors import UserError
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
@@ -72,6 +73,10 @@ def prune(
         resume: continues an interrupted run, whose finished layers are in the folder `<out>.partial`.
         progress: the callback for ProgressEvents.
     """
+    is_a("recipe", recipe, Recipe, or_none=True)
+    for name, path in (("out", out), ("rotations", rotations), ("save_rotations_to", save_rotations_to)):
+        is_a(name, path, str, Path, or_none=True)
+    is_a("resume", resume, bool)
     recipe = recipe or Recipe()
     check_format(format, recipe.pruning)
     out = None if out is None else Path(out)
@@ -121,6 +126,6 @@ def _check_rotations_output(file: Path, recipe: Recipe) -> None:
             '`save_rotations_to` needs `mode="layer"` or `mode="shared"`; got `mode="none"`, which trains no '
             "rotations"
         )
+    check_writable(file)
     if file.exists():
         raise UserError(f"{file} exists: name another `save_rotations_to` or remove it")
-    check_writable(file)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from drot.calibration.data import calibration_hash
 from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe, Sparsity
+from drot.config.checks import is_a
 from drot.devices import dtype_name
 from drot.environment import device_name
 from drot.pipeline.context import RunContext
@@ -93,6 +94,7 @@ def sensitivity(
         rotations: a file written by `save_rotations_to` of `drot.prune`, whose rotations are used.
         progress: the callback for ProgressEvents.
     """
+    is_a("recipe", recipe, Recipe, or_none=True)
     recipe = recipe or Recipe()
     if recipe.rotation.mode == "layer" and rotations is None:
         recipe = dataclasses.replace(recipe, rotation=dataclasses.replace(recipe.rotation, hessians="dense"))
@@ -142,10 +144,8 @@ def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str,
 
 
 def measured_sparsities(pruning: PruningConfig) -> list[Sparsity]:
-    """SPARSITIES, without those that do not fit the recipe's `block_size`, and the recipe's sparsities."""
-    blocks = pruning.block_size if pruning.method == "sparsegpt" else 0
-    fitting = [sparsity for sparsity in SPARSITIES if not sparsity.structured or blocks % sparsity.m == 0]
-    return [sparsity for sparsity in dict.fromkeys([*fitting, *pruning.sparsities]) if sparsity.ratio > 0]
+    """SPARSITIES and the recipe's sparsities."""
+    return [sparsity for sparsity in dict.fromkeys([*SPARSITIES, *pruning.sparsities]) if sparsity.ratio > 0]
 
 
 def _rotated(

@@ -167,10 +167,10 @@ def test_defaults_may_be_spelled_out(calls):
     assert cli.run(text.split()) == 0
 
 
-def test_only_sparsegpt_has_blocks(calls):
-    """m = 3 does not divide the default block size, which Wanda does not use and must not refuse."""
-    assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--sparsity", "1:3"]) == 0
-    assert cli.run(["prune", "m", "--out", "o", "--sparsity", "1:3"]) == 2
+def test_blocks_fit_any_m(calls):
+    """m = 3 does not divide the default block size, 128. The manifest has the block size that is used."""
+    assert cli.run(["prune", "m", "--out", "o", "--sparsity", "1:3"]) == 0
+    assert calls[0][1].to_dict()["pruning"]["block_size"] == 126
 
 
 def test_the_recipe_in_the_manifest_survives_json():
@@ -232,7 +232,7 @@ def test_table(calls, capsys):
         (["--sparsity-of", "down_proj"], "--sparsity-of must be PATTERN=SPARSITY such as down_proj=4:8; got"),
         (["--sparsity-of", "down_proj=2"], "the sparsity in --sparsity-of must be a ratio in [0, 1)"),
         (["--sensitivity"], "--out has no effect with --sensitivity, which writes no model"),
-        (["--lr", "inf"], "--lr must be a finite number above 0; got inf"),
+        (["--lr", "inf"], "--lr must be a finite number above 0 and at most 3.14159; got inf"),
     ],
 )
 def test_the_users_mistakes(calls, capsys, options, message):

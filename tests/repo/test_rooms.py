@@ -24,6 +24,8 @@ ROOMS = [
     "_C",
     "_extension",
     "environment",
+    "hub",
+    "schemas",
     "architectures",
     "ops",
     "calibration",
