@@ -1,4 +1,4 @@
-"""Access to the Hugging Face hub, with one quick question whether it answers in place of many slow retries."""
+"""Access to the Hugging Face hub, with one quick request in place of many slow retries without a network."""
 
 import contextlib
 import sys

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.config.checks import path_exists
 from drot.errors import UserError
 from drot.hub import first_line, hub_access
-from drot.schemas import quoted, shortened
+from drot.schemas.reading import quoted, shortened
 
 #: Source on the hub → arguments of datasets.load_dataset. A streamed data set is read document by document.
 HUB: dict[str, dict[str, Any]] = {
@@ -56,8 +57,8 @@ def load_calibration(
         )
     if nsamples > len(ids) - seqlen:
         raise UserError(
-            f"`nsamples` must be at most {len(ids) - seqlen}, the number of places in {source!r} where a sequence "
-            f"of {seqlen} tokens starts; got {nsamples}"
+            f"`nsamples` must be at most {len(ids) - seqlen}, the number of places in {source!r} where a "
+            f"sequence of {seqlen} tokens can start; got {nsamples}: lower `nsamples` or give a longer text"
         )
     return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=seed)
 
@@ -102,11 +103,11 @@ def read_text(source: str, split: str, text_column: str, *, max_tokens: int | No
     path = Path(source)
     if source in SPLITS[split]:  # ./c4 names a file or a folder c4
         documents = _hub_documents(source, split, text_column)
-    elif not _exists(path) or not path.is_file():
+    elif not path_exists(path) or not path.is_file():
         raise UserError(
             f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])} or a {', '.join(SUFFIXES)} file; "
             f"got {shortened(source)}, which "
-            + ("is no such name and no file" if not _exists(path) else "is a folder")
+            + ("is no such name and no file" if not path_exists(path) else "is a folder")
         )
     elif path.suffix not in SUFFIXES:
         raise UserError(
@@ -148,24 +149,15 @@ def _hub_documents(source: str, split: str, text_column: str) -> Iterator[str]:
         yield from _texts(datasets.load_dataset(**HUB[source], split=split), text_column, source)
 
 
-def _exists(path: Path) -> bool:
-    """Whether there is such a file or folder; False for a name that is too long for one."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
-
-
 def _read_utf8(path: Path) -> str:
     """The text of a file, without a byte order mark."""
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        wide = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise UserError(
-            f"{path} must be UTF-8, got {'UTF-16' if wide else 'a byte that is not:'} "
-            f"0x{error.object[error.start]:02x} at offset {error.start}: convert it, for example with "
-            f"iconv -f {'utf-16' if wide else 'latin1'} -t utf-8"
+            f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at offset {error.start}: "
+            f"convert it, for example with iconv -f {'utf-16' if utf16 else 'latin1'} -t utf-8"
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -20,7 +20,8 @@ from drot.checkpoint.source import (
 from drot.config.checks import is_a
 from drot.devices import parse_dtype, pick_device
 from drot.errors import UserError
-from drot.schemas import MOST_LAYERS, quoted
+from drot.schemas.model import MOST_LAYERS
+from drot.schemas.reading import quoted
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import compress_model
@@ -215,7 +216,7 @@ def _leaves(entries: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """Silences the warnings of transformers, as the report on tensors that do not fit: drot checks these itself.
+    """Silences the warnings of transformers, such as its report on tensors that do not fit.
 
     A verbosity that the user has chosen stays.
     """

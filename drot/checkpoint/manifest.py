@@ -14,7 +14,8 @@ from drot.config import PruningConfig, Recipe
 from drot.devices import dtype_name
 from drot.environment import device_name, versions
 from drot.errors import UserError
-from drot.schemas import FinetunedManifest, PrunedManifest, check_schema, read_json, shortened
+from drot.schemas.manifest import FinetunedManifest, PrunedManifest
+from drot.schemas.reading import check_schema, read_json, shortened
 from drot.sparse.packed import dense_linears
 
 MANIFEST = "drot.json"

@@ -15,7 +15,8 @@ from safetensors import SafetensorError, safe_open
 from drot.architectures import ARCHITECTURES
 from drot.errors import UserError
 from drot.hub import hub_access
-from drot.schemas import ModelConfig, RopeOfModel, WeightIndex, check_schema, read_json, shortened
+from drot.schemas.model import ModelConfig, RopeOfModel, WeightIndex
+from drot.schemas.reading import check_schema, read_json, shortened
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
@@ -73,7 +74,7 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
                 found = Path(snapshot_download(model, revision=found.name, allow_patterns=names))
         except RepositoryNotFoundError:
             raise UserError(
-                f"there is no folder {model}, and the hub has no model {model}, or none that this user may read: "
+                f"there is no folder {model}, and the hub has no model {model} that this user may read: "
                 "check the name, or log in with: hf auth login"
             ) from None
         return found
@@ -93,8 +94,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     types, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if types is not None and layers is not None and len(types) != layers:
         raise UserError(
-            f"{file}: layer_types must have a value for each of the {layers} layers of num_hidden_layers, got "
-            f"{len(types)}: copy the file again"
+            f"{file}: layer_types must have a value for each of the {layers} layers of num_hidden_layers, "
+            f"got {len(types)}: copy the file again"
         )
     for key in ("rope_parameters", "rope_scaling"):
         # Gemma 3 and others have one set of entries for each kind of layer
@@ -104,19 +105,19 @@ def read_config(folder: Path) -> dict[str, Any]:
         # transformers downloads a kernel whose name has a slash, and runs its code
         if name.endswith("attn_implementation") and isinstance(value, str) and not value.isidentifier():
             raise UserError(
-                f"{file}: {name} is {shortened(value)}, the name of code on the hub, which drot does not run: "
-                "remove the entry"
+                f"{file}: {name} is {shortened(value)}, the name of code on the hub, which drot does not "
+                "run: remove the entry"
             )
     # in a checkpoint that drot wrote, the entry names no file, so that no other program opens it
     if (named := config.get("transformers_weights")) is not None and config["model_type"] != "drot":
         raise UserError(
-            f"{file}: transformers_weights is {shortened(named)}; drot reads weights only from {WEIGHTS} or the "
-            f"files of {INDEX}: rename the file and remove the entry"
+            f"{file}: transformers_weights is {shortened(named)}; drot reads weights only from {WEIGHTS} "
+            f"or the files of {INDEX}: rename the file and remove the entry"
         )
     if (folder / ADAPTER).exists():
         raise UserError(
-            f"{folder} holds an adapter beside a model, which transformers would load too: move {ADAPTER} out "
-            "of the folder, or merge the adapter with peft"
+            f"{folder} holds an adapter beside a model, which transformers would load too: move {ADAPTER} "
+            "out of the folder, or merge the adapter with peft"
         )
     return config
 
@@ -138,8 +139,8 @@ def weight_files(folder: Path) -> list[Path]:
         )
     else:
         raise UserError(
-            f"{folder} holds no {WEIGHTS} and no {INDEX}: name a folder or a model on the hub with weights in "
-            "safetensors"
+            f"{folder} holds no {WEIGHTS} and no {INDEX}: name a folder or a model on the hub with weights "
+            "in safetensors"
         )
     allowed = [folder.resolve()]
     if folder.resolve().parent.name == "snapshots":
@@ -151,8 +152,8 @@ def weight_files(folder: Path) -> list[Path]:
             raise UserError(f"{file} {what}: copy the model again")
         if not any(file.resolve().is_relative_to(root) for root in allowed):
             raise UserError(
-                f"{file} is a link to {file.resolve()}, outside of the folder of the model: copy the file into "
-                "the folder"
+                f"{file} is a link to {file.resolve()}, outside of the folder of the model: copy the file "
+                "into the folder"
             )
     return files
 

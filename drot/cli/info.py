@@ -8,6 +8,7 @@ from rich.table import Table
 
 from drot.cli.options import Json, print_json
 from drot.cli.tables import output, print_manifest
+from drot.config.checks import path_exists
 from drot.errors import UserError
 
 EPILOG = "Example: drot info llama-2of4"
@@ -31,8 +32,8 @@ def info(
         return
     from drot.checkpoint.manifest import read_manifest
 
-    if not folder.is_dir():
-        reason = "is a file" if folder.exists() else "does not exist"
+    if not path_exists(folder) or not folder.is_dir():
+        reason = "is a file" if path_exists(folder) else "does not exist"
         raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
     data = read_manifest(folder, recipe_needed=False)
     if as_json:

@@ -1,4 +1,4 @@
-"""Text from outside on a terminal: names, paths and manifests may hold control characters and rich's markup."""
+"""Text from outside on a terminal: names, paths and manifests with control characters and rich's markup."""
 
 import contextlib
 import logging
@@ -19,12 +19,12 @@ def visible(text: str) -> str:
 
 
 class SafeConsole(Console):
-    """A console that prints strings, in tables too, as they are: without markup, and as `visible` has them."""
+    """A console that prints strings without markup and as `visible` has them, in tables too."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **settings)
 
-    def render_str(self, text: str, **settings: Any) -> Text:  # type: ignore[override]
+    def render_str(self, text: str, **settings: Any) -> Text:
         """The string as rich prints it. rich calls this method for each string and each cell of a table."""
         return super().render_str(visible(text), **settings)
 

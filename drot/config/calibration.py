@@ -36,6 +36,6 @@ class CalibrationConfig:
         whole_number("seed", self.seed, 0, 2**64 - 1)  # the range of torch.Generator
         if self.nsamples * self.seqlen > LARGEST_TOKENS:
             raise UserError(
-                f"`nsamples` times `seqlen` must be at most {LARGEST_TOKENS} tokens; got {self.nsamples} times "
-                f"{self.seqlen}: lower one of them"
+                f"`nsamples` times `seqlen` must be at most {LARGEST_TOKENS} tokens; got {self.nsamples} "
+                f"times {self.seqlen}: lower one of them"
             )

@@ -2,6 +2,7 @@
 
 import math
 import typing
+from pathlib import Path
 from typing import Any
 
 from drot.errors import UserError
@@ -47,6 +48,14 @@ def is_a(name: str, value: object, *types: type, or_none: bool = False) -> None:
         return
     expected = " or ".join([*(kind.__name__ for kind in types), *(["None"] if or_none else [])])
     raise UserError(f"`{name}` must be a {expected}; got {_shortened(value)}, a {type(value).__name__}")
+
+
+def path_exists(path: Path) -> bool:
+    """Whether there is such a file or folder; False for a name that is too long for a file."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def _is_finite(value: object) -> bool:

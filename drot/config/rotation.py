@@ -16,9 +16,9 @@ ProductDtype = Literal["float32", "bfloat16"]
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
 OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper": (2000, 0.01)}
-#: Optimizer → largest learning rate. The rate of `fast` is an angle, and π is half a turn. The rate of `paper`
-#: is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps nothing of
-#: A, and qr(A) loses its accuracy.
+#: Optimizer → largest learning rate. The rate of `fast` is an angle, and π is half a turn. The rate of
+#: `paper` is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps
+#: nothing of A.
 LARGEST_LR = {"fast": math.pi, "paper": 100.0}
 
 
@@ -36,7 +36,7 @@ class RotationConfig:
         optimizer: `paper` is Adam on A with R = qr(A). `fast` takes spectral steps in so(n), and
             its rate is the angle of the first step in radians.
         steps: training steps; None is the optimizer's value in OPTIMIZER_DEFAULTS.
-        lr: learning rate, at most the optimizer's value in LARGEST_LR; None is its value in OPTIMIZER_DEFAULTS.
+        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS. LARGEST_LR has its limit.
         early_stop: `fast` stops when the loss changes by less than this share of itself a step; 0 never
             stops early.
         hessians: `sequential` computes a layer's Hessians after the layers before it were pruned. `dense`

@@ -62,10 +62,11 @@ def prepare(
     devices = pick_devices(device)
     if isinstance(model, str | Path):
         source = str(model)
+        config = load_config(model)
         _refuse_pruned(Path(model))
         if dtype == "auto" and devices[0].type == "cpu":
             dtype = torch.float32
-        check_recipe(load_config(model), recipe, devices, rotations_given=rotations_given, format=format)
+        check_recipe(config, recipe, devices, rotations_given=rotations_given, format=format)
         tokenizer = tokenizer or load_tokenizer(model)
         model = load_model(model, dtype)
     else:

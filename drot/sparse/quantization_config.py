@@ -13,7 +13,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from drot.architectures import architecture_of, decoder_layers, module_at
 from drot.config import BoundaryPlace
 from drot.errors import UserError
-from drot.schemas import QuantizationKeys, check_schema
+from drot.schemas.model import QuantizationKeys
+from drot.schemas.reading import check_schema
 from drot.sparse.linear import is_packed
 from drot.surgery.boundary import rotation_place
 
@@ -53,7 +54,7 @@ class DrotConfig(QuantizationConfigMixin):
         check_schema(QuantizationKeys, keys, "config.json: quantization_config")
         if dense_linears and not packed:
             raise UserError(
-                "config.json: dense_linears must stand beside packed: true; got packed: false: copy config.json "
+                "config.json: dense_linears must stand beside packed: true; got packed: false: copy the file "
                 "again"
             )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers has an enum of its methods
