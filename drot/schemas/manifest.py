@@ -24,8 +24,8 @@ class _Pruning(Entries):
     method: str
     sparsity: Annotated[str | float, AfterValidator(_parses_sparsity)]
     damping: float
-    keep: list[Annotated[str, Field(min_length=1)]] = []
-    sparsity_of: Annotated[list[str], AfterValidator(_parses_sparsity_of)] = []
+    keep: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
+    sparsity_of: Annotated[list[str], AfterValidator(_parses_sparsity_of)] = Field(default_factory=list)
     solve: str = "none"
     target: str = "self"
     target_weight: float = 0.0
@@ -160,4 +160,4 @@ class PrunedManifest(Entries):
     format: str = "dense"
     rotations_file: _File | None = None
     shared_rotation: _Shared | None = None
-    finetune: list[_Finetune] = []
+    finetune: list[_Finetune] = Field(default_factory=list)

@@ -50,6 +50,8 @@ class ModelConfig(Entries):
     layer_types: list[str] | None = None
     tie_word_embeddings: bool | None = None
     quantization_config: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
 
 
 class RopeOfModel(Entries):
@@ -68,4 +70,4 @@ class QuantizationKeys(BaseModel):
     residual_rotation: bool = False
     down_basis: Literal["own", "next"] = "own"
     packed: bool = False
-    dense_linears: list[str] = []
+    dense_linears: list[str] = Field(default_factory=list)
