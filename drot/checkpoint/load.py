@@ -146,9 +146,9 @@ def _check_finite(path: str | Path, model: "PreTrainedModel") -> None:
             continue  # a meta tensor is offloaded to disk
         low, high = torch.aminmax(tensor)  # both are NaN if an element is
         if not (torch.isfinite(low) and torch.isfinite(high)):
+            narrow = ', or choose another `dtype` than "float16"' if tensor.dtype == torch.float16 else ""
             raise UserError(
-                f"{path}: {name} must hold finite numbers, got NaN or infinity in "
-                f"{str(tensor.dtype).removeprefix('torch.')}: copy the model again, or choose a wider `dtype`"
+                f"{path}: {name} must hold finite numbers, got NaN or infinity: copy the model again{narrow}"
             )
 
 

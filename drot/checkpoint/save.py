@@ -14,18 +14,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-#: Bytes of the longest name of a folder to write: file systems allow 255, and the longest suffix, that of the
-#: temporary folder of tempfile, takes 14 of them.
+#: Bytes of the longest name of a file or folder to write. File systems allow 255, and the longest suffix,
+#: that of the temporary folder of tempfile, takes 14.
 LONGEST_NAME = 240
 
 
 def check_output(out: Path) -> None:
-    """Raises UserError if `out` holds files already, or if nothing can be written to its parent folder.
-
-    Also for a name to which the suffixes of the folders beside `out`, as in `<out>.partial`, cannot be added.
-    """
-    if (length := len(os.fsencode(out.name))) > LONGEST_NAME:
-        raise UserError(f"the name of `out` must have at most {LONGEST_NAME} bytes, got {length}: shorten it")
+    """Raises UserError if `out` holds files already, and as `check_writable` does."""
     check_writable(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: name another `out` or remove it")
@@ -38,7 +33,15 @@ def check_output(out: Path) -> None:
 
 
 def check_writable(file: Path) -> None:
-    """Creates the parent folder of `file`. Raises UserError if nothing can be written there."""
+    """Creates the parent folder of a file or folder to write.
+
+    Raises UserError if nothing can be written there, and for a name that is too long.
+    """
+    if (length := len(os.fsencode(file.name))) > LONGEST_NAME:
+        raise UserError(
+            f"cannot write {file.name[:20]}...: a name must have at most {LONGEST_NAME} bytes, got {length}: "
+            "shorten it"
+        )
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=file.parent):

@@ -31,7 +31,7 @@ from drot.surgery.boundary import (
     rotated_layers,
     set_boundary,
 )
-from drot.surgery.invariance import check_layer, check_model
+from drot.surgery.invariance import check_layer, check_model, check_outputs
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
 
@@ -109,6 +109,9 @@ class PruningRun:
                 error = check_model(
                     run.model, run.arch, run.shape, run.tokens[:1], run.device, rotations, place
                 )
+        else:
+            with run.clock("check"):
+                check_outputs(run.model, run.arch, run.tokens[:1], run.device)
         layers, self.rotations = self._prune_layers(state, rotations, records)
         if run.rotates:
             self._finish_rotation(self.rotations)

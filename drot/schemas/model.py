@@ -22,6 +22,7 @@ def _stays_inside(name: str) -> str:
 class WeightIndex(Entries):
     """model.safetensors.index.json: tensor → the file that holds it."""
 
+    metadata: dict[str, Any]
     weight_map: Annotated[dict[str, Annotated[str, AfterValidator(_stays_inside)]], Field(min_length=1)]
 
 

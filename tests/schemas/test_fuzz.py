@@ -93,11 +93,13 @@ def edited(data: Any, changes: list[tuple[float, str, Any, str]]) -> str:
 
 def survives(action: Any, *arguments: Any, **options: Any) -> None:
     """Calls the function: a UserError of one line is as good as success."""
+    message = ""
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             action(*arguments, **options)
         except UserError as error:
-            assert "\n" not in str(error) and len(str(error)) < 2000, error
+            message = str(error)
+    assert "\n" not in message and len(message) < 2000
 
 
 def open_and_use(folder: Path) -> None:
@@ -145,7 +147,8 @@ def test_quantization_config(packed: Path, room: Path, changes: Any) -> None:
     file = fresh(packed, room) / "config.json"
     config = json.loads(file.read_text())
     entry = {"quantization_config": config["quantization_config"] | {"dense_linears": []}}
-    file.write_text(json.dumps(config | json.loads(edited(entry, changes[:1]) if "DEEP" not in str(changes) else "{}")))
+    # of two entries with the same key, the last counts
+    file.write_text(f"{json.dumps(config)[:-1]}, {edited(entry, changes)[1:]}")
     survives(open_and_use, room)
 
 
