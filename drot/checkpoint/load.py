@@ -33,12 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("drot")
 
 #: the dtypes in safetensors files that a dense weight may have
-DENSE_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 def load(
@@ -236,11 +231,13 @@ def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
 
     Raises UserError as `check_headers` does, and for a file that is not complete.
     """
-    check_headers(model, read_headers(files))
+    check_headers(model, read_headers(files), dtypes=("BF16", "F16", "F32"))
 
 
-def check_headers(model: "PreTrainedModel", headers: dict[str, Header]) -> None:
-    """Checks `headers` against the tensors of an empty model.
+def check_headers(
+    model: "PreTrainedModel", headers: dict[str, Header], dtypes: Sequence[str] = tuple(DENSE_DTYPES)
+) -> None:
+    """Checks `headers` against the tensors of an empty model, whose weights may be of `dtypes`.
 
     Raises UserError that names the first tensor with another shape or dtype, with both shapes, and the first
     that is missing. A missing tensor outside of the base model is no error: lm_head may be tied to the
@@ -260,7 +257,7 @@ def check_headers(model: "PreTrainedModel", headers: dict[str, Header]) -> None:
                 f"{key} must be {list(tensor.shape)} by the model's config, got {header.shape} in "
                 f"{header.file.name}: convert or copy the checkpoint again"
             )
-        kinds = ("U8",) if tensor.dtype == torch.uint8 else tuple(DENSE_DTYPES)
+        kinds = ("U8",) if tensor.dtype == torch.uint8 else tuple(dtypes)
         if header.dtype not in kinds:
             raise UserError(
                 f"{key} must be of dtype {' or '.join(kinds)}, got {header.dtype}: "

@@ -16,7 +16,7 @@ from drot.architectures import ARCHITECTURES
 from drot.errors import UserError
 from drot.hub import hub_access
 from drot.schemas.model import ModelConfig, RopeOfModel, WeightIndex
-from drot.schemas.reading import check_schema, read_json, shortened
+from drot.schemas.reading import check_schema, quoted, read_json, shortened
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
@@ -175,7 +175,9 @@ def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
                     tensor = handle.get_slice(key)
                     found[key] = Header(Path(file), list(tensor.get_shape()), tensor.get_dtype())
         except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is not a complete safetensors file ({error}): copy it again") from None
+            raise UserError(
+                f"{file} is not a complete safetensors file ({quoted(error)}): copy it again"
+            ) from None
     return found
 
 

@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 
+from drot import hub
 from drot.calibration.data import calibration_hash, load_calibration, read_text
 from drot.errors import UserError
 
@@ -152,6 +153,7 @@ def test_hub_without_a_network(monkeypatch, source):
         raise ConnectionError("name resolution failed\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(hub, "_unreachable", lambda: "")
     with pytest.raises(UserError) as error:
         load(source)
     assert "(name resolution failed): without a network, name a local file as `source`" in str(error.value)

@@ -108,7 +108,7 @@ def test_config_json_lies(model, capfd, entries, message):
     ("change", "message"),
     [
         (lambda t: t.update({UP: t[UP].T}), f"{UP} must be [48, 32] by the model's config, got [32, 48]"),
-        (lambda t: t.update({UP: t[UP].to(torch.int8)}), f"{UP} must be of dtype F64 or F32 or F16 or BF16"),
+        (lambda t: t.update({UP: t[UP].to(torch.int8)}), f"{UP} must be of dtype BF16 or F16 or F32 or F64"),
         (lambda t: t.update({UP: t[UP][:0]}), f"{UP} must be [48, 32] by the model's config, got [0, 32]"),
         (lambda t: t.pop(UP), f"{UP} is missing from the checkpoint"),
         (lambda t: t.update({UP + "x": t[UP].clone()}), f"the first is {UP}x"),

@@ -43,4 +43,4 @@ def test_an_unknown_task_is_found_before_the_weights_are_read(monkeypatch, capsy
 def test_a_missing_model(capsys, tmp_path):
     assert cli.run(["eval", str(tmp_path / "nothing"), "--ppl", str(HELD_OUT)]) == 2
     error = capsys.readouterr().err
-    assert "cannot load a causal language model from" in error and error.count("\n") == 1
+    assert "there is no such folder" in error and error.count("\n") == 1

@@ -264,10 +264,10 @@ def test_nothing_is_written_after_a_refusal(folder, tmp_path, monkeypatch):
 def test_a_damaged_model_is_refused(tmp_path):
     folder = pruned(tmp_path / "pruned")
     model = load_model(folder)
-    model.model.norm.weight.data.fill_(math.nan)
+    model.model.norm.weight.data.fill_(1e38)  # finite, but not what follows from it
     model.save_pretrained(folder)
     with pytest.raises(
-        UserError, match="the model's loss on the held-out text is nan: its weights are damaged"
+        UserError, match="the model's loss on the held-out text is (nan|inf): its weights are damaged"
     ):
         run(folder, tmp_path / "out")
 
