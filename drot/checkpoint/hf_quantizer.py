@@ -11,6 +11,7 @@ from drot.errors import UserError
 from drot.sparse.linear import packed_linears
 from drot.sparse.packed import check_positions, expect_packed, unpack_model
 from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig
+from drot.sparse.stored_config import write_stored_form
 from drot.surgery.boundary import add_boundary_rotation, rotated_layers
 
 register_quantization_config(QUANT_METHOD)(DrotConfig)
@@ -51,6 +52,7 @@ class DrotQuantizer(HfQuantizer):
         check_positions(model)
         # transformers refuses .half() and the like for a quantized model, which a rotated dense model is not
         model.is_quantized = self.quantization_config.packed
+        write_stored_form(model.config)  # the file may be of an older version of drot, with the stock form
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
