@@ -22,14 +22,14 @@ from drot.checkpoint.save import check_output, save_checkpoint
 from drot.config import FinetuneConfig
 from drot.devices import dtype_name, pick_device
 from drot.environment import device_name, versions
-from drot.errors import UserError
+from drot.errors import BrokenModelError, UserError
 from drot.evaluation.perplexity import check_windows, perplexity
 from drot.finetuning.masks import choose_full, frozen_zeros, removed_weights, round_weights
 from drot.finetuning.text import split_text
 from drot.pipeline.validation import check_tokens
 from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.linear import is_packed
-from drot.sparse.packed import pack_model, unpack_model
+from drot.sparse.packed import pack_model
 from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
 
 logger = logging.getLogger("drot")
@@ -101,8 +101,7 @@ def finetune(
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
     packed = is_packed(loaded)
     if packed:
-        unpack_model(loaded)
-        loaded.is_quantized = False  # type: ignore[assignment]  # the Trainer refuses a quantised model
+        loaded.dequantize()
     share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
     if manifest is None and share < LEAST_ZEROS:
         raise UserError(
@@ -226,8 +225,12 @@ def _train(
     model.to(device)
 
     def held_out_loss(model: Any) -> float:
-        value = perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress)
-        return math.log(value) if math.isfinite(value) else value
+        try:
+            return math.log(
+                perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress)
+            )
+        except BrokenModelError:
+            return math.nan
 
     before = held_out_loss(model)
     if not math.isfinite(before):

@@ -1,18 +1,21 @@
-"""config.json and the tensor names of a checkpoint that only drot computes right.
+"""The stored form of config.json, which keeps programs without drot from opening a checkpoint that needs drot.
 
-Such a checkpoint is packed, or has rotations between its layers. A program without drot would drop the
-rotations, or draw random weights for the packed ones. Four entries of the files stop such a program:
+Such a checkpoint is packed, or has rotations between its layers. transformers without drot would warn, drop
+the rotations, draw random weights for the packed ones, and compute garbage. Three entries of config.json stop
+it, and stop other engines:
 
-| entry of the files                               | what it stops                                             |
+| entry                                            | what it stops                                             |
 |--------------------------------------------------|-----------------------------------------------------------|
 | `model_type` is `drot`                           | AutoConfig, AutoModel and pipeline of transformers, and   |
 |                                                  | each engine and converter that chooses its code by it     |
 | `architectures` is `DrotForCausalLM`             | engines that choose their code by it, as vLLM does        |
 | `transformers_weights` names no safetensors file | `LlamaForCausalLM.from_pretrained`, and the other classes |
 |                                                  | that only warn of another `model_type`                    |
-| a rotated model's `layers` are `rotated_layers`  | programs that look for tensor names and nothing else      |
 
-In memory, the model has the config and the tensor names of its family.
+The tensors of a rotated checkpoint have the names of its family. A program that reads the tensors and neither
+`model_type` nor `architectures` is not stopped.
+
+In memory, a model has the config of its family.
 """
 
 import functools
