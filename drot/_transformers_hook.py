@@ -1,4 +1,4 @@
-"""Registers drot's config and quantizer with transformers, so that `from_pretrained` opens drot's checkpoints.
+"""Registers drot with transformers, so that `from_pretrained` opens drot's checkpoints.
 
 The registration imports the model code of transformers, which takes seconds. `import drot` must be fast and
 does not import that code. Instead, it installs an import hook, which registers drot's classes right after the

@@ -7,6 +7,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from drot.architectures import architecture_of, decoder_layers
 from drot.checkpoint.load import check_files
 from drot.errors import UserError
+from drot.sparse.fused import unfuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_linears
 from drot.sparse.packed import check_packed, expect_packed, unpack_model
 from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig, quantization_config_of
@@ -72,7 +73,13 @@ class DrotQuantizer(HfQuantizer):
 
         dtype: the dtype of the result. None leaves the dtype as it is.
         """
+        unfuse(model)
+        packed = [name for name, _ in packed_linears(model)]
         unpack_model(model)
+        # as trainable as the other weights: from_pretrained makes them trainable, drot.load freezes them
+        trainable = model.get_input_embeddings().weight.requires_grad
+        for name in packed:
+            model.get_submodule(name).requires_grad_(trainable)
         self.quantization_config = DrotConfig(**quantization_config_of(model.config))
         model.is_quantized = False
         return model if dtype is None else model.to(dtype)

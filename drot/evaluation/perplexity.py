@@ -88,7 +88,21 @@ def exp_of_loss(loss: float) -> float:
     """exp(loss). Raises BrokenModelError unless it is finite."""
     if not loss < LARGEST_LOSS:
         raise BrokenModelError(
-            f"the model's loss on the text is {loss:g}, expected a finite number: its weights are damaged, or "
+            f"the model's loss on the text is {loss:g}, expected a finite number: its weights are damaged or "
             'overflow; measure it with `dtype="float32"`, or prune or copy it again'
         )
     return math.exp(loss)
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel) -> None:
+    """Raises BrokenModelError if a logit of `model` for a short sequence is NaN or infinite.
+
+    lm_eval computes an accuracy from such logits too.
+    """
+    tokens = torch.arange(min(8, model.config.vocab_size), device=next(model.parameters()).device)
+    if not bool(model(tokens[None], use_cache=False).logits.isfinite().all()):
+        raise BrokenModelError(
+            "the model computes logits that are NaN or infinite: its weights are damaged or overflow; "
+            'measure it with `dtype="float32"`, or prune or copy it again'
+        )

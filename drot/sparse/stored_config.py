@@ -1,16 +1,16 @@
-"""The stored form of config.json, which keeps programs without drot from opening a checkpoint that needs drot.
+"""The stored form of config.json: without drot, no program opens a checkpoint that needs drot.
 
 Such a checkpoint is packed, or has rotations between its layers. transformers without drot would warn, drop
 the rotations, draw random weights for the packed ones, and compute garbage. Three entries of config.json stop
 it, and stop other engines:
 
-| entry                                            | what it stops                                             |
-|--------------------------------------------------|-----------------------------------------------------------|
-| `model_type` is `drot`                           | AutoConfig, AutoModel and pipeline of transformers, and   |
-|                                                  | each engine and converter that chooses its code by it     |
-| `architectures` is `DrotForCausalLM`             | engines that choose their code by it, as vLLM does        |
-| `transformers_weights` names no safetensors file | `LlamaForCausalLM.from_pretrained`, and the other classes |
-|                                                  | that only warn of another `model_type`                    |
+| entry                                    | what it stops                                                   |
+|------------------------------------------|-----------------------------------------------------------------|
+| `model_type` is `drot`                   | AutoConfig, AutoModel and pipeline of transformers, and each    |
+|                                          | engine and converter that chooses its code by this entry        |
+| `architectures` is `DrotForCausalLM`     | engines that choose their code by this entry, as vLLM does      |
+| `transformers_weights` names no file of  | `LlamaForCausalLM.from_pretrained` and the other classes that   |
+| safetensors                              | only warn of another `model_type`                               |
 
 The tensors of a rotated checkpoint have the names of its family. A program that reads the tensors and neither
 `model_type` nor `architectures` is not stopped.
@@ -72,8 +72,8 @@ CONFIG_MAPPING.register(MODEL_TYPE, StoredConfig, exist_ok=True)
 class _WritesStoredForm:
     """Mixin in front of a family's config class: config.json has the stored form while drot is needed.
 
-    `_stored_class` creates the classes with this mixin at run time, so pickle cannot find them by name. Pickle
-    stores the stock class instead.
+    `_stored_class` creates the classes with this mixin at run time, so pickle cannot find them by name.
+    Pickle stores the stock class instead.
     """
 
     quantization_config: Any
@@ -107,4 +107,5 @@ def _stored_class(stock_class: Any) -> Any:
 def write_stored_form(config: Any) -> None:
     """Makes `save_pretrained` write `config` in the stored form while its `quantization_config` is drot's."""
     if not isinstance(config, _WritesStoredForm):
-        config.__class__ = _stored_class(type(config))
+        stock_class: Any = type(config)
+        config.__class__ = _stored_class(stock_class)

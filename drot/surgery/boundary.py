@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drot.architectures import Architecture, decoder_layers
+from drot.architectures import Architecture, decoder_layers, module_at
 from drot.config import BoundaryPlace
 from drot.errors import UserError
 
@@ -181,10 +181,12 @@ def check_boundary_rotations(model: nn.Module, arch: Architecture) -> None:
     A rotation that is offloaded to disk is not checked.
     """
     for index, layer in enumerate(decoder_layers(model, arch)):
-        if rotation_place(layer) is None or (q := layer.residual_rotation.weight).is_meta:
+        if rotation_place(layer) is None:
             continue
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(q.shape[0], PROBES, generator=generator).to(q.device)
+        q: Tensor = module_at(layer, f"{ROTATION_MODULE}.weight")
+        if q.is_meta:
+            continue
+        x = torch.randn(q.shape[0], PROBES, generator=torch.Generator().manual_seed(0)).to(q.device)
         q32 = q.float()
         error = float(((q32.T @ (q32 @ x) - x).norm(dim=0) / x.norm(dim=0)).amax())
         if not error < orthogonality_tolerance(q):  # error may be NaN
@@ -195,10 +197,10 @@ def check_boundary_rotations(model: nn.Module, arch: Architecture) -> None:
 
 
 def orthogonality_tolerance(q: Tensor) -> float:
-    """The largest ‖QᵀQx - x‖ / ‖x‖ of an intact rotation, by the coarsest dtype that holds its elements exactly.
+    """The largest ‖QᵀQx - x‖ / ‖x‖ of an intact rotation `q` [d, d].
 
-    Rounding to p bits gives about 2⁻ᵖ: 1.6e-3 in bf16 and 2e-4 in fp16. The dtype of `q` may be wider than
-    that of the file.
+    It depends on the coarsest dtype that holds all elements exactly, because `q` may have a wider dtype than
+    the file. Rounding gives about 1.6e-3 in bf16 and 2e-4 in fp16.
     """
     for dtype in (torch.bfloat16, torch.float16):
         if bool((q.to(dtype).to(q.dtype) == q).all()):

@@ -6,7 +6,7 @@ import pytest
 from small_models import random_tokens, small_model
 
 from drot.errors import BrokenModelError, UserError
-from drot.evaluation.perplexity import perplexity
+from drot.evaluation.perplexity import check_logits, perplexity
 
 
 def one_token_at_a_time(model, tokens, seqlen):
@@ -38,8 +38,16 @@ def test_progress_ends_at_the_last_window():
 def test_a_model_without_a_finite_loss_has_no_perplexity(factor, loss):
     model = small_model("llama", tie_word_embeddings=False)
     model.lm_head.weight[0].mul_(factor)
-    with pytest.raises(BrokenModelError, match=f"the model's loss on the text is {loss}.*, expected a finite"):
+    with pytest.raises(BrokenModelError, match=f"the model's loss on the text is {loss}.*, expected"):
         perplexity(model, random_tokens(1, 60)[0], seqlen=12)
+
+
+def test_logits_that_are_not_finite_are_refused_before_tasks():
+    model = small_model("llama")
+    check_logits(model)
+    model.model.norm.weight[3] = math.nan
+    with pytest.raises(BrokenModelError, match="logits that are NaN or infinite"):
+        check_logits(model)
 
 
 def test_text_shorter_than_a_window():
