@@ -37,11 +37,12 @@ def rotations_from(tensors: dict[str, Tensor], layers: int) -> list[LayerRotatio
 def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str, Any]) -> None:
     """Writes the rotations of all layers in fp32. Raises WriteError if writing fails.
 
-    record: the recipe, the model and the calibration, which are stored in the file's metadata beside the
-        digest of the tensors and of the record.
+    record: the recipe, the model and the calibration, which are stored in the file's metadata with the digest
+        of the tensors and of the record.
     """
     tensors = rotation_tensors(rotations, torch.float32)
-    metadata = {"record": json.dumps(record), DIGEST: _digest(tensors, record)}
+    # one key only: safetensors writes several keys in a random order, and equal runs write equal files
+    metadata = {"record": json.dumps(record | {DIGEST: _digest(tensors, record)})}
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as part:
         save_file(tensors, part, metadata=metadata)
@@ -60,13 +61,17 @@ def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         with safe_open(path, framework="pt") as handle:
             tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
-            metadata = handle.metadata() or {}
-            record = json.loads(metadata.get("record", "{}"))
+            record = json.loads((handle.metadata() or {}).get("record", "{}"))
     except FileNotFoundError:
         raise UserError(f"there is no rotation file {path}: write one with `save_rotations_to`") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}): copy it again") from None
-    if DIGEST in metadata and metadata[DIGEST] != _digest(tensors, record):
+    if not isinstance(record, dict):
+        raise UserError(
+            f"{path}: its record must be a JSON object, got {type(record).__name__}: copy it again"
+        )
+    digest = record.pop(DIGEST, None)
+    if digest is not None and digest != _digest(tensors, record):
         raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
     return tensors, record
 
