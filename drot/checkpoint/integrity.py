@@ -209,12 +209,12 @@ def verified_while_loading(path: str | Path) -> Iterator[None]:
         except BaseException:
             stop.set()
             raise
-        problems = [future.result() if future else "is not in its list of files" for future in found]
+        problems = [future.result() if future else "is not in the list of files" for future in found]
     for name, problem in zip(loaded, problems, strict=True):
         if problem is not None:
             raise UserError(
-                f"{folder / name} {problem}, by {MANIFEST}: copy the checkpoint again; if the file was "
-                "changed on purpose, record it with drot info and `accept=True`"
+                f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the "
+                "checkpoint again, or record a change that you made yourself with drot info and `accept=True`"
             )
 
 

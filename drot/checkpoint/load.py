@@ -69,12 +69,16 @@ def load_model(
     missing tensor at random and ignore a superfluous one. With `verify`, raises UserError too if the weights
     or config.json of a folder differ from their hashes in drot.json (drot/checkpoint/integrity.py).
     """
+    with verified_while_loading(path) if verify else contextlib.nullcontext():
+        return _load_model(path, dtype)
+
+
+def _load_model(path: str | Path, dtype: str | torch.dtype) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     if isinstance(dtype, str) and dtype != "auto":
         dtype = parse_dtype(dtype)
-    problem = f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder)"
-    with verified_while_loading(path) if verify else contextlib.nullcontext(), _one_line(problem):
+    with _one_line(f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder)"):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )

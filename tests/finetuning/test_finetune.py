@@ -16,7 +16,7 @@ import drot
 from drot import CalibrationConfig, FinetuneConfig, PruningConfig, Recipe, RotationConfig
 from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.load import load_model, load_tokenizer
-from drot.checkpoint.manifest import read_manifest
+from drot.checkpoint.manifest import accept_files, read_manifest
 from drot.cli import app as cli
 from drot.cli.finetune import finetune as finetune_command
 from drot.config import FINETUNE_LR
@@ -269,6 +269,7 @@ def test_a_damaged_model_is_refused(tmp_path):
     model = load_model(folder)
     model.model.norm.weight.data.fill_(math.nan)
     model.save_pretrained(folder)
+    accept_files(folder)
     with pytest.raises(
         UserError, match="the model's loss on the held-out text is nan: its weights are damaged"
     ):
