@@ -1,5 +1,6 @@
 """The finished parts of an unfinished run, with which `resume=True` continues an interrupted run."""
 
+import contextlib
 import json
 import logging
 import shutil
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drot.checkpoint.files import new_file, write_json, writing
@@ -135,8 +136,6 @@ class RunState:
                 "%s is missing or damaged: the parts of the unfinished run cannot be checked and are "
                 "computed again", self.folder / JOURNAL,
             )  # fmt: skip
-            for file in self.folder.glob("*.safetensors"):
-                file.unlink()
         self._parts = parts or {}
 
     def _file(self, name: str) -> Path:
@@ -163,8 +162,6 @@ class RunState:
                         "%s was computed again with another result, as on another machine: %s, which came "
                         "after it, are computed again too", name, ", ".join(later),
                     )  # fmt: skip
-                for other in later:
-                    self._file(other).unlink(missing_ok=True)
             write_json(self.folder / JOURNAL, with_digest(parts))
             self._parts = parts
 
@@ -178,7 +175,8 @@ class RunState:
             try:
                 write_json(self.folder / IDENTITY, with_digest(self.identity))
             except BaseException:
-                self.folder.rmdir()
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()
                 raise
 
     def load(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
@@ -193,12 +191,9 @@ class RunState:
         if problem is not None:
             logger.warning("%s %s: it is computed again", file, problem)
             return None
-        try:
-            with safe_open(file, framework="pt") as handle:
-                tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
-                return tensors, json.loads(handle.metadata()["record"])
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} cannot be read ({error})") from None
+        with safe_open(file, framework="pt") as handle:
+            tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+            return tensors, json.loads(handle.metadata()["record"])
 
     def discard(self) -> None:
         """Deletes the folder. Called after the checkpoint was written."""

@@ -1,6 +1,7 @@
 """`drot.prune`, which makes a pruned model and its checkpoint from a model and a recipe."""
 
 import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,7 +128,7 @@ def prune(
         if out is not None and finished:
             return _finished_result(out, identity, format, rotations_out)
         state = None if out is None else RunState(out, identity)
-        try:
+        with _told_how_to_resume(state):
             manifest = run.execute(state) | {"base_model": prepared.source}
             if written:
                 manifest["identity"] = identity
@@ -153,13 +154,20 @@ def prune(
                     write_more=None if inside is None else lambda folder: write_rotations(folder / inside),
                 )
                 state.discard()
-        except WriteError as error:
-            if state is None or not state.folder.exists():
-                raise
-            raise UserError(
-                f"{error}; the finished parts are kept: make room and continue with `resume=True`"
-            ) from error
         return PruneResult(context.model, manifest, out)
+
+
+@contextlib.contextmanager
+def _told_how_to_resume(state: RunState | None) -> Iterator[None]:
+    """Adds to a WriteError, as on a full disk, that the finished parts of the run are kept."""
+    try:
+        yield
+    except WriteError as error:
+        if state is None or not state.folder.exists():
+            raise
+        raise UserError(
+            f"{error}; the finished parts are kept: make room and continue with `resume=True`"
+        ) from error
 
 
 def _finished_result(out: Path, identity: dict[str, Any], format: str, rotations: Path | None) -> PruneResult:
@@ -180,7 +188,8 @@ def _finished_result(out: Path, identity: dict[str, Any], format: str, rotations
     if rotations is not None and not rotations.exists():
         raise UserError(f"{out} is finished, and its rotations were not saved to {rotations}: prune again")
     model = load_model(out)
-    RunState(out, identity).discard()  # a run that was killed after its last step has left its parts
+    if partial_folder(out).exists():  # the run was killed after its last step
+        RunState(out, identity).discard()
     return PruneResult(model, manifest, out, finished_before=True)
 
 

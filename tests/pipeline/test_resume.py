@@ -1,9 +1,6 @@
 """A resumed run believes only what fits its hashes, continues only the same run, and survives a full disk."""
 
-import errno
 import json
-import os
-import resource
 import shutil
 from types import SimpleNamespace
 
@@ -13,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
 
 import drot
-from drot.checkpoint import files, integrity
+from drot.checkpoint import integrity
 from drot.checkpoint.integrity import folder_records, weights_record
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import RunState, identity_differences
@@ -322,98 +319,3 @@ def test_the_command_says_that_there_is_nothing_to_do(tmp_path, capsys, monkeypa
     monkeypatch.setattr("drot.cli.prune.print_manifest", lambda manifest: None)
     assert cli.run(["prune", "m", "--out", str(tmp_path), "--resume"]) == 0
     assert f"{tmp_path} was finished already: nothing to do" in capsys.readouterr().out.replace("\n", "")
-
-
-# ---- a full disk -------------------------------------------------------------------------------------
-
-
-def check_full(error, folder):
-    """The message is one line, and nothing is half-written."""
-    assert "cannot write " in str(error) and "\n" not in str(error)
-    assert not (folder / "out").exists() and not list(folder.rglob("*.part"))
-    assert not (folder / "out.lock").exists()
-    partial = folder / "out.partial"
-    assert not partial.exists() or (partial / "run.json").exists()
-    assert ("continue with `resume=True`" in str(error)) == partial.exists()
-
-
-#: what a run writes, in this order: each can meet a full disk
-WRITTEN = ["run.json"]
-WRITTEN += [
-    name
-    for part in ("rotation", "layer")
-    for i in (0, 1)
-    for name in (f"{part}_0000{i}.safetensors", "parts.json")
-]
-WRITTEN += [
-    "r.safetensors",
-    "drot.json",
-    "config.json",
-    "drot.json",
-    "generation_config.json",
-    "model.safetensors",
-]
-
-
-def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch):
-    """The n-th file cannot be written, for every n. Then there is room, and the run is resumed."""
-    chosen, real = recipe(method="wanda", steps=1, hessians="dense"), files.sync
-    names, full_at = [], None
-
-    def sync(path):
-        if not path.is_dir():
-            names.append(path.name.removesuffix(".part"))
-            if len(names) - 1 == full_at:
-                raise OSError(errno.ENOSPC, "No space left on device")
-        real(path)
-
-    def run(folder, **options):
-        names.clear()
-        model = small_model("llama", head_dim=16, num_hidden_layers=2)
-        prune(folder / "out", chosen, model, save_rotations_to=folder / "r.safetensors", **options)
-        return folder_records(folder, ["r.safetensors", "out/model.safetensors", "out/config.json"])
-
-    monkeypatch.setattr(files, "sync", sync)
-    expected = run(tmp_path / "whole")
-    assert names == WRITTEN
-    for full_at in range(len(WRITTEN)):
-        folder = tmp_path / str(full_at)
-        with pytest.raises(UserError, match="No space left on device") as caught:
-            run(folder)
-        check_full(caught.value, folder)
-        full_at = None
-        assert run(folder, resume=(folder / "out.partial").exists()) == expected
-
-
-def test_a_disk_that_is_really_full(tmp_path):
-    """The kernel refuses every byte beyond a limit, which libraries meet in the middle of a file."""
-    prune(tmp_path / "whole", recipe(method="wanda"))
-    expected = folder_records(tmp_path / "whole", ["model.safetensors"])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    named = []
-    largest = (tmp_path / "whole" / "model.safetensors").stat().st_size
-    for number, limit in enumerate((1000, 6000, largest - 1)):
-        folder = tmp_path / str(number)
-        try:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-            with pytest.raises(UserError, match="File too large") as caught:
-                prune(folder / "out", recipe(method="wanda"))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        check_full(caught.value, folder)
-        named.append(str(caught.value).split(":")[0].rpartition("/")[2])
-        prune(folder / "out", recipe(method="wanda"), resume=(folder / "out.partial").exists())
-        assert folder_records(folder / "out", ["model.safetensors"]) == expected
-    assert named == ["run.json", "layer_00000.safetensors", "out"]
-
-
-def test_files_have_the_permissions_of_the_umask(tmp_path):
-    before = os.umask(0o027)
-    try:
-        prune(tmp_path / "out", save_rotations_to=tmp_path / "r.safetensors")
-        partial = interrupted(tmp_path / "cut")
-    finally:
-        os.umask(before)
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(written) >= 9 and (partial / LAYERS[0]) in written
-    assert {path.stat().st_mode & 0o777 for path in written} == {0o640}
