@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from drot.checkpoint.integrity import is_loaded, verified_while_loading
 from drot.devices import parse_dtype, pick_device
 from drot.errors import UserError
 from drot.sparse.fused import fuse
@@ -27,6 +28,7 @@ def load(
     device: str | torch.device = "auto",
     dtype: str = "auto",
     compress: bool = False,
+    verify: bool = True,
 ) -> "PreTrainedModel":
     """The model at `path`, which drot saved or any other, on `device` and in eval mode.
 
@@ -37,9 +39,10 @@ def load(
     dtype: `auto`, the checkpoint's own, or `float32`, `bfloat16` or `float16`.
     compress: whether a GPU keeps the compressed form of packed weights beside the packed form. Products of
         many tokens (prefill, perplexity) are then faster, and the weights take about twice the memory.
+    verify: whether to compare the weights and config.json of a folder with their hashes in drot.json.
     """
     target = pick_device(device)
-    model = load_model(path, dtype)
+    model = load_model(path, dtype, verify=verify)
     if is_packed(model):
         fuse(model)
     model = model.to(target)  # type: ignore[arg-type]
@@ -56,13 +59,21 @@ def load_config(path: str | Path) -> Any:
         return AutoConfig.from_pretrained(path, trust_remote_code=False)
 
 
-def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> "PreTrainedModel":
+def load_model(
+    path: str | Path, dtype: str | torch.dtype = "auto", *, verify: bool = True
+) -> "PreTrainedModel":
     """The causal language model at `path`, a hub name or a folder, on the CPU and in eval mode.
 
     Raises UserError if there is no such model or dtype, or if the files of the model are truncated, lack a
     tensor or hold a tensor of a layer that the model does not have. transformers itself would initialise a
-    missing tensor at random and ignore a superfluous one.
+    missing tensor at random and ignore a superfluous one. With `verify`, raises UserError too if the weights
+    or config.json of a folder differ from their hashes in drot.json (drot/checkpoint/integrity.py).
     """
+    with verified_while_loading(path) if verify else contextlib.nullcontext():
+        return _load_model(path, dtype)
+
+
+def _load_model(path: str | Path, dtype: str | torch.dtype) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
     if isinstance(dtype, str) and dtype != "auto":
@@ -101,7 +112,7 @@ def wider_dtypes(folder: str | Path, dtype: torch.dtype) -> list[str]:
     The dtypes have the names of the safetensors format, as in `F32`.
     """
     found = set()
-    for file in Path(folder).glob("*.safetensors"):
+    for file in filter(lambda file: is_loaded(file.name), Path(folder).glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
             found |= {handle.get_slice(key).get_dtype() for key in handle.keys()}  # noqa: SIM118
     known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -138,7 +138,7 @@ def finetune(
     manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
-        save_checkpoint(trained, tokenizer, manifest, out)
+        manifest = save_checkpoint(trained, tokenizer, manifest, out)
     return FinetuneResult(trained, manifest, out)
 
 
