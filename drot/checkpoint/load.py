@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from drot.architectures import ARCHITECTURES
+from drot.checkpoint.integrity import is_loaded, verified_while_loading
 from drot.checkpoint.source import (
     Header,
     check_layers,
@@ -42,6 +43,7 @@ def load(
     device: str | torch.device = "auto",
     dtype: str = "auto",
     compress: bool = False,
+    verify: bool = True,
 ) -> "PreTrainedModel":
     """The model at `path`, which drot saved or any other, on `device` and in eval mode.
 
@@ -52,10 +54,11 @@ def load(
     dtype: `auto`, the checkpoint's own, or `float32`, `bfloat16` or `float16`.
     compress: whether a GPU keeps the compressed form of packed weights beside the packed form. Products of
         many tokens (prefill, perplexity) are then faster, and the weights take about twice the memory.
+    verify: whether to compare the weights and config.json of a folder with their hashes in drot.json.
     """
     is_a("device", device, str, torch.device)
     target = pick_device(device)
-    model = load_model(path, dtype)
+    model = load_model(path, dtype, verify=verify)
     if is_packed(model):
         fuse(model)
     model = model.to(target)  # type: ignore[arg-type]
@@ -80,7 +83,9 @@ def load_config(path: str | Path) -> Any:
     return config
 
 
-def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> "PreTrainedModel":
+def load_model(
+    path: str | Path, dtype: str | torch.dtype = "auto", *, verify: bool = True
+) -> "PreTrainedModel":
     """The causal language model at `path`, a hub name or a folder, on the CPU and in eval mode.
 
     Code that the model brings along is not run, and neither are pickles.
@@ -88,9 +93,17 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> "PreTrain
     Raises UserError if there is no such model or dtype; if a file of the model is truncated or lies outside
     of its folder; if the weights lack a tensor, hold a tensor of a layer that the model does not have, or a
     tensor of another shape than config.json says; and for a weight that is NaN or infinite. transformers
-    itself would initialise a missing tensor at random and ignore a superfluous one.
+    itself would initialise a missing tensor at random and ignore a superfluous one. With `verify`, raises
+    UserError too if the weights or config.json of a folder differ from their hashes in drot.json
+    (drot/checkpoint/integrity.py).
     """
+    is_a("model", path, str, Path)
     is_a("dtype", dtype, str, torch.dtype)
+    with verified_while_loading(path) if verify else contextlib.nullcontext():
+        return _load_model(path, dtype)
+
+
+def _load_model(path: str | Path, dtype: str | torch.dtype) -> "PreTrainedModel":
     if isinstance(dtype, str) and dtype != "auto":
         dtype = parse_dtype(dtype)
     config = load_config(path)
@@ -160,7 +173,8 @@ def wider_dtypes(folder: str | Path, dtype: torch.dtype) -> list[str]:
 
     The dtypes have the names of the safetensors format, as in `F32`.
     """
-    found = {header.dtype for header in read_headers(Path(folder).glob("*.safetensors")).values()}
+    files = [file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name)]
+    found = {header.dtype for header in read_headers(files).values()}
     return sorted(
         name
         for name in found & DENSE_DTYPES.keys()

@@ -1,8 +1,8 @@
 """The command `drot`: its subcommands, its exit status, and its error messages of one line.
 
 Defaults come from drot/config. Results go to stdout, progress and errors to stderr. The exit status is 0
-for success, 1 for a fault of drot (--debug shows the traceback), 2 for a mistake of the user, and 130 after
-Ctrl-C.
+for success, 1 for a fault of drot (--debug shows the traceback) or a model without a finite loss, 2 for a
+mistake of the user, and 130 after Ctrl-C.
 """
 
 import re
@@ -15,7 +15,7 @@ import typer
 from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
 from drot.cli.options import FLAG
 from drot.cli.safe_text import safe_log_messages, visible
-from drot.errors import UserError
+from drot.errors import BrokenModelError, UserError
 from drot.version import __version__
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -90,6 +90,8 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     """The exit status and the message of an exception in a command."""
     if isinstance(error, UserError):
         return 2, in_options(str(error), command)
+    if isinstance(error, BrokenModelError):
+        return 1, in_options(str(error), command)
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:

@@ -318,7 +318,12 @@ def prune(
     ] = "auto",
     resume: Annotated[
         bool,
-        option(RUN, "Continue an interrupted run with the same --out.", "--resume", metavar=FLAG),
+        option(
+            RUN,
+            "Continue an interrupted run with the same --out. A finished run is left as it is.",
+            "--resume",
+            metavar=FLAG,
+        ),
     ] = False,
 ) -> None:
     """Rotate and prune MODEL, and save the result as a Hugging Face folder."""
@@ -396,7 +401,8 @@ def prune(
         print_json({"out": str(out), **result.manifest})
     else:
         print_manifest(result.manifest)
-        print_line(f"Saved to {out}")
+        before = "was finished already: nothing to do"
+        print_line(f"{out} {before}" if result.finished_before else f"Saved to {out}")
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:

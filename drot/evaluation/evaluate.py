@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.devices import parse_dtype, pick_device
-from drot.evaluation.perplexity import check_windows, load_eval_tokens, perplexity
+from drot.evaluation.perplexity import check_logits, check_windows, load_eval_tokens, perplexity
 from drot.progress import Progress, silent
 
 
@@ -51,6 +51,8 @@ def evaluate(
 
         prepared = load_tasks(tasks)
     loaded = load(model, device=device, dtype=dtype, compress=True)
+    if tasks:
+        check_logits(loaded)
     values = {
         source: perplexity(loaded, tokens, seqlen=seqlen, progress=progress)
         for source, tokens in texts.items()

@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from drot.calibration.data import read_text, tokenize
-from drot.errors import UserError
+from drot.errors import BrokenModelError, UserError
 from drot.progress import Progress, ProgressEvent, silent
 
 #: largest number of logits in memory at the same time; 64 Mi logits take 256 MiB in fp32
 LOGITS_AT_ONCE = 1 << 26
+#: exp of a larger loss overflows in fp64
+LARGEST_LOSS = 709.0
 
 
 def load_eval_tokens(source: str, tokenizer: Any, text_column: str = "text") -> Tensor:
@@ -52,8 +54,8 @@ def perplexity(
 ) -> float:
     """exp(mean of the token losses) over the windows of `seqlen` tokens in `tokens` [n].
 
-    Tokens after the last complete window are not used. Losses are computed in fp32. The result is inf if exp
-    of the mean overflows, and NaN if the mean is NaN. Raises UserError as `check_windows` does.
+    Tokens after the last complete window are not used. Losses are computed in fp32. Raises UserError as
+    `check_windows` does, and BrokenModelError if the mean of the losses or its exp is not finite.
 
     Args:
         model: the model to measure.
@@ -79,5 +81,28 @@ def perplexity(
         )
         total += float(loss.reshape(len(batch), -1).mean(1).double().sum())
         progress(ProgressEvent(phase="evaluate", step=min(start + batch_size, count), steps=count))
-    mean = total / count
-    return mean if math.isnan(mean) else math.exp(mean) if mean < 700 else math.inf
+    return exp_of_loss(total / count)
+
+
+def exp_of_loss(loss: float) -> float:
+    """exp(loss). Raises BrokenModelError unless it is finite."""
+    if not loss < LARGEST_LOSS:
+        raise BrokenModelError(
+            f"the model's loss on the text is {loss:g}, expected a finite number: its weights are damaged or "
+            'overflow; measure it with `dtype="float32"`, or prune or copy it again'
+        )
+    return math.exp(loss)
+
+
+@torch.no_grad()
+def check_logits(model: PreTrainedModel) -> None:
+    """Raises BrokenModelError if a logit of `model` for a short sequence is NaN or infinite.
+
+    lm_eval computes an accuracy from such logits too.
+    """
+    tokens = torch.arange(min(8, model.config.vocab_size), device=next(model.parameters()).device)
+    if not bool(model(tokens[None], use_cache=False).logits.isfinite().all()):
+        raise BrokenModelError(
+            "the model computes logits that are NaN or infinite: its weights are damaged or overflow; "
+            'measure it with `dtype="float32"`, or prune or copy it again'
+        )

@@ -23,14 +23,14 @@ from drot.config import FinetuneConfig
 from drot.config.checks import is_a
 from drot.devices import dtype_name, pick_device
 from drot.environment import device_name, versions
-from drot.errors import UserError
+from drot.errors import BrokenModelError, UserError
 from drot.evaluation.perplexity import check_windows, perplexity
 from drot.finetuning.masks import choose_full, frozen_zeros, removed_weights, round_weights
 from drot.finetuning.text import split_text
 from drot.pipeline.validation import check_tokens
 from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.linear import is_packed
-from drot.sparse.packed import pack_model, unpack_model
+from drot.sparse.packed import pack_model
 from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
 
 logger = logging.getLogger("drot")
@@ -95,8 +95,8 @@ def finetune(
         check_output(out)
     _check_packages(config)
     target = _pick_device(device)
-    manifest = _manifest_of(model)
     _check_config(load_config(model), config)
+    manifest = _manifest_of(model)
     if tokenizer is None and has_tokenizer(model):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and tokens is None:
@@ -107,8 +107,7 @@ def finetune(
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
     packed = is_packed(loaded)
     if packed:
-        unpack_model(loaded)
-        loaded.is_quantized = False  # type: ignore[assignment]  # the Trainer refuses a quantised model
+        loaded.dequantize()
     share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
     if manifest is None and share < LEAST_ZEROS:
         raise UserError(
@@ -145,7 +144,7 @@ def finetune(
     manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
-        save_checkpoint(trained, tokenizer, manifest, out)
+        manifest = save_checkpoint(trained, tokenizer, manifest, out)
     return FinetuneResult(trained, manifest, out)
 
 
@@ -232,8 +231,12 @@ def _train(
     model.to(device)
 
     def held_out_loss(model: Any) -> float:
-        value = perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress)
-        return math.log(value) if math.isfinite(value) else value
+        try:
+            return math.log(
+                perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress)
+            )
+        except BrokenModelError:
+            return math.nan
 
     before = held_out_loss(model)
     if not math.isfinite(before):

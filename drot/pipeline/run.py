@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import hashlib
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from drot.calibration.data import calibration_hash
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.integrity import weights_record
 from drot.checkpoint.manifest import manifest, zero_share
 from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import load_rotations
@@ -33,6 +35,9 @@ from drot.surgery.boundary import (
 )
 from drot.surgery.invariance import check_layer, check_model, check_outputs
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
+
+#: keys of a model's config that say where it came from or what program wrote it, and not what it computes
+NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
 @dataclass
@@ -78,17 +83,27 @@ class PruningRun:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.rotations_file = {"file": path.name, "sha256": digest, "trained_with": record}
 
-    def identity(self, source: str) -> dict[str, Any]:
-        """The values that must be equal for a run to be resumed. source: name or folder of the model."""
+    def identity(self) -> dict[str, Any]:
+        """The values that must be equal for a run to be resumed, in plain JSON types.
+
+        Called before `execute`, which changes the weights. The values do not depend on where the model and
+        the calibration text lie: the weights and the tokens are named by their hashes.
+        """
         run = self.context
-        return {
-            "model": source,
-            "recipe": run.recipe.to_dict(),
+        recipe = run.recipe.to_dict()
+        del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path
+        config = json.loads(run.model.config.to_json_string(use_diff=False))
+        identity = {
+            "weights": weights_record(run.model.state_dict()),
+            "config": {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL},
+            "recipe": recipe,
             "rotations": self.rotations_file and self.rotations_file["sha256"],
             "calibration": calibration_hash(run.tokens),
             "dtype": dtype_name(run.dtype),
             "layers": len(run.layers),
         }
+        plain: dict[str, Any] = json.loads(json.dumps(identity))
+        return plain
 
     def execute(self, state: RunState | None) -> dict[str, Any]:
         """Rotates and prunes the model in place and returns its manifest.

@@ -16,6 +16,7 @@ from drot.errors import UserError
 from drot.schemas.model import QuantizationKeys
 from drot.schemas.reading import check_schema
 from drot.sparse.linear import is_packed
+from drot.sparse.stored_config import write_stored_form
 from drot.surgery.boundary import rotation_place
 
 if TYPE_CHECKING:
@@ -107,6 +108,7 @@ def describe_model(model: "PreTrainedModel") -> None:
             keys["dense_linears"] = dense
     if keys:
         model.config.quantization_config = {"quant_method": QUANT_METHOD, **keys}
+        write_stored_form(model.config)
     elif (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert_checkpoint
-from drot.checkpoint.manifest import read_manifest
+from drot.checkpoint.manifest import accept_files, read_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import HELD_OUT, MODEL
@@ -132,7 +132,8 @@ def test_convert_there_and_back(checkpoints, tmp_path, capsys):
         assert all(torch.equal(got[name], expected[name]) for name in got)
         manifest, config = read_manifest(out), json.loads((out / "config.json").read_text())
         original = read_manifest(checkpoints / source)
-        assert manifest == {**original, "format": format, "stock_architecture": False}
+        own = {key: manifest[key] for key in ("files", "digest")}
+        assert manifest == {**original, "format": format, "stock_architecture": False, **own}
         assert config["quantization_config"].get("packed", False) is (format == "packed")
         assert not list(tmp_path.glob("*.part"))
         assert (out / "tokenizer.json").exists()
@@ -228,13 +229,14 @@ def test_eval_and_generate(checkpoints, tmp_path, capsys):
 
 
 def rewrite(folder, change):
-    """Applies `change` to the dict of tensors of a checkpoint in one file, and writes them back."""
+    """Applies `change` to the dict of tensors of a checkpoint in one file, and records the new file."""
     file = folder / "model.safetensors"
     tensors = {
         name: tensor.clone() for name, tensor in load_file(file).items()
     }  # the loaded tensors are mapped from the file that is overwritten
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+    accept_files(folder)
 
 
 @pytest.mark.parametrize(
@@ -389,6 +391,9 @@ def test_a_shard_that_is_missing(checkpoints, tmp_path, capsys):
     shutil.copytree(checkpoints / "packed", folder)
     drot.load(folder, device="cpu").save_pretrained(folder, max_shard_size="1MB")
     (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="config.json is not the file that drot.json describes: it has"):
+        drot.load(folder, device="cpu")
+    accept_files(folder)
     tokens = random_tokens(1, 8)
     expected = drot.load(checkpoints / "packed", device="cpu")(tokens).logits
     assert torch.equal(drot.load(folder, device="cpu")(tokens).logits, expected)

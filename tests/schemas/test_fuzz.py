@@ -103,7 +103,8 @@ def survives(action: Any, *arguments: Any, **options: Any) -> None:
 
 
 def open_and_use(folder: Path) -> None:
-    model = drot.load(folder, device="cpu")
+    """Without the hashes in drot.json, which would stop every changed file."""
+    model = drot.load(folder, device="cpu", verify=False)
     with torch.no_grad():
         model(TOKENS % model.config.vocab_size)
 

@@ -17,7 +17,7 @@ from drot.errors import UserError
 from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
-from drot.sparse.packed import check_positions, compress_model, pack_model, unpack_model
+from drot.sparse.packed import check_packed, compress_model, pack_model, unpack_model
 from drot.surgery.boundary import BoundaryRotation, rotation_place, set_boundary
 
 #: largest relative error of the logits; dense and packed models add up in different orders
@@ -340,10 +340,10 @@ def test_what_cannot_be_packed():
 def test_positions_out_of_order(byte):
     """Two positions that are equal or out of order, in the first and in the second group of a byte."""
     model = packed_copy(pruned_model("llama"))
-    check_positions(model)
+    check_packed(model)
     model.model.layers[2].mlp.up_proj.positions.data[7, 1] = byte
     with pytest.raises(UserError, match="^model.layers.2.mlp.up_proj.positions: .* out of order in row 7"):
-        check_positions(model)
+        check_packed(model)
 
 
 def test_linear_as_a_module():
