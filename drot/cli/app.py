@@ -13,18 +13,18 @@ from typing import Annotated
 import typer
 
 from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
-from drot.cli.options import FLAG
+from drot.cli.options import Command, Group
 from drot.errors import BrokenModelError, UserError
 from drot.version import __version__
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command(epilog=prune.EPILOG)(prune.prune)
-app.command(epilog=finetune.EPILOG)(finetune.finetune)
-app.command(name="eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
-app.command(epilog=convert.EPILOG)(convert.convert)
-app.command(epilog=bench.EPILOG)(bench.bench)
-app.command(epilog=info.EPILOG)(info.info)
-app.command(epilog=demo.EPILOG)(demo.demo)
+app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command(cls=Command, epilog=prune.EPILOG)(prune.prune)
+app.command(cls=Command, epilog=finetune.EPILOG)(finetune.finetune)
+app.command(name="eval", cls=Command, epilog=evaluate.EPILOG)(evaluate.evaluate)
+app.command(cls=Command, epilog=convert.EPILOG)(convert.convert)
+app.command(cls=Command, epilog=bench.EPILOG)(bench.bench)
+app.command(cls=Command, epilog=info.EPILOG)(info.info)
+app.command(cls=Command, epilog=demo.EPILOG)(demo.demo)
 
 #: exit status after Ctrl-C
 INTERRUPTED = 130
@@ -51,14 +51,10 @@ def show_version(given: bool) -> None:
 
 @app.callback(epilog="Example: drot demo")
 def drot(
-    debug: Annotated[
-        bool, typer.Option("--debug", metavar=FLAG, help="Show the traceback if an error occurs.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")] = False,
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", metavar=FLAG, help="Show the version and exit.", callback=show_version, is_eager=True
-        ),
+        typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Rotate a language model so that pruning hurts it less, and prune it."""

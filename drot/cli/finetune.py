@@ -6,7 +6,6 @@ from typing import Annotated
 import typer
 
 from drot.cli.options import (
-    FLAG,
     OUTPUT,
     RUN,
     TEXT_COLUMN,
@@ -40,7 +39,6 @@ def finetune(
             "Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. Takes "
             "16 bytes of memory a weight, and more for the activations.",
             "--full",
-            metavar=FLAG,
         ),
     ] = DEFAULT.full,
     rank: Annotated[int, option(TRAINING, "LoRA's rank r.")] = DEFAULT.rank,
@@ -77,7 +75,6 @@ def finetune(
             TRAINING,
             "Compute activations again in the backward pass: less memory, more time.",
             "--gradient-checkpointing",
-            metavar=FLAG,
         ),
     ] = DEFAULT.gradient_checkpointing,
     text: Annotated[
@@ -114,7 +111,6 @@ def finetune(
             "Write LoRA's matrices as an adapter that peft opens on top of DIR, instead of a model with the "
             "zeros of DIR. DIR must not be packed.",
             "--keep-adapter",
-            metavar=FLAG,
         ),
     ] = DEFAULT.keep_adapter,
     as_json: Json = False,

@@ -8,14 +8,38 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from drot.devices import DTYPES
 
 #: panels of `--help`
 ROTATION, PRUNING, RECOVERY = "Rotation", "Pruning", "Recovery"
 CALIBRATION, OUTPUT, RUN = "Calibration", "Output", "Run"
-#: metavar of an option without a value, for which `--help` then shows no value
-FLAG = " "
+
+
+class Command(TyperCommand):
+    """A command whose `--help` shows no value beside an option that takes none, such as --resume.
+
+    typer itself would show `--resume <bool>`.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_flag_values(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The command `drot` itself, which shows its options as a Command does."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_flag_values(super().get_params(ctx))
+
+
+def without_flag_values(params: list[Any]) -> list[Any]:
+    """`params`, in which the metavar of every option without a value is blank."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = " "
+    return params
 
 
 def option(panel: str, help: str, *names: str, choices: Sequence[str] = (), **settings: Any) -> Any:
@@ -40,7 +64,6 @@ Json = Annotated[
         OUTPUT,
         "Print the result as one JSON object on stdout. Infinity and NaN become null.",
         "--json",
-        metavar=FLAG,
     ),
 ]
 Device = Annotated[

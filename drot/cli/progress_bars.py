@@ -5,9 +5,11 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from drot.progress import Progress as ProgressCallback
 from drot.progress import ProgressEvent
@@ -35,10 +37,25 @@ def progress_bar(*, shared: bool = False, label: str = "loss") -> Iterator[Progr
         TextColumn("{task.fields[detail]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(),
+        TimeLeftColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bars:
         yield BarProgress(bars, shared=shared, label=label)
+
+
+class TimeLeftColumn(ProgressColumn):
+    """The estimated time left of the bar's pass; - while it is not known, and when the pass has ended."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        left = None if task.finished else task.time_remaining
+        return Text("-" if left is None else str(timedelta(seconds=math.ceil(left))))
+
+
+def layer_name(event: ProgressEvent) -> str:
+    """The layer of an event: its number, as in the names of tensors, and its place, which counts from 1."""
+    return f"layer {event.layer} ({event.layer + 1} of {event.layers})"
 
 
 class BarProgress:
@@ -66,7 +83,7 @@ class BarProgress:
             return event.step, event.steps, f"case {event.step}/{event.steps}"
         if event.phase == "finetune" or (event.phase == "rotate" and self.shared):
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
-        layer = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""
+        layer = layer_name(event) if event.layers else ""
         reached = self.completed if self.total == event.layers else 0.0
         if event.phase == "rotate":
             detail = f"{layer}  step {event.step}/{event.steps}{loss}"
@@ -99,14 +116,14 @@ class LineProgress:
                 if event.step == event.steps:
                     self._end_training()
             elif event.phase == "prune":
-                self._line(f"layer {event.layer + 1}/{event.layers}: pruning")
+                self._line(f"{layer_name(event)}: pruning")
             elif event.phase == "recover":
                 self._line(
-                    f"layer {event.layer + 1}/{event.layers}: recovery, epoch {event.step} of {event.steps}, "
+                    f"{layer_name(event)}: recovery, epoch {event.step} of {event.steps}, "
                     f"held-out error {event.loss:.4g}"
                 )
             elif event.phase == "sensitivity":
-                self._line(f"layer {event.layer + 1}/{event.layers}: output errors")
+                self._line(f"{layer_name(event)}: output errors")
             elif event.phase == "finetune" and event.step in _tenths(event.steps):
                 loss = "" if event.loss is None else f", {self.label} {event.loss:.4g}"
                 self._line(f"fine-tuning step {event.step}/{event.steps}{loss}")
@@ -128,7 +145,7 @@ class LineProgress:
         self.first = self.last = None
         if first is None or last is None:
             return
-        layers = "all layers" if self.shared else f"layer {last.layer + 1}/{last.layers}"
+        layers = "all layers" if self.shared else layer_name(last)
         change = ""
         if last.loss is not None:
             # layers that train in parallel report their last step only

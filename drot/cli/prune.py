@@ -10,7 +10,6 @@ from drot import config
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import (
     CALIBRATION,
-    FLAG,
     OUTPUT,
     PRUNING,
     RECOVERY,
@@ -237,7 +236,6 @@ def prune(
             ROTATION,
             "Compute SparseGPT's score as the paper's code does, which adds the damping twice.",
             "--reference-compat",
-            metavar=FLAG,
         ),
     ] = ROTATE.reference_compat,
     rotations: Annotated[
@@ -281,7 +279,6 @@ def prune(
             "this command line, which helps to choose --keep and --sparsity-of. The rotations are trained "
             "for the sparsities of this command line, in the dense model.",
             "--sensitivity",
-            metavar=FLAG,
         ),
     ] = False,
     format: Annotated[
@@ -318,7 +315,6 @@ def prune(
             RUN,
             "Continue an interrupted run with the same --out. A finished run is left as it is.",
             "--resume",
-            metavar=FLAG,
         ),
     ] = False,
 ) -> None:
@@ -402,10 +398,16 @@ def prune(
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:
-    """`mode` and `blocks` of RotationConfig for a value of --rotation. RotationConfig checks the mode."""
-    if not text.startswith("block:"):
+    """`mode` and `blocks` of RotationConfig for a value of --rotation."""
+    if text in choices(config.RotationMode):
         return typing.cast(config.RotationMode, text), 1
+    name, _, blocks = text.partition(":")
+    if name != "block":
+        expected = ", ".join(choices(config.RotationMode))
+        raise UserError(f"--rotation must be one of {expected}, block:N; got {text!r}")
     try:
-        return "layer", int(text.removeprefix("block:"))
+        return "layer", int(blocks)
     except ValueError:
-        raise UserError(f"--rotation block:N needs a whole number of blocks; got {text!r}") from None
+        raise UserError(
+            f"--rotation block:N needs a whole number of blocks, as in block:4; got {text!r}"
+        ) from None

@@ -207,7 +207,7 @@ def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):
     data = json.loads(captured.out)
     assert data == {"out": str(tmp_path), **json.loads(json.dumps(manifest(Recipe())))}
     assert "a library prints to stdout" in captured.err
-    assert "layer 1/1: pruning" in captured.err
+    assert "layer 0 (1 of 1): pruning" in captured.err
 
 
 def test_table(calls, capsys):
@@ -221,8 +221,9 @@ def test_table(calls, capsys):
     ("options", "message"),
     [
         (["--method", "wandb"], "--method must be one of magnitude, wanda, sparsegpt; got 'wandb'"),
-        (["--rotation", "some"], "--rotation must be one of none, layer, shared; got 'some'"),
-        (["--rotation", "block:x"], "--rotation block:N needs a whole number of blocks; got 'block:x'"),
+        (["--rotation", "some"], "--rotation must be one of none, layer, shared, block:N; got 'some'"),
+        (["--rotation", "block:x"], "block:N needs a whole number of blocks, as in block:4; got 'block:x'"),
+        (["--rotation", "block"], "--rotation block:N needs a whole number of blocks, as in block:4; got"),
         (["--sparsity", "4:2"], "--sparsity must be a ratio"),
         (["--steps", "many"], "'--steps'"),
         (["--no-such-option"], "--no-such-option"),
@@ -277,7 +278,7 @@ def test_sensitivity(sensitivity, calls, capsys):
         '--keep layers.1.mlp.down_proj, or give it another sparsity: --sparsity-of "layers.1.mlp.down' in out
     )
     assert max(map(len, captured.out.splitlines()[:-1])) <= 100
-    assert "a library prints to stdout" in captured.err and "layer 1/2: output errors" in captured.err
+    assert "a library prints to stdout" in captured.err and "layer 0 (1 of 2): output errors" in captured.err
     ((model, recipe, options),) = sensitivity
     assert (model, recipe.pruning.keep, str(options["rotations"])) == ("m", ("layers.1.mlp.up_proj",), "r.st")
     assert cli.run([*arguments, "--json"]) == 0
