@@ -8,6 +8,8 @@ import typer
 from drot.cli.options import (
     OUTPUT,
     RUN,
+    SEQLEN_DEFAULT,
+    SOURCES,
     TEXT_COLUMN,
     Json,
     option,
@@ -81,15 +83,16 @@ def finetune(
         str,
         option(
             TEXT,
-            "Text to train on: c4 or wikitext2, which are downloaded, or a .txt, .json, .jsonl or .parquet "
-            "file.",
-            metavar="[c4|wikitext2|PATH]",
+            f"Text to train on: {SOURCES}",
+            metavar="[c4|wikitext2|ORG/NAME|PATH]",
         ),
     ] = DEFAULT.text.source,
     nsamples: Annotated[int, option(TEXT, "Number of sequences to cut from the text.")] = (
         DEFAULT.text.nsamples
     ),
-    seqlen: Annotated[int, option(TEXT, "Tokens in a sequence.")] = DEFAULT.text.seqlen,
+    seqlen: Annotated[
+        int | None, option(TEXT, f"Tokens in a sequence. {SEQLEN_DEFAULT}")
+    ] = DEFAULT.text.seqlen,
     seed: Annotated[
         int,
         option(TEXT, "Random seed of the positions at which sequences are cut, and of the training."),

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from drot.config import SEQLEN
 from drot.devices import DTYPES
 
 #: panels of `--help`
@@ -79,7 +80,19 @@ Dtype = Annotated[
     str,
     option(RUN, "Dtype of the weights. auto is the dtype of the checkpoint.", choices=["auto", *DTYPES]),
 ]
-TEXT_COLUMN = "The column that holds the text in .json, .jsonl and .parquet files."
+TEXT_COLUMN = (
+    "The column that holds the text, or chats as lists of role and content, in .json, .jsonl and .parquet "
+    "files and in datasets on the hub. Without a column text, it is messages."
+)
+#: the sources of a text, for the help of --calibration and --text
+SOURCES = (
+    "c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is "
+    "read only as far as needed; or a .txt, .json, .jsonl or .parquet file."
+)
+SEQLEN_DEFAULT = f"Default: {SEQLEN}, or what the model reads if that is less."
+COMPUTE_DTYPE = (
+    "Dtype of the computation. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU."
+)
 
 
 @contextlib.contextmanager

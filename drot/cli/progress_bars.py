@@ -16,6 +16,22 @@ from drot.progress import ProgressEvent
 
 #: the share of a layer's part of the bar that belongs to its training; the rest belongs to its pruning
 TRAINING_SHARE = 0.9
+#: phase of a ProgressEvent → what is happening, in words
+PHASES = {
+    "read": "reading",
+    "tokenize": "tokenising",
+    "load": "loading",
+    "check": "checking",
+    "calibrate": "calibrating",
+    "rotate": "rotating",
+    "prune": "pruning",
+    "recover": "recovering",
+    "sensitivity": "measuring",
+    "finetune": "fine-tuning",
+    "evaluate": "evaluating",
+    "measure": "measuring",
+    "save": "saving",
+}
 
 
 @contextlib.contextmanager
@@ -69,14 +85,17 @@ class BarProgress:
     def __call__(self, event: ProgressEvent) -> None:
         completed, total, detail = self._position(event)
         if completed < self.completed or total != self.total:  # another pass
-            self.bars.reset(self.task, total=total or None)
-        self.bars.update(self.task, completed=completed, description=event.phase, detail=detail)
+            self.bars.remove_task(self.task)
+            self.task = self.bars.add_task("", total=total or None, detail="")
+        self.bars.update(self.task, completed=completed, description=PHASES[event.phase], detail=detail)
         self.completed, self.total, self.layer = completed, total, event.layer
 
     def _position(self, event: ProgressEvent) -> tuple[float, float, str]:
         """The completed part of the bar, the total, and the text beside the bar."""
         share = event.step / event.steps if event.steps else 0.0
         loss = "" if event.loss is None else f"  {self.label} {event.loss:.4g}"
+        if event.phase in ("read", "tokenize"):
+            return _position_in_text(event)
         if event.phase == "evaluate":
             return event.step, event.steps, f"window {event.step}/{event.steps}"
         if event.phase == "measure":
@@ -131,8 +150,10 @@ class LineProgress:
                 self._line(f"evaluated {event.steps} windows")
             elif event.phase == "measure":
                 self._line(f"measured case {event.step} of {event.steps}")
-            elif event.phase == "save":
-                self._line("saving")
+            elif event.phase in ("read", "tokenize"):
+                self._line(f"{PHASES[event.phase]} the text{_characters(event.step or event.steps)}")
+            elif event.phase in ("load", "save"):
+                self._line(f"{PHASES[event.phase]} the model")
 
     def close(self) -> None:
         """Prints the line of a training that is not printed yet."""
@@ -157,6 +178,18 @@ class LineProgress:
         """Prints `text` with the seconds since the start."""
         seconds = time.perf_counter() - self.started
         self.console.print(f"{text} ({seconds:.0f} s)", markup=False, soft_wrap=True)
+
+
+def _position_in_text(event: ProgressEvent) -> tuple[float, float, str]:
+    """As `BarProgress._position`. The bar of a tokenisation, which reports its beginning only, has no end."""
+    if event.phase == "tokenize":
+        return 0, 0, _characters(event.steps)
+    return event.step, event.steps, _characters(event.step)
+
+
+def _characters(count: int) -> str:
+    """A number of characters in millions, in brackets; nothing for 0."""
+    return f" ({count / 1e6:.1f} million characters)" if count else ""
 
 
 def _tenths(steps: int) -> set[int]:

@@ -10,11 +10,14 @@ from drot import config
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import (
     CALIBRATION,
+    COMPUTE_DTYPE,
     OUTPUT,
     PRUNING,
     RECOVERY,
     ROTATION,
     RUN,
+    SEQLEN_DEFAULT,
+    SOURCES,
     TEXT_COLUMN,
     Json,
     option,
@@ -254,15 +257,17 @@ def prune(
         str,
         option(
             CALIBRATION,
-            "Text from which the Hessians are computed: c4 or wikitext2, which are downloaded, or a .txt, "
-            ".json, .jsonl or .parquet file.",
-            metavar="[c4|wikitext2|PATH]",
+            f"Text from which the Hessians are computed: {SOURCES} --method magnitude with --rotation none "
+            "needs no text.",
+            metavar="[c4|wikitext2|ORG/NAME|PATH]",
         ),
     ] = CALIBRATE.source,
     nsamples: Annotated[
         int, option(CALIBRATION, "Number of sequences to cut from the text.")
     ] = CALIBRATE.nsamples,
-    seqlen: Annotated[int, option(CALIBRATION, "Tokens in a sequence.")] = CALIBRATE.seqlen,
+    seqlen: Annotated[
+        int | None, option(CALIBRATION, f"Tokens in a sequence. {SEQLEN_DEFAULT}")
+    ] = CALIBRATE.seqlen,
     seed: Annotated[
         int, option(CALIBRATION, "Random seed of the positions at which sequences are cut.")
     ] = CALIBRATE.seed,
@@ -290,6 +295,14 @@ def prune(
             choices=choices(config.WeightFormat),
         ),
     ] = "dense",
+    save_dtype: Annotated[
+        str,
+        option(
+            OUTPUT,
+            "Dtype of the saved weights. auto is the dtype of MODEL.",
+            choices=["auto", *DTYPES],
+        ),
+    ] = "auto",
     as_json: Json = False,
     device: Annotated[
         str,
@@ -305,7 +318,7 @@ def prune(
         str,
         option(
             RUN,
-            "Dtype of the weights. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU.",
+            COMPUTE_DTYPE,
             choices=["auto", *DTYPES],
         ),
     ] = "auto",
@@ -357,7 +370,7 @@ def prune(
             source=calibration, nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
         ),
     )
-    check_effects(recipe, rotations=rotations, save_rotations_to=save_rotations_to)
+    check_effects(recipe, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
     label = recipe.objective if recipe.objective == "entropy" else "loss"
     if sensitivity:
         check_no_output(
@@ -365,6 +378,7 @@ def prune(
             resume=resume,
             save_rotations_to=save_rotations_to,
             format=format != "dense",
+            save_dtype=save_dtype != "auto",
             recover=recipe.recovery.recover != "none",
         )
         from drot.cli.sensitivity import show_sensitivity
@@ -383,6 +397,7 @@ def prune(
             out=out,
             device=device,
             dtype=dtype,
+            save_dtype=save_dtype,
             rotations=rotations,
             save_rotations_to=save_rotations_to,
             format=format,

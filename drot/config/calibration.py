@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from drot.config.checks import whole_number
 
+#: tokens in a sequence, by default, for a model that reads that many
+SEQLEN = 2048
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationConfig:
@@ -13,18 +16,25 @@ class CalibrationConfig:
         source: `c4` or `wikitext2`, which the package `datasets` downloads, or a .txt, .json, .jsonl or
             .parquet file.
         nsamples: number of sequences.
-        seqlen: tokens in a sequence.
+        seqlen: tokens in a sequence; None is SEQLEN, or the positions of the model if they are fewer.
         seed: seed of the positions at which sequences are cut from the text.
         text_column: the column of the text in .json, .jsonl and .parquet files.
     """
 
     source: str = "c4"
     nsamples: int = 128
-    seqlen: int = 2048
+    seqlen: int | None = None
     seed: int = 0
     text_column: str = "text"
 
     def __post_init__(self) -> None:
         whole_number("nsamples", self.nsamples, 1)
-        whole_number("seqlen", self.seqlen, 2)
+        if self.seqlen is not None:
+            whole_number("seqlen", self.seqlen, 2)
         whole_number("seed", self.seed, 0, 2**64 - 1)  # the range of torch.Generator
+
+    def resolved_seqlen(self, positions: int | None) -> int:
+        """`seqlen`, or its default for a model with this number of positions; None if they are unlimited."""
+        if self.seqlen is not None:
+            return self.seqlen
+        return SEQLEN if positions is None else min(SEQLEN, positions)

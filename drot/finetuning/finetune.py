@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.architectures import architecture_of, decoder_layers
+from drot.architectures import architecture_of, decoder_layers, positions_of
 from drot.calibration.data import calibration_hash
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
 from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
@@ -90,12 +90,14 @@ def finetune(
     _check_packages(config)
     target = _pick_device(device)
     manifest = _manifest_of(model)
-    _check_config(load_config(model), config)
+    model_config = load_config(model)
+    _check_config(model_config, config)
     if tokenizer is None and has_tokenizer(model):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and tokens is None:
         raise UserError(f"{model} holds no tokenizer: copy the tokenizer's files of its base model into it")
-    sequences, held_out = split_text(config, tokenizer, tokens)
+    sequences, held_out = split_text(config, tokenizer, tokens, positions_of(model_config), progress)
+    progress(ProgressEvent(phase="load"))
     loaded = load_model(model)
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
@@ -267,7 +269,11 @@ def _train(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     settings = {name: value for name, value in config.to_dict().items() if name != "text"}
-    text = config.to_dict()["text"] | {"sha256": calibration_hash(sequences), "shape": list(sequences.shape)}
+    text = config.to_dict()["text"] | {
+        "seqlen": sequences.shape[1],
+        "sha256": calibration_hash(sequences),
+        "shape": list(sequences.shape),
+    }
     packages = {name: metadata.version(name) for name in (("accelerate",) if config.full else PACKAGES)}
     record = {
         "method": config.method,

@@ -104,6 +104,7 @@ def sensitivity(
         device=device,
         dtype=dtype,
         rotations_given=rotations is not None,
+        measures=True,
         progress=progress,
     )
     run = prepared.context
