@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
-from drot.cli.options import Command, Group
+from drot.cli.options import Command, Group, Interrupted
 from drot.errors import BrokenModelError, UserError
 from drot.version import __version__
 
@@ -67,6 +67,9 @@ def run(arguments: list[str]) -> int:
     arguments = [a for a in arguments if a != "--debug"] or ["--help"]
     try:
         status = app(arguments, prog_name="drot", standalone_mode=False) or 0
+    except Interrupted as stop:
+        print(f"drot: interrupted: {stop}", file=sys.stderr)
+        return INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
     except Exception as error:

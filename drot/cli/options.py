@@ -35,6 +35,10 @@ class Group(TyperGroup):
         return without_flag_values(super().get_params(ctx))
 
 
+class Interrupted(Exception):
+    """Ctrl-C in a command that can tell the user how to go on. The message says so in one line."""
+
+
 def without_flag_values(params: list[Any]) -> list[Any]:
     """`params`, in which the metavar of every option without a value is blank."""
     for param in params:

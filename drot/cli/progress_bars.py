@@ -151,7 +151,8 @@ class LineProgress:
             elif event.phase == "measure":
                 self._line(f"measured case {event.step} of {event.steps}")
             elif event.phase in ("read", "tokenize"):
-                self._line(f"{PHASES[event.phase]} the text{_characters(event.step or event.steps)}")
+                count = event.steps if event.phase == "tokenize" else event.step
+                self._line(f"{PHASES[event.phase]} the text{_characters(count)}")
             elif event.phase in ("load", "save"):
                 self._line(f"{PHASES[event.phase]} the model")
 

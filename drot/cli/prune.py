@@ -19,12 +19,13 @@ from drot.cli.options import (
     SEQLEN_DEFAULT,
     SOURCES,
     TEXT_COLUMN,
+    Interrupted,
     Json,
     option,
     print_json,
     stdout_for_the_result,
 )
-from drot.cli.tables import print_line, print_manifest
+from drot.cli.tables import print_line, print_manifest, saved_line
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig, Sparsity
 from drot.devices import DTYPES
 from drot.errors import UserError
@@ -274,7 +275,12 @@ def prune(
     text_column: Annotated[str, option(CALIBRATION, TEXT_COLUMN)] = CALIBRATE.text_column,
     out: Annotated[
         Path | None,
-        option(OUTPUT, "Folder to write. It must be new or empty. Not with --sensitivity."),
+        option(
+            OUTPUT,
+            "Folder to write. It must be new or empty. Its disk needs space for the checkpoint and, while "
+            "the run lasts, for OUT.partial: the finished layers in --dtype, and 8 bytes for each number of "
+            "a rotation. Not with --sensitivity.",
+        ),
     ] = None,
     sensitivity: Annotated[
         bool,
@@ -390,26 +396,39 @@ def prune(
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline
 
-    with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
-        result = pipeline.prune(
-            model,
-            recipe,
-            out=out,
-            device=device,
-            dtype=dtype,
-            save_dtype=save_dtype,
-            rotations=rotations,
-            save_rotations_to=save_rotations_to,
-            format=format,
-            resume=resume,
-            progress=progress,
-        )
+    try:
+        with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
+            result = pipeline.prune(
+                model,
+                recipe,
+                out=out,
+                device=device,
+                dtype=dtype,
+                save_dtype=save_dtype,
+                rotations=rotations,
+                save_rotations_to=save_rotations_to,
+                format=format,
+                resume=resume,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(how_to_go_on(out)) from None
     if as_json:
         print_json({"out": str(out), **result.manifest})
     else:
         print_manifest(result.manifest)
         before = "was finished already: nothing to do"
-        print_line(f"{out} {before}" if result.finished_before else f"Saved to {out}")
+        print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
+
+
+def how_to_go_on(out: Path) -> str:
+    """What the user of an interrupted run can do now."""
+    from drot.checkpoint.resume import partial_folder
+
+    folder = partial_folder(out)
+    if not folder.exists():
+        return "no layer was finished, and nothing is kept"
+    return f"the finished layers lie in {folder}; to go on, give the same command with --resume"
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:

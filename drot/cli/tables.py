@@ -1,9 +1,12 @@
 """Output on stdout: the console, single lines, and the table of a manifest."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from drot.checkpoint.size import size_text, weight_bytes
 
 #: columns of the table of layers; the table omits a column that has no figure in any row
 COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "recovery", "seconds")
@@ -18,6 +21,16 @@ def output() -> Console:
 def print_line(line: str) -> None:
     """Prints one line on stdout, without markup and without breaking it."""
     output().print(line, markup=False, soft_wrap=True)
+
+
+def saved_line(source: str, out: Path) -> str:
+    """Says where a checkpoint was saved, and how many bytes its weights have, beside those of its source."""
+    before, after = weight_bytes(source), weight_bytes(out)
+    if after is None:
+        return f"Saved to {out}"
+    if before is None:  # a model on the hub
+        return f"Saved to {out}: {size_text(after)}"
+    return f"Saved to {out}: {size_text(before)} -> {size_text(after)}, {after / before:.2f} of the bytes"
 
 
 def print_manifest(manifest: dict[str, Any]) -> None:

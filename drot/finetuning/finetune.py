@@ -19,6 +19,7 @@ from drot.calibration.data import calibration_hash
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
 from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.checkpoint.save import check_output, save_checkpoint
+from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
 from drot.devices import dtype_name, pick_device
 from drot.environment import device_name, versions
@@ -40,9 +41,9 @@ PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.4,<2"}
 LEAST_ZEROS = 0.05
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FinetuneResult:
-    """The result of `drot.finetune`.
+    """The result of `drot.finetune`. Its repr is one line, without the model.
 
     model: the fine-tuned model. With `keep_adapter`, a PeftModel around the pruned model.
     manifest: the content of drot.json. The last entry of its list `finetune` is this run.
@@ -52,6 +53,16 @@ class FinetuneResult:
     model: Any
     manifest: dict[str, Any]
     out: Path | None
+
+    def __repr__(self) -> str:
+        held_out = self.manifest["finetune"][-1]["held_out"]
+        facts = [
+            f"out={str(self.out)!r}" if self.out else "out=None",
+            f"sparsity={self.manifest['sparsity']:.2%}",
+            f"held-out perplexity={held_out['perplexity_before']:.4g} -> {held_out['perplexity_after']:.4g}",
+            size_of(self.model),
+        ]
+        return f"FinetuneResult({', '.join(facts)})"
 
 
 def finetune(

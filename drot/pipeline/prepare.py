@@ -18,7 +18,7 @@ from drot.config import CalibrationConfig, Recipe
 from drot.devices import computing_dtype, parse_dtype, pick_devices
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
-from drot.pipeline.validation import check_architecture, check_recipe, check_tokens
+from drot.pipeline.validation import check_architecture, check_recipe, check_seqlen, check_tokens
 from drot.progress import Progress, ProgressEvent
 
 
@@ -76,6 +76,17 @@ def prepare(
         config = load_config(model)
         check_recipe(config, recipe, devices, rotations_given=rotations_given, format=format)
         tokenizer = tokenizer or load_tokenizer(model)
+    else:
+        source, config = getattr(model.config, "_name_or_path", ""), model.config
+        check_recipe(config, recipe, devices, rotations_given=rotations_given, format=format)
+        if tokenizer is None and calibration is None and (measures or recipe.reads_calibration):
+            raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
+    if calibration is None and not recipe.reads_calibration and not measures:
+        tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
+    else:
+        tokens, recipe = _calibration_tokens(calibration, tokenizer, recipe, config, progress)
+    check_tokens(tokens, config)
+    if isinstance(model, str | Path):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
         dtype, own = computing_dtype(dtype, devices[0]), config.dtype
         model = load_model(model, "auto" if own is None else dtype)
@@ -84,18 +95,7 @@ def prepare(
             if dtype != "auto":
                 cast_weights(model, parse_dtype(dtype) if isinstance(dtype, str) else dtype)
     else:
-        source = getattr(model.config, "_name_or_path", "")
-        check_recipe(model.config, recipe, devices, rotations_given=rotations_given, format=format)
-        if tokenizer is None and calibration is None and (measures or recipe.reads_calibration):
-            raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
         own = model.dtype
-    if calibration is None and not recipe.reads_calibration and not measures:
-        tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
-    else:
-        tokens, recipe = _calibration_tokens(
-            calibration, tokenizer, recipe, positions_of(model.config), progress
-        )
-    check_tokens(tokens, model.config)
     check_architecture(model)
     model.eval()  # dropout would change the Hessians
     return Prepared(
@@ -107,7 +107,7 @@ def prepare(
 
 
 def _calibration_tokens(
-    calibration: Tensor | None, tokenizer: Any, recipe: Recipe, positions: int | None, progress: Progress
+    calibration: Tensor | None, tokenizer: Any, recipe: Recipe, config: Any, progress: Progress
 ) -> tuple[Tensor, Recipe]:
     """The calibration tokens [nsamples, seqlen], and the recipe with the shape of the tokens.
 
@@ -115,10 +115,10 @@ def _calibration_tokens(
         calibration: token ids, which replace the calibration text of the recipe.
         tokenizer: the tokenizer of the model.
         recipe: the settings of the run.
-        positions: the most tokens that the model reads in one sequence; None if there is no limit.
+        config: the config of the model.
         progress: the callback for ProgressEvents.
     """
-    seqlen = recipe.calibration.resolved_seqlen(positions)
+    seqlen = recipe.calibration.resolved_seqlen(positions_of(config))
     recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, seqlen=seqlen))
     options = {
         field.name: getattr(recipe.calibration, field.name)
@@ -126,12 +126,13 @@ def _calibration_tokens(
         if field.name != "source"
     }
     if calibration is None:
+        check_seqlen(seqlen, config)  # before the text is tokenised, which may take a minute
         tokens = load_calibration(recipe.calibration.source, tokenizer, **options, progress=progress)
         return tokens, recipe
     tokens = load_calibration(calibration, tokenizer, **options)
     nsamples, seqlen = tokens.shape
-    config = dataclasses.replace(recipe.calibration, source="tensor", nsamples=nsamples, seqlen=seqlen)
-    return tokens, dataclasses.replace(recipe, calibration=config)
+    given = dataclasses.replace(recipe.calibration, source="tensor", nsamples=nsamples, seqlen=seqlen)
+    return tokens, dataclasses.replace(recipe, calibration=given)
 
 
 def _refuse_pruned(folder: Path) -> None:

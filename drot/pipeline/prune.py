@@ -19,9 +19,11 @@ from drot.checkpoint.manifest import MANIFEST, read_manifest, zero_share
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.rotations import read_rotations, save_rotations
 from drot.checkpoint.save import check_output, check_writable, save_checkpoint
+from drot.checkpoint.size import check_space, size_of
 from drot.config import Recipe
 from drot.devices import dtype_name
 from drot.errors import UserError
+from drot.pipeline.disk import disk_needs
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.run import PruningRun
@@ -30,9 +32,9 @@ from drot.sparse.packed import check_format, check_packable, dense_linears, pack
 from drot.sparse.quantization_config import format_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PruneResult:
-    """The result of `drot.prune`.
+    """The result of `drot.prune`. Its repr is one line, without the model.
 
     model: the pruned model, on the device where it was loaded.
     manifest: the content of drot.json.
@@ -45,6 +47,15 @@ class PruneResult:
     manifest: dict[str, Any]
     out: Path | None
     finished_before: bool = False
+
+    def __repr__(self) -> str:
+        facts = [
+            f"out={str(self.out)!r}" if self.out else "out=None",
+            f"sparsity={self.manifest['sparsity']:.2%}",
+            f"layers={len(self.manifest['layers'])}",
+            size_of(self.model),
+        ]
+        return f"PruneResult({', '.join(facts)})"
 
 
 def prune(
@@ -136,7 +147,10 @@ def prune(
             _check_same_rotations(rotations_out, identity)
         if out is not None and finished:
             return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
-        state = None if out is None else RunState(out, identity)
+        state = None
+        if out is not None:
+            state = RunState(out, identity)
+            check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
         with _told_how_to_resume(state):
             manifest = run.execute(state)
             manifest |= {"base_model": prepared.source, "compute_dtype": dtype_name(context.dtype)}

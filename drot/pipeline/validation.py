@@ -129,11 +129,14 @@ def check_tokens(tokens: Tensor, config: Any) -> None:
             f"calibration token ids must be in [0, {config.vocab_size}), the model's vocabulary, "
             f"got {int(tokens.min())} to {int(tokens.max())}: use the model's tokenizer"
         )
+    check_seqlen(tokens.shape[1], config)
+
+
+def check_seqlen(seqlen: int, config: Any) -> None:
+    """Raises UserError for sequences that are longer than a model of `config` reads."""
     positions = positions_of(config)
-    if positions and tokens.shape[1] > positions:
-        raise UserError(
-            f"`seqlen` must be at most {positions}, the positions of this model; got {tokens.shape[1]}"
-        )
+    if positions and seqlen > positions:
+        raise UserError(f"`seqlen` must be at most {positions}, the positions of this model; got {seqlen}")
 
 
 def check_architecture(model: PreTrainedModel) -> None:

@@ -137,12 +137,12 @@ def test_a_line_separator_inside_a_string_does_not_end_a_line(tmp_path):
 
 
 def test_a_missing_source(tmp_path):
-    with pytest.raises(UserError, match=r"`source` must be c4, wikitext2 or .* got 'nothing.txt'"):
+    with pytest.raises(UserError, match=r"`source` must be c4, wikitext2, a dataset .* got 'nothing.txt'"):
         load("nothing.txt")
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(UserError, match="which is a folder"):
         load(str(tmp_path / "folder.txt"))
-    with pytest.raises(UserError, match=r"`ppl` must be wikitext2 or a .* got 'c4'"):
+    with pytest.raises(UserError, match=r"`ppl` must be wikitext2, a dataset .* got 'c4'"):
         read_text("c4", "test", "text")
 
 

@@ -1,15 +1,17 @@
 """Any dataset on the hub as a text, read by the package datasets from a local folder, and chats."""
 
+import dataclasses
 import json
 
 import datasets
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from drot.calibration.data import READ_EVERY, load_calibration, read_text
+from drot.calibration.data import READ_EVERY, load_calibration, read_text, tokenize
+from drot.checkpoint.load import load_tokenizer
 from drot.config import FinetuneConfig
+from drot.demo.demo import HELD_OUT, MODEL
 from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens
 from drot.finetuning.text import split_text
@@ -91,8 +93,7 @@ def test_a_dataset_is_read_only_as_far_as_needed(monkeypatch):
     load_calibration("a/b", tokenizer(), nsamples=2, seqlen=5, seed=0, text_column="text")
     assert 8 <= len(read) < 50
     config = FinetuneConfig(held_out=1)
-    from dataclasses import replace
-
+    replace = dataclasses.replace
     config = replace(config, text=replace(config.text, source="a/b", nsamples=3, seqlen=5))
     read.clear()
     training, held_out = split_text(config, tokenizer())
@@ -114,10 +115,6 @@ def test_a_long_text_reports_how_far_it_is_read(monkeypatch):
 
 def test_tokens_are_those_of_the_whole_text_in_one_piece(tmp_path):
     """Progress does not cut the text: the ids are those of one call, and the event comes before it."""
-    from drot.calibration.data import tokenize
-    from drot.checkpoint.load import load_tokenizer
-    from drot.demo.demo import HELD_OUT, MODEL
-
     text, real, events = HELD_OUT.read_text(encoding="utf-8")[:50000], load_tokenizer(MODEL), []
     ids = tokenize(text, real, events.append)
     assert ids.tolist() == real(text, add_special_tokens=False).input_ids
@@ -213,4 +210,3 @@ def test_the_known_sources_are_read_as_before(monkeypatch):
         ("allenai/c4", "train", True),
         ("Salesforce/wikitext", "test", False),
     ]
-    assert torch.equal(load_eval_tokens("wikitext2", tokenizer()), torch.zeros(99).long() + 34)

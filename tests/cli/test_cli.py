@@ -10,6 +10,7 @@ from torch import nn
 
 import drot
 from drot.cli import app as cli
+from drot.cli import tables
 from drot.cli.prune import parse_rotation
 from drot.cli.prune import prune as prune_command
 from drot.cli.sensitivity import advice
@@ -344,6 +345,60 @@ def test_ctrl_c_prints_interrupted(monkeypatch, capsys):
     monkeypatch.setattr("drot.environment.collect", interrupt)
     assert cli.run(["info"]) == 130
     assert capsys.readouterr().err == "drot: interrupted\n"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_ctrl_c_in_a_run_says_how_to_go_on(monkeypatch, capsys, tmp_path, finished):
+    out = tmp_path / "out"
+
+    def interrupt(*args, **kwargs):
+        if finished:
+            (tmp_path / "out.partial").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "prune", interrupt)
+    assert cli.run(["prune", "m", "--out", str(out)]) == 130
+    told = f"the finished layers lie in {out}.partial; to go on, give the same command with --resume"
+    assert one_line(capsys.readouterr().err) == (
+        f"drot: interrupted: {told if finished else 'no layer was finished, and nothing is kept'}\n"
+    )
+
+
+def test_a_run_without_calibration_refuses_its_options(calls, capsys):
+    assert (
+        cli.run(
+            ["prune", "m", "--out", "o", "--method", "magnitude", "--rotation", "none", "--nsamples", "4"]
+        )
+        == 2
+    )
+    assert "--nsamples has no effect with --method magnitude --rotation none, which reads a text only if" in (
+        one_line(capsys.readouterr().err)
+    )
+    text = "prune m --out o --method magnitude --rotation none --nsamples 4 --calibration a.txt"
+    assert cli.run(text.split()) == 0
+
+
+def test_the_facts_of_a_run_name_what_was_chosen_by_itself(calls, capsys):
+    recipe = Recipe()
+    changes = {
+        "positions": 512,
+        "untied_lm_head": True,
+        "compute_dtype": "float32",
+        "dtype": "bfloat16",
+        "calibration": {"sha256": "0", "shape": [128, 512]},
+    }
+    tables.print_manifest(manifest(recipe, **changes))
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "c4, 128 x 512 tokens (all that the model reads), seed 0",
+        "bfloat16 (computed in float32)",
+        "lm_head untied from the embedding",
+    ):
+        assert text in shown
+    tables.print_manifest(manifest(recipe, calibration={"sha256": "0", "shape": [0, 1]}))
+    shown = capsys.readouterr().out
+    assert "none: magnitude pruning without a rotation needs no text" in " ".join(shown.split())
+    assert "lm_head" not in shown and "computed in" not in shown
 
 
 @pytest.mark.slow

@@ -134,6 +134,29 @@ def test_lines_of_a_shared_rotation():
     assert lines(events, shared=True) == ["all layers: rotated, loss 4 -> 3 in 1 steps"]
 
 
+def test_reading_a_text_and_loading_a_model_are_shown():
+    events = [ProgressEvent(phase="read"), ProgressEvent(phase="tokenize", steps=31_540_000)]
+    events += [ProgressEvent(phase="load"), ProgressEvent(phase="save")]
+    assert lines(events) == [
+        "reading the text",
+        "tokenising the text (31.5 million characters)",
+        "loading the model",
+        "saving the model",
+    ]
+    streamed = [ProgressEvent(phase="read", step=step, steps=4_000_000) for step in (0, 1_000_000, 3_000_000)]
+    assert positions(streamed) == [0, 0.25, 0.75]
+    assert lines(streamed)[1:] == [f"reading the text ({n}.0 million characters)" for n in (1, 3)]
+
+
+def test_a_bar_whose_end_is_not_known_has_no_total():
+    with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as bars:
+        progress = progress_bars.BarProgress(bars)
+        progress(event("prune"))
+        progress(ProgressEvent(phase="tokenize", steps=1000))
+        assert bars.tasks[0].total is None and bars.tasks[0].description == "tokenising"
+        assert len(bars.tasks) == 1
+
+
 def test_a_fine_tuning_has_a_line_for_each_tenth():
     events = [ProgressEvent(phase="finetune", step=i, steps=40, loss=4 - i / 40) for i in range(1, 41)]
     shown = lines([ProgressEvent(phase="evaluate", step=3, steps=3), *events])

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 import drot
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import MODEL
+from drot.errors import UserError
 from drot.evaluation.evaluate import evaluate
 from drot.pipeline import prepare
 
@@ -44,6 +45,18 @@ def test_sequences_are_as_long_as_the_model_reads(tmp_path):
     assert manifest["recipe"]["calibration"]["seqlen"] == 128
     assert CalibrationConfig().resolved_seqlen(4096) == CalibrationConfig().resolved_seqlen(None) == 2048
     assert CalibrationConfig(seqlen=9).resolved_seqlen(4) == 9  # which check_tokens refuses
+
+
+def test_mistakes_in_the_text_are_found_before_the_model_is_loaded(tmp_path, monkeypatch):
+    """And too long sequences before the text is read."""
+    model, events = embedded_checkpoint(tmp_path / "model"), []
+    too_long = CalibrationConfig(source=text_file(tmp_path), seqlen=129)
+    missing = CalibrationConfig(source=str(tmp_path / "nothing.txt"))
+    for calibration, message in ((too_long, "`seqlen` must be at most 128"), (missing, "is no such name")):
+        chosen = dataclasses.replace(recipe(), calibration=calibration)
+        with pytest.raises(UserError, match=message):
+            drot.prune(model, chosen, device="cpu", progress=events.append)
+    assert events == []
 
 
 def test_eval_takes_windows_that_the_model_reads(tmp_path):
