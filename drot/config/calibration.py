@@ -34,7 +34,10 @@ class CalibrationConfig:
         whole_number("seed", self.seed, 0, 2**64 - 1)  # the range of torch.Generator
 
     def resolved_seqlen(self, positions: int | None) -> int:
-        """`seqlen`, or its default for a model with this number of positions; None if they are unlimited."""
-        if self.seqlen is not None:
-            return self.seqlen
-        return SEQLEN if positions is None else min(SEQLEN, positions)
+        """`seqlen`, or `default_seqlen`."""
+        return default_seqlen(positions) if self.seqlen is None else self.seqlen
+
+
+def default_seqlen(positions: int | None) -> int:
+    """The default of `seqlen` for a model with this number of positions; None if there is no limit."""
+    return SEQLEN if positions is None else min(SEQLEN, positions)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from drot.architectures import positions_of
 from drot.checkpoint.load import load, load_config, load_tokenizer
-from drot.config import CalibrationConfig
+from drot.config import default_seqlen
 from drot.devices import computing_dtype, parse_dtype, pick_device
 from drot.evaluation.perplexity import check_logits, check_windows, load_eval_tokens, perplexity
 from drot.progress import Progress, ProgressEvent, silent
@@ -44,7 +44,8 @@ def evaluate(
     if dtype != "auto":
         parse_dtype(dtype)
     config = load_config(model).get_text_config()
-    seqlen = CalibrationConfig(seqlen=seqlen).resolved_seqlen(positions_of(config))
+    if seqlen is None:
+        seqlen = default_seqlen(positions_of(config))
     tokenizer = load_tokenizer(model)
     texts: dict[str, Tensor] = {}
     for source in ppl:
