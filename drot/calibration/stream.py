@@ -62,8 +62,14 @@ class CalibrationStream:
     def embed(
         cls, model: PreTrainedModel, arch: Architecture, tokens: Tensor, device: torch.device
     ) -> "CalibrationStream":
-        """The first layer's input for `tokens` [nsamples, seqlen], on `device`. The model is not moved."""
+        """The first layer's input for `tokens` [nsamples, seqlen], on `device`. The model is not moved.
+
+        With no sequences (nsamples 0), the stream is empty, and so are the keyword arguments of the layers.
+        """
         layers = decoder_layers(model, arch)
+        if not len(tokens):
+            empty = torch.empty(*tokens.shape, model.config.hidden_size, dtype=model.dtype, device=device)
+            return cls(empty, [{} for _ in layers])
         recorders = [_Recorder(layer) for layer in layers]
         parent, _, name = arch.layers.rpartition(".")
         backbone = module_at(model, parent)

@@ -41,7 +41,7 @@ def load(
     path: str | Path,
     *,
     device: str | torch.device = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     compress: bool = False,
     verify: bool = True,
 ) -> "PreTrainedModel":

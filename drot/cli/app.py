@@ -13,19 +13,19 @@ from typing import Annotated
 import typer
 
 from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
-from drot.cli.options import FLAG
+from drot.cli.options import Command, Group, Interrupted
 from drot.cli.safe_text import safe_log_messages, visible
 from drot.errors import BrokenModelError, UserError
 from drot.version import __version__
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command(epilog=prune.EPILOG)(prune.prune)
-app.command(epilog=finetune.EPILOG)(finetune.finetune)
-app.command(name="eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
-app.command(epilog=convert.EPILOG)(convert.convert)
-app.command(epilog=bench.EPILOG)(bench.bench)
-app.command(epilog=info.EPILOG)(info.info)
-app.command(epilog=demo.EPILOG)(demo.demo)
+app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command(cls=Command, epilog=prune.EPILOG)(prune.prune)
+app.command(cls=Command, epilog=finetune.EPILOG)(finetune.finetune)
+app.command(name="eval", cls=Command, epilog=evaluate.EPILOG)(evaluate.evaluate)
+app.command(cls=Command, epilog=convert.EPILOG)(convert.convert)
+app.command(cls=Command, epilog=bench.EPILOG)(bench.bench)
+app.command(cls=Command, epilog=info.EPILOG)(info.info)
+app.command(cls=Command, epilog=demo.EPILOG)(demo.demo)
 
 #: exit status after Ctrl-C
 INTERRUPTED = 130
@@ -52,14 +52,10 @@ def show_version(given: bool) -> None:
 
 @app.callback(epilog="Example: drot demo")
 def drot(
-    debug: Annotated[
-        bool, typer.Option("--debug", metavar=FLAG, help="Show the traceback if an error occurs.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")] = False,
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", metavar=FLAG, help="Show the version and exit.", callback=show_version, is_eager=True
-        ),
+        typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Rotate a language model so that pruning hurts it less, and prune it."""
@@ -73,6 +69,9 @@ def run(arguments: list[str]) -> int:
     try:
         with safe_log_messages():
             status = app(arguments, prog_name="drot", standalone_mode=False) or 0
+    except Interrupted as stop:
+        print(f"drot: interrupted: {visible(str(stop))}", file=sys.stderr)
+        return INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
     except Exception as error:

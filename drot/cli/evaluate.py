@@ -5,9 +5,20 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from drot.cli.options import TEXT_COLUMN, Device, Dtype, Json, option, print_json, stdout_for_the_result
+from drot.cli.options import (
+    COMPUTE_DTYPE,
+    RUN,
+    SEQLEN_DEFAULT,
+    TEXT_COLUMN,
+    Device,
+    Json,
+    option,
+    print_json,
+    stdout_for_the_result,
+)
 from drot.cli.tables import output
 from drot.config import CalibrationConfig
+from drot.devices import DTYPES
 
 DEFAULTS = CalibrationConfig()
 
@@ -26,14 +37,19 @@ def evaluate(
         list[str] | None,
         option(
             "Measures",
-            "Text for the perplexity: wikitext2 (its test split), or a .txt, .json, .jsonl or .parquet file. "
-            "May be given more than once. Default without --tasks: wikitext2.",
-            metavar="[wikitext2|PATH]",
+            "Text for the perplexity: wikitext2 (its test split); any dataset on the hub as org/name, "
+            "org/name:split or org/name:config:split; or a .txt, .json, .jsonl or .parquet file. It may be "
+            "given several times. Default without --tasks: wikitext2.",
+            metavar="[wikitext2|ORG/NAME|PATH]",
         ),
     ] = None,
     seqlen: Annotated[
-        int, option("Measures", "Length in tokens of the windows into which the text is cut.")
-    ] = DEFAULTS.seqlen,
+        int | None,
+        option(
+            "Measures",
+            f"Length in tokens of the windows into which the text is cut. {SEQLEN_DEFAULT}",
+        ),
+    ] = None,
     tasks: Annotated[
         str,
         option(
@@ -44,7 +60,7 @@ def evaluate(
     ] = "",
     text_column: Annotated[str, option("Measures", TEXT_COLUMN)] = DEFAULTS.text_column,
     device: Device = "auto",
-    dtype: Dtype = "auto",
+    dtype: Annotated[str, option(RUN, COMPUTE_DTYPE, choices=["auto", *DTYPES])] = "auto",
     as_json: Json = False,
 ) -> None:
     """Measure the perplexity of MODEL on texts and its accuracy in zero-shot tasks."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from drot.cli.options import FLAG, OUTPUT, Json, option, print_json
+from drot.cli.options import OUTPUT, Json, option, print_json
 from drot.cli.tables import output, print_line, print_manifest
 from drot.config.checks import path_exists
 from drot.errors import UserError
@@ -25,7 +25,6 @@ def info(
             "Compare the files of FOLDER with their SHA-256, which drot recorded, and name each file that "
             "differs. FOLDER may also be the .partial folder of an unfinished run.",
             "--verify",
-            metavar=FLAG,
         ),
     ] = False,
     accept: Annotated[
@@ -34,7 +33,6 @@ def info(
             OUTPUT,
             "Record the files of FOLDER as they are now. For a checkpoint that you have changed on purpose.",
             "--accept",
-            metavar=FLAG,
         ),
     ] = False,
     as_json: Json = False,

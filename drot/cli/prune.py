@@ -10,19 +10,22 @@ from drot import config
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import (
     CALIBRATION,
-    FLAG,
+    COMPUTE_DTYPE,
     OUTPUT,
     PRUNING,
     RECOVERY,
     ROTATION,
     RUN,
+    SEQLEN_DEFAULT,
+    SOURCES,
     TEXT_COLUMN,
+    Interrupted,
     Json,
     option,
     print_json,
     stdout_for_the_result,
 )
-from drot.cli.tables import print_line, print_manifest
+from drot.cli.tables import print_line, print_manifest, saved_line
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig, Sparsity
 from drot.devices import DTYPES
 from drot.errors import UserError
@@ -241,7 +244,6 @@ def prune(
             ROTATION,
             "Compute SparseGPT's score as the paper's code does, which adds the damping twice.",
             "--reference-compat",
-            metavar=FLAG,
         ),
     ] = ROTATE.reference_compat,
     rotations: Annotated[
@@ -260,22 +262,29 @@ def prune(
         str,
         option(
             CALIBRATION,
-            "Text from which the Hessians are computed: c4 or wikitext2, which are downloaded, or a .txt, "
-            ".json, .jsonl or .parquet file.",
-            metavar="[c4|wikitext2|PATH]",
+            f"Text from which the Hessians are computed: {SOURCES} --method magnitude with --rotation none "
+            "needs no text.",
+            metavar="[c4|wikitext2|ORG/NAME|PATH]",
         ),
     ] = CALIBRATE.source,
     nsamples: Annotated[
         int, option(CALIBRATION, "Number of sequences to cut from the text.")
     ] = CALIBRATE.nsamples,
-    seqlen: Annotated[int, option(CALIBRATION, "Tokens in a sequence.")] = CALIBRATE.seqlen,
+    seqlen: Annotated[
+        int | None, option(CALIBRATION, f"Tokens in a sequence. {SEQLEN_DEFAULT}")
+    ] = CALIBRATE.seqlen,
     seed: Annotated[
         int, option(CALIBRATION, "Random seed of the positions at which sequences are cut.")
     ] = CALIBRATE.seed,
     text_column: Annotated[str, option(CALIBRATION, TEXT_COLUMN)] = CALIBRATE.text_column,
     out: Annotated[
         Path | None,
-        option(OUTPUT, "Folder to write. It must be new or empty. Not with --sensitivity."),
+        option(
+            OUTPUT,
+            "Folder to write. It must be new or empty. Its disk needs space for the checkpoint and, while "
+            "the run lasts, for OUT.partial: the finished layers in --dtype, and 8 bytes for each number of "
+            "a rotation. Not with --sensitivity.",
+        ),
     ] = None,
     sensitivity: Annotated[
         bool,
@@ -285,7 +294,6 @@ def prune(
             "this command line, which helps to choose --keep and --sparsity-of. The rotations are trained "
             "for the sparsities of this command line, in the dense model.",
             "--sensitivity",
-            metavar=FLAG,
         ),
     ] = False,
     format: Annotated[
@@ -297,6 +305,14 @@ def prune(
             choices=choices(config.WeightFormat),
         ),
     ] = "dense",
+    save_dtype: Annotated[
+        str,
+        option(
+            OUTPUT,
+            "Dtype of the saved weights. auto is the dtype of MODEL.",
+            choices=["auto", *DTYPES],
+        ),
+    ] = "auto",
     as_json: Json = False,
     device: Annotated[
         str,
@@ -312,7 +328,7 @@ def prune(
         str,
         option(
             RUN,
-            "Dtype of the weights. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU.",
+            COMPUTE_DTYPE,
             choices=["auto", *DTYPES],
         ),
     ] = "auto",
@@ -322,7 +338,6 @@ def prune(
             RUN,
             "Continue an interrupted run with the same --out. A finished run is left as it is.",
             "--resume",
-            metavar=FLAG,
         ),
     ] = False,
 ) -> None:
@@ -365,7 +380,7 @@ def prune(
             source=calibration, nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
         ),
     )
-    check_effects(recipe, rotations=rotations, save_rotations_to=save_rotations_to)
+    check_effects(recipe, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
     label = recipe.objective if recipe.objective == "entropy" else "loss"
     if sensitivity:
         check_no_output(
@@ -373,6 +388,7 @@ def prune(
             resume=resume,
             save_rotations_to=save_rotations_to,
             format=format != "dense",
+            save_dtype=save_dtype != "auto",
             recover=recipe.recovery.recover != "none",
         )
         from drot.cli.sensitivity import show_sensitivity
@@ -384,32 +400,52 @@ def prune(
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline
 
-    with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
-        result = pipeline.prune(
-            model,
-            recipe,
-            out=out,
-            device=device,
-            dtype=dtype,
-            rotations=rotations,
-            save_rotations_to=save_rotations_to,
-            format=format,
-            resume=resume,
-            progress=progress,
-        )
+    try:
+        with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
+            result = pipeline.prune(
+                model,
+                recipe,
+                out=out,
+                device=device,
+                dtype=dtype,
+                save_dtype=save_dtype,
+                rotations=rotations,
+                save_rotations_to=save_rotations_to,
+                format=format,
+                resume=resume,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(how_to_go_on(out)) from None
     if as_json:
         print_json({"out": str(out), **result.manifest})
     else:
         print_manifest(result.manifest)
         before = "was finished already: nothing to do"
-        print_line(f"{out} {before}" if result.finished_before else f"Saved to {out}")
+        print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
+
+
+def how_to_go_on(out: Path) -> str:
+    """What the user of an interrupted run can do now."""
+    from drot.checkpoint.resume import partial_folder
+
+    folder = partial_folder(out)
+    if not folder.exists():
+        return "no layer was finished, and nothing is kept"
+    return f"the finished layers lie in {folder}; to go on, give the same command with --resume"
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:
-    """`mode` and `blocks` of RotationConfig for a value of --rotation. RotationConfig checks the mode."""
-    if not text.startswith("block:"):
+    """`mode` and `blocks` of RotationConfig for a value of --rotation."""
+    if text in choices(config.RotationMode):
         return typing.cast(config.RotationMode, text), 1
+    name, _, blocks = text.partition(":")
+    if name != "block":
+        expected = ", ".join(choices(config.RotationMode))
+        raise UserError(f"--rotation must be one of {expected}, block:N; got {text!r}")
     try:
-        return "layer", int(text.removeprefix("block:"))
+        return "layer", int(blocks)
     except ValueError:
-        raise UserError(f"--rotation block:N needs a whole number of blocks; got {text!r}") from None
+        raise UserError(
+            f"--rotation block:N needs a whole number of blocks, as in block:4; got {text!r}"
+        ) from None

@@ -1,9 +1,11 @@
 """Output on stdout: the console, single lines, and the table of a manifest."""
 
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
+from drot.checkpoint.size import size_text, weight_bytes
 from drot.cli.safe_text import SafeConsole
 
 #: columns of the table of layers; the table omits a column that has no figure in any row
@@ -21,13 +23,23 @@ def print_line(line: str) -> None:
     output().print(line, soft_wrap=True)
 
 
+def saved_line(source: str, out: Path) -> str:
+    """Says where a checkpoint was saved, and how many bytes its weights have, beside those of its source."""
+    before, after = weight_bytes(source), weight_bytes(out)
+    if after is None:
+        return f"Saved to {out}"
+    if before is None:  # a model on the hub
+        return f"Saved to {out}: {size_text(after)}"
+    return f"Saved to {out}: {size_text(before)} -> {size_text(after)}, {after / before:.2f} of the bytes"
+
+
 def print_manifest(manifest: dict[str, Any]) -> None:
     """Prints a few lines about the run, and a table with a row for each layer."""
     if "recipe" not in manifest:
         _print_pruned_elsewhere(manifest)
         return
     recipe = manifest["recipe"]
-    pruning, rotation, calibration = recipe["pruning"], recipe["rotation"], recipe["calibration"]
+    pruning, rotation = recipe["pruning"], recipe["rotation"]
     console = output()
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_row("model", str(manifest.get("base_model", "")))
@@ -42,14 +54,15 @@ def print_manifest(manifest: dict[str, Any]) -> None:
         facts.add_row(
             "shared training", _shared_line(trained, len(manifest["layers"]), rotation["objective"])
         )
-    shape = "{} x {}".format(*manifest["calibration"]["shape"])
-    facts.add_row("calibration", f"{calibration['source']}, {shape} tokens, seed {calibration['seed']}")
+    facts.add_row("calibration", _calibration_line(manifest))
     facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
     if manifest["relative_logit_error"] is not None:
         facts.add_row("invariance", f"relative logit error {manifest['relative_logit_error']:.1e}")
     for record in manifest.get("finetune", []):
         facts.add_row("fine-tuning", finetune_line(record))
-    facts.add_row("opens as", f"{_opens_as(manifest)}, {manifest['dtype']}")
+    facts.add_row("opens as", f"{_opens_as(manifest)}, {_dtype_line(manifest)}")
+    if manifest.get("untied_lm_head"):
+        facts.add_row("lm_head", "untied from the embedding, as it now contains the final norm's weight")
     facts.add_row("took", f"{manifest['seconds']['total']:.1f} s on {manifest['device']}")
     console.print(facts)
     rows = [_layer_cells(layer) for layer in manifest["layers"]]
@@ -111,6 +124,22 @@ def _kept_weights_line(recipe: dict[str, Any]) -> str:
         epochs, lr = recovery["recover_epochs"], recovery["recover_lr"]
         parts.append(f"recovered by block, up to {epochs} epochs, lr {lr:g}")
     return ", ".join(parts)
+
+
+def _calibration_line(manifest: dict[str, Any]) -> str:
+    """The calibration text and the sequences that were cut from it."""
+    settings, (nsamples, seqlen) = manifest["recipe"]["calibration"], manifest["calibration"]["shape"]
+    if nsamples == 0:
+        return "none: magnitude pruning without a rotation needs no text"
+    # older manifests do not have the key
+    whole = " (all that the model reads)" if seqlen == manifest.get("positions") else ""
+    return f"{settings['source']}, {nsamples} x {seqlen} tokens{whole}, seed {settings['seed']}"
+
+
+def _dtype_line(manifest: dict[str, Any]) -> str:
+    """The dtype of the weights, and the dtype of the computation if that was another."""
+    computed = manifest.get("compute_dtype", manifest["dtype"])  # older manifests do not have the key
+    return manifest["dtype"] + ("" if computed == manifest["dtype"] else f" (computed in {computed})")
 
 
 def _rotation_line(rotation: dict[str, Any], file: dict[str, Any] | None) -> str:

@@ -48,6 +48,20 @@ class Recipe:
         """`target` of the pruning, with `auto` resolved."""
         return self._resolved("target")
 
+    @property
+    def reads_calibration(self) -> bool:
+        """Whether a run of `drot.prune` reads calibration text.
+
+        Magnitude pruning of a model that is not rotated needs the weights alone. It reads a text that is not
+        the default, for the figure `output_error`.
+        """
+        weights_alone = (
+            self.rotation.mode == "none"
+            and self.pruning.method == "magnitude"
+            and (self.solve, self.target, self.recovery.recover) == ("none", "self", "none")
+        )
+        return not weights_alone or self.calibration.source != CalibrationConfig.source
+
     def _resolved(self, name: str) -> str:
         """A field of the pruning; for `auto` the value of `balanced`, or of `fast` for a published method."""
         value = str(getattr(self.pruning, name))

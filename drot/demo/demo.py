@@ -4,9 +4,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedModel
 
 from drot.calibration.data import load_calibration
+from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.resume import partial_folder
 from drot.checkpoint.save import check_output
@@ -71,13 +73,21 @@ def run_demo(
     if (partial := partial_folder(out)).exists():
         raise UserError(f"{partial} was left by an interrupted demo: remove it or name another `out`")
     tokenizer = load_tokenizer(MODEL)
-    options = dict(nsamples=calibration.nsamples, seqlen=calibration.seqlen, seed=calibration.seed)
-    tokens = load_calibration(calibration.source, tokenizer, text_column=calibration.text_column, **options)
-    held_out = load_eval_tokens(str(HELD_OUT), tokenizer)
-    held_out = held_out[: None if windows is None else windows * calibration.seqlen]
+    seqlen = calibration.resolved_seqlen(None)
+    tokens = load_calibration(
+        calibration.source,
+        tokenizer,
+        nsamples=calibration.nsamples,
+        seqlen=seqlen,
+        seed=calibration.seed,
+        text_column=calibration.text_column,
+        progress=progress,
+    )
+    held_out = load_eval_tokens(str(HELD_OUT), tokenizer, progress=progress)
+    held_out = held_out[: None if windows is None else windows * seqlen]
 
     def measure(model: PreTrainedModel) -> float:
-        return perplexity(model, held_out, seqlen=calibration.seqlen, progress=progress)
+        return perplexity(model, held_out, seqlen=seqlen, progress=progress)
 
     def pruned(rotation: RotationConfig, to: Path | None) -> tuple[float, float, float]:
         started = time.perf_counter()
@@ -87,6 +97,7 @@ def run_demo(
             progress=progress,
         )  # fmt: skip
         seconds = time.perf_counter() - started
+        cast_weights(result.model, torch.float32)  # it has the dtype of the checkpoint
         return measure(result.model), result.manifest["sparsity"], seconds
 
     dense = measure(load(MODEL, device="cpu", dtype="float32"))

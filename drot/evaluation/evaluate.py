@@ -5,10 +5,12 @@ from typing import Any
 
 from torch import Tensor
 
+from drot.architectures import positions_of
 from drot.checkpoint.load import load, load_config, load_tokenizer
-from drot.devices import parse_dtype, pick_device
+from drot.config import default_seqlen
+from drot.devices import computing_dtype, parse_dtype, pick_device
 from drot.evaluation.perplexity import check_logits, check_windows, load_eval_tokens, perplexity
-from drot.progress import Progress, silent
+from drot.progress import Progress, ProgressEvent, silent
 
 
 def evaluate(
@@ -16,7 +18,7 @@ def evaluate(
     *,
     ppl: Sequence[str] = (),
     tasks: Sequence[str] = (),
-    seqlen: int,
+    seqlen: int | None = None,
     text_column: str = "text",
     device: str = "auto",
     dtype: str = "auto",
@@ -31,26 +33,30 @@ def evaluate(
         model: a name on the Hugging Face hub or a local folder.
         ppl: texts for the perplexity, `wikitext2` or files, as in `load_eval_tokens`.
         tasks: names of lm_eval's tasks.
-        seqlen: tokens in a window of the perplexity.
+        seqlen: tokens in a window of the perplexity; None is 2048, or the positions of the model if they are
+            fewer.
         text_column: the column of the text in .json, .jsonl and .parquet files.
         device: `auto`, `cpu` or `cuda[:N]`.
-        dtype: `auto`, the checkpoint's own, or `float32`, `bfloat16` or `float16`.
-        progress: receives the event `evaluate` after each batch of windows.
+        dtype: dtype of the computation. `auto` is the checkpoint's own on a GPU, and float32 on a CPU.
+        progress: receives the events of reading and loading, and `evaluate` after each batch of windows.
     """
-    pick_device(device)
+    target = pick_device(device)
     if dtype != "auto":
         parse_dtype(dtype)
     config = load_config(model).get_text_config()
+    if seqlen is None:
+        seqlen = default_seqlen(positions_of(config))
     tokenizer = load_tokenizer(model)
     texts: dict[str, Tensor] = {}
     for source in ppl:
-        texts[source] = load_eval_tokens(source, tokenizer, text_column)
+        texts[source] = load_eval_tokens(source, tokenizer, text_column, progress)
         check_windows(texts[source], config, seqlen)
     if tasks:
         from drot.evaluation.zeroshot import load_tasks, zero_shot
 
         prepared = load_tasks(tasks)
-    loaded = load(model, device=device, dtype=dtype, compress=True)
+    progress(ProgressEvent(phase="load"))
+    loaded = load(model, device=target, dtype=computing_dtype(dtype, target), compress=True)
     if tasks:
         check_logits(loaded)
     values = {

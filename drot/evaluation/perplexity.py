@@ -17,12 +17,15 @@ LOGITS_AT_ONCE = 1 << 26
 LARGEST_LOSS = 709.0
 
 
-def load_eval_tokens(source: str, tokenizer: Any, text_column: str = "text") -> Tensor:
-    """Token ids [n] of `source`: `wikitext2` or a local file. Raises UserError as `read_text` does.
+def load_eval_tokens(
+    source: str, tokenizer: Any, text_column: str = "text", progress: Progress = silent
+) -> Tensor:
+    """Token ids [n] of `source`, a text as in `read_text`. Raises UserError as `read_text` does.
 
     `wikitext2` is the test split of wikitext-2, joined by blank lines as in the paper's code.
     """
-    return tokenize(read_text(source, "test", text_column), tokenizer)
+    text = read_text(source, "test", text_column, tokenizer, progress=progress)
+    return tokenize(text, tokenizer, progress)
 
 
 def check_windows(tokens: Tensor, config: Any, seqlen: int) -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.architectures import architecture_of, decoder_layers
+from drot.architectures import architecture_of, decoder_layers, positions_of
 from drot.calibration.data import calibration_hash
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
 from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.checkpoint.save import check_output, save_checkpoint
+from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
 from drot.config.checks import is_a
 from drot.devices import dtype_name, pick_device
@@ -41,9 +42,9 @@ PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.4,<2"}
 LEAST_ZEROS = 0.05
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FinetuneResult:
-    """The result of `drot.finetune`.
+    """The result of `drot.finetune`. Its repr is one line, without the model.
 
     model: the fine-tuned model. With `keep_adapter`, a PeftModel around the pruned model.
     manifest: the content of drot.json. The last entry of its list `finetune` is this run.
@@ -53,6 +54,16 @@ class FinetuneResult:
     model: Any
     manifest: dict[str, Any]
     out: Path | None
+
+    def __repr__(self) -> str:
+        held_out = self.manifest["finetune"][-1]["held_out"]
+        facts = [
+            f"out={str(self.out)!r}" if self.out else "out=None",
+            f"sparsity={self.manifest['sparsity']:.2%}",
+            f"held-out perplexity={held_out['perplexity_before']:.4g} -> {held_out['perplexity_after']:.4g}",
+            size_of(self.model),
+        ]
+        return f"FinetuneResult({', '.join(facts)})"
 
 
 def finetune(
@@ -95,13 +106,15 @@ def finetune(
         check_output(out)
     _check_packages(config)
     target = _pick_device(device)
-    _check_config(load_config(model), config)
+    model_config = load_config(model)
+    _check_config(model_config, config)
     manifest = _manifest_of(model)
     if tokenizer is None and has_tokenizer(model):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and tokens is None:
         raise UserError(f"{model} holds no tokenizer: copy the tokenizer's files of its base model into it")
-    sequences, held_out = split_text(config, tokenizer, tokens)
+    sequences, held_out = split_text(config, tokenizer, tokens, positions_of(model_config), progress)
+    progress(ProgressEvent(phase="load"))
     loaded = load_model(model)
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
@@ -273,7 +286,11 @@ def _train(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     settings = {name: value for name, value in config.to_dict().items() if name != "text"}
-    text = config.to_dict()["text"] | {"sha256": calibration_hash(sequences), "shape": list(sequences.shape)}
+    text = config.to_dict()["text"] | {
+        "seqlen": sequences.shape[1],
+        "sha256": calibration_hash(sequences),
+        "shape": list(sequences.shape),
+    }
     packages = {name: metadata.version(name) for name in (("accelerate",) if config.full else PACKAGES)}
     record = {
         "method": config.method,

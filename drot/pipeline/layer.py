@@ -121,7 +121,10 @@ def prune_layer(
         figures |= {role: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for role in kept}
         if len(kept) == len(roles):
             continue
-        if dense is None:
+        hessian = None
+        if not len(stream.hidden_states):
+            assert config.method == "magnitude", f"{config.method} needs calibration tokens"
+        elif dense is None:
             hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
         else:
             statistics = dense.statistics(layer, stream, index, roles[0], arch)
@@ -187,14 +190,17 @@ def output_errors(
     return errors
 
 
-def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig, solver: str) -> PruneOutcome:
+def prune_weight(target: Tensor, hessian: Tensor | None, config: PruningConfig, solver: str) -> PruneOutcome:
     """The pruned weight [out, in] whose outputs are near to those of `target` [out, in].
 
-    hessian: H [in, in] of the inputs.
+    hessian: H [in, in] of the inputs. None, for magnitude with the solver `none` only, gives no output error.
     config: the method and its settings.
     solver: `solve` of the recipe, with `auto` resolved.
     """
     sparsity = config.sparsity
+    if hessian is None:
+        assert (config.method, solver) == ("magnitude", "none")
+        return prune_magnitude(target, sparsity)
     sweep = functools.partial(
         prune_sparsegpt,
         target,

@@ -10,17 +10,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.files import WriteError
 from drot.checkpoint.integrity import file_record
 from drot.checkpoint.load import load_model
 from drot.checkpoint.lock import locked
-from drot.checkpoint.manifest import MANIFEST, read_manifest
+from drot.checkpoint.manifest import MANIFEST, read_manifest, zero_share
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.rotations import read_rotations, save_rotations
 from drot.checkpoint.save import check_name, check_output, check_writable, save_checkpoint
+from drot.checkpoint.size import check_space, size_of
 from drot.config import Recipe
 from drot.config.checks import is_a, path_exists
+from drot.devices import dtype_name
 from drot.errors import UserError
+from drot.pipeline.disk import disk_needs
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.run import PruningRun
@@ -29,9 +33,9 @@ from drot.sparse.packed import check_format, check_packable, dense_linears, pack
 from drot.sparse.quantization_config import format_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PruneResult:
-    """The result of `drot.prune`.
+    """The result of `drot.prune`. Its repr is one line, without the model.
 
     model: the pruned model, on the device where it was loaded.
     manifest: the content of drot.json.
@@ -45,6 +49,15 @@ class PruneResult:
     out: Path | None
     finished_before: bool = False
 
+    def __repr__(self) -> str:
+        facts = [
+            f"out={str(self.out)!r}" if self.out else "out=None",
+            f"sparsity={self.manifest['sparsity']:.2%}",
+            f"layers={len(self.manifest['layers'])}",
+            size_of(self.model),
+        ]
+        return f"PruneResult({', '.join(facts)})"
+
 
 def prune(
     model: str | Path | PreTrainedModel,
@@ -55,6 +68,7 @@ def prune(
     calibration: Tensor | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    save_dtype: str | torch.dtype = "auto",
     rotations: str | Path | None = None,
     save_rotations_to: str | Path | None = None,
     format: str = "dense",
@@ -76,7 +90,12 @@ def prune(
         device: the device of the computation, to which one layer at a time is moved. The model itself stays
             where it was loaded. With `hessians="dense"`, several devices, such as `cuda:0,cuda:1`, train
             layers in parallel.
-        dtype: dtype of the weights. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU.
+        dtype: dtype of the computation. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU. A
+            loaded model is computed in its own.
+        save_dtype: dtype of the weights in the result and in `out`: `auto`, the dtype of the model before the
+            run, or `float32`, `bfloat16` or `float16`. The weights are rounded once, after the last layer, so
+            the errors and losses in the manifest are those before the rounding; `sparsity` counts the zeros
+            after it.
         rotations: a file written by `save_rotations_to`, whose rotations are used instead of training.
         save_rotations_to: a new file for the rotations, which other sparsities and methods can reuse. It may
             lie inside `out`.
@@ -114,6 +133,7 @@ def prune(
             calibration=calibration,
             device=device,
             dtype=dtype,
+            save_dtype=save_dtype,
             rotations_given=rotations is not None,
             format=format,
             progress=progress,
@@ -131,10 +151,20 @@ def prune(
         if rotations_out is not None and rotations_out.exists():
             _check_same_rotations(rotations_out, identity)
         if out is not None and finished:
-            return _finished_result(out, identity, format, rotations_out)
-        state = None if out is None else RunState(out, identity)
+            return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
+        state = None
+        if out is not None:
+            state = RunState(out, identity)
+            check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
         with _told_how_to_resume(state):
-            manifest = run.execute(state) | {"base_model": prepared.source}
+            manifest = run.execute(state)
+            manifest |= {"base_model": prepared.source, "compute_dtype": dtype_name(context.dtype)}
+            if prepared.save_dtype != context.dtype:
+                cast_weights(context.model, prepared.save_dtype, "save_dtype")
+                manifest |= {
+                    "dtype": dtype_name(prepared.save_dtype),
+                    "sparsity": zero_share(context.layers, context.arch),
+                }
             if written:
                 manifest["identity"] = identity
             if format == "packed":
@@ -175,10 +205,17 @@ def _told_how_to_resume(state: RunState | None) -> Iterator[None]:
         ) from error
 
 
-def _finished_result(out: Path, identity: dict[str, Any], format: str, rotations: Path | None) -> PruneResult:
+def _finished_result(
+    out: Path, identity: dict[str, Any], format: str, save_dtype: torch.dtype, rotations: Path | None
+) -> PruneResult:
     """The result of a run that is finished already. Raises UserError if `out` is the result of another run.
 
-    rotations: the file in which the caller wants the rotations.
+    Args:
+        out: the folder of the finished run.
+        identity: the identity of this run.
+        format: format of the weights in the result of this run.
+        save_dtype: dtype of the weights in the result of this run.
+        rotations: the file in which the caller wants the rotations.
     """
     manifest = read_manifest(out)
     if "finetune" in manifest:
@@ -187,7 +224,8 @@ def _finished_result(out: Path, identity: dict[str, Any], format: str, rotations
         raise UserError(
             f"{out} was finished by an older drot, which did not record its run: name another `out`"
         )
-    before, now = manifest["identity"] | {"format": manifest["format"]}, identity | {"format": format}
+    before = manifest["identity"] | {"format": manifest["format"], "save_dtype": manifest["dtype"]}
+    now = identity | {"format": format, "save_dtype": dtype_name(save_dtype)}
     if changed := identity_differences(before, now, "the finished run"):
         raise UserError(f"{out} is the result of another run: {changed}; name another `out`")
     if rotations is not None and not rotations.exists():

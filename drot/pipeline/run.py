@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drot.architectures import positions_of
 from drot.calibration.data import calibration_hash
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.stream import CalibrationStream
@@ -128,13 +129,14 @@ class PruningRun:
             with run.clock("check"):
                 check_outputs(run.model, run.arch, run.tokens[:1], run.device)
         layers, self.rotations = self._prune_layers(state, rotations, records)
-        if run.rotates:
-            self._finish_rotation(self.rotations)
+        untied = self._finish_rotation(self.rotations) if run.rotates else False
         return manifest(
             run.recipe,
             run.tokens,
             run.device,
             run.dtype,
+            positions=positions_of(run.model.config),
+            untied_lm_head=untied,
             relative_logit_error=error,
             sparsity=zero_share(run.layers, run.arch),
             shared_rotation=self.shared_record,
@@ -306,13 +308,15 @@ class PruningRun:
 
     # ---- after the layers ----------------------------------------------------------------------
 
-    def _finish_rotation(self, rotations: list[LayerRotation]) -> None:
+    def _finish_rotation(self, rotations: list[LayerRotation]) -> bool:
         """Rotates the embedding and lm_head, and adds boundary rotations of the input to the layers.
+
+        Returns whether lm_head was tied to the embedding before.
 
         Boundary rotations of the residual were added to the layers before these were pruned.
         """
         run = self.context
-        rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
+        untied = rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
         place = run.recipe.rotation.boundary
         if run.recipe.rotation.mode == "shared":
             # all boundary rotations are the identity, so the model keeps its stock architecture
@@ -323,6 +327,7 @@ class PruningRun:
                 boundary = BoundaryRotation(place, rotation.r1, next_rotation.r1)
                 set_boundary(holder, run.arch, boundary.to(run.device))
         describe_model(run.model)
+        return untied
 
 
 def _layer_tensors(layer: nn.Module, rotation: LayerRotation | None) -> dict[str, Tensor]:

@@ -30,9 +30,9 @@ from drot.surgery.rotate import LayerRotation, rotate_layer
 SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SensitivityResult:
-    """The result of `drot.sensitivity`.
+    """The result of `drot.sensitivity`. Its repr is one line.
 
     recipe: the recipe, whose rotations were used.
     errors: name of a linear → sparsity, as in `2:4` → relative output error. None where n:m does not divide
@@ -43,6 +43,12 @@ class SensitivityResult:
     recipe: Recipe
     errors: dict[str, dict[str, float | None]]
     figures: dict[str, Any]
+
+    def __repr__(self) -> str:
+        worst = "".join(f", largest={name} {error:.4f} at {at}" for name, at, error in self.largest(1))
+        return (
+            f"SensitivityResult(linears={len(self.errors)}, sparsities={', '.join(self.sparsities)}{worst})"
+        )
 
     @property
     def sparsities(self) -> list[str]:
@@ -106,6 +112,7 @@ def sensitivity(
         device=device,
         dtype=dtype,
         rotations_given=rotations is not None,
+        measures=True,
         progress=progress,
     )
     run = prepared.context

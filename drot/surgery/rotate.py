@@ -108,15 +108,18 @@ def rotate_layer(
 
 
 @torch.no_grad()
-def rotate_ends(model: Any, arch: Architecture, first_r1: Tensor, last_r1: Tensor) -> None:
+def rotate_ends(model: Any, arch: Architecture, first_r1: Tensor, last_r1: Tensor) -> bool:
     """embedding ← W first_r1 and lm_head ← W diag(γ) last_r1, with γ the weight of the final norm, in place.
+
+    Returns whether lm_head was tied to the embedding before.
 
     first_r1 [d, d] is the R1 of the first layer, last_r1 [d, d] of the last layer. Tied weights are untied,
     also in the model's config, because embedding and lm_head become different matrices.
     """
     embedding, head = module_at(model, arch.embedding), module_at(model, arch.lm_head)
     norm = module_at(model, arch.final_norm)
-    if head.weight is embedding.weight:
+    tied = head.weight is embedding.weight
+    if tied:
         head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
     scale = norm_scale(norm, arch.norm_offset)
@@ -125,6 +128,7 @@ def rotate_ends(model: Any, arch: Architecture, first_r1: Tensor, last_r1: Tenso
     reset_norm(norm, arch.norm_offset)
     for rows in _row_chunks(embedding.weight):
         rows.copy_(rows.double() @ first_r1.to(rows.device).double())
+    return tied
 
 
 def _row_chunks(weight: Tensor, rows: int = 16384) -> tuple[Tensor, ...]:

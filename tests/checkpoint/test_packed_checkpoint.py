@@ -126,7 +126,9 @@ def test_convert_there_and_back(checkpoints, tmp_path, capsys):
     for source, format in (("packed", "dense"), ("dense", "packed")):
         out = tmp_path / format
         assert cli.run(["convert", str(checkpoints / source), "--out", str(out), "--format", format]) == 0
-        assert f"Saved to {out}" in capsys.readouterr().out
+        before, after = ((f / "model.safetensors").stat().st_size for f in (checkpoints / source, out))
+        sizes = f"{before / 1e6:.1f} MB -> {after / 1e6:.1f} MB, {after / before:.2f} of the bytes"
+        assert f"Saved to {out}: {sizes}" in capsys.readouterr().out
         got, expected = tensors_of(out), tensors_of(checkpoints / format)
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], expected[name]) for name in got)

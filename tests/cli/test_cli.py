@@ -10,6 +10,7 @@ from torch import nn
 
 import drot
 from drot.cli import app as cli
+from drot.cli import tables
 from drot.cli.prune import parse_rotation
 from drot.cli.prune import prune as prune_command
 from drot.cli.sensitivity import advice
@@ -207,7 +208,7 @@ def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):
     data = json.loads(captured.out)
     assert data == {"out": str(tmp_path), **json.loads(json.dumps(manifest(Recipe())))}
     assert "a library prints to stdout" in captured.err
-    assert "layer 1/1: pruning" in captured.err
+    assert "layer 0 (1 of 1): pruning" in captured.err
 
 
 def test_table(calls, capsys):
@@ -221,8 +222,9 @@ def test_table(calls, capsys):
     ("options", "message"),
     [
         (["--method", "wandb"], "--method must be one of magnitude, wanda, sparsegpt; got 'wandb'"),
-        (["--rotation", "some"], "--rotation must be one of none, layer, shared; got 'some'"),
-        (["--rotation", "block:x"], "--rotation block:N needs a whole number of blocks; got 'block:x'"),
+        (["--rotation", "some"], "--rotation must be one of none, layer, shared, block:N; got 'some'"),
+        (["--rotation", "block:x"], "block:N needs a whole number of blocks, as in block:4; got 'block:x'"),
+        (["--rotation", "block"], "--rotation block:N needs a whole number of blocks, as in block:4; got"),
         (["--sparsity", "4:2"], "--sparsity must be a ratio"),
         (["--steps", "many"], "'--steps'"),
         (["--no-such-option"], "--no-such-option"),
@@ -277,7 +279,7 @@ def test_sensitivity(sensitivity, calls, capsys):
         '--keep layers.1.mlp.down_proj, or give it another sparsity: --sparsity-of "layers.1.mlp.down' in out
     )
     assert max(map(len, captured.out.splitlines()[:-1])) <= 100
-    assert "a library prints to stdout" in captured.err and "layer 1/2: output errors" in captured.err
+    assert "a library prints to stdout" in captured.err and "layer 0 (1 of 2): output errors" in captured.err
     ((model, recipe, options),) = sensitivity
     assert (model, recipe.pruning.keep, str(options["rotations"])) == ("m", ("layers.1.mlp.up_proj",), "r.st")
     assert cli.run([*arguments, "--json"]) == 0
@@ -343,6 +345,60 @@ def test_ctrl_c_prints_interrupted(monkeypatch, capsys):
     monkeypatch.setattr("drot.environment.collect", interrupt)
     assert cli.run(["info"]) == 130
     assert capsys.readouterr().err == "drot: interrupted\n"
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_ctrl_c_in_a_run_says_how_to_go_on(monkeypatch, capsys, tmp_path, finished):
+    out = tmp_path / "out"
+
+    def interrupt(*args, **kwargs):
+        if finished:
+            (tmp_path / "out.partial").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "prune", interrupt)
+    assert cli.run(["prune", "m", "--out", str(out)]) == 130
+    told = f"the finished layers lie in {out}.partial; to go on, give the same command with --resume"
+    assert one_line(capsys.readouterr().err) == (
+        f"drot: interrupted: {told if finished else 'no layer was finished, and nothing is kept'}\n"
+    )
+
+
+def test_a_run_without_calibration_refuses_its_options(calls, capsys):
+    assert (
+        cli.run(
+            ["prune", "m", "--out", "o", "--method", "magnitude", "--rotation", "none", "--nsamples", "4"]
+        )
+        == 2
+    )
+    assert "--nsamples has no effect with --method magnitude --rotation none, which reads a text only if" in (
+        one_line(capsys.readouterr().err)
+    )
+    text = "prune m --out o --method magnitude --rotation none --nsamples 4 --calibration a.txt"
+    assert cli.run(text.split()) == 0
+
+
+def test_the_facts_of_a_run_name_what_was_chosen_by_itself(calls, capsys):
+    recipe = Recipe()
+    changes = {
+        "positions": 512,
+        "untied_lm_head": True,
+        "compute_dtype": "float32",
+        "dtype": "bfloat16",
+        "calibration": {"sha256": "0", "shape": [128, 512]},
+    }
+    tables.print_manifest(manifest(recipe, **changes))
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "c4, 128 x 512 tokens (all that the model reads), seed 0",
+        "bfloat16 (computed in float32)",
+        "lm_head untied from the embedding",
+    ):
+        assert text in shown
+    tables.print_manifest(manifest(recipe, calibration={"sha256": "0", "shape": [0, 1]}))
+    shown = capsys.readouterr().out
+    assert "none: magnitude pruning without a rotation needs no text" in " ".join(shown.split())
+    assert "lm_head" not in shown and "computed in" not in shown
 
 
 @pytest.mark.slow

@@ -333,7 +333,8 @@ def test_the_papers_settings_are_the_defaults():
     config = FinetuneConfig()
     assert (config.rank, config.alpha, config.dropout, config.resolved_lr) == (8, 32, 0.1, 2e-4)
     assert (config.weight_decay, config.resolved_warmup_steps(4096)) == (1e-2, 400)
-    assert config.text == CalibrationConfig(source="wikitext2", nsamples=4096, seqlen=2048)
+    assert config.text == CalibrationConfig(source="wikitext2", nsamples=4096)
+    assert config.text.resolved_seqlen(4096) == 2048
     assert config.resolved_warmup_steps(50) == 5
     assert FinetuneConfig(full=True).resolved_lr == FINETUNE_LR["full"]
 
@@ -344,7 +345,7 @@ def test_the_papers_settings_are_the_defaults():
         (["--full", "--rank", "4"], "--rank has no effect with --full: leave one or the other out"),
         (["--full", "--keep-adapter"], "--full trains no adapter: leave out --full or --keep-adapter"),
         (["--text", "a.txt", "--text-column", "b"], "--text-column has no effect with a .txt file"),
-        (["--text", "nothing.txt"], "--text must be c4, wikitext2 or a"),
+        (["--text", "nothing.txt"], "--text must be c4, wikitext2, a dataset on the hub"),
         (["--held-out", "0"], "--held-out must be a whole number of at least 1; got 0"),
     ],
 )
