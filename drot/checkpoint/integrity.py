@@ -14,9 +14,9 @@ from typing import Any, TypedDict
 import torch
 from torch import Tensor
 
+from drot.config.recipe_file import MANIFEST
 from drot.errors import UserError
 
-MANIFEST = "drot.json"
 #: the key of a JSON file's own digest
 DIGEST = "digest"
 #: the files from which transformers loads the weights of a folder

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from drot.config.checks import whole_number
+from drot.config.checks import text, whole_number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,8 @@ class CalibrationConfig:
     text_column: str = "text"
 
     def __post_init__(self) -> None:
+        text("source", self.source)
+        text("text_column", self.text_column)
         whole_number("nsamples", self.nsamples, 1)
         whole_number("seqlen", self.seqlen, 2)
         whole_number("seed", self.seed, 0, 2**64 - 1)  # the range of torch.Generator

@@ -1,11 +1,10 @@
 """Which weights are removed, and how the kept weights are computed and trained."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drot.config.checks import at_least, one_of, whole_number
+from drot.config.checks import above_zero, at_least, one_of, whole_number
 from drot.config.sparsity import Sparsity, matches, parse_patterns, parse_sparsity_of
 from drot.errors import UserError
 
@@ -124,5 +123,4 @@ class RecoveryConfig:
         one_of("recover", self.recover, Recovery)
         whole_number("recover_epochs", self.recover_epochs, 1)
         whole_number("recover_batch", self.recover_batch, 1)
-        if not (isinstance(self.recover_lr, int | float) and 0 < self.recover_lr < math.inf):
-            raise UserError(f"`recover_lr` must be a finite number above 0; got {self.recover_lr!r}")
+        above_zero("recover_lr", self.recover_lr)

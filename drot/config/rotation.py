@@ -1,11 +1,9 @@
 """How the rotations are trained."""
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from drot.config.checks import at_least, one_of, whole_number
-from drot.errors import UserError
+from drot.config.checks import above_zero, at_least, one_of, true_or_false, whole_number
 
 RotationMode = Literal["none", "layer", "shared"]
 Objective = Literal["auto", "entropy", "pruned"]
@@ -79,8 +77,9 @@ class RotationConfig:
         at_least("early_stop", self.early_stop, 0)
         if self.layers_per_step is not None:
             whole_number("layers_per_step", self.layers_per_step, 1)
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise UserError(f"`lr` must be a finite number above 0; got {self.lr!r}")
+        if self.lr is not None:
+            above_zero("lr", self.lr)
+        true_or_false("reference_compat", self.reference_compat)
 
     @property
     def equal_blocks(self) -> int:

@@ -19,6 +19,9 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_architecture, check_recipe, check_tokens
 from drot.progress import Progress
 
+#: `source` in the manifest of a run that was given token ids in place of a text
+GIVEN_TOKENS = "tensor"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -82,11 +85,16 @@ def _calibration_tokens(calibration: Tensor | None, tokenizer: Any, recipe: Reci
         for field in dataclasses.fields(CalibrationConfig)
         if field.name != "source"
     }
+    if calibration is None and recipe.calibration.source == GIVEN_TOKENS:
+        raise UserError(
+            "the run of this recipe was calibrated on token ids that a Python program gave: name a text as "
+            "`source`, or give the token ids as `calibration`"
+        )
     if calibration is None:
         return load_calibration(recipe.calibration.source, tokenizer, **options), recipe
     tokens = load_calibration(calibration, tokenizer, **options)
     nsamples, seqlen = tokens.shape
-    config = dataclasses.replace(recipe.calibration, source="tensor", nsamples=nsamples, seqlen=seqlen)
+    config = dataclasses.replace(recipe.calibration, source=GIVEN_TOKENS, nsamples=nsamples, seqlen=seqlen)
     return tokens, dataclasses.replace(recipe, calibration=config)
 
 
