@@ -18,7 +18,7 @@ RECIPE = Recipe(
 
 @pytest.fixture
 def calls(monkeypatch):
-    """The arguments of the pipeline, which is replaced by a function that returns the entries of a manifest."""
+    """The arguments of the pipeline, a function that returns entries of a manifest."""
     seen = []
 
     def prune(model, recipe, **options):

@@ -32,6 +32,7 @@ ROOMS = [
     "rotation",
     "sparse",
     "checkpoint",
+    "artifact",
     "pipeline",
     "evaluation",
     "finetuning",
