@@ -10,12 +10,12 @@ import torch
 from drot.architectures import head_shape
 from drot.artifact.coding import decode
 from drot.artifact.container import Reader, tensors_of
-from drot.artifact.prediction import Prediction, predictions
+from drot.artifact.prediction import Prediction, predictions, reported
 from drot.artifact.source import file_hash, load_source, weights_hash
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.save import check_output
 from drot.errors import UserError
-from drot.progress import Progress, ProgressEvent, silent
+from drot.progress import Progress, silent
 
 
 def apply_artifact(
@@ -89,8 +89,8 @@ def _write(reader: Reader, source: Any, folder: Path, progress: Progress) -> Non
     rotations = None
     if index["rotated"]:
         rotations = reader.rotations(config.num_hidden_layers, config.hidden_size, head_shape(config))
-    for prediction in predictions(source, rotations, index["boundary"]):
-        progress(ProgressEvent(phase="save"))
+    found = predictions(source, rotations, index["boundary"])
+    for prediction in reported(found, "apply", config.num_hidden_layers, progress):
         if names := stored_names(prediction.name, stored):
             _write_tensor(reader, prediction, names, stored)
 

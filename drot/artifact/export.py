@@ -13,7 +13,7 @@ from torch import Tensor
 from drot.architectures import head_shape
 from drot.artifact.coding import encode
 from drot.artifact.container import FORMAT_VERSION, INDEX, Writer, header_bytes, tensors_of
-from drot.artifact.prediction import Prediction, predictions
+from drot.artifact.prediction import Prediction, predictions, reported
 from drot.artifact.source import file_hash, load_source, weights_hash
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.load import load_config
@@ -22,7 +22,7 @@ from drot.checkpoint.rotations import load_rotations
 from drot.checkpoint.save import check_writable
 from drot.environment import versions
 from drot.errors import UserError
-from drot.progress import Progress, ProgressEvent, silent
+from drot.progress import Progress, silent
 from drot.sparse.quantization_config import boundary_of
 from drot.surgery.rotate import LayerRotation
 
@@ -101,9 +101,8 @@ def export_artifact(
                 writer.add(f"headers/{file}", header)
             if given is not None:
                 writer.add_rotations(given)
-            left = set(stored)
-            for prediction in predictions(source, given, place):
-                progress(ProgressEvent(phase="save"))
+            left, layers = set(stored), source.config.num_hidden_layers
+            for prediction in reported(predictions(source, given, place), "export", layers, progress):
                 left -= set(_add(writer, prediction, stored, tolerances))
             if left:
                 raise UserError(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from drot.architectures import architecture_of, decoder_layers, head_shape, module_at
 from drot.config import BoundaryPlace
+from drot.progress import Progress, ProgressEvent
 from drot.surgery.boundary import ROTATION_MODULE, BoundaryRotation
 from drot.surgery.fold_norm import fold, norm_scale
 from drot.surgery.rotate import LayerRotation, rotate_layer
@@ -32,11 +33,13 @@ class Prediction:
     name: its name in the model's state dict.
     pieces: the tensor in fp64, split along its first dimension into pieces of at most PIECE elements.
     tolerance: by how much an element may differ on another machine. 0 if no product is computed.
+    layer: the decoder layer, counted from 0; None outside of the layers.
     """
 
     name: str
     pieces: Iterator[Tensor]
     tolerance: float
+    layer: int | None = None
 
 
 def rows_of_a_piece(shape: torch.Size) -> int:
@@ -88,7 +91,7 @@ def predictions(
             rotate_layer(layer, arch, shape, rotations[index], boundary)
         for name, tensor in layer.state_dict().items():
             tolerance = 0.0 if rotations is None else _tolerance(tensor)
-            yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance)
+            yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance, index)
     if rotations is not None and place == "input":
         for index in range(1, len(layers)):
             matrix = BoundaryRotation(place, rotations[index - 1].r1, rotations[index].r1).matrix().T
@@ -106,3 +109,15 @@ def _tolerance(tensor: Tensor) -> float:
     matrix = tensor.detach() if tensor.dim() == 2 else tensor.detach().reshape(1, -1)
     norms = [torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float64).max() for dim in (0, 1)]
     return float(max(norms)) * max(matrix.shape) * UNIT * GUARD
+
+
+def reported(
+    found: Iterator[Prediction], phase: str, layers: int, progress: Progress
+) -> Iterator[Prediction]:
+    """The predictions `found`. Reports `phase` at the first tensor of each of the `layers` decoder layers."""
+    last = None
+    for prediction in found:
+        if prediction.layer not in (None, last):
+            last = prediction.layer
+            progress(ProgressEvent(phase=phase, layer=last or 0, layers=layers))
+        yield prediction

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
+from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune
 from drot.cli.options import FLAG
 from drot.errors import BrokenModelError, UserError
 from drot.version import __version__
@@ -22,6 +22,8 @@ app.command(epilog=prune.EPILOG)(prune.prune)
 app.command(epilog=finetune.EPILOG)(finetune.finetune)
 app.command(name="eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command(epilog=convert.EPILOG)(convert.convert)
+app.command(epilog=artifact.EXPORT_EPILOG)(artifact.export)
+app.command(epilog=artifact.APPLY_EPILOG)(artifact.apply)
 app.command(epilog=bench.EPILOG)(bench.bench)
 app.command(epilog=info.EPILOG)(info.info)
 app.command(epilog=demo.EPILOG)(demo.demo)

@@ -114,6 +114,8 @@ class LineProgress:
                 self._line(f"evaluated {event.steps} windows")
             elif event.phase == "measure":
                 self._line(f"measured case {event.step} of {event.steps}")
+            elif event.phase in ("export", "apply"):
+                self._line(f"layer {event.layer + 1}/{event.layers}: {event.phase}")
             elif event.phase == "save":
                 self._line("saving")
 

@@ -14,6 +14,7 @@ from drot.artifact import prediction as predicting
 from drot.artifact.apply import apply_artifact
 from drot.artifact.export import export_artifact
 from drot.checkpoint.load import load_model
+from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
 from drot.errors import UserError
 
@@ -235,3 +236,20 @@ def test_without_the_dense_model_the_weights_stay_unknown(tmp_path, monkeypatch)
         a, b = true[name][kept].double(), guess[name][kept].double()
         b = b.where(b.isfinite(), 0).clamp(-1, 1)
         assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 5 / len(a) ** 0.5, name
+
+
+def test_the_commands(tmp_path, capsys):
+    made = Made(tmp_path)
+    file, again = tmp_path / "b.drot", tmp_path / "again"
+    sources = ["--model", str(made.dense), "--rotations", str(made.rotations)]
+    assert cli.run(["export", str(made.pruned), "--out", str(file), *sources]) == 0
+    captured = capsys.readouterr()
+    assert f"Saved to {file}" in captured.out and "changes of the kept weights" in captured.out
+    assert "layer 3/3: export" in captured.err
+    assert file.read_bytes() == made.file.read_bytes()  # nothing in it depends on the hour
+    assert cli.run(["apply", str(file), "--out", str(again), "--model", str(made.dense), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["out"] == str(again) and "layer 3/3: apply" in captured.err
+    assert files_of(again) == files_of(made.pruned)
+    assert cli.run(["export", str(made.pruned), "--out", str(tmp_path / "c.drot")]) == 2
+    assert "this checkpoint is rotated: name the file of its run as --rotations" in capsys.readouterr().err
