@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drot.checkpoint.integrity import is_loaded, verified_while_loading
+from drot.checkpoint.keep import keep_files
 from drot.devices import parse_dtype, pick_device
 from drot.errors import UserError
 from drot.sparse.fused import fuse
@@ -95,6 +96,7 @@ def _load_model(path: str | Path, dtype: str | torch.dtype) -> "PreTrainedModel"
             f"{path} holds {len(unused)} tensors that a model of its config.json does not have, the first is "
             f"{unused[0]}: config.json was edited or is of another model; copy it again"
         )
+    keep_files(model, path)
     return model.eval().requires_grad_(False)
 
 
