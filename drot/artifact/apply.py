@@ -11,8 +11,10 @@ from drot.architectures import head_shape
 from drot.artifact.coding import decode
 from drot.artifact.container import Reader, tensors_of
 from drot.artifact.prediction import Prediction, predictions, reported
-from drot.artifact.source import file_hash, load_source, weights_hash
+from drot.artifact.source import load_source
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
+from drot.checkpoint.files import finish_folder, sync, writing
+from drot.checkpoint.integrity import damage, tensors_digest
 from drot.checkpoint.save import check_output
 from drot.errors import UserError
 from drot.progress import Progress, silent
@@ -43,27 +45,29 @@ def apply_artifact(
     with Reader(Path(artifact)) as reader:
         index = reader.index
         source = load_source(model or index["model"])
-        if weights_hash(source) != index["model_sha256"]:
+        if tensors_digest(source.state_dict()) != index["model_sha256"]:
             raise UserError(
                 f"{model or index['model']} has other weights than {index['model']} had when {artifact} was "
                 "made: name that model, in the same revision"
             )
-        try:
-            with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".", suffix=".part") as beside:
-                part = Path(beside) / out.name
-                part.mkdir()
-                _write(reader, source, part, progress)
-                for name, expected in index["files"].items():
-                    if file_hash(part / name) != expected:
-                        raise UserError(
-                            f"{name} came out different from the file that {artifact} was made from: the "
-                            "artifact is damaged, or this machine computes wrong; nothing was written"
-                        )
-                if out.exists():
-                    out.rmdir()  # check_output made sure that it is empty
-                os.replace(part, out)
-        except OSError as error:
-            raise UserError(f"cannot write {out}: {error.strerror or error}") from None
+        with (
+            writing(out),
+            tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".", suffix=".part") as beside,
+        ):
+            part = Path(beside) / out.name
+            part.mkdir()
+            _write(reader, source, part, progress)
+            for name, record in index["files"].items():
+                if problem := damage(part / name, record):
+                    raise UserError(
+                        f"{name} came out different from the file of which {artifact} was made: it {problem}; "
+                        "the artifact is damaged, or this machine computes wrong; nothing was written"
+                    )
+            finish_folder(part)
+            if out.exists():
+                out.rmdir()  # check_output made sure that it is empty
+            os.replace(part, out)
+            sync(out.parent)
     return {"files": index["files"]}
 
 
@@ -115,10 +119,10 @@ def _write_tensor(
             file, dtype, shape, offset = stored[weight]
             parts = reader.parts(member, ("mask", "difference", "unsure"))
             values = decode(parts, rows, tolerance, DTYPES[dtype]).contiguous()
+            row_bytes = values.nbytes // len(values)
+            _write_at(file, offset + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
         except (ValueError, RuntimeError, LookupError, TypeError) as error:
             raise reader.damaged(f"{weight}: {error}") from None
-        row_bytes = values.nbytes // len(values)
-        _write_at(file, offset + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
 
 
 def _write_at(file: Path, offset: int, data: bytes) -> None:

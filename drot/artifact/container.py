@@ -14,7 +14,7 @@ import struct
 import zipfile
 import zlib
 from collections import Counter
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from drot.architectures import HeadShape
 from drot.artifact.coding import from_planes, to_planes
+from drot.checkpoint.integrity import recorded_files
 from drot.errors import UserError
 from drot.surgery.rotate import LayerRotation
 
@@ -86,10 +87,7 @@ class Reader:
             raise UserError(f"{path} is no artifact of drot ({error!r})") from None
         if version != FORMAT_VERSION:
             raise UserError(f"{path} must be of format_version {FORMAT_VERSION}, got {version}: update drot")
-        for name in self.index["files"]:
-            parts = PurePosixPath(name).parts
-            if not parts or ".." in parts or PurePosixPath(name).is_absolute() or "\\" in name:
-                raise self.damaged(f"it names a file outside of the checkpoint, {name!r}")
+        recorded_files({"files": self.index.get("files")}, path)  # raises for a name outside of the folder
 
     def __enter__(self) -> "Reader":
         return self

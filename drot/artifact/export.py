@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,10 @@ from drot.architectures import head_shape
 from drot.artifact.coding import encode
 from drot.artifact.container import FORMAT_VERSION, INDEX, Writer, header_bytes, tensors_of
 from drot.artifact.prediction import Prediction, predictions, reported
-from drot.artifact.source import file_hash, load_source, weights_hash
+from drot.artifact.source import load_source
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
+from drot.checkpoint.files import new_file
+from drot.checkpoint.integrity import folder_records, tensors_digest
 from drot.checkpoint.load import load_config
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.rotations import load_rotations
@@ -91,40 +92,33 @@ def export_artifact(
         bits = max(SIGNIFICAND[dtype] for dtype in dtypes) + EXTRA_BITS
         given = [LayerRotation(round_bits(r.r1, bits), round_bits(r.r2, bits)) for r in given]
     tolerances: dict[str, float] = {}
-    part = out.with_name(out.name + ".part")
-    try:
-        with Writer(part) as writer:
-            for path in files:
-                if not holds_weights(path):
-                    writer.add(f"files/{path.relative_to(folder).as_posix()}", path.read_bytes())
-            for file, header in headers.items():
-                writer.add(f"headers/{file}", header)
-            if given is not None:
-                writer.add_rotations(given)
-            left, layers = set(stored), source.config.num_hidden_layers
-            for prediction in reported(predictions(source, given, place), "export", layers, progress):
-                left -= set(_add(writer, prediction, stored, tolerances))
-            if left:
-                raise UserError(
-                    f"{folder}: {min(left)} is no tensor of {name}: name a folder that drot prune wrote"
-                )
-            index = {
-                "format_version": FORMAT_VERSION,
-                "versions": versions(),
-                "model": str(name),
-                "model_sha256": weights_hash(source),
-                "rotated": given is not None,
-                "boundary": place,
-                "tolerances": tolerances,
-                "files": {path.relative_to(folder).as_posix(): file_hash(path) for path in files},
-            }
-            writer.add(INDEX, json.dumps(index).encode())
-            parts = writer.sizes()
-        os.replace(part, out)
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror or error}") from None
-    finally:
-        part.unlink(missing_ok=True)
+    names = [path.relative_to(folder).as_posix() for path in files]
+    index = {
+        "format_version": FORMAT_VERSION,
+        "versions": versions(),
+        "model": str(name),
+        "model_sha256": tensors_digest(source.state_dict()),
+        "rotated": given is not None,
+        "boundary": place,
+        "files": folder_records(folder, names),
+    }
+    with new_file(out) as part, Writer(part) as writer:
+        for file, path in zip(names, files, strict=True):
+            if file in headers:
+                writer.add(f"headers/{file}", headers[file])
+            else:
+                writer.add(f"files/{file}", path.read_bytes())
+        if given is not None:
+            writer.add_rotations(given)
+        left, layers = set(stored), source.config.num_hidden_layers
+        for prediction in reported(predictions(source, given, place), "export", layers, progress):
+            left -= set(_add(writer, prediction, stored, tolerances))
+        if left:
+            raise UserError(
+                f"{folder}: {min(left)} is no tensor of {name}: name a folder that drot prune wrote"
+            )
+        writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
+        parts = writer.sizes()
     size = sum(path.stat().st_size for path in files)
     return {"bytes": out.stat().st_size, "checkpoint_bytes": size, "parts": parts}
 

@@ -16,6 +16,8 @@ import drot
 from drot.checkpoint import card as cards
 from drot.checkpoint.card import card, write_card
 from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.manifest import update_manifest
+from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
 
@@ -49,8 +51,7 @@ def pruned(path, mode="layer", format="dense", **entries):
 
 def change(folder, **entries):
     if entries:
-        manifest = json.loads((folder / "drot.json").read_text())
-        (folder / "drot.json").write_text(json.dumps(manifest | entries))
+        update_manifest(folder, lambda manifest: manifest | entries)
 
 
 @pytest.fixture(autouse=True)
@@ -133,6 +134,7 @@ def test_what_a_user_wrote_stays(tmp_path):
     assert ModelCard(once).data.to_dict()["language"] == "en" and once.count(cards.BEGIN) == 1
     write_card(folder)
     assert file.read_text() == once
+    assert not verify_folder(folder).damaged
     file.write_text("A card without drot's part.\n")
     write_card(folder)
     assert "A card without drot's part." in file.read_text() and "5.250" in file.read_text()
@@ -160,6 +162,7 @@ def test_a_loaded_model_is_saved_with_all_its_files(tmp_path, mode, format, caps
     assert torch.equal(
         drot.load(again, device="cpu")(tokens).logits, drot.load(folder, device="cpu")(tokens).logits
     )
+    assert not verify_folder(again).damaged and not verify_folder(again).unknown
     assert cli.run(["info", str(again)]) == 0
     assert "50.00%" in capsys.readouterr().out
 
