@@ -60,7 +60,7 @@ def apply_artifact(
             for name, record in index["files"].items():
                 if problem := damage(part / name, record):
                     raise UserError(
-                        f"{name} came out different from the file of which {artifact} was made: it {problem}; "
+                        f"{name} came out different from the file that {artifact} stands for: it {problem}; "
                         "the artifact is damaged, or this machine computes wrong; nothing was written"
                     )
             finish_folder(part)
