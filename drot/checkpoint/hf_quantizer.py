@@ -5,6 +5,7 @@ from typing import Any
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 
 from drot.architectures import architecture_of, decoder_layers
+from drot.checkpoint.keep import keep_files
 from drot.checkpoint.load import check_files
 from drot.errors import UserError
 from drot.sparse.fused import unfuse
@@ -64,6 +65,7 @@ class DrotQuantizer(HfQuantizer):
         # transformers refuses .half() and the like for a quantized model, which a rotated dense model is not
         model.is_quantized = self.quantization_config.packed
         write_stored_form(model.config)  # the file may be of an older version of drot, with the stock form
+        keep_files(model, model.name_or_path)
         return model
 
     def dequantize(self, model: Any, dtype: Any = None) -> Any:

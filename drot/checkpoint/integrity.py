@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from drot.config.checks import path_exists
+from drot.config.recipe_file import MANIFEST
 from drot.errors import UserError
 from drot.schemas.reading import read_json
 
-MANIFEST = "drot.json"
 #: the key of a JSON file's own digest
 DIGEST = "digest"
 #: the files from which transformers loads the weights of a folder

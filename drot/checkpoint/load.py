@@ -129,6 +129,7 @@ def _load_model(path: str | Path, dtype: str | torch.dtype) -> "PreTrainedModel"
         )
     _refuse_superfluous(path, report["unexpected_keys"])
     _check_finite(path, model)
+    keep_files(model, folder)
     return model.eval().requires_grad_(False)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from drot.checkpoint.card import save_card
 from drot.checkpoint.files import finish_folder, sync, writing
 from drot.checkpoint.integrity import folder_records
 from drot.checkpoint.manifest import write_manifest
@@ -91,6 +92,7 @@ def save_checkpoint(
             write_more(part)
         written = {}
         if manifest:
+            save_card(part, manifest)
             written = write_manifest(part, manifest | {"files": folder_records(part)})
         finish_folder(part)
         if out.exists():

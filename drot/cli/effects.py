@@ -65,17 +65,19 @@ NO_TEXT: Condition = (
 )
 
 
-def check_effects(recipe: Recipe, *, measures: bool = False, **files: Path | None) -> None:
-    """Raises UserError that names the options that differ from their defaults but have no effect.
+def check_effects(recipe: Recipe, start: Recipe, *, measures: bool = False, **files: Path | None) -> None:
+    """Raises UserError that names the options that changed a field of the recipe but have no effect.
 
+    recipe: the recipe with the options of the command line.
+    start: the recipe without them: the defaults, or the recipe of a file.
     measures: whether --sensitivity was given, which reads calibration text with every recipe.
     files: the options `rotations` and `save_rotations_to`, which are not part of the recipe.
     """
     changed = {name for name, file in files.items() if file is not None}
-    for part in (recipe.rotation, recipe.pruning, recipe.recovery, recipe.calibration):
-        default = type(part)()
+    for section in dataclasses.fields(recipe):
+        part, before = getattr(recipe, section.name), getattr(start, section.name)
         fields = (field.name for field in dataclasses.fields(part))
-        changed |= {name for name in fields if getattr(part, name) != getattr(default, name)}
+        changed |= {name for name in fields if getattr(part, name) != getattr(before, name)}
     table = WITHOUT_EFFECT if measures else (*WITHOUT_EFFECT, NO_TEXT)
     for condition, applies, fields_without_effect in table:
         idle = [name for name in fields_without_effect if name in changed]

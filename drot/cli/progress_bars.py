@@ -156,6 +156,8 @@ class LineProgress:
                 self._line(f"{PHASES[event.phase]} the text{_characters(count)}")
             elif event.phase in ("load", "save"):
                 self._line(f"{PHASES[event.phase]} the model")
+            elif event.phase in ("export", "apply"):
+                self._line(f"layer {event.layer + 1}/{event.layers}: {event.phase}")
 
     def close(self) -> None:
         """Prints the line of a training that is not printed yet."""

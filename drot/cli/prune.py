@@ -1,5 +1,6 @@
 """The command `drot prune`: its options, and the recipe that they make."""
 
+import dataclasses
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,8 +26,10 @@ from drot.cli.options import (
     print_json,
     stdout_for_the_result,
 )
+from drot.cli.recipe import check_rotations_file, tell_changes, tell_other_input
 from drot.cli.tables import print_line, print_manifest, saved_line
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig, Sparsity
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.config.recipe_file import read_recipe
 from drot.devices import DTYPES
 from drot.errors import UserError
 
@@ -55,10 +58,26 @@ def choices(alias: Any) -> tuple[str, ...]:
 
 
 def prune(
+    ctx: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Name on the Hugging Face hub, or a local folder.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Name on the Hugging Face hub, or a local folder. Default with --recipe DIR: the model from "
+            "which DIR was made.",
+            show_default=False,
+        ),
+    ] = None,
     *,
+    recipe: Annotated[
+        Path | None,
+        option(
+            PRUNING,
+            "Take the settings from this file, a recipe in YAML or JSON or the drot.json of a checkpoint, or "
+            "from the folder of a checkpoint. Options beside it replace single settings.",
+            metavar="[FILE|DIR]",
+        ),
+    ] = None,
     method: Annotated[
         str,
         option(
@@ -342,46 +361,20 @@ def prune(
     ] = False,
 ) -> None:
     """Rotate and prune MODEL, and save the result as a Hugging Face folder."""
-    mode, blocks = parse_rotation(rotation)
-    preset = Recipe() if quality is None else Recipe().with_quality(quality)
-    recipe = Recipe(
-        rotation=RotationConfig(
-            mode=mode,
-            blocks=blocks,
-            objective=typing.cast(config.Objective, objective),
-            optimizer=typing.cast(config.Optimizer, optimizer),
-            steps=steps,
-            lr=lr,
-            early_stop=early_stop,
-            hessians=typing.cast(config.HessianSource, hessians),
-            boundary=typing.cast(config.BoundaryPlace, boundary),
-            layers_per_step=layers_per_step,
-            product_dtype=typing.cast(config.ProductDtype, product_dtype),
-            reference_compat=reference_compat,
-        ),
-        pruning=PruningConfig(
-            method=typing.cast(config.Method, method),
-            sparsity=Sparsity.parse(sparsity),
-            damping=damping,
-            block_size=block_size,
-            solve=typing.cast(config.Solver, solve or preset.pruning.solve),
-            target=typing.cast(config.Target, target or preset.pruning.target),
-            target_weight=target_weight,
-            keep=tuple(keep or ()),
-            sparsity_of=tuple(sparsity_of or ()),  # type: ignore[arg-type]  # PruningConfig reads the strings
-        ),
-        recovery=RecoveryConfig(
-            recover=typing.cast(config.Recovery, recover or preset.recovery.recover),
-            recover_epochs=recover_epochs,
-            recover_lr=recover_lr,
-            recover_batch=recover_batch,
-        ),
-        calibration=CalibrationConfig(
-            source=calibration, nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
-        ),
+    given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+    start, manifest = (Recipe(), {}) if recipe is None else read_recipe(recipe)
+    changed = start if quality is None else start.with_quality(quality)
+    changed = changed.replace(**recipe_fields({name: ctx.params[name] for name in given}))
+    check_effects(
+        changed, start, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to
     )
-    check_effects(recipe, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
-    label = recipe.objective if recipe.objective == "entropy" else "loss"
+    if recipe is not None:
+        tell_changes(start, changed, recipe)
+    if model is None:
+        model = manifest.get("base_model")
+    if not model:
+        raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as `recipe`")
+    label = changed.objective if changed.objective == "entropy" else "loss"
     if sensitivity:
         check_no_output(
             out=out,
@@ -389,22 +382,27 @@ def prune(
             save_rotations_to=save_rotations_to,
             format=format != "dense",
             save_dtype=save_dtype != "auto",
-            recover=recipe.recovery.recover != "none",
+            recover=changed.recovery.recover != start.recovery.recover,
         )
         from drot.cli.sensitivity import show_sensitivity
 
-        show_sensitivity(model, recipe, label, as_json, device=device, dtype=dtype, rotations=rotations)
+        show_sensitivity(model, changed, label, as_json, device=device, dtype=dtype, rotations=rotations)
         return
     if out is None:
         raise UserError("`out` is missing: name the folder to write, or use `sensitivity=True`")
+    if manifest:
+        format = format if "format" in given else manifest.get("format", format)
+        dtype = dtype if "dtype" in given else manifest.get("dtype", dtype)
+        check_rotations_file(manifest, rotations)
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline
 
+    shared = changed.rotation.mode == "shared"
     try:
-        with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
+        with stdout_for_the_result(), progress_bar(shared=shared, label=label) as progress:
             result = pipeline.prune(
                 model,
-                recipe,
+                changed,
                 out=out,
                 device=device,
                 dtype=dtype,
@@ -417,6 +415,8 @@ def prune(
             )
     except KeyboardInterrupt:
         raise Interrupted(how_to_go_on(out)) from None
+    if manifest and changed.calibration == start.calibration:
+        tell_other_input(manifest, result.manifest)
     if as_json:
         print_json({"out": str(out), **result.manifest})
     else:
@@ -433,6 +433,18 @@ def how_to_go_on(out: Path) -> str:
     if not folder.exists():
         return "no layer was finished, and nothing is kept"
     return f"the finished layers lie in {folder}; to go on, give the same command with --resume"
+
+
+def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Field of the recipe → value, for the options that were `given` on the command line, name → value."""
+    fields = {f.name for part in (ROTATE, PRUNE, RECOVER, CALIBRATE) for f in dataclasses.fields(part)}
+    out = {name: value for name, value in given.items() if name in fields}
+    out |= {name: tuple(out[name]) for name in ("keep", "sparsity_of") if name in out}
+    if "rotation" in given:
+        out["mode"], out["blocks"] = parse_rotation(given["rotation"])
+    if "calibration" in given:
+        out["source"] = given["calibration"]
+    return out
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:

@@ -1,7 +1,10 @@
 """The settings of a whole run, and the qualities."""
 
 import dataclasses
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from drot.config.calibration import CalibrationConfig
@@ -32,6 +35,46 @@ class Recipe:
     def __post_init__(self) -> None:
         for part in dataclasses.fields(self):
             is_a(part.name, getattr(self, part.name), part.default_factory)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
+        """The recipe of a dict of sections and fields, as `to_dict` returns it. Missing fields are defaults.
+
+        Raises UserError that names the field, for an unknown field and for a wrong value.
+        """
+        parts = {}
+        sections = {section.name: section.default_factory for section in dataclasses.fields(cls)}
+        for name, values in data.items():
+            make: Any = sections[_known(name, sections, "the recipe")]
+            if not isinstance(values, Mapping):
+                raise UserError(f"{name} must hold the fields of a section; got {values!r}")
+            known = [part.name for part in dataclasses.fields(make)]
+            parts[name] = make(**{_known(key, known, name): value for key, value in values.items()})
+        return cls(**parts)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Recipe":
+        """The recipe in a .yaml or .json file, in a drot.json, or in the folder of a checkpoint.
+
+        Raises UserError as `read_recipe` of drot/config/recipe_file.py does.
+        """
+        from drot.config.recipe_file import read_recipe
+
+        return read_recipe(path)[0]
+
+    def replace(self, **fields: Any) -> "Recipe":
+        """This recipe with other values for fields of its sections, as in `replace(sparsity="4:8", lr=0.1)`.
+
+        No two sections have a field of the same name. Raises UserError for a name that no section has.
+        """
+        parts = {section.name: getattr(self, section.name) for section in dataclasses.fields(self)}
+        section_of = {f.name: name for name, part in parts.items() for f in dataclasses.fields(part)}
+        changes: dict[str, dict[str, Any]] = {name: {} for name in parts}
+        for name, value in fields.items():
+            changes[section_of[_known(name, section_of, "the recipe")]][name] = value
+        for section, values in changes.items():
+            parts[section] = dataclasses.replace(parts[section], **values)
+        return Recipe(**parts)
 
     @property
     def objective(self) -> str:
@@ -75,12 +118,7 @@ class Recipe:
         """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`."""
         if quality not in QUALITIES:
             raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {quality!r}")
-        values = QUALITIES[quality]
-        return dataclasses.replace(
-            self,
-            pruning=dataclasses.replace(self.pruning, solve=values["solve"], target=values["target"]),
-            recovery=dataclasses.replace(self.recovery, recover=values["recover"]),
-        )
+        return self.replace(**QUALITIES[quality])
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe in plain JSON types, with every default resolved. A round trip through JSON is exact."""
@@ -97,3 +135,12 @@ class Recipe:
         out["pruning"] |= {"solve": self.solve, "target": self.target}
         out["pruning"]["block_size"] = self.pruning.resolved_block_size
         return out
+
+
+def _known(name: Any, known: Any, where: str) -> str:
+    """`name`, if it is in `known`. Raises UserError that names the nearest name in `known`."""
+    if name in known:
+        return str(name)
+    near = difflib.get_close_matches(str(name), list(known), 1)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+    raise UserError(f"{where} has no field {name!r}: {hint}")

@@ -22,6 +22,9 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_architecture, check_recipe, check_seqlen, check_tokens
 from drot.progress import Progress, ProgressEvent
 
+#: `source` in the manifest of a run that was given token ids in place of a text
+GIVEN_TOKENS = "tensor"
+
 
 @dataclass(frozen=True)
 class Prepared:
@@ -131,13 +134,18 @@ def _calibration_tokens(
         for field in dataclasses.fields(CalibrationConfig)
         if field.name != "source"
     }
+    if calibration is None and recipe.calibration.source == GIVEN_TOKENS:
+        raise UserError(
+            "the run of this recipe was calibrated on token ids that a Python program gave: name a text as "
+            "`source`, or give the token ids as `calibration`"
+        )
     if calibration is None:
         check_seqlen(seqlen, config)  # before the text is tokenised, which may take a minute
         tokens = load_calibration(recipe.calibration.source, tokenizer, **options, progress=progress)
         return tokens, recipe
     tokens = load_calibration(calibration, tokenizer, **options)
     nsamples, seqlen = tokens.shape
-    given = dataclasses.replace(recipe.calibration, source="tensor", nsamples=nsamples, seqlen=seqlen)
+    given = dataclasses.replace(recipe.calibration, source=GIVEN_TOKENS, nsamples=nsamples, seqlen=seqlen)
     return tokens, dataclasses.replace(recipe, calibration=given)
 
 

@@ -34,6 +34,7 @@ ROOMS = [
     "rotation",
     "sparse",
     "checkpoint",
+    "artifact",
     "pipeline",
     "evaluation",
     "finetuning",
