@@ -9,11 +9,11 @@ class ProgressEvent:
     """The position of a run when the event is reported.
 
     phase: `check`, `calibrate`, `rotate`, `prune`, `recover`, `sensitivity`, `finetune`, `evaluate`,
-        `measure` or `save`.
+        `measure`, `draw` or `save`.
     layer, layers: the decoder layer, counted from 0, and the number of layers; layers is 0 in a phase that
         does not go through the layers.
     step, steps: the step inside the phase and the number of steps. A step is a training step, a window of
-        an evaluation, an epoch of a recovery or a case of a benchmark.
+        an evaluation, an epoch of a recovery, a case of a benchmark or a linear of a report.
     loss: the objective at that step, entropy or pruned importance, as the mean over the layers; the error on
         held-out sequences in the phase `recover`, and the loss of a token in the phase `finetune`.
     """

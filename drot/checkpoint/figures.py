@@ -12,6 +12,10 @@ from drot.errors import UserError
 
 #: Not a safetensors file: engines such as vLLM load the tensors of every *.safetensors file in the folder.
 FIGURES = "drot-figures.npz"
+#: a histogram has HISTOGRAM_BINS equal bins of log10(importance) between these limits; an importance beyond
+#: a limit counts in the outermost bin
+HISTOGRAM_LOG10 = (-8.0, 4.0)
+HISTOGRAM_BINS = 60
 
 
 def save_figures(folder: Path, figures: Mapping[str, Tensor | np.ndarray]) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
+from drot.cli import bench, convert, demo, evaluate, finetune, info, prune, report
 from drot.cli.options import FLAG
 from drot.errors import BrokenModelError, UserError
 from drot.version import __version__
@@ -24,6 +24,7 @@ app.command(name="eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command(epilog=convert.EPILOG)(convert.convert)
 app.command(epilog=bench.EPILOG)(bench.bench)
 app.command(epilog=info.EPILOG)(info.info)
+app.command(epilog=report.EPILOG)(report.report)
 app.command(epilog=demo.EPILOG)(demo.demo)
 
 #: exit status after Ctrl-C

@@ -64,6 +64,8 @@ class BarProgress:
             return event.step, event.steps, f"window {event.step}/{event.steps}"
         if event.phase == "measure":
             return event.step, event.steps, f"case {event.step}/{event.steps}"
+        if event.phase == "draw":
+            return event.step, event.steps, f"linear {event.step}/{event.steps}"
         if event.phase == "finetune" or (event.phase == "rotate" and self.shared):
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
         layer = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""

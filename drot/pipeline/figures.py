@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from drot.architectures import HeadShape
+from drot.checkpoint.figures import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.config import Recipe, Sparsity
 from drot.pruning import removed_mask
 from drot.rotation.importance import Metric, layer_metrics
@@ -17,10 +18,6 @@ from drot.surgery.rotate import LayerRotation, rotated_hessian, rotated_weight
 
 #: most rows and columns of a map
 MAP_SIZE = 32
-#: a histogram has HISTOGRAM_BINS equal bins of log10(importance) between these limits; an importance beyond
-#: a limit counts in the outermost bin
-HISTOGRAM_LOG10 = (-8.0, 4.0)
-HISTOGRAM_BINS = 60
 #: importances that are binned at a time; limits the memory
 CHUNK = 1 << 22
 

@@ -36,6 +36,7 @@ ROOMS = [
     "evaluation",
     "finetuning",
     "bench",
+    "report",
     "demo",
     "cli",
     "__main__",
