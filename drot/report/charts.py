@@ -234,10 +234,9 @@ def _lines(name: str, title: str, x: str, series: Mapping[str, Mapping[int, floa
                 markevery=every, label=label,
             )  # fmt: skip
         axis.set(title=title, xlabel=x)
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * max(max(values.values()) for values in series.values()) or 1)
         whole_steps(axis.xaxis)
-        if len(series) > 1:
-            legend(figure, axis)
+        legend(figure, axis)
     return Chart(name, caption, figure)
 
 
