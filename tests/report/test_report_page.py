@@ -13,6 +13,7 @@ from drot.report.drawing import COLOURS, SERIES
 from drot.report.reading import mean, one_shot, read_runs
 from drot.report.write import write_report
 
+pytestmark = pytest.mark.slow
 #: everything that a page could load or open
 REFERENCES = re.compile(r"""(?:src|href|action|data|poster|srcset)=["']?([^"'\s>]+)|url\(([^)]*)\)""")
 
