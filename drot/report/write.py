@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from drot.checkpoint.files import new_file, writing
 from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.save import check_writable
 from drot.config import matches
@@ -79,17 +80,14 @@ def write_report(
         names = ", ".join(str(path / MANIFEST) for path in paths)
         raise UserError(f"{names} does not hold what drot wrote ({error!r}): copy it again") from error
     files = []
-    try:
-        if figures is not None:
-            folder = Path(figures)
+    if figures is not None:
+        folder = Path(figures)
+        with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for chart in [*drawn, *(chart for charts in by_linear.values() for chart in charts)]:
                 files += chart.save(folder)
-        part = out.with_name(out.name + ".part")
+    with new_file(out) as part:
         part.write_text(html, encoding="utf-8")
-        part.replace(out)
-    except OSError as error:
-        raise UserError(f"cannot write {error.filename or out}: {error.strerror}") from None
     return Report(out, files, chosen)
 
 
