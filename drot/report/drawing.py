@@ -184,12 +184,19 @@ def axes(height: float, rows: int = 1, **options: Any) -> Iterator[tuple["Figure
         yield figure, figure.subplots(rows, 1, **options)
 
 
-def check_matplotlib() -> None:
-    """Raises UserError if matplotlib is not installed."""
+def installed() -> bool:
+    """Whether matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise UserError(f"a report needs the package matplotlib: pip install '{PACKAGE}'") from None
+        return False
+    return True
+
+
+def check_matplotlib() -> None:
+    """Raises UserError if matplotlib is not installed."""
+    if not installed():
+        raise UserError(f"a report needs the package matplotlib: pip install '{PACKAGE}'")
 
 
 def whole_steps(axis: Any) -> None:

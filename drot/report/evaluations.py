@@ -48,14 +48,16 @@ def measurements(run: Run, others: list[Run]) -> list[Measured]:
     for key, entry in own.items():
         text, _, seqlen = key
         agreement = entry.get("agreement", {}).get(text) or {}
-        dense = agreement.get("dense_perplexity")
-        unrotated, name = _baseline(entry, text)
+        dense = agreement.get("dense_perplexity", _baseline(entry, "dense", text))
+        unrotated, name = _baseline(entry, "not_rotated", text), "measured with the run"
         for other in same_model:
             theirs = _latest(other).get(key)
             if theirs is None or other is run:
                 continue
             if dense is None:
-                dense = (theirs.get("agreement", {}).get(text) or {}).get("dense_perplexity")
+                dense = (theirs.get("agreement", {}).get(text) or {}).get(
+                    "dense_perplexity", _baseline(theirs, "dense", text)
+                )
             if unrotated is None and run.rotated and not other.rotated:
                 unrotated, name = theirs["perplexity"].get(text), other.name
         found.append(Measured(text, seqlen, entry["perplexity"].get(text), dense, unrotated, name, agreement))
@@ -81,12 +83,9 @@ def _latest(run: Run) -> dict[_Key, dict[str, Any]]:
     return found
 
 
-def _baseline(entry: dict[str, Any], text: str) -> tuple[float | None, str]:
-    """The perplexity without rotation that an evaluation itself records, as that of the demo does."""
-    for name, perplexities in (entry.get("baselines") or {}).items():
-        if text in perplexities:
-            return perplexities[text], name
-    return None, ""
+def _baseline(entry: dict[str, Any], name: str, text: str) -> float | None:
+    """The perplexity of the model `dense` or `not_rotated`, which an evaluation by the demo records."""
+    return ((entry.get("baselines") or {}).get(name) or {}).get(text)
 
 
 def _base(run: Run) -> str:

@@ -158,7 +158,7 @@ def evaluation(perplexity, dense=None, **more):
 
 
 def test_the_share_won_back_by_a_baseline():
-    report = run(evaluations=[evaluation(12.0, 10.0, baselines={"not rotated": {"text": 18.0}})])
+    report = run(evaluations=[evaluation(12.0, 10.0, baselines={"not_rotated": {"text": 18.0}})])
     (entry,) = measurements(report, [report])
     assert (entry.dense, entry.unrotated) == (10.0, 18.0) and entry.share == pytest.approx(0.75)
     text = " ".join(summary(report, [entry]))
@@ -185,7 +185,7 @@ def test_the_share_won_back_by_another_run():
 
 
 def test_worse_than_without_the_rotation():
-    report = run(evaluations=[evaluation(19.0, 10.0, baselines={"not rotated": {"text": 18.0}})])
+    report = run(evaluations=[evaluation(19.0, 10.0, baselines={"not_rotated": {"text": 18.0}})])
     assert unusual(report, measurements(report, [report])) == [
         "On text, the perplexity is worse than without the rotation."
     ]
