@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.figures import load_figures, save_figures
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, logger, wider_dtypes
 from drot.checkpoint.lock import locked
 from drot.checkpoint.manifest import MANIFEST, dense_linears_of, read_manifest
@@ -49,4 +50,6 @@ def _convert(path: str | Path, out: Path, format: str) -> dict[str, Any]:
         unpack_model(model)
     if manifest:
         manifest |= format_of(model)
-    return save_checkpoint(model, tokenizer, manifest, out)
+    return save_checkpoint(
+        model, tokenizer, manifest, out, write_more=lambda folder: save_figures(folder, load_figures(path))
+    )

@@ -10,6 +10,7 @@ import torch
 
 from drot.architectures import ARCHITECTURES
 from drot.checkpoint.integrity import is_loaded, verified_while_loading
+from drot.checkpoint.keep import keep_files
 from drot.checkpoint.source import (
     Header,
     check_layers,

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune
+from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune, report
 from drot.cli.options import Command, Group, Interrupted
 from drot.cli.safe_text import safe_log_messages, visible
 from drot.errors import BrokenModelError, UserError
@@ -22,6 +22,7 @@ app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="r
 app.command(cls=Command, epilog=prune.EPILOG)(prune.prune)
 app.command(cls=Command, epilog=finetune.EPILOG)(finetune.finetune)
 app.command(name="eval", cls=Command, epilog=evaluate.EPILOG)(evaluate.evaluate)
+app.command(cls=Command, epilog=report.EPILOG)(report.report)
 app.command(cls=Command, epilog=convert.EPILOG)(convert.convert)
 app.command(cls=Command, epilog=artifact.EXPORT_EPILOG)(artifact.export)
 app.command(cls=Command, epilog=artifact.APPLY_EPILOG)(artifact.apply)

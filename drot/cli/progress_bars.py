@@ -101,6 +101,8 @@ class BarProgress:
             return event.step, event.steps, f"window {event.step}/{event.steps}"
         if event.phase == "measure":
             return event.step, event.steps, f"case {event.step}/{event.steps}"
+        if event.phase == "draw":
+            return event.step, event.steps, f"linear {event.step}/{event.steps}"
         if event.phase == "finetune" or (event.phase == "rotate" and self.shared):
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
         layer = layer_name(event) if event.layers else ""

@@ -1,22 +1,28 @@
 """The demo: the embedded model, pruned to 2:4 by SparseGPT alone and by drot."""
 
+import datetime
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.calibration.data import load_calibration
+from drot.calibration.data import calibration_hash, load_calibration
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
+from drot.checkpoint.manifest import update_manifest
 from drot.checkpoint.resume import partial_folder
 from drot.checkpoint.save import check_output
 from drot.config import CalibrationConfig, Recipe, RotationConfig
+from drot.environment import machine_name, versions
 from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.pipeline.prune import prune
 from drot.progress import Progress, silent
+from drot.report.drawing import installed
+from drot.report.write import write_report
 
 ASSETS = Path(__file__).parent / "assets"
 MODEL = ASSETS / "tiny-llama"
@@ -43,11 +49,18 @@ class DemoRow:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """rows: the dense, the pruned, and the rotated and pruned model. sentence: what the figures mean."""
+    """The figures of the demo.
+
+    rows: the dense, the pruned, and the rotated and pruned model.
+    sentence: what the figures mean.
+    rotation_helped: whether the rotated model has the smaller perplexity of the two pruned models.
+    report: the page of the run; None if matplotlib, which draws it, is not installed.
+    """
 
     rows: list[DemoRow]
     sentence: str
     rotation_helped: bool
+    report: Path | None = None
 
 
 def run_demo(
@@ -59,6 +72,8 @@ def run_demo(
     progress: Progress = silent,
 ) -> DemoResult:
     """Measures the perplexity of the three models on held-out text, and saves the rotated model to `out`.
+
+    The perplexities are recorded in its manifest, and a report is written beside it.
 
     All computation is in float32 on the CPU, so that the figures are the same on every machine.
 
@@ -104,6 +119,8 @@ def run_demo(
     plain, plain_sparsity, plain_seconds = pruned(RotationConfig(mode="none"), None)
     rotated, sparsity, seconds = pruned(RotationConfig(steps=steps), out)
     share = (plain - rotated) / (plain - dense)
+    _record(out, held_out, calibration.seqlen, rotated, {"dense": dense, "not_rotated": plain})
+    report = write_report([out], progress=progress).page if installed() else None
     rows = [
         DemoRow(name="dense", perplexity=dense),
         DemoRow(name="SparseGPT 2:4", perplexity=plain, sparsity=plain_sparsity, seconds=plain_seconds),
@@ -115,7 +132,41 @@ def run_demo(
             seconds=seconds,
         ),
     ]
-    return DemoResult(rows=rows, sentence=_sentence(share), rotation_helped=rotated < plain)
+    return DemoResult(rows=rows, sentence=_sentence(share), rotation_helped=rotated < plain, report=report)
+
+
+def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dict[str, float]) -> None:
+    """Adds the perplexities to the evaluations in the manifest.
+
+    Args:
+        out: folder of the checkpoint.
+        tokens: token ids [n] of the held-out text.
+        seqlen: tokens in a window.
+        value: perplexity of the checkpoint.
+        baselines: perplexities of other models: `dense`, and `not_rotated`.
+    """
+    text = HELD_OUT.name
+    entry = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "seqlen": seqlen,
+        "dtype": "float32",
+        "machine": machine_name(torch.device("cpu")),
+        "texts": {
+            text: {
+                "split": None,
+                "tokens": len(tokens),
+                "windows": len(tokens) // seqlen,
+                "sha256": calibration_hash(tokens),
+            }
+        },
+        "perplexity": {text: value},
+        "baselines": {name: {text: baseline} for name, baseline in baselines.items()},
+        "against": None,
+        "agreement": {},
+        "tasks": {},
+    }
+    update_manifest(out, lambda old: old | {"evaluations": [*old.get("evaluations", []), entry]})
 
 
 def _sentence(share: float) -> str:

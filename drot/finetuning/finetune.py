@@ -16,6 +16,7 @@ from torch import Tensor
 
 from drot.architectures import architecture_of, decoder_layers, positions_of
 from drot.calibration.data import calibration_hash
+from drot.checkpoint.figures import load_figures, save_figures
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
 from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.checkpoint.save import check_output, save_checkpoint
@@ -157,7 +158,9 @@ def finetune(
     manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
-        manifest = save_checkpoint(trained, tokenizer, manifest, out)
+        manifest = save_checkpoint(
+            trained, tokenizer, manifest, out, write_more=lambda part: save_figures(part, load_figures(model))
+        )
     return FinetuneResult(trained, manifest, out)
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.figures import save_figures
 from drot.checkpoint.files import WriteError
 from drot.checkpoint.integrity import file_record
 from drot.checkpoint.load import load_model
@@ -178,6 +179,12 @@ def prune(
             if rotations_out is not None and inside is None:
                 write_rotations(rotations_out)
                 manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
+
+            def write_more(folder: Path) -> None:
+                save_figures(folder, run.figures)
+                if inside is not None:
+                    write_rotations(folder / inside)
+
             if out is not None and state is not None:
                 progress(ProgressEvent(phase="save"))
                 manifest = save_checkpoint(
@@ -186,7 +193,7 @@ def prune(
                     manifest,
                     out,
                     scratch=state.folder,
-                    write_more=None if inside is None else lambda folder: write_rotations(folder / inside),
+                    write_more=write_more,
                 )
                 state.discard()
         return PruneResult(context.model, manifest, out)

@@ -39,6 +39,8 @@ from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
 #: keys of a model's config that say where it came from or what program wrote it, and not what it computes
 NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
+#: prefix of the figures' names in the saved part of a layer
+FIGURE_PREFIX = "drot.figures."
 
 
 @dataclass
@@ -50,7 +52,10 @@ class _DenseStates:
 
 
 class PruningRun:
-    """One run of `drot.prune` on a loaded model. `rotations` holds the rotations of the layers afterwards.
+    """One run of `drot.prune` on a loaded model.
+
+    Afterwards `rotations` holds the rotations of the layers, and `figures` the tensors of the plots
+    (checkpoint/figures.py).
 
     context: the state of the run.
     rotations: a file of rotations to use instead of training.
@@ -62,6 +67,7 @@ class PruningRun:
         self.given_rotations: list[LayerRotation] | None = None
         self.rotations: list[LayerRotation] = []
         self.shared_record: dict[str, Any] | None = None
+        self.figures: dict[str, Tensor] = {}
         if rotations is not None:
             self._load_rotations(rotations)
 
@@ -142,6 +148,7 @@ class PruningRun:
             shared_rotation=self.shared_record,
             rotations_file=self.rotations_file,
             seconds={**run.seconds, "total": time.perf_counter() - started},
+            peak_memory=run.memory.peaks,
             layers=layers,
         )
 
@@ -182,15 +189,19 @@ class PruningRun:
                 dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
             saved = state.load(f"layer_{index:05d}") if state else None
             if saved is not None:
-                rotation, record = self._restore(layer, saved)
+                rotation, record, figures = self._restore(layer, saved)
                 if rotation is not None:
                     stream.rotate(rotation.r1)
             else:
-                rotation, record = self._rotate_and_prune(
+                rotation, record, figures = self._rotate_and_prune(
                     layer, index, stream, dense, rotation, records[index], boundary
                 )
                 if state:
-                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation), record)
+                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation, figures), record)
+            names = run.arch.linear_names(index)
+            for key, values in figures.items():
+                role, _, kind = key.partition(".")
+                self.figures[f"{names[role]}.{kind}"] = values
             stream.advance(layer, index)
             if dense is not None:
                 dense.inputs.hidden_states = dense.outputs
@@ -220,8 +231,8 @@ class PruningRun:
         rotation: LayerRotation | None,
         trained: dict[str, Any],
         boundary: BoundaryRotation | None,
-    ) -> tuple[LayerRotation | None, dict[str, Any]]:
-        """Rotates, prunes and recovers a layer in place; returns its rotation and its record.
+    ) -> tuple[LayerRotation | None, dict[str, Any], dict[str, Tensor]]:
+        """Rotates, prunes and recovers a layer in place; returns its rotation, its record and its figures.
 
         Args:
             layer: the decoder layer, on the first device of the run.
@@ -251,7 +262,10 @@ class PruningRun:
                 if rotation is not None:
                     inputs.rotate(rotation.r1)
                 reference = DenseReference(copy.deepcopy(layer), inputs)
-            record["linears"] = prune_layer(layer, index, stream, run.arch, run.recipe, reference)
+            record["linears"], figures = prune_layer(
+                layer, index, stream, run.arch, run.shape, run.recipe,
+                dense=reference, rotation=rotation, boundary=boundary,
+            )  # fmt: skip
             del reference
         if dense is not None and run.recipe.recovery.recover == "block":
             targets = CalibrationStream(dense.outputs.clone(), stream.layer_kwargs, run.device)
@@ -259,7 +273,7 @@ class PruningRun:
                 targets.rotate(rotation.r1 if boundary is None else boundary.next_r1)
             record["recovery"] = self._recover(layer, index, stream, targets)
         record["seconds"] = time.perf_counter() - started
-        return rotation, record
+        return rotation, record, figures
 
     def _recover(
         self, layer: nn.Module, index: int, stream: CalibrationStream, targets: CalibrationStream
@@ -291,10 +305,15 @@ class PruningRun:
 
     def _restore(
         self, layer: nn.Module, saved: tuple[dict[str, Tensor], dict[str, Any]]
-    ) -> tuple[LayerRotation | None, dict[str, Any]]:
-        """Loads the saved tensors of a finished layer into `layer`; returns its rotation and its record."""
+    ) -> tuple[LayerRotation | None, dict[str, Any], dict[str, Tensor]]:
+        """Loads a finished layer into `layer`; returns its rotation, its record and its figures."""
         run = self.context
         tensors, record = saved
+        figures = {
+            name.removeprefix(FIGURE_PREFIX): tensors.pop(name)
+            for name in list(tensors)
+            if name.startswith(FIGURE_PREFIX)
+        }
         rotation = None
         if run.rotates:
             rotation = LayerRotation(tensors.pop("drot.r1"), tensors.pop("drot.r2"))
@@ -304,7 +323,7 @@ class PruningRun:
                 layer, run.arch, "residual", hidden, dtype=next(layer.parameters()).dtype, device=run.device
             )
         layer.load_state_dict(tensors)
-        return rotation, record
+        return rotation, record, figures
 
     # ---- after the layers ----------------------------------------------------------------------
 
@@ -330,8 +349,11 @@ class PruningRun:
         return untied
 
 
-def _layer_tensors(layer: nn.Module, rotation: LayerRotation | None) -> dict[str, Tensor]:
+def _layer_tensors(
+    layer: nn.Module, rotation: LayerRotation | None, figures: dict[str, Tensor]
+) -> dict[str, Tensor]:
     tensors = dict(layer.state_dict())
+    tensors |= {FIGURE_PREFIX + name: values for name, values in figures.items()}
     if rotation is not None:
         tensors |= {"drot.r1": rotation.r1, "drot.r2": rotation.r2}
     return tensors

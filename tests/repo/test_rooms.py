@@ -39,6 +39,7 @@ ROOMS = [
     "evaluation",
     "finetuning",
     "bench",
+    "report",
     "demo",
     "cli",
     "__main__",
