@@ -392,7 +392,9 @@ def prune(
         raise UserError("`out` is missing: name the folder to write, or use `sensitivity=True`")
     if manifest:
         format = format if "format" in given else manifest.get("format", format)
-        dtype = dtype if "dtype" in given else manifest.get("dtype", dtype)
+        if "dtype" not in given:  # a manifest without compute_dtype is older: both dtypes were the same
+            dtype = manifest.get("compute_dtype", manifest.get("dtype", dtype))
+        save_dtype = save_dtype if "save_dtype" in given else manifest.get("dtype", save_dtype)
         check_rotations_file(manifest, rotations)
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline

@@ -119,7 +119,7 @@ def run_demo(
     plain, plain_sparsity, plain_seconds = pruned(RotationConfig(mode="none"), None)
     rotated, sparsity, seconds = pruned(RotationConfig(steps=steps), out)
     share = (plain - rotated) / (plain - dense)
-    _record(out, held_out, calibration.seqlen, rotated, {"dense": dense, "not_rotated": plain})
+    _record(out, held_out, seqlen, rotated, {"dense": dense, "not_rotated": plain})
     report = write_report([out], progress=progress).page if installed() else None
     rows = [
         DemoRow(name="dense", perplexity=dense),
