@@ -14,6 +14,15 @@ def parse_dtype(name: str) -> torch.dtype:
     return DTYPES[name]
 
 
+def computing_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
+    """The dtype in which `drot prune` and `drot eval` compute on `device`.
+
+    `auto` is `float32` on a CPU, which computes faster and more exactly in it than in the 16-bit dtypes. On a
+    GPU `auto` stays `auto`, the checkpoint's own. Any other dtype is returned as it is.
+    """
+    return "float32" if dtype == "auto" and device.type == "cpu" else dtype
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in manifests and messages: `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")

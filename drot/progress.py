@@ -9,7 +9,7 @@ class ProgressEvent:
     """The position of a run when the event is reported.
 
     phase: `check`, `calibrate`, `rotate`, `prune`, `recover`, `sensitivity`, `finetune`, `evaluate`,
-        `measure` or `save`.
+        `stream`, `measure` or `save`.
     layer, layers: the decoder layer, counted from 0, and the number of layers; layers is 0 in a phase that
         does not go through the layers.
     step, steps: the step inside the phase and the number of steps. A step is a training step, a window of

@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from drot.config.checks import whole_number
 
+#: tokens in a sequence, by default, for a model that reads that many
+SEQLEN = 2048
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationConfig:
@@ -20,7 +23,7 @@ class CalibrationConfig:
 
     source: str = "c4"
     nsamples: int = 128
-    seqlen: int = 2048
+    seqlen: int = SEQLEN
     seed: int = 0
     text_column: str = "text"
 
