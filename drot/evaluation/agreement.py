@@ -44,7 +44,8 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
         progress(ProgressEvent(phase="evaluate", step=batch.stop, steps=count))
     equal, kl, dense_loss, pruned_loss = figures
     values = kl.flatten().numpy()
-    perplexities = [exp_of_loss(float(loss[:, :-1].mean())) for loss in (dense_loss, pruned_loss)]
+    dense_perplexity = exp_of_loss(float(dense_loss[:, :-1].mean()), "the dense original")
+    perplexity = exp_of_loss(float(pruned_loss[:, :-1].mean()), "the pruned model")
     edges = torch.linspace(0, seqlen, min(POSITION_RANGES, seqlen) + 1).round().int().tolist()
     return {
         "equal_tokens": float(equal.mean()),
@@ -62,9 +63,9 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
             }
             for first, end in itertools.pairwise(edges)
         ],
-        "perplexity": perplexities[1],
-        "dense_perplexity": perplexities[0],
-        "perplexity_difference": perplexities[1] - perplexities[0],
+        "perplexity": perplexity,
+        "dense_perplexity": dense_perplexity,
+        "perplexity_difference": perplexity - dense_perplexity,
     }
 
 

@@ -15,7 +15,7 @@ from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.config.calibration import SEQLEN
 from drot.devices import computing_dtype, dtype_name, parse_dtype, pick_device
 from drot.environment import machine_name
-from drot.errors import UserError
+from drot.errors import BrokenModelError, UserError
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import Predictions, check_windows, predict, predict_streamed
@@ -138,7 +138,13 @@ def evaluate(
             record_figures(name, figures)
         return figures
 
-    return [measure(name) for name in models]
+    results = []
+    for name in models:
+        try:
+            results.append(measure(name))
+        except BrokenModelError as error:
+            raise BrokenModelError(f"{name}: {error}") from None
+    return results
 
 
 def _describe(source: str, tokens: Tensor, seqlen: int) -> dict[str, Any]:

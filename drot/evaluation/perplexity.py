@@ -67,11 +67,11 @@ def perplexity_of(
     return exp_of_loss(total / count)
 
 
-def exp_of_loss(loss: float) -> float:
-    """exp(loss). Raises BrokenModelError unless it is finite."""
+def exp_of_loss(loss: float, model: str = "the model") -> float:
+    """exp(loss). Raises BrokenModelError, which names `model`, unless it is finite."""
     if not loss < LARGEST_LOSS:
         raise BrokenModelError(
-            f"the model's loss on the text is {loss:g}, expected a finite number: its weights are damaged or "
+            f"{model}'s loss on the text is {loss:g}, expected a finite number: its weights are damaged or "
             'overflow; measure it with `dtype="float32"`, or prune or copy it again'
         )
     return math.exp(loss)

@@ -14,7 +14,7 @@ from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import HELD_OUT, MODEL
-from drot.errors import UserError
+from drot.errors import BrokenModelError, UserError
 from drot.evaluation import evaluate as evaluation
 from drot.evaluation.evaluate import evaluate
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
@@ -195,6 +195,20 @@ def test_against_needs_a_text(models):
         measure(models, "rotated", against=str(models / "dense"), ppl=[])
 
 
+@pytest.mark.parametrize("against", [None, "dense", "broken"])
+def test_a_model_without_a_finite_loss_is_named(own, against):
+    """With several models, and beside a sound original. What was measured before is recorded."""
+    broken = small_model("llama")
+    broken.model.norm.weight[3] = float("nan")
+    save_small_model(broken, own / "broken")
+    whose = {None: "the model", "dense": "the pruned model", "broken": "the dense original"}[against]
+    names = ["rotated", "broken"] if against != "broken" else ["rotated"]
+    message = f"{own / names[-1]}: {whose}'s loss on the text is nan"
+    with pytest.raises(BrokenModelError, match=message):
+        measure(own, *names, against=against and str(own / against), record=True)
+    assert len(read_manifest(own / "rotated").get("evaluations", [])) == (against != "broken")
+
+
 # ---- the record in drot.json ----------------------------------------------------------------------------
 
 
@@ -241,6 +255,7 @@ def test_what_is_not_recorded(own, monkeypatch, caplog):
     assert (own / "rotated" / "drot.json").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_later_step_that_changes_the_weights_drops_the_record(own):
     pytest.importorskip("peft")
     from drot.config import FinetuneConfig
