@@ -197,15 +197,14 @@ def _accuracy(figures: dict[str, Any], task: str) -> str:
 
 
 def _print_positions(results: list[dict[str, Any]], source: str) -> None:
-    """Prints the agreement by the position in a window."""
-    table = Table("positions", title=f"agreement on {source} by position in a window", title_justify="left")
-    names = _headings([str(figures["model"]) for figures in results])
-    for name in [""] if len(results) == 1 else names:
-        table.add_column(f"{name}\nequal next tokens".strip(), justify="right")
-        table.add_column(f"{name}\nmean KL".strip(), justify="right")
+    """Prints the agreement by the position in a window: equal next tokens, and mean KL divergence."""
+    title = f"{source} by position in a window: equal next tokens, mean KL divergence"
+    table = Table("positions", title=title, title_justify="left")
+    for name in _headings([str(figures["model"]) for figures in results]):
+        table.add_column(name, justify="right")
     parts = [figures["agreement"][source]["positions"] for figures in results]
     for ranges in zip(*parts, strict=True):
-        cells = [text for part in ranges for text in (f"{part['equal_tokens']:.2%}", f"{part['kl']:.4f}")]
+        cells = [f"{part['equal_tokens']:.2%}, {part['kl']:.4f}" for part in ranges]
         table.add_row(f"{ranges[0]['first']} … {ranges[0]['last']}", *cells)
     output().print(table)
 
