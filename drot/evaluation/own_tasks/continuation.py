@@ -3,14 +3,14 @@
 The source is drot's held-out text, on which the embedded model was not trained. A wrong answer is a line from
 another place of the same text, with the same indentation and nearly the same length, so that only its content
 tells it from the right answer. The questions are the same on every machine: they follow from the text, SEED
-and this file. A change of any of them needs a new `version` in own_tasks/drot_continuation.yaml.
+and this file. A change of any of them needs a new `version` in drot_continuation.yaml.
 """
 
 import random
 from pathlib import Path
 from typing import Any
 
-TEXT = Path(__file__).parents[1] / "demo" / "assets" / "python-heldout.txt"
+TEXT = Path(__file__).parents[2] / "demo" / "assets" / "python-heldout.txt"
 QUESTIONS = 500
 SEED = 0
 #: lines before the right answer that the model reads
