@@ -9,8 +9,8 @@ class ProgressEvent:
     """The position of a run when the event is reported.
 
     phase: `read`, `tokenize`, `load`, `calibrate`, `rotate`, `prune`, `recover`, `sensitivity`, `finetune`,
-        `evaluate`, `measure`, `draw`, `export`, `apply` or `save`. `read`, `tokenize`, `load` and `save` are
-        reported when they begin.
+        `evaluate`, `stream`, `measure`, `draw`, `export`, `apply` or `save`. `read`, `tokenize`, `load` and
+        `save` are reported when they begin.
     layer, layers: the decoder layer, counted from 0, and the number of layers; layers is 0 in a phase that
         does not go through the layers.
     step, steps: the step inside the phase and the number of steps. A step is a training step, a window of

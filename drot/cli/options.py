@@ -109,7 +109,7 @@ def stdout_for_the_result() -> Iterator[None]:
         yield
 
 
-def print_json(data: dict[str, Any]) -> None:
+def print_json(data: dict[str, Any] | list[dict[str, Any]]) -> None:
     """Prints `data` as standard JSON, which has no Infinity and no NaN: they become null."""
     print(json.dumps(_finite(data), allow_nan=False))
 

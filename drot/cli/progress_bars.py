@@ -144,6 +144,8 @@ class LineProgress:
                     f"{layer_name(event)}: recovery, epoch {event.step} of {event.steps}, "
                     f"held-out error {event.loss:.4g}"
                 )
+            elif event.phase == "stream":
+                self._line(f"layer {event.layer + 1}/{event.layers}: streamed")
             elif event.phase == "sensitivity":
                 self._line(f"{layer_name(event)}: output errors")
             elif event.phase == "finetune" and event.step in _tenths(event.steps):

@@ -60,6 +60,8 @@ def print_manifest(manifest: dict[str, Any]) -> None:
         facts.add_row("invariance", f"relative logit error {manifest['relative_logit_error']:.1e}")
     for record in manifest.get("finetune", []):
         facts.add_row("fine-tuning", finetune_line(record))
+    for entry in manifest.get("evaluations", []):
+        facts.add_row("evaluation", evaluation_line(entry))
     facts.add_row("opens as", f"{_opens_as(manifest)}, {_dtype_line(manifest)}")
     if manifest.get("untied_lm_head"):
         facts.add_row("lm_head", "untied from the embedding, as it now contains the final norm's weight")
@@ -85,6 +87,8 @@ def _print_pruned_elsewhere(manifest: dict[str, Any]) -> None:
     facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
     for record in manifest["finetune"]:
         facts.add_row("fine-tuning", finetune_line(record))
+    for entry in manifest.get("evaluations", []):
+        facts.add_row("evaluation", evaluation_line(entry))
     facts.add_row("opens as", f"{_opens_as(manifest)}, {manifest['finetune'][-1]['dtype']}")
     output().print(facts)
 
@@ -98,6 +102,26 @@ def finetune_line(record: dict[str, Any]) -> str:
         f"{kind}, lr {settings['lr']:g}, {record['steps']} steps, {text['shape'][0]} x {text['shape'][1]} "
         f"tokens of {text['source']}; held-out perplexity {perplexity}; {record['seconds']:.0f} s"
     )
+
+
+def evaluation_line(entry: dict[str, Any]) -> str:
+    """The figures of an evaluation that `drot eval` recorded."""
+    parts = [
+        f"perplexity {_number(value)} on {Path(source).name} (windows of {entry['seqlen']})"
+        for source, value in entry["perplexity"].items()
+    ]
+    original = Path(entry["against"] or "").name
+    parts += [
+        f"{figures['equal_tokens']:.1%} of next tokens as {original} on {Path(source).name}"
+        for source, figures in entry["agreement"].items()
+    ]
+    parts += [f"{task} {accuracy:.1%}" for task, accuracy in entry["tasks"].items()]
+    return f"{'; '.join(parts)}; {entry['dtype']}, {entry['date'].partition('T')[0]}"
+
+
+def _number(value: float | None) -> str:
+    """A figure of a manifest, where null stands for a figure that is not finite."""
+    return "not finite" if value is None else f"{value:.3f}"
 
 
 def _opens_as(manifest: dict[str, Any]) -> str:

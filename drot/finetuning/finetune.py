@@ -26,7 +26,8 @@ from drot.config.checks import is_a
 from drot.devices import dtype_name, pick_device
 from drot.environment import device_name, versions
 from drot.errors import BrokenModelError, UserError
-from drot.evaluation.perplexity import check_windows, perplexity
+from drot.evaluation.perplexity import perplexity
+from drot.evaluation.predictions import check_windows
 from drot.finetuning.masks import choose_full, frozen_zeros, removed_weights, round_weights
 from drot.finetuning.text import split_text
 from drot.pipeline.validation import check_tokens
@@ -156,6 +157,7 @@ def finetune(
     manifest = manifest or {"format_version": FORMAT_VERSION, "base_model": str(model), "sparsity": share}
     manifest |= {} if config.keep_adapter else format_of(trained) | {"dtype": record["dtype"]}
     manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
+    manifest.pop("evaluations", None)  # they are figures of the weights before
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(

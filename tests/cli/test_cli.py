@@ -458,10 +458,16 @@ def test_info_of_a_path_that_is_not_a_folder(capsys, tmp_path):
 
 def test_json_has_no_infinity(monkeypatch, capsys):
     """JSON has no Infinity and no NaN: a figure that is not finite is null."""
+    text = {"tokens": 9, "windows": 1, "split": None, "sha256": "0"}
     figures = {"model": "m", "seqlen": 8, "perplexity": {"a": math.inf, "b": math.nan}, "tasks": {"t": 0.5}}
-    monkeypatch.setattr("drot.evaluation.evaluate.evaluate", lambda model, **options: figures)
+    figures |= {"texts": {"a": text, "b": text}, "averages": {}, "against": None, "streamed": False}
+    figures |= {"dtype": "float32", "machine": "cpu"}
+    figures |= {"task_details": {"t": {"metric": "acc", "fewshot": 0, "stderr": math.nan}}}
+    monkeypatch.setattr("drot.evaluation.evaluate.evaluate", lambda models, **options: [figures])
     assert cli.run(["eval", "m", "--json"]) == 0
     out = capsys.readouterr().out
-    assert json.loads(out, parse_constant=pytest.fail) == figures | {"perplexity": {"a": None, "b": None}}
+    got = json.loads(out, parse_constant=pytest.fail)
+    assert got["perplexity"] == {"a": None, "b": None} and got["tasks"] == {"t": 0.5}
+    assert got["task_details"]["t"]["stderr"] is None
     assert cli.run(["eval", "m"]) == 0
     assert "inf" in capsys.readouterr().out
