@@ -48,7 +48,7 @@ def evaluate(
             "Text for the perplexity: wikitext2 (its test split); any dataset on the hub as org/name, "
             "org/name:split or org/name:config:split; or a .txt, .json, .jsonl or .parquet file. It may be "
             "given several times. Default without --tasks: wikitext2.",
-            metavar="[wikitext2|ORG/NAME|PATH]",
+            metavar="[ORG/NAME|PATH]",
         ),
     ] = None,
     against: Annotated[

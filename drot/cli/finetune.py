@@ -84,7 +84,7 @@ def finetune(
         option(
             TEXT,
             f"Text to train on: {SOURCES}",
-            metavar="[c4|wikitext2|ORG/NAME|PATH]",
+            metavar="[c4|ORG/NAME|PATH]",
         ),
     ] = DEFAULT.text.source,
     nsamples: Annotated[int, option(TEXT, "Number of sequences to cut from the text.")] = (

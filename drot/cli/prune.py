@@ -283,7 +283,7 @@ def prune(
             CALIBRATION,
             f"Text from which the Hessians are computed: {SOURCES} --method magnitude with --rotation none "
             "needs no text.",
-            metavar="[c4|wikitext2|ORG/NAME|PATH]",
+            metavar="[c4|ORG/NAME|PATH]",
         ),
     ] = CALIBRATE.source,
     nsamples: Annotated[
