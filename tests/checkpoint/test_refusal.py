@@ -10,12 +10,20 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+)
 
 import drot
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.cli import app as cli
 from drot.config import BoundaryPlace
+from drot.demo.demo import HELD_OUT, MODEL
 from drot.errors import UserError
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed
@@ -194,6 +202,16 @@ def test_a_family_class_names_what_to_do(checkpoint):
         LlamaForCausalLM.from_pretrained(checkpoint[0])
 
 
+def test_the_tokenizer_is_that_of_the_family(checkpoint):
+    """transformers chooses the tokenizer's class by `model_type` too."""
+    folder, _ = checkpoint
+    for file in MODEL.glob("*token*"):
+        (folder / file.name).write_bytes(file.read_bytes())
+    ours, stock = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(MODEL)
+    text = HELD_OUT.read_text(encoding="utf-8")[:500]
+    assert type(ours) is type(stock) and ours(text)["input_ids"] == stock(text)["input_ids"]
+
+
 @pytest.mark.parametrize("family", [None, "gpt2", 3, ["llama"]])
 def test_an_unknown_family(family, checkpoint):
     folder, _ = checkpoint
@@ -332,8 +350,6 @@ def test_peft(folders):
 
 @pytest.mark.slow
 def test_eval_of_a_model_without_a_finite_loss_fails(tmp_path, capsys):
-    from drot.demo.demo import HELD_OUT, MODEL
-
     model = drot.load(MODEL, device="cpu")
     model.model.norm.weight[0] = 1e38  # finite, as a checkpoint's weights must be; the logits overflow
     model.lm_head.weight.mul_(1e3)

@@ -16,7 +16,7 @@ from drot.bench.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.errors import UserError
 from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
-from drot.sparse.linear import SparseLinear, is_packed, packed_linears
+from drot.sparse.linear import NOT_TRAINABLE, SparseLinear, is_packed, packed_linears
 from drot.sparse.packed import check_packed, compress_model, pack_model, unpack_model
 from drot.surgery.boundary import BoundaryRotation, rotation_place, set_boundary
 
@@ -351,7 +351,8 @@ def test_linear_as_a_module():
     linear = nn.Linear(16, 24)
     linear.weight.data = weight.masked_fill(nm_mask(weight.abs(), 2, 4), 0)
     packed = SparseLinear.from_linear(linear)
-    assert repr(packed) == "SparseLinear(in_features=16, out_features=24, bias=True)"
+    sizes = "in_features=16, out_features=24, bias=True"
+    assert repr(packed) == f"SparseLinear({sizes}; {NOT_TRAINABLE})"
     assert list(packed.state_dict()) == ["values", "positions", "bias"]
     assert packed.to(torch.bfloat16).positions.dtype == torch.uint8
     x = torch.randn(2, 3, 16)
