@@ -1,6 +1,5 @@
 """The demo: the embedded model, pruned to 2:4 by SparseGPT alone and by drot."""
 
-import datetime
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,13 +11,13 @@ from transformers import PreTrainedModel
 from drot.calibration.data import calibration_hash, load_calibration
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
-from drot.checkpoint.manifest import update_manifest
 from drot.checkpoint.resume import partial_folder
 from drot.checkpoint.save import check_output
 from drot.config import CalibrationConfig, Recipe, RotationConfig
-from drot.environment import machine_name, versions
+from drot.environment import machine_name
 from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.evaluation.record import record
 from drot.pipeline.prune import prune
 from drot.progress import Progress, silent
 from drot.report.drawing import installed
@@ -146,9 +145,7 @@ def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dic
         baselines: perplexities of other models: `dense`, and `not_rotated`.
     """
     text = HELD_OUT.name
-    entry = {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "versions": versions(),
+    figures = {
         "seqlen": seqlen,
         "dtype": "float32",
         "machine": machine_name(torch.device("cpu")),
@@ -166,7 +163,7 @@ def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dic
         "agreement": {},
         "tasks": {},
     }
-    update_manifest(out, lambda old: old | {"evaluations": [*old.get("evaluations", []), entry]})
+    record(str(out), figures)
 
 
 def _sentence(share: float) -> str:

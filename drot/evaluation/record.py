@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.card import write_card
 from drot.checkpoint.manifest import MANIFEST, update_manifest
 from drot.environment import versions
 from drot.errors import UserError
@@ -18,7 +19,7 @@ EVALUATIONS = "evaluations"
 
 
 def record(folder: str, figures: dict[str, Any]) -> bool:
-    """Adds `figures`, the result of `evaluate` for one model, to the manifest in `folder`.
+    """Adds `figures`, the result of `evaluate` for one model, to the manifest and the card in `folder`.
 
     The entry has the date, the versions and the figures without the model's name. Infinity and NaN become
     null. An earlier entry of the same measurement (`_measurement`) is replaced.
@@ -38,6 +39,7 @@ def record(folder: str, figures: dict[str, Any]) -> bool:
     entry = json.loads(json.dumps(entry), parse_constant=lambda constant: None)
     try:
         update_manifest(folder, lambda manifest: _with_entry(manifest, entry))
+        write_card(folder)
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
         return False
