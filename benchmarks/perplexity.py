@@ -116,8 +116,9 @@ def main() -> None:
 
     def pruned(chosen: Recipe) -> dict[str, float]:
         chosen = dataclasses.replace(chosen, calibration=calibration)
-        arguments = dict(tokenizer=tokenizer, calibration=tokens, device=options.device, dtype="float32")
-        return measure(drot.prune(options.model, chosen, **arguments).model.to(pick_device(options.device)))
+        arguments = dict(tokenizer=tokenizer, calibration=tokens, device=options.device)
+        result = drot.prune(options.model, chosen, dtype="float32", save_dtype="float32", **arguments)
+        return measure(result.model.to(pick_device(options.device)))
 
     @functools.cache
     def not_rotated(method: str, sparsity: str) -> dict[str, float]:

@@ -20,6 +20,8 @@ _PUBLIC = {
     "SensitivityResult": "drot.pipeline.sensitivity",
     "Sparsity": "drot.config",
     "UserError": "drot.errors",
+    "apply_artifact": "drot.artifact.apply",
+    "export_artifact": "drot.artifact.export",
     "finetune": "drot.finetuning.finetune",
     "load": "drot.checkpoint.load",
     "prune": "drot.pipeline.prune",

@@ -96,6 +96,11 @@ def head_shape(config: Any) -> HeadShape:
     )
 
 
+def positions_of(config: Any) -> int | None:
+    """The most tokens that a model of `config` reads in one sequence; None if the config names no limit."""
+    return getattr(config, "max_position_embeddings", None)
+
+
 def module_at(root: nn.Module, path: str) -> Any:
     """The submodule of `root` at a dotted path. Raises UserError if there is none."""
     try:

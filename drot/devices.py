@@ -7,11 +7,23 @@ from drot.errors import UserError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def parse_dtype(name: str) -> torch.dtype:
-    """The torch dtype named `float32`, `bfloat16` or `float16`. Raises UserError for another name."""
+def parse_dtype(name: str, field: str = "dtype") -> torch.dtype:
+    """The torch dtype named `float32`, `bfloat16` or `float16`. Raises UserError for another name.
+
+    field: the argument that holds `name`, for the error message.
+    """
     if name not in DTYPES:
-        raise UserError(f"`dtype` must be auto or one of {', '.join(DTYPES)}; got {name!r}")
+        raise UserError(f"`{field}` must be auto or one of {', '.join(DTYPES)}; got {name!r}")
     return DTYPES[name]
+
+
+def computing_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
+    """The dtype in which `drot prune` and `drot eval` compute on `device`.
+
+    `auto` is `float32` on a CPU, which computes faster and more exactly in it than in the 16-bit dtypes. On a
+    GPU `auto` stays `auto`, the checkpoint's own. Any other dtype is returned as it is.
+    """
+    return "float32" if dtype == "auto" and device.type == "cpu" else dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:

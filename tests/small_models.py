@@ -1,9 +1,14 @@
 """Small random models of every supported family, with values that reveal mistakes: grouped-query attention,
 heads · head_dim other than the hidden size, norm weights other than 1, biases other than 0."""
 
+from pathlib import Path
+
 import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 COMMON = dict(
     vocab_size=96,
@@ -48,3 +53,23 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
 def random_tokens(rows: int, length: int, seed: int = 0, vocab: int = COMMON["vocab_size"]) -> torch.Tensor:
     """Random token ids [rows, length]."""
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def letter_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer for the small models: one token for each printable ASCII character."""
+    letters = {chr(32 + i): i for i in range(COMMON["vocab_size"])}
+    tokenizer = Tokenizer(WordLevel(letters, unk_token=" "))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="\x7f", pad_token="\x7f")
+
+
+def save_small_model(model: nn.Module, folder: Path) -> Path:
+    """Writes a small model and its tokenizer to `folder`."""
+    model.save_pretrained(folder)
+    letter_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def random_text(length: int, seed: int = 0) -> str:
+    """Random letters, of which `letter_tokenizer` makes one token each."""
+    return "".join(chr(32 + i) for i in random_tokens(1, length, seed=seed, vocab=95)[0].tolist())

@@ -6,6 +6,8 @@ new token for each of n sequences.
 """
 
 import contextlib
+import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +47,8 @@ BATCHES = (1, 2, 4, 8, 16, 32)
 NEW_TOKENS = 32
 #: default of `minutes` on a CPU
 CPU_MINUTES = 3.0
+#: fewest repetitions from which a verdict is given: fewer show nothing of the spread of the times
+FEWEST_REPEATS = 3
 #: a variant is 'as fast as dense' if its speedup differs from 1 by at most this much
 EQUAL = 0.03
 
@@ -106,8 +110,9 @@ def measure_speed(
         batches: sizes of the decode cases. If only one of `tokens` and `batches` is given, the other phase
             is not measured. If neither is given, they are TOKENS and BATCHES.
         repeats: calls of each variant in each case.
-        minutes: a case that is expected to end later is left out. None is CPU_MINUTES on a CPU, and no limit
-            on a GPU.
+        minutes: a case that is expected to end later than this after the call is left out. Exceeded at most
+            by the time in which the weights are made or loaded, and by one call of a case. None is
+            CPU_MINUTES on a CPU, and no limit on a GPU.
         device: `auto`, `cpu` or `cuda[:N]`.
         dtype: dtype of the weights. `auto` is the checkpoint's own, or bfloat16 with `shape`.
         progress: receives the event `measure` after each case.
@@ -125,6 +130,7 @@ def measure_speed(
         raise UserError(f"`minutes` must be at least 0; got {minutes:g}")
     if repeats < 1:
         raise UserError(f"`repeats` must be at least 1; got {repeats}")
+    started = time.perf_counter()
     target = pick_device(device)
     if tokens is None and batches is None:
         tokens, batches = TOKENS, BATCHES
@@ -133,16 +139,19 @@ def measure_speed(
     if shape is not None:
         config = shape_config(shape)
         weights = torch.bfloat16 if dtype == "auto" else parse_dtype(dtype)
-        layer = layer_variants(config, dtype=weights, device=target)
-        models = stacked_variants(layer, config)
+        of_layer = functools.cache(lambda: layer_variants(config, dtype=weights, device=target))
+        of_model: Callable[[], dict[str, PreTrainedModel]] = functools.cache(
+            lambda: stacked_variants(of_layer(), config)
+        )
     else:
         assert model is not None
         loaded = load(model, device=target, dtype=dtype)
         packed = is_packed(loaded)
         models = model_variants(loaded, () if packed else dense_linears_of(model, loaded.config))
         config, weights = models[SPARSE].config, models[SPARSE].dtype
-        layer = layer_variants(config, dtype=weights, device=target)
-    variants = {"layer": layer, "model": models}
+        of_layer = functools.cache(lambda: layer_variants(config, dtype=weights, device=target))
+        of_model = lambda: models  # noqa: E731
+    variants: dict[str, Callable[[], Mapping[str, PreTrainedModel]]] = {"layer": of_layer, "model": of_model}
     cases = [
         Case(what, phase, size, position)  # type: ignore[arg-type]
         for what in variants
@@ -150,51 +159,84 @@ def measure_speed(
         for position, size in enumerate(sizes)
     ]
     with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
-        rows, left_out = _measure_cases(cases, variants, target, repeats, minutes, progress)
+        rows, left_out = _measure_cases(
+            cases,
+            variants,
+            target,
+            repeats,
+            None if minutes is None else _Budget(started, 60 * minutes, config.num_hidden_layers),
+            progress,
+        )
     return {
         "model": shape or str(model),
         "machine": machine_name(target),
         "dtype": dtype_name(weights),
         "repeats": repeats,
         "versions": {"drot": __version__, "torch": torch.__version__},
-        "variants": {what: list(models) for what, models in variants.items()},
+        "variants": {
+            what: list(dict.fromkeys(row["variant"] for row in rows if row["what"] == what))
+            for what in variants
+        },
         "rows": rows,
         "left_out": left_out,
     }
 
 
+@dataclass(frozen=True)
+class _Budget:
+    """started: time.perf_counter() at the start. seconds: the time for all cases. layers: of the model."""
+
+    started: float
+    seconds: float
+    layers: int
+
+
 def _measure_cases(
     cases: Sequence[Case],
-    variants: Mapping[str, Mapping[str, PreTrainedModel]],
+    variants: Mapping[str, Callable[[], Mapping[str, PreTrainedModel]]],
     device: torch.device,
     repeats: int,
-    minutes: float | None,
+    budget: _Budget | None,
     progress: Progress,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of the measured cases, and the names of the cases that were left out.
 
     Cases of the layer come before cases of the model, each in the order of their positions. The layer may
-    use the first half of `minutes`, so that some time is left for the model.
+    use the first half of the budget, so that some time is left for the model.
+
+    Args:
+        cases: the cases to measure.
+        variants: `layer` and `model` → a function that makes the variants, called when the first case needs
+            them.
+        device: the device of the variants.
+        repeats: calls of each variant in each case.
+        budget: the time for all cases; None is no limit.
+        progress: receives the event `measure` after each case.
     """
-    started = time.perf_counter()
+    warmup = 3 if device.type == "cuda" else 1
     parts = list(variants)
     ordered = sorted(cases, key=lambda case: (parts.index(case.what), case.position))
     seconds: dict[Case, float] = {}
     rows: dict[Case, list[dict[str, Any]]] = {}
     for number, case in enumerate(ordered):
-        begin = time.perf_counter()
-        models = variants[case.what]
-        if minutes is not None:
-            expected = _expected(case, seconds, models[DENSE].config.num_hidden_layers)
-            deadline = started + 60 * minutes * (parts.index(case.what) + 1) / len(parts)
-            if expected and begin + expected > deadline:
-                continue
+        begin, expected, deadline = time.perf_counter(), 0.0, math.inf
+        if budget is not None:
+            expected = _expected(case, seconds, budget.layers)
+            deadline = budget.started + budget.seconds * (parts.index(case.what) + 1) / len(parts)
+        if begin + expected > deadline:
+            continue
+        models = variants[case.what]()
         for model in models.values():
             _set_compressed(model, case.phase)
         calls = {name: _call(model, case, device) for name, model in models.items()}
-        warmup = 3 if device.type == "cuda" else 1
+        begin = time.perf_counter()
+        if not expected and budget is not None:  # no case of this kind was measured: one call tells
+            calls[DENSE]()
+            seconds[case] = (time.perf_counter() - begin) * len(calls) * (repeats + warmup)
+            if begin + seconds[case] > deadline:
+                continue
         timings = interleaved(calls, device=device, repeats=repeats, warmup=warmup)
-        rows[case] = _rows(case, timings, models)
+        rows[case] = _rows(case, timings, models, repeats)
         seconds[case] = time.perf_counter() - begin
         progress(ProgressEvent(phase="measure", step=number + 1, steps=len(ordered)))
     return (
@@ -275,7 +317,7 @@ def _captured(call: Callable[[], object]) -> Callable[[], object]:
 
 
 def _rows(
-    case: Case, timings: Mapping[str, Timing], models: Mapping[str, PreTrainedModel]
+    case: Case, timings: Mapping[str, Timing], models: Mapping[str, PreTrainedModel], repeats: int
 ) -> list[dict[str, Any]]:
     """The row of each variant of a case; `measure_speed` describes its keys."""
     steps = NEW_TOKENS if (case.what, case.phase) == ("model", "decode") else 1
@@ -308,17 +350,21 @@ def _rows(
                 "bound": bound,
                 "weight_bytes": weights,
                 "speedup": None if variant == DENSE else speedup,
-                "verdict": None if variant == DENSE else verdict(timings[DENSE], timing),
+                "verdict": None if variant == DENSE else verdict(timings[DENSE], timing, repeats),
             }
         )
     return rows
 
 
-def verdict(dense: Timing, timing: Timing) -> str:
-    """Whether `timing` is faster than, slower than or as fast as `dense`, or too noisy to tell.
+def verdict(dense: Timing, timing: Timing, repeats: int) -> str:
+    """Whether `timing` is faster than, slower than or as fast as `dense`, or why that cannot be told.
 
     Faster or slower needs ranges from p20 to p80 that do not overlap.
+
+    repeats: the number of calls behind each Timing.
     """
+    if repeats < FEWEST_REPEATS:
+        return "too few repeats"
     speedup = dense.median / timing.median
     if abs(speedup - 1) <= EQUAL:
         return "as fast as dense"

@@ -1,18 +1,26 @@
 """Calibration tokens from the Hugging Face hub, a local file or a tensor of token ids."""
 
+import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drot.calibration.rows import one_line, texts
+from drot.config.checks import path_exists
 from drot.errors import UserError
+from drot.hub import first_line, hub_access
+from drot.progress import Progress, ProgressEvent, silent
+from drot.schemas.reading import quoted, shortened
 
-#: Source on the hub → arguments of datasets.load_dataset. A streamed data set is read document by document.
-HUB = {
+#: Source on the hub with a short name → arguments of datasets.load_dataset. A streamed dataset is read row by
+#: row, and only as far as it is needed.
+HUB: dict[str, dict[str, Any]] = {
     "c4": {"path": "allenai/c4", "data_files": "en/c4-train.00000-of-01024.json.gz", "streaming": True},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "streaming": False},
 }
@@ -22,10 +30,21 @@ SPLITS = {"train": ("c4", "wikitext2"), "test": ("wikitext2",)}
 ARGUMENT = {"train": "source", "test": "ppl"}
 SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
 SEPARATOR = "\n\n"
+#: any dataset on the hub: org/name, org/name:split or org/name:config:split
+HUB_NAME = re.compile(r"(?P<path>\w[\w.-]*/[\w.-]+?)(:(?P<name>[\w.-]+))?(:(?P<split>[\w.-]+))?")
+#: characters between two events `read`
+READ_EVERY = 1 << 20
 
 
 def load_calibration(
-    source: str | Tensor, tokenizer: Any, *, nsamples: int, seqlen: int, seed: int, text_column: str
+    source: str | Tensor,
+    tokenizer: Any,
+    *,
+    nsamples: int,
+    seqlen: int,
+    seed: int,
+    text_column: str,
+    progress: Progress = silent,
 ) -> Tensor:
     """Token ids [nsamples, seqlen], int64, on the CPU.
 
@@ -35,21 +54,28 @@ def load_calibration(
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
     Args:
-        source: `c4` or `wikitext2`, whose train split the package `datasets` downloads, or a .txt, .json,
-            .jsonl or .parquet file. A tensor of token ids is used as it is, with its own shape.
+        source: a text, as in `read_text`. A tensor of token ids is used as it is, with its own shape.
         tokenizer: the tokenizer of the model.
         nsamples: number of sequences.
         seqlen: tokens in a sequence.
         seed: seed of the sequences' positions.
-        text_column: the column of the text in .json, .jsonl and .parquet files.
+        text_column: the column of the text, as in `read_text`.
+        progress: receives the events of `read_text` and `tokenize`.
     """
     if isinstance(source, Tensor):
         return as_token_ids(source)
-    ids = tokenize(read_text(source, "train", text_column, max_tokens=nsamples * seqlen), tokenizer)
+    needed = nsamples * seqlen
+    text = read_text(source, "train", text_column, tokenizer, max_tokens=needed, progress=progress)
+    ids = tokenize(text, tokenizer, progress)
     if len(ids) <= seqlen:
         raise UserError(
             f"the calibration text must have more tokens than `seqlen`, {seqlen}; {source!r} has {len(ids)}: "
             "lower `seqlen` or give a longer text"
+        )
+    if nsamples > len(ids) - seqlen:
+        raise UserError(
+            f"`nsamples` must be at most {len(ids) - seqlen}, the number of places in {source!r} where a "
+            f"sequence of {seqlen} tokens can start; got {nsamples}: lower `nsamples` or give a longer text"
         )
     return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=seed)
 
@@ -76,28 +102,52 @@ def calibration_hash(tokens: Tensor) -> str:
     return hashlib.sha256(tokens.long().cpu().contiguous().numpy().astype("<i8").tobytes()).hexdigest()
 
 
-def tokenize(text: str, tokenizer: Any) -> Tensor:
-    """The token ids [n] of a text, without special tokens."""
+def tokenize(text: str, tokenizer: Any, progress: Progress = silent) -> Tensor:
+    """The token ids [n] of a text, without special tokens.
+
+    The text goes to the tokenizer in one piece: at the borders of pieces, merges would be lost. So there is
+    one event, `tokenize`, before the work, with the number of characters.
+    """
+    progress(ProgressEvent(phase="tokenize", steps=len(text)))
     return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False).input_ids, dtype=torch.long)
 
 
-def read_text(source: str, split: str, text_column: str, *, max_tokens: int | None = None) -> str:
+def read_text(
+    source: str,
+    split: str,
+    text_column: str,
+    tokenizer: Any = None,
+    *,
+    max_tokens: int | None = None,
+    progress: Progress = silent,
+) -> str:
     """The text of a source: its documents, joined by a blank line. Documents without text are left out.
 
-    source: a name in HUB or a local file, which is read whole.
-    split: `train` or `test`, the split of a source on the hub.
-    text_column: the column of the text in .json, .jsonl and .parquet files.
-    max_tokens: stops reading c4 when the text is long enough for this many tokens, at 8 characters a token.
+    A row of a chat dataset is one document, formatted by the chat template of the tokenizer.
 
     Raises UserError for a source that is missing, empty or unreadable.
+
+    Args:
+        source: a local .txt, .json, .jsonl or .parquet file, which is read whole; a name in HUB; or a dataset
+            on the hub: `org/name`, `org/name:split` or `org/name:config:split`.
+        split: `train` or `test`, the split of a dataset on the hub whose name does not say one.
+        text_column: the column that holds text, or chats as lists of {"role": ..., "content": ...}. If there
+            is no column `text`, the default, it is `messages`.
+        tokenizer: the tokenizer, needed for chats only.
+        max_tokens: stops reading a streamed dataset when the text is long enough for this many tokens, at 8
+            characters a token.
+        progress: receives the event `read`, with the number of characters, at the beginning and after every
+            READ_EVERY characters.
     """
     path = Path(source)
-    if source in SPLITS[split] and not path.exists():
-        documents = _hub_documents(source, split, text_column)
-    elif not path.is_file():
+    hub = _hub_arguments(source, split)
+    if hub is not None:
+        documents = _hub_documents(source, hub, ARGUMENT[split], text_column, tokenizer)
+    elif not path_exists(path) or not path.is_file():
         raise UserError(
-            f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])} or a {', '.join(SUFFIXES)} file; "
-            f"got {source!r}, which " + ("is a folder" if path.is_dir() else "is no such name and no file")
+            f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])}, a dataset on the hub such as "
+            f"org/name:split, or a {', '.join(SUFFIXES)} file; got {shortened(source)}, which "
+            + ("is no such name and no file" if not path_exists(path) else "is a folder")
         )
     elif path.suffix not in SUFFIXES:
         raise UserError(
@@ -106,12 +156,17 @@ def read_text(source: str, split: str, text_column: str, *, max_tokens: int | No
     elif path.suffix == ".txt":
         documents = iter([_read_utf8(path)])
     else:
-        documents = _file_documents(path, text_column)
-    parts, length = [], 0
+        documents = _file_documents(path, text_column, tokenizer)
+    enough = 8 * max_tokens if max_tokens is not None and hub is not None and hub["streaming"] else 0
+    progress(ProgressEvent(phase="read", steps=enough))
+    parts, length, reported = [], 0, 0
     for document in documents:
         parts.append(document)
         length += len(document)
-        if max_tokens is not None and source == "c4" and length > 8 * max_tokens:
+        if length - reported >= READ_EVERY:
+            progress(ProgressEvent(phase="read", step=length, steps=enough))
+            reported = length
+        if enough and length > enough:
             break
     text = SEPARATOR.join(parts)
     if not text.strip():
@@ -119,40 +174,80 @@ def read_text(source: str, split: str, text_column: str, *, max_tokens: int | No
     return text
 
 
-def _hub_documents(source: str, split: str, text_column: str) -> Iterator[str]:
+def _hub_arguments(source: str, split: str) -> dict[str, Any] | None:
+    """The arguments of datasets.load_dataset for `source`; None if `source` is no dataset on the hub.
+
+    split: the split of a source that does not say one.
+    """
+    if source in SPLITS[split]:  # ./c4 names a file or a folder c4
+        return HUB[source] | {"split": split}
+    found = HUB_NAME.fullmatch(source)
+    if found is None or path_exists(Path(source)) or Path(source).suffix in SUFFIXES:
+        return None
+    name, named_split = found["name"], found["split"]
+    if named_split is None:
+        name, named_split = None, name
+    return {"path": found["path"], "name": name, "split": named_split or split, "streaming": True}
+
+
+def _hub_documents(
+    source: str, hub: dict[str, Any], argument: str, text_column: str, tokenizer: Any
+) -> Iterator[str]:
+    """The documents of a dataset on the hub.
+
+    Args:
+        source: the name that the caller gave.
+        hub: arguments of datasets.load_dataset.
+        argument: the argument by which the caller named `source`, for error messages.
+        text_column: as in `read_text`.
+        tokenizer: as in `read_text`.
+    """
     try:
         import datasets
     except ImportError:
         raise UserError(
             f"{source!r} is downloaded with the package datasets, which is missing: pip install datasets, "
-            f"or name a local file as `{ARGUMENT[split]}`"
+            f"or name a local file as `{argument}`"
         ) from None
-    try:
-        rows = datasets.load_dataset(**HUB[source], split=split)
-        yield from _texts(rows, text_column, source)
-    except UserError:
-        raise
-    except Exception as error:  # datasets raises exceptions of many types when there is no network
+    path = hub["path"]
+    if path_exists(Path(path)):
         raise UserError(
-            f"cannot read {HUB[source]['path']} from the hub ({_first_line(error)}): "
-            f"without a network, name a local file as `{ARGUMENT[split]}`"
-        ) from error
+            f"the current folder holds {path}, which the package datasets would read in place of the dataset "
+            f"{source}: start drot in another folder"
+        )
+    with hub_access(
+        f"cannot read {path} from the hub", f"without a network, name a local file as `{argument}`"
+    ):
+        try:
+            yield from texts(datasets.load_dataset(**hub), text_column, source, tokenizer)
+        except ValueError as error:  # the dataset has no such configuration or split
+            raise UserError(
+                f"cannot read {source} from the hub ({one_line(error)}): name it as org/name:split or "
+                f"org/name:config:split in `{argument}`"
+            ) from error
 
 
 def _read_utf8(path: Path) -> str:
     """The text of a file, without a byte order mark."""
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
+        utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         raise UserError(
             f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at offset {error.start}: "
-            "convert it, for example with iconv -f latin1 -t utf-8"
+            f"convert it, for example with iconv -f {'utf-16' if utf16 else 'latin1'} -t utf-8"
         ) from None
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if "\0" in text:  # UTF-16 of English text without a byte order mark is valid UTF-8
+        raise UserError(
+            f"{path} must be a text in UTF-8, got a zero byte: it is UTF-16 or no text; convert UTF-16 with "
+            "iconv -f utf-16le -t utf-8"
+        )
+    return text
 
 
-def _file_documents(path: Path, text_column: str) -> Iterator[str]:
+def _file_documents(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
     if path.suffix == ".parquet":
         import pyarrow
         import pyarrow.parquet as parquet
@@ -160,10 +255,10 @@ def _file_documents(path: Path, text_column: str) -> Iterator[str]:
         try:
             rows: Any = parquet.read_table(path).to_pylist()
         except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UserError(f"{path} is not a readable parquet file: {_first_line(error)}") from None
+            raise UserError(f"{path} is not a readable parquet file: {first_line(error)}") from None
     else:
         rows = _json_rows(path)
-    yield from _texts(rows, text_column, str(path))
+    yield from texts(rows, text_column, str(path), tokenizer)
 
 
 def _json_rows(path: Path) -> Iterator[Any]:
@@ -177,38 +272,17 @@ def _json_rows(path: Path) -> Iterator[Any]:
         except json.JSONDecodeError as error:
             if error.msg != "Extra data":  # "Extra data" means JSON lines, which many .json files hold
                 raise _not_json(path, error.lineno, error) from None
+        except (RecursionError, ValueError) as error:  # deep nesting, or a number of thousands of digits
+            raise _not_json(path, 1, error) from None
     # splitlines() would also split a string that contains U+2028 or U+0085
     for number, line in enumerate(content.split("\n"), 1):
         if line.strip():
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError as error:
+            except (RecursionError, ValueError) as error:
                 raise _not_json(path, number, error) from None
 
 
-def _not_json(path: Path, line: int, error: json.JSONDecodeError) -> UserError:
-    return UserError(f"{path}, line {line}: not valid JSON ({error.msg}); was the file cut off?")
-
-
-def _texts(rows: Iterable[Any], text_column: str, source: str) -> Iterator[str]:
-    """The text of every row. Rows whose text is null, as for removed documents, are left out."""
-    for row in rows:
-        text = row.get(text_column) if isinstance(row, dict) else row
-        if isinstance(text, str):
-            yield text
-        elif isinstance(row, dict) and text_column not in row:
-            raise UserError(
-                f"{source} has no column {text_column!r}; its columns are {', '.join(map(str, row))}: "
-                "name one of them as `text_column`"
-            )
-        elif text is not None:
-            where = f"column {text_column!r}" if isinstance(row, dict) else "a row"
-            raise UserError(
-                f"{source}: {where} must hold text, got {type(text).__name__}: "
-                "name another column as `text_column`"
-            )
-
-
-def _first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _not_json(path: Path, line: int, error: Exception) -> UserError:
+    reason = error.msg if isinstance(error, json.JSONDecodeError) else quoted(error)
+    return UserError(f"{path}, line {line}: not valid JSON ({reason}); was the file cut off?")

@@ -60,24 +60,44 @@ class CalibrationStream:
     @classmethod
     @torch.no_grad()
     def embed(
-        cls, model: PreTrainedModel, arch: Architecture, tokens: Tensor, device: torch.device
+        cls,
+        model: PreTrainedModel,
+        arch: Architecture,
+        tokens: Tensor,
+        device: torch.device,
+        *,
+        offload: bool = False,
     ) -> "CalibrationStream":
-        """The first layer's input for `tokens` [nsamples, seqlen], on `device`. The model is not moved."""
+        """The first layer's input for `tokens` [nsamples, seqlen]. The model is not moved.
+
+        With no sequences (nsamples 0), the stream is empty, and so are the keyword arguments of the layers.
+
+        Args:
+            model: the model with its embedding, on any device.
+            arch: family of the model.
+            tokens: token ids.
+            device: the device of the layers.
+            offload: whether the hidden states lie in main memory instead of on `device`.
+        """
         layers = decoder_layers(model, arch)
+        if not len(tokens):
+            empty = torch.empty(*tokens.shape, model.config.hidden_size, dtype=model.dtype, device=device)
+            return cls(empty, [{} for _ in layers])
         recorders = [_Recorder(layer) for layer in layers]
         parent, _, name = arch.layers.rpartition(".")
         backbone = module_at(model, parent)
         embedding_device = module_at(model, arch.embedding).weight.device
         hidden_states = []
+        home = torch.device("cpu") if offload else device
         setattr(backbone, name, nn.ModuleList(recorders))
         try:
             for row in tokens:
                 backbone(row[None].to(embedding_device), use_cache=False)
-                hidden_states.append(recorders[0].hidden_states.to(device))
+                hidden_states.append(recorders[0].hidden_states.to(home))
         finally:
             setattr(backbone, name, layers)
         kwargs = [_to_device(recorder.kwargs, device) for recorder in recorders]
-        return cls(torch.cat(hidden_states), kwargs)
+        return cls(torch.cat(hidden_states), kwargs, device)
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a copy of the first `nsamples` sequences."""

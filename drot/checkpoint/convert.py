@@ -3,7 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from drot.checkpoint.load import has_tokenizer, load_model, load_tokenizer, logger, wider_dtypes
+from drot.checkpoint.figures import load_figures, save_figures
+from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, logger, wider_dtypes
+from drot.checkpoint.lock import locked
 from drot.checkpoint.manifest import MANIFEST, dense_linears_of, read_manifest
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.devices import dtype_name
@@ -17,11 +19,17 @@ def convert_checkpoint(path: str | Path, out: Path, format: str) -> dict[str, An
     """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
 
     Returns the manifest; {} for a model that drot did not prune. Raises UserError for an unknown format, for
-    the format that the checkpoint has already, and for a weight that is not 2:4. A linear to which the
-    manifest gives another sparsity stays dense.
+    the format that the checkpoint has already, for a weight that is not 2:4, and for files that do not fit
+    their hashes in the manifest. A linear to which the manifest gives another sparsity stays dense.
     """
     check_format(format)
     check_output(out)
+    with locked(out):
+        return _convert(path, out, format)
+
+
+def _convert(path: str | Path, out: Path, format: str) -> dict[str, Any]:
+    load_config(path)  # refuses what is no model, before a file in it is looked for
     manifest = read_manifest(path, recipe_needed=False) if (Path(path) / MANIFEST).exists() else {}
     tokenizer = None
     if has_tokenizer(path):
@@ -42,5 +50,6 @@ def convert_checkpoint(path: str | Path, out: Path, format: str) -> dict[str, An
         unpack_model(model)
     if manifest:
         manifest |= format_of(model)
-    save_checkpoint(model, tokenizer, manifest, out)
-    return manifest
+    return save_checkpoint(
+        model, tokenizer, manifest, out, write_more=lambda folder: save_figures(folder, load_figures(path))
+    )

@@ -5,13 +5,20 @@ from typing import Any
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 
 from drot.architectures import architecture_of, decoder_layers
+from drot.checkpoint.keep import keep_files
 from drot.checkpoint.load import check_files
-from drot.devices import parse_dtype
 from drot.errors import UserError
-from drot.sparse.linear import packed_linears
-from drot.sparse.packed import check_positions, expect_packed, unpack_model
-from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig
-from drot.surgery.boundary import add_boundary_rotation, rotated_layers
+from drot.sparse.fused import unfuse
+from drot.sparse.linear import NOT_TRAINABLE, packed_linears
+from drot.sparse.packed import check_packed, expect_packed, unpack_model
+from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig, quantization_config_of
+from drot.sparse.stored_config import write_stored_form
+from drot.surgery.boundary import (
+    add_boundary_rotation,
+    check_boundary_rotations,
+    rotated_layers,
+    rotation_place,
+)
 
 register_quantization_config(QUANT_METHOD)(DrotConfig)
 
@@ -46,17 +53,37 @@ class DrotQuantizer(HfQuantizer):
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        arch = architecture_of(model.config)
+        check_packed(model)
+        check_boundary_rotations(model, arch)
+        # transformers makes every floating-point parameter trainable
         for _, linear in packed_linears(model):
-            linear.requires_grad_(False)  # transformers makes every floating-point parameter trainable
-        check_positions(model)
+            linear.requires_grad_(False)
+        for layer in decoder_layers(model, arch):
+            if rotation_place(layer) is not None:
+                layer.residual_rotation.requires_grad_(False)
         # transformers refuses .half() and the like for a quantized model, which a rotated dense model is not
         model.is_quantized = self.quantization_config.packed
+        write_stored_form(model.config)  # the file may be of an older version of drot, with the stock form
+        keep_files(model, model.name_or_path)
         return model
 
-    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+    def dequantize(self, model: Any, dtype: Any = None) -> Any:
+        """Makes packed linears dense, in place, and returns the model.
+
+        Rotations stay, and so does their entry in the config, which transformers' own method would remove.
+
+        dtype: the dtype of the result. None leaves the dtype as it is.
+        """
+        unfuse(model)
+        packed = [name for name, _ in packed_linears(model)]
         unpack_model(model)
-        if isinstance(dtype, str):  # save_pretrained has replaced the dtype in the config by its name
-            dtype = parse_dtype(dtype)
+        # as trainable as the other weights: from_pretrained makes them trainable, drot.load freezes them
+        trainable = model.get_input_embeddings().weight.requires_grad
+        for name in packed:
+            model.get_submodule(name).requires_grad_(trainable)
+        self.quantization_config = DrotConfig(**quantization_config_of(model.config))
+        model.is_quantized = False
         return model if dtype is None else model.to(dtype)
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -64,7 +91,13 @@ class DrotQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return not self.quantization_config.packed
+        """Read by transformers' Trainer. Raises UserError if the model is packed.
+
+        For False, the Trainer would advise adapters, which peft cannot add to packed linears.
+        """
+        if self.quantization_config.packed:
+            raise UserError(NOT_TRAINABLE)
+        return True
 
     @property
     def is_qat_trainable(self) -> bool:

@@ -7,26 +7,44 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from drot.architectures import ARCHITECTURES
+from drot.checkpoint.integrity import is_loaded, verified_while_loading
+from drot.checkpoint.keep import keep_files
+from drot.checkpoint.source import (
+    Header,
+    check_layers,
+    model_folder,
+    read_config,
+    read_headers,
+    weight_files,
+)
+from drot.config.checks import is_a
 from drot.devices import parse_dtype, pick_device
 from drot.errors import UserError
+from drot.schemas.model import MOST_LAYERS
+from drot.schemas.reading import quoted
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import compress_model
+from drot.sparse.quantization_config import boundary_of, quantization_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 logger = logging.getLogger("drot")
 
+#: the dtypes in safetensors files that a dense weight may have
+DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
+
 
 def load(
     path: str | Path,
     *,
     device: str | torch.device = "auto",
-    dtype: str = "auto",
+    dtype: str | torch.dtype = "auto",
     compress: bool = False,
+    verify: bool = True,
 ) -> "PreTrainedModel":
     """The model at `path`, which drot saved or any other, on `device` and in eval mode.
 
@@ -37,9 +55,11 @@ def load(
     dtype: `auto`, the checkpoint's own, or `float32`, `bfloat16` or `float16`.
     compress: whether a GPU keeps the compressed form of packed weights beside the packed form. Products of
         many tokens (prefill, perplexity) are then faster, and the weights take about twice the memory.
+    verify: whether to compare the weights and config.json of a folder with their hashes in drot.json.
     """
+    is_a("device", device, str, torch.device)
     target = pick_device(device)
-    model = load_model(path, dtype)
+    model = load_model(path, dtype, verify=verify)
     if is_packed(model):
         fuse(model)
     model = model.to(target)  # type: ignore[arg-type]
@@ -50,26 +70,57 @@ def load(
 
 def load_config(path: str | Path) -> Any:
     """The config of the model at `path`, a hub name or a folder. Raises UserError if there is none."""
+    is_a("model", path, str, Path)
     from transformers import AutoConfig
 
-    with _one_line(f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder)"):
-        return AutoConfig.from_pretrained(path, trust_remote_code=False)
+    folder = model_folder(path)
+    entries = read_config(folder)
+    with _one_line(_no_model(path), entries), _quiet_transformers():
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        boundary_of(config)  # checks the quantization_config of a checkpoint that drot wrote
+        layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+    if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
+        raise UserError(f"{folder}/config.json: a model must have at most {MOST_LAYERS} layers, got {layers}")
+    return config
 
 
-def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> "PreTrainedModel":
+def load_model(
+    path: str | Path, dtype: str | torch.dtype = "auto", *, verify: bool = True
+) -> "PreTrainedModel":
     """The causal language model at `path`, a hub name or a folder, on the CPU and in eval mode.
 
-    Raises UserError if there is no such model or dtype, or if the files of the model are truncated, lack a
-    tensor or hold a tensor of a layer that the model does not have. transformers itself would initialise a
-    missing tensor at random and ignore a superfluous one.
-    """
-    from transformers import AutoModelForCausalLM
+    Code that the model brings along is not run, and neither are pickles.
 
+    Raises UserError if there is no such model or dtype; if a file of the model is truncated or lies outside
+    of its folder; if the weights lack a tensor, hold a tensor of a layer that the model does not have, or a
+    tensor of another shape than config.json says; and for a weight that is NaN or infinite. transformers
+    itself would initialise a missing tensor at random and ignore a superfluous one. With `verify`, raises
+    UserError too if the weights or config.json of a folder differ from their hashes in drot.json
+    (drot/checkpoint/integrity.py).
+    """
+    is_a("model", path, str, Path)
+    is_a("dtype", dtype, str, torch.dtype)
+    with verified_while_loading(path) if verify else contextlib.nullcontext():
+        return _load_model(path, dtype)
+
+
+def _load_model(path: str | Path, dtype: str | torch.dtype) -> "PreTrainedModel":
     if isinstance(dtype, str) and dtype != "auto":
         dtype = parse_dtype(dtype)
-    with _one_line(f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder)"):
+    config = load_config(path)
+    from transformers import AutoModelForCausalLM
+
+    folder = model_folder(path, weights=True)
+    headers = read_headers(weight_files(folder))
+    check_layers(config, headers, folder)
+    with _one_line(_no_model(path), config.to_dict()), _quiet_transformers():
+        if config.model_type in ARCHITECTURES and not quantization_config_of(config):
+            with torch.device("meta"):
+                empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+            check_headers(empty, headers)
+            _refuse_superfluous(path, headers.keys() - empty.state_dict().keys())
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, output_loading_info=True, trust_remote_code=False
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
         )
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -77,14 +128,38 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto") -> "PreTrain
             f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, the first is {missing[0]}: "
             "the checkpoint is incomplete or of another architecture; copy it again"
         )
-    unused = sorted(key for key in report["unexpected_keys"] if ".layers." in key)
+    _refuse_superfluous(path, report["unexpected_keys"])
+    _check_finite(path, model)
+    keep_files(model, folder)
+    return model.eval().requires_grad_(False)
+
+
+def _no_model(path: str | Path) -> str:
+    return f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder)"
+
+
+def _refuse_superfluous(path: str | Path, names: Any) -> None:
+    """Raises UserError if one of `names`, of tensors that a model does not have, is of a decoder layer."""
     # old checkpoints hold RoPE's frequencies, inv_freq, which transformers computes
-    if unused := [key for key in unused if not key.endswith(".inv_freq")]:
+    if unused := sorted(name for name in names if ".layers." in name and not name.endswith(".inv_freq")):
         raise UserError(
             f"{path} holds {len(unused)} tensors that a model of its config.json does not have, the first is "
             f"{unused[0]}: config.json was edited or is of another model; copy it again"
         )
-    return model.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _check_finite(path: str | Path, model: "PreTrainedModel") -> None:
+    """Raises UserError that names a weight with NaN or infinity."""
+    for name, tensor in model.state_dict().items():
+        if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
+            continue  # a meta tensor is offloaded to disk
+        low, high = torch.aminmax(tensor)  # both are NaN if an element is
+        if not (torch.isfinite(low) and torch.isfinite(high)):
+            narrow = ', or choose another `dtype` than "float16"' if tensor.dtype == torch.float16 else ""
+            raise UserError(
+                f"{path}: {name} must hold finite numbers, got NaN or infinity: copy the model again{narrow}"
+            )
 
 
 def has_tokenizer(path: str | Path) -> bool:
@@ -100,67 +175,107 @@ def wider_dtypes(folder: str | Path, dtype: torch.dtype) -> list[str]:
 
     The dtypes have the names of the safetensors format, as in `F32`.
     """
-    found = set()
-    for file in Path(folder).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as handle:
-            found |= {handle.get_slice(key).get_dtype() for key in handle.keys()}  # noqa: SIM118
-    known = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    return sorted(name for name in found & known.keys() if torch.promote_types(known[name], dtype) != dtype)
+    files = [file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name)]
+    found = {header.dtype for header in read_headers(files).values()}
+    return sorted(
+        name
+        for name in found & DENSE_DTYPES.keys()
+        if torch.promote_types(DENSE_DTYPES[name], dtype) != dtype
+    )
 
 
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of the model at `path`, a hub name or a folder. Raises UserError if there is none."""
+    is_a("model", path, str, Path)
     from transformers import AutoTokenizer
 
-    with _one_line(f"cannot load a tokenizer from {str(path)!r}"):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    folder = model_folder(path)
+    with _one_line(f"cannot load a tokenizer from {str(path)!r}"), _quiet_transformers():
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 @contextlib.contextmanager
-def _one_line(problem: str) -> Iterator[None]:
+def _one_line(problem: str, entries: dict[str, Any] | None = None) -> Iterator[None]:
     """Turns any exception of transformers or safetensors into a UserError of one line.
 
-    The line is `problem` and the first line of the exception. A UserError of drot's own quantizer and an
+    The line is `problem` and the message of the exception. A UserError of drot's own quantizer and an
     OutOfMemoryError pass unchanged.
+
+    entries: the entries of config.json. If one of them is the key of a KeyError, the line names it.
     """
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a faulty config.json makes transformers raise exceptions of many classes
-        lines = str(error).strip().splitlines()
-        raise UserError(f"{problem}: {lines[0] if lines else type(error).__name__}") from error
+        reason = quoted(error)
+        if isinstance(error, KeyError) and error.args:
+            named = [name for name, value in _leaves(entries or {}) if value == error.args[0]]
+            if named:
+                reason = f"config.json: {named[0]} is {error.args[0]!r}, which transformers does not have"
+        raise UserError(f"{problem}: {reason}") from error
+
+
+def _leaves(entries: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Name and value of each entry, and of each entry of its objects."""
+    for name, value in entries.items():
+        if isinstance(value, dict):
+            yield from ((f"{name}.{key}", item) for key, item in value.items())
+        else:
+            yield name, value
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silences the warnings of transformers, such as its report on tensors that do not fit.
+
+    A verbosity that the user has chosen stays.
+    """
+    from transformers.utils import logging as its_logging
+
+    before = its_logging.get_verbosity()
+    if before == logging.WARNING:  # the default
+        its_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        its_logging.set_verbosity(before)
 
 
 def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
-    """Checks the headers of safetensors `files` against the tensors of an empty model without its head.
+    """Checks the headers of safetensors `files` against an empty model of a checkpoint that drot wrote.
 
-    Raises UserError that names the file or the tensor, for a truncated file, a missing tensor, or a wrong
-    shape or dtype. transformers itself would initialise some of these tensors at random and cast others.
+    Raises UserError as `check_headers` does, and for a file that is not complete.
     """
-    found: dict[str, tuple[list[int], str]] = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as handle:
-                for key in handle.keys():  # noqa: SIM118
-                    tensor = handle.get_slice(key)
-                    found[key] = tensor.get_shape(), tensor.get_dtype()
-        except (SafetensorError, OSError) as error:
-            raise UserError(f"{file} is not a complete safetensors file ({error}): copy it again") from None
+    check_headers(model, read_headers(files), dtypes=("BF16", "F16", "F32"))
+
+
+def check_headers(
+    model: "PreTrainedModel", headers: dict[str, Header], dtypes: Sequence[str] = tuple(DENSE_DTYPES)
+) -> None:
+    """Checks `headers` against the tensors of an empty model, whose weights may be of `dtypes`.
+
+    Raises UserError that names the first tensor with another shape or dtype, with both shapes, and the first
+    that is missing. A missing tensor outside of the base model is no error: lm_head may be tied to the
+    embedding, and any other head may not be trained yet. transformers itself would initialise some of these
+    tensors at random and cast others.
+    """
+    prefix = f"{model.base_model_prefix}."
+    without_head = not any(name.startswith(prefix) for name in headers)  # a saved base model has no prefix
     for key, tensor in model.state_dict().items():
-        if not key.startswith(f"{model.base_model_prefix}."):
-            continue  # lm_head may be tied to the embedding, and any other head may not be trained yet
-        if key not in found:
+        header = headers.get(key.removeprefix(prefix) if without_head else key)
+        if header is None and not key.startswith(prefix):
+            continue
+        if header is None:
             raise UserError(f"{key} is missing from the checkpoint: convert or copy the checkpoint again")
-        shape, dtype = found[key]
-        if shape != list(tensor.shape):
+        if header.shape != list(tensor.shape):
             raise UserError(
-                f"{key} must be {list(tensor.shape)} by the model's config, got {shape}: "
-                "convert or copy the checkpoint again"
+                f"{key} must be {list(tensor.shape)} by the model's config, got {header.shape} in "
+                f"{header.file.name}: convert or copy the checkpoint again"
             )
-        kinds = ("U8",) if tensor.dtype == torch.uint8 else ("BF16", "F16", "F32")
-        if dtype not in kinds:
+        kinds = ("U8",) if tensor.dtype == torch.uint8 else tuple(dtypes)
+        if header.dtype not in kinds:
             raise UserError(
-                f"{key} must be of dtype {' or '.join(kinds)}, got {dtype}: "
+                f"{key} must be of dtype {' or '.join(kinds)}, got {header.dtype}: "
                 "convert or copy the checkpoint again"
             )

@@ -1,7 +1,11 @@
 """The manifest of a checkpoint, drot.json: the recipe, the machine, the versions and the figures."""
 
+import contextlib
+import fcntl
 import json
+import logging
 import os
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,49 +14,107 @@ from torch import Tensor, nn
 
 from drot.architectures import Architecture, layer_linears
 from drot.calibration.data import calibration_hash
+from drot.checkpoint.files import write_json
+from drot.checkpoint.integrity import DIGEST, MANIFEST, digest_fits, folder_records, with_digest
 from drot.config import PruningConfig, Recipe
 from drot.devices import dtype_name
 from drot.environment import device_name, versions
 from drot.errors import UserError
+from drot.schemas.manifest import FinetunedManifest, PrunedManifest
+from drot.schemas.reading import check_schema, read_json, shortened
 from drot.sparse.packed import dense_linears
 
-MANIFEST = "drot.json"
+logger = logging.getLogger("drot")
+
 FORMAT_VERSION = 1
-#: keys that every manifest has
-MANIFEST_KEYS = ("versions", "recipe", "calibration", "sparsity", "seconds", "layers", "base_model")
 
 
-def write_json(path: Path, data: dict[str, Any]) -> None:
-    """Writes `data` to the file `path` through a temporary file, so that `path` is never incomplete."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    os.replace(part, path)
+def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    """Writes drot.json with a digest of its own content; returns what was written, in plain JSON types.
+
+    Raises WriteError if writing fails.
+    """
+    written: dict[str, Any] = json.loads(json.dumps(with_digest(manifest)))
+    write_json(folder / MANIFEST, written)
+    return written
+
+
+def update_manifest(
+    folder: Path | str, change: Callable[[dict[str, Any]], dict[str, Any]], rewritten: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Replaces the manifest of a checkpoint by `change(manifest)` and returns it. The digest is made anew.
+
+    Programs that update the same manifest wait for each other. Raises UserError for a manifest that is broken
+    or whose digest does not fit, because a new digest would hide the damage.
+
+    folder: the checkpoint.
+    change: makes the new manifest from the old, as in `lambda old: old | {"evaluations": figures}`.
+    rewritten: names of files that the caller has written into the folder, whose hashes are recorded.
+    """
+    folder = Path(folder)
+    with _turn(folder):
+        manifest = read_manifest(folder, recipe_needed=False)
+        if not digest_fits(manifest):
+            raise UserError(f"{folder / MANIFEST} was edited or damaged: it is not updated; copy it again")
+        return _write_records(folder, change(manifest), rewritten)
+
+
+def accept_files(folder: Path | str) -> dict[str, Any]:
+    """Records the hashes of all files of a checkpoint as they are now; returns the manifest.
+
+    For a checkpoint that was changed on purpose. Raises UserError if it holds no readable manifest.
+    """
+    folder = Path(folder)
+    with _turn(folder):
+        manifest = read_manifest(folder, recipe_needed=False) | {"files": {}}
+        return _write_records(folder, manifest, None)
+
+
+def _write_records(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
+    if "files" in manifest:  # a checkpoint of an older drot has no hashes
+        manifest = manifest | {"files": manifest["files"] | folder_records(folder, names)}
+    return write_manifest(folder, manifest)
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Waits until no other program updates the manifest in `folder`, if the file system has locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        raise UserError(f"{folder} is not a readable folder: name a folder that drot prune wrote") from None
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def read_manifest(path: Path | str, *, recipe_needed: bool = True) -> dict[str, Any]:
-    """The manifest in the checkpoint folder `path`. Raises UserError if it is missing or broken.
+    """The manifest in the checkpoint folder `path`, checked by its schema (drot/schemas.py).
+
+    Raises UserError if the manifest is missing or broken.
+
+    Logs a warning if the digest of the manifest does not fit its content.
 
     recipe_needed: whether to refuse the manifest of a model that another program pruned and drot fine-tuned.
     """
     file = Path(path) / MANIFEST
-    try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except OSError:
-        raise UserError(f"{path} holds no {MANIFEST}: name a folder that drot prune wrote") from None
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise UserError(f"{file} is not valid JSON ({error}): copy the checkpoint again") from None
-    version = manifest.get("format_version") if isinstance(manifest, dict) else None
-    if version != FORMAT_VERSION:
+    if not file.exists():
+        raise UserError(f"{path} holds no {MANIFEST}: name a folder that drot prune wrote")
+    manifest = read_json(file)
+    if (version := manifest.get("format_version")) != FORMAT_VERSION:
         raise UserError(
-            f"{file} must be of format_version {FORMAT_VERSION}, got {version}: "
+            f"{file} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: "
             "use the version of drot that wrote it"
         )
-    if "recipe" not in manifest and "finetune" in manifest:
-        if recipe_needed:
-            raise UserError(f"{path} was pruned by another program and fine-tuned by drot: name its original")
-        return manifest
-    if missing := [key for key in MANIFEST_KEYS if key not in manifest]:
-        raise UserError(f"{file} lacks {', '.join(missing)}: it was edited; copy the checkpoint again")
+    elsewhere = "recipe" not in manifest and "finetune" in manifest
+    check_schema(FinetunedManifest if elsewhere else PrunedManifest, manifest, str(file))
+    if not digest_fits(manifest):
+        logger.warning("%s was edited or damaged: its content does not fit its %s", file, DIGEST)
+    if elsewhere and recipe_needed:
+        raise UserError(f"{path} was pruned by another program and fine-tuned by drot: name its original")
     return manifest
 
 

@@ -1,10 +1,11 @@
 """The finished parts of an unfinished run, with which `resume=True` continues an interrupted run."""
 
+import contextlib
 import json
 import logging
-import os
 import shutil
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from drot.checkpoint.manifest import write_json
+from drot.checkpoint.files import new_file, write_json, writing
+from drot.checkpoint.integrity import DIGEST, damage, digest_fits, file_record, tensors_digest, with_digest
 from drot.errors import UserError
 
 logger = logging.getLogger("drot")
+
+#: the identity of the run, in the folder of its parts
+IDENTITY = "run.json"
+#: part -> the hashes of its file and of its tensors
+JOURNAL = "parts.json"
+LAYER = "layer_"
 
 
 def partial_folder(out: Path) -> Path:
@@ -24,64 +32,164 @@ def partial_folder(out: Path) -> Path:
 
 
 def check_unfinished(out: Path, *, resume: bool) -> None:
-    """Raises UserError if there is an unfinished run to `out` and `resume` is False.
+    """Raises UserError if there is an unfinished run to `out` that is not, or cannot be, resumed.
 
     Logs a warning if `resume` is True and there is no unfinished run.
     """
     folder = partial_folder(out)
-    if folder.exists() and not resume:
+    unfinished = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if unfinished and not resume:
         raise UserError(f"{folder} holds an unfinished run: continue it with `resume=True` or remove it")
-    if resume and not folder.exists():
-        logger.warning("%s does not exist: nothing to resume, the run starts at the first layer", folder)
+    if resume and not unfinished:
+        logger.warning("%s holds no unfinished run: the run starts at the first layer", folder)
+    _read_identity(folder)
+
+
+def _read_identity(folder: Path) -> dict[str, Any] | None:
+    """The identity of the unfinished run in `folder`; None if there is no unfinished run.
+
+    Raises UserError if run.json is damaged, or lost while there are parts.
+    """
+    if not (folder / IDENTITY).exists():
+        if (folder / JOURNAL).exists() or any(folder.glob("*.safetensors")):
+            raise UserError(
+                f"cannot resume {folder}: its {IDENTITY} is missing, which says to which run the parts "
+                "belong; copy it back or remove the folder"
+            )
+        return None
+    identity = read_journal(folder / IDENTITY)
+    if identity is None:
+        raise UserError(
+            f"cannot resume {folder}: its {IDENTITY} is broken; copy it back or remove the folder"
+        )
+    return identity
+
+
+def read_journal(file: Path) -> dict[str, Any] | None:
+    """The content of run.json or parts.json without its digest; None if it is missing or damaged."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(data, dict) or DIGEST not in data or not digest_fits(data):
+        return None
+    return {key: value for key, value in data.items() if key != DIGEST}
+
+
+def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str) -> str:
+    """Names each field that differs in two identities, with both values; empty if no field differs.
+
+    where: what `before` belongs to, as in 'the unfinished run'.
+    """
+    old, new = dict(_fields(before)), dict(_fields(json.loads(json.dumps(now))))
+    missing = object()
+    changed = [key for key in {**old, **new} if old.get(key, missing) != new.get(key, missing)]
+    return ", ".join(
+        f"{key.removeprefix('recipe.')}: {_shown(old, key)} in {where}, {_shown(new, key)} now"
+        for key in changed
+    )
+
+
+def _fields(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, dict):
+            yield from _fields(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def _shown(fields: dict[str, Any], key: str) -> str:
+    return str(fields[key]) if key in fields else "no value"
 
 
 class RunState:
     """The finished parts of a run, which are saved in `<out>.partial` so that the run survives a crash.
 
     A part, such as a pruned layer, is one safetensors file with its tensors, and its record in the metadata.
-    The folder is created with the first part; its run.json holds `identity`, the settings of the run. Raises
-    UserError if the folder belongs to a run with another `identity`.
+    The folder is created with the first part; its run.json holds `identity`, the settings of the run, and
+    its parts.json the hashes of the parts. Raises UserError if the folder belongs to a run with another
+    `identity`.
+
+    A part that does not fit its hashes is not used: `load` says so and the run computes the part again.
+    The parts after it are kept if the new tensors are equal to the lost ones, which is so on the same machine
+    with the same number of threads; otherwise they are dropped and computed again too.
     """
 
     def __init__(self, out: Path, identity: dict[str, Any]) -> None:
         self.folder = partial_folder(out)
+        self.identity = identity
         self._lock = threading.Lock()
-        self.identity = json.loads(json.dumps(identity))  # with lists for tuples, as run.json will have
-        run = self.folder / "run.json"
-        if not run.exists():
+        self._parts: dict[str, Any] = {}
+        before = _read_identity(self.folder)
+        if before is None:
             return
-        try:
-            before = json.loads(run.read_text(encoding="utf-8"))
-        except ValueError:
+        if changed := identity_differences(before, identity, "the unfinished run"):
             raise UserError(
-                f"cannot resume {self.folder}: its run.json is broken; remove the folder"
-            ) from None
-        changed = [key for key in self.identity if before.get(key) != self.identity[key]]
-        if changed:
-            raise UserError(
-                f"cannot resume {self.folder}: {', '.join(changed)} of this run differ from those of the "
-                "unfinished run; repeat its settings or remove the folder"
+                f"cannot resume {self.folder}: {changed}; repeat the settings of the unfinished run or "
+                "remove the folder"
             )
+        for temporary in self.folder.glob("*.part"):  # of a process that was killed while it wrote
+            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink()
+        parts = read_journal(self.folder / JOURNAL)
+        if parts is None and any(self.folder.glob("*.safetensors")):
+            logger.warning(
+                "%s is missing or damaged: the parts of the unfinished run cannot be checked and are "
+                "computed again", self.folder / JOURNAL,
+            )  # fmt: skip
+        self._parts = parts or {}
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
-        """Writes the part `name` through a temporary file. Several threads may call it at the same time."""
-        with self._lock:
-            if not (self.folder / "run.json").exists():
-                self.folder.mkdir(exist_ok=True)
-                write_json(self.folder / "run.json", self.identity)
+        """Writes the part `name`. Several threads may call it at the same time.
+
+        Raises WriteError if writing fails; the parts before it are kept.
+        """
+        self._begin()
         file = self._file(name)
-        part = file.with_suffix(".part")
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(contiguous, part, metadata={"record": json.dumps(record)})
-        os.replace(part, file)
+        with new_file(file) as part:
+            save_file(contiguous, part, metadata={"record": json.dumps(record)})
+        entry = {**file_record(file), "tensors": tensors_digest(contiguous)}
+        with self._lock:
+            parts = self._parts | {name: entry}
+            if name in self._parts and self._parts[name]["tensors"] != entry["tensors"]:
+                later = [other for other in self._parts if _depends(other, name)]
+                parts = {other: parts[other] for other in parts if other not in later}
+                if later:
+                    logger.warning(
+                        "%s was computed again with another result, as on another machine: %s, which came "
+                        "after it, are computed again too", name, ", ".join(later),
+                    )  # fmt: skip
+            write_json(self.folder / JOURNAL, with_digest(parts))
+            self._parts = parts
+
+    def _begin(self) -> None:
+        """Creates the folder and run.json before the first part."""
+        with self._lock:
+            if (self.folder / IDENTITY).exists():
+                return
+            with writing(self.folder):
+                self.folder.mkdir(exist_ok=True)
+            try:
+                write_json(self.folder / IDENTITY, with_digest(self.identity))
+            except BaseException:
+                with contextlib.suppress(OSError):
+                    self.folder.rmdir()
+                raise
 
     def load(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """The tensors and the record of the part `name`; None if it is not finished yet."""
-        file = self._file(name)
-        if not file.exists():
+        """The tensors and the record of the part `name`; None if it is not finished yet.
+
+        Logs a warning and returns None if the part does not fit its hashes.
+        """
+        file, entry = self._file(name), self._parts.get(name)
+        if entry is None:
+            return None  # a file without an entry was cut off between the writing of the two
+        problem = damage(file, {"sha256": entry["sha256"], "bytes": entry["bytes"]})
+        if problem is not None:
+            logger.warning("%s %s: it is computed again", file, problem)
             return None
         with safe_open(file, framework="pt") as handle:
             tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
@@ -90,3 +198,8 @@ class RunState:
     def discard(self) -> None:
         """Deletes the folder. Called after the checkpoint was written."""
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _depends(part: str, earlier: str) -> bool:
+    """Whether `part` was computed from `earlier`: a layer needs all rotations and all layers before it."""
+    return part.startswith(LAYER) and (not earlier.startswith(LAYER) or earlier < part)

@@ -10,6 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from drot.architectures import HeadShape
+from drot.checkpoint.files import new_file
+from drot.checkpoint.integrity import DIGEST, json_digest, tensors_digest
 from drot.errors import UserError
 from drot.rotation.retraction import orthogonality_error, reorthogonalize
 from drot.surgery.rotate import LayerRotation
@@ -33,24 +35,28 @@ def rotations_from(tensors: dict[str, Tensor], layers: int) -> list[LayerRotatio
 
 
 def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str, Any]) -> None:
-    """Writes the rotations of all layers in fp32.
+    """Writes the rotations of all layers in fp32. Raises WriteError if writing fails.
 
-    record: the recipe, the model and the calibration, which are stored in the file's metadata.
+    record: the recipe, the model and the calibration, which are stored in the file's metadata with the digest
+        of the tensors and of the record.
     """
-    part = path.with_name(path.name + ".part")
+    tensors = rotation_tensors(rotations, torch.float32)
+    # one key only: safetensors writes several keys in a random order, and equal runs write equal files
+    metadata = {"record": json.dumps(record | {DIGEST: _digest(tensors, record)})}
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_file(rotation_tensors(rotations, torch.float32), part, metadata={"record": json.dumps(record)})
-    part.replace(path)
+    with new_file(path) as part:
+        save_file(tensors, part, metadata=metadata)
 
 
-def load_rotations(
-    path: Path, *, layers: int, hidden_size: int, shape: HeadShape
-) -> tuple[list[LayerRotation], dict[str, Any]]:
-    """The rotations of each layer and the record that was saved with them.
+def _digest(tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
+    return json_digest([tensors_digest(tensors), record])
 
-    The matrices are fp64, and orthogonalised again, because the file has them in fp32. Raises UserError if
-    the file is missing or broken, has another shape than this model, or holds a matrix that is not
-    orthogonal.
+
+def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors and the record of a rotation file, as they are in the file.
+
+    Raises UserError if the file is missing or broken, or does not fit its digest. Files of an older drot have
+    no digest.
     """
     try:
         with safe_open(path, framework="pt") as handle:
@@ -60,6 +66,26 @@ def load_rotations(
         raise UserError(f"there is no rotation file {path}: write one with `save_rotations_to`") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise UserError(f"{path} is not a readable safetensors file ({error}): copy it again") from None
+    if not isinstance(record, dict):
+        raise UserError(
+            f"{path}: its record must be a JSON object, got {type(record).__name__}: copy it again"
+        )
+    digest = record.pop(DIGEST, None)
+    if digest is not None and digest != _digest(tensors, record):
+        raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
+    return tensors, record
+
+
+def load_rotations(
+    path: Path, *, layers: int, hidden_size: int, shape: HeadShape
+) -> tuple[list[LayerRotation], dict[str, Any]]:
+    """The rotations of each layer and the record that was saved with them.
+
+    The matrices are fp64, and orthogonalised again, because the file has them in fp32. Raises UserError if
+    the file is missing, broken or damaged, has another shape than this model, or holds a matrix that is not
+    orthogonal.
+    """
+    tensors, record = read_rotations(path)
     expected = {}
     for index in range(layers):
         expected[f"layers.{index}.r1"] = [hidden_size, hidden_size]

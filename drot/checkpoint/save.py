@@ -2,20 +2,28 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError
-
-from drot.checkpoint.manifest import MANIFEST, write_json
+from drot.checkpoint.card import save_card
+from drot.checkpoint.files import finish_folder, sync, writing
+from drot.checkpoint.integrity import folder_records
+from drot.checkpoint.manifest import write_manifest
 from drot.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+#: Bytes of the longest name of a file or folder to write. File systems allow 255, and the longest suffix,
+#: that of the temporary folder of tempfile, takes 14.
+LONGEST_NAME = 240
+
+
 def check_output(out: Path) -> None:
-    """Raises UserError if `out` holds files already, or if nothing can be written to its parent folder."""
+    """Raises UserError if `out` holds files already, and as `check_writable` does."""
+    check_writable(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out} exists and is not an empty folder: name another `out` or remove it")
     if out.is_symlink() or os.path.ismount(out):  # save_checkpoint could not rename a folder to it
@@ -24,11 +32,23 @@ def check_output(out: Path) -> None:
         raise UserError(
             f"`out` must not be the current folder, got {out}: name a folder inside it ({out}/NAME)"
         )
-    check_writable(out)
+
+
+def check_name(file: Path) -> None:
+    """Raises UserError if the name of a file or folder to write is too long."""
+    if (length := len(os.fsencode(file.name))) > LONGEST_NAME:
+        raise UserError(
+            f"cannot write {file.name[:20]}...: a name must have at most {LONGEST_NAME} bytes, got {length}: "
+            "shorten it"
+        )
 
 
 def check_writable(file: Path) -> None:
-    """Creates the parent folder of `file`. Raises UserError if nothing can be written there."""
+    """Creates the parent folder of a file or folder to write.
+
+    Raises UserError if nothing can be written there, and as `check_name` does.
+    """
+    check_name(file)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=file.parent):
@@ -37,24 +57,46 @@ def check_writable(file: Path) -> None:
         raise UserError(f"cannot write {file}: {error.strerror}: {file.parent}") from None
 
 
-def save_checkpoint(model: "PreTrainedModel", tokenizer: Any, manifest: dict[str, Any], out: Path) -> None:
+def save_checkpoint(
+    model: "PreTrainedModel",
+    tokenizer: Any,
+    manifest: dict[str, Any],
+    out: Path,
+    *,
+    scratch: Path | None = None,
+    write_more: Callable[[Path], None] | None = None,
+) -> dict[str, Any]:
     """Writes the model, the tokenizer and the manifest to a temporary folder and renames it to `out`.
 
-    So `out` is complete if it exists. A tokenizer of None and an empty manifest are not written. Raises
-    UserError if writing fails, as on a full disk.
+    So `out` is complete if it exists. Returns the manifest with the hashes of all files, as it was written;
+    {} for an empty manifest, which is not written. Raises WriteError if writing fails, as on a full disk.
+
+    Args:
+        model: the model.
+        tokenizer: the tokenizer; None writes no tokenizer.
+        manifest: the manifest; {} writes no manifest.
+        out: the folder, which must be new or empty.
+        scratch: an existing folder on the same file system for the temporary folder, which a killed process
+            leaves behind; None is the parent of `out`.
+        write_more: writes further files into the folder that it is called with.
     """
-    try:
-        with tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".", suffix=".part") as beside:
-            # renamed to `out`: unlike the temporary folder around it, it has the permissions of the umask
-            part = Path(beside) / out.name
-            part.mkdir()
-            model.save_pretrained(part)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(part)
-            if manifest:
-                write_json(part / MANIFEST, manifest)
-            if out.exists():
-                out.rmdir()  # check_output made sure that it is empty
-            os.replace(part, out)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot write {out}: {error}") from error
+    beside = {"dir": out.parent, "prefix": out.name + "."} if scratch is None else {"dir": scratch}
+    with writing(out), tempfile.TemporaryDirectory(suffix=".part", **beside) as temporary:
+        # renamed to `out`: unlike the temporary folder around it, it has the permissions of the umask
+        part = Path(temporary) / out.name
+        part.mkdir()
+        model.save_pretrained(part)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
+        if write_more is not None:
+            write_more(part)
+        written = {}
+        if manifest:
+            save_card(part, manifest)
+            written = write_manifest(part, manifest | {"files": folder_records(part)})
+        finish_folder(part)
+        if out.exists():
+            out.rmdir()  # check_output made sure that it is empty
+        os.replace(part, out)
+        sync(out.parent)
+    return written

@@ -1,8 +1,8 @@
 """The command `drot`: its subcommands, its exit status, and its error messages of one line.
 
 Defaults come from drot/config. Results go to stdout, progress and errors to stderr. The exit status is 0
-for success, 1 for a fault of drot (--debug shows the traceback), 2 for a mistake of the user, and 130 after
-Ctrl-C.
+for success, 1 for a fault of drot (--debug shows the traceback) or a model without a finite loss, 2 for a
+mistake of the user, and 130 after Ctrl-C.
 """
 
 import re
@@ -12,19 +12,23 @@ from typing import Annotated
 
 import typer
 
-from drot.cli import bench, convert, demo, evaluate, finetune, info, prune
-from drot.cli.options import FLAG
-from drot.errors import UserError
+from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune, report
+from drot.cli.options import Command, Group, Interrupted
+from drot.cli.safe_text import safe_log_messages, visible
+from drot.errors import BrokenModelError, UserError
 from drot.version import __version__
 
-app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command(epilog=prune.EPILOG)(prune.prune)
-app.command(epilog=finetune.EPILOG)(finetune.finetune)
-app.command(name="eval", epilog=evaluate.EPILOG)(evaluate.evaluate)
-app.command(epilog=convert.EPILOG)(convert.convert)
-app.command(epilog=bench.EPILOG)(bench.bench)
-app.command(epilog=info.EPILOG)(info.info)
-app.command(epilog=demo.EPILOG)(demo.demo)
+app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
+app.command(cls=Command, epilog=prune.EPILOG)(prune.prune)
+app.command(cls=Command, epilog=finetune.EPILOG)(finetune.finetune)
+app.command(name="eval", cls=Command, epilog=evaluate.EPILOG)(evaluate.evaluate)
+app.command(cls=Command, epilog=report.EPILOG)(report.report)
+app.command(cls=Command, epilog=convert.EPILOG)(convert.convert)
+app.command(cls=Command, epilog=artifact.EXPORT_EPILOG)(artifact.export)
+app.command(cls=Command, epilog=artifact.APPLY_EPILOG)(artifact.apply)
+app.command(cls=Command, epilog=bench.EPILOG)(bench.bench)
+app.command(cls=Command, epilog=info.EPILOG)(info.info)
+app.command(cls=Command, epilog=demo.EPILOG)(demo.demo)
 
 #: exit status after Ctrl-C
 INTERRUPTED = 130
@@ -51,14 +55,10 @@ def show_version(given: bool) -> None:
 
 @app.callback(epilog="Example: drot demo")
 def drot(
-    debug: Annotated[
-        bool, typer.Option("--debug", metavar=FLAG, help="Show the traceback if an error occurs.")
-    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback if an error occurs.")] = False,
     version: Annotated[
         bool,
-        typer.Option(
-            "--version", metavar=FLAG, help="Show the version and exit.", callback=show_version, is_eager=True
-        ),
+        typer.Option("--version", help="Show the version and exit.", callback=show_version, is_eager=True),
     ] = False,
 ) -> None:
     """Rotate a language model so that pruning hurts it less, and prune it."""
@@ -70,14 +70,18 @@ def run(arguments: list[str]) -> int:
     debug = "--debug" in arguments
     arguments = [a for a in arguments if a != "--debug"] or ["--help"]
     try:
-        status = app(arguments, prog_name="drot", standalone_mode=False) or 0
+        with safe_log_messages():
+            status = app(arguments, prog_name="drot", standalone_mode=False) or 0
+    except Interrupted as stop:
+        print(f"drot: interrupted: {visible(str(stop))}", file=sys.stderr)
+        return INTERRUPTED
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
     except Exception as error:
         status, message = describe(error, debug, command=next(iter(arguments)))
         if debug:
-            traceback.print_exc()
-        print(f"drot: {' '.join(message.split())}", file=sys.stderr)
+            print("\n".join(map(visible, traceback.format_exc().splitlines())), file=sys.stderr)
+        print(f"drot: {visible(' '.join(message.split()))}", file=sys.stderr)
         return status
     if status == INTERRUPTED:
         print("drot: interrupted", file=sys.stderr)
@@ -88,6 +92,8 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     """The exit status and the message of an exception in a command."""
     if isinstance(error, UserError):
         return 2, in_options(str(error), command)
+    if isinstance(error, BrokenModelError):
+        return 1, in_options(str(error), command)
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:

@@ -47,12 +47,19 @@ def bench(
             "Without --tokens and --batch: 1 to 32 sequences.",
         ),
     ] = None,
-    repeats: Annotated[int, option(CASES, "Repetitions of each case. The table shows the median.")] = 10,
+    repeats: Annotated[
+        int,
+        option(
+            CASES,
+            "Repetitions of each case. The table shows the median, and below 3 repetitions no verdict.",
+        ),
+    ] = 10,
     minutes: Annotated[
         float | None,
         option(
             CASES,
-            "Leave out the cases that would end later than this. Default: 3 on a CPU, no limit on a GPU.",
+            "Leave out the cases that would end later than this after the start. Making or loading the "
+            "weights counts. Default: 3 on a CPU, no limit on a GPU.",
         ),
     ] = None,
     device: Device = "auto",
@@ -117,7 +124,8 @@ def print_speed(data: dict[str, Any]) -> None:
             "" if row["speedup"] is None else f"{row['speedup']:.2f} x, {row['verdict']}",
             end_section=row["variant"] == variants[-1],
         )
-    output().print(table)
+    if data["rows"]:
+        output().print(table)
     if data["left_out"]:
         print_line(
             "Left out to end in time (allow more --minutes, or fewer or smaller --tokens, --batch or "

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import print_line
+from drot.cli.tables import print_line, saved_line
 from drot.config import WeightFormat
 
 EPILOG = "Example: drot convert llama-2of4-dense --out llama-2of4-packed --format packed"
@@ -35,10 +35,17 @@ def convert(
 ) -> None:
     """Copy MODEL to a new folder with its 2:4 weights packed, or with its packed weights dense."""
     from drot.checkpoint.convert import convert_checkpoint
+    from drot.checkpoint.size import weight_bytes
 
     with stdout_for_the_result():
         manifest = convert_checkpoint(model, out, format)
     if as_json:
-        print_json({"out": str(out), **manifest})
+        print_json(
+            {
+                "out": str(out),
+                "weight_bytes": {"before": weight_bytes(model), "after": weight_bytes(out)},
+                **manifest,
+            }
+        )
     else:
-        print_line(f"Saved to {out}")
+        print_line(saved_line(model, out))

@@ -27,14 +27,20 @@ def demo(
     """Prune a small model that comes with drot to 2:4, with and without DenoiseRotator, and compare."""
     from drot.cli.progress_bars import progress_bar
     from drot.demo.demo import run_demo
+    from drot.report.drawing import PACKAGE
 
     with stdout_for_the_result(), progress_bar() as progress:
         result = run_demo(out, progress=progress)
     if as_json:
-        print_json(dataclasses.asdict(result) | {"out": str(out)})
+        report = None if result.report is None else str(result.report)
+        print_json(dataclasses.asdict(result) | {"out": str(out), "report": report})
     else:
         print_demo(result)
         print_line(f"Saved to {out}")
+        if result.report is None:
+            print_line(f"The report is left out: it needs matplotlib (pip install '{PACKAGE}')")
+        else:
+            print_line(f"Open {result.report} for charts of the run")
     if not result.rotation_helped:
         raise typer.Exit(1)
 
@@ -57,4 +63,4 @@ def print_demo(result: "DemoResult") -> None:
         )
     console = output()
     console.print(table)
-    console.print(result.sentence, markup=False)
+    console.print(result.sentence)

@@ -12,11 +12,13 @@ NOT_TRAINING = ("mode", "blocks", "boundary")
 #: fields of RotationConfig that only the training reads
 TRAINING = tuple(f.name for f in dataclasses.fields(RotationConfig) if f.name not in NOT_TRAINING)
 
+Condition = tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]]
+
 #: Conditions under which options have no effect: the condition in words; a function of the recipe, and of
 #: whether --rotations was given, that tests it; and the fields of the options without effect.
 #: An option without effect is a mistake on a command line. Recipe itself accepts it, because a program may
 #: vary one setting of a recipe and leave the others as they are.
-WITHOUT_EFFECT: tuple[tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]], ...] = (
+WITHOUT_EFFECT: tuple[Condition, ...] = (
     (
         "--rotation none",
         lambda recipe, given: recipe.rotation.mode == "none",
@@ -55,19 +57,29 @@ WITHOUT_EFFECT: tuple[tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]
     ),
     ("a .txt file", lambda recipe, given: recipe.calibration.source.endswith(".txt"), ("text_column",)),
 )
+#: as in WITHOUT_EFFECT, for a run that prunes
+NO_TEXT: Condition = (
+    "--method magnitude --rotation none, which reads a text only if --calibration names one",
+    lambda recipe, given: not recipe.reads_calibration,
+    ("nsamples", "seqlen", "seed", "text_column"),
+)
 
 
-def check_effects(recipe: Recipe, **files: Path | None) -> None:
-    """Raises UserError that names the options that differ from their defaults but have no effect.
+def check_effects(recipe: Recipe, start: Recipe, *, measures: bool = False, **files: Path | None) -> None:
+    """Raises UserError that names the options that changed a field of the recipe but have no effect.
 
+    recipe: the recipe with the options of the command line.
+    start: the recipe without them: the defaults, or the recipe of a file.
+    measures: whether --sensitivity was given, which reads calibration text with every recipe.
     files: the options `rotations` and `save_rotations_to`, which are not part of the recipe.
     """
     changed = {name for name, file in files.items() if file is not None}
-    for part in (recipe.rotation, recipe.pruning, recipe.recovery, recipe.calibration):
-        default = type(part)()
+    for section in dataclasses.fields(recipe):
+        part, before = getattr(recipe, section.name), getattr(start, section.name)
         fields = (field.name for field in dataclasses.fields(part))
-        changed |= {name for name in fields if getattr(part, name) != getattr(default, name)}
-    for condition, applies, fields_without_effect in WITHOUT_EFFECT:
+        changed |= {name for name in fields if getattr(part, name) != getattr(before, name)}
+    table = WITHOUT_EFFECT if measures else (*WITHOUT_EFFECT, NO_TEXT)
+    for condition, applies, fields_without_effect in table:
         idle = [name for name in fields_without_effect if name in changed]
         if idle and applies(recipe, files["rotations"] is not None):
             verb = "have" if len(idle) > 1 else "has"

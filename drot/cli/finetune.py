@@ -6,9 +6,10 @@ from typing import Annotated
 import typer
 
 from drot.cli.options import (
-    FLAG,
     OUTPUT,
     RUN,
+    SEQLEN_DEFAULT,
+    SOURCES,
     TEXT_COLUMN,
     Json,
     option,
@@ -40,7 +41,6 @@ def finetune(
             "Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. Takes "
             "16 bytes of memory a weight, and more for the activations.",
             "--full",
-            metavar=FLAG,
         ),
     ] = DEFAULT.full,
     rank: Annotated[int, option(TRAINING, "LoRA's rank r.")] = DEFAULT.rank,
@@ -77,22 +77,22 @@ def finetune(
             TRAINING,
             "Compute activations again in the backward pass: less memory, more time.",
             "--gradient-checkpointing",
-            metavar=FLAG,
         ),
     ] = DEFAULT.gradient_checkpointing,
     text: Annotated[
         str,
         option(
             TEXT,
-            "Text to train on: c4 or wikitext2, which are downloaded, or a .txt, .json, .jsonl or .parquet "
-            "file.",
-            metavar="[c4|wikitext2|PATH]",
+            f"Text to train on: {SOURCES}",
+            metavar="[c4|ORG/NAME|PATH]",
         ),
     ] = DEFAULT.text.source,
     nsamples: Annotated[int, option(TEXT, "Number of sequences to cut from the text.")] = (
         DEFAULT.text.nsamples
     ),
-    seqlen: Annotated[int, option(TEXT, "Tokens in a sequence.")] = DEFAULT.text.seqlen,
+    seqlen: Annotated[
+        int | None, option(TEXT, f"Tokens in a sequence. {SEQLEN_DEFAULT}")
+    ] = DEFAULT.text.seqlen,
     seed: Annotated[
         int,
         option(TEXT, "Random seed of the positions at which sequences are cut, and of the training."),
@@ -114,7 +114,6 @@ def finetune(
             "Write LoRA's matrices as an adapter that peft opens on top of DIR, instead of a model with the "
             "zeros of DIR. DIR must not be packed.",
             "--keep-adapter",
-            metavar=FLAG,
         ),
     ] = DEFAULT.keep_adapter,
     as_json: Json = False,

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from drot.cli.options import Json, print_json
-from drot.cli.tables import output, print_manifest
+from drot.cli.options import OUTPUT, Json, option, print_json
+from drot.cli.tables import output, print_line, print_manifest
+from drot.config.checks import path_exists
 from drot.errors import UserError
 
 EPILOG = "Example: drot info llama-2of4"
@@ -17,9 +18,28 @@ def info(
     folder: Annotated[
         Path | None, typer.Argument(metavar="FOLDER", help="A checkpoint that drot wrote.")
     ] = None,
+    verify: Annotated[
+        bool,
+        option(
+            OUTPUT,
+            "Compare the files of FOLDER with their SHA-256, which drot recorded, and name each file that "
+            "differs. FOLDER may also be the .partial folder of an unfinished run.",
+            "--verify",
+        ),
+    ] = False,
+    accept: Annotated[
+        bool,
+        option(
+            OUTPUT,
+            "Record the files of FOLDER as they are now. For a checkpoint that you have changed on purpose.",
+            "--accept",
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Show the versions, backends and GPUs of this machine; or, with FOLDER, how that model was made."""
+    if folder is None and (verify or accept):
+        raise UserError(f"{'`verify`' if verify else '`accept`'} needs FOLDER: name a folder that drot wrote")
     if folder is None:
         from drot.environment import collect
 
@@ -31,19 +51,48 @@ def info(
         return
     from drot.checkpoint.manifest import read_manifest
 
-    if not folder.is_dir():
-        reason = "is a file" if folder.exists() else "does not exist"
+    if not path_exists(folder) or not folder.is_dir():
+        reason = "is a file" if path_exists(folder) else "does not exist"
         raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
+    if accept:
+        _accept(folder)
+    if verify:
+        _verify(folder, as_json)
+    if verify or accept:
+        return
     data = read_manifest(folder, recipe_needed=False)
     if as_json:
         print_json(data)
         return
-    try:
-        print_manifest(data)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
+    print_manifest(data)
+
+
+def _verify(folder: Path, as_json: bool) -> None:
+    """Prints a line for each file that is not as drot wrote it. Raises UserError if a file is damaged."""
+    from drot.checkpoint.verify import verify_folder
+
+    found = verify_folder(folder)
+    if as_json:
+        print_json({"files": found.files, "damaged": found.damaged, "unknown": found.unknown})
+    else:
+        for name, problem in sorted(found.damaged.items()):
+            print_line(f"{name} {problem}")
+        for name in found.unknown:
+            print_line(f"{name} was not written by drot, and no model is loaded from it")
+    if found.damaged:
         raise UserError(
-            f"{folder}/drot.json does not hold what drot wrote ({error!r}): it was edited; copy it again"
-        ) from error
+            f"{len(found.damaged)} of {len(found.files)} files in {folder} are not as drot wrote them: copy "
+            "them again"
+        )
+    if not as_json:
+        print_line(f"{len(found.files)} files in {folder} are as drot wrote them")
+
+
+def _accept(folder: Path) -> None:
+    from drot.checkpoint.manifest import accept_files
+
+    manifest = accept_files(folder)
+    print_line(f"{len(manifest['files'])} files in {folder} are recorded as they are now")
 
 
 def print_environment(data: dict[str, Any]) -> None:

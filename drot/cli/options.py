@@ -8,14 +8,43 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
+from drot.config import SEQLEN
 from drot.devices import DTYPES
 
 #: panels of `--help`
 ROTATION, PRUNING, RECOVERY = "Rotation", "Pruning", "Recovery"
 CALIBRATION, OUTPUT, RUN = "Calibration", "Output", "Run"
-#: metavar of an option without a value, for which `--help` then shows no value
-FLAG = " "
+
+
+class Command(TyperCommand):
+    """A command whose `--help` shows no value beside an option that takes none, such as --resume.
+
+    typer itself would show `--resume <bool>`.
+    """
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_flag_values(super().get_params(ctx))
+
+
+class Group(TyperGroup):
+    """The command `drot` itself, which shows its options as a Command does."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_flag_values(super().get_params(ctx))
+
+
+class Interrupted(Exception):
+    """Ctrl-C in a command that can tell the user how to go on. The message says so in one line."""
+
+
+def without_flag_values(params: list[Any]) -> list[Any]:
+    """`params`, in which the metavar of every option without a value is blank."""
+    for param in params:
+        if getattr(param, "is_flag", False):
+            param.metavar = " "
+    return params
 
 
 def option(panel: str, help: str, *names: str, choices: Sequence[str] = (), **settings: Any) -> Any:
@@ -40,7 +69,6 @@ Json = Annotated[
         OUTPUT,
         "Print the result as one JSON object on stdout. Infinity and NaN become null.",
         "--json",
-        metavar=FLAG,
     ),
 ]
 Device = Annotated[
@@ -56,7 +84,19 @@ Dtype = Annotated[
     str,
     option(RUN, "Dtype of the weights. auto is the dtype of the checkpoint.", choices=["auto", *DTYPES]),
 ]
-TEXT_COLUMN = "The column that holds the text in .json, .jsonl and .parquet files."
+TEXT_COLUMN = (
+    "The column that holds the text, or chats as lists of role and content, in .json, .jsonl and .parquet "
+    "files and in datasets on the hub. Without a column text, it is messages."
+)
+#: the sources of a text, for the help of --calibration and --text
+SOURCES = (
+    "c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is "
+    "read only as far as needed; or a .txt, .json, .jsonl or .parquet file."
+)
+SEQLEN_DEFAULT = f"Default: {SEQLEN}, or what the model reads if that is less."
+COMPUTE_DTYPE = (
+    "Dtype of the computation. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU."
+)
 
 
 @contextlib.contextmanager
@@ -69,7 +109,7 @@ def stdout_for_the_result() -> Iterator[None]:
         yield
 
 
-def print_json(data: dict[str, Any]) -> None:
+def print_json(data: dict[str, Any] | list[dict[str, Any]]) -> None:
     """Prints `data` as standard JSON, which has no Infinity and no NaN: they become null."""
     print(json.dumps(_finite(data), allow_nan=False))
 

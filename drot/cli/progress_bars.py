@@ -5,15 +5,34 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
+from drot.cli.safe_text import SafeConsole
 from drot.progress import Progress as ProgressCallback
 from drot.progress import ProgressEvent
 
 #: the share of a layer's part of the bar that belongs to its training; the rest belongs to its pruning
 TRAINING_SHARE = 0.9
+#: phase of a ProgressEvent → what is happening, in words
+PHASES = {
+    "read": "reading",
+    "tokenize": "tokenising",
+    "load": "loading",
+    "check": "checking",
+    "calibrate": "calibrating",
+    "rotate": "rotating",
+    "prune": "pruning",
+    "recover": "recovering",
+    "sensitivity": "measuring",
+    "finetune": "fine-tuning",
+    "evaluate": "evaluating",
+    "measure": "measuring",
+    "save": "saving",
+}
 
 
 @contextlib.contextmanager
@@ -23,7 +42,7 @@ def progress_bar(*, shared: bool = False, label: str = "loss") -> Iterator[Progr
     shared: whether all layers have one training, as with `mode="shared"`.
     label: the name of the training's loss, such as `entropy`.
     """
-    console = Console(stderr=True, highlight=False)
+    console = SafeConsole(stderr=True)
     if not console.is_terminal:
         lines = LineProgress(console, shared=shared, label=label)
         yield lines
@@ -35,10 +54,25 @@ def progress_bar(*, shared: bool = False, label: str = "loss") -> Iterator[Progr
         TextColumn("{task.fields[detail]}"),
         TimeElapsedColumn(),
         TextColumn("left"),
-        TimeRemainingColumn(),
+        TimeLeftColumn(),
     )
     with Progress(*columns, console=console, transient=True) as bars:
         yield BarProgress(bars, shared=shared, label=label)
+
+
+class TimeLeftColumn(ProgressColumn):
+    """The estimated time left of the bar's pass; - while it is not known, and when the pass has ended."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        left = None if task.finished else task.time_remaining
+        return Text("-" if left is None else str(timedelta(seconds=math.ceil(left))))
+
+
+def layer_name(event: ProgressEvent) -> str:
+    """The layer of an event: its number, as in the names of tensors, and its place, which counts from 1."""
+    return f"layer {event.layer} ({event.layer + 1} of {event.layers})"
 
 
 class BarProgress:
@@ -52,21 +86,26 @@ class BarProgress:
     def __call__(self, event: ProgressEvent) -> None:
         completed, total, detail = self._position(event)
         if completed < self.completed or total != self.total:  # another pass
-            self.bars.reset(self.task, total=total or None)
-        self.bars.update(self.task, completed=completed, description=event.phase, detail=detail)
+            self.bars.remove_task(self.task)
+            self.task = self.bars.add_task("", total=total or None, detail="")
+        self.bars.update(self.task, completed=completed, description=PHASES[event.phase], detail=detail)
         self.completed, self.total, self.layer = completed, total, event.layer
 
     def _position(self, event: ProgressEvent) -> tuple[float, float, str]:
         """The completed part of the bar, the total, and the text beside the bar."""
         share = event.step / event.steps if event.steps else 0.0
         loss = "" if event.loss is None else f"  {self.label} {event.loss:.4g}"
+        if event.phase in ("read", "tokenize"):
+            return _position_in_text(event)
         if event.phase == "evaluate":
             return event.step, event.steps, f"window {event.step}/{event.steps}"
         if event.phase == "measure":
             return event.step, event.steps, f"case {event.step}/{event.steps}"
+        if event.phase == "draw":
+            return event.step, event.steps, f"linear {event.step}/{event.steps}"
         if event.phase == "finetune" or (event.phase == "rotate" and self.shared):
             return event.step, event.steps, f"step {event.step}/{event.steps}{loss}"
-        layer = f"layer {event.layer + 1}/{event.layers}" if event.layers else ""
+        layer = layer_name(event) if event.layers else ""
         reached = self.completed if self.total == event.layers else 0.0
         if event.phase == "rotate":
             detail = f"{layer}  step {event.step}/{event.steps}{loss}"
@@ -99,14 +138,16 @@ class LineProgress:
                 if event.step == event.steps:
                     self._end_training()
             elif event.phase == "prune":
-                self._line(f"layer {event.layer + 1}/{event.layers}: pruning")
+                self._line(f"{layer_name(event)}: pruning")
             elif event.phase == "recover":
                 self._line(
-                    f"layer {event.layer + 1}/{event.layers}: recovery, epoch {event.step} of {event.steps}, "
+                    f"{layer_name(event)}: recovery, epoch {event.step} of {event.steps}, "
                     f"held-out error {event.loss:.4g}"
                 )
+            elif event.phase == "stream":
+                self._line(f"layer {event.layer + 1}/{event.layers}: streamed")
             elif event.phase == "sensitivity":
-                self._line(f"layer {event.layer + 1}/{event.layers}: output errors")
+                self._line(f"{layer_name(event)}: output errors")
             elif event.phase == "finetune" and event.step in _tenths(event.steps):
                 loss = "" if event.loss is None else f", {self.label} {event.loss:.4g}"
                 self._line(f"fine-tuning step {event.step}/{event.steps}{loss}")
@@ -114,8 +155,13 @@ class LineProgress:
                 self._line(f"evaluated {event.steps} windows")
             elif event.phase == "measure":
                 self._line(f"measured case {event.step} of {event.steps}")
-            elif event.phase == "save":
-                self._line("saving")
+            elif event.phase in ("read", "tokenize"):
+                count = event.steps if event.phase == "tokenize" else event.step
+                self._line(f"{PHASES[event.phase]} the text{_characters(count)}")
+            elif event.phase in ("load", "save"):
+                self._line(f"{PHASES[event.phase]} the model")
+            elif event.phase in ("export", "apply"):
+                self._line(f"layer {event.layer + 1}/{event.layers}: {event.phase}")
 
     def close(self) -> None:
         """Prints the line of a training that is not printed yet."""
@@ -128,7 +174,7 @@ class LineProgress:
         self.first = self.last = None
         if first is None or last is None:
             return
-        layers = "all layers" if self.shared else f"layer {last.layer + 1}/{last.layers}"
+        layers = "all layers" if self.shared else layer_name(last)
         change = ""
         if last.loss is not None:
             # layers that train in parallel report their last step only
@@ -140,6 +186,18 @@ class LineProgress:
         """Prints `text` with the seconds since the start."""
         seconds = time.perf_counter() - self.started
         self.console.print(f"{text} ({seconds:.0f} s)", markup=False, soft_wrap=True)
+
+
+def _position_in_text(event: ProgressEvent) -> tuple[float, float, str]:
+    """As `BarProgress._position`. The bar of a tokenisation, which reports its beginning only, has no end."""
+    if event.phase == "tokenize":
+        return 0, 0, _characters(event.steps)
+    return event.step, event.steps, _characters(event.step)
+
+
+def _characters(count: int) -> str:
+    """A number of characters in millions, in brackets; nothing for 0."""
+    return f" ({count / 1e6:.1f} million characters)" if count else ""
 
 
 def _tenths(steps: int) -> set[int]:

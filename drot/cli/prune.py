@@ -1,5 +1,6 @@
 """The command `drot prune`: its options, and the recipe that they make."""
 
+import dataclasses
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,20 +11,25 @@ from drot import config
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import (
     CALIBRATION,
-    FLAG,
+    COMPUTE_DTYPE,
     OUTPUT,
     PRUNING,
     RECOVERY,
     ROTATION,
     RUN,
+    SEQLEN_DEFAULT,
+    SOURCES,
     TEXT_COLUMN,
+    Interrupted,
     Json,
     option,
     print_json,
     stdout_for_the_result,
 )
-from drot.cli.tables import print_line, print_manifest
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig, Sparsity
+from drot.cli.recipe import check_rotations_file, tell_changes, tell_other_input
+from drot.cli.tables import print_line, print_manifest, saved_line
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.config.recipe_file import read_recipe
 from drot.devices import DTYPES
 from drot.errors import UserError
 
@@ -52,10 +58,26 @@ def choices(alias: Any) -> tuple[str, ...]:
 
 
 def prune(
+    ctx: typer.Context,
     model: Annotated[
-        str, typer.Argument(metavar="MODEL", help="Name on the Hugging Face hub, or a local folder.")
-    ],
+        str | None,
+        typer.Argument(
+            metavar="MODEL",
+            help="Name on the Hugging Face hub, or a local folder. Default with --recipe DIR: the model from "
+            "which DIR was made.",
+            show_default=False,
+        ),
+    ] = None,
     *,
+    recipe: Annotated[
+        Path | None,
+        option(
+            PRUNING,
+            "Take the settings from this file, a recipe in YAML or JSON or the drot.json of a checkpoint, or "
+            "from the folder of a checkpoint. Options beside it replace single settings.",
+            metavar="[FILE|DIR]",
+        ),
+    ] = None,
     method: Annotated[
         str,
         option(
@@ -97,7 +119,11 @@ def prune(
     ] = PRUNE.damping,
     block_size: Annotated[
         int,
-        option(PRUNING, "SparseGPT only: columns to prune before the columns right of them are updated."),
+        option(
+            PRUNING,
+            "SparseGPT only: columns to prune before the columns right of them are updated, rounded to a "
+            "multiple of m in n:m.",
+        ),
     ] = PRUNE.block_size,
     quality: Annotated[
         str | None,
@@ -237,7 +263,6 @@ def prune(
             ROTATION,
             "Compute SparseGPT's score as the paper's code does, which adds the damping twice.",
             "--reference-compat",
-            metavar=FLAG,
         ),
     ] = ROTATE.reference_compat,
     rotations: Annotated[
@@ -256,22 +281,29 @@ def prune(
         str,
         option(
             CALIBRATION,
-            "Text from which the Hessians are computed: c4 or wikitext2, which are downloaded, or a .txt, "
-            ".json, .jsonl or .parquet file.",
-            metavar="[c4|wikitext2|PATH]",
+            f"Text from which the Hessians are computed: {SOURCES} --method magnitude with --rotation none "
+            "needs no text.",
+            metavar="[c4|ORG/NAME|PATH]",
         ),
     ] = CALIBRATE.source,
     nsamples: Annotated[
         int, option(CALIBRATION, "Number of sequences to cut from the text.")
     ] = CALIBRATE.nsamples,
-    seqlen: Annotated[int, option(CALIBRATION, "Tokens in a sequence.")] = CALIBRATE.seqlen,
+    seqlen: Annotated[
+        int | None, option(CALIBRATION, f"Tokens in a sequence. {SEQLEN_DEFAULT}")
+    ] = CALIBRATE.seqlen,
     seed: Annotated[
         int, option(CALIBRATION, "Random seed of the positions at which sequences are cut.")
     ] = CALIBRATE.seed,
     text_column: Annotated[str, option(CALIBRATION, TEXT_COLUMN)] = CALIBRATE.text_column,
     out: Annotated[
         Path | None,
-        option(OUTPUT, "Folder to write. It must be new or empty. Not with --sensitivity."),
+        option(
+            OUTPUT,
+            "Folder to write. It must be new or empty. Its disk needs space for the checkpoint and, while "
+            "the run lasts, for OUT.partial: the finished layers in --dtype, and 8 bytes for each number of "
+            "a rotation. Not with --sensitivity.",
+        ),
     ] = None,
     sensitivity: Annotated[
         bool,
@@ -281,7 +313,6 @@ def prune(
             "this command line, which helps to choose --keep and --sparsity-of. The rotations are trained "
             "for the sparsities of this command line, in the dense model.",
             "--sensitivity",
-            metavar=FLAG,
         ),
     ] = False,
     format: Annotated[
@@ -293,6 +324,14 @@ def prune(
             choices=choices(config.WeightFormat),
         ),
     ] = "dense",
+    save_dtype: Annotated[
+        str,
+        option(
+            OUTPUT,
+            "Dtype of the saved weights. auto is the dtype of MODEL.",
+            choices=["auto", *DTYPES],
+        ),
+    ] = "auto",
     as_json: Json = False,
     device: Annotated[
         str,
@@ -308,98 +347,119 @@ def prune(
         str,
         option(
             RUN,
-            "Dtype of the weights. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU.",
+            COMPUTE_DTYPE,
             choices=["auto", *DTYPES],
         ),
     ] = "auto",
     resume: Annotated[
         bool,
-        option(RUN, "Continue an interrupted run with the same --out.", "--resume", metavar=FLAG),
+        option(
+            RUN,
+            "Continue an interrupted run with the same --out. A finished run is left as it is.",
+            "--resume",
+        ),
     ] = False,
 ) -> None:
     """Rotate and prune MODEL, and save the result as a Hugging Face folder."""
-    mode, blocks = parse_rotation(rotation)
-    preset = Recipe() if quality is None else Recipe().with_quality(quality)
-    recipe = Recipe(
-        rotation=RotationConfig(
-            mode=mode,
-            blocks=blocks,
-            objective=typing.cast(config.Objective, objective),
-            optimizer=typing.cast(config.Optimizer, optimizer),
-            steps=steps,
-            lr=lr,
-            early_stop=early_stop,
-            hessians=typing.cast(config.HessianSource, hessians),
-            boundary=typing.cast(config.BoundaryPlace, boundary),
-            layers_per_step=layers_per_step,
-            product_dtype=typing.cast(config.ProductDtype, product_dtype),
-            reference_compat=reference_compat,
-        ),
-        pruning=PruningConfig(
-            method=typing.cast(config.Method, method),
-            sparsity=Sparsity.parse(sparsity),
-            damping=damping,
-            block_size=block_size,
-            solve=typing.cast(config.Solver, solve or preset.pruning.solve),
-            target=typing.cast(config.Target, target or preset.pruning.target),
-            target_weight=target_weight,
-            keep=tuple(keep or ()),
-            sparsity_of=tuple(sparsity_of or ()),  # type: ignore[arg-type]  # PruningConfig reads the strings
-        ),
-        recovery=RecoveryConfig(
-            recover=typing.cast(config.Recovery, recover or preset.recovery.recover),
-            recover_epochs=recover_epochs,
-            recover_lr=recover_lr,
-            recover_batch=recover_batch,
-        ),
-        calibration=CalibrationConfig(
-            source=calibration, nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
-        ),
+    given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+    start, manifest = (Recipe(), {}) if recipe is None else read_recipe(recipe)
+    changed = start if quality is None else start.with_quality(quality)
+    changed = changed.replace(**recipe_fields({name: ctx.params[name] for name in given}))
+    check_effects(
+        changed, start, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to
     )
-    check_effects(recipe, rotations=rotations, save_rotations_to=save_rotations_to)
-    label = recipe.objective if recipe.objective == "entropy" else "loss"
+    if recipe is not None:
+        tell_changes(start, changed, recipe)
+    if model is None:
+        model = manifest.get("base_model")
+    if not model:
+        raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as `recipe`")
+    label = changed.objective if changed.objective == "entropy" else "loss"
     if sensitivity:
         check_no_output(
             out=out,
             resume=resume,
             save_rotations_to=save_rotations_to,
             format=format != "dense",
-            recover=recipe.recovery.recover != "none",
+            save_dtype=save_dtype != "auto",
+            recover=changed.recovery.recover != start.recovery.recover,
         )
         from drot.cli.sensitivity import show_sensitivity
 
-        show_sensitivity(model, recipe, label, as_json, device=device, dtype=dtype, rotations=rotations)
+        show_sensitivity(model, changed, label, as_json, device=device, dtype=dtype, rotations=rotations)
         return
     if out is None:
         raise UserError("`out` is missing: name the folder to write, or use `sensitivity=True`")
+    if manifest:
+        format = format if "format" in given else manifest.get("format", format)
+        if "dtype" not in given:  # a manifest without compute_dtype is older: both dtypes were the same
+            dtype = manifest.get("compute_dtype", manifest.get("dtype", dtype))
+        save_dtype = save_dtype if "save_dtype" in given else manifest.get("dtype", save_dtype)
+        check_rotations_file(manifest, rotations)
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline
 
-    with stdout_for_the_result(), progress_bar(shared=mode == "shared", label=label) as progress:
-        result = pipeline.prune(
-            model,
-            recipe,
-            out=out,
-            device=device,
-            dtype=dtype,
-            rotations=rotations,
-            save_rotations_to=save_rotations_to,
-            format=format,
-            resume=resume,
-            progress=progress,
-        )
+    shared = changed.rotation.mode == "shared"
+    try:
+        with stdout_for_the_result(), progress_bar(shared=shared, label=label) as progress:
+            result = pipeline.prune(
+                model,
+                changed,
+                out=out,
+                device=device,
+                dtype=dtype,
+                save_dtype=save_dtype,
+                rotations=rotations,
+                save_rotations_to=save_rotations_to,
+                format=format,
+                resume=resume,
+                progress=progress,
+            )
+    except KeyboardInterrupt:
+        raise Interrupted(how_to_go_on(out)) from None
+    if manifest and changed.calibration == start.calibration:
+        tell_other_input(manifest, result.manifest)
     if as_json:
         print_json({"out": str(out), **result.manifest})
     else:
         print_manifest(result.manifest)
-        print_line(f"Saved to {out}")
+        before = "was finished already: nothing to do"
+        print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
+
+
+def how_to_go_on(out: Path) -> str:
+    """What the user of an interrupted run can do now."""
+    from drot.checkpoint.resume import partial_folder
+
+    folder = partial_folder(out)
+    if not folder.exists():
+        return "no layer was finished, and nothing is kept"
+    return f"the finished layers lie in {folder}; to go on, give the same command with --resume"
+
+
+def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Field of the recipe → value, for the options that were `given` on the command line, name → value."""
+    fields = {f.name for part in (ROTATE, PRUNE, RECOVER, CALIBRATE) for f in dataclasses.fields(part)}
+    out = {name: value for name, value in given.items() if name in fields}
+    out |= {name: tuple(out[name]) for name in ("keep", "sparsity_of") if name in out}
+    if "rotation" in given:
+        out["mode"], out["blocks"] = parse_rotation(given["rotation"])
+    if "calibration" in given:
+        out["source"] = given["calibration"]
+    return out
 
 
 def parse_rotation(text: str) -> tuple[config.RotationMode, int]:
-    """`mode` and `blocks` of RotationConfig for a value of --rotation. RotationConfig checks the mode."""
-    if not text.startswith("block:"):
+    """`mode` and `blocks` of RotationConfig for a value of --rotation."""
+    if text in choices(config.RotationMode):
         return typing.cast(config.RotationMode, text), 1
+    name, _, blocks = text.partition(":")
+    if name != "block":
+        expected = ", ".join(choices(config.RotationMode))
+        raise UserError(f"--rotation must be one of {expected}, block:N; got {text!r}")
     try:
-        return "layer", int(text.removeprefix("block:"))
+        return "layer", int(blocks)
     except ValueError:
-        raise UserError(f"--rotation block:N needs a whole number of blocks; got {text!r}") from None
+        raise UserError(
+            f"--rotation block:N needs a whole number of blocks, as in block:4; got {text!r}"
+        ) from None

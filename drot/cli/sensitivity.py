@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
+from rich.text import Text
 
 from drot.cli.options import print_json, stdout_for_the_result
 from drot.cli.tables import output, print_line
@@ -39,7 +40,7 @@ def _table(result: "SensitivityResult", sparsity: str) -> Table:
         row = [errors[layer, linear] for linear in linears]
         table.add_row(
             layer,
-            *("-" if e is None else f"[bold]{e:.4f}*[/bold]" if e == largest else f"{e:.4f}" for e in row),
+            *("-" if e is None else Text(f"{e:.4f}*", "bold") if e == largest else f"{e:.4f}" for e in row),
             end_section=layer == layers[-1],
         )
     means = []

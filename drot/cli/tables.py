@@ -1,23 +1,36 @@
 """Output on stdout: the console, single lines, and the table of a manifest."""
 
+from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
+
+from drot.checkpoint.size import size_text, weight_bytes
+from drot.cli.safe_text import SafeConsole
 
 #: columns of the table of layers; the table omits a column that has no figure in any row
 COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "recovery", "seconds")
 
 
-def output() -> Console:
+def output() -> SafeConsole:
     """A console that prints to the current stdout; 100 columns wide if stdout is not a terminal."""
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=100)
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=100)
 
 
 def print_line(line: str) -> None:
-    """Prints one line on stdout, without markup and without breaking it."""
-    output().print(line, markup=False, soft_wrap=True)
+    """Prints one line on stdout, without breaking it."""
+    output().print(line, soft_wrap=True)
+
+
+def saved_line(source: str, out: Path) -> str:
+    """Says where a checkpoint was saved, and how many bytes its weights have, beside those of its source."""
+    before, after = weight_bytes(source), weight_bytes(out)
+    if after is None:
+        return f"Saved to {out}"
+    if before is None:  # a model on the hub
+        return f"Saved to {out}: {size_text(after)}"
+    return f"Saved to {out}: {size_text(before)} -> {size_text(after)}, {after / before:.2f} of the bytes"
 
 
 def print_manifest(manifest: dict[str, Any]) -> None:
@@ -26,7 +39,7 @@ def print_manifest(manifest: dict[str, Any]) -> None:
         _print_pruned_elsewhere(manifest)
         return
     recipe = manifest["recipe"]
-    pruning, rotation, calibration = recipe["pruning"], recipe["rotation"], recipe["calibration"]
+    pruning, rotation = recipe["pruning"], recipe["rotation"]
     console = output()
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_row("model", str(manifest.get("base_model", "")))
@@ -41,14 +54,17 @@ def print_manifest(manifest: dict[str, Any]) -> None:
         facts.add_row(
             "shared training", _shared_line(trained, len(manifest["layers"]), rotation["objective"])
         )
-    shape = "{} x {}".format(*manifest["calibration"]["shape"])
-    facts.add_row("calibration", f"{calibration['source']}, {shape} tokens, seed {calibration['seed']}")
+    facts.add_row("calibration", _calibration_line(manifest))
     facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
     if manifest["relative_logit_error"] is not None:
         facts.add_row("invariance", f"relative logit error {manifest['relative_logit_error']:.1e}")
     for record in manifest.get("finetune", []):
         facts.add_row("fine-tuning", finetune_line(record))
-    facts.add_row("opens as", f"{_opens_as(manifest)}, {manifest['dtype']}")
+    for entry in manifest.get("evaluations", []):
+        facts.add_row("evaluation", evaluation_line(entry))
+    facts.add_row("opens as", f"{_opens_as(manifest)}, {_dtype_line(manifest)}")
+    if manifest.get("untied_lm_head"):
+        facts.add_row("lm_head", "untied from the embedding, as it now contains the final norm's weight")
     facts.add_row("took", f"{manifest['seconds']['total']:.1f} s on {manifest['device']}")
     console.print(facts)
     rows = [_layer_cells(layer) for layer in manifest["layers"]]
@@ -71,6 +87,8 @@ def _print_pruned_elsewhere(manifest: dict[str, Any]) -> None:
     facts.add_row("sparsity", f"{manifest['sparsity']:.2%} of the decoder layers' linear weights")
     for record in manifest["finetune"]:
         facts.add_row("fine-tuning", finetune_line(record))
+    for entry in manifest.get("evaluations", []):
+        facts.add_row("evaluation", evaluation_line(entry))
     facts.add_row("opens as", f"{_opens_as(manifest)}, {manifest['finetune'][-1]['dtype']}")
     output().print(facts)
 
@@ -78,7 +96,7 @@ def _print_pruned_elsewhere(manifest: dict[str, Any]) -> None:
 def finetune_line(record: dict[str, Any]) -> str:
     """The settings and the figures of a fine-tuning."""
     settings, text, held_out = record["settings"], record["text"], record["held_out"]
-    kind = f"LoRA r {settings['rank']}" if record["method"] == "lora" else "all kept weights"
+    kind = f"LoRA r {settings.get('rank')}" if record["method"] == "lora" else "all kept weights"
     perplexity = _change(held_out["perplexity_before"], held_out["perplexity_after"])
     return (
         f"{kind}, lr {settings['lr']:g}, {record['steps']} steps, {text['shape'][0]} x {text['shape'][1]} "
@@ -86,12 +104,32 @@ def finetune_line(record: dict[str, Any]) -> str:
     )
 
 
+def evaluation_line(entry: dict[str, Any]) -> str:
+    """The figures of an evaluation that `drot eval` recorded."""
+    parts = [
+        f"perplexity {_number(value)} on {Path(source).name} (windows of {entry['seqlen']})"
+        for source, value in entry["perplexity"].items()
+    ]
+    original = Path(entry["against"] or "").name
+    parts += [
+        f"{figures['equal_tokens']:.1%} of next tokens as {original} on {Path(source).name}"
+        for source, figures in entry["agreement"].items()
+    ]
+    parts += [f"{task} {accuracy:.1%}" for task, accuracy in entry["tasks"].items()]
+    return f"{'; '.join(parts)}; {entry['dtype']}, {entry['date'].partition('T')[0]}"
+
+
+def _number(value: float | None) -> str:
+    """A figure of a manifest, where null stands for a figure that is not finite."""
+    return "not finite" if value is None else f"{value:.3f}"
+
+
 def _opens_as(manifest: dict[str, Any]) -> str:
     """Whether the checkpoint needs drot to be opened, and what for."""
     for record in manifest.get("finetune", [])[-1:]:
         if record["settings"].get("keep_adapter"):
             return f"an adapter for peft on top of {record['from']}"
-    if manifest["stock_architecture"]:
+    if manifest.get("stock_architecture", True):
         return "stock architecture"
     packed = ["packed 2:4 weights"] if manifest.get("format") == "packed" else []
     mode = manifest["recipe"]["rotation"]["mode"] if "recipe" in manifest else "none"
@@ -110,6 +148,22 @@ def _kept_weights_line(recipe: dict[str, Any]) -> str:
         epochs, lr = recovery["recover_epochs"], recovery["recover_lr"]
         parts.append(f"recovered by block, up to {epochs} epochs, lr {lr:g}")
     return ", ".join(parts)
+
+
+def _calibration_line(manifest: dict[str, Any]) -> str:
+    """The calibration text and the sequences that were cut from it."""
+    settings, (nsamples, seqlen) = manifest["recipe"]["calibration"], manifest["calibration"]["shape"]
+    if nsamples == 0:
+        return "none: magnitude pruning without a rotation needs no text"
+    # older manifests do not have the key
+    whole = " (all that the model reads)" if seqlen == manifest.get("positions") else ""
+    return f"{settings['source']}, {nsamples} x {seqlen} tokens{whole}, seed {settings['seed']}"
+
+
+def _dtype_line(manifest: dict[str, Any]) -> str:
+    """The dtype of the weights, and the dtype of the computation if that was another."""
+    computed = manifest.get("compute_dtype", manifest["dtype"])  # older manifests do not have the key
+    return manifest["dtype"] + ("" if computed == manifest["dtype"] else f" (computed in {computed})")
 
 
 def _rotation_line(rotation: dict[str, Any], file: dict[str, Any] | None) -> str:

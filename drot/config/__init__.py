@@ -4,7 +4,7 @@ The command line takes its defaults from these classes, and the manifest stores 
 values when an object is built. Whether the values fit a model is checked in drot/pipeline/validation.py.
 """
 
-from drot.config.calibration import CalibrationConfig
+from drot.config.calibration import SEQLEN, CalibrationConfig, default_seqlen
 from drot.config.finetune import FINETUNE_LR, FinetuneConfig
 from drot.config.pruning import Method, PruningConfig, Recovery, RecoveryConfig, Solver, Target
 from drot.config.recipe import QUALITIES, Recipe, WeightFormat
@@ -24,6 +24,7 @@ __all__ = [
     "FINETUNE_LR",
     "OPTIMIZER_DEFAULTS",
     "QUALITIES",
+    "SEQLEN",
     "BoundaryPlace",
     "CalibrationConfig",
     "FinetuneConfig",
@@ -42,5 +43,6 @@ __all__ = [
     "Sparsity",
     "Target",
     "WeightFormat",
+    "default_seqlen",
     "matches",
 ]

@@ -1,12 +1,11 @@
 """How `drot.finetune` trains a pruned model."""
 
 import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from drot.config.calibration import CalibrationConfig
-from drot.config.checks import at_least, whole_number
+from drot.config.checks import above_zero, at_least, is_a, whole_number
 from drot.errors import UserError
 
 #: LoRA or full → default learning rate of `drot.finetune`. LoRA's is the paper's (appendix, "Compatibility
@@ -59,6 +58,9 @@ class FinetuneConfig:
     )
 
     def __post_init__(self) -> None:
+        is_a("text", self.text, CalibrationConfig)
+        for name in ("full", "keep_adapter", "gradient_checkpointing"):
+            is_a(name, getattr(self, name), bool)
         if self.full and self.keep_adapter:
             raise UserError("`full=True` trains no adapter: leave out `full` or `keep_adapter`")
         for name in ("rank", "epochs", "batch_size", "accumulation", "held_out"):
@@ -71,8 +73,8 @@ class FinetuneConfig:
             raise UserError(f"`dropout` must be below 1; got {self.dropout!r}")
         for name in ("lr", "alpha"):
             value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise UserError(f"`{name}` must be a finite number above 0; got {value!r}")
+            if value is not None:
+                above_zero(name, value)
 
     @property
     def method(self) -> str:

@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drot.config.checks import at_least, one_of, whole_number
+from drot.config.checks import above_zero, at_least, one_of, whole_number
 from drot.config.sparsity import Sparsity, matches, parse_patterns, parse_sparsity_of
 from drot.errors import UserError
 
@@ -13,6 +13,10 @@ Method = Literal["magnitude", "wanda", "sparsegpt"]
 Solver = Literal["auto", "none", "sparsegpt", "pcg", "admm"]
 Target = Literal["auto", "self", "dense"]
 Recovery = Literal["none", "block"]
+
+
+#: largest share of mean(diag H) that is added to the diagonal: H itself no longer counts beside it
+LARGEST_DAMPING = 1e6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +27,8 @@ class PruningConfig:
     sparsity: the share of the weights that is removed, as n:m or as a ratio.
     damping: the share of mean(diag H) that is added to the Hessian's diagonal before the inversion. If the
         Cholesky factorisation fails, the share is multiplied by 10; the manifest records the final share.
-    block_size: the number of columns that SparseGPT prunes before it updates the columns right of them.
+    block_size: the number of columns that SparseGPT prunes before it updates the columns right of them. It is
+        rounded to a multiple of each m in n:m: `resolved_block_size`.
     solve: how the kept weights are computed on the mask that `method` chose. `none` leaves them as `method`
         does. `sparsegpt` is SparseGPT's sweep. `pcg` minimises the error of the outputs by conjugate
         gradients. `admm` also moves the mask. `auto` is `admm`, but `none` for a run that reproduces a
@@ -59,16 +64,19 @@ class PruningConfig:
         if not 0 < self.target_weight <= 1:
             raise UserError(f"`target_weight` must be above 0 and at most 1; got {self.target_weight!r}")
         object.__setattr__(self, "sparsity", Sparsity.parse(self.sparsity))
-        at_least("damping", self.damping, 0)
+        at_least("damping", self.damping, 0, LARGEST_DAMPING)
         whole_number("block_size", self.block_size, 1)
         object.__setattr__(self, "keep", parse_patterns("keep", self.keep))
         object.__setattr__(self, "sparsity_of", parse_sparsity_of(self.sparsity_of))
-        for sparsity in self.sparsities:
-            splits_groups = sparsity.structured and self.block_size % sparsity.m
-            if splits_groups and self.method == "sparsegpt":  # the other methods have no blocks
-                raise UserError(
-                    f"`block_size` must be a multiple of m in n:m; got {self.block_size} with {sparsity}"
-                )
+
+    @property
+    def resolved_block_size(self) -> int:
+        """`block_size`, rounded down to a common multiple of every m in n:m, or up if it is smaller.
+
+        A block that splits a group of m columns would prune the group twice.
+        """
+        multiple = math.lcm(*(sparsity.m for sparsity in self.sparsities if sparsity.structured))
+        return max(self.block_size // multiple, 1) * multiple
 
     @property
     def mixed(self) -> bool:
@@ -97,10 +105,16 @@ class PruningConfig:
         return self.mixed and self.sparsity_for(name).ratio == 0
 
     def for_linear(self, name: str) -> "PruningConfig":
-        """These settings with the sparsity of the linear `name` for all linears."""
+        """These settings with the sparsity of the linear `name` for all linears, and the same blocks."""
         if not self.mixed:
             return self
-        return dataclasses.replace(self, sparsity=self.sparsity_for(name), keep=(), sparsity_of=())
+        return dataclasses.replace(
+            self,
+            sparsity=self.sparsity_for(name),
+            keep=(),
+            sparsity_of=(),
+            block_size=self.resolved_block_size,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,5 +138,4 @@ class RecoveryConfig:
         one_of("recover", self.recover, Recovery)
         whole_number("recover_epochs", self.recover_epochs, 1)
         whole_number("recover_batch", self.recover_batch, 1)
-        if not (isinstance(self.recover_lr, int | float) and 0 < self.recover_lr < math.inf):
-            raise UserError(f"`recover_lr` must be a finite number above 0; got {self.recover_lr!r}")
+        above_zero("recover_lr", self.recover_lr)

@@ -1,10 +1,14 @@
 """The settings of a whole run, and the qualities."""
 
 import dataclasses
+import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from drot.config.calibration import CalibrationConfig
+from drot.config.checks import is_a
 from drot.config.pruning import PruningConfig, RecoveryConfig
 from drot.config.rotation import RotationConfig
 from drot.errors import UserError
@@ -28,6 +32,50 @@ class Recipe:
     recovery: RecoveryConfig = field(default_factory=RecoveryConfig)
     calibration: CalibrationConfig = field(default_factory=CalibrationConfig)
 
+    def __post_init__(self) -> None:
+        for part in dataclasses.fields(self):
+            is_a(part.name, getattr(self, part.name), part.default_factory)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "Recipe":
+        """The recipe of a dict of sections and fields, as `to_dict` returns it. Missing fields are defaults.
+
+        Raises UserError that names the field, for an unknown field and for a wrong value.
+        """
+        parts = {}
+        sections = {section.name: section.default_factory for section in dataclasses.fields(cls)}
+        for name, values in data.items():
+            make: Any = sections[_known(name, sections, "the recipe")]
+            if not isinstance(values, Mapping):
+                raise UserError(f"{name} must hold the fields of a section; got {values!r}")
+            known = [part.name for part in dataclasses.fields(make)]
+            parts[name] = make(**{_known(key, known, name): value for key, value in values.items()})
+        return cls(**parts)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> "Recipe":
+        """The recipe in a .yaml or .json file, in a drot.json, or in the folder of a checkpoint.
+
+        Raises UserError as `read_recipe` of drot/config/recipe_file.py does.
+        """
+        from drot.config.recipe_file import read_recipe
+
+        return read_recipe(path)[0]
+
+    def replace(self, **fields: Any) -> "Recipe":
+        """This recipe with other values for fields of its sections, as in `replace(sparsity="4:8", lr=0.1)`.
+
+        No two sections have a field of the same name. Raises UserError for a name that no section has.
+        """
+        parts = {section.name: getattr(self, section.name) for section in dataclasses.fields(self)}
+        section_of = {f.name: name for name, part in parts.items() for f in dataclasses.fields(part)}
+        changes: dict[str, dict[str, Any]] = {name: {} for name in parts}
+        for name, value in fields.items():
+            changes[section_of[_known(name, section_of, "the recipe")]][name] = value
+        for section, values in changes.items():
+            parts[section] = dataclasses.replace(parts[section], **values)
+        return Recipe(**parts)
+
     @property
     def objective(self) -> str:
         """The objective, with `auto` resolved."""
@@ -43,6 +91,20 @@ class Recipe:
         """`target` of the pruning, with `auto` resolved."""
         return self._resolved("target")
 
+    @property
+    def reads_calibration(self) -> bool:
+        """Whether a run of `drot.prune` reads calibration text.
+
+        Magnitude pruning of a model that is not rotated needs the weights alone. It reads a text that is not
+        the default, for the figure `output_error`.
+        """
+        weights_alone = (
+            self.rotation.mode == "none"
+            and self.pruning.method == "magnitude"
+            and (self.solve, self.target, self.recovery.recover) == ("none", "self", "none")
+        )
+        return not weights_alone or self.calibration.source != CalibrationConfig.source
+
     def _resolved(self, name: str) -> str:
         """A field of the pruning; for `auto` the value of `balanced`, or of `fast` for a published method."""
         value = str(getattr(self.pruning, name))
@@ -56,12 +118,7 @@ class Recipe:
         """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`."""
         if quality not in QUALITIES:
             raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {quality!r}")
-        values = QUALITIES[quality]
-        return dataclasses.replace(
-            self,
-            pruning=dataclasses.replace(self.pruning, solve=values["solve"], target=values["target"]),
-            recovery=dataclasses.replace(self.recovery, recover=values["recover"]),
-        )
+        return self.replace(**QUALITIES[quality])
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe in plain JSON types, with every default resolved. A round trip through JSON is exact."""
@@ -76,4 +133,14 @@ class Recipe:
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective
         out["pruning"] |= {"solve": self.solve, "target": self.target}
+        out["pruning"]["block_size"] = self.pruning.resolved_block_size
         return out
+
+
+def _known(name: Any, known: Any, where: str) -> str:
+    """`name`, if it is in `known`. Raises UserError that names the nearest name in `known`."""
+    if name in known:
+        return str(name)
+    near = difflib.get_close_matches(str(name), list(known), 1)
+    hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+    raise UserError(f"{where} has no field {name!r}: {hint}")

@@ -4,8 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from drot.config.checks import at_least, one_of, whole_number
-from drot.errors import UserError
+from drot.config.checks import above_zero, at_least, is_a, one_of, whole_number
 
 RotationMode = Literal["none", "layer", "shared"]
 Objective = Literal["auto", "entropy", "pruned"]
@@ -17,6 +16,10 @@ ProductDtype = Literal["float32", "bfloat16"]
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
 OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper": (2000, 0.01)}
+#: Optimizer → largest learning rate. The rate of `fast` is an angle, and π is half a turn. The rate of
+#: `paper` is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps
+#: nothing of A.
+LARGEST_LR = {"fast": math.pi, "paper": 100.0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +36,7 @@ class RotationConfig:
         optimizer: `paper` is Adam on A with R = qr(A). `fast` takes spectral steps in so(n), and
             its rate is the angle of the first step in radians.
         steps: training steps; None is the optimizer's value in OPTIMIZER_DEFAULTS.
-        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS.
+        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS. LARGEST_LR has its limit.
         early_stop: `fast` stops when the loss changes by less than this share of itself a step; 0 never
             stops early.
         hessians: `sequential` computes a layer's Hessians after the layers before it were pruned. `dense`
@@ -79,8 +82,9 @@ class RotationConfig:
         at_least("early_stop", self.early_stop, 0)
         if self.layers_per_step is not None:
             whole_number("layers_per_step", self.layers_per_step, 1)
-        if self.lr is not None and not (math.isfinite(self.lr) and self.lr > 0):
-            raise UserError(f"`lr` must be a finite number above 0; got {self.lr!r}")
+        if self.lr is not None:
+            above_zero("lr", self.lr, LARGEST_LR[self.optimizer])
+        is_a("reference_compat", self.reference_compat, bool)
 
     @property
     def equal_blocks(self) -> int:

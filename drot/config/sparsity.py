@@ -1,6 +1,6 @@
 """The share of the weights that is removed, for all linears or for those that match a pattern."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -49,7 +49,11 @@ class Sparsity:
         return cls(ratio=ratio)
 
     def __str__(self) -> str:
-        return f"{self.n}:{self.m}" if self.structured else f"{self.ratio:g}"
+        """The text from which `parse` reads the same sparsity."""
+        if self.structured:
+            return f"{self.n}:{self.m}"
+        short = f"{self.ratio:g}"
+        return short if float(short) == self.ratio else repr(self.ratio)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -59,7 +63,8 @@ def matches(pattern: str, name: str) -> bool:
 
 def parse_patterns(field: str, value: Any) -> tuple[str, ...]:
     """`value` as a tuple of patterns; a single string is one pattern."""
-    patterns = (value,) if isinstance(value, str) else tuple(value)
+    single = isinstance(value, str) or not isinstance(value, Iterable)
+    patterns = (value,) if single else tuple(value)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
             raise UserError(f"`{field}` must be patterns such as layers.0.* or down_proj; got {pattern!r}")
@@ -68,10 +73,14 @@ def parse_patterns(field: str, value: Any) -> tuple[str, ...]:
 
 def parse_sparsity_of(value: Any) -> tuple[tuple[str, Sparsity], ...]:
     """`value`, in one of the forms that PruningConfig accepts, as pairs of a pattern and a Sparsity."""
-    items = value.items() if isinstance(value, Mapping) else [value] if isinstance(value, str) else value
+    if isinstance(value, Mapping):
+        items: Iterable[Any] = value.items()
+    else:
+        items = value if isinstance(value, Iterable) and not isinstance(value, str) else [value]
     pairs = []
     for item in items:
-        pair = tuple(item.rpartition("=")[::2] if isinstance(item, str) else item)
+        pair = tuple(item.rpartition("=")[::2]) if isinstance(item, str) else item
+        pair = tuple(pair) if isinstance(pair, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
             raise UserError(f"`sparsity_of` must be PATTERN=SPARSITY such as down_proj=4:8; got {item!r}")
         pattern, sparsity = pair

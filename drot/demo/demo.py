@@ -4,17 +4,24 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.calibration.data import load_calibration
+from drot.calibration.data import calibration_hash, load_calibration
+from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.resume import partial_folder
 from drot.checkpoint.save import check_output
 from drot.config import CalibrationConfig, Recipe, RotationConfig
+from drot.environment import machine_name
 from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.evaluation.record import record
 from drot.pipeline.prune import prune
 from drot.progress import Progress, silent
+from drot.report.drawing import installed
+from drot.report.write import write_report
 
 ASSETS = Path(__file__).parent / "assets"
 MODEL = ASSETS / "tiny-llama"
@@ -41,11 +48,18 @@ class DemoRow:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """rows: the dense, the pruned, and the rotated and pruned model. sentence: what the figures mean."""
+    """The figures of the demo.
+
+    rows: the dense, the pruned, and the rotated and pruned model.
+    sentence: what the figures mean.
+    rotation_helped: whether the rotated model has the smaller perplexity of the two pruned models.
+    report: the page of the run; None if matplotlib, which draws it, is not installed.
+    """
 
     rows: list[DemoRow]
     sentence: str
     rotation_helped: bool
+    report: Path | None = None
 
 
 def run_demo(
@@ -57,6 +71,8 @@ def run_demo(
     progress: Progress = silent,
 ) -> DemoResult:
     """Measures the perplexity of the three models on held-out text, and saves the rotated model to `out`.
+
+    The perplexities are recorded in its manifest, and a report is written beside it.
 
     All computation is in float32 on the CPU, so that the figures are the same on every machine.
 
@@ -71,13 +87,21 @@ def run_demo(
     if (partial := partial_folder(out)).exists():
         raise UserError(f"{partial} was left by an interrupted demo: remove it or name another `out`")
     tokenizer = load_tokenizer(MODEL)
-    options = dict(nsamples=calibration.nsamples, seqlen=calibration.seqlen, seed=calibration.seed)
-    tokens = load_calibration(calibration.source, tokenizer, text_column=calibration.text_column, **options)
-    held_out = load_eval_tokens(str(HELD_OUT), tokenizer)
-    held_out = held_out[: None if windows is None else windows * calibration.seqlen]
+    seqlen = calibration.resolved_seqlen(None)
+    tokens = load_calibration(
+        calibration.source,
+        tokenizer,
+        nsamples=calibration.nsamples,
+        seqlen=seqlen,
+        seed=calibration.seed,
+        text_column=calibration.text_column,
+        progress=progress,
+    )
+    held_out = load_eval_tokens(str(HELD_OUT), tokenizer, progress=progress)
+    held_out = held_out[: None if windows is None else windows * seqlen]
 
     def measure(model: PreTrainedModel) -> float:
-        return perplexity(model, held_out, seqlen=calibration.seqlen, progress=progress)
+        return perplexity(model, held_out, seqlen=seqlen, progress=progress)
 
     def pruned(rotation: RotationConfig, to: Path | None) -> tuple[float, float, float]:
         started = time.perf_counter()
@@ -87,12 +111,15 @@ def run_demo(
             progress=progress,
         )  # fmt: skip
         seconds = time.perf_counter() - started
+        cast_weights(result.model, torch.float32)  # it has the dtype of the checkpoint
         return measure(result.model), result.manifest["sparsity"], seconds
 
     dense = measure(load(MODEL, device="cpu", dtype="float32"))
     plain, plain_sparsity, plain_seconds = pruned(RotationConfig(mode="none"), None)
     rotated, sparsity, seconds = pruned(RotationConfig(steps=steps), out)
     share = (plain - rotated) / (plain - dense)
+    _record(out, held_out, seqlen, rotated, {"dense": dense, "not_rotated": plain})
+    report = write_report([out], progress=progress).page if installed() else None
     rows = [
         DemoRow(name="dense", perplexity=dense),
         DemoRow(name="SparseGPT 2:4", perplexity=plain, sparsity=plain_sparsity, seconds=plain_seconds),
@@ -104,7 +131,39 @@ def run_demo(
             seconds=seconds,
         ),
     ]
-    return DemoResult(rows=rows, sentence=_sentence(share), rotation_helped=rotated < plain)
+    return DemoResult(rows=rows, sentence=_sentence(share), rotation_helped=rotated < plain, report=report)
+
+
+def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dict[str, float]) -> None:
+    """Adds the perplexities to the evaluations in the manifest.
+
+    Args:
+        out: folder of the checkpoint.
+        tokens: token ids [n] of the held-out text.
+        seqlen: tokens in a window.
+        value: perplexity of the checkpoint.
+        baselines: perplexities of other models: `dense`, and `not_rotated`.
+    """
+    text = HELD_OUT.name
+    figures = {
+        "seqlen": seqlen,
+        "dtype": "float32",
+        "machine": machine_name(torch.device("cpu")),
+        "texts": {
+            text: {
+                "split": None,
+                "tokens": len(tokens),
+                "windows": len(tokens) // seqlen,
+                "sha256": calibration_hash(tokens),
+            }
+        },
+        "perplexity": {text: value},
+        "baselines": {name: {text: baseline} for name, baseline in baselines.items()},
+        "against": None,
+        "agreement": {},
+        "tasks": {},
+    }
+    record(str(out), figures)
 
 
 def _sentence(share: float) -> str:

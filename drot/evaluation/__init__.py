@@ -1,1 +1,1 @@
-"""Evaluation of a model: perplexity and zero-shot accuracy."""
+"""Evaluation of models: perplexity, agreement with the dense original, accuracy in tasks."""

@@ -14,22 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.architectures import architecture_of, decoder_layers
+from drot.architectures import architecture_of, decoder_layers, positions_of
 from drot.calibration.data import calibration_hash
+from drot.checkpoint.figures import load_figures, save_figures
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
 from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.checkpoint.save import check_output, save_checkpoint
+from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
+from drot.config.checks import is_a
 from drot.devices import dtype_name, pick_device
 from drot.environment import device_name, versions
-from drot.errors import UserError
-from drot.evaluation.perplexity import check_windows, perplexity
+from drot.errors import BrokenModelError, UserError
+from drot.evaluation.perplexity import perplexity
+from drot.evaluation.predictions import check_windows
 from drot.finetuning.masks import choose_full, frozen_zeros, removed_weights, round_weights
 from drot.finetuning.text import split_text
 from drot.pipeline.validation import check_tokens
 from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.linear import is_packed
-from drot.sparse.packed import pack_model, unpack_model
+from drot.sparse.packed import pack_model
 from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
 
 logger = logging.getLogger("drot")
@@ -40,9 +44,9 @@ PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.4,<2"}
 LEAST_ZEROS = 0.05
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class FinetuneResult:
-    """The result of `drot.finetune`.
+    """The result of `drot.finetune`. Its repr is one line, without the model.
 
     model: the fine-tuned model. With `keep_adapter`, a PeftModel around the pruned model.
     manifest: the content of drot.json. The last entry of its list `finetune` is this run.
@@ -52,6 +56,16 @@ class FinetuneResult:
     model: Any
     manifest: dict[str, Any]
     out: Path | None
+
+    def __repr__(self) -> str:
+        held_out = self.manifest["finetune"][-1]["held_out"]
+        facts = [
+            f"out={str(self.out)!r}" if self.out else "out=None",
+            f"sparsity={self.manifest['sparsity']:.2%}",
+            f"held-out perplexity={held_out['perplexity_before']:.4g} -> {held_out['perplexity_after']:.4g}",
+            size_of(self.model),
+        ]
+        return f"FinetuneResult({', '.join(facts)})"
 
 
 def finetune(
@@ -83,26 +97,32 @@ def finetune(
         device: `auto`, `cpu` or `cuda`.
         progress: the callback for ProgressEvents.
     """
+    is_a("model", model, str, Path)
+    is_a("config", config, FinetuneConfig, or_none=True)
+    is_a("out", out, str, Path, or_none=True)
+    is_a("tokens", tokens, Tensor, or_none=True)
+    is_a("device", device, str, torch.device)
     config = config or FinetuneConfig()
     out = None if out is None else Path(out)
     if out is not None:
         check_output(out)
     _check_packages(config)
     target = _pick_device(device)
+    model_config = load_config(model)
+    _check_config(model_config, config)
     manifest = _manifest_of(model)
-    _check_config(load_config(model), config)
     if tokenizer is None and has_tokenizer(model):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and tokens is None:
         raise UserError(f"{model} holds no tokenizer: copy the tokenizer's files of its base model into it")
-    sequences, held_out = split_text(config, tokenizer, tokens)
+    sequences, held_out = split_text(config, tokenizer, tokens, positions_of(model_config), progress)
+    progress(ProgressEvent(phase="load"))
     loaded = load_model(model)
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
     packed = is_packed(loaded)
     if packed:
-        unpack_model(loaded)
-        loaded.is_quantized = False  # type: ignore[assignment]  # the Trainer refuses a quantised model
+        loaded.dequantize()
     share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
     if manifest is None and share < LEAST_ZEROS:
         raise UserError(
@@ -137,9 +157,12 @@ def finetune(
     manifest = manifest or {"format_version": FORMAT_VERSION, "base_model": str(model), "sparsity": share}
     manifest |= {} if config.keep_adapter else format_of(trained) | {"dtype": record["dtype"]}
     manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
+    manifest.pop("evaluations", None)  # they are figures of the weights before
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
-        save_checkpoint(trained, tokenizer, manifest, out)
+        manifest = save_checkpoint(
+            trained, tokenizer, manifest, out, write_more=lambda part: save_figures(part, load_figures(model))
+        )
     return FinetuneResult(trained, manifest, out)
 
 
@@ -226,8 +249,12 @@ def _train(
     model.to(device)
 
     def held_out_loss(model: Any) -> float:
-        value = perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress)
-        return math.log(value) if math.isfinite(value) else value
+        try:
+            return math.log(
+                perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress)
+            )
+        except BrokenModelError:
+            return math.nan
 
     before = held_out_loss(model)
     if not math.isfinite(before):
@@ -264,7 +291,11 @@ def _train(
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     settings = {name: value for name, value in config.to_dict().items() if name != "text"}
-    text = config.to_dict()["text"] | {"sha256": calibration_hash(sequences), "shape": list(sequences.shape)}
+    text = config.to_dict()["text"] | {
+        "seqlen": sequences.shape[1],
+        "sha256": calibration_hash(sequences),
+        "shape": list(sequences.shape),
+    }
     packages = {name: metadata.version(name) for name in (("accelerate",) if config.full else PACKAGES)}
     record = {
         "method": config.method,

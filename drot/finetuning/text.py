@@ -7,9 +7,16 @@ from torch import Tensor
 from drot.calibration.data import as_token_ids, draw_sequences, read_text, tokenize
 from drot.config import FinetuneConfig
 from drot.errors import UserError
+from drot.progress import Progress, silent
 
 
-def split_text(config: FinetuneConfig, tokenizer: Any, tokens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def split_text(
+    config: FinetuneConfig,
+    tokenizer: Any,
+    tokens: Tensor | None = None,
+    positions: int | None = None,
+    progress: Progress = silent,
+) -> tuple[Tensor, Tensor]:
     """Training sequences [nsamples, seqlen] and held-out sequences [held_out, seqlen] of token ids.
 
     The held-out sequences are the end of the text, one after the other. The training sequences start at
@@ -17,6 +24,13 @@ def split_text(config: FinetuneConfig, tokenizer: Any, tokens: Tensor | None = N
     out, and the others are the training sequences.
 
     Raises UserError for a text that is missing, unreadable or too short.
+
+    Args:
+        config: the settings, with the text.
+        tokenizer: the tokenizer of the model.
+        tokens: token ids [n, seqlen], which replace the text.
+        positions: the most tokens that the model reads in one sequence; None if there is no limit.
+        progress: receives the events of `read_text` and `tokenize`.
     """
     held_out, text = config.held_out, config.text
     if tokens is not None:
@@ -26,13 +40,15 @@ def split_text(config: FinetuneConfig, tokenizer: Any, tokens: Tensor | None = N
                 f"`tokens` must have more rows than `held_out`, {held_out}; got {len(rows)}: lower `held_out`"
             )
         return rows[:-held_out], rows[-held_out:]
-    needed = (text.nsamples + held_out) * text.seqlen
-    ids = tokenize(read_text(text.source, "train", text.text_column, max_tokens=needed), tokenizer)
-    reserved = held_out * text.seqlen
-    if len(ids) <= reserved + text.seqlen:
+    seqlen = text.resolved_seqlen(positions)
+    needed = (text.nsamples + held_out) * seqlen
+    whole = read_text(text.source, "train", text.text_column, tokenizer, max_tokens=needed, progress=progress)
+    ids = tokenize(whole, tokenizer, progress)
+    reserved = held_out * seqlen
+    if len(ids) <= reserved + seqlen:
         raise UserError(
-            f"the training text must have more than {reserved + text.seqlen} tokens, for {held_out} held-out "
+            f"the training text must have more than {reserved + seqlen} tokens, for {held_out} held-out "
             f"sequences and one to train on; {text.source!r} has {len(ids)}: lower `held_out` or `seqlen`"
         )
-    training = draw_sequences(ids[:-reserved], nsamples=text.nsamples, seqlen=text.seqlen, seed=text.seed)
-    return training, ids[-reserved:].reshape(held_out, text.seqlen)
+    training = draw_sequences(ids[:-reserved], nsamples=text.nsamples, seqlen=seqlen, seed=text.seed)
+    return training, ids[-reserved:].reshape(held_out, seqlen)

@@ -1,7 +1,9 @@
 """The state that all parts of one run share, and the training of rotations with it."""
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,10 +12,14 @@ from transformers import PreTrainedModel
 
 from drot.architectures import architecture_of, decoder_layers, head_shape
 from drot.config import Recipe
+from drot.pipeline.memory import PeakMemory
 from drot.progress import Progress, ProgressEvent
 from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
 from drot.surgery.rotate import LayerRotation
+
+#: the phases whose time and memory are measured
+PHASES = ("check", "calibrate", "rotate", "prune", "recover")
 
 #: The rotation of a layer and the record of its training.
 Trained = tuple[LayerRotation, dict[str, Any]]
@@ -46,15 +52,20 @@ class RunContext:
         self.model_device = next(model.parameters()).device
         self.dtype = next(model.parameters()).dtype
         self.rotates = recipe.rotation.mode != "none"
-        self.seconds = dict.fromkeys(("check", "calibrate", "rotate", "prune", "recover"), 0.0)
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.memory = PeakMemory(devices)
 
     def event(self, phase: str, index: int = 0, **fields: Any) -> None:
         """Reports a ProgressEvent for layer `index`."""
         self.progress(ProgressEvent(phase=phase, layer=index, layers=len(self.layers), **fields))
 
-    def clock(self, phase: str) -> "Clock":
-        """A context manager that measures the time of `phase`."""
-        return Clock(self.seconds, phase)
+    @contextlib.contextmanager
+    def clock(self, phase: str) -> Iterator[None]:
+        """A context manager that measures the time and the memory of `phase`."""
+        started = time.perf_counter()
+        with self.memory.of(phase):
+            yield
+        self.seconds[phase] += time.perf_counter() - started
 
     def train(
         self, objectives: list[LayerObjective], index: int
@@ -85,16 +96,3 @@ class RunContext:
                     for objective, rotation in zip(objectives, used, strict=True)
                 ) / len(objectives)
         return [rotation.to("cpu") for rotation in rotations], dataclasses.asdict(record) | entropies
-
-
-class Clock:
-    """Adds the duration of a `with` block to `seconds[phase]`."""
-
-    def __init__(self, seconds: dict[str, float], phase: str) -> None:
-        self._seconds, self._phase = seconds, phase
-
-    def __enter__(self) -> None:
-        self._started = time.perf_counter()
-
-    def __exit__(self, *exc: object) -> None:
-        self._seconds[self._phase] += time.perf_counter() - self._started

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-import functools
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from drot.calibration.dense_reference import DenseReference
 from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe, Sparsity
 from drot.errors import UserError
+from drot.pipeline.figures import GroupFigures
 from drot.pruning import (
     PruneOutcome,
     dense_target,
@@ -23,8 +23,9 @@ from drot.pruning import (
 )
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
+from drot.surgery.boundary import BoundaryRotation
 from drot.surgery.fold_norm import reset_norm
-from drot.surgery.rotate import folded_weights
+from drot.surgery.rotate import LayerRotation, folded_weights
 
 
 @torch.no_grad()
@@ -97,44 +98,77 @@ def prune_layer(
     index: int,
     stream: CalibrationStream,
     arch: Architecture,
+    shape: HeadShape,
     recipe: Recipe,
+    *,
     dense: DenseReference | None = None,
-) -> dict[str, dict[str, Any]]:
-    """Prunes the seven linears of a layer in place and returns role → figures for the manifest.
+    rotation: LayerRotation | None = None,
+    boundary: BoundaryRotation | None = None,
+) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
+    """Prunes the seven linears of a layer in place.
 
-    The Hessian of an input group is computed after the groups before it are pruned. The figures are sparsity,
-    output error and damping. The output error is that of the target, if the target is the dense model. A
-    linear with a sparsity of 0 is not changed.
+    The Hessian of an input group is computed after the groups before it are pruned. A linear with a sparsity
+    of 0 is not changed.
+
+    Returns role → figures for the manifest, and `<role>.<name>` → the tensors of GroupFigures.importance. The
+    figures are sparsity, output error, damping, and `one_shot`: for `before` and `after` the rotation, the
+    pruned share of the importance, and the output error of the method alone, without a solver. Output errors
+    are those of the target, if the target is the dense model, but for `before`. A run without calibration
+    tokens has no output errors and an empty `one_shot`.
 
     Args:
         layer: a decoder layer.
         index: number of the layer.
         stream: inputs of the layer.
         arch: family of the model.
+        shape: attention sizes of the model.
         recipe: the settings of the run.
         dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
+        rotation: the rotation that the layer has; None if it is not rotated.
+        boundary: the rotation of the residual that the layer holds; None if it holds no such rotation.
     """
     config, linears, names = recipe.pruning, layer_linears(layer, arch), arch.linear_names(index)
     figures: dict[str, dict[str, Any]] = {}
-    for roles in INPUT_GROUPS.values():
+    tensors: dict[str, Tensor] = {}
+    for group, roles in INPUT_GROUPS.items():
         kept = [role for role in roles if config.sparsity_for(names[role]).ratio == 0]
         figures |= {role: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for role in kept}
         if len(kept) == len(roles):
             continue
-        if dense is None:
+        hessian = None
+        if not len(stream.hidden_states):
+            assert config.method == "magnitude", f"{config.method} needs calibration tokens"
+        elif dense is None:
             hessian = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
         else:
             statistics = dense.statistics(layer, stream, index, roles[0], arch)
             hessian = statistics.hessian
+        importance: GroupFigures | None = None
         for role in (role for role in roles if role not in kept):
-            weight = linears[role].weight
+            weight, of_linear = linears[role].weight, config.for_linear(names[role])
             try:
                 target = weight
                 if dense is not None:
                     target = dense_target(
                         weight, statistics, share=config.target_weight, damping=config.damping
                     )
-                outcome = prune_weight(target, hessian, config.for_linear(names[role]), recipe.solve)
+                outcome = first = prune_once(target, hessian, of_linear)
+                one_shot: dict[str, dict[str, float | None]] = {}
+                if hessian is not None:
+                    outcome = solve_weight(first, target, hessian, of_linear, recipe.solve)
+                    if importance is None:  # after the first linear, whose pruning checks the Hessian
+                        down_r1 = None if boundary is None else boundary.next_r1
+                        importance = GroupFigures(group, hessian, recipe, shape, rotation, down_r1)
+                    unrotated = importance.unrotated(role, weight)
+                    shares, plotted = importance.importance(weight, unrotated, of_linear.sparsity)
+                    errors = {list(shares)[-1]: first.output_error}
+                    if importance.rotated:
+                        errors["before"] = prune_once(unrotated, importance.hessian, of_linear).output_error
+                    one_shot = {
+                        basis: {"removed_importance": share, "output_error": errors[basis]}
+                        for basis, share in shares.items()
+                    }
+                    tensors |= {f"{role}.{name}": values for name, values in plotted.items()}
             except UserError as error:
                 raise UserError(f"layer {index}, {role}: {error}") from None
             weight.copy_(outcome.weight)
@@ -142,8 +176,9 @@ def prune_layer(
                 "sparsity": float((weight == 0).float().mean()),
                 "output_error": outcome.output_error,
                 "damping": outcome.damping,
+                "one_shot": one_shot,
             }
-    return {role: figures[role] for role in linears}
+    return {role: figures[role] for role in linears}, tensors
 
 
 @torch.no_grad()
@@ -187,27 +222,61 @@ def output_errors(
     return errors
 
 
-def prune_weight(target: Tensor, hessian: Tensor, config: PruningConfig, solver: str) -> PruneOutcome:
+def prune_weight(target: Tensor, hessian: Tensor | None, config: PruningConfig, solver: str) -> PruneOutcome:
     """The pruned weight [out, in] whose outputs are near to those of `target` [out, in].
 
-    hessian: H [in, in] of the inputs.
+    hessian: H [in, in] of the inputs. None, for magnitude with the solver `none` only, gives no output error.
     config: the method and its settings.
     solver: `solve` of the recipe, with `auto` resolved.
     """
-    sparsity = config.sparsity
-    sweep = functools.partial(
-        prune_sparsegpt, target, hessian, sparsity, damping=config.damping, block_size=config.block_size
-    )
+    outcome = prune_once(target, hessian, config)
+    return outcome if hessian is None else solve_weight(outcome, target, hessian, config, solver)
+
+
+def prune_once(target: Tensor, hessian: Tensor | None, config: PruningConfig) -> PruneOutcome:
+    """The weight [out, in] that the method makes of `target` [out, in], without a solver.
+
+    hessian: H [in, in] of the inputs; None for magnitude, whose outcome then has no output error.
+    config: the method and its settings.
+    """
     if config.method == "magnitude":
-        outcome = prune_magnitude(target, sparsity, hessian=hessian)
-    elif config.method == "wanda":
-        outcome = prune_wanda(target, hessian.diagonal(), sparsity, hessian=hessian)
-    else:
-        assert config.method == "sparsegpt", f"{config.method} has no branch here"
-        outcome = sweep()
+        return prune_magnitude(target, config.sparsity, hessian=hessian)
+    assert hessian is not None, f"{config.method} needs the Hessian"
+    if config.method == "wanda":
+        return prune_wanda(target, hessian.diagonal(), config.sparsity, hessian=hessian)
+    assert config.method == "sparsegpt", f"{config.method} has no branch here"
+    return _sweep(target, hessian, config)
+
+
+def solve_weight(
+    outcome: PruneOutcome, target: Tensor, hessian: Tensor, config: PruningConfig, solver: str
+) -> PruneOutcome:
+    """The outcome with the kept weights that the solver computes.
+
+    Args:
+        outcome: the result of `prune_once`.
+        target: the weight [out, in] whose outputs are wanted.
+        hessian: H [in, in] of the inputs.
+        config: the method and its settings.
+        solver: `solve` of the recipe, with `auto` resolved.
+    """
     if solver == "sparsegpt" and config.method != "sparsegpt":
-        return sweep(removed=outcome.removed)
+        return _sweep(target, hessian, config, outcome.removed)
     if solver in ("pcg", "admm"):
         damping = config.damping if outcome.damping is None else outcome.damping
-        return solve_kept_weights(outcome, target, hessian, sparsity, solver=solver, damping=damping)
+        return solve_kept_weights(outcome, target, hessian, config.sparsity, solver=solver, damping=damping)
     return outcome
+
+
+def _sweep(
+    target: Tensor, hessian: Tensor, config: PruningConfig, removed: Tensor | None = None
+) -> PruneOutcome:
+    """SparseGPT's sweep; `removed` is the mask of another method."""
+    return prune_sparsegpt(
+        target,
+        hessian,
+        config.sparsity,
+        damping=config.damping,
+        block_size=config.resolved_block_size,
+        removed=removed,
+    )

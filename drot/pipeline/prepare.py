@@ -9,24 +9,37 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drot.architectures import positions_of
 from drot.calibration.data import load_calibration
+from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, patterns_of, read_manifest
 from drot.config import CalibrationConfig, Recipe
-from drot.devices import pick_devices
+from drot.config.checks import is_a
+from drot.devices import computing_dtype, parse_dtype, pick_devices
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
-from drot.pipeline.validation import check_architecture, check_recipe, check_tokens
-from drot.progress import Progress
+from drot.pipeline.validation import check_architecture, check_recipe, check_seqlen, check_tokens
+from drot.progress import Progress, ProgressEvent
+
+#: `source` in the manifest of a run that was given token ids in place of a text
+GIVEN_TOKENS = "tensor"
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """context: the state of the run. source: name or folder of the model. tokenizer: None without one."""
+    """The model and all else that a run starts with.
+
+    context: the state of the run.
+    source: name or folder of the model.
+    tokenizer: the tokenizer; None without one.
+    save_dtype: dtype of the weights in the result.
+    """
 
     context: RunContext
     source: str
     tokenizer: Any
+    save_dtype: torch.dtype
 
 
 def prepare(
@@ -37,8 +50,10 @@ def prepare(
     calibration: Tensor | None,
     device: str | torch.device,
     dtype: str | torch.dtype,
+    save_dtype: str | torch.dtype = "auto",
     rotations_given: bool,
     format: str = "dense",
+    measures: bool = False,
     progress: Progress,
 ) -> Prepared:
     """Loads the model and the calibration tokens. Raises UserError for what does not fit.
@@ -49,45 +64,89 @@ def prepare(
         tokenizer: the tokenizer for the calibration text; None loads the model's own.
         calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
         device: the device or devices of the computation.
-        dtype: dtype of the weights. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU.
+        dtype: dtype of the computation. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU.
+        save_dtype: dtype of the weights in the result. `auto` is the dtype of the model before the run.
         rotations_given: whether the rotations are loaded from a file instead of trained.
         format: format of the weights in the result.
+        measures: whether the run measures output errors, so that it reads calibration text in any case.
         progress: the callback for ProgressEvents.
     """
+    is_a("model", model, str, Path, PreTrainedModel)
+    is_a("calibration", calibration, Tensor, or_none=True)
+    is_a("device", device, str, torch.device)
+    is_a("dtype", dtype, str, torch.dtype)
+    is_a("save_dtype", save_dtype, str, torch.dtype)
     devices = pick_devices(device)
+    if isinstance(save_dtype, str) and save_dtype != "auto":
+        save_dtype = parse_dtype(save_dtype, "save_dtype")
     if isinstance(model, str | Path):
         source = str(model)
+        config = load_config(model)
         _refuse_pruned(Path(model))
-        if dtype == "auto" and devices[0].type == "cpu":
-            dtype = torch.float32
-        check_recipe(load_config(model), recipe, devices, rotations_given=rotations_given, format=format)
+        check_recipe(config, recipe, devices, rotations_given=rotations_given, format=format)
         tokenizer = tokenizer or load_tokenizer(model)
-        model = load_model(model, dtype)
     else:
-        source = getattr(model.config, "_name_or_path", "")
-        check_recipe(model.config, recipe, devices, rotations_given=rotations_given, format=format)
-        if tokenizer is None and calibration is None:
+        source, config = getattr(model.config, "_name_or_path", ""), model.config
+        check_recipe(config, recipe, devices, rotations_given=rotations_given, format=format)
+        if tokenizer is None and calibration is None and (measures or recipe.reads_calibration):
             raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
-    tokens, recipe = _calibration_tokens(calibration, tokenizer, recipe)
-    check_tokens(tokens, model.config)
+    if calibration is None and not recipe.reads_calibration and not measures:
+        tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
+    else:
+        tokens, recipe = _calibration_tokens(calibration, tokenizer, recipe, config, progress)
+    check_tokens(tokens, config)
+    if isinstance(model, str | Path):  # after the text, in which a mistake is found sooner
+        progress(ProgressEvent(phase="load"))
+        dtype, own = computing_dtype(dtype, devices[0]), config.dtype
+        model = load_model(model, "auto" if own is None else dtype)
+        if own is None:  # config.json of an old checkpoint names no dtype
+            own = model.dtype
+            if dtype != "auto":
+                cast_weights(model, parse_dtype(dtype) if isinstance(dtype, str) else dtype)
+    else:
+        own = model.dtype
     check_architecture(model)
     model.eval()  # dropout would change the Hessians
-    return Prepared(RunContext(model, recipe, tokens, devices, progress), source, tokenizer)
+    return Prepared(
+        RunContext(model, recipe, tokens, devices, progress),
+        source,
+        tokenizer,
+        own if isinstance(save_dtype, str) else save_dtype,
+    )
 
 
-def _calibration_tokens(calibration: Tensor | None, tokenizer: Any, recipe: Recipe) -> tuple[Tensor, Recipe]:
-    """The calibration tokens, and the recipe, with the shape of `calibration` if that is given."""
+def _calibration_tokens(
+    calibration: Tensor | None, tokenizer: Any, recipe: Recipe, config: Any, progress: Progress
+) -> tuple[Tensor, Recipe]:
+    """The calibration tokens [nsamples, seqlen], and the recipe with the shape of the tokens.
+
+    Args:
+        calibration: token ids, which replace the calibration text of the recipe.
+        tokenizer: the tokenizer of the model.
+        recipe: the settings of the run.
+        config: the config of the model.
+        progress: the callback for ProgressEvents.
+    """
+    seqlen = recipe.calibration.resolved_seqlen(positions_of(config))
+    recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, seqlen=seqlen))
     options = {
         field.name: getattr(recipe.calibration, field.name)
         for field in dataclasses.fields(CalibrationConfig)
         if field.name != "source"
     }
+    if calibration is None and recipe.calibration.source == GIVEN_TOKENS:
+        raise UserError(
+            "the run of this recipe was calibrated on token ids that a Python program gave: name a text as "
+            "`source`, or give the token ids as `calibration`"
+        )
     if calibration is None:
-        return load_calibration(recipe.calibration.source, tokenizer, **options), recipe
+        check_seqlen(seqlen, config)  # before the text is tokenised, which may take a minute
+        tokens = load_calibration(recipe.calibration.source, tokenizer, **options, progress=progress)
+        return tokens, recipe
     tokens = load_calibration(calibration, tokenizer, **options)
     nsamples, seqlen = tokens.shape
-    config = dataclasses.replace(recipe.calibration, source="tensor", nsamples=nsamples, seqlen=seqlen)
-    return tokens, dataclasses.replace(recipe, calibration=config)
+    given = dataclasses.replace(recipe.calibration, source=GIVEN_TOKENS, nsamples=nsamples, seqlen=seqlen)
+    return tokens, dataclasses.replace(recipe, calibration=given)
 
 
 def _refuse_pruned(folder: Path) -> None:

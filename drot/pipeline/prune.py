@@ -1,5 +1,7 @@
 """`drot.prune`, which makes a pruned model and its checkpoint from a model and a recipe."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +10,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.checkpoint.resume import RunState, check_unfinished
-from drot.checkpoint.rotations import save_rotations
-from drot.checkpoint.save import check_output, check_writable, save_checkpoint
+from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.figures import save_figures
+from drot.checkpoint.files import WriteError
+from drot.checkpoint.integrity import file_record
+from drot.checkpoint.load import load_model
+from drot.checkpoint.lock import locked
+from drot.checkpoint.manifest import MANIFEST, read_manifest, zero_share
+from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
+from drot.checkpoint.rotations import read_rotations, save_rotations
+from drot.checkpoint.save import check_name, check_output, check_writable, save_checkpoint
+from drot.checkpoint.size import check_space, size_of
 from drot.config import Recipe
+from drot.config.checks import is_a, path_exists
+from drot.devices import dtype_name
 from drot.errors import UserError
+from drot.pipeline.disk import disk_needs
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.run import PruningRun
@@ -21,18 +34,30 @@ from drot.sparse.packed import check_format, check_packable, dense_linears, pack
 from drot.sparse.quantization_config import format_of
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PruneResult:
-    """The result of `drot.prune`.
+    """The result of `drot.prune`. Its repr is one line, without the model.
 
     model: the pruned model, on the device where it was loaded.
     manifest: the content of drot.json.
     out: the folder of the checkpoint; None if no checkpoint was written.
+    finished_before: whether `resume=True` found that `out` holds the result already. The model and the
+        manifest are then those of `out`.
     """
 
     model: PreTrainedModel
     manifest: dict[str, Any]
     out: Path | None
+    finished_before: bool = False
+
+    def __repr__(self) -> str:
+        facts = [
+            f"out={str(self.out)!r}" if self.out else "out=None",
+            f"sparsity={self.manifest['sparsity']:.2%}",
+            f"layers={len(self.manifest['layers'])}",
+            size_of(self.model),
+        ]
+        return f"PruneResult({', '.join(facts)})"
 
 
 def prune(
@@ -44,6 +69,7 @@ def prune(
     calibration: Tensor | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
+    save_dtype: str | torch.dtype = "auto",
     rotations: str | Path | None = None,
     save_rotations_to: str | Path | None = None,
     format: str = "dense",
@@ -53,7 +79,8 @@ def prune(
     """Rotates and prunes a causal language model (paper, algorithm 1).
 
     Raises UserError for a mistake in the input, and InvarianceError if a rotation changed the model's
-    outputs. In both cases nothing is written to `out`.
+    outputs. In both cases nothing is written to `out`. While the run lasts, `out` is locked: another run that
+    would write to it raises UserError at once.
 
     Args:
         model: a name on the Hugging Face hub, a local folder, or a loaded model, which is changed in place.
@@ -64,63 +91,192 @@ def prune(
         device: the device of the computation, to which one layer at a time is moved. The model itself stays
             where it was loaded. With `hessians="dense"`, several devices, such as `cuda:0,cuda:1`, train
             layers in parallel.
-        dtype: dtype of the weights. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU.
+        dtype: dtype of the computation. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU. A
+            loaded model is computed in its own.
+        save_dtype: dtype of the weights in the result and in `out`: `auto`, the dtype of the model before the
+            run, or `float32`, `bfloat16` or `float16`. The weights are rounded once, after the last layer, so
+            the errors and losses in the manifest are those before the rounding; `sparsity` counts the zeros
+            after it.
         rotations: a file written by `save_rotations_to`, whose rotations are used instead of training.
-        save_rotations_to: a new file for the rotations, which other sparsities and methods can reuse.
+        save_rotations_to: a new file for the rotations, which other sparsities and methods can reuse. It may
+            lie inside `out`.
         format: format of the weights in the result and in `out`: `dense`, or `packed`, which stores values
             and positions of 2:4 weights, and other weights dense.
-        resume: continues an interrupted run, whose finished layers are in the folder `<out>.partial`.
+        resume: continues an interrupted run, whose finished layers are in the folder `<out>.partial`. Of a
+            finished run it returns the result. The model, the recipe and the calibration must be equal to
+            those of that run.
         progress: the callback for ProgressEvents.
     """
+    is_a("recipe", recipe, Recipe, or_none=True)
+    for name, path in (("out", out), ("rotations", rotations), ("save_rotations_to", save_rotations_to)):
+        is_a(name, path, str, Path, or_none=True)
+    is_a("resume", resume, bool)
     recipe = recipe or Recipe()
     check_format(format, recipe.pruning)
     out = None if out is None else Path(out)
+    rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
+    finished = False
     if out is not None:
-        check_output(out)
-        check_unfinished(out, resume=resume)
+        finished = resume and (out / MANIFEST).exists()
+        if not finished:
+            check_output(out)
     elif resume:
         raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
-    if save_rotations_to is not None:
-        _check_rotations_output(Path(save_rotations_to), recipe)
-    prepared = prepare(
-        model,
-        recipe,
-        tokenizer=tokenizer,
-        calibration=calibration,
-        device=device,
-        dtype=dtype,
-        rotations_given=rotations is not None,
-        format=format,
-        progress=progress,
-    )
-    context, source = prepared.context, prepared.source
-    model = context.model
-    if recipe.recovery.recover == "block":
-        check_sequences(len(context.tokens))
-    if format == "packed":
-        dense = dense_linears(model.config, recipe.pruning)
-        check_packable(model, dense)
-    run = PruningRun(context, Path(rotations) if rotations is not None else None)
-    state = None if out is None else RunState(out, run.identity(source))
-    manifest = run.execute(state) | {"base_model": source}
-    if format == "packed":
-        pack_model(model, dense)
-    manifest |= format_of(model)
-    if save_rotations_to is not None:
-        save_rotations(Path(save_rotations_to), run.rotations, run.identity(source))
-    if out is not None and state is not None:
-        progress(ProgressEvent(phase="save"))
-        save_checkpoint(model, prepared.tokenizer, manifest, out)
-        state.discard()
-    return PruneResult(model, manifest, out)
+    if rotations_out is not None:
+        _check_rotations_output(rotations_out, recipe, out, resume=resume)
+    with contextlib.nullcontext() if out is None else locked(out):
+        if out is not None and not finished:
+            check_unfinished(out, resume=resume)
+        prepared = prepare(
+            model,
+            recipe,
+            tokenizer=tokenizer,
+            calibration=calibration,
+            device=device,
+            dtype=dtype,
+            save_dtype=save_dtype,
+            rotations_given=rotations is not None,
+            format=format,
+            progress=progress,
+        )
+        context = prepared.context
+        if recipe.recovery.recover == "block":
+            check_sequences(len(context.tokens))
+        run = PruningRun(context, Path(rotations) if rotations is not None else None)
+        dense = []
+        if format == "packed":
+            dense = dense_linears(context.model.config, recipe.pruning)
+            check_packable(context.model, dense)
+        written = out is not None or rotations_out is not None
+        identity = run.identity() if written else {}
+        if rotations_out is not None and rotations_out.exists():
+            _check_same_rotations(rotations_out, identity)
+        if out is not None and finished:
+            return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
+        state = None
+        if out is not None:
+            state = RunState(out, identity)
+            check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
+        with _told_how_to_resume(state):
+            manifest = run.execute(state)
+            manifest |= {"base_model": prepared.source, "compute_dtype": dtype_name(context.dtype)}
+            if prepared.save_dtype != context.dtype:
+                cast_weights(context.model, prepared.save_dtype, "save_dtype")
+                manifest |= {
+                    "dtype": dtype_name(prepared.save_dtype),
+                    "sparsity": zero_share(context.layers, context.arch),
+                }
+            if written:
+                manifest["identity"] = identity
+            if format == "packed":
+                pack_model(context.model, dense)
+            manifest |= format_of(context.model)
+
+            def write_rotations(file: Path) -> None:
+                save_rotations(file, run.rotations, {"model": prepared.source, **identity})
+
+            inside = _path_inside(rotations_out, out)
+            if rotations_out is not None and inside is None:
+                write_rotations(rotations_out)
+                manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
+
+            def write_more(folder: Path) -> None:
+                save_figures(folder, run.figures)
+                if inside is not None:
+                    write_rotations(folder / inside)
+
+            if out is not None and state is not None:
+                progress(ProgressEvent(phase="save"))
+                manifest = save_checkpoint(
+                    context.model,
+                    prepared.tokenizer,
+                    manifest,
+                    out,
+                    scratch=state.folder,
+                    write_more=write_more,
+                )
+                state.discard()
+        return PruneResult(context.model, manifest, out)
 
 
-def _check_rotations_output(file: Path, recipe: Recipe) -> None:
+@contextlib.contextmanager
+def _told_how_to_resume(state: RunState | None) -> Iterator[None]:
+    """Adds to a WriteError, as on a full disk, that the finished parts of the run are kept."""
+    try:
+        yield
+    except WriteError as error:
+        if state is None or not state.folder.exists():
+            raise
+        raise UserError(
+            f"{error}; the finished parts are kept: make room and continue with `resume=True`"
+        ) from error
+
+
+def _finished_result(
+    out: Path, identity: dict[str, Any], format: str, save_dtype: torch.dtype, rotations: Path | None
+) -> PruneResult:
+    """The result of a run that is finished already. Raises UserError if `out` is the result of another run.
+
+    Args:
+        out: the folder of the finished run.
+        identity: the identity of this run.
+        format: format of the weights in the result of this run.
+        save_dtype: dtype of the weights in the result of this run.
+        rotations: the file in which the caller wants the rotations.
+    """
+    manifest = read_manifest(out)
+    if "finetune" in manifest:
+        raise UserError(f"{out} holds a model that was fine-tuned after its run: name another `out`")
+    if "identity" not in manifest:
+        raise UserError(
+            f"{out} was finished by an older drot, which did not record its run: name another `out`"
+        )
+    before = manifest["identity"] | {"format": manifest["format"], "save_dtype": manifest["dtype"]}
+    now = identity | {"format": format, "save_dtype": dtype_name(save_dtype)}
+    if changed := identity_differences(before, now, "the finished run"):
+        raise UserError(f"{out} is the result of another run: {changed}; name another `out`")
+    if rotations is not None and not rotations.exists():
+        raise UserError(f"{out} is finished, and its rotations were not saved to {rotations}: prune again")
+    model = load_model(out)
+    if partial_folder(out).exists():  # the run was killed after its last step
+        RunState(out, identity).discard()
+    return PruneResult(model, manifest, out, finished_before=True)
+
+
+def _path_inside(file: Path | None, folder: Path | None) -> Path | None:
+    """The path of `file` relative to `folder`; None if it lies elsewhere."""
+    if file is None or folder is None or not file.resolve().is_relative_to(folder.resolve()):
+        return None
+    return file.resolve().relative_to(folder.resolve())
+
+
+def _check_rotations_output(file: Path, recipe: Recipe, out: Path | None, *, resume: bool) -> None:
+    """Raises UserError if the rotations cannot be written to `file`."""
     if recipe.rotation.mode == "none":
         raise UserError(
             '`save_rotations_to` needs `mode="layer"` or `mode="shared"`; got `mode="none"`, which trains no '
             "rotations"
         )
-    if file.exists():
+    check_name(file)
+    if path_exists(file) and (file.is_dir() or not resume):  # a resumed run may have written them already
         raise UserError(f"{file} exists: name another `save_rotations_to` or remove it")
-    check_writable(file)
+    if out is not None and _path_inside(file, partial_folder(out)) is not None:
+        raise UserError(f"{file} lies in the folder of the unfinished run: name another `save_rotations_to`")
+    inside = _path_inside(file, out)
+    if inside is None:
+        check_writable(file)
+    elif inside.suffix != ".safetensors" or inside.name.startswith("model"):
+        raise UserError(
+            f"`save_rotations_to` inside `out` must be a .safetensors file whose name does not begin with "
+            f"model, got {inside}: name it rotations.safetensors"
+        )
+
+
+def _check_same_rotations(file: Path, identity: dict[str, Any]) -> None:
+    """Raises UserError unless the run with `identity` has written `file`."""
+    _, record = read_rotations(file)
+    before = {key: value for key, value in record.items() if key != "model"}
+    if identity_differences(before, identity, "the file"):
+        raise UserError(
+            f"{file} holds the rotations of another run: name another `save_rotations_to` or remove it"
+        )

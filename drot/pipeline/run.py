@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import hashlib
+import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drot.architectures import positions_of
 from drot.calibration.data import calibration_hash
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.integrity import weights_record
 from drot.checkpoint.manifest import manifest, zero_share
 from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import load_rotations
@@ -31,8 +34,13 @@ from drot.surgery.boundary import (
     rotated_layers,
     set_boundary,
 )
-from drot.surgery.invariance import check_layer, check_model
+from drot.surgery.invariance import check_layer, check_model, check_outputs
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
+
+#: keys of a model's config that say where it came from or what program wrote it, and not what it computes
+NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
+#: prefix of the figures' names in the saved part of a layer
+FIGURE_PREFIX = "drot.figures."
 
 
 @dataclass
@@ -44,7 +52,10 @@ class _DenseStates:
 
 
 class PruningRun:
-    """One run of `drot.prune` on a loaded model. `rotations` holds the rotations of the layers afterwards.
+    """One run of `drot.prune` on a loaded model.
+
+    Afterwards `rotations` holds the rotations of the layers, and `figures` the tensors of the plots
+    (checkpoint/figures.py).
 
     context: the state of the run.
     rotations: a file of rotations to use instead of training.
@@ -56,6 +67,7 @@ class PruningRun:
         self.given_rotations: list[LayerRotation] | None = None
         self.rotations: list[LayerRotation] = []
         self.shared_record: dict[str, Any] | None = None
+        self.figures: dict[str, Tensor] = {}
         if rotations is not None:
             self._load_rotations(rotations)
 
@@ -78,17 +90,27 @@ class PruningRun:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         self.rotations_file = {"file": path.name, "sha256": digest, "trained_with": record}
 
-    def identity(self, source: str) -> dict[str, Any]:
-        """The values that must be equal for a run to be resumed. source: name or folder of the model."""
+    def identity(self) -> dict[str, Any]:
+        """The values that must be equal for a run to be resumed, in plain JSON types.
+
+        Called before `execute`, which changes the weights. The values do not depend on where the model and
+        the calibration text lie: the weights and the tokens are named by their hashes.
+        """
         run = self.context
-        return {
-            "model": source,
-            "recipe": run.recipe.to_dict(),
+        recipe = run.recipe.to_dict()
+        del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path
+        config = json.loads(run.model.config.to_json_string(use_diff=False))
+        identity = {
+            "weights": weights_record(run.model.state_dict()),
+            "config": {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL},
+            "recipe": recipe,
             "rotations": self.rotations_file and self.rotations_file["sha256"],
             "calibration": calibration_hash(run.tokens),
             "dtype": dtype_name(run.dtype),
             "layers": len(run.layers),
         }
+        plain: dict[str, Any] = json.loads(json.dumps(identity))
+        return plain
 
     def execute(self, state: RunState | None) -> dict[str, Any]:
         """Rotates and prunes the model in place and returns its manifest.
@@ -109,19 +131,24 @@ class PruningRun:
                 error = check_model(
                     run.model, run.arch, run.shape, run.tokens[:1], run.device, rotations, place
                 )
+        else:
+            with run.clock("check"):
+                check_outputs(run.model, run.arch, run.tokens[:1], run.device)
         layers, self.rotations = self._prune_layers(state, rotations, records)
-        if run.rotates:
-            self._finish_rotation(self.rotations)
+        untied = self._finish_rotation(self.rotations) if run.rotates else False
         return manifest(
             run.recipe,
             run.tokens,
             run.device,
             run.dtype,
+            positions=positions_of(run.model.config),
+            untied_lm_head=untied,
             relative_logit_error=error,
             sparsity=zero_share(run.layers, run.arch),
             shared_rotation=self.shared_record,
             rotations_file=self.rotations_file,
             seconds={**run.seconds, "total": time.perf_counter() - started},
+            peak_memory=run.memory.peaks,
             layers=layers,
         )
 
@@ -162,15 +189,19 @@ class PruningRun:
                 dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
             saved = state.load(f"layer_{index:05d}") if state else None
             if saved is not None:
-                rotation, record = self._restore(layer, saved)
+                rotation, record, figures = self._restore(layer, saved)
                 if rotation is not None:
                     stream.rotate(rotation.r1)
             else:
-                rotation, record = self._rotate_and_prune(
+                rotation, record, figures = self._rotate_and_prune(
                     layer, index, stream, dense, rotation, records[index], boundary
                 )
                 if state:
-                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation), record)
+                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation, figures), record)
+            names = run.arch.linear_names(index)
+            for key, values in figures.items():
+                role, _, kind = key.partition(".")
+                self.figures[f"{names[role]}.{kind}"] = values
             stream.advance(layer, index)
             if dense is not None:
                 dense.inputs.hidden_states = dense.outputs
@@ -200,8 +231,8 @@ class PruningRun:
         rotation: LayerRotation | None,
         trained: dict[str, Any],
         boundary: BoundaryRotation | None,
-    ) -> tuple[LayerRotation | None, dict[str, Any]]:
-        """Rotates, prunes and recovers a layer in place; returns its rotation and its record.
+    ) -> tuple[LayerRotation | None, dict[str, Any], dict[str, Tensor]]:
+        """Rotates, prunes and recovers a layer in place; returns its rotation, its record and its figures.
 
         Args:
             layer: the decoder layer, on the first device of the run.
@@ -231,7 +262,10 @@ class PruningRun:
                 if rotation is not None:
                     inputs.rotate(rotation.r1)
                 reference = DenseReference(copy.deepcopy(layer), inputs)
-            record["linears"] = prune_layer(layer, index, stream, run.arch, run.recipe, reference)
+            record["linears"], figures = prune_layer(
+                layer, index, stream, run.arch, run.shape, run.recipe,
+                dense=reference, rotation=rotation, boundary=boundary,
+            )  # fmt: skip
             del reference
         if dense is not None and run.recipe.recovery.recover == "block":
             targets = CalibrationStream(dense.outputs.clone(), stream.layer_kwargs, run.device)
@@ -239,7 +273,7 @@ class PruningRun:
                 targets.rotate(rotation.r1 if boundary is None else boundary.next_r1)
             record["recovery"] = self._recover(layer, index, stream, targets)
         record["seconds"] = time.perf_counter() - started
-        return rotation, record
+        return rotation, record, figures
 
     def _recover(
         self, layer: nn.Module, index: int, stream: CalibrationStream, targets: CalibrationStream
@@ -271,10 +305,15 @@ class PruningRun:
 
     def _restore(
         self, layer: nn.Module, saved: tuple[dict[str, Tensor], dict[str, Any]]
-    ) -> tuple[LayerRotation | None, dict[str, Any]]:
-        """Loads the saved tensors of a finished layer into `layer`; returns its rotation and its record."""
+    ) -> tuple[LayerRotation | None, dict[str, Any], dict[str, Tensor]]:
+        """Loads a finished layer into `layer`; returns its rotation, its record and its figures."""
         run = self.context
         tensors, record = saved
+        figures = {
+            name.removeprefix(FIGURE_PREFIX): tensors.pop(name)
+            for name in list(tensors)
+            if name.startswith(FIGURE_PREFIX)
+        }
         rotation = None
         if run.rotates:
             rotation = LayerRotation(tensors.pop("drot.r1"), tensors.pop("drot.r2"))
@@ -284,17 +323,19 @@ class PruningRun:
                 layer, run.arch, "residual", hidden, dtype=next(layer.parameters()).dtype, device=run.device
             )
         layer.load_state_dict(tensors)
-        return rotation, record
+        return rotation, record, figures
 
     # ---- after the layers ----------------------------------------------------------------------
 
-    def _finish_rotation(self, rotations: list[LayerRotation]) -> None:
+    def _finish_rotation(self, rotations: list[LayerRotation]) -> bool:
         """Rotates the embedding and lm_head, and adds boundary rotations of the input to the layers.
+
+        Returns whether lm_head was tied to the embedding before.
 
         Boundary rotations of the residual were added to the layers before these were pruned.
         """
         run = self.context
-        rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
+        untied = rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
         place = run.recipe.rotation.boundary
         if run.recipe.rotation.mode == "shared":
             # all boundary rotations are the identity, so the model keeps its stock architecture
@@ -305,10 +346,14 @@ class PruningRun:
                 boundary = BoundaryRotation(place, rotation.r1, next_rotation.r1)
                 set_boundary(holder, run.arch, boundary.to(run.device))
         describe_model(run.model)
+        return untied
 
 
-def _layer_tensors(layer: nn.Module, rotation: LayerRotation | None) -> dict[str, Tensor]:
+def _layer_tensors(
+    layer: nn.Module, rotation: LayerRotation | None, figures: dict[str, Tensor]
+) -> dict[str, Tensor]:
     tensors = dict(layer.state_dict())
+    tensors |= {FIGURE_PREFIX + name: values for name, values in figures.items()}
     if rotation is not None:
         tensors |= {"drot.r1": rotation.r1, "drot.r2": rotation.r2}
     return tensors

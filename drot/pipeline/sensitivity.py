@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from drot.calibration.data import calibration_hash
 from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe, Sparsity
+from drot.config.checks import is_a
 from drot.devices import dtype_name
 from drot.environment import device_name
 from drot.pipeline.context import RunContext
@@ -29,9 +30,9 @@ from drot.surgery.rotate import LayerRotation, rotate_layer
 SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SensitivityResult:
-    """The result of `drot.sensitivity`.
+    """The result of `drot.sensitivity`. Its repr is one line.
 
     recipe: the recipe, whose rotations were used.
     errors: name of a linear → sparsity, as in `2:4` → relative output error. None where n:m does not divide
@@ -42,6 +43,12 @@ class SensitivityResult:
     recipe: Recipe
     errors: dict[str, dict[str, float | None]]
     figures: dict[str, Any]
+
+    def __repr__(self) -> str:
+        worst = "".join(f", largest={name} {error:.4f} at {at}" for name, at, error in self.largest(1))
+        return (
+            f"SensitivityResult(linears={len(self.errors)}, sparsities={', '.join(self.sparsities)}{worst})"
+        )
 
     @property
     def sparsities(self) -> list[str]:
@@ -93,6 +100,7 @@ def sensitivity(
         rotations: a file written by `save_rotations_to` of `drot.prune`, whose rotations are used.
         progress: the callback for ProgressEvents.
     """
+    is_a("recipe", recipe, Recipe, or_none=True)
     recipe = recipe or Recipe()
     if recipe.rotation.mode == "layer" and rotations is None:
         recipe = dataclasses.replace(recipe, rotation=dataclasses.replace(recipe.rotation, hessians="dense"))
@@ -104,6 +112,7 @@ def sensitivity(
         device=device,
         dtype=dtype,
         rotations_given=rotations is not None,
+        measures=True,
         progress=progress,
     )
     run = prepared.context
@@ -142,10 +151,8 @@ def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str,
 
 
 def measured_sparsities(pruning: PruningConfig) -> list[Sparsity]:
-    """SPARSITIES, without those that do not fit the recipe's `block_size`, and the recipe's sparsities."""
-    blocks = pruning.block_size if pruning.method == "sparsegpt" else 0
-    fitting = [sparsity for sparsity in SPARSITIES if not sparsity.structured or blocks % sparsity.m == 0]
-    return [sparsity for sparsity in dict.fromkeys([*fitting, *pruning.sparsities]) if sparsity.ratio > 0]
+    """SPARSITIES and the recipe's sparsities."""
+    return [sparsity for sparsity in dict.fromkeys([*SPARSITIES, *pruning.sparsities]) if sparsity.ratio > 0]
 
 
 def _rotated(

@@ -6,7 +6,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.architectures import architecture_of, decoder_layers, head_shape, layer_linears, module_at
+from drot.architectures import (
+    architecture_of,
+    decoder_layers,
+    head_shape,
+    layer_linears,
+    module_at,
+    positions_of,
+)
 from drot.config import PruningConfig, Recipe, RotationConfig, matches
 from drot.errors import UserError
 from drot.sparse.packed import dense_linears
@@ -115,16 +122,21 @@ def _check_residual_boundary(rotation: RotationConfig, rotations_given: bool) ->
 
 def check_tokens(tokens: Tensor, config: Any) -> None:
     """Raises UserError for token ids outside of the model's vocabulary and for too long sequences."""
+    if not len(tokens):
+        return  # a run that needs no calibration
     if int(tokens.max()) >= config.vocab_size or int(tokens.min()) < 0:
         raise UserError(
             f"calibration token ids must be in [0, {config.vocab_size}), the model's vocabulary, "
             f"got {int(tokens.min())} to {int(tokens.max())}: use the model's tokenizer"
         )
-    positions = getattr(config, "max_position_embeddings", None)
-    if positions and tokens.shape[1] > positions:
-        raise UserError(
-            f"`seqlen` must be at most {positions}, the positions of this model; got {tokens.shape[1]}"
-        )
+    check_seqlen(tokens.shape[1], config)
+
+
+def check_seqlen(seqlen: int, config: Any) -> None:
+    """Raises UserError for sequences that are longer than a model of `config` reads."""
+    positions = positions_of(config)
+    if positions and seqlen > positions:
+        raise UserError(f"`seqlen` must be at most {positions}, the positions of this model; got {seqlen}")
 
 
 def check_architecture(model: PreTrainedModel) -> None:

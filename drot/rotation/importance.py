@@ -31,6 +31,13 @@ class Metric:
         """column_scale [in] from q [in]."""
         return 1.0 / q if self.inverse else q
 
+    @property
+    def diagonal(self) -> Tensor | None:
+        """diag(M) [in], which is q for R = I; None if column_scale is 1."""
+        if self.matrix is None or self.matrix.dim() == 1:
+            return self.matrix
+        return self.matrix.diagonal(dim1=-2, dim2=-1).reshape(-1)
+
     def to(self, device: torch.device) -> "Metric":
         return Metric(None if self.matrix is None else self.matrix.to(device), self.inverse)
 

@@ -283,9 +283,8 @@ class LayerObjective:
         group = next(group for group, roles in INPUT_GROUPS.items() if role in roles)
         metric = self.metrics[group]
         squares = weight.square().sum(0)
-        if metric.matrix is not None:
-            diagonal = metric.matrix if group == "down" else metric.matrix.diagonal(dim1=-2, dim2=-1)
-            squares = squares * metric.column_scale(diagonal.reshape(-1).to(self.loss_dtype))
+        if (diagonal := metric.diagonal) is not None:
+            squares = squares * metric.column_scale(diagonal.to(self.loss_dtype))
         total = float(squares.sum())
         return weight.shape[0] / total if total > 0 else 0.0
 

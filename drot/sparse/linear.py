@@ -6,7 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drot.errors import UserError
 from drot.ops import pack24, sparse24_compress, sparse24_linear, unpack24
+
+#: for whoever trains a packed model, or adds adapters to it
+NOT_TRAINABLE = "packed weights cannot be trained: call dequantize() of the model first"
 
 
 class SparseLinear(nn.Module):
@@ -71,6 +75,12 @@ class SparseLinear(nn.Module):
         if self.keeps_compressed:
             self.compress()
 
+    def train(self, mode: bool = True) -> Any:
+        """Raises UserError for training mode: the product has no gradient."""
+        if mode:
+            raise UserError(NOT_TRAINABLE)
+        return super().train(mode)
+
     def to_linear(self) -> nn.Linear:
         """The dense nn.Linear. Raises ValueError that names the first row whose positions do not ascend."""
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
@@ -90,9 +100,9 @@ class SparseLinear(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        )
+        # peft prints this text when it refuses to add an adapter
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}; {NOT_TRAINABLE}"
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, SparseLinear]]:

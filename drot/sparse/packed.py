@@ -151,12 +151,22 @@ def expect_packed(model: "PreTrainedModel", dense: Collection[str] = ()) -> None
 
 
 @torch.no_grad()
-def check_positions(model: nn.Module) -> None:
-    """Raises UserError that names the tensor and the row if the two positions of a group do not ascend."""
+def check_packed(model: nn.Module) -> None:
+    """Raises UserError that names the first packed tensor that is damaged.
+
+    A value that is NaN or infinite is damage, and so are two positions of a group that do not ascend. The
+    message names the row of the positions.
+    """
     for name, module in packed_linears(model):
-        positions = module.positions
+        values, positions = module.values, module.positions
         if positions.is_meta:
             continue  # the weight is offloaded to disk
+        # aminmax is NaN if an element is, and needs no tensor of the size of `values`
+        if values.numel() and not all(bool(bound.isfinite()) for bound in values.aminmax()):
+            raise UserError(
+                f"{name}.values must be finite, got NaN or infinity: the file is damaged; copy or convert it "
+                "again"
+            )
         ascend = _ascends(positions, 0) & _ascends(positions, 4)
         if not bool(ascend.all()):
             row = int((~ascend).any(1).nonzero()[0])

@@ -13,7 +13,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from drot.architectures import architecture_of, decoder_layers, module_at
 from drot.config import BoundaryPlace
 from drot.errors import UserError
+from drot.schemas.model import QuantizationKeys
+from drot.schemas.reading import check_schema
 from drot.sparse.linear import is_packed
+from drot.sparse.stored_config import write_stored_form
 from drot.surgery.boundary import rotation_place
 
 if TYPE_CHECKING:
@@ -45,18 +48,15 @@ class DrotConfig(QuantizationConfigMixin):
         dense_linears: Sequence[str] = (),
         **kwargs: Any,
     ) -> None:
-        if unknown := sorted(kwargs.keys() - {"quant_method"}):
+        keys = dict(residual_rotation=residual_rotation, down_basis=down_basis, packed=packed)
+        if isinstance(dense_linears, tuple):
+            dense_linears = list(dense_linears)
+        keys |= dict(dense_linears=dense_linears) | kwargs
+        check_schema(QuantizationKeys, keys, "config.json: quantization_config")
+        if dense_linears and not packed:
             raise UserError(
-                f"config.json: quantization_config has {', '.join(unknown)}, which this version of drot does "
-                "not support: update drot"
-            )
-        if down_basis not in PLACES:
-            raise UserError(f"config.json: down_basis must be own or next, got {down_basis!r}: update drot")
-        names = isinstance(dense_linears, list | tuple) and all(isinstance(n, str) for n in dense_linears)
-        if not names or (dense_linears and not packed):
-            raise UserError(
-                "config.json: dense_linears must be a list of names of linears, beside packed: true; got "
-                f"{dense_linears!r}: copy config.json again"
+                "config.json: dense_linears must stand beside packed: true; got packed: false: copy the file "
+                "again"
             )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers has an enum of its methods
         self.residual_rotation, self.down_basis, self.packed = residual_rotation, down_basis, packed
@@ -108,6 +108,7 @@ def describe_model(model: "PreTrainedModel") -> None:
             keys["dense_linears"] = dense
     if keys:
         model.config.quantization_config = {"quant_method": QUANT_METHOD, **keys}
+        write_stored_form(model.config)
     elif (quantizer := getattr(model, "hf_quantizer", None)) is not None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):

@@ -6,6 +6,7 @@ rotations if all of them are known before the pruning starts. Otherwise it uses 
 """
 
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from drot.architectures import Architecture, HeadShape, decoder_layers, module_at
 from drot.calibration.stream import CalibrationStream
 from drot.config import BoundaryPlace
+from drot.errors import UserError
 from drot.surgery.boundary import BoundaryRotation
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
@@ -51,6 +53,29 @@ def _random_rotations(count: int, d: int, shape: HeadShape, device: torch.device
         yield random_rotation(d, shape, generator, device)
 
 
+def _check_finite(hidden_states: Tensor, index: int) -> None:
+    """Raises UserError if the norm of the outputs of layer `index` of the original model is not finite."""
+    norm = float(hidden_states.norm())
+    if not math.isfinite(norm):
+        raise UserError(
+            f"layer {index}: the model's outputs on the calibration text must have a finite norm, got {norm} "
+            "in fp32: the weights are damaged; copy the model again"
+        )
+
+
+@torch.no_grad()
+def check_outputs(model: "PreTrainedModel", arch: Architecture, tokens: Tensor, device: torch.device) -> None:
+    """Raises UserError if a layer's outputs on `tokens` [1, seqlen] are not finite in fp32.
+
+    `check_model` checks the same for a model that is rotated. `model` is not changed.
+    """
+    stream = CalibrationStream.embed(model, arch, tokens, device)
+    stream.hidden_states = stream.hidden_states.float()
+    for index, layer in enumerate(decoder_layers(model, arch)):
+        stream.advance(_float_copy(layer, device), index)
+        _check_finite(stream.hidden_states, index)
+
+
 def _relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
 
@@ -72,7 +97,8 @@ def check_layer(
 ) -> float:
     """Relative error, in fp32, of the rotated layer's output on `stream`. `layer` is not changed.
 
-    Raises InvarianceError if the error is above TOLERANCE.
+    Raises InvarianceError if the error is above TOLERANCE, and UserError if the original output is not
+    finite.
 
     Args:
         layer: a decoder layer.
@@ -93,6 +119,7 @@ def check_layer(
         rotated_stream.rotate(r1)
     layer_copy = _float_copy(layer, device)
     stream.advance(layer_copy, index)
+    _check_finite(stream.hidden_states, index)
     rotate_layer(layer_copy, arch, shape, rotation.to(device), boundary)
     rotated_stream.advance(layer_copy, index)
     output_r1 = r1 if boundary is None else boundary.next_r1.to(device)

@@ -29,8 +29,13 @@ class LayerRotation:
     r1: Tensor
     r2: Tensor
 
-    def to(self, device: torch.device | str) -> "LayerRotation":
-        return LayerRotation(self.r1.to(device), self.r2.to(device))
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "LayerRotation":
+        return LayerRotation(self.r1.to(device, dtype), self.r2.to(device, dtype))
+
+    @property
+    def inverse(self) -> "LayerRotation":
+        """The rotation that undoes this rotation."""
+        return LayerRotation(self.r1.mT, self.r2.mT)
 
 
 def folded_weights(
@@ -65,6 +70,40 @@ def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:
     return torch.bmm(blocks.mT, matrix.unflatten(0, (len(blocks), -1))).flatten(0, 1)
 
 
+def rotated_weight(
+    role: str, weight: Tensor, rotation: LayerRotation, shape: HeadShape, down_r1: Tensor | None = None
+) -> Tensor:
+    """The rotated weight [out, in] of one linear, in the dtype of its arguments.
+
+    Args:
+        role: role of the linear.
+        weight: folded weight [out, in].
+        rotation: R1 and R2 of the layer.
+        shape: attention sizes of the model.
+        down_r1: the matrix [d, d] that down_proj takes in place of R1; None is R1.
+    """
+    r1, r2 = rotation.r1, rotation.r2
+    if role == "v_proj":
+        return rotate_left(r2, weight @ r1)
+    if role == "o_proj":
+        return rotate_right(r1.T @ weight, r2.repeat_interleave(shape.group, 0))
+    if role == "down_proj":
+        return (r1 if down_r1 is None else down_r1).T @ weight
+    return weight @ r1
+
+
+def rotated_hessian(group: str, hessian: Tensor, rotation: LayerRotation, shape: HeadShape) -> Tensor:
+    """The Hessian [in, in] of an input group after the rotation of its inputs, in the dtype of its arguments.
+
+    The result is RᵀHR, with R = R1 for the groups `attention` and `mlp` and R = blockdiag(R2) for `o`. The
+    input of `down` is not rotated.
+    """
+    if group == "down":
+        return hessian
+    blocks = rotation.r2.repeat_interleave(shape.group, 0) if group == "o" else rotation.r1[None]
+    return rotate_left(blocks, rotate_right(hessian, blocks))
+
+
 @torch.no_grad()
 def rotate_layer(
     layer: nn.Module,
@@ -87,15 +126,11 @@ def rotate_layer(
     linears = layer_linears(layer, arch)
     weights = folded_weights(layer, arch, torch.float64)
     device = weights["q_proj"].device
-    r1, r2 = rotation.r1.to(device).double(), rotation.r2.to(device).double()
-    for role in ("q_proj", "k_proj", "gate_proj", "up_proj"):
-        weights[role] = weights[role] @ r1
-    weights["v_proj"] = rotate_left(r2, weights["v_proj"] @ r1)
-    weights["o_proj"] = rotate_right(r1.T @ weights["o_proj"], r2.repeat_interleave(shape.group, 0))
+    rotation = rotation.to(device, torch.float64)
+    r1, r2 = rotation.r1, rotation.r2
     down_r1 = r1 if boundary is None else boundary.next_r1.to(device).double()
-    weights["down_proj"] = down_r1.T @ weights["down_proj"]
     for role, weight in weights.items():
-        linears[role].weight.copy_(weight)
+        linears[role].weight.copy_(rotated_weight(role, weight, rotation, shape, down_r1))
     if (bias := linears["v_proj"].bias) is not None:
         bias.copy_(rotate_left(r2, bias.double()[:, None])[:, 0])
     for role, output_r1 in (("o_proj", r1), ("down_proj", down_r1)):
@@ -108,15 +143,18 @@ def rotate_layer(
 
 
 @torch.no_grad()
-def rotate_ends(model: Any, arch: Architecture, first_r1: Tensor, last_r1: Tensor) -> None:
+def rotate_ends(model: Any, arch: Architecture, first_r1: Tensor, last_r1: Tensor) -> bool:
     """embedding ← W first_r1 and lm_head ← W diag(γ) last_r1, with γ the weight of the final norm, in place.
+
+    Returns whether lm_head was tied to the embedding before.
 
     first_r1 [d, d] is the R1 of the first layer, last_r1 [d, d] of the last layer. Tied weights are untied,
     also in the model's config, because embedding and lm_head become different matrices.
     """
     embedding, head = module_at(model, arch.embedding), module_at(model, arch.lm_head)
     norm = module_at(model, arch.final_norm)
-    if head.weight is embedding.weight:
+    tied = head.weight is embedding.weight
+    if tied:
         head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
     model.config.tie_word_embeddings = False
     scale = norm_scale(norm, arch.norm_offset)
@@ -125,6 +163,7 @@ def rotate_ends(model: Any, arch: Architecture, first_r1: Tensor, last_r1: Tenso
     reset_norm(norm, arch.norm_offset)
     for rows in _row_chunks(embedding.weight):
         rows.copy_(rows.double() @ first_r1.to(rows.device).double())
+    return tied
 
 
 def _row_chunks(weight: Tensor, rows: int = 16384) -> tuple[Tensor, ...]:

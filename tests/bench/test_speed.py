@@ -172,10 +172,46 @@ def test_cases_that_do_not_fit_the_time_are_named(monkeypatch, capsys):
     assert cli.run(["bench", "--shape", "tiny", "--repeats", "1", "--device", "cpu"]) == 0
     assert "Left out to end in time" in (out := capsys.readouterr().out)
     assert out.strip().endswith(": layer prefill 1000000000, model prefill 1000000000")
-    data = speed.measure_speed(None, "tiny", repeats=1, device="cpu", minutes=0.0)
-    cases = ["prefill 1000000000", "decode 2"]
-    left_out = [f"layer {case}" for case in cases] + ["model prefill 4", *(f"model {case}" for case in cases)]
-    assert [case for case in data["left_out"] if case != "model decode 1"] == left_out
+
+
+def test_no_case_is_measured_beyond_the_time(monkeypatch, capsys):
+    """Neither the first case of its kind, about which nothing is known, nor the making of a whole model."""
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+
+    def refuse(*args, **options):
+        raise AssertionError("this takes time")
+
+    monkeypatch.setattr(speed, "layer_variants", refuse)
+    monkeypatch.setattr(speed, "stacked_variants", refuse)
+    data = speed.measure_speed(None, "tiny", tokens=[4], batches=[1], device="cpu", minutes=0.0)
+    assert data["left_out"] == ["layer prefill 4", "layer decode 1", "model prefill 4", "model decode 1"]
+    assert data["rows"] == []
+    assert cli.run(["bench", "--shape", "tiny", "--batch", "1", "--minutes", "0", "--device", "cpu"]) == 0
+    assert " ".join(capsys.readouterr().out.split()).startswith("Left out to end in time")
+
+
+def test_one_call_tells_whether_a_case_fits_the_time(monkeypatch):
+    """A call of 0.1 s, 3 variants and 101 rounds make 30 s. With 10 s, only the one call is made."""
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+    calls = []
+
+    def call(model, case, device):
+        return lambda: (calls.append(str(case)), time.sleep(0.1))
+
+    monkeypatch.setattr(speed, "_call", call)
+    data = speed.measure_speed(None, "tiny", batches=[1, 2], repeats=100, device="cpu", minutes=20 / 60)
+    assert data["left_out"] == ["layer decode 1", "layer decode 2", "model decode 1", "model decode 2"]
+    assert calls == ["layer decode 1"]
+
+
+def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+    one = Timing(1.0, 1.0, 1.0), Timing(0.1, 0.1, 0.1)
+    assert [speed.verdict(*one, repeats) for repeats in (1, 2)] == ["too few repeats"] * 2
+    assert speed.verdict(*one, 3) == "faster than dense"
+    assert cli.run(["bench", "--shape", "tiny", "--batch", "1", "--repeats", "1", "--device", "cpu"]) == 0
+    assert "too few repeats" in (out := capsys.readouterr().out)
+    assert "than dense" not in out and "as fast" not in out
 
 
 def test_mistakes(capsys, tmp_path, checkpoint):
@@ -187,7 +223,7 @@ def test_mistakes(capsys, tmp_path, checkpoint):
         ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers above 0; got 0"),
         ([checkpoint, "--batch", "1,x"], "--batch must be whole numbers separated by commas; got '1,x'"),
         ([checkpoint, "--repeats", "0"], "--repeats must be at least 1; got 0"),
-        ([tmp_path / "nothing"], "cannot load a causal language model"),
+        ([tmp_path / "nothing"], "there is no such folder"),
         ([MODEL], "layer 0, q_proj: w must hold at most 2 non-zeros"),
     ]
     capsys.readouterr()  # discards the output of saving the checkpoint
@@ -221,7 +257,7 @@ def test_shapes_are_models(name):
     ],
 )
 def test_verdict(p20, median, p80, words):
-    assert speed.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80)) == words
+    assert speed.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
 
 
 def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():

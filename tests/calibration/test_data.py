@@ -9,6 +9,7 @@ import datasets
 import pytest
 import torch
 
+from drot import hub
 from drot.calibration.data import calibration_hash, load_calibration, read_text
 from drot.errors import UserError
 
@@ -77,8 +78,8 @@ def test_parquet(tmp_path):
             '{"body": "x", "id": 3}',
             "no column 'text'; its columns are body, id: name one of them as `text_column`",
         ),
-        ("a.jsonl", '{"text": 3}', "column 'text' must hold text, got int: name another column as"),
-        ("a.jsonl", "[1, 2]", "a row must hold text, got list"),
+        ("a.jsonl", '{"text": 3}', "column 'text' must hold text or chats, got int: name another column as"),
+        ("a.jsonl", "[1, 2]", "a row must hold text or chats, got list"),
         ("a.jsonl", '{"text": null}', "is empty"),
         ("a.jsonl", '{"text": "x"}\n{"text": ', "line 2: not valid JSON"),
         ("a.json", '{"text": "x"', "line 1: not valid JSON"),
@@ -137,12 +138,12 @@ def test_a_line_separator_inside_a_string_does_not_end_a_line(tmp_path):
 
 
 def test_a_missing_source(tmp_path):
-    with pytest.raises(UserError, match=r"`source` must be c4, wikitext2 or .* got 'nothing.txt'"):
+    with pytest.raises(UserError, match=r"`source` must be c4, wikitext2, a dataset .* got 'nothing.txt'"):
         load("nothing.txt")
     (tmp_path / "folder.txt").mkdir()
     with pytest.raises(UserError, match="which is a folder"):
         load(str(tmp_path / "folder.txt"))
-    with pytest.raises(UserError, match=r"`ppl` must be wikitext2 or a .* got 'c4'"):
+    with pytest.raises(UserError, match=r"`ppl` must be wikitext2, a dataset .* got 'c4'"):
         read_text("c4", "test", "text")
 
 
@@ -152,6 +153,7 @@ def test_hub_without_a_network(monkeypatch, source):
         raise ConnectionError("name resolution failed\nand more")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr(hub, "_unreachable", lambda: "")
     with pytest.raises(UserError) as error:
         load(source)
     assert "(name resolution failed): without a network, name a local file as `source`" in str(error.value)

@@ -11,7 +11,7 @@ from transformers import AutoModel, AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert_checkpoint
-from drot.checkpoint.manifest import read_manifest
+from drot.checkpoint.manifest import accept_files, read_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import HELD_OUT, MODEL
@@ -126,13 +126,16 @@ def test_convert_there_and_back(checkpoints, tmp_path, capsys):
     for source, format in (("packed", "dense"), ("dense", "packed")):
         out = tmp_path / format
         assert cli.run(["convert", str(checkpoints / source), "--out", str(out), "--format", format]) == 0
-        assert f"Saved to {out}" in capsys.readouterr().out
+        before, after = ((f / "model.safetensors").stat().st_size for f in (checkpoints / source, out))
+        sizes = f"{before / 1e6:.1f} MB -> {after / 1e6:.1f} MB, {after / before:.2f} of the bytes"
+        assert f"Saved to {out}: {sizes}" in capsys.readouterr().out
         got, expected = tensors_of(out), tensors_of(checkpoints / format)
         assert got.keys() == expected.keys()
         assert all(torch.equal(got[name], expected[name]) for name in got)
         manifest, config = read_manifest(out), json.loads((out / "config.json").read_text())
         original = read_manifest(checkpoints / source)
-        assert manifest == {**original, "format": format, "stock_architecture": False}
+        own = {key: manifest[key] for key in ("files", "digest")}
+        assert manifest == {**original, "format": format, "stock_architecture": False, **own}
         assert config["quantization_config"].get("packed", False) is (format == "packed")
         assert not list(tmp_path.glob("*.part"))
         assert (out / "tokenizer.json").exists()
@@ -228,13 +231,14 @@ def test_eval_and_generate(checkpoints, tmp_path, capsys):
 
 
 def rewrite(folder, change):
-    """Applies `change` to the dict of tensors of a checkpoint in one file, and writes them back."""
+    """Applies `change` to the dict of tensors of a checkpoint in one file, and records the new file."""
     file = folder / "model.safetensors"
     tensors = {
         name: tensor.clone() for name, tensor in load_file(file).items()
     }  # the loaded tensors are mapped from the file that is overwritten
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+    accept_files(folder)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +293,10 @@ def test_damaged_tensors(packed, change, message, capsys):
 @pytest.mark.parametrize(
     ("change", "first"),
     [
-        ({"num_hidden_layers": 4}, "model.layers.4.input_layernorm.weight"),
+        ({"num_hidden_layers": 4}, "num_hidden_layers of config.json is 4, but the weights hold 8 layers"),
         (
             {"quantization_config": {"quant_method": "drot", "packed": True}},
-            "model.layers.1.residual_rotation.weight",
+            "the first is model.layers.1.residual_rotation.weight",
         ),
     ],
 )
@@ -301,7 +305,7 @@ def test_superfluous_tensors_are_refused(packed, change, first, tmp_path, capsys
     edit_config(packed, change)
     for arguments in (["eval", packed, "--ppl", HELD_OUT], ["convert", packed, "--out", tmp_path / "out"]):
         line = refused(capsys, *arguments, *(["--format", "dense"] if arguments[0] == "convert" else []))
-        assert f"the first is {first}: config.json was edited" in line
+        assert f"{first}: config.json was edited" in line
     assert not (tmp_path / "out").exists()
 
 
@@ -311,18 +315,26 @@ def edit_config(folder, change):
 
 
 @pytest.mark.parametrize(
-    "change", [{"num_attention_heads": 0}, {"num_hidden_layers": "8"}, {"dtype": "float23"}]
+    ("change", "message"),
+    [
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads: Input should be greater than"),
+        (
+            {"num_hidden_layers": "8"},
+            "config.json: num_hidden_layers: Input should be a valid integer, got '8'",
+        ),
+        ({"dtype": "float23"}, "cannot load a causal language model"),
+    ],
 )
-def test_a_faulty_config(packed, change, capsys):
+def test_a_faulty_config(packed, change, message, capsys):
     edit_config(packed, change)
-    assert "cannot load a causal language model" in refused(capsys, "eval", packed, "--ppl", HELD_OUT)
+    assert message in refused(capsys, "eval", packed, "--ppl", HELD_OUT)
 
 
 def test_a_faulty_manifest(packed, capsys):
     file = packed / "drot.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"layers": [{}]}))
     assert cli.run(["info", str(packed)]) == 2
-    assert f"{file} does not hold what drot wrote" in capsys.readouterr().err
+    assert f"{file} lacks layers.0.layer: it was edited" in capsys.readouterr().err
 
 
 def test_a_warning_for_a_dtype_that_is_not_kept(checkpoints, tmp_path, caplog):
@@ -350,10 +362,9 @@ def test_only_a_packed_model_counts_as_quantised(checkpoints, tmp_path):
     assert dense.half().dtype == torch.float16
     with pytest.raises(ValueError, match="not supported for quantized"):
         packed.half()
-    trainable = [
-        (model.hf_quantizer.is_trainable, model.hf_quantizer.is_qat_trainable) for model in (dense, packed)
-    ]
-    assert trainable == [(True, True), (False, False)]  # read by transformers' Trainer
+    assert dense.hf_quantizer.is_trainable and dense.hf_quantizer.is_qat_trainable  # read by the Trainer
+    with pytest.raises(UserError, match=r"cannot be trained: call dequantize\(\)"):
+        assert packed.hf_quantizer.is_trainable
     packed.requires_grad_(False)
     logits = packed(random_tokens(1, 8)).logits
     assert not is_packed(packed.dequantize())
@@ -381,6 +392,9 @@ def test_a_shard_that_is_missing(checkpoints, tmp_path, capsys):
     shutil.copytree(checkpoints / "packed", folder)
     drot.load(folder, device="cpu").save_pretrained(folder, max_shard_size="1MB")
     (folder / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="config.json is not the file that drot.json describes: it has"):
+        drot.load(folder, device="cpu")
+    accept_files(folder)
     tokens = random_tokens(1, 8)
     expected = drot.load(checkpoints / "packed", device="cpu")(tokens).logits
     assert torch.equal(drot.load(folder, device="cpu")(tokens).logits, expected)

@@ -11,7 +11,7 @@ from drot.cli import app as cli
 from drot.cli.app import FIELD, OPTIONS, in_options
 
 PACKAGE = Path(drot.__file__).resolve().parent
-COMMANDS = ("prune", "finetune", "eval", "convert", "bench", "info", "demo")
+COMMANDS = (*("prune", "finetune", "eval", "report", "convert", "export", "apply", "bench", "info", "demo"),)
 
 
 def test_version(capsys):
@@ -45,6 +45,16 @@ def test_prunes_options_are_grouped(capsys, monkeypatch):
         "Run",
     ]
     assert any("--method" in line and "[magnitude|wanda|sparsegpt]" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [60, 80, 160])
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS)])
+def test_an_option_without_a_value_shows_none(command, width, capsys, monkeypatch):
+    """typer shows `--help <bool>`, which looks as if the option wanted a value."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert cli.run([*command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert "--help " in shown and "bool" not in shown.lower()
 
 
 def options() -> dict[str, object]:

@@ -10,6 +10,7 @@ from torch import nn
 
 import drot
 from drot.cli import app as cli
+from drot.cli import tables
 from drot.cli.prune import parse_rotation
 from drot.cli.prune import prune as prune_command
 from drot.cli.sensitivity import advice
@@ -167,10 +168,10 @@ def test_defaults_may_be_spelled_out(calls):
     assert cli.run(text.split()) == 0
 
 
-def test_only_sparsegpt_has_blocks(calls):
-    """m = 3 does not divide the default block size, which Wanda does not use and must not refuse."""
-    assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--sparsity", "1:3"]) == 0
-    assert cli.run(["prune", "m", "--out", "o", "--sparsity", "1:3"]) == 2
+def test_blocks_fit_any_m(calls):
+    """m = 3 does not divide the default block size, 128. The manifest has the block size that is used."""
+    assert cli.run(["prune", "m", "--out", "o", "--sparsity", "1:3"]) == 0
+    assert calls[0][1].to_dict()["pruning"]["block_size"] == 126
 
 
 def test_the_recipe_in_the_manifest_survives_json():
@@ -207,7 +208,7 @@ def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):
     data = json.loads(captured.out)
     assert data == {"out": str(tmp_path), **json.loads(json.dumps(manifest(Recipe())))}
     assert "a library prints to stdout" in captured.err
-    assert "layer 1/1: pruning" in captured.err
+    assert "layer 0 (1 of 1): pruning" in captured.err
 
 
 def test_table(calls, capsys):
@@ -221,8 +222,9 @@ def test_table(calls, capsys):
     ("options", "message"),
     [
         (["--method", "wandb"], "--method must be one of magnitude, wanda, sparsegpt; got 'wandb'"),
-        (["--rotation", "some"], "--rotation must be one of none, layer, shared; got 'some'"),
-        (["--rotation", "block:x"], "--rotation block:N needs a whole number of blocks; got 'block:x'"),
+        (["--rotation", "some"], "--rotation must be one of none, layer, shared, block:N; got 'some'"),
+        (["--rotation", "block:x"], "block:N needs a whole number of blocks, as in block:4; got 'block:x'"),
+        (["--rotation", "block"], "--rotation block:N needs a whole number of blocks, as in block:4; got"),
         (["--sparsity", "4:2"], "--sparsity must be a ratio"),
         (["--steps", "many"], "'--steps'"),
         (["--no-such-option"], "--no-such-option"),
@@ -232,7 +234,7 @@ def test_table(calls, capsys):
         (["--sparsity-of", "down_proj"], "--sparsity-of must be PATTERN=SPARSITY such as down_proj=4:8; got"),
         (["--sparsity-of", "down_proj=2"], "the sparsity in --sparsity-of must be a ratio in [0, 1)"),
         (["--sensitivity"], "--out has no effect with --sensitivity, which writes no model"),
-        (["--lr", "inf"], "--lr must be a finite number above 0; got inf"),
+        (["--lr", "inf"], "--lr must be a finite number above 0 and at most 3.14159; got inf"),
     ],
 )
 def test_the_users_mistakes(calls, capsys, options, message):
@@ -277,7 +279,7 @@ def test_sensitivity(sensitivity, calls, capsys):
         '--keep layers.1.mlp.down_proj, or give it another sparsity: --sparsity-of "layers.1.mlp.down' in out
     )
     assert max(map(len, captured.out.splitlines()[:-1])) <= 100
-    assert "a library prints to stdout" in captured.err and "layer 1/2: output errors" in captured.err
+    assert "a library prints to stdout" in captured.err and "layer 0 (1 of 2): output errors" in captured.err
     ((model, recipe, options),) = sensitivity
     assert (model, recipe.pruning.keep, str(options["rotations"])) == ("m", ("layers.1.mlp.up_proj",), "r.st")
     assert cli.run([*arguments, "--json"]) == 0
@@ -345,6 +347,60 @@ def test_ctrl_c_prints_interrupted(monkeypatch, capsys):
     assert capsys.readouterr().err == "drot: interrupted\n"
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_ctrl_c_in_a_run_says_how_to_go_on(monkeypatch, capsys, tmp_path, finished):
+    out = tmp_path / "out"
+
+    def interrupt(*args, **kwargs):
+        if finished:
+            (tmp_path / "out.partial").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(pipeline, "prune", interrupt)
+    assert cli.run(["prune", "m", "--out", str(out)]) == 130
+    told = f"the finished layers lie in {out}.partial; to go on, give the same command with --resume"
+    assert one_line(capsys.readouterr().err) == (
+        f"drot: interrupted: {told if finished else 'no layer was finished, and nothing is kept'}\n"
+    )
+
+
+def test_a_run_without_calibration_refuses_its_options(calls, capsys):
+    assert (
+        cli.run(
+            ["prune", "m", "--out", "o", "--method", "magnitude", "--rotation", "none", "--nsamples", "4"]
+        )
+        == 2
+    )
+    assert "--nsamples has no effect with --method magnitude --rotation none, which reads a text only if" in (
+        one_line(capsys.readouterr().err)
+    )
+    text = "prune m --out o --method magnitude --rotation none --nsamples 4 --calibration a.txt"
+    assert cli.run(text.split()) == 0
+
+
+def test_the_facts_of_a_run_name_what_was_chosen_by_itself(calls, capsys):
+    recipe = Recipe()
+    changes = {
+        "positions": 512,
+        "untied_lm_head": True,
+        "compute_dtype": "float32",
+        "dtype": "bfloat16",
+        "calibration": {"sha256": "0", "shape": [128, 512]},
+    }
+    tables.print_manifest(manifest(recipe, **changes))
+    shown = " ".join(capsys.readouterr().out.split())
+    for text in (
+        "c4, 128 x 512 tokens (all that the model reads), seed 0",
+        "bfloat16 (computed in float32)",
+        "lm_head untied from the embedding",
+    ):
+        assert text in shown
+    tables.print_manifest(manifest(recipe, calibration={"sha256": "0", "shape": [0, 1]}))
+    shown = capsys.readouterr().out
+    assert "none: magnitude pruning without a rotation needs no text" in " ".join(shown.split())
+    assert "lm_head" not in shown and "computed in" not in shown
+
+
 @pytest.mark.slow
 def test_prune_eval_info_for_real(capsys, tmp_path):
     """The embedded model, pruned without a rotation: the folder, its manifest and its perplexity."""
@@ -402,10 +458,16 @@ def test_info_of_a_path_that_is_not_a_folder(capsys, tmp_path):
 
 def test_json_has_no_infinity(monkeypatch, capsys):
     """JSON has no Infinity and no NaN: a figure that is not finite is null."""
+    text = {"tokens": 9, "windows": 1, "split": None, "sha256": "0"}
     figures = {"model": "m", "seqlen": 8, "perplexity": {"a": math.inf, "b": math.nan}, "tasks": {"t": 0.5}}
-    monkeypatch.setattr("drot.evaluation.evaluate.evaluate", lambda model, **options: figures)
+    figures |= {"texts": {"a": text, "b": text}, "averages": {}, "against": None, "streamed": False}
+    figures |= {"dtype": "float32", "machine": "cpu"}
+    figures |= {"task_details": {"t": {"metric": "acc", "fewshot": 0, "stderr": math.nan}}}
+    monkeypatch.setattr("drot.evaluation.evaluate.evaluate", lambda models, **options: [figures])
     assert cli.run(["eval", "m", "--json"]) == 0
     out = capsys.readouterr().out
-    assert json.loads(out, parse_constant=pytest.fail) == figures | {"perplexity": {"a": None, "b": None}}
+    got = json.loads(out, parse_constant=pytest.fail)
+    assert got["perplexity"] == {"a": None, "b": None} and got["tasks"] == {"t": 0.5}
+    assert got["task_details"]["t"]["stderr"] is None
     assert cli.run(["eval", "m"]) == 0
     assert "inf" in capsys.readouterr().out

@@ -62,6 +62,20 @@ def test_bar_does_not_start_again_for_layers_side_by_side():
     assert positions(events) == [0, 0.25, 0.5, 0.5]
 
 
+def test_the_time_left_is_not_known_at_first_and_at_the_end():
+    clock = iter(range(1000))
+    column = progress_bars.TimeLeftColumn()
+    shown = []
+    with Progress(console=Console(file=io.StringIO()), get_time=lambda: float(next(clock))) as bars:
+        progress = progress_bars.BarProgress(bars)
+        shown.append(column.render(bars.tasks[0]).plain)
+        for step in range(1, 5):
+            progress(ProgressEvent(phase="evaluate", step=step, steps=4))
+            shown.append(column.render(bars.tasks[0]).plain)
+    assert shown[:2] == ["-", "-"] and shown[-1] == "-"
+    assert all(left.startswith("0:00:") and left > "0:00:00" for left in shown[2:-1])
+
+
 def lines(events, **options):
     file = io.StringIO()
     progress = progress_bars.LineProgress(Console(file=file), **options)
@@ -78,10 +92,10 @@ def test_lines_of_one_layer_after_the_other():
         events.append(event("prune", layer))
     events += [ProgressEvent(phase="evaluate", step=step, steps=2) for step in (1, 2)]
     assert lines(events) == [
-        "layer 1/2: rotated, loss 4 -> 2 in 2 steps",
-        "layer 1/2: pruning",
-        "layer 2/2: rotated, loss 3 -> 1 in 2 steps",
-        "layer 2/2: pruning",
+        "layer 0 (1 of 2): rotated, loss 4 -> 2 in 2 steps",
+        "layer 0 (1 of 2): pruning",
+        "layer 1 (2 of 2): rotated, loss 3 -> 1 in 2 steps",
+        "layer 1 (2 of 2): pruning",
         "evaluated 2 windows",
     ]
 
@@ -93,10 +107,10 @@ def test_lines_of_dense_hessians():
         events += [event("calibrate", layer), *training(layer, 2, [4.0, 3.0 - layer], steps=9)]
     events += [event("prune", 0), event("prune", 1)]
     assert lines(events, label="entropy") == [
-        "layer 1/2: rotated, entropy 4 -> 3 in 1 steps",
-        "layer 2/2: rotated, entropy 4 -> 2 in 1 steps",
-        "layer 1/2: pruning",
-        "layer 2/2: pruning",
+        "layer 0 (1 of 2): rotated, entropy 4 -> 3 in 1 steps",
+        "layer 1 (2 of 2): rotated, entropy 4 -> 2 in 1 steps",
+        "layer 0 (1 of 2): pruning",
+        "layer 1 (2 of 2): pruning",
     ]
 
 
@@ -105,8 +119,8 @@ def test_lines_of_layers_in_parallel():
     events = [event("calibrate", 0), event("calibrate", 1)]
     events += [training(layer, 2, [5.0, 3.0 - layer])[-1] for layer in (1, 0)]
     assert lines(events) == [
-        "layer 2/2: rotated, loss 2 in 1 steps",
-        "layer 1/2: rotated, loss 3 in 1 steps",
+        "layer 1 (2 of 2): rotated, loss 2 in 1 steps",
+        "layer 0 (1 of 2): rotated, loss 3 in 1 steps",
     ]
 
 
@@ -115,9 +129,32 @@ def test_lines_of_a_shared_rotation():
     events = [event("calibrate", 0), event("calibrate", 1), *training(0, 2, [4.0, 3.0], steps=5)]
     assert lines([*events, event("prune", 0)], shared=True) == [
         "all layers: rotated, loss 4 -> 3 in 1 steps",
-        "layer 1/2: pruning",
+        "layer 0 (1 of 2): pruning",
     ]
     assert lines(events, shared=True) == ["all layers: rotated, loss 4 -> 3 in 1 steps"]
+
+
+def test_reading_a_text_and_loading_a_model_are_shown():
+    events = [ProgressEvent(phase="read"), ProgressEvent(phase="tokenize", steps=31_540_000)]
+    events += [ProgressEvent(phase="load"), ProgressEvent(phase="save")]
+    assert lines(events) == [
+        "reading the text",
+        "tokenising the text (31.5 million characters)",
+        "loading the model",
+        "saving the model",
+    ]
+    streamed = [ProgressEvent(phase="read", step=step, steps=4_000_000) for step in (0, 1_000_000, 3_000_000)]
+    assert positions(streamed) == [0, 0.25, 0.75]
+    assert lines(streamed)[1:] == [f"reading the text ({n}.0 million characters)" for n in (1, 3)]
+
+
+def test_a_bar_whose_end_is_not_known_has_no_total():
+    with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as bars:
+        progress = progress_bars.BarProgress(bars)
+        progress(event("prune"))
+        progress(ProgressEvent(phase="tokenize", steps=1000))
+        assert bars.tasks[0].total is None and bars.tasks[0].description == "tokenising"
+        assert len(bars.tasks) == 1
 
 
 def test_a_fine_tuning_has_a_line_for_each_tenth():

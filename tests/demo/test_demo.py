@@ -2,6 +2,8 @@
 
 import dataclasses
 import io
+import json
+import re
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from rich.console import Console
 import drot
 from drot.architectures import architecture_of, layer_linears
 from drot.checkpoint.load import load_tokenizer
+from drot.cli import app as cli
 from drot.cli import demo as command
 from drot.demo.demo import CALIBRATION, HELD_OUT, DemoResult, DemoRow, run_demo
 from drot.errors import UserError
@@ -21,6 +24,7 @@ SMALL = dataclasses.replace(CALIBRATION, nsamples=16, seqlen=256)
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
+    pytest.importorskip("matplotlib", reason="the demo's report needs matplotlib")
     out = tmp_path_factory.mktemp("demo") / "out"
     return out, run_demo(out, steps=40, calibration=SMALL, windows=24)
 
@@ -46,6 +50,24 @@ def test_the_saved_checkpoint_is_the_model_of_the_table(demo):
             kept = (linear.weight != 0).reshape(linear.out_features, -1, 4).sum(-1)
             assert int(kept.max()) <= 2
     assert torch.isfinite(model(tokens[None, :64]).logits).all()
+
+
+def test_the_report_has_the_figures_of_the_table(demo):
+    out, result = demo
+    dense, pruned, rotated = (f"{row.perplexity:.3f}" for row in result.rows)
+    assert result.report == out / "report.html"
+    cells = re.findall(r"<td[^>]*>([^<]*)</td>", result.report.read_text())[:4]
+    assert cells == [dense, pruned, rotated, f"{result.rows[2].gap_closed:.0%}"]
+
+
+def test_without_matplotlib_the_report_is_left_out(monkeypatch, tmp_path, capsys):
+    row = DemoRow(name="dense", perplexity=10.0)
+    result = DemoResult(rows=[row], sentence="It helped.", rotation_helped=True)
+    monkeypatch.setattr("drot.demo.demo.run_demo", lambda out, progress: result)
+    assert cli.run(["demo", "--out", str(tmp_path / "out")]) == 0
+    assert "The report is left out: it needs matplotlib (pip install 'matplotlib" in capsys.readouterr().out
+    assert cli.run(["demo", "--out", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["report"] is None
 
 
 def test_a_folder_with_files_is_not_touched(tmp_path):

@@ -1,9 +1,23 @@
-"""`drot eval` reports a mistake before it loads the weights of the model."""
+"""`drot eval`: what is refused before the weights are loaded, several models, and what is recorded."""
+
+import json
+import logging
+import shutil
+import sys
 
 import pytest
+import torch
+from small_models import random_text, random_tokens, save_small_model, small_model
 
+import drot
+from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.cli import app as cli
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import HELD_OUT, MODEL
+from drot.errors import BrokenModelError, UserError
+from drot.evaluation import evaluate as evaluation
+from drot.evaluation.evaluate import evaluate
+from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 
 @pytest.mark.parametrize(
@@ -16,9 +30,13 @@ from drot.demo.demo import HELD_OUT, MODEL
         ("--seqlen 1", "--seqlen must be at least 2"),
         ("--seqlen 2049", "--seqlen must be at most 2048, the positions of this model; got 2049"),
         ("--ppl short.txt", "tokens, but one window needs 64: lower --seqlen"),
-        ("--ppl c4", "--ppl must be wikitext2 or a .txt, .json, .jsonl, .parquet file; got 'c4'"),
+        (
+            "--ppl c4",
+            "--ppl must be wikitext2, a dataset on the hub such as org/name:split, or a .txt, .json",
+        ),
         ("--device gpu", "--device must be auto, cpu or cuda[:N]"),
         ("--dtype int8", "--dtype must be auto or one of"),
+        ("--stream --tasks piqa", "--tasks need the whole model on the device: leave out --stream"),
     ],
 )
 def test_mistakes_are_found_before_the_weights_are_read(monkeypatch, capsys, tmp_path, options, message):
@@ -27,8 +45,9 @@ def test_mistakes_are_found_before_the_weights_are_read(monkeypatch, capsys, tmp
     (tmp_path / "short.txt").write_text("import sys")
     seqlen = [] if "--seqlen" in options else ["--seqlen", "64"]
     assert cli.run(["eval", str(MODEL), "--ppl", str(HELD_OUT), *seqlen, *options.split()]) == 2
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
+    *progress, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("drot: ") and message in error
+    assert all("the text" in line for line in progress)
 
 
 @pytest.mark.slow
@@ -43,4 +62,260 @@ def test_an_unknown_task_is_found_before_the_weights_are_read(monkeypatch, capsy
 def test_a_missing_model(capsys, tmp_path):
     assert cli.run(["eval", str(tmp_path / "nothing"), "--ppl", str(HELD_OUT)]) == 2
     error = capsys.readouterr().err
-    assert "cannot load a causal language model from" in error and error.count("\n") == 1
+    assert "there is no such folder" in error and error.count("\n") == 1
+
+
+# ---- small models ------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A dense model, two models that were pruned from it (one rotated, one packed) and a text."""
+    folder = tmp_path_factory.mktemp("models")
+    dense = save_small_model(small_model("llama"), folder / "dense")
+    tokens = random_tokens(8, 16)
+    for name, mode, format in (("rotated", "layer", "dense"), ("packed", "none", "packed")):
+        recipe = Recipe(
+            rotation=RotationConfig(mode=mode, steps=3),
+            pruning=PruningConfig(method="wanda"),
+            calibration=CalibrationConfig(seqlen=16),
+        )
+        drot.prune(dense, recipe, out=folder / name, calibration=tokens, format=format, device="cpu")
+    (folder / "text.txt").write_text(random_text(900))
+    return folder
+
+
+@pytest.fixture
+def own(models, tmp_path):
+    """A copy of the models that a test may change."""
+    return shutil.copytree(models, tmp_path / "models")
+
+
+def measure(folder, *names, **options):
+    options = dict(ppl=[str(folder / "text.txt")], device="cpu", record=False) | options
+    return evaluate([str(folder / name) for name in names], **options)
+
+
+def test_windows_and_tokens_are_told(models):
+    """128 positions are the most that the models read; 900 tokens are 7 windows of them."""
+    (figures,) = measure(models, "rotated")
+    assert figures["seqlen"] == 128 and figures["dtype"] == "float32" and not figures["streamed"]
+    (text,) = figures["texts"].values()
+    assert text["tokens"] == 900 and text["windows"] == 7 and text["split"] is None
+    other = models / "other.txt"
+    other.write_text(random_text(900, seed=1))
+    (changed,) = measure(models, "rotated", ppl=[str(other)])[0]["texts"].values()
+    assert len(text["sha256"]) == 64 and changed["sha256"] != text["sha256"]
+
+
+def test_the_split_of_a_known_text(models, monkeypatch):
+    monkeypatch.setattr(evaluation, "load_eval_tokens", lambda *args, **options: random_tokens(1, 300)[0])
+    (figures,) = measure(models, "dense", ppl=["wikitext2"])
+    assert figures["texts"]["wikitext2"]["split"] == "test"
+
+
+def test_seqlen_is_2048_at_most(tmp_path):
+    save_small_model(small_model("llama", max_position_embeddings=4096), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(random_text(2100))
+    assert measure(tmp_path, "model")[0]["seqlen"] == 2048
+
+
+def test_several_models_against_the_dense_one(models):
+    results = measure(models, "rotated", "packed", against=str(models / "dense"))
+    source = str(models / "text.txt")
+    for name, figures in zip(("rotated", "packed"), results, strict=True):
+        model = drot.load(models / name, device="cpu", dtype="float32")
+        tokens = load_eval_tokens(source, drot.checkpoint.load.load_tokenizer(models / name))
+        assert figures["model"] == str(models / name)
+        expected = perplexity(model, tokens, seqlen=128)
+        assert figures["perplexity"][source] == pytest.approx(expected, rel=1e-5)
+        assert 0 < figures["agreement"][source]["equal_tokens"] < 1
+    dense = [figures["agreement"][source]["dense_perplexity"] for figures in results]
+    assert dense[0] == dense[1]
+    assert dense[0] == pytest.approx(measure(models, "dense")[0]["perplexity"][source], rel=1e-6)
+
+
+@pytest.mark.parametrize("against", [None, "dense"])
+def test_streamed_figures_are_the_same(models, against):
+    options = {} if against is None else {"against": str(models / against)}
+    whole = measure(models, "rotated", "packed", **options)
+    streamed = measure(models, "rotated", "packed", stream=True, **options)
+    assert all(figures["streamed"] for figures in streamed)
+    for a, b in zip(whole, streamed, strict=True):
+        assert a["perplexity"] == pytest.approx(b["perplexity"], rel=1e-5)
+        for source, figures in a["agreement"].items():
+            assert figures["kl"] == pytest.approx(b["agreement"][source]["kl"], rel=1e-3, abs=1e-6)
+
+
+def test_weights_that_do_not_fit_are_streamed(models, monkeypatch, caplog):
+    size = sum(p.nbytes for p in drot.load(models / "dense", device="cpu", dtype="float32").parameters())
+    for free, streamed in ((2 * size, False), (size, True)):
+        caplog.clear()
+        monkeypatch.setattr(evaluation, "free_memory", lambda device, free=free: free)
+        # a device other than that of the loaded model, which the models need not leave
+        monkeypatch.setattr(evaluation, "pick_device", lambda name: torch.device("cpu", 0))
+        monkeypatch.setattr(torch.nn.Module, "to", lambda module, *args, **options: module)
+        assert measure(models, "dense")[0]["streamed"] is streamed
+        assert ("do not fit on cpu:0" in caplog.text) is streamed
+        monkeypatch.undo()
+
+
+def test_tasks_are_refused_for_weights_that_do_not_fit(models, monkeypatch):
+    monkeypatch.setattr(evaluation, "load_tasks", lambda names: None)
+    monkeypatch.setattr(evaluation, "_place", lambda *args, **options: True)
+    with pytest.raises(UserError, match="`tasks` need the whole of .* on cpu, where it does not fit"):
+        measure(models, "dense", tasks=["piqa"])
+
+
+def test_bfloat16_is_computed_in_float32_on_a_cpu_unless_asked_for(tmp_path):
+    save_small_model(small_model("llama", dtype=torch.bfloat16), tmp_path / "model")
+    (tmp_path / "text.txt").write_text(random_text(300))
+    (auto,), (asked,) = measure(tmp_path, "model"), measure(tmp_path, "model", dtype="bfloat16")
+    assert (auto["dtype"], asked["dtype"]) == ("float32", "bfloat16")
+    assert auto["perplexity"] != asked["perplexity"]
+
+
+# ---- another model than the original --------------------------------------------------------------------
+
+
+def test_another_vocabulary_is_refused(models, tmp_path):
+    other = save_small_model(small_model("llama", vocab_size=128), tmp_path / "other")
+    with pytest.raises(UserError, match=r"`against` must have the vocabulary of .*, 96 tokens; .* has 128"):
+        measure(models, "rotated", against=str(other))
+
+
+def test_another_tokenizer_is_refused(models, own):
+    file = own / "dense" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocab = tokenizer["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    file.write_text(json.dumps(tokenizer))
+    with pytest.raises(UserError, match="`against` must have the tokenizer of"):
+        measure(models, "rotated", against=str(own / "dense"))
+
+
+def test_against_needs_a_text(models):
+    with pytest.raises(UserError, match="`against` compares predictions on a text, got none"):
+        measure(models, "rotated", against=str(models / "dense"), ppl=[])
+
+
+@pytest.mark.parametrize("against", [None, "dense", "broken"])
+def test_a_model_without_a_finite_loss_is_named(own, against):
+    """With several models, and beside a sound original. What was measured before is recorded."""
+    broken = small_model("llama")
+    broken.model.norm.weight[3] = float("nan")
+    save_small_model(broken, own / "broken")
+    whose = {None: "the model", "dense": "the pruned model", "broken": "the dense original"}[against]
+    names = ["rotated", "broken"] if against != "broken" else ["rotated"]
+    message = f"{own / names[-1]}: {whose}'s loss on the text is nan"
+    with pytest.raises(BrokenModelError, match=message):
+        measure(own, *names, against=against and str(own / against), record=True)
+    assert len(read_manifest(own / "rotated").get("evaluations", [])) == (against != "broken")
+
+
+# ---- the record in drot.json ----------------------------------------------------------------------------
+
+
+def test_the_figures_are_recorded(own):
+    (figures,) = measure(own, "rotated", record=True, against=str(own / "dense"))
+    (entry,) = read_manifest(own / "rotated")["evaluations"]
+    assert entry.pop("date")[:2] == "20" and entry.pop("versions")["torch"] == torch.__version__
+    assert entry | {"model": str(own / "rotated")} == json.loads(json.dumps(figures))
+    drot.load(own / "rotated", device="cpu")
+
+
+def test_a_repeated_measurement_replaces_its_entry(own):
+    measure(own, "rotated", record=True)
+    (entry,) = read_manifest(own / "rotated")["evaluations"]
+    earlier = entry | {"perplexity": {"earlier": 1.0}}
+    update_manifest(own / "rotated", lambda manifest: manifest | {"evaluations": [earlier]})
+    measure(own, "rotated", record=True, seqlen=64)  # another measurement
+    (figures,) = measure(own, "rotated", record=True)
+    entries = read_manifest(own / "rotated")["evaluations"]
+    assert [entry["seqlen"] for entry in entries] == [64, 128]
+    assert entries[1]["perplexity"] == figures["perplexity"]
+
+
+def test_infinity_is_recorded_as_null(own, monkeypatch):
+    monkeypatch.setattr(evaluation, "perplexity_of", lambda predictions, progress: float("inf"))
+    measure(own, "rotated", record=True)
+    assert list(read_manifest(own / "rotated")["evaluations"][0]["perplexity"].values()) == [None]
+
+
+def test_what_is_not_recorded(own, monkeypatch, caplog):
+    before = (own / "rotated" / "drot.json").read_bytes()
+    measure(own, "rotated")
+    assert not caplog.records
+    with caplog.at_level(logging.WARNING):
+        measure(own, "dense", record=True)
+        assert "dense are not recorded: it is no folder with a drot.json" in caplog.text
+
+        def read_only(*args):
+            raise PermissionError(13, "Permission denied", "drot.json")
+
+        monkeypatch.setattr("drot.evaluation.record.update_manifest", read_only)
+        measure(own, "rotated", record=True)
+        assert "rotated are not recorded: [Errno 13] Permission denied" in caplog.text
+    assert (own / "rotated" / "drot.json").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_a_later_step_that_changes_the_weights_drops_the_record(own):
+    pytest.importorskip("peft")
+    from drot.config import FinetuneConfig
+
+    measure(own, "rotated", record=True)
+    tokens = random_tokens(40, 16)
+    config = FinetuneConfig(full=True, epochs=1, batch_size=4)
+    result = drot.finetune(own / "rotated", config, tokens=tokens, out=own / "tuned", device="cpu")
+    assert "evaluations" not in result.manifest
+
+
+# ---- the command line -----------------------------------------------------------------------------------
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    assert cli.run(["eval", *map(str, arguments), "--device", "cpu"]) == 0
+    return capsys.readouterr()
+
+
+def test_one_model_on_the_command_line(own, capsys):
+    text = own / "text.txt"
+    told = run(capsys, own / "rotated", "--ppl", text, "--seqlen", 32)
+    (figures,) = measure(own, "rotated", seqlen=32)
+    shown = told.out.replace("\n", "")
+    assert f"{figures['perplexity'][str(text)]:.3f}" in shown
+    sha256 = figures["texts"][str(text)]["sha256"]
+    assert f"900 tokens, 28 windows of 32, SHA-256 of the token ids {sha256}" in shown
+    assert "computed in float32 on" in shown
+    original = read_manifest(own / "rotated")["base_model"]
+    assert f"--against {original} would compare" in told.err
+    assert len(read_manifest(own / "rotated")["evaluations"]) == 1
+    assert cli.run(["info", str(own / "rotated")]) == 0
+    assert "evaluation" in capsys.readouterr().out
+
+
+def test_several_models_on_the_command_line(own, capsys):
+    options = ["--ppl", own / "text.txt", "--against", own / "dense", "--no-record"]
+    told = run(capsys, own / "rotated", own / "packed", *options)
+    assert "would compare" not in told.err and "evaluations" not in read_manifest(own / "rotated")
+    for word in ("rotated", "packed", "equal next tokens", "KL divergence, 99th percentile", "112 … 127"):
+        assert word in told.out
+    both = json.loads(run(capsys, own / "rotated", own / "packed", "--json", *options).out)
+    assert [figures["model"] for figures in both] == [str(own / "rotated"), str(own / "packed")]
+    one = json.loads(run(capsys, own / "rotated", "--stream", "--json", *options).out)
+    assert one["streamed"] and one.keys() == both[0].keys()
+
+
+def test_help_names_the_choices(capsys):
+    assert cli.run(["eval", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    for words in ("paper: the five zero-shot tasks", "float32 on a CPU", "--no-record", "--stream"):
+        assert words in told
+
+
+def test_without_lm_eval(models, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"pip install 'lm_eval\[hf\]'"):
+        measure(models, "dense", tasks=["paper"])

@@ -5,8 +5,8 @@ import math
 import pytest
 from small_models import random_tokens, small_model
 
-from drot.errors import UserError
-from drot.evaluation.perplexity import perplexity
+from drot.errors import BrokenModelError, UserError
+from drot.evaluation.perplexity import check_logits, perplexity
 
 
 def one_token_at_a_time(model, tokens, seqlen):
@@ -32,21 +32,27 @@ def test_progress_ends_at_the_last_window():
     assert [(event.step, event.steps) for event in events] == [(2, 5), (4, 5), (5, 5)]
 
 
-def test_hopeless_model_is_infinite_and_no_crash():
+@pytest.mark.parametrize(
+    ("factor", "loss"), [(1e6, r"\d"), (math.inf, "nan"), (math.nan, "nan")], ids=["overflow", "inf", "nan"]
+)
+def test_a_model_without_a_finite_loss_has_no_perplexity(factor, loss):
     model = small_model("llama", tie_word_embeddings=False)
-    model.lm_head.weight.mul_(1e6)
-    assert perplexity(model, random_tokens(1, 60)[0], seqlen=12) == math.inf
+    model.lm_head.weight[0].mul_(factor)
+    with pytest.raises(BrokenModelError, match=f"the model's loss on the text is {loss}.*, expected"):
+        perplexity(model, random_tokens(1, 60)[0], seqlen=12)
+
+
+def test_logits_that_are_not_finite_are_refused_before_tasks():
+    model = small_model("llama")
+    check_logits(model)
+    model.model.norm.weight[3] = math.nan
+    with pytest.raises(BrokenModelError, match="logits that are NaN or infinite"):
+        check_logits(model)
 
 
 def test_text_shorter_than_a_window():
     with pytest.raises(UserError, match="the text has 11 tokens, but one window needs 12: lower `seqlen`"):
         perplexity(small_model("llama"), random_tokens(1, 11)[0], seqlen=12)
-
-
-def test_nan_is_told_from_infinite():
-    model = small_model("llama", tie_word_embeddings=False)
-    model.lm_head.weight[0] = math.nan
-    assert math.isnan(perplexity(model, random_tokens(1, 60)[0], seqlen=12))
 
 
 @pytest.mark.parametrize(

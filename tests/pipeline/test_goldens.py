@@ -40,7 +40,7 @@ def pruned(method, sparsity, **rotation):
         calibration=CalibrationConfig(source=str(DATA / "wikitext2-valid.txt"), nsamples=64, seqlen=512),
     )
     # what is rotated and removed is compared, without the solvers that win a part of the loss back
-    return drot.prune(MODEL, recipe.with_quality("fast"), device="cpu", dtype="float32")
+    return drot.prune(MODEL, recipe.with_quality("fast"), device="cpu", dtype="float32", save_dtype="float32")
 
 
 def measure(model, name):

@@ -98,7 +98,6 @@ def test_equal_settings_in_all_their_forms():
         (dict(sparsity_of=[("down_proj", "4:8", 1)]), "`sparsity_of` must be PATTERN=SPARSITY"),
         (dict(sparsity_of={"down_proj": "8:4"}), "in `sparsity_of` must be .* got '8:4' for down_proj"),
         (dict(keep=[""]), "`keep` must be patterns such as .* got ''"),
-        (dict(sparsity_of={"down_proj": "2:3"}), "`block_size` must be a multiple of m .* got 128 with 2:3"),
     ],
 )
 def test_values_are_checked(settings, message):
@@ -266,7 +265,7 @@ def test_a_resumed_run_gives_the_same_bytes(hessians, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         prune(small_model("llama"), chosen, out=out, progress=crash)
     other = recipe(rotation=dict(hessians=hessians), **MIXED | dict(keep=("layers.0.*",)))
-    with pytest.raises(UserError, match="cannot resume .*: recipe of this run differ"):
+    with pytest.raises(UserError, match="cannot resume .*: pruning.keep: "):
         prune(small_model("llama"), other, out=out, resume=True)
     prune(small_model("llama"), chosen, out=out, resume=True)
     files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]

@@ -24,6 +24,8 @@ ROOMS = [
     "_C",
     "_extension",
     "environment",
+    "hub",
+    "schemas",
     "architectures",
     "ops",
     "calibration",
@@ -32,10 +34,12 @@ ROOMS = [
     "rotation",
     "sparse",
     "checkpoint",
+    "artifact",
     "pipeline",
     "evaluation",
     "finetuning",
     "bench",
+    "report",
     "demo",
     "cli",
     "__main__",
@@ -141,9 +145,21 @@ import {first}
 import drot
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING
-print("drot" in AUTO_QUANTIZER_MAPPING and "drot" in AUTO_QUANTIZATION_CONFIG_MAPPING)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+print(all("drot" in m for m in (AUTO_QUANTIZER_MAPPING, AUTO_QUANTIZATION_CONFIG_MAPPING, CONFIG_MAPPING)))
 """
     assert python(code) == "True\n"
+
+
+@pytest.mark.slow
+def test_the_config_is_registered_without_the_model_code() -> None:
+    code = """
+import sys, drot
+from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+print("drot" in CONFIG_MAPPING, "transformers.modeling_utils" in sys.modules)
+"""
+    assert python(code) == "True False\n"
 
 
 def test_library_messages_name_fields_and_not_options() -> None:

@@ -16,8 +16,8 @@ from drot.bench.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.errors import UserError
 from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
-from drot.sparse.linear import SparseLinear, is_packed, packed_linears
-from drot.sparse.packed import check_positions, compress_model, pack_model, unpack_model
+from drot.sparse.linear import NOT_TRAINABLE, SparseLinear, is_packed, packed_linears
+from drot.sparse.packed import check_packed, compress_model, pack_model, unpack_model
 from drot.surgery.boundary import BoundaryRotation, rotation_place, set_boundary
 
 #: largest relative error of the logits; dense and packed models add up in different orders
@@ -340,10 +340,10 @@ def test_what_cannot_be_packed():
 def test_positions_out_of_order(byte):
     """Two positions that are equal or out of order, in the first and in the second group of a byte."""
     model = packed_copy(pruned_model("llama"))
-    check_positions(model)
+    check_packed(model)
     model.model.layers[2].mlp.up_proj.positions.data[7, 1] = byte
     with pytest.raises(UserError, match="^model.layers.2.mlp.up_proj.positions: .* out of order in row 7"):
-        check_positions(model)
+        check_packed(model)
 
 
 def test_linear_as_a_module():
@@ -351,7 +351,8 @@ def test_linear_as_a_module():
     linear = nn.Linear(16, 24)
     linear.weight.data = weight.masked_fill(nm_mask(weight.abs(), 2, 4), 0)
     packed = SparseLinear.from_linear(linear)
-    assert repr(packed) == "SparseLinear(in_features=16, out_features=24, bias=True)"
+    sizes = "in_features=16, out_features=24, bias=True"
+    assert repr(packed) == f"SparseLinear({sizes}; {NOT_TRAINABLE})"
     assert list(packed.state_dict()) == ["values", "positions", "bias"]
     assert packed.to(torch.bfloat16).positions.dtype == torch.uint8
     x = torch.randn(2, 3, 16)

@@ -1,0 +1,1 @@
+"""Artifacts: what turns a public dense model into a checkpoint of drot, without the dense model's weights."""

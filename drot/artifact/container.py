@@ -1,0 +1,149 @@
+"""The file of an artifact: a zip archive with the parts of each tensor, the rotations and the small files.
+
+| member                    | content                                                             |
+|---------------------------|---------------------------------------------------------------------|
+| artifact.json             | versions, hash of the dense model, hash of each file, tolerances    |
+| files/NAME                | a file of the checkpoint without weights, such as drot.json         |
+| headers/NAME              | the header of a safetensors file of the checkpoint                  |
+| rotations/layers.I.r1, r2 | fp32 matrices; a layer without r1 has that of the layer before      |
+| tensors/NAME/PIECE/PART   | parts of drot/artifact/coding.py; `positions` of a packed tensor    |
+"""
+
+import json
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drot.architectures import HeadShape
+from drot.artifact.coding import from_planes, to_planes
+from drot.checkpoint.integrity import recorded_files
+from drot.errors import UserError
+from drot.surgery.rotate import LayerRotation
+
+FORMAT_VERSION = 1
+INDEX = "artifact.json"
+
+
+class Writer:
+    """Writes the members of an artifact to the file `path`. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._zip.close()
+
+    def add(self, name: str, data: bytes) -> None:
+        # a fixed date, so that equal artifacts are equal files
+        info = zipfile.ZipInfo(name)
+        info.compress_type = zipfile.ZIP_DEFLATED
+        self._zip.writestr(info, data)
+
+    def add_rotations(self, rotations: list[LayerRotation]) -> None:
+        before = None
+        for index, rotation in enumerate(rotations):
+            if before is None or not torch.equal(rotation.r1, before):
+                self.add(f"rotations/layers.{index}.r1", _matrix_bytes(rotation.r1))
+            self.add(f"rotations/layers.{index}.r2", _matrix_bytes(rotation.r2))
+            before = rotation.r1
+
+    def sizes(self) -> dict[str, int]:
+        """What the members take in the file, in bytes: `rotations`, `mask`, `difference` and so on."""
+        sizes: Counter[str] = Counter()
+        for info in self._zip.infolist():
+            kind, _, rest = info.filename.partition("/")
+            sizes[rest.rpartition("/")[2] if kind == "tensors" else kind] += info.compress_size
+        return dict(sizes)
+
+
+class Reader:
+    """Reads an artifact. A context manager.
+
+    Raises UserError for a file that is damaged or no artifact, there and in every method.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._zip = zipfile.ZipFile(path)
+        except FileNotFoundError:
+            raise UserError(f"there is no artifact {path}: write one with drot export") from None
+        except (OSError, zipfile.BadZipFile) as error:
+            raise UserError(f"{path} is no artifact of drot ({error})") from None
+        self._names = frozenset(self._zip.namelist())
+        try:
+            self.index: dict[str, Any] = json.loads(self.read(INDEX))
+            version = self.index["format_version"]
+        except (ValueError, LookupError, TypeError) as error:
+            raise UserError(f"{path} is no artifact of drot ({error!r})") from None
+        if version != FORMAT_VERSION:
+            raise UserError(f"{path} must be of format_version {FORMAT_VERSION}, got {version}: update drot")
+        recorded_files({"files": self.index.get("files")}, path)  # raises for a name outside of the folder
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._zip.close()
+
+    def damaged(self, why: object) -> UserError:
+        return UserError(f"{self.path} is damaged ({why}): copy it again")
+
+    def read(self, name: str) -> bytes:
+        try:
+            return self._zip.read(name)
+        except (KeyError, OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
+            raise self.damaged(error) from None
+
+    def parts(self, prefix: str, names: tuple[str, ...]) -> dict[str, bytes]:
+        """Name → content of the members `prefix`/name that exist."""
+        return {name: self.read(f"{prefix}/{name}") for name in names if f"{prefix}/{name}" in self._names}
+
+    def rotations(self, layers: int, hidden: int, shape: HeadShape) -> list[LayerRotation]:
+        """The rotation of each layer. Raises UserError if their sizes do not fit the model."""
+        found: list[LayerRotation] = []
+        for index in range(layers):
+            first = f"rotations/layers.{index}.r1"
+            alone = first in self._names or not found
+            r1 = self._matrix(first, [hidden, hidden]) if alone else found[-1].r1
+            size = [shape.kv_heads, shape.head_dim, shape.head_dim]
+            found.append(LayerRotation(r1, self._matrix(f"rotations/layers.{index}.r2", size)))
+        return found
+
+    def _matrix(self, name: str, size: list[int]) -> Tensor:
+        try:
+            numbers = from_planes(self.read(name), torch.float32)
+            return torch.from_numpy(numbers.astype("uint32").view("float32")).reshape(size)
+        except (ValueError, RuntimeError) as error:
+            raise self.damaged(f"{name}: {error}") from None
+
+
+def _matrix_bytes(matrix: Tensor) -> bytes:
+    bits = matrix.float().contiguous().view(torch.int32).numpy().reshape(-1)
+    return to_planes(bits.astype("int64") & 0xFFFFFFFF, torch.float32)
+
+
+def header_bytes(file: Path) -> bytes:
+    """The first bytes of a safetensors file, up to the first tensor."""
+    with file.open("rb") as handle:
+        start = handle.read(8)
+        return start + handle.read(struct.unpack("<Q", start)[0])
+
+
+def tensors_of(header: bytes) -> dict[str, tuple[str, list[int], int]]:
+    """Name → dtype by safetensors' name, shape, and position in the file, of each tensor of a file."""
+    entries = json.loads(header[8:])
+    entries.pop("__metadata__", None)
+    return {
+        name: (entry["dtype"], entry["shape"], len(header) + entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }

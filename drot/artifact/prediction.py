@@ -1,0 +1,123 @@
+"""The tensors that a checkpoint would have if it were only rotated, computed from the dense model in fp64.
+
+An artifact stores how the checkpoint differs from these tensors. Two machines may add the terms of a product
+in another order, so their fp64 products differ in the last places. `Prediction.tolerance` bounds that.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drot.architectures import architecture_of, decoder_layers, head_shape, module_at
+from drot.config import BoundaryPlace
+from drot.progress import Progress, ProgressEvent
+from drot.surgery.boundary import ROTATION_MODULE, BoundaryRotation
+from drot.surgery.fold_norm import fold, norm_scale
+from drot.surgery.rotate import LayerRotation, rotate_layer
+
+#: The elements of a piece, so that only a part of a large tensor is in fp64 at a time.
+PIECE = 2**24
+#: A sum of n products in fp64 is wrong by at most n · UNIT times the product of the norms. GUARD is for the
+#: sums of v_proj and o_proj, which have two products one after the other, and for two machines.
+UNIT, GUARD = 2.0**-53, 64
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One tensor of the rotated dense model.
+
+    name: its name in the model's state dict.
+    pieces: the tensor in fp64, split along its first dimension into pieces of at most PIECE elements.
+    tolerance: by how much an element may differ on another machine. 0 if no product is computed.
+    layer: the decoder layer, counted from 0; None outside of the layers.
+    """
+
+    name: str
+    pieces: Iterator[Tensor]
+    tolerance: float
+    layer: int | None = None
+
+
+def rows_of_a_piece(shape: torch.Size) -> int:
+    """The number of rows of a piece of a tensor of `shape`."""
+    return max(1, PIECE // max(1, shape[1:].numel()))
+
+
+@torch.no_grad()
+def predictions(
+    model: Any, rotations: list[LayerRotation] | None, place: BoundaryPlace | None
+) -> Iterator[Prediction]:
+    """All tensors of the rotated `model`, one layer after the other. The model is not changed.
+
+    Args:
+        model: the dense model, on the CPU.
+        rotations: the rotation of each layer; None predicts the dense model itself.
+        place: the place of the rotations between the layers; None if the checkpoint has none.
+    """
+    arch, shape = architecture_of(model.config), head_shape(model.config)
+    layers = decoder_layers(model, arch)
+    ends = {f"{path}.weight" for path in (arch.embedding, arch.lm_head, arch.final_norm)}
+    for name, tensor in model.state_dict().items():
+        if name.startswith(f"{arch.layers}."):
+            continue
+        if rotations is None or name not in ends:
+            yield Prediction(name, _split(tensor), 0.0)
+    if rotations is not None:
+        norm, head = module_at(model, arch.final_norm), module_at(model, arch.lm_head)
+        embedding = module_at(model, arch.embedding).weight
+        scale = norm_scale(norm, arch.norm_offset)
+        first, last = rotations[0].r1.double(), rotations[-1].r1.double()
+        yield Prediction(
+            f"{arch.final_norm}.weight", _split(torch.full_like(norm.weight, 1 - arch.norm_offset)), 0.0
+        )
+        yield Prediction(
+            f"{arch.embedding}.weight", (rows @ first for rows in _split(embedding)), _tolerance(embedding)
+        )
+        yield Prediction(
+            f"{arch.lm_head}.weight",
+            (fold(rows, scale) @ last for rows in _split(head.weight)),
+            _tolerance(head.weight) * float(scale.abs().max()),
+        )
+    for index, layer in enumerate(layers):
+        layer, prefix = copy.deepcopy(layer).double(), f"{arch.layers}.{index}"
+        if rotations is not None:
+            boundary = None
+            if place == "residual" and index + 1 < len(layers):
+                boundary = BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
+            rotate_layer(layer, arch, shape, rotations[index], boundary)
+        for name, tensor in layer.state_dict().items():
+            tolerance = 0.0 if rotations is None else _tolerance(tensor)
+            yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance, index)
+    if rotations is not None and place == "input":
+        for index in range(1, len(layers)):
+            matrix = BoundaryRotation(place, rotations[index - 1].r1, rotations[index].r1).matrix().T
+            name = f"{arch.layers}.{index}.{ROTATION_MODULE}.weight"
+            yield Prediction(name, _split(matrix), _tolerance(matrix))
+
+
+def _split(tensor: Tensor) -> Iterator[Tensor]:
+    for rows in tensor.detach().split(rows_of_a_piece(tensor.shape)):
+        yield rows.double()
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """GUARD · n · UNIT · the largest norm of a row or a column, which a rotation does not change."""
+    matrix = tensor.detach() if tensor.dim() == 2 else tensor.detach().reshape(1, -1)
+    norms = [torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float64).max() for dim in (0, 1)]
+    return float(max(norms)) * max(matrix.shape) * UNIT * GUARD
+
+
+def reported(
+    found: Iterator[Prediction], phase: str, layers: int, progress: Progress
+) -> Iterator[Prediction]:
+    """The predictions `found`. Reports `phase` at the first tensor of each of the `layers` decoder layers."""
+    last = None
+    for prediction in found:
+        if prediction.layer not in (None, last):
+            last = prediction.layer
+            progress(ProgressEvent(phase=phase, layer=last or 0, layers=layers))
+        yield prediction

@@ -1,0 +1,47 @@
+"""The bytes of a checkpoint: of its weights on disk, and of the files that a run is going to write."""
+
+import shutil
+from pathlib import Path
+
+from torch import nn
+
+from drot.devices import dtype_name
+from drot.errors import UserError
+
+
+def weight_bytes(folder: str | Path) -> int | None:
+    """The bytes of the safetensors files in `folder`; None if it is no local folder, or has none."""
+    return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
+
+
+def size_of(model: nn.Module) -> str:
+    """The number, the bytes and the dtypes of a model's parameters, for a repr."""
+    parameters = list(model.parameters())
+    dtypes = ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters}))
+    count = sum(parameter.numel() for parameter in parameters)
+    return f"parameters={count:,} ({size_text(sum(p.nbytes for p in parameters))}, {dtypes})"
+
+
+def size_text(count: float) -> str:
+    """A number of bytes with its unit: 16.9 MB, and 2.5 GB."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1e3:.1f} kB"
+
+
+def check_space(out: Path, checkpoint: int, parts: int) -> None:
+    """Raises UserError if the disk of `out` has less space than a run is going to write to it.
+
+    Args:
+        out: the folder of the checkpoint.
+        checkpoint: bytes of the checkpoint.
+        parts: bytes of the finished parts of the run, which lie beside `out` until the checkpoint is written.
+    """
+    free = shutil.disk_usage(out.resolve().parent).free
+    if free < checkpoint + parts:
+        raise UserError(
+            f"{out} needs {size_text(checkpoint + parts)} of free space ({size_text(parts)} for the finished "
+            f"layers, until the checkpoint of {size_text(checkpoint)} is written); its disk has "
+            f"{size_text(free)}: make room, or name a folder on another disk as `out`"
+        )

@@ -1,0 +1,200 @@
+"""The files of a model that somebody else may have written: where they lie, and what their headers say.
+
+Nothing here runs code of the model, builds the model or reads its weights.
+"""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from drot.architectures import ARCHITECTURES
+from drot.errors import UserError
+from drot.hub import hub_access
+from drot.schemas.model import ModelConfig, RopeOfModel, WeightIndex
+from drot.schemas.reading import check_schema, quoted, read_json, shortened
+
+CONFIG = "config.json"
+ADAPTER = "adapter_config.json"
+WEIGHTS = "model.safetensors"
+INDEX = WEIGHTS + ".index.json"
+#: files of weights that Python opens by running what they hold
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+#: what is fetched from the hub before the weights: the config and the tokenizer
+SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+#: a name on the hub: MODEL or OWNER/MODEL
+HUB_NAME = re.compile(r"(?=.{1,96}$)(\w[\w.-]*/)?\w[\w.-]*")
+#: part of a tensor's name that holds the number of its decoder layer
+LAYER = re.compile(r"layers\.(\d{1,9})\.")
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a safetensors file says of a tensor. dtype: in the names of the format, as in `F32`."""
+
+    file: Path
+    shape: list[int]
+    dtype: str
+
+
+def model_folder(model: str | Path, *, weights: bool = False) -> Path:
+    """The folder with the files of `model`: a local folder, or a name on the hub, whose files are fetched.
+
+    weights: whether to fetch the weights too, and not only the config and the tokenizer.
+
+    Raises UserError if there is no such folder, and if the hub does not have the model or is not reached.
+    """
+    folder = Path(model)
+    try:
+        if folder.is_dir():
+            return folder
+        is_file = folder.exists()
+    except OSError as error:  # a name that is too long, or a folder that must not be read
+        raise UserError(f"cannot read {shortened(str(model))}: {error.strerror}") from None
+    if is_file:
+        raise UserError(f"{model} is a file: name the folder of the model that holds it")
+    if isinstance(model, Path) or not HUB_NAME.fullmatch(model):
+        raise UserError(f"there is no such folder: {shortened(str(model))}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    with hub_access(
+        f"there is no folder {model}, and the model {model} cannot be read from the hub",
+        "name a folder, or try again with a network",
+    ):
+        try:
+            found = Path(snapshot_download(model, allow_patterns=SMALL_FILES))
+            if weights:  # of the same revision, which is the name of the folder
+                index = found / INDEX
+                names = [WEIGHTS] if not index.exists() else _files_of(index)
+                found = Path(snapshot_download(model, revision=found.name, allow_patterns=names))
+        except RepositoryNotFoundError:
+            raise UserError(
+                f"there is no folder {model}, and the hub has no model {model} that this user may read: "
+                "check the name, or log in with: hf auth login"
+            ) from None
+        return found
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """config.json in `folder`, checked by its schema.
+
+    Raises UserError if the file is missing or faulty, and if it would make transformers run code or read
+    files from outside of the folder.
+    """
+    file = folder / CONFIG
+    if not file.exists():
+        raise UserError(f"{folder} holds no {CONFIG}: name the folder of a model")
+    config = read_json(file)
+    check_schema(ModelConfig, config, str(file))
+    types, layers = config.get("layer_types"), config.get("num_hidden_layers")
+    if types is not None and layers is not None and len(types) != layers:
+        raise UserError(
+            f"{file}: layer_types must have a value for each of the {layers} layers of num_hidden_layers, "
+            f"got {len(types)}: copy the file again"
+        )
+    for key in ("rope_parameters", "rope_scaling"):
+        # Gemma 3 and others have one set of entries for each kind of layer
+        if not any(isinstance(value, dict) for value in (config.get(key) or {}).values()):
+            check_schema(RopeOfModel, {key: config.get(key)}, str(file))
+    for name, value in config.items():
+        # transformers downloads a kernel whose name has a slash, and runs its code
+        if name.endswith("attn_implementation") and isinstance(value, str) and not value.isidentifier():
+            raise UserError(
+                f"{file}: {name} is {shortened(value)}, the name of code on the hub, which drot does not "
+                "run: remove the entry"
+            )
+    # in a checkpoint that drot wrote, the entry names no file, so that no other program opens it
+    if (named := config.get("transformers_weights")) is not None and config["model_type"] != "drot":
+        raise UserError(
+            f"{file}: transformers_weights is {shortened(named)}; drot reads weights only from {WEIGHTS} "
+            f"or the files of {INDEX}: rename the file and remove the entry"
+        )
+    if (folder / ADAPTER).exists():
+        raise UserError(
+            f"{folder} holds an adapter beside a model, which transformers would load too: move {ADAPTER} "
+            "out of the folder, or merge the adapter with peft"
+        )
+    return config
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files with the weights of the model in `folder`, in the order of their names.
+
+    Raises UserError if there are none, if one is missing, and if one lies outside of the folder: by its name
+    in the index, or by a link. A link into the cache of the hub is allowed in a folder of that cache.
+    """
+    if (folder / WEIGHTS).exists():
+        names = [WEIGHTS]
+    elif (folder / INDEX).exists():
+        names = _files_of(folder / INDEX)
+    elif pickles := sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
+        raise UserError(
+            f"{folder} holds no {WEIGHTS}, but {pickles[0]}, a pickle, which can run code when it is opened: "
+            "drot does not open it; save the model with safetensors"
+        )
+    else:
+        raise UserError(
+            f"{folder} holds no {WEIGHTS} and no {INDEX}: name a folder or a model on the hub with weights "
+            "in safetensors"
+        )
+    allowed = [folder.resolve()]
+    if folder.resolve().parent.name == "snapshots":
+        allowed.append(folder.resolve().parents[1] / "blobs")
+    files = [folder / name for name in names]
+    for file in files:
+        if not file.is_file():
+            what = "is a folder" if file.is_dir() else "is missing"
+            raise UserError(f"{file} {what}: copy the model again")
+        if not any(file.resolve().is_relative_to(root) for root in allowed):
+            raise UserError(
+                f"{file} is a link to {file.resolve()}, outside of the folder of the model: copy the file "
+                "into the folder"
+            )
+    return files
+
+
+def _files_of(index: Path) -> list[str]:
+    """The names of the files in an index of weights."""
+    content = read_json(index)
+    check_schema(WeightIndex, content, str(index))
+    return sorted(set(content["weight_map"].values()))
+
+
+def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
+    """Tensor → its header in the safetensors `files`. Raises UserError for a file that is not complete."""
+    found: dict[str, Header] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                for key in handle.keys():  # noqa: SIM118
+                    tensor = handle.get_slice(key)
+                    found[key] = Header(Path(file), list(tensor.get_shape()), tensor.get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{file} is not a complete safetensors file ({quoted(error)}): copy it again"
+            ) from None
+    return found
+
+
+def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:
+    """Raises UserError unless the weights hold the layers of a model of `config`.
+
+    This is checked before the model is built, which takes minutes with 10⁹ layers. Models of families that
+    drot does not prune may have layers of other kinds too. They are refused only if there are fewer tensors
+    than layers.
+    """
+    layers = getattr(config.get_text_config(), "num_hidden_layers", None)
+    if not isinstance(layers, int):
+        return
+    numbers = [int(match[1]) for name in headers if (match := LAYER.search(name))]
+    held = max(numbers, default=-1) + 1
+    if layers > len(headers) or (config.model_type in ARCHITECTURES and layers != held):
+        raise UserError(
+            f"{folder}: num_hidden_layers of {CONFIG} is {layers}, but the weights hold {held} layers: "
+            f"{CONFIG} was edited or is of another model; copy it again"
+        )

@@ -1,0 +1,65 @@
+"""The check of a folder that drot wrote, a checkpoint or an unfinished run, against the recorded hashes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from drot.checkpoint.integrity import MANIFEST, FileRecord, compare, digest_fits, files_in, recorded_files
+from drot.checkpoint.manifest import read_manifest
+from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal
+from drot.errors import UserError
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify_folder`.
+
+    files: the names of all files that drot wrote.
+    damaged: file -> what is wrong with it. A file that drot did not write, but from which the model would be
+        loaded, counts as damaged.
+    unknown: other files that drot did not write.
+    """
+
+    files: list[str]
+    damaged: dict[str, str]
+    unknown: list[str]
+
+
+def verify_folder(folder: Path) -> Verification:
+    """Compares all files of a checkpoint, or of the folder of an unfinished run, with their hashes.
+
+    Raises UserError if the folder holds no hashes, or if the file with the hashes cannot be read.
+    """
+    if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
+        return _unfinished_run(folder)
+    manifest = read_manifest(folder, recipe_needed=False)
+    files = recorded_files(manifest, folder / MANIFEST)
+    if files is None:
+        raise UserError(
+            f"{folder / MANIFEST} holds no hashes, because an older drot wrote it: its files cannot be "
+            "verified"
+        )
+    own = {} if digest_fits(manifest) else {MANIFEST: "does not fit its digest"}
+    return _verification(folder, files, own, [MANIFEST])
+
+
+def _unfinished_run(folder: Path) -> Verification:
+    own = {
+        name: "is missing or does not fit its digest"
+        for name in (IDENTITY, JOURNAL)
+        if read_journal(folder / name) is None
+    }
+    parts = read_journal(folder / JOURNAL) or {}
+    files: dict[str, FileRecord] = {
+        f"{name}.safetensors": {"sha256": part["sha256"], "bytes": part["bytes"]}
+        for name, part in parts.items()
+    }
+    return _verification(folder, files, own, [IDENTITY, JOURNAL])
+
+
+def _verification(
+    folder: Path, files: dict[str, FileRecord], damaged: dict[str, str], own: list[str]
+) -> Verification:
+    """own: the files that hold the hashes. damaged: what is wrong with those."""
+    damaged = damaged | compare(folder, files)
+    known = {*files, *own}
+    return Verification(sorted(known), damaged, sorted(files_in(folder) - known - set(damaged)))

@@ -1,0 +1,103 @@
+"""The commands `drot export` and `drot apply`: their options, and the sizes that they print."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
+from drot.cli.tables import output, print_line
+
+EXPORT_EPILOG = "Example: drot export llama-2of4 --out llama-2of4.drot --rotations rotations.safetensors"
+APPLY_EPILOG = "Example: drot apply llama-2of4.drot --out llama-2of4"
+#: part of an artifact → what it is
+PARTS = {
+    "rotations": "rotations",
+    "mask": "masks",
+    "positions": "positions of the packed weights",
+    "difference": "changes of the kept weights",
+    "unsure": "weights that another machine may round differently",
+    "files": "config, tokenizer, manifest and card",
+}
+
+
+def export(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="A checkpoint that drot prune wrote, dense or packed.")
+    ],
+    *,
+    out: Annotated[Path, option(OUTPUT, "File to write. It must be new.")],
+    model: Annotated[
+        str | None,
+        option(
+            "Source",
+            "The dense model from which DIR was made: a name on the Hugging Face hub, or a local folder. "
+            "Default: the model that drot.json names.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    rotations: Annotated[
+        Path | None,
+        option("Source", "The file that --save-rotations wrote in the run that made DIR, if DIR is rotated."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write what DIR has beyond the dense MODEL as one small file, from which drot apply makes DIR again.
+
+    The file holds rotations, masks and changes of the kept weights. Nobody gets the model from it without
+    MODEL.
+    """
+    from drot.artifact.export import export_artifact
+    from drot.cli.progress_bars import progress_bar
+
+    with stdout_for_the_result(), progress_bar() as progress:
+        result = export_artifact(folder, out, model=model, rotations=rotations, progress=progress)
+    if as_json:
+        print_json({"out": str(out), **result})
+        return
+    print_sizes(result)
+    print_line(f"Saved to {out}")
+
+
+def apply(
+    artifact: Annotated[Path, typer.Argument(metavar="ARTIFACT", help="A file that drot export wrote.")],
+    *,
+    out: Annotated[Path, option(OUTPUT, "Folder to write. It must be new or empty.")],
+    model: Annotated[
+        str | None,
+        option(
+            "Source",
+            "The dense model: a name on the Hugging Face hub, or a local folder. Its weights must be those "
+            "with which ARTIFACT was made. Default: the name in ARTIFACT.",
+            metavar="MODEL",
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Make the checkpoint from which ARTIFACT was exported, byte for byte, with the dense MODEL."""
+    from drot.artifact.apply import apply_artifact
+    from drot.cli.progress_bars import progress_bar
+
+    with stdout_for_the_result(), progress_bar() as progress:
+        result = apply_artifact(artifact, out, model=model, progress=progress)
+    if as_json:
+        print_json({"out": str(out), **result})
+    else:
+        print_line(f"All {len(result['files'])} files have the hashes of the artifact")
+        print_line(f"Saved to {out}")
+
+
+def print_sizes(result: dict[str, Any]) -> None:
+    """Prints what takes how many bytes of an artifact."""
+    table = Table("part", title_justify="left")
+    table.add_column("MB", justify="right")
+    parts = {PARTS.get(name, "index"): 0 for name in result["parts"]}
+    for name, size in result["parts"].items():
+        parts[PARTS.get(name, "index")] += size
+    for name, size in sorted(parts.items(), key=lambda item: -item[1]):
+        table.add_row(name, f"{size / 1e6:.2f}", end_section=False)
+    table.add_section()
+    share = result["bytes"] / result["checkpoint_bytes"]
+    table.add_row(f"artifact ({share:.0%} of the checkpoint)", f"{result['bytes'] / 1e6:.2f}")
+    output().print(table)

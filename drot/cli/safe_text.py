@@ -1,0 +1,48 @@
+"""Text from outside on a terminal: names, paths and manifests with control characters and rich's markup."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+
+
+def visible(text: str) -> str:
+    r"""`text` with an escape, such as \x1b, for each character that a terminal would obey or not show.
+
+    A terminal obeys control characters: they move the cursor, change colours and overwrite lines. Line feeds
+    are escaped too, so that a name cannot pass for another line of output.
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+class SafeConsole(Console):
+    """A console that prints strings without markup and as `visible` has them, in tables too."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(markup=False, emoji=False, highlight=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """The string as rich prints it. rich calls this method for each string and each cell of a table."""
+        return super().render_str(visible(text), **settings)
+
+
+class _SafeRecord(logging.LogRecord):
+    def getMessage(self) -> str:
+        return "\n".join(map(visible, super().getMessage().split("\n")))
+
+
+@contextlib.contextmanager
+def safe_log_messages() -> Iterator[None]:
+    """Makes each line of the log messages of drot and of all libraries `visible`.
+
+    The messages quote names of files and tensors.
+    """
+    before = logging.getLogRecordFactory()
+    logging.setLogRecordFactory(_SafeRecord)
+    try:
+        yield
+    finally:
+        logging.setLogRecordFactory(before)

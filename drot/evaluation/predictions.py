@@ -1,0 +1,133 @@
+"""The logits of a model for the windows of a text: of a whole model, or one layer at a time on a device."""
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from drot.architectures import architecture_of, decoder_layers, module_at, positions_of
+from drot.calibration.stream import CalibrationStream
+from drot.errors import UserError
+from drot.progress import Progress, ProgressEvent, silent
+
+#: largest number of logits in fp32 at the same time; 64 Mi logits take 256 MiB
+LOGITS_AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """A model's predictions for the windows of a text, which are computed when they are asked for.
+
+    windows: token ids [count, seqlen] on the CPU.
+    vocab: number of logits for a token.
+    logits: function from a slice of b windows to their logits [b, seqlen, vocab], in the model's dtype and on
+        its device. The logits at a position predict the token behind it.
+    """
+
+    windows: Tensor
+    vocab: int
+    logits: Callable[[slice], Tensor]
+
+    def batches(self, batch_size: int | None = None) -> Iterator[slice]:
+        """Slices of `batch_size` windows. None is the most within LOGITS_AT_ONCE, at least 1."""
+        count, seqlen = self.windows.shape
+        step = batch_size or max(1, LOGITS_AT_ONCE // (self.vocab * seqlen))
+        return (slice(start, min(start + step, count)) for start in range(0, count, step))
+
+
+def check_windows(tokens: Tensor, config: Any, seqlen: int) -> None:
+    """Raises UserError unless `tokens` [n] hold a window of `seqlen` tokens for a model of `config`."""
+    if seqlen < 2:
+        raise UserError(
+            f"`seqlen` must be at least 2, since the first token of a window is not predicted; got {seqlen}"
+        )
+    longest = positions_of(config)
+    if longest and seqlen > longest:
+        raise UserError(f"`seqlen` must be at most {longest}, the positions of this model; got {seqlen}")
+    if len(tokens) < seqlen:
+        raise UserError(f"the text has {len(tokens)} tokens, but one window needs {seqlen}: lower `seqlen`")
+    if int(tokens.max()) >= config.vocab_size:
+        raise UserError(
+            f"token ids must be below {config.vocab_size}, the model's vocabulary; got {int(tokens.max())}: "
+            "the folder holds the tokenizer of another model; copy the right one"
+        )
+
+
+def windows_of(tokens: Tensor, seqlen: int) -> Tensor:
+    """The windows [count, seqlen] of the text `tokens` [n]. Tokens behind the last whole window are left out.
+
+    The windows follow each other without overlap, as in the code of GPTQ and SparseGPT.
+    """
+    count = len(tokens) // seqlen
+    return tokens[: count * seqlen].reshape(count, seqlen)
+
+
+def predict(model: PreTrainedModel, tokens: Tensor, seqlen: int) -> Predictions:
+    """The predictions of a model that lies on one device. Raises UserError as `check_windows` does.
+
+    model: the model.
+    tokens: token ids [n] of the text.
+    seqlen: tokens in a window.
+    """
+    config = model.config.get_text_config()
+    check_windows(tokens, config, seqlen)
+    windows, device = windows_of(tokens, seqlen), next(model.parameters()).device
+
+    @torch.no_grad()
+    def logits(batch: slice) -> Tensor:
+        out: Tensor = model(windows[batch].to(device), use_cache=False).logits
+        return out
+
+    return Predictions(windows, config.vocab_size, logits)
+
+
+@torch.no_grad()
+def predict_streamed(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    seqlen: int,
+    device: torch.device,
+    progress: Progress = silent,
+) -> Predictions:
+    """The predictions of a model of which one decoder layer at a time is on `device`.
+
+    All windows pass through one layer before the next layer is moved to `device`. Their hidden states,
+    windows · seqlen · d numbers, lie in main memory, twice while a layer computes. The last norm and the head
+    are copied to `device`, where they stay while the Predictions exist.
+
+    Raises UserError as `check_windows` does, and for a family that drot/architectures.py does not list.
+
+    Args:
+        model: the model, dense, rotated, packed or fused, where it was loaded.
+        tokens: token ids [n] of the text.
+        seqlen: tokens in a window.
+        device: the device that computes.
+        progress: receives an event after each layer.
+    """
+    arch = architecture_of(model.config)
+    check_windows(tokens, model.config, seqlen)
+    windows, home = windows_of(tokens, seqlen), next(model.parameters()).device
+    stream = CalibrationStream.embed(model, arch, windows, device, offload=True)
+    layers = decoder_layers(model, arch)
+    for index, layer in enumerate(layers):
+        layer.to(device)
+        stream.advance(layer, index)
+        layer.to(home)
+        progress(ProgressEvent(phase="stream", layer=index, layers=len(layers)))
+    norm, head = (_on(module_at(model, path), device) for path in (arch.final_norm, arch.lm_head))
+
+    @torch.no_grad()
+    def logits(batch: slice) -> Tensor:
+        out: Tensor = head(norm(stream.batch(batch)))
+        return out
+
+    return Predictions(windows, model.config.vocab_size, logits)
+
+
+def _on(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module if it lies on `device`, otherwise a copy of it there."""
+    return module if next(module.parameters()).device == device else copy.deepcopy(module).to(device)

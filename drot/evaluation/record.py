@@ -1,0 +1,59 @@
+"""The evaluations of a checkpoint in its manifest, drot.json."""
+
+import datetime
+import json
+import logging
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from drot.checkpoint.card import write_card
+from drot.checkpoint.manifest import MANIFEST, update_manifest
+from drot.environment import versions
+from drot.errors import UserError
+
+logger = logging.getLogger("drot")
+
+#: key of the list of evaluations in a manifest
+EVALUATIONS = "evaluations"
+
+
+def record(folder: str, figures: dict[str, Any]) -> bool:
+    """Adds `figures`, the result of `evaluate` for one model, to the manifest and the card in `folder`.
+
+    The entry has the date, the versions and the figures without the model's name. Infinity and NaN become
+    null. An earlier entry of the same measurement (`_measurement`) is replaced.
+
+    Returns whether the entry was written. A folder without a manifest, a hub name, and a folder that cannot
+    be written are left as they are, and a warning says so.
+    """
+    if not (Path(folder) / MANIFEST).exists():
+        logger.warning("the figures of %s are not recorded: it is no folder with a %s", folder, MANIFEST)
+        return False
+    packages = {"lm_eval": metadata.version("lm_eval")} if figures["tasks"] else {}
+    entry = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions() | packages,
+        **{key: value for key, value in figures.items() if key != "model"},
+    }
+    entry = json.loads(json.dumps(entry), parse_constant=lambda constant: None)
+    try:
+        update_manifest(folder, lambda manifest: _with_entry(manifest, entry))
+        write_card(folder)
+    except (OSError, UserError) as error:
+        logger.warning("the figures of %s are not recorded: %s", folder, error)
+        return False
+    return True
+
+
+def _with_entry(manifest: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
+    """The manifest with `entry` in place of an earlier entry of the same measurement."""
+    earlier = manifest.get(EVALUATIONS, [])
+    kept = [other for other in earlier if _measurement(other) != _measurement(entry)]
+    return manifest | {EVALUATIONS: [*kept, entry]}
+
+
+def _measurement(entry: dict[str, Any]) -> Any:
+    """What was measured: two entries with equal measurements differ by machine, versions or chance only."""
+    texts = {name: text["sha256"] for name, text in entry["texts"].items()}
+    return [entry["seqlen"], entry["dtype"], entry["against"], texts, sorted(entry["tasks"])]

@@ -1,0 +1,165 @@
+"""Accuracy in the tasks of lm_eval, with the metric that the literature on pruning reports for each task."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from drot.errors import UserError
+
+#: Name of a suite → its tasks. `paper`: the five zero-shot tasks of DenoiseRotator (section 4).
+SUITES = {
+    "paper": ("piqa", "winogrande", "hellaswag", "arc_easy", "arc_challenge"),
+    "reasoning": ("gsm8k", "mmlu"),
+}
+#: Suites of which the mean accuracy is given.
+AVERAGED = ("paper",)
+#: Tasks with solved examples in the prompt, and the number of examples; every other task has none. Five is
+#: the default of lm_eval's gsm8k, and the number with which MMLU is reported.
+FEWSHOT = {"gsm8k": 5, "mmlu": 5}
+#: Task → its metric, where that is not `acc`. `acc_norm` divides the likelihood of an answer by its length,
+#: for tasks whose answers differ in length. `strict-match` accepts an answer in the form of the examples.
+METRICS = {
+    **dict.fromkeys(("piqa", "hellaswag", "arc_easy", "arc_challenge", "drot_continuation"), "acc_norm"),
+    "gsm8k": "exact_match,strict-match",
+}
+#: Folder with the tasks that come with drot, in lm_eval's format.
+OWN_TASKS = Path(__file__).parent / "own_tasks"
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """The loaded tasks of an evaluation.
+
+    manager: lm_eval's TaskManager.
+    tasks: name → lm_eval's task with its data; for a group of tasks, name → the name itself.
+    """
+
+    manager: Any
+    tasks: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The accuracy of a model in a task.
+
+    accuracy: in [0, 1].
+    stderr: its standard error by lm_eval; None if lm_eval gives none.
+    metric: name of lm_eval's metric, with its filter if that is not `none`.
+    fewshot: number of solved examples in the prompt.
+    """
+
+    accuracy: float
+    stderr: float | None
+    metric: str
+    fewshot: int
+
+
+def expand(names: Sequence[str]) -> list[str]:
+    """The tasks `names`, each once, with the tasks of a suite in the place of its name."""
+    return list(dict.fromkeys(task for name in names for task in SUITES.get(name, (name,))))
+
+
+def load_tasks(names: Sequence[str]) -> Tasks:
+    """Loads the tasks `names` and their data for `run_tasks`.
+
+    Raises UserError if lm_eval is not installed, and for a task that lm_eval does not have, that cannot be
+    loaded, as without a network, or that does not report the metric of `metric_of`.
+    """
+    try:
+        import lm_eval  # noqa: F401
+        from lm_eval.api.task import Task
+        from lm_eval.models import huggingface  # noqa: F401  (fails if lm_eval[hf] is installed in part)
+        from lm_eval.tasks import TaskManager, get_task_dict
+    except ImportError:
+        raise UserError(
+            "`tasks` needs the package lm_eval, which is not installed: pip install 'lm_eval[hf]'"
+        ) from None
+    manager = TaskManager(include_path=str(OWN_TASKS))
+    known = set(manager.all_subtasks) | set(manager.all_groups)
+    if unknown := [name for name in names if name not in known]:
+        raise UserError(f"lm_eval has no task {', '.join(unknown)}: list its tasks with: lm_eval ls tasks")
+    tasks = {}
+    for name in names:
+        try:
+            # get_task_dict is deprecated, but its successor TaskManager.load is not in lm_eval 0.4.11
+            task = get_task_dict([name], manager).get(name)
+        except Exception as error:  # a task is code and data of many authors, so any exception may come
+            advice = "lm_eval's tasks need a network or a filled datasets cache"
+            if not _is_download(error):
+                advice = "leave it out of `tasks`, or install what it needs"
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise UserError(f"cannot load lm_eval's task {name} ({reason}); {advice}") from error
+        tasks[name] = task if isinstance(task, Task) else name
+        if isinstance(task, Task) and metric_of(name).partition(",")[0] not in task.aggregation():
+            raise _no_accuracy(name, task.aggregation())
+    return Tasks(manager, tasks)
+
+
+def run_tasks(model: PreTrainedModel, tokenizer: Any, prepared: Tasks) -> dict[str, Score]:
+    """Task → the score of `model`, with the number of examples of FEWSHOT in the prompt."""
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    wrapped = HFLM(pretrained=model, tokenizer=tokenizer)
+    scores: dict[str, Score] = {}
+    for fewshot in sorted({FEWSHOT.get(name, 0) for name in prepared.tasks}):
+        names = [name for name in prepared.tasks if FEWSHOT.get(name, 0) == fewshot]
+        outcome = lm_eval.simple_evaluate(
+            model=wrapped,
+            tasks=[prepared.tasks[name] for name in names],
+            num_fewshot=fewshot,
+            task_manager=prepared.manager,
+        )
+        scores |= {name: score(name, outcome["results"][name], fewshot) for name in names}
+    return {name: scores[name] for name in prepared.tasks}
+
+
+def averages(names: Sequence[str], accuracies: dict[str, float]) -> dict[str, float]:
+    """Suite → mean accuracy of its tasks, for the suites of AVERAGED in `names`."""
+    return {
+        name: sum(accuracies[task] for task in SUITES[name]) / len(SUITES[name])
+        for name in AVERAGED
+        if name in names
+    }
+
+
+def metric_of(task: str) -> str:
+    """The metric of a task: that of METRICS, and `acc` for every other task (winogrande, boolq, ...)."""
+    return METRICS.get(task, "acc")
+
+
+def score(task: str, results: dict[str, Any], fewshot: int) -> Score:
+    """The score of `task` in lm_eval's `results`, whose keys are `metric,filter`."""
+    wanted = metric_of(task)
+    for key, value in results.items():
+        name, _, filter_name = key.partition(",")
+        if wanted in (key, name):
+            stderr = results.get(f"{name}_stderr,{filter_name}")
+            number = float(stderr) if isinstance(stderr, int | float) else None
+            return Score(float(value), number, wanted, fewshot)
+    raise _no_accuracy(task, results)
+
+
+def _no_accuracy(task: str, metrics: Iterable[str]) -> UserError:
+    return UserError(
+        f"{task} must report {metric_of(task)}, but it reports {', '.join(metrics)}: evaluate it with "
+        "lm_eval itself"
+    )
+
+
+def _is_download(error: BaseException) -> bool:
+    """Whether `error` or an exception that led to it is a missing file or a network error.
+
+    Network errors are ConnectionError and the exceptions of requests, httpx, httpcore and huggingface_hub.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, ConnectionError | FileNotFoundError):
+            return True
+        if type(link).__module__.partition(".")[0] in ("requests", "httpx", "httpcore", "huggingface_hub"):
+            return True
+        link = link.__cause__ or link.__context__
+    return False

@@ -1,0 +1,149 @@
+"""The importance of a linear's weights before and after the rotation, for the manifest and for plots.
+
+Both are taken from the same inputs and the same dense function. Before the rotation, the weight is W = Y Rᵀ
+and the Hessian of its inputs R H Rᵀ, in the basis of the original model with folded norms. After it, they are
+Y and H, in the rotated basis. The importance of a weight is the score of the recipe's method
+(rotation/importance.py), in units of the mean score of the linear before the rotation.
+"""
+
+import torch
+from torch import Tensor
+
+from drot.architectures import HeadShape
+from drot.checkpoint.figures import HISTOGRAM_BINS, HISTOGRAM_LOG10
+from drot.config import Recipe, Sparsity
+from drot.pruning import removed_mask
+from drot.rotation.importance import Metric, layer_metrics
+from drot.surgery.rotate import LayerRotation, rotated_hessian, rotated_weight
+
+#: most rows and columns of a map
+MAP_SIZE = 32
+#: importances that are binned at a time; limits the memory
+CHUNK = 1 << 22
+
+
+class GroupFigures:
+    """The figures of the linears of one input group.
+
+    Args:
+        group: name of the input group.
+        hessian: H [in, in] of the inputs of the rotated layer; not changed.
+        recipe: the settings of the run.
+        shape: attention sizes of the model.
+        rotation: the rotation of the layer; None for a layer that is not rotated.
+        down_r1: the matrix [d, d] that down_proj takes in place of R1; None is R1.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        hessian: Tensor,
+        recipe: Recipe,
+        shape: HeadShape,
+        rotation: LayerRotation | None,
+        down_r1: Tensor | None = None,
+    ) -> None:
+        self._shape, self._down_r1 = shape, None
+        self._rotation: LayerRotation | None = None
+        #: H [in, in] in the basis before the rotation
+        self.hessian = hessian
+        if rotation is not None:
+            self._rotation = rotation.to(hessian.device, hessian.dtype)
+            self.hessian = rotated_hessian(group, hessian, self._rotation.inverse, shape)
+            if down_r1 is not None:
+                self._down_r1 = down_r1.to(hessian.device, hessian.dtype)
+
+        def metric(matrix: Tensor) -> Metric:
+            return layer_metrics(
+                recipe.pruning.method,
+                {group: matrix.clone()},
+                shape,
+                damping=recipe.pruning.damping,
+                reference_compat=recipe.rotation.reference_compat,
+                groups=[group],
+                dtype=matrix.dtype,
+            ).metrics[group]
+
+        self._before = metric(self.hessian)
+        self._after = self._before if self.hessian is hessian else metric(hessian)
+
+    @property
+    def rotated(self) -> bool:
+        """Whether the layer is rotated, so that its figures before and after the rotation differ."""
+        return self._rotation is not None
+
+    def unrotated(self, role: str, weight: Tensor) -> Tensor:
+        """The weight [out, in] of a linear in the basis before the rotation, in the dtype of the Hessian.
+
+        weight: the weight in the layer, which is rotated and dense.
+        """
+        weight = weight.to(self.hessian.dtype)
+        if self._rotation is None:
+            return weight
+        down_r1 = None if self._down_r1 is None else self._down_r1.mT
+        return rotated_weight(role, weight, self._rotation.inverse, self._shape, down_r1)
+
+    def importance(
+        self, weight: Tensor, unrotated: Tensor, sparsity: Sparsity
+    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+        """The pruned share of the importance, and the tensors of the plots.
+
+        The share is the importance of the weights with the smallest scores, as many as `sparsity` removes of
+        each group or row, divided by the importance of all weights before the rotation. So the loss of the
+        objective `pruned` is the sum of out_features · share over the linears of a layer.
+
+        Returns basis → share, and `map_<basis>` [rows, columns] fp16, the means of blocks of the matrix, with
+        `histogram_<basis>` int64 [2, HISTOGRAM_BINS], the numbers of kept and of removed weights. basis:
+        `before`, and `after` for a rotated layer.
+
+        weight, unrotated: the dense weight [out, in] after and before the rotation.
+        sparsity: n:m or ratio of the linear.
+        """
+        bases = {"before": (unrotated, self._before)}
+        if self.rotated:
+            bases["after"] = (weight.to(unrotated.dtype), self._after)
+        shares, tensors = {}, {}
+        mean = total = unrotated.new_ones((), dtype=torch.float64)
+        for basis, (matrix, metric) in bases.items():
+            score = matrix.square()
+            if (diagonal := metric.diagonal) is not None:
+                score *= metric.column_scale(diagonal)
+            if basis == "before":
+                total = score.sum(dtype=torch.float64)
+                mean = total / score.numel()
+            removed = removed_mask(score, sparsity, scope="row")
+            lost = (score * removed).sum(dtype=torch.float64)
+            shares[basis] = float(lost / total) if total > 0 else 0.0
+            if total > 0:
+                score /= mean
+            tensors[f"map_{basis}"] = block_means(score).half()
+            tensors[f"histogram_{basis}"] = histogram(score, removed)
+        return shares, {name: tensor.cpu() for name, tensor in tensors.items()}
+
+
+def block_means(score: Tensor) -> Tensor:
+    """The means of score [out, in] over blocks: [min(out, MAP_SIZE), min(in, MAP_SIZE)].
+
+    Row i lies in block floor(i · MAP_SIZE / out), so that the blocks differ by at most one row, and likewise
+    for columns.
+    """
+    for _ in range(2):  # products with a matrix of means; index_add_ would not be deterministic on a GPU
+        rows = score.shape[0]
+        size = min(rows, MAP_SIZE)
+        block = torch.arange(rows, device=score.device) * size // rows
+        means = torch.nn.functional.one_hot(block, size).to(score.dtype)
+        score = ((means / means.sum(0)).T @ score).T
+    return score
+
+
+def histogram(score: Tensor, removed: Tensor) -> Tensor:
+    """The numbers of kept and of removed weights by log10(score), int64 [2, HISTOGRAM_BINS].
+
+    score: [out, in], at least 0. removed: bool [out, in].
+    """
+    low, high = HISTOGRAM_LOG10
+    counts = torch.zeros(2 * HISTOGRAM_BINS, dtype=torch.int64, device=score.device)
+    for part, mask in zip(score.flatten().split(CHUNK), removed.flatten().split(CHUNK), strict=True):
+        bins = ((part.log10() - low) / (high - low) * HISTOGRAM_BINS).clamp(0, HISTOGRAM_BINS - 1).long()
+        counts += torch.bincount(bins + HISTOGRAM_BINS * mask, minlength=2 * HISTOGRAM_BINS)
+    return counts.reshape(2, -1)

@@ -1,0 +1,58 @@
+"""The peak memory of each phase of a run."""
+
+import contextlib
+import resource
+import sys
+import threading
+from collections.abc import Iterator
+
+import torch
+
+
+class PeakMemory:
+    """The peak memory of each phase, in bytes.
+
+    `peaks` maps a phase to {"process": …} and, on a GPU, {"gpu": …}. "process" is the largest resident memory
+    that the process has had from its start to the end of the phase, so it never falls from one phase to a
+    later one. "gpu" is the largest memory that torch had allocated on one GPU during the phase; phases that
+    run at the same time on a GPU share its memory.
+
+    devices: the devices of the run.
+    """
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self.peaks: dict[str, dict[str, int]] = {}
+        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._active: list[str] = []
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def of(self, phase: str) -> Iterator[None]:
+        """A context manager that measures `phase`. Several threads may measure at the same time."""
+        with self._lock:
+            self._read()  # torch's peak is set back for the new phase
+            self._active.append(phase)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._read()
+                self._active.remove(phase)
+
+    def _read(self) -> None:
+        """Adds the peaks since the last call to the phases that are active, and sets torch's peaks back."""
+        found = {"process": _resident_peak()}
+        if self._gpus:
+            found["gpu"] = max(torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus)
+            for gpu in self._gpus:
+                torch.cuda.reset_peak_memory_stats(gpu)
+        for phase in self._active:
+            peaks = self.peaks.setdefault(phase, {})
+            for kind, size in found.items():
+                peaks[kind] = max(peaks.get(kind, 0), size)
+
+
+def _resident_peak() -> int:
+    """The largest resident memory of this process so far, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -1,0 +1,1 @@
+"""A page with the figures of one run, or of several runs side by side, made from their manifests."""

@@ -1,0 +1,1 @@
+"""Schemas of the JSON files that others may have written. A file is checked before its values are used."""

@@ -1,0 +1,262 @@
+"""Artifacts: the same bytes, on another machine too, from the right model only, without dense weights."""
+
+import json
+import shutil
+import zipfile
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_models import random_tokens, small_model
+
+import drot
+from drot.artifact import apply as applying
+from drot.artifact import prediction as predicting
+from drot.artifact.apply import apply_artifact
+from drot.artifact.export import export_artifact
+from drot.checkpoint.integrity import tensors_digest
+from drot.checkpoint.load import load_model
+from drot.cli import app as cli
+from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.errors import UserError
+
+WANDA = PruningConfig(method="wanda", solve="none", target="self")
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+class Made:
+    """A dense model, its pruned checkpoint and the checkpoint's artifact, in folders below `path`."""
+
+    def __init__(self, path, family="llama", dtype=torch.bfloat16, format="dense", **sections):
+        self.dense, self.pruned, self.file = path / "dense", path / "pruned", path / "a.drot"
+        small_model(family, dtype=dtype, hidden_size=64, intermediate_size=96).save_pretrained(self.dense)
+        rotation = sections.setdefault("rotation", RotationConfig(steps=5))
+        self.rotations = None if rotation.mode == "none" else path / "rotations.safetensors"
+        drot.prune(
+            load_model(self.dense),
+            Recipe(**sections),
+            out=self.pruned,
+            calibration=random_tokens(4, 16),
+            format=format,
+            save_rotations_to=self.rotations,
+            device="cpu",
+        )
+        self.summary = export_artifact(self.pruned, self.file, model=self.dense, rotations=self.rotations)
+
+    def apply(self, out, model=None):
+        return apply_artifact(self.file, out, model=model or self.dense)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A checkpoint of the default recipe. Tests leave its files as they are."""
+    return Made(tmp_path_factory.mktemp("made"))
+
+
+CASES = {
+    "not rotated": dict(rotation=RotationConfig(mode="none"), pruning=WANDA),
+    "wanda": dict(pruning=WANDA),
+    "balanced": dict(),
+    "packed beside dense": dict(format="packed", pruning=PruningConfig(keep=("layers.0.*",))),
+    "ratio": dict(pruning=PruningConfig(sparsity=0.3)),
+    "shared": dict(rotation=RotationConfig(mode="shared", steps=5)),
+    "residual": dict(rotation=RotationConfig(steps=5, hessians="dense", boundary="residual")),
+    "recovered": dict(recovery=drot.RecoveryConfig(recover="block", recover_epochs=1)),
+    "biased": dict(family="llama-biased"),
+    "qwen3": dict(family="qwen3", pruning=WANDA),
+    "float16": dict(dtype=torch.float16, pruning=WANDA),
+    "float32": dict(dtype=torch.float32),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_bytes(tmp_path, case, monkeypatch):
+    """Also with pieces of a few rows, as a large model has."""
+    monkeypatch.setattr(predicting, "PIECE", 1000)
+    made = Made(tmp_path, **CASES[case])
+    made.apply(tmp_path / "again")
+    assert files_of(tmp_path / "again") == files_of(made.pruned)
+
+
+def disturbed(prediction, generator):
+    """The same prediction on a machine that rounds differently: each element moves by a part of 1e-14."""
+    for rows in prediction.pieces:
+        noise = torch.rand(rows.shape, generator=generator, dtype=torch.float64) - 0.5
+        yield rows + noise * 1e-14 * (prediction.tolerance > 0)
+
+
+@pytest.mark.parametrize("case", ["float32", "wanda"])
+def test_another_machine_gives_the_same_bytes(tmp_path, case, monkeypatch):
+    made = Made(tmp_path, **CASES[case])
+    generator = torch.Generator().manual_seed(0)
+
+    def on_another_machine(*args):
+        for prediction in predicting.predictions(*args):
+            pieces = disturbed(prediction, generator)
+            yield predicting.Prediction(prediction.name, pieces, prediction.tolerance)
+
+    monkeypatch.setattr(applying, "predictions", on_another_machine)
+    made.apply(tmp_path / "again")
+    assert files_of(tmp_path / "again") == files_of(made.pruned)
+    if case == "float32":  # in which 1e-14 moves some weights to their neighbours, unless they are listed
+        monkeypatch.setattr(applying, "decode", without_unsure(applying.decode))
+        with pytest.raises(UserError, match="came out different .* nothing was written"):
+            made.apply(tmp_path / "third")
+        assert not (tmp_path / "third").exists()
+
+
+def without_unsure(decode):
+    return lambda parts, *args: decode({k: v for k, v in parts.items() if k != "unsure"}, *args)
+
+
+def test_sizes(tmp_path):
+    """Masks and rotations alone, where the method leaves kept weights as they are."""
+    made = Made(tmp_path, pruning=WANDA, rotation=RotationConfig(mode="none"))
+    parts = made.summary["parts"]
+    assert made.summary["bytes"] == made.file.stat().st_size
+    assert "difference" not in parts and "rotations" not in parts
+    weights = sum(
+        t.numel() for name, t in load_file(made.pruned / "model.safetensors").items() if "proj" in name
+    )
+    assert parts["mask"] < weights / 8  # fewer bytes than one bit a weight
+    rotated = Made(tmp_path / "rotated", pruning=WANDA)
+    whole = sum(file.stat().st_size for file in (tmp_path / "rotated" / "pruned").iterdir())
+    assert rotated.summary["checkpoint_bytes"] == whole
+
+
+def test_another_model_is_refused(made, tmp_path):
+    other = tmp_path / "other"
+    small_model("llama", 1, torch.bfloat16, hidden_size=64, intermediate_size=96).save_pretrained(other)
+    with pytest.raises(UserError, match="has other weights than"):
+        made.apply(tmp_path / "again", model=other)
+    assert not (tmp_path / "again").exists()
+    for path, rotations in ((other, made.rotations), (made.dense, tmp_path / "wrong")):
+        if not rotations.exists():
+            Made(tmp_path / "b", pruning=WANDA, rotation=RotationConfig(steps=9))
+            rotations = tmp_path / "b" / "rotations.safetensors"
+        with pytest.raises(UserError, match="does not fit: name the dense `model`"):
+            export_artifact(made.pruned, tmp_path / "b.drot", model=path, rotations=rotations)
+        assert not list(tmp_path.glob("b.drot*"))
+
+
+def test_what_cannot_be_exported(made, tmp_path):
+    for arguments, message in (
+        (dict(rotations=None), "this checkpoint is rotated: name the file of its run"),
+        (dict(model=made.pruned, rotations=made.rotations), "is quantised, packed or rotated"),
+    ):
+        with pytest.raises(UserError, match=message):
+            export_artifact(made.pruned, tmp_path / "b.drot", **(dict(model=made.dense) | arguments))
+    with pytest.raises(UserError, match="a.drot exists: name another `out`"):
+        export_artifact(made.pruned, made.file, model=made.dense, rotations=made.rotations)
+    with pytest.raises(UserError, match="holds no drot.json"):
+        export_artifact(made.dense, tmp_path / "b.drot")
+
+
+def test_a_file_with_other_weights_is_left_out(made, tmp_path, caplog):
+    folder = shutil.copytree(made.pruned, tmp_path / "pruned")
+    (folder / "dense-copy.bin").write_bytes(b"weights")
+    export_artifact(folder, tmp_path / "b.drot", model=made.dense, rotations=made.rotations)
+    assert any("dense-copy.bin is left out" in message for message in caplog.messages)
+    with zipfile.ZipFile(tmp_path / "b.drot") as file:
+        assert not any("dense-copy" in name for name in file.namelist())
+
+
+def rewrite(file, change):
+    """Copies an artifact with its members changed: `change` takes and returns name → content."""
+    with zipfile.ZipFile(file) as old:
+        members = change({name: old.read(name) for name in old.namelist()})
+    with zipfile.ZipFile(file, "w") as new:
+        for name, data in members.items():
+            new.writestr(name, data)
+
+
+def changed_index(**entries):
+    return lambda members: (
+        members | {"artifact.json": json.dumps(json.loads(members["artifact.json"]) | entries).encode()}
+    )
+
+
+def cut(part):
+    def change(members):
+        name = next(name for name in members if name.endswith(part))
+        return members | {name: members[name][:-3]}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (cut("/mask"), "is damaged"),
+        (cut("/difference"), "is damaged"),
+        (cut(".r1"), "is damaged"),
+        (cut("drot.json"), "drot.json came out different"),
+        (lambda members: {n: d for n, d in members.items() if not n.endswith(".r2")}, "is damaged"),
+        (changed_index(format_version=2), "must be of format_version 1, got 2"),
+        (
+            changed_index(files={"../evil": {"sha256": "", "bytes": 0}}),
+            "hashes in its entry files are damaged",
+        ),
+        (
+            changed_index(files={"/evil": {"sha256": "", "bytes": 0}}),
+            "hashes in its entry files are damaged",
+        ),
+        (lambda members: {"artifact.json": b"["}, "is no artifact of drot"),
+    ],
+)
+def test_a_damaged_artifact_is_refused(made, tmp_path, change, message):
+    file = shutil.copy(made.file, tmp_path)
+    rewrite(file, change)
+    with pytest.raises(UserError, match=message) as caught:
+        apply_artifact(file, tmp_path / "again", model=made.dense)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("again*")) and not list(tmp_path.parent.glob("evil"))
+
+
+def test_what_is_no_artifact(tmp_path):
+    with pytest.raises(UserError, match="there is no artifact"):
+        apply_artifact(tmp_path / "none", tmp_path / "out")
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(UserError, match="is no artifact of drot"):
+        apply_artifact(tmp_path / "text", tmp_path / "out")
+
+
+def test_without_the_dense_model_the_weights_stay_unknown(made, tmp_path, monkeypatch):
+    """Whoever forces another model through gets weights that say nothing about the checkpoint's.
+
+    The correlation of two random vectors of n numbers is about 1 / √n. The masks tell which weights are 0, so
+    the correlation is that of the kept weights.
+    """
+    file, other = shutil.copy(made.file, tmp_path), tmp_path / "other"
+    small_model("llama", 1, torch.bfloat16, hidden_size=64, intermediate_size=96).save_pretrained(other)
+    rewrite(
+        file,
+        lambda members: changed_index(model_sha256=tensors_digest(load_model(other).state_dict()))(members),
+    )
+    monkeypatch.setattr(applying, "damage", lambda path, record: None)
+    apply_artifact(file, tmp_path / "guess", model=other)
+    true, guess = (load_file(path / "model.safetensors") for path in (made.pruned, tmp_path / "guess"))
+    for name in (name for name in true if name.endswith("proj.weight")):
+        kept = true[name] != 0
+        a, b = true[name][kept].double(), guess[name][kept].double()
+        b = b.where(b.isfinite(), 0).clamp(-1, 1)
+        assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) < 5 / len(a) ** 0.5, name
+
+
+def test_the_commands(made, tmp_path, capsys):
+    file, again = tmp_path / "b.drot", tmp_path / "again"
+    sources = ["--model", str(made.dense), "--rotations", str(made.rotations)]
+    assert cli.run(["export", str(made.pruned), "--out", str(file), *sources]) == 0
+    captured = capsys.readouterr()
+    assert f"Saved to {file}" in captured.out and "changes of the kept weights" in captured.out
+    assert "layer 3/3: export" in captured.err
+    assert file.read_bytes() == made.file.read_bytes()  # nothing in it depends on the hour
+    assert cli.run(["apply", str(file), "--out", str(again), "--model", str(made.dense), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["out"] == str(again) and "layer 3/3: apply" in captured.err
+    assert files_of(again) == files_of(made.pruned)
+    assert cli.run(["export", str(made.pruned), "--out", str(tmp_path / "c.drot")]) == 2
+    assert "this checkpoint is rotated: name the file of its run as --rotations" in capsys.readouterr().err

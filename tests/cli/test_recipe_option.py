@@ -1,0 +1,132 @@
+"""`drot prune --recipe`: the recipe that reaches the pipeline, what beside it replaces, what is told."""
+
+import json
+import logging
+
+import pytest
+from torch import nn
+
+from drot.cli import app as cli
+from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.pipeline import prune as pipeline
+
+RECIPE = Recipe(
+    rotation=RotationConfig(mode="none"),
+    pruning=PruningConfig(method="wanda", sparsity="4:8", keep=("layers.0.*",)),
+)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The arguments of the pipeline, a function that returns entries of a manifest."""
+    seen = []
+
+    def prune(model, recipe, **options):
+        seen.append((model, recipe, options))
+        manifest = {"calibration": {"sha256": "of this run"}, "rotations_file": options["rotations"]}
+        return pipeline.PruneResult(nn.Identity(), manifest, options["out"])
+
+    monkeypatch.setattr(pipeline, "prune", prune)
+    return seen
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """The folder of a checkpoint, of which only the manifest is there."""
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    manifest = {
+        "format_version": 1,
+        "recipe": RECIPE.to_dict(),
+        "base_model": "someone/model",
+        "format": "packed",
+        "dtype": "bfloat16",
+        "calibration": {"sha256": "of this run"},
+        "rotations_file": None,
+    }
+    (folder / "drot.json").write_text(json.dumps(manifest))
+    return folder
+
+
+def change(folder, **entries):
+    file = folder / "drot.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | entries))
+
+
+def prune(*arguments):
+    return cli.run(["prune", *map(str, arguments), "--out", "o", "--json"])
+
+
+def test_a_run_is_repeated_from_its_checkpoint(calls, checkpoint, caplog):
+    assert prune("--recipe", checkpoint) == 0
+    ((model, recipe, options),) = calls
+    assert model == "someone/model" and recipe.to_dict() == RECIPE.to_dict()
+    assert (options["format"], options["dtype"]) == ("packed", "bfloat16")
+    assert not caplog.messages
+    assert prune("other/model", "--recipe", checkpoint / "drot.json", "--format", "dense") == 0
+    model, recipe, options = calls[1]
+    assert (model, options["format"]) == ("other/model", "dense")
+
+
+def test_options_replace_fields_and_say_so(calls, checkpoint, caplog):
+    arguments = ("--recipe", checkpoint, "--sparsity", "2:4", "--rotation", "block:2", "--method", "wanda")
+    assert prune(*arguments) == 0
+    ((_, recipe, _),) = calls
+    written = Recipe.from_dict(RECIPE.to_dict())  # in which solve is none, not auto
+    assert recipe == written.replace(sparsity="2:4", mode="layer", blocks=2)
+    (said,) = caplog.messages
+    assert "rotation.mode none -> layer, rotation.blocks 1 -> 2, pruning.sparsity 4:8 -> 2:4" in said
+    assert "method" not in said and str(checkpoint) in said
+
+
+def test_a_default_that_is_given_replaces_too(calls, checkpoint):
+    """--sparsity 2:4 is the default; given beside a recipe with 4:8 it counts."""
+    assert prune("--recipe", checkpoint, "--sparsity", "2:4") == 0
+    assert str(calls[0][1].pruning.sparsity) == "2:4"
+
+
+def test_a_quality_replaces_three_fields(calls, tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("pruning: {solve: pcg, method: magnitude}")
+    assert prune("m", "--recipe", file, "--quality", "fast") == 0
+    pruning = calls[0][1].pruning
+    assert (pruning.solve, pruning.target, pruning.method) == ("none", "self", "magnitude")
+
+
+def test_a_recipe_without_a_model_needs_one(calls, tmp_path, capsys):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("pruning: {sparsity: 4:8}")
+    assert prune("--recipe", file) == 2
+    assert "MODEL is missing: name a model on the hub" in capsys.readouterr().err
+    assert prune() == 2 and not calls
+
+
+def test_an_unknown_field_is_one_line(calls, tmp_path, capsys):
+    file = tmp_path / "recipe.yaml"
+    file.write_text("pruning: {sparsty: 4:8}")
+    assert prune("m", "--recipe", file) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "recipe.yaml: pruning has no field 'sparsty': did you mean" in error
+
+
+def test_an_option_without_effect_is_refused_beside_a_recipe(calls, checkpoint, capsys):
+    """The recipe of a manifest spells out every field; only what the command line changes is refused."""
+    assert prune("--recipe", checkpoint, "--steps", "5") == 2
+    assert "--steps has no effect with --rotation none" in capsys.readouterr().err and not calls
+
+
+def test_rotations_of_a_file_must_be_given_again(calls, checkpoint, capsys, caplog):
+    recipe = RECIPE.replace(mode="layer").to_dict()
+    change(checkpoint, recipe=recipe, rotations_file={"file": "r.safetensors", "sha256": "a" * 64})
+    assert prune("--recipe", checkpoint) == 2
+    assert "used the rotations in r.safetensors" in capsys.readouterr().err and not calls
+
+
+@pytest.mark.parametrize(("now", "told"), [("of this run", 0), ("of another", 1)])
+def test_another_calibration_text_is_told(calls, checkpoint, caplog, now, told):
+    change(checkpoint, calibration={"sha256": now})
+    with caplog.at_level(logging.WARNING, "drot"):
+        assert prune("--recipe", checkpoint) == 0
+    assert sum("calibration tokens differ" in message for message in caplog.messages) == told
+    assert prune("--recipe", checkpoint, "--nsamples", "3") == 0  # other tokens are what was asked for
+    assert sum("calibration tokens differ" in message for message in caplog.messages) == told

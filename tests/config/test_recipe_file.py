@@ -1,0 +1,126 @@
+"""Recipes in files: a round trip, YAML, manifests of this and of older versions, and what is refused."""
+
+import json
+
+import pytest
+
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.config.recipe_file import read_recipe
+from drot.errors import UserError
+
+RICH = Recipe(
+    rotation=RotationConfig(mode="layer", blocks=(24, 8), steps=7, lr=1e-3, hessians="dense"),
+    pruning=PruningConfig(
+        sparsity=1 / 3, keep=("layers.0.*",), sparsity_of={"down_proj": "4:8", "q_proj": 0.123456789}
+    ),
+    recovery=RecoveryConfig(recover="block"),
+    calibration=CalibrationConfig(source="a.jsonl", nsamples=3, seed=5),
+)
+
+
+@pytest.mark.parametrize("recipe", [RICH, Recipe(), Recipe(rotation=RotationConfig(mode="shared"))])
+def test_to_dict_and_back(recipe, tmp_path):
+    """A manifest resolves `auto` and None, so the dicts are compared, not the objects."""
+    written = json.loads(json.dumps(recipe.to_dict()))
+    assert Recipe.from_dict(written).to_dict() == written
+    (tmp_path / "drot.json").write_text(json.dumps({"format_version": 1, "recipe": written}))
+    for path in (tmp_path, tmp_path / "drot.json"):
+        assert Recipe.from_file(path).to_dict() == written
+
+
+def test_a_ratio_survives_its_text():
+    assert Recipe.from_dict(RICH.to_dict()).pruning.sparsity.ratio == 1 / 3
+
+
+def test_yaml(tmp_path):
+    """YAML 1.1, which PyYAML reads, takes 2:4 for 124, 1e-3 for text and no for false."""
+    (tmp_path / "recipe.yaml").write_text(
+        "pruning: {sparsity: 2:4, method: wanda, sparsity_of: {down_proj: 4:8, q_proj: 0.25}}\n"
+        "rotation: {lr: 1e-3, early_stop: .5, steps: 12, reference_compat: true, layers_per_step: null}\n"
+        "calibration: {source: no, nsamples: 8}\n"
+    )
+    assert Recipe.from_file(tmp_path / "recipe.yaml") == Recipe(
+        pruning=PruningConfig(
+            method="wanda", sparsity="2:4", sparsity_of={"down_proj": "4:8", "q_proj": 0.25}
+        ),
+        rotation=RotationConfig(lr=1e-3, early_stop=0.5, steps=12, reference_compat=True),
+        calibration=CalibrationConfig(source="no", nsamples=8),
+    )
+
+
+def test_a_manifest_without_later_fields_runs_as_it_did(tmp_path):
+    old = {
+        "rotation": {"mode": "layer", "steps": 200, "lr": 0.03, "optimizer": "fast", "down_basis": "next"},
+        "pruning": {"method": "sparsegpt", "sparsity": "2:4", "damping": 0.01, "block_size": 128},
+        "calibration": {"source": "c4"},
+    }
+    (tmp_path / "drot.json").write_text(json.dumps({"format_version": 1, "recipe": old, "base_model": "m"}))
+    recipe, manifest = read_recipe(tmp_path)
+    assert (recipe.solve, recipe.target, recipe.rotation.early_stop) == ("none", "self", 0)
+    assert recipe.rotation.boundary == "residual" and recipe.rotation.steps == 200
+    assert manifest["base_model"] == "m"
+    (tmp_path / "recipe.json").write_text(json.dumps({"pruning": old["pruning"]}))  # a recipe: defaults
+    recipe, manifest = read_recipe(tmp_path / "recipe.json")
+    assert (recipe.solve, recipe.target, manifest) == ("admm", "dense", {})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("pruning: {sparsty: 2:4}", "pruning has no field 'sparsty': did you mean sparsity?"),
+        ("prunning: {}", "the recipe has no field 'prunning': did you mean pruning?"),
+        ("x: {}", "the recipe has no field 'x': it has rotation, pruning, recovery, calibration"),
+        ("pruning: 2:4", "pruning must hold the fields of a section; got '2:4'"),
+        ("rotation: {steps: many}", "`steps` must be a whole number of at least 0; got 'many'"),
+        ("rotation: {steps: true}", "`steps` must be a whole number"),
+        ("rotation: {lr: fast}", "`lr` must be a finite number above 0; got 'fast'"),
+        ("rotation: {reference_compat: 1}", "`reference_compat` must be true or false; got 1"),
+        ("rotation: {blocks: two}", "`blocks` must be a whole number"),
+        ("rotation: {mode: [layer]}", "`mode` must be one of"),
+        ("pruning: {keep: 3}", "`keep` must be patterns"),
+        ("pruning: {sparsity_of: 3}", "`sparsity_of` must be PATTERN=SPARSITY"),
+        ("pruning: {sparsity_of: [3]}", "`sparsity_of` must be PATTERN=SPARSITY"),
+        ("pruning: {sparsity: true}", "`sparsity` must be a ratio"),
+        ("pruning: {damping: low}", "`damping` must be a finite number"),
+        ("pruning: {target_weight: null}", "`target_weight` must be"),
+        ("recovery: {recover_lr: a}", "`recover_lr` must be a finite number above 0"),
+        ("calibration: {source: 4}", "`source` must be text; got 4"),
+        ("calibration: {text_column: null}", "`text_column` must be text; got None"),
+        ("- a\n- b", "must hold the sections of a recipe, got list"),
+        ("a: [", "is not valid YAML"),
+        ("recipe: 3", "holds no recipe"),
+    ],
+)
+def test_one_line_that_names_the_field(tmp_path, content, message):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(content)
+    with pytest.raises(UserError) as caught:
+        Recipe.from_file(file)
+    assert message in str(caught.value) and str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_no_recipe_file(tmp_path):
+    (tmp_path / "a.json").write_text("{")
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\xfa")
+    for name, message in {
+        "a.txt": "must be a .yaml or .json file",
+        "none.yaml": "cannot read the recipe",
+        "a.json": "is not valid JSON",
+        "b.yaml": "must be UTF-8",
+        ".": "cannot read the recipe",
+    }.items():
+        with pytest.raises(UserError, match=message):
+            Recipe.from_file(tmp_path / name)
+
+
+def test_replace_finds_the_section():
+    recipe = Recipe().replace(sparsity="4:8", lr=0.1, seed=3)
+    assert (str(recipe.pruning.sparsity), recipe.rotation.lr, recipe.calibration.seed) == ("4:8", 0.1, 3)
+    with pytest.raises(UserError, match="the recipe has no field 'sparsityy': did you mean sparsity"):
+        Recipe().replace(sparsityy=1)
+
+
+def test_no_two_sections_share_a_field():
+    """`replace` finds the section of a field by the field's name."""
+    names = [name for section in Recipe().to_dict().values() for name in section]
+    assert len(names) == len(set(names))

@@ -1,0 +1,90 @@
+"""Predictions with one decoder layer at a time on the device are those of the whole model."""
+
+import pytest
+import torch
+from small_models import FAMILIES, random_tokens, small_model
+
+import drot
+from drot.architectures import architecture_of, decoder_layers
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.errors import UserError
+from drot.evaluation.agreement import agreement
+from drot.evaluation.perplexity import perplexity, perplexity_of
+from drot.evaluation.predictions import predict, predict_streamed
+from drot.sparse.fused import FusedLinear, FusedRotation, fuse
+
+TOKENS = random_tokens(1, 200)[0]
+SEQLEN = 24
+
+
+def assert_same(model, device, rel=1e-5):
+    """Streamed and whole, the model has the same perplexity and the same predictions."""
+    streamed = predict_streamed(model, TOKENS, SEQLEN, torch.device(device))
+    assert all(parameter.device.type == "cpu" for parameter in model.parameters())
+    got = perplexity_of(streamed)
+    whole = model.to(device)
+    assert got == pytest.approx(perplexity(whole, TOKENS, seqlen=SEQLEN), rel=rel)
+    figures = agreement(predict(whole, TOKENS, SEQLEN), streamed)
+    assert figures["equal_tokens"] == 1 and figures["kl"]["p99"] < 1e-6
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family(family, device):
+    assert_same(small_model(family), device)
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+@pytest.mark.parametrize("boundary", ["input", "residual"])
+def test_rotated_packed_and_fused(boundary, format, device):
+    recipe = Recipe(
+        rotation=RotationConfig(boundary=boundary, hessians="dense", steps=3),
+        pruning=PruningConfig(method="wanda"),
+        calibration=CalibrationConfig(seqlen=16),
+    )
+    model = drot.prune(
+        small_model("qwen3-biased"), recipe, calibration=random_tokens(8, 16), format=format, device="cpu"
+    ).model
+    if format == "packed":
+        fuse(model)
+        kinds = {type(module) for module in model.modules()}
+        assert FusedLinear in kinds and (FusedRotation in kinds) == (boundary == "residual")
+    assert_same(model, device)
+
+
+def test_one_layer_at_a_time(monkeypatch):
+    """Each layer goes to the device and back before the next one goes."""
+    model, moves = small_model("llama"), []
+    layers = list(decoder_layers(model, architecture_of(model.config)))
+    original = torch.nn.Module.to
+
+    def to(module, target):
+        if module in layers:
+            moves.append((layers.index(module), torch.device(target)))
+        return original(module, "cpu")
+
+    monkeypatch.setattr(torch.nn.Module, "to", to)
+    there, events = torch.device("cpu", 0), []
+    predict_streamed(model, TOKENS, SEQLEN, there, events.append)
+    home = torch.device("cpu")
+    assert moves == [move for index in range(3) for move in ((index, there), (index, home))]
+    assert [(event.phase, event.layer, event.layers) for event in events] == [
+        ("stream", index, 3) for index in range(3)
+    ]
+
+
+def test_all_windows_pass_a_layer_before_the_next(monkeypatch):
+    model, calls = small_model("llama"), []
+    for index, layer in enumerate(decoder_layers(model, architecture_of(model.config))):
+        layer.register_forward_hook(
+            lambda module, args, out, index=index: calls.append((index, len(args[0])))
+        )
+    monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", 3 * SEQLEN)
+    predict_streamed(model, TOKENS, SEQLEN, torch.device("cpu"))
+    assert calls == [(index, windows) for index in range(3) for windows in (3, 3, 2)]
+
+
+def test_a_family_that_is_not_listed_is_refused():
+    model = small_model("llama")
+    model.config.model_type = "other"
+    with pytest.raises(UserError, match="model type 'other' is not supported"):
+        predict_streamed(model, TOKENS, SEQLEN, torch.device("cpu"))

@@ -1,0 +1,296 @@
+"""Accuracy by lm_eval: on local tasks, and the messages for tasks that cannot be evaluated."""
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_models import letter_tokenizer, small_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from drot.demo.demo import MODEL
+from drot.errors import UserError
+from drot.evaluation.own_tasks import continuation
+from drot.evaluation.tasks import OWN_TASKS, averages, expand, load_tasks, run_tasks, score
+
+pytestmark = pytest.mark.slow  # lm_eval alone takes ten seconds to import
+
+
+def task_manager(**options):
+    """lm_eval's TaskManager. The test is skipped where lm_eval is not installed."""
+    return pytest.importorskip("lm_eval.tasks").TaskManager(**options)
+
+
+TASK = """
+task: two_letters
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: "{{{{answer}}}}"
+metric_list:
+  - metric: acc
+"""
+
+
+@pytest.mark.slow
+def test_accuracy_of_a_local_task(tmp_path, monkeypatch):
+    """The accuracy is the share of questions for which the model's logits make the right answer likelier."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
+    questions = ["import", "def f(x):\n    return", "class A:\n    def", "for i in", "if not", "raise"]
+    rows = [{"question": q, "choices": ["self", "x"], "answer": i % 2} for i, q in enumerate(questions)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=data))
+
+    def score(question, choice):
+        context = tokenizer(question).input_ids
+        ids = torch.tensor(tokenizer(question + " " + choice).input_ids)
+        assert ids[: len(context)].tolist() == context
+        log_p = model(ids[None]).logits[0].double().log_softmax(-1)
+        return sum(float(log_p[i - 1, ids[i]]) for i in range(len(context), len(ids)))
+
+    right = [score(r["question"], "self") > score(r["question"], "x") for r in rows]
+    expected = sum(r == (i % 2 == 0) for i, r in enumerate(right)) / len(rows)
+
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    tasks = load_tasks(["two_letters", "two_letters"])
+    scores = run_tasks(model, tokenizer, tasks)
+    assert list(scores) == ["two_letters"]
+    found = scores["two_letters"]
+    assert (found.accuracy, found.metric, found.fewshot) == (pytest.approx(expected), "acc", 0)
+    spread = (expected * (1 - expected) / (len(rows) - 1)) ** 0.5
+    assert found.stderr == pytest.approx(spread)
+
+
+def test_accuracy_of_a_group(tmp_path, monkeypatch):
+    """A group of tasks is evaluated by its name."""
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "import", "choices": ["self", "self self"], "answer": 0}))
+    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=data))
+    (tmp_path / "letters.yaml").write_text(
+        "group: letters\ntask: [two_letters]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    tasks = load_tasks(["letters"])
+    scores = run_tasks(model, AutoTokenizer.from_pretrained(MODEL), tasks)
+    assert {name: found.accuracy for name, found in scores.items()} == {"letters": 1.0}
+
+
+@pytest.fixture(scope="module")
+def manager():
+    # made once, because it takes seconds to read its index
+    return task_manager(include_path=str(OWN_TASKS))
+
+
+@pytest.mark.parametrize("name", ["no_such_task", "ai2_arc"])
+@pytest.mark.slow
+def test_unknown_task(manager, monkeypatch, name):
+    """A tag, such as ai2_arc, is refused too, because lm_eval reports nothing under its name."""
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    with pytest.raises(UserError, match=f"lm_eval has no task {name}: list its tasks with: lm_eval ls tasks"):
+        load_tasks([name])
+
+
+def test_without_lm_eval(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"pip install 'lm_eval\[hf\]'"):
+        load_tasks(["piqa"])
+
+
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [
+        (ConnectionError("refused"), "lm_eval's tasks need a network or a filled datasets cache"),
+        (ImportError("no module"), "leave it out of `tasks`"),
+    ],
+)
+def test_a_task_that_cannot_be_loaded(manager, monkeypatch, cause, advice):
+    def get_task_dict(names, manager):
+        raise RuntimeError("could not load\nand more") from cause
+
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    monkeypatch.setattr("lm_eval.tasks.get_task_dict", get_task_dict)
+    with pytest.raises(UserError, match=r"cannot load lm_eval's task piqa \(could not load\); " + advice):
+        load_tasks(["piqa"])
+
+
+def test_a_task_without_accuracy_is_refused_before_it_runs(tmp_path, monkeypatch):
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"question": "a", "choices": ["b", "c"], "answer": 0}))
+    task = TASK.replace("metric: acc", "metric: brier_score")
+    (tmp_path / "two_letters.yaml").write_text(task.format(file=data))
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    with pytest.raises(UserError, match="two_letters must report acc, but it reports brier_score"):
+        load_tasks(["two_letters"])
+
+
+def test_metric_of_the_literature():
+    results = {"acc,none": 0.25, "acc_stderr,none": 0.01, "acc_norm,none": 0.5, "acc_norm_stderr,none": "N/A"}
+    assert vars(score("piqa", results, 0)) == dict(accuracy=0.5, stderr=None, metric="acc_norm", fewshot=0)
+    assert vars(score("winogrande", results, 0)) == dict(accuracy=0.25, stderr=0.01, metric="acc", fewshot=0)
+    with pytest.raises(UserError, match="boolq must report acc, but it reports f1"):
+        score("boolq", {"f1,none": 0.1}, 0)
+    results = {"exact_match,flexible-extract": 0.5, "exact_match,strict-match": 0.25}
+    assert score("gsm8k", results, 5).accuracy == 0.25
+
+
+def test_suites():
+    """The five tasks of the paper's section 4, and their average."""
+    five = ["piqa", "winogrande", "hellaswag", "arc_easy", "arc_challenge"]
+    assert expand(["paper", "boolq", "piqa"]) == [*five, "boolq"]
+    assert expand(["reasoning"]) == ["gsm8k", "mmlu"]
+    accuracies = dict(zip(five, (0.1, 0.2, 0.3, 0.4, 0.6), strict=True)) | {"boolq": 0.9}
+    assert averages(["paper", "boolq"], accuracies) == {"paper": pytest.approx(0.32)}
+    assert averages(five, accuracies) == {}
+
+
+def test_the_suites_are_known_to_lm_eval(manager):
+    known = set(manager.all_subtasks) | set(manager.all_groups)
+    assert known.issuperset(expand(["paper", "reasoning", "drot_continuation"]))
+
+
+GSM8K = """
+task: gsm8k
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {file}
+test_split: test
+fewshot_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}} ="
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\n"], max_gen_toks: 3}}
+metric_list:
+  - metric: exact_match
+filter_list:
+  - name: flexible-extract
+    filter: [{{function: take_first}}]
+  - name: strict-match
+    filter: [{{function: take_first}}]
+"""
+
+
+def test_reasoning_has_five_examples_in_the_prompt(tmp_path, monkeypatch):
+    """gsm8k generates its answer and mmlu is a group of tasks; a third task has no examples."""
+    import lm_eval
+
+    rows = [{"question": f"x{i}", "answer": f"y{i}", "choices": ["a", "b"]} for i in range(8)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    two = TASK.replace("{{{{answer}}}}", "0").replace(
+        "test_split: test", "test_split: test\nfewshot_split: test"
+    )
+    (tmp_path / "gsm8k.yaml").write_text(GSM8K.format(file=data))
+    (tmp_path / "two.yaml").write_text(two.format(file=data))
+    (tmp_path / "sub.yaml").write_text(two.replace("two_letters", "mmlu_sub").format(file=data))
+    (tmp_path / "mmlu.yaml").write_text(
+        "group: mmlu\ntask: [mmlu_sub]\naggregate_metric_list: [{metric: acc}]\n"
+    )
+    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    examples, evaluate = {}, lm_eval.simple_evaluate
+
+    def spy(**options):
+        outcome = evaluate(**options)
+        for name, samples in outcome["samples"].items():
+            prompts = [sample["arguments"][0][0] for sample in samples]
+            examples[name] = {len(re.findall(r"x\d", prompt)) - 1 for prompt in prompts}
+        return outcome
+
+    monkeypatch.setattr(lm_eval, "simple_evaluate", spy)
+    model = small_model("llama", max_position_embeddings=512)
+    scores = run_tasks(model, letter_tokenizer(), load_tasks(["two_letters", "gsm8k", "mmlu"]))
+    assert {name: found.fewshot for name, found in scores.items()} == dict(two_letters=0, gsm8k=5, mmlu=5)
+    assert scores["gsm8k"].metric == "exact_match,strict-match"
+    assert examples == dict(two_letters={0}, gsm8k={5}, mmlu_sub={5})
+    assert all(0 <= found.accuracy <= 1 for found in scores.values())
+
+
+# ---- drot_continuation: which line of Python source comes next? -----------------------------------------
+
+
+def test_the_right_answer_continues_the_text():
+    """The right answer stands behind its context, the wrong ones elsewhere with the same indentation."""
+    text = continuation.TEXT.read_text(encoding="utf-8")
+    made = continuation.questions(text, count=40, seed=3)
+    assert len(made) == 40
+    for question in made:
+        right = question["choices"][question["answer"]]
+        assert question["context"] + right + "\n" in text
+        assert len(set(question["choices"])) == 4
+        indentation = len(right) - len(right.lstrip())
+        for wrong in set(question["choices"]) - {right}:
+            assert wrong + "\n" in text and question["context"] + wrong not in text
+            assert len(wrong) - len(wrong.lstrip()) == indentation
+            assert abs(len(wrong.strip()) - len(right.strip())) <= 0.25 * len(right.strip())
+    assert continuation.questions(text, count=40, seed=3) == made
+    assert continuation.questions(text, count=40, seed=4) != made
+
+
+def test_the_place_of_the_right_answer_tells_nothing():
+    rows = continuation.dataset()["test"]
+    assert len(rows) == continuation.QUESTIONS
+    for place in range(4):
+        share = rows["answer"][:].count(place) / len(rows)
+        assert abs(share - 0.25) < 4 * (0.25 * 0.75 / len(rows)) ** 0.5
+
+
+def test_the_questions_are_the_same_in_every_process():
+    """They do not depend on the order of a set, which changes with the seed of Python's hashes."""
+    code = f"""
+import hashlib, json, runpy
+task = runpy.run_path({continuation.__file__!r})
+made = task["questions"](task["TEXT"].read_text(encoding="utf-8"), count=30, seed=0)
+print(hashlib.sha256(json.dumps(made).encode()).hexdigest())
+"""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_continuation_is_a_task_of_lm_eval(monkeypatch):
+    """The accuracy on some questions is the share with the largest log-likelihood for each character."""
+    lm_eval = pytest.importorskip("lm_eval")
+    manager = task_manager(include_path=str(OWN_TASKS), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    limited = functools.partial(lm_eval.simple_evaluate, limit=8)
+    monkeypatch.setattr(lm_eval, "simple_evaluate", limited)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
+    tasks = load_tasks(["drot_continuation"])
+    found = run_tasks(model, tokenizer, tasks)["drot_continuation"]
+
+    def likelihood(context, choice):
+        start = len(tokenizer(context).input_ids)
+        ids = torch.tensor(tokenizer(context + choice).input_ids)
+        log_p = model(ids[None]).logits[0].double().log_softmax(-1)
+        return sum(float(log_p[i - 1, ids[i]]) for i in range(start, len(ids))) / len(choice)
+
+    right = 0
+    for question in continuation.dataset()["test"].select(range(8)):
+        values = [likelihood(question["context"], choice) for choice in question["choices"]]
+        right += values.index(max(values)) == question["answer"]
+    assert found.accuracy == pytest.approx(right / 8) and found.metric == "acc_norm"

@@ -1,0 +1,141 @@
+"""The space on the disk: the estimate against what runs write, and the refusal before a run starts."""
+
+import collections
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+
+import drot
+from drot.checkpoint.size import size_text, weight_bytes
+from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.errors import UserError
+from drot.pipeline import prune as pipeline
+
+TOKENS = random_tokens(4, 32)
+Usage = collections.namedtuple("Usage", "total used free")
+
+
+def recipe(mode="layer", **rotation):
+    return Recipe(
+        rotation=RotationConfig(mode=mode, steps=1, **rotation),
+        pruning=PruningConfig(method="wanda", solve="none", target="self", keep=("layers.0.*",)),
+    )
+
+
+@pytest.fixture
+def needs(monkeypatch):
+    """The arguments with which a run checks the space."""
+    seen = []
+    monkeypatch.setattr(pipeline, "check_space", lambda out, *needs: seen.append(needs))
+    return seen
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3-biased"])
+@pytest.mark.parametrize("format", ["dense", "packed"])
+@pytest.mark.parametrize(
+    ("mode", "rotation"),
+    [
+        ("none", {}),
+        ("layer", {}),
+        ("layer", dict(hessians="dense")),
+        ("layer", dict(hessians="dense", boundary="residual")),
+        ("shared", {}),
+    ],
+)
+def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode, rotation):
+    written = []
+
+    def at_the_end(event):
+        if event.phase == "save":
+            written.append(weight_bytes(tmp_path / "out.partial"))
+
+    drot.prune(
+        small_model(family, vocab_size=500, hidden_size=64), recipe(mode, **rotation), calibration=TOKENS,
+        device="cpu", out=tmp_path / "out", format=format, save_dtype="bfloat16", progress=at_the_end,
+    )  # fmt: skip
+    ((checkpoint, parts),) = needs
+    # the files have headers too, and the records of the layers lie in them
+    assert 0 <= weight_bytes(tmp_path / "out") - checkpoint < 10_000
+    assert 0 <= written[0] - parts < 30_000
+
+
+def test_a_resumed_run_needs_less(needs, tmp_path):
+    def crash(event):
+        if event.phase == "prune" and event.layer == 2:
+            raise KeyboardInterrupt
+
+    options = dict(calibration=TOKENS, device="cpu", out=tmp_path / "out")
+    with pytest.raises(KeyboardInterrupt):
+        drot.prune(small_model("llama"), recipe(), progress=crash, **options)
+    drot.prune(small_model("llama"), recipe(), resume=True, **options)
+    (checkpoint, first), (again, second) = needs
+    assert checkpoint == again and 0 < second < 0.5 * first
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_run(monkeypatch, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 50_000))
+    events = []
+    with pytest.raises(
+        UserError, match=r"needs \d+\.\d kB of free space .* its disk has 50\.0 kB: .* another disk as `out`"
+    ) as error:
+        drot.prune(
+            small_model("llama"), recipe(), calibration=TOKENS, device="cpu", out=tmp_path / "out",
+            progress=events.append,
+        )  # fmt: skip
+    assert (
+        "\n" not in str(error.value)
+        and {e.phase for e in events} <= {"load"}
+        and not list(tmp_path.iterdir())
+    )
+
+
+def test_the_disk_is_that_of_the_output(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(Path(path)) or Usage(1, 0, 10**12))
+    drot.prune(
+        small_model("llama"), recipe("none"), calibration=TOKENS, device="cpu", out=tmp_path / "a" / "b"
+    )
+    assert asked == [tmp_path / "a"]
+
+
+def test_sizes_have_units():
+    assert [size_text(n) for n in (999, 13_910_360, 2.5e9, 1.2e12)] == [
+        "1.0 kB",
+        "13.9 MB",
+        "2.5 GB",
+        "1200.0 GB",
+    ]
+    assert weight_bytes("some-org/some-model") is None
+
+
+def test_a_result_is_shown_in_one_line(tmp_path):
+    result = drot.prune(
+        small_model("llama", dtype=torch.bfloat16),
+        recipe(),
+        calibration=TOKENS,
+        device="cpu",
+        out=tmp_path / "o",
+    )
+    count = sum(parameter.numel() for parameter in result.model.parameters())
+    assert repr(result) == (
+        f"PruneResult(out={str(tmp_path / 'o')!r}, sparsity=33.33%, layers=3, "
+        f"parameters={count:,} ({size_text(2 * count)}, bfloat16))"
+    )
+    figures = drot.sensitivity(small_model("llama"), recipe(), calibration=TOKENS, device="cpu")
+    name, sparsity, error = figures.largest(1)[0]
+    assert repr(figures) == (
+        f"SensitivityResult(linears=21, sparsities=2:4, 4:8, 0.5, largest={name} {error:.4f} at {sparsity})"
+    )
+
+
+def test_a_fine_tuning_is_shown_in_one_line():
+    finetuning = pytest.importorskip("drot.finetuning.finetune")
+    record = {"held_out": {"perplexity_before": 12.3456, "perplexity_after": 11.0}}
+    result = finetuning.FinetuneResult(torch.nn.Linear(3, 4), {"sparsity": 0.5, "finetune": [record]}, None)
+    assert repr(result) == (
+        "FinetuneResult(out=None, sparsity=50.00%, held-out perplexity=12.35 -> 11, "
+        "parameters=16 (0.1 kB, float32))"
+    )

@@ -1,0 +1,143 @@
+"""A disk that is full at any file: one line, nothing half-written, and the run can be resumed."""
+
+import errno
+import os
+import resource
+
+import pytest
+from small_models import random_tokens, small_model
+
+import drot
+from drot.checkpoint import files
+from drot.checkpoint.files import WriteError, writing
+from drot.checkpoint.integrity import folder_records
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.errors import UserError
+
+TOKENS = random_tokens(4, 40)
+SEQUENTIAL, DENSE = (
+    Recipe(
+        rotation=RotationConfig(steps=1, hessians=hessians),
+        pruning=PruningConfig(method="wanda"),
+        calibration=CalibrationConfig(seqlen=40),
+    )
+    for hessians in ("sequential", "dense")
+)
+
+
+def prune(out, recipe=SEQUENTIAL, **options):
+    model = small_model("llama", head_dim=16, num_hidden_layers=2)
+    return drot.prune(model, recipe, out=out, calibration=TOKENS, device="cpu", **options)
+
+
+def check_full(error, folder):
+    """The message is one line, and nothing is half-written."""
+    assert "cannot write " in str(error) and "\n" not in str(error)
+    assert not (folder / "out").exists() and not list(folder.rglob("*.part"))
+    assert not (folder / "out.lock").exists()
+    partial = folder / "out.partial"
+    assert not partial.exists() or (partial / "run.json").exists()
+    assert ("continue with `resume=True`" in str(error)) == partial.exists()
+
+
+#: what a run writes, in this order: each can meet a full disk
+WRITTEN = ["run.json"]
+WRITTEN += [
+    name
+    for part in ("rotation", "layer")
+    for i in (0, 1)
+    for name in (f"{part}_0000{i}.safetensors", "parts.json")
+]
+WRITTEN += [
+    "r.safetensors",
+    "drot.json",
+    "config.json",
+    "drot.json",
+    "generation_config.json",
+    "model.safetensors",
+]
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch):
+    """The n-th file cannot be written, for every n. Then there is room, and the run is resumed."""
+    real, names, full_at = files.sync, [], None
+
+    def sync(path):
+        if not path.is_dir():
+            names.append(path.name.removesuffix(".part"))
+            if len(names) - 1 == full_at:
+                raise OSError(errno.ENOSPC, "No space left on device")
+        real(path)
+
+    def run(folder, **options):
+        names.clear()
+        prune(folder / "out", DENSE, save_rotations_to=folder / "r.safetensors", **options)
+        return folder_records(folder, ["r.safetensors", "out/model.safetensors", "out/config.json"])
+
+    monkeypatch.setattr(files, "sync", sync)
+    expected = run(tmp_path / "whole")
+    assert names == WRITTEN
+    for full_at in range(len(WRITTEN)):
+        folder = tmp_path / str(full_at)
+        with pytest.raises(UserError, match="No space left on device") as caught:
+            run(folder)
+        check_full(caught.value, folder)
+        full_at = None
+        assert run(folder, resume=(folder / "out.partial").exists()) == expected
+
+
+def test_a_disk_that_is_really_full(tmp_path):
+    """The kernel refuses every byte beyond a limit, which libraries meet in the middle of a file."""
+    prune(tmp_path / "whole")
+    expected = folder_records(tmp_path / "whole", ["model.safetensors"])
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    named = []
+    largest = (tmp_path / "whole" / "model.safetensors").stat().st_size
+    for number, limit in enumerate((1000, 6000, largest - 1)):
+        folder = tmp_path / str(number)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+            with pytest.raises(UserError, match="File too large") as caught:
+                prune(folder / "out")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        check_full(caught.value, folder)
+        named.append(str(caught.value).split(":")[0].rpartition("/")[2])
+        prune(folder / "out", resume=(folder / "out.partial").exists())
+        assert folder_records(folder / "out", ["model.safetensors"]) == expected
+    assert named == ["run.json", "layer_00000.safetensors", "out"]
+
+
+def test_a_tokenizer_that_meets_a_full_disk(tmp_path):
+    """The package tokenizers raises a plain Exception."""
+
+    class Tokenizer:
+        def save_pretrained(self, folder):
+            raise Exception("No space left on device (os error 28)")
+
+    with pytest.raises(UserError, match="out: No space left on device .* continue with `resume=True`"):
+        prune(tmp_path / "out", tokenizer=Tokenizer())
+    assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
+    with pytest.raises(RuntimeError), writing(tmp_path):
+        raise RuntimeError("a fault of drot is none of the disk, os error 28 or not")
+    with pytest.raises(WriteError, match="cannot write .*: Input/output error"), writing(tmp_path):
+        raise OSError(errno.EIO, "Input/output error")
+
+
+def test_files_have_the_permissions_of_the_umask(tmp_path):
+    before = os.umask(0o027)
+    try:
+        prune(tmp_path / "out", save_rotations_to=tmp_path / "r.safetensors")
+
+        def crash(event):
+            if event.phase == "prune" and event.layer == 1:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            prune(tmp_path / "cut", progress=crash)
+    finally:
+        os.umask(before)
+    written = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"layer_00000.safetensors", "r.safetensors", "model.safetensors", "drot.json"} <= written.keys()
+    assert set(written.values()) == {0o640}

@@ -1,0 +1,214 @@
+"""The recorded importance before and after the rotation, against fp64 and other figures of the run."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from small_models import FAMILIES, random_tokens, small_model
+
+import drot
+from drot.architectures import INPUT_GROUPS, ROLES, architecture_of, head_shape
+from drot.checkpoint.figures import load_figures
+from drot.checkpoint.rotations import load_rotations
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.pipeline import figures
+from drot.pipeline.figures import GroupFigures, block_means, histogram
+from drot.pipeline.memory import PeakMemory
+from drot.surgery.boundary import BoundaryRotation
+from drot.surgery.rotate import LayerRotation, folded_weights, rotate_layer
+
+TOKENS = random_tokens(8, 40)
+DAMPING = 0.01
+
+
+def recipe(
+    mode="layer",
+    method="sparsegpt",
+    sparsity="2:4",
+    solve="none",
+    target="self",
+    keep=(),
+    damping=DAMPING,
+    **rotation,
+):
+    return Recipe(
+        rotation=RotationConfig(mode=mode, steps=5, **rotation),
+        pruning=PruningConfig(
+            method=method,
+            sparsity=sparsity,
+            block_size=16,
+            solve=solve,
+            target=target,
+            keep=keep,
+            damping=damping,
+        ),
+        calibration=CalibrationConfig(seqlen=40),
+    )
+
+
+def prune(chosen, **options):
+    return drot.prune(small_model("llama"), chosen, calibration=TOKENS, device="cpu", **options)
+
+
+def attention_input(model) -> torch.Tensor:
+    """H of the inputs of layer 0's q_proj without the weight of the norm, fp64, from the embedding alone."""
+    hidden = model.model.embed_tokens.weight.double()[TOKENS].flatten(0, 1)
+    x = hidden / (hidden.square().mean(1, keepdim=True) + model.config.rms_norm_eps).sqrt()
+    return 2 / len(TOKENS) * x.T @ x
+
+
+def scores(weight, hessian, method):
+    """The scores of the paper's appendix A in fp64."""
+    if method == "magnitude":
+        return weight**2
+    if method == "wanda":
+        return weight**2 * hessian.diagonal()
+    damped = hessian + DAMPING * hessian.diagonal().mean() * torch.eye(len(hessian), dtype=torch.float64)
+    return weight**2 / torch.linalg.inv(damped).diagonal()
+
+
+def smallest(score, sparsity):
+    """The mask of the smallest scores: two of every four, or half of every row."""
+    groups = score.reshape(score.shape[0], -1, 4 if sparsity == "2:4" else score.shape[1])
+    order = groups.argsort(-1).argsort(-1)
+    return (order < groups.shape[-1] // 2).reshape(score.shape)
+
+
+@pytest.mark.parametrize(
+    ("method", "sparsity"), [("sparsegpt", "2:4"), ("wanda", "0.5"), ("magnitude", "2:4")]
+)
+def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
+    """The map, the histogram and the pruned share of q_proj, from the embedding, the weight and R1 alone."""
+    model = small_model("llama")
+    layer = model.model.layers[0]
+    weight = layer.self_attn.q_proj.weight.double() * layer.input_layernorm.weight.double()
+    hessian = attention_input(model)
+    result = prune(
+        recipe(method=method, sparsity=sparsity), out=tmp_path / "out", save_rotations_to=tmp_path / "r"
+    )
+    rotations, _ = load_rotations(tmp_path / "r", layers=3, hidden_size=32, shape=head_shape(model.config))
+    r1 = rotations[0].r1
+    bases = {"before": (weight, hessian), "after": (weight @ r1, r1.T @ hessian @ r1)}
+    saved = load_figures(tmp_path / "out")
+    shares = result.manifest["layers"][0]["linears"]["q_proj"]["one_shot"]
+    total = scores(*bases["before"], method).sum()
+    for basis, (matrix, of_inputs) in bases.items():
+        score = scores(matrix, of_inputs, method)
+        removed = smallest(score, sparsity)
+        assert shares[basis]["removed_importance"] == pytest.approx(
+            float(score[removed].sum() / total), rel=1e-4
+        )
+        relative = score / (total / score.numel())
+        name = f"layers.0.self_attn.q_proj.{{}}_{basis}"
+        blocks = [[row for row in range(48) if row * 32 // 48 == block] for block in range(32)]
+        expected = torch.stack([relative[rows].mean(0) for rows in blocks])
+        np.testing.assert_allclose(saved[name.format("map")], expected, rtol=2e-3, atol=1e-4)
+        edges = np.linspace(*figures.HISTOGRAM_LOG10, figures.HISTOGRAM_BINS + 1)
+        got = saved[name.format("histogram")]
+        for row, mask in zip(got, (~removed, removed), strict=True):
+            wanted, _ = np.histogram(relative[mask].log10().clamp(*figures.HISTOGRAM_LOG10), edges)
+            assert row.sum() == wanted.sum() == mask.sum()
+            assert np.abs(row - wanted).sum() <= 8  # scores beside an edge, by rounding to fp32
+
+
+def test_pruned_shares_add_up_to_the_loss_of_the_training():
+    """The objective is the sum of out_features · share; only the linears of one input are pruned here, so
+    that the pruning sees the inputs of the training."""
+    kept = (*INPUT_GROUPS["o"], *INPUT_GROUPS["mlp"], *INPUT_GROUPS["down"])
+    layer = prune(recipe(keep=kept)).manifest["layers"][0]
+    rows = {"q_proj": 48, "k_proj": 24, "v_proj": 24}
+    for basis in ("before", "after"):
+        total = sum(
+            rows[role] * layer["linears"][role]["one_shot"][basis]["removed_importance"] for role in rows
+        )
+        assert total == pytest.approx(layer["rotation"][f"loss_{basis}"], rel=1e-4)
+    assert "one_shot" not in layer["linears"]["o_proj"]
+
+
+def test_error_before_the_rotation_is_the_error_of_a_run_without_rotation():
+    """Without damping, because the damping of a run without rotation is that of norms that are not folded."""
+    rotated = prune(recipe(solve="admm", target="dense", damping=0.0)).manifest["layers"][0]["linears"]
+    plain = prune(recipe("none", damping=0.0)).manifest["layers"][0]["linears"]
+    for role in INPUT_GROUPS["attention"]:  # the other linears read what pruned linears computed
+        before = rotated[role]["one_shot"]["before"]
+        assert before["output_error"] == pytest.approx(plain[role]["output_error"], rel=1e-3)
+        assert before["output_error"] == pytest.approx(
+            plain[role]["one_shot"]["before"]["output_error"], rel=1e-3
+        )
+        assert list(plain[role]["one_shot"]) == ["before"]
+        assert rotated[role]["output_error"] < rotated[role]["one_shot"]["after"]["output_error"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", ["input", "residual"])
+def test_every_linear_returns_to_its_basis(family, place):
+    """Undoing the rotation of a rotated layer gives its folded weights."""
+    model = small_model(family)
+    arch, shape, layer = architecture_of(model.config), head_shape(model.config), model.model.layers[0]
+    r1, next_r1, *r2 = (
+        torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0]
+        for size in (32, 32, *[shape.head_dim] * shape.kv_heads)
+    )
+    rotation = LayerRotation(r1, torch.stack(r2))
+    boundary = BoundaryRotation(place, r1, next_r1) if place == "residual" else None
+    original = folded_weights(layer, arch)
+    rotated = copy.deepcopy(layer)
+    rotate_layer(rotated, arch, shape, rotation, boundary)
+    down_r1 = None if boundary is None else next_r1
+    for group, roles in INPUT_GROUPS.items():
+        size = original[roles[0]].shape[1]
+        hessian = torch.eye(size) + torch.diag(torch.rand(size))
+        of_group = GroupFigures(group, hessian, recipe(), shape, rotation, down_r1)
+        for role in roles:
+            weight = folded_weights(rotated, arch)[role]
+            undone = of_group.unrotated(role, weight)
+            torch.testing.assert_close(undone, original[role], rtol=1e-4, atol=1e-5)
+            # the outputs' energy tr(W H Wᵀ) is the same in both bases
+            energies = [
+                float(((w @ h) * w).sum()) for w, h in ((weight, hessian), (undone, of_group.hessian))
+            ]
+            assert energies[0] == pytest.approx(energies[1], rel=1e-4)
+
+
+def test_a_resumed_run_has_the_same_figures(tmp_path):
+    prune(recipe(), out=tmp_path / "whole")
+
+    def crash(event):
+        if event.phase == "prune" and event.layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(recipe(), out=tmp_path / "out", progress=crash)
+    resumed = prune(recipe(), out=tmp_path / "out", resume=True)
+    whole, out = load_figures(tmp_path / "whole"), load_figures(tmp_path / "out")
+    assert whole.keys() == out.keys() and len(whole) == 3 * len(ROLES) * 4
+    for name, values in whole.items():
+        assert np.array_equal(values, out[name]) and values.dtype == out[name].dtype
+    one_shot = resumed.manifest["layers"][0]["linears"]["up_proj"]["one_shot"]
+    assert set(one_shot) == {"before", "after"}
+
+
+def test_block_means_and_histogram_of_awkward_sizes():
+    score = torch.rand(70, 33, dtype=torch.float64)
+    means = block_means(score)
+    assert means.shape == (32, 32)
+    rows = [i for i in range(70) if i * 32 // 70 == 5]
+    assert means[5, 0] == pytest.approx(float(score[rows][:, :2].mean()))  # 33 columns: block 0 has two
+    counts = histogram(torch.tensor([[0.0, 1e9, 1.0]]), torch.tensor([[True, False, False]]))
+    assert counts[1, 0] == 1 and counts[0, -1] == 1 and counts.sum() == 3
+
+
+def test_phases_that_overlap_keep_their_peaks(monkeypatch):
+    """The peak that torch counts is set back for a new phase, and the phase that still runs keeps its own."""
+    peak = {"now": 10}
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: peak["now"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: peak.update(now=1))
+    memory = PeakMemory([torch.device("cuda:0")])
+    peak["now"] = 50  # before the first phase
+    with memory.of("rotate"):
+        peak["now"] = 30
+        with memory.of("calibrate"):
+            peak["now"] = 7
+    assert {phase: peaks["gpu"] for phase, peaks in memory.peaks.items()} == {"rotate": 30, "calibrate": 7}
+    assert memory.peaks["rotate"]["process"] > 1 << 20

@@ -1,0 +1,99 @@
+"""How much calibration text a run reads: sequences as long as the model reads, or no text at all."""
+
+import dataclasses
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+from transformers import AutoTokenizer
+
+import drot
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.demo.demo import MODEL
+from drot.errors import UserError
+from drot.evaluation.evaluate import evaluate
+from drot.pipeline import prepare
+
+TOKENS = random_tokens(4, 32)
+
+
+def recipe(mode="none", **pruning):
+    settings = dict(method="wanda", solve="none", target="self") | pruning
+    return Recipe(rotation=RotationConfig(mode=mode, steps=2), pruning=PruningConfig(**settings))
+
+
+def embedded_checkpoint(folder, **changes):
+    """A small model with the tokenizer of the embedded model, saved to `folder`."""
+    small_model("llama", vocab_size=4096, **changes).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
+    return folder
+
+
+def text_file(folder):
+    path = folder / "text.txt"
+    path.write_text("def main(argument):\n    return argument + 1\n\n" * 400)
+    return str(path)
+
+
+def test_sequences_are_as_long_as_the_model_reads(tmp_path):
+    """The default of 2048 tokens would be refused for a model of 128 positions."""
+    model = embedded_checkpoint(tmp_path / "model")
+    calibration = CalibrationConfig(source=text_file(tmp_path), nsamples=2)
+    chosen = dataclasses.replace(recipe(), calibration=calibration)
+    manifest = drot.prune(model, chosen, device="cpu").manifest
+    assert manifest["calibration"]["shape"] == [2, 128] and manifest["positions"] == 128
+    assert manifest["recipe"]["calibration"]["seqlen"] == 128
+    assert CalibrationConfig().resolved_seqlen(4096) == CalibrationConfig().resolved_seqlen(None) == 2048
+    assert CalibrationConfig(seqlen=9).resolved_seqlen(4) == 9  # which check_tokens refuses
+
+
+def test_mistakes_in_the_text_are_found_before_the_model_is_loaded(tmp_path, monkeypatch):
+    """And too long sequences before the text is read."""
+    model, events = embedded_checkpoint(tmp_path / "model"), []
+    too_long = CalibrationConfig(source=text_file(tmp_path), seqlen=129)
+    missing = CalibrationConfig(source=str(tmp_path / "nothing.txt"))
+    for calibration, message in ((too_long, "`seqlen` must be at most 128"), (missing, "is no such name")):
+        chosen = dataclasses.replace(recipe(), calibration=calibration)
+        with pytest.raises(UserError, match=message):
+            drot.prune(model, chosen, device="cpu", progress=events.append)
+    assert events == []
+
+
+def test_eval_takes_windows_that_the_model_reads(tmp_path):
+    model = embedded_checkpoint(tmp_path / "model")
+    figures = evaluate(str(model), ppl=[text_file(tmp_path)], device="cpu")
+    assert figures["seqlen"] == 128
+
+
+def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
+    model = embedded_checkpoint(tmp_path / "model")
+
+    def refuse(*args, **options):
+        raise AssertionError("a text is read")
+
+    monkeypatch.setattr(prepare, "load_calibration", refuse)
+    result = drot.prune(model, recipe(method="magnitude"), device="cpu", out=tmp_path / "out")
+    assert result.manifest["calibration"]["shape"][0] == 0
+    for layer in result.manifest["layers"]:
+        assert {linear["output_error"] for linear in layer["linears"].values()} == {None}
+    weight = small_model("llama", vocab_size=4096).model.layers[0].mlp.up_proj.weight
+    kept = weight.abs().reshape(-1, 4).argsort(-1)[:, 2:]
+    expected = torch.zeros(len(kept), 4).scatter_(1, kept, 1).bool().reshape(weight.shape)
+    pruned = result.model.model.layers[0].mlp.up_proj.weight
+    assert torch.equal(pruned, weight * expected)
+    for other in (recipe(), recipe("layer", method="magnitude"), recipe(method="magnitude", solve="pcg")):
+        with pytest.raises(AssertionError, match="a text is read"):
+            drot.prune(model, other, device="cpu")
+    with pytest.raises(AssertionError, match="a text is read"):
+        drot.sensitivity(model, recipe(method="magnitude"), device="cpu")
+
+
+def test_magnitude_without_a_rotation_reads_a_text_that_is_named():
+    """For the output errors."""
+    result = drot.prune(small_model("llama"), recipe(method="magnitude"), calibration=TOKENS, device="cpu")
+    assert all(linear["output_error"] > 0 for linear in result.manifest["layers"][0]["linears"].values())
+    named = CalibrationConfig(source="some.txt")
+    assert not recipe(method="magnitude").reads_calibration
+    assert Recipe(
+        rotation=RotationConfig(mode="none"), pruning=PruningConfig(method="magnitude"), calibration=named
+    ).reads_calibration

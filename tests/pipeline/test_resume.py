@@ -1,0 +1,321 @@
+"""A resumed run believes only what fits its hashes, continues only the same run, and survives a full disk."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_models import random_tokens, small_model
+
+import drot
+from drot.checkpoint import integrity
+from drot.checkpoint.integrity import folder_records, weights_record
+from drot.checkpoint.manifest import read_manifest
+from drot.checkpoint.resume import RunState, identity_differences
+from drot.cli import app as cli
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.errors import UserError
+
+TOKENS = random_tokens(4, 40)
+
+
+def recipe(mode="layer", method="sparsegpt", damping=0.01, **rotation):
+    return Recipe(
+        rotation=RotationConfig(mode=mode, **({"steps": 3} | rotation if mode != "none" else {})),
+        pruning=PruningConfig(method=method, block_size=16, damping=damping),
+        calibration=CalibrationConfig(seqlen=40),
+    )
+
+
+def prune(out, chosen=None, model=None, **options):
+    model = small_model("llama", head_dim=16) if model is None else model
+    options = {"calibration": TOKENS, "device": "cpu"} | options
+    return drot.prune(model, chosen or recipe(), out=out, **options)
+
+
+def interrupted(out, chosen=None, before=2, **options):
+    """A run that is cut off before layer `before` is pruned."""
+
+    def crash(event):
+        if event.phase == "prune" and event.layer == before:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(out, chosen, progress=crash, **options)
+    return out.with_name(out.name + ".partial")
+
+
+def resumed(out, chosen=None, **options):
+    """The layers that a resumed run prunes, and the layers whose rotation it trains."""
+    events = []
+    prune(out, chosen, resume=True, progress=lambda e: events.append((e.phase, e.layer)), **options)
+    return tuple(sorted({layer for name, layer in events if name == phase}) for phase in ("prune", "rotate"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Uninterrupted runs. hessians -> the weights."""
+    folder = tmp_path_factory.mktemp("whole")
+    for hessians in ("sequential", "dense"):
+        prune(folder / hessians, recipe(hessians=hessians))
+    return {name: (folder / name / "model.safetensors").read_bytes() for name in ("sequential", "dense")}
+
+
+def flip(file, offset=-1):
+    content = bytearray(file.read_bytes())
+    content[offset] ^= 1
+    file.write_bytes(content)
+
+
+def swap(one, other):
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+
+
+LAYERS = [f"layer_{index:05d}.safetensors" for index in range(3)]
+ROTATIONS = [f"rotation_{index:05d}.safetensors" for index in range(3)]
+#: damage, the layers that are pruned again, the layers whose rotation is trained again, the warnings
+DAMAGES = {
+    "flipped": (
+        lambda f: flip(f / LAYERS[0]),
+        [0, 2],
+        [0, 2],
+        ["layer_00000.safetensors has another SHA-256"],
+    ),
+    "swapped": (
+        lambda f: swap(f / LAYERS[0], f / LAYERS[1]),
+        [0, 1, 2],
+        [0, 1, 2],
+        ["layer_00000.safetensors has ", "layer_00001.safetensors has "],
+    ),
+    "truncated": (
+        lambda f: (f / LAYERS[1]).write_bytes((f / LAYERS[1]).read_bytes()[:100]),
+        [1, 2],
+        [1, 2],
+        ["layer_00001.safetensors has 100 bytes, not"],
+    ),
+    "deleted": (lambda f: (f / LAYERS[0]).unlink(), [0, 2], [0, 2], ["layer_00000.safetensors is missing"]),
+    "journal": (
+        lambda f: flip(f / "parts.json", 30),
+        [0, 1, 2],
+        [0, 1, 2],
+        ["parts.json is missing or damaged"],
+    ),
+    "no journal": (lambda f: (f / "parts.json").unlink(), [0, 1, 2], [0, 1, 2], ["parts.json is missing"]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_layer_is_told_and_computed_again_and_the_rest_is_kept(damage, whole, tmp_path, caplog):
+    change, pruned, trained, warnings = DAMAGES[damage]
+    folder = interrupted(tmp_path / "out")
+    change(folder)
+    assert resumed(tmp_path / "out") == (pruned, trained)
+    assert len(caplog.records) == len(warnings), caplog.text
+    assert all(warning in caplog.text for warning in warnings)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole["sequential"]
+
+
+def test_a_damaged_rotation_is_trained_again(whole, tmp_path, caplog):
+    """The other rotations and the pruned layers are kept: the new rotation is equal to the lost one."""
+    chosen = recipe(hessians="dense")
+    folder = interrupted(tmp_path / "out", chosen)
+    flip(folder / ROTATIONS[1])
+    assert resumed(tmp_path / "out", chosen) == ([2], [1])
+    assert "rotation_00001.safetensors has another SHA-256: it is computed again" in caplog.text
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole["dense"]
+
+
+@pytest.mark.parametrize(("lost", "again"), [("rotation_00001", [0, 1, 2]), ("layer_00000", [0, 1, 2])])
+def test_what_depends_on_another_result_is_computed_again(lost, again, tmp_path, caplog, monkeypatch):
+    """Another machine computes a lost part with other bytes: the parts after it do not fit any more."""
+    chosen, out = recipe(hessians="dense"), tmp_path / "out"
+    flip(interrupted(out, chosen) / f"{lost}.safetensors")
+    save = RunState.save
+
+    def save_other(self, name, tensors, record):
+        if name == lost:
+            # as another machine would round: the tensors that the run goes on with differ
+            for tensor in tensors.values():
+                tensor.mul_(1 + 1e-6)
+        save(self, name, tensors, record)
+
+    monkeypatch.setattr(RunState, "save", save_other)
+    pruned, _ = resumed(out, chosen)
+    assert pruned == again
+    later = "layer_00000, layer_00001" if lost.startswith("rotation") else "layer_00001"
+    assert f"{lost} was computed again with another result, as on another machine: {later}" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, b'{"weights": ', b"[]", b"{}", "flip"])
+def test_a_lost_or_damaged_identity_is_refused_before_the_model_is_loaded(content, tmp_path):
+    out = tmp_path / "out"
+    file = interrupted(out, before=1) / "run.json"
+    if content is None:
+        file.unlink()
+    elif content == "flip":
+        file.write_text(file.read_text().replace('"damping": 0.01', '"damping": 0.02'))
+    else:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=r"cannot resume .*out\.partial: its run\.json is (missing|broken)"):
+        prune(out, model=tmp_path / "no-model", resume=True)
+    assert (file.parent / LAYERS[0]).exists()
+
+
+def test_another_recipe_names_its_fields_with_both_values(tmp_path):
+    out = tmp_path / "out"
+    interrupted(out, before=1)
+    with pytest.raises(UserError) as caught:
+        prune(out, recipe(damping=0.02, steps=4), resume=True)
+    assert "rotation.steps: 3 in the unfinished run, 4 now" in str(caught.value)
+    assert "pruning.damping: 0.01 in the unfinished run, 0.02 now" in str(caught.value)
+    text = identity_differences({"a": {"b": 1}, "gone": 2}, {"a": {"b": 1}, "new": [3]}, "x")
+    assert text == "gone: 2 in x, no value now, new: no value in x, [3] now"
+
+
+def test_a_run_is_known_by_its_weights_and_not_by_its_path(tmp_path, monkeypatch):
+    """Another spelling, a copy and the loaded model resume; other weights and another config do not."""
+    tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)  # stands for one that is not needed
+    source, out = tmp_path / "source", tmp_path / "out"
+    small_model("llama", head_dim=16).save_pretrained(source)
+    interrupted(out, model=source, tokenizer=tokenizer)
+    shutil.copytree(tmp_path / "out.partial", tmp_path / "kept")
+    shutil.copytree(source, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path)
+    for model in ("./source/../source", tmp_path / "copy", None):
+        assert resumed(out, model=model, tokenizer=tokenizer) == ([2], [2])
+        shutil.rmtree(out)
+        shutil.copytree(tmp_path / "kept", tmp_path / "out.partial")
+    tensors = {name: tensor.clone() for name, tensor in load_file(source / "model.safetensors").items()}
+    tensors["model.layers.2.mlp.up_proj.weight"][0, 0] += 1
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(
+        UserError, match="weights.sha256: [0-9a-f]{64} in the unfinished run, [0-9a-f]{64} now"
+    ):
+        prune(out, model=source, tokenizer=tokenizer, resume=True)
+    file = tmp_path / "copy" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rms_norm_eps": 0.5}))
+    with pytest.raises(UserError, match="config.rms_norm_eps: 1e-06 in the unfinished run, 0.5 now"):
+        prune(out, model=tmp_path / "copy", tokenizer=tokenizer, resume=True)
+
+
+def test_large_weights_are_hashed_at_the_ends_of_each_tensor(monkeypatch):
+    monkeypatch.setattr(integrity, "SAMPLE_BYTES", 40)
+    tensors = {"a": torch.arange(100.0), "b": torch.zeros((), dtype=torch.bfloat16), "c": torch.empty(0)}
+    whole, ends = weights_record(tensors), weights_record(tensors, bound=100)
+    assert (whole["hashed"], ends["hashed"]) == ("all bytes", "40 bytes at both ends of each tensor")
+    assert whole["bytes"] == ends["bytes"] == 402
+
+    def changed(index):
+        other = tensors | {"a": tensors["a"].clone()}
+        other["a"][index] += 1
+        return other
+
+    for index in (0, 9, 90, 99):
+        assert weights_record(changed(index), bound=100)["sha256"] != ends["sha256"]
+    assert weights_record(changed(50), bound=100) == ends
+    assert weights_record(changed(50))["sha256"] != whole["sha256"]
+    for other in (
+        tensors | {"a": tensors["a"].view(10, 10)},
+        {"z" if n == "a" else n: t for n, t in tensors.items()},
+    ):
+        for bound in (100, 10**9):
+            assert weights_record(other, bound)["sha256"] != weights_record(tensors, bound)["sha256"]
+
+
+# ---- rotations and finished runs ---------------------------------------------------------------------
+
+
+def test_rotations_inside_out_and_of_a_resumed_run(tmp_path):
+    for name, file in (
+        ("in", tmp_path / "in" / "sub" / "r.safetensors"),
+        ("beside", tmp_path / "r.safetensors"),
+    ):
+        prune(tmp_path / f"whole-{name}", save_rotations_to=tmp_path / f"whole-{name}.safetensors")
+        out = tmp_path / name
+        interrupted(out, save_rotations_to=file)
+        assert not file.exists() and not out.exists()
+        prune(out, save_rotations_to=file, resume=True)
+        assert file.read_bytes() == (tmp_path / f"whole-{name}.safetensors").read_bytes()
+        files, saved = (read_manifest(out).get(key, {}) for key in ("files", "saved_rotations"))
+        record = files.get("sub/r.safetensors") or {key: saved[key] for key in ("sha256", "bytes")}
+        assert record == integrity.file_record(file)
+        drot.load(out, device="cpu")
+    assert read_manifest(tmp_path / "beside")["saved_rotations"]["file"] == "r.safetensors"
+    for wrong in ("model.safetensors", "drot.json", ""):
+        with pytest.raises(UserError, match="inside `out` must be a .safetensors file whose name"):
+            prune(tmp_path / "new", save_rotations_to=tmp_path / "new" / wrong)
+    with pytest.raises(UserError, match="lies in the folder of the unfinished run"):
+        prune(tmp_path / "new", save_rotations_to=tmp_path / "new.partial" / "r.safetensors")
+
+
+def test_rotations_that_a_killed_run_has_written_are_no_obstacle(tmp_path, monkeypatch):
+    """The run was killed between the writing of the rotations and of the checkpoint."""
+    out, file = tmp_path / "out", tmp_path / "r.safetensors"
+
+    def killed(*args, **options):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("drot.pipeline.prune.save_checkpoint", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune(out, save_rotations_to=file)
+    assert file.exists()
+    with pytest.raises(UserError, match=r"r\.safetensors exists"):
+        prune(tmp_path / "other", save_rotations_to=file)
+    other = tmp_path / "other.safetensors"
+    prune(None, recipe(steps=4), save_rotations_to=other)
+    with pytest.raises(UserError, match="holds the rotations of another run"):
+        prune(out, save_rotations_to=other, resume=True)
+    assert resumed(out, save_rotations_to=file) == ([], [])
+
+
+def test_a_damaged_rotation_file_is_refused(tmp_path):
+    file = tmp_path / "r.safetensors"
+    prune(None, save_rotations_to=file)
+    flip(file)
+    with pytest.raises(UserError, match=r"r\.safetensors is damaged: its content does not fit its digest"):
+        prune(None, rotations=file)
+
+
+def test_a_finished_run_has_nothing_to_do(tmp_path):
+    out, file = tmp_path / "out", tmp_path / "r.safetensors"
+    first = prune(out, save_rotations_to=file, format="packed")
+    before = folder_records(tmp_path)
+    again = prune(out, save_rotations_to=file, format="packed", resume=True)
+    assert folder_records(tmp_path) == before
+    assert again.finished_before and again.manifest == first.manifest and again.out == out
+    assert not first.finished_before
+    assert torch.equal(again.model(TOKENS).logits, first.model(TOKENS).logits)
+    for options, message in (
+        (dict(chosen=recipe(damping=0.5)), "pruning.damping: 0.01 in the finished run, 0.5 now"),
+        (dict(), "format: packed in the finished run, dense now"),
+        (dict(format="packed", model=small_model("llama", seed=1, head_dim=16)), "weights.sha256: "),
+    ):
+        with pytest.raises(UserError, match=f"out is the result of another run: .*{message}"):
+            prune(out, resume=True, **options)
+    with pytest.raises(UserError, match="is finished, and its rotations were not saved to"):
+        prune(out, format="packed", resume=True, save_rotations_to=tmp_path / "other")
+    with pytest.raises(UserError, match="exists and is not an empty folder"):
+        prune(out, format="packed")
+
+
+def test_a_run_killed_after_its_last_step_is_finished(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(RunState, "discard", lambda self: None)
+        prune(out)
+    assert (tmp_path / "out.partial").exists()
+    assert prune(out, resume=True).finished_before
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_command_says_that_there_is_nothing_to_do(tmp_path, capsys, monkeypatch):
+    result = drot.PruneResult(None, {"format_version": 1}, tmp_path, finished_before=True)
+    monkeypatch.setattr("drot.pipeline.prune.prune", lambda *args, **options: result)
+    monkeypatch.setattr("drot.cli.prune.print_manifest", lambda manifest: None)
+    assert cli.run(["prune", "m", "--out", str(tmp_path), "--resume"]) == 0
+    assert f"{tmp_path} was finished already: nothing to do" in capsys.readouterr().out.replace("\n", "")

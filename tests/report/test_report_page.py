@@ -1,0 +1,187 @@
+"""`drot report`: the written page and files, its figures, and the refusal of wrong input."""
+
+import json
+import re
+import shutil
+import sys
+
+import pytest
+
+from drot.cli import app as cli
+from drot.errors import UserError
+from drot.report.drawing import COLOURS, SERIES
+from drot.report.reading import mean, one_shot, read_runs
+from drot.report.write import write_report
+
+pytestmark = pytest.mark.slow
+#: everything that a page could load or open
+REFERENCES = re.compile(r"""(?:src|href|action|data|poster|srcset)=["']?([^"'\s>]+)|url\(([^)]*)\)""")
+
+
+@pytest.fixture(scope="module")
+def page(pruned, tmp_path_factory) -> str:
+    """A page with the seven linears of one layer."""
+    out = tmp_path_factory.mktemp("page") / "r.html"
+    report = write_report([pruned["rotated"]], out=out, linears=["layers.0.*"])
+    assert len(report.linears) == 7 and report.page == out and report.figures == []
+    return out.read_text()
+
+
+def test_the_page_is_whole_and_loads_nothing(page):
+    found = {match[1] or match[2] for match in REFERENCES.finditer(page)}
+    outside = {reference for reference in found if not reference.startswith(("data:", "#"))}
+    assert outside == {"https://arxiv.org/abs/2505.23049"}  # a link
+    assert "default-src 'none'" in page
+    assert len(page) < 100e3 + 30e3 * 7  # so that the embedded model's 56 linears stay below 2 MB
+
+
+def test_names_are_escaped(page):
+    assert "<b>some</b>" not in page
+    assert "someone/&lt;b&gt;some&lt;/b&gt; model" in page
+
+
+def test_structure_for_screen_readers(page):
+    assert '<html lang="en">' in page and page.count("<h1>") == 1
+    assert page.count("<figure") == page.count("<figcaption>") == 8 + 3 * 7
+    assert page.count("<table") == page.count("<caption>") == 4
+    images = re.findall(r"<img [^>]*>", page)
+    assert len(images) == 7 and all(re.search(r'alt="[^"]{20,}"', image) for image in images)
+    # every other drawing is hidden from them, and its caption says what it shows
+    assert page.count("<svg ") == page.count('<svg aria-hidden="true"')
+    assert all(
+        len(caption) > 40 for caption in re.findall(r"<figcaption>(.*?)</figcaption>", page, re.DOTALL)
+    )
+
+
+def test_words_have_the_means_of_the_manifest(page, pruned):
+    (run,) = read_runs([pruned["rotated"]])
+    shares = [
+        linear["one_shot"]["after"]["removed_importance"]
+        for layer in run.manifest["layers"]
+        for linear in layer["linears"].values()
+    ]
+    assert mean(run, one_shot("after", "removed_importance")) == pytest.approx(sum(shares) / 21)
+    assert f" to {sum(shares) / 21:.1%} of a linear" in page
+
+
+def test_drawings_follow_the_theme(page):
+    drawings = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
+    assert all("var(--ink)" in drawing for drawing in drawings)
+    text = "".join(drawings)
+    assert not any(light in text for light, _ in COLOURS.values())
+    assert re.search(r"<text[^>]*>step of the training</text>", text)  # text stays text
+    assert "0.0" in re.sub(r"<[^>]*>", " ", drawings[2])  # labels of axes keep their decimals
+
+
+def luminance(colour: str) -> float:
+    """WCAG's relative luminance of a colour such as #0072b2."""
+    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("theme", [0, 1])
+def test_colours_stand_out(theme):
+    """WCAG: 4.5 for text, 3 for graphics; the ends of the ramp of depths less, because lines are labelled."""
+    paper = luminance(COLOURS["paper"][theme])
+    for name, colours in COLOURS.items():
+        least = {"paper": 1, "grid": 1.2, "ink": 4.5, "muted": 4.5}.get(name, 2.5 if "depth" in name else 3)
+        lighter, darker = sorted((luminance(colours[theme]), paper), reverse=True)
+        assert (lighter + 0.05) / (darker + 0.05) >= least, (name, theme)
+
+
+def test_series_differ_by_more_than_colour():
+    assert len({str(dash) for _, dash, _ in SERIES}) == len({marker for *_, marker in SERIES}) == len(SERIES)
+    assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)
+
+
+def test_a_run_of_an_older_drot_gives_a_page(pruned, tmp_path):
+    """A manifest without the newer figures, and no file of figures: the page leaves them out and says so."""
+    folder = tmp_path / "old"
+    folder.mkdir()
+    manifest = json.loads((pruned["rotated"] / "drot.json").read_text())
+    del manifest["peak_memory"]
+    for layer in manifest["layers"]:
+        for linear in layer["linears"].values():
+            del linear["one_shot"]
+    (folder / "drot.json").write_text(json.dumps(manifest))
+    report = write_report([folder])
+    assert report.page == folder / "report.html" and report.linears == []
+    text = report.page.read_text()
+    assert "has no drot-figures.npz" in text and "Peak memory" not in text and "Seconds by phase" in text
+
+
+def test_a_comparison(pruned, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = write_report([pruned["rotated"], pruned["plain"]])
+    text = report.page.read_text()
+    assert str(report.page) == "drot-report.html" and "Comparison of 2 pruned models" in text
+    row = re.search(r"output error, mean</th>(.*?)</tr>", text, re.DOTALL)
+    cells = [float(cell) for cell in re.findall(r">([\d.]+)</td>", row[1])]
+    assert len(cells) == 2 and cells[0] < cells[1]
+    assert text.count(">rotated</text>") >= 3  # the legends of the curves
+
+
+def test_chosen_linears_and_files(pruned, tmp_path):
+    patterns = ["layers.1.mlp.*", "q_proj"]
+    report = write_report(
+        [pruned["plain"]], out=tmp_path / "r.html", linears=patterns, figures=tmp_path / "figures"
+    )
+    assert len(report.linears) == 3 + 3
+    assert report.page.read_text().count('<details class="linear"') == 6
+    names = {file.name for file in report.figures}
+    assert {"output-error.svg", "memory.png", "layers-0-self_attn-q_proj-surface.png"} <= names
+    assert len(names) == len(report.figures) == 2 * (3 + 3 * 6)
+    assert all(file.stat().st_size > 1000 for file in report.figures)
+
+
+def test_many_linears_are_left_out_and_the_page_says_so(pruned, tmp_path, monkeypatch):
+    monkeypatch.setattr("drot.report.write.MOST_LINEARS", 20)
+    monkeypatch.setattr("drot.report.page.linear_charts", lambda run, linear: [])
+    folder = tmp_path / "run"
+    shutil.copytree(pruned["plain"], folder)
+    report = write_report([folder], linears=["down_proj"])
+    assert len(report.linears) == 3
+    report = write_report([folder])
+    assert "Shown are the linears of layers 0, 1, 2 of 3" in report.page.read_text()
+
+
+def test_wrong_input_is_refused(pruned, tmp_path, monkeypatch):
+    run = pruned["rotated"]
+    (tmp_path / "empty").mkdir()
+    cases = [
+        ([tmp_path / "no"], {}, "does not exist: name a folder that drot prune wrote"),
+        ([tmp_path / "empty"], {}, "holds no drot.json"),
+        ([], {}, "at least one folder"),
+        ([run, run], {}, "each folder must be named once"),
+        ([run], {"linears": ["nothing"]}, "`linears` must match a linear, such as layers.0"),
+        ([run, pruned["plain"]], {"linears": ["q_proj"]}, "`linears` has no effect on a comparison"),
+        ([run], {"out": tmp_path}, "`out` must be a file, got the folder"),
+    ]
+    for folders, options, message in cases:
+        with pytest.raises(UserError, match=re.escape(message)):
+            write_report(folders, **({"out": tmp_path / "r.html"} | options))
+    broken = tmp_path / "broken"
+    shutil.copytree(run, broken)
+    manifest = json.loads((broken / "drot.json").read_text())
+    (broken / "drot.json").write_text(json.dumps(manifest | {"layers": [{"layer": 0}]}))
+    with pytest.raises(UserError, match=r"does not hold what drot wrote"):
+        write_report([broken])
+    (broken / "drot-figures.npz").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(UserError, match=r"drot-figures.npz is not a complete npz file"):
+        write_report([broken])
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(UserError, match=r"^a report needs the package matplotlib: pip install 'matplotlib"):
+        write_report([run])
+    assert not list(tmp_path.glob("**/*.html*"))
+
+
+def test_command(pruned, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert (
+        cli.run(["report", str(pruned["plain"]), "--out", str(out), "--linears", "down_proj", "--json"]) == 0
+    )
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["page"] == str(out) and len(printed["linears"]) == 3 and out.exists()
+    assert cli.run(["report", str(tmp_path)]) == 2
+    assert "drot: " in capsys.readouterr().err
