@@ -1,6 +1,7 @@
 # make demo     prune the embedded model with and without DenoiseRotator
 # make check    lint, types, and every test that is not marked `slow`: for while you work
 # make test     lint, types and all tests
+# make docs     build the site of the documentation in site/; a warning is an error
 # make dist     write the sdist and, from the sdist, the wheel to dist/
 # make format   let ruff and clang-format rewrite the sources
 # make clean    delete the environment, the builds and the demo's output
@@ -20,7 +21,7 @@ TORCH ?= $(or $(INSTALLED),torch==2.13.0)
 # Everything that the native module or the package's metadata is made from. The module holds the version.
 SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml drot/version.py
 
-.PHONY: demo check test lint dist format clean
+.PHONY: demo check test lint docs dist format clean
 
 demo: $(VENV)/drot-installed
 	rm -rf demo-output demo-output.partial demo-output.*.part
@@ -46,6 +47,9 @@ format: $(VENV)/drot-installed
 	$(VENV)/bin/ruff format .
 	git ls-files -z '*.cpp' '*.h' '*.cu' '*.cuh' | xargs -0 -r $(VENV)/bin/clang-format -i
 
+docs: $(VENV)/drot-installed
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/python -m mkdocs build --strict --quiet
+
 # Without isolation: the wheel fits the torch of the environment. DROT_WHEEL_LABEL=torch2.13.cpu makes the wheel
 # drot-0.1.0+torch2.13.cpu, so that wheels for several torches can lie side by side.
 dist: $(VENV)/drot-installed
@@ -53,7 +57,7 @@ dist: $(VENV)/drot-installed
 	$(VENV)/bin/python -m build --no-isolation .
 
 clean:
-	rm -rf build dist demo-output demo-output.partial demo-output.*.part drot.egg-info drot/_C*.so $(VENV)
+	rm -rf build dist site demo-output demo-output.partial demo-output.*.part drot.egg-info drot/_C*.so $(VENV)
 
 # torch first: drot is compiled against the torch that it will run with, hence without build isolation.
 # The stamp names the torch that was installed to the end. The file `unfinished` exists while pip installs
