@@ -54,7 +54,7 @@ def heat_map(run: Run, linear: str) -> Chart:
             for spine in panel.spines.values():
                 spine.set_visible(False)
         panels[0].set_ylabel("outputs")
-        below = figure.add_axes((0.06, 0.12, 0.93, 0.04))
+        below = figure.add_axes((0.07, 0.12, 0.88, 0.04))
         ticks = list(np.geomspace(low, high, 5))
         bar = figure.colorbar(image, cax=below, orientation="horizontal", ticks=ticks)
         bar.ax.set_xticklabels([f"{tick:.2g}" for tick in ticks])
@@ -117,6 +117,8 @@ def _draw_surfaces(figure: "Figure", bases: list[str], maps: list[np.ndarray]) -
 
 def histogram(run: Run, linear: str) -> Chart:
     """The numbers of kept and of removed weights by importance, before and after."""
+    from matplotlib.ticker import MaxNLocator
+
     bases = bases_of(run, linear)
     edges = np.linspace(*HISTOGRAM_LOG10, HISTOGRAM_BINS + 1)
     counts = [run.figures[f"{linear}.histogram_{basis}"] for basis in bases]
@@ -141,6 +143,7 @@ def histogram(run: Run, linear: str) -> Chart:
             panel.set_title(basis)
             panel.grid(visible=False)
             panel.yaxis.set_major_formatter(lambda value, position: f"{100 * value:g}%")
+        panels[-1, 0].xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
         panels[-1, 0].xaxis.set_major_formatter(lambda value, position: f"{10.0**value:g}")
         panels[-1, 0].set_xlabel("importance of a weight (1: the mean before)")
         legend(figure, panels[0, 0])

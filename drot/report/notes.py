@@ -57,8 +57,8 @@ def summary(run: Run, measured: list[Measured]) -> list[str]:
             sentence += f", {entry.perplexity - entry.dense:+.3f} against the dense model's {entry.dense:.3f}"
         if entry.share is not None:
             sentence += (
-                f"; without the rotation it is {entry.unrotated:.3f}, so that {entry.share:.0%} of that loss "
-                "are won back"
+                f"; pruned without the rotation, the model has {entry.unrotated:.3f}, and "
+                f"{entry.share:.0%} of that gap is closed"
             )
         sentences.append(sentence + ".")
     return sentences

@@ -55,7 +55,9 @@ def page(runs: Sequence[Run], drawn: Sequence[Chart], linears: dict[str, list[Ch
     if len(runs) == 1:
         (run,) = runs
         context["title"] = f"{run.name}: report of a pruned model"
-        context["lead"] = f"{run.manifest['base_model']}, pruned by drot {run.manifest['versions']['drot']}"
+        base = str(run.manifest["base_model"])
+        base = Path(base).name if Path(base).is_absolute() else base  # the table has the path
+        context["lead"] = f"{base}, pruned by drot {run.manifest['versions']['drot']}"
         context["lost"] = tables.lost_table(run, measured[0])
         makers = (tables.layer_table, tables.linear_table, tables.recipe_table, tables.machine_table)
         context["tables"] = [maker(run) for maker in makers]

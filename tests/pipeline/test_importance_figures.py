@@ -9,7 +9,8 @@ from small_models import FAMILIES, random_tokens, small_model
 
 import drot
 from drot.architectures import INPUT_GROUPS, ROLES, architecture_of, head_shape
-from drot.checkpoint.figures import load_figures
+from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.figures import FIGURES, load_figures
 from drot.checkpoint.rotations import load_rotations
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.pipeline import figures
@@ -212,3 +213,11 @@ def test_phases_that_overlap_keep_their_peaks(monkeypatch):
             peak["now"] = 7
     assert {phase: peaks["gpu"] for phase, peaks in memory.peaks.items()} == {"rotate": 30, "calibrate": 7}
     assert memory.peaks["rotate"]["process"] > 1 << 20
+
+
+def test_a_converted_checkpoint_keeps_its_figures(tmp_path):
+    result = prune(recipe("none"), out=tmp_path / "dense")
+    convert_checkpoint(tmp_path / "dense", tmp_path / "packed", "packed")
+    dense, packed = load_figures(tmp_path / "dense"), load_figures(tmp_path / "packed")
+    assert dense.keys() == packed.keys() and all(np.array_equal(dense[name], packed[name]) for name in dense)
+    assert FIGURES in result.manifest["files"]

@@ -163,7 +163,7 @@ def test_the_share_won_back_by_a_baseline():
     assert (entry.dense, entry.unrotated) == (10.0, 18.0) and entry.share == pytest.approx(0.75)
     text = " ".join(summary(report, [entry]))
     assert (
-        "12.000, +2.000 against the dense model's 10.000; without the rotation it is 18.000, so that 75%"
+        "12.000, +2.000 against the dense model's 10.000; pruned without the rotation, the model has 18.000, and 75%"
         in text
     )
     table = lost_table(report, [entry])
