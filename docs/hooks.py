@@ -1,12 +1,18 @@
-"""Hooks of mkdocs: equations as MathML, and the options of the commands from drot itself."""
+"""Hooks of mkdocs: equations as MathML; the options and the error messages from drot itself."""
 
+import ast
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import latex2mathml.converter
 import typer.main
 
 COMMANDS = "<!-- the commands of drot -->"
+MESSAGES = "<!-- the messages of drot -->"
+#: the exceptions whose messages a user meets
+ERRORS = ("UserError", "WriteError", "BrokenModelError", "InvarianceError")
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
 DISPLAY = re.compile(r"\$\$(.+?)\$\$", re.DOTALL)
 INLINE = re.compile(r"\$([^$\n]+?)\$")
@@ -18,6 +24,8 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replaces $equations$ outside of code by MathML, which browsers draw without a script."""
     if COMMANDS in markdown:
         markdown = markdown.replace(COMMANDS, commands())
+    if MESSAGES in markdown:
+        markdown = markdown.replace(MESSAGES, messages())
     parts = CODE.split(markdown)
     return "".join(part if index % 2 else _equations(part) for index, part in enumerate(parts))
 
@@ -80,3 +88,45 @@ def _default(option: Any) -> str:
 
 def _text(text: str) -> str:
     return MARKUP.sub("", " ".join(text.split())).replace("|", "\\|")
+
+
+def messages() -> str:
+    """The messages of drot's exceptions, as a list for each room."""
+    import drot
+    from drot.cli.app import in_options
+
+    package = Path(drot.__file__).parent
+    rooms: dict[str, list[str]] = {}
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        for message in _messages(ast.parse(path.read_text(encoding="utf-8"))):
+            text = in_options(message).replace("`", "").replace("\n", " ")
+            rooms.setdefault(room, []).append(text)
+    lines: list[str] = []
+    for room, found in rooms.items():
+        lines += ["", f"**{room}**", "", *(f"- `{text}`" for text in dict.fromkeys(found))]
+    return "\n".join(lines)
+
+
+def _messages(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ERRORS
+            and node.args
+        ):
+            text = _written(node.args[0])
+            if re.search(r"\w", text.replace("…", "")):
+                yield text
+
+
+def _written(node: ast.expr) -> str:
+    """The text of a string expression, with … for each value that it formats."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_written(part) for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return _written(node.left) + _written(node.right)
+    return "…"
