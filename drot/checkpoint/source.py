@@ -58,7 +58,7 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
     if is_file:
         raise UserError(f"{model} is a file: name the folder of the model that holds it")
     if isinstance(model, Path) or not HUB_NAME.fullmatch(model):
-        raise UserError(f"there is no such folder: {shortened(str(model))}")
+        raise UserError(f"there is no such folder: {str(model)!r}")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 

@@ -12,6 +12,7 @@ from drot.architectures import architecture_of, positions_of
 from drot.calibration.data import SPLITS, calibration_hash
 from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.config import default_seqlen
+from drot.config.checks import is_a
 from drot.devices import computing_dtype, dtype_name, parse_dtype, pick_device
 from drot.environment import machine_name
 from drot.errors import BrokenModelError, UserError
@@ -73,6 +74,7 @@ def evaluate(
         progress: receives the events of reading and loading, an event after each batch of windows, and an
             event after each layer of a streamed model.
     """
+    is_a("models", models, list, tuple)
     target = pick_device(device)
     if dtype != "auto":
         parse_dtype(dtype)

@@ -6,14 +6,15 @@ import torch
 
 from drot.architectures import layer_linears, module_at
 from drot.pipeline.context import RunContext
+from drot.pipeline.figures import figure_bytes
 from drot.sparse.packed import dense_linears
 
 
 def disk_needs(run: RunContext, save_dtype: torch.dtype, format: str, partial: Path) -> tuple[int, int]:
     """The bytes of the checkpoint, and of the parts of the run that are not in `partial` yet.
 
-    The parts hold the layers in the dtype of the computation, and the rotations in fp64, twice if they are
-    trained before the pruning begins. Headers, tokenizer and manifest are left out: they are small.
+    The parts hold the layers in the dtype of the computation, the figures of the linears, and the rotations in
+    fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest are left out: they are small.
 
     Args:
         run: the state of the run, before it begins.
@@ -40,6 +41,13 @@ def disk_needs(run: RunContext, save_dtype: torch.dtype, format: str, partial: P
         parts += copies * len(layers) * of_a_layer
         if rotation.boundary == "residual":  # the other place is added after the last layer
             parts += boundaries * run.dtype.itemsize
+    if len(run.tokens):
+        parts += sum(
+            figure_bytes(tuple(linear.weight.shape), rotated=run.rotates)
+            for index, layer in enumerate(layers)
+            for role, linear in layer_linears(layer, run.arch).items()
+            if run.recipe.pruning.sparsity_for(run.arch.linear_names(index)[role]).ratio > 0
+        )
     done = sum(file.stat().st_size for file in partial.glob("*.safetensors"))
     return checkpoint, max(0, parts - done)
 

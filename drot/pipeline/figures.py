@@ -121,6 +121,12 @@ class GroupFigures:
         return shares, {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
+def figure_bytes(shape: tuple[int, ...], *, rotated: bool) -> int:
+    """The bytes of the tensors of one linear whose weight has `shape` [out, in]."""
+    rows, columns = (min(size, MAP_SIZE) for size in shape)
+    return (2 if rotated else 1) * (2 * rows * columns + 2 * HISTOGRAM_BINS * 8)
+
+
 def block_means(score: Tensor) -> Tensor:
     """The means of score [out, in] over blocks: [min(out, MAP_SIZE), min(in, MAP_SIZE)].
 

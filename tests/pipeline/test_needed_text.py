@@ -61,7 +61,7 @@ def test_mistakes_in_the_text_are_found_before_the_model_is_loaded(tmp_path, mon
 
 def test_eval_takes_windows_that_the_model_reads(tmp_path):
     model = embedded_checkpoint(tmp_path / "model")
-    figures = evaluate(str(model), ppl=[text_file(tmp_path)], device="cpu")
+    (figures,) = evaluate([str(model)], ppl=[text_file(tmp_path)], device="cpu")
     assert figures["seqlen"] == 128
 
 

@@ -388,10 +388,10 @@ def test_an_error_in_the_pruning_names_the_layer(monkeypatch):
     def fails(*args, **options):
         if next(left) == 7 + 4:
             raise UserError("hessian must be finite")
-        return prune_weight(*args, **options)
+        return prune_once(*args, **options)
 
-    prune_weight = pipeline_layer.prune_weight
-    monkeypatch.setattr(pipeline_layer, "prune_weight", fails)
+    prune_once = pipeline_layer.prune_once
+    monkeypatch.setattr(pipeline_layer, "prune_once", fails)
     with pytest.raises(UserError, match="layer 1, gate_proj: hessian must be finite"):
         prune(small_model("llama"), recipe("none"))
 

@@ -142,6 +142,6 @@ def test_eval_computes_in_float32_on_a_cpu(monkeypatch, tmp_path):
     for dtype in ("auto", "bfloat16"):
         with pytest.raises(UserError, match="enough"):
             evaluate.evaluate(
-                str(MODEL), ppl=[str(tmp_path / "text.txt")], seqlen=8, device="cpu", dtype=dtype
+                [str(MODEL)], ppl=[str(tmp_path / "text.txt")], seqlen=8, device="cpu", dtype=dtype
             )
     assert seen == ["float32", "bfloat16"]
