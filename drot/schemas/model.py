@@ -34,14 +34,17 @@ class _Rope(Entries):
 
 
 class ModelConfig(Entries):
-    """config.json of a model: the entries from which sizes and kinds of modules follow."""
+    """config.json of a model: the entries from which sizes and kinds of modules follow.
+
+    Only the check reads the defaults: another family may lack the entries or have other names for them.
+    """
 
     model_type: str
-    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = None
-    hidden_size: Positive | None = None
-    intermediate_size: Positive | None = None
-    vocab_size: Positive | None = None
-    num_attention_heads: Positive | None = None
+    num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] = 1
+    hidden_size: Positive = 1
+    intermediate_size: Positive = 1
+    vocab_size: Positive = 1
+    num_attention_heads: Positive = 1
     num_key_value_heads: Positive | None = None
     head_dim: Positive | None = None
     max_position_embeddings: Annotated[int, Field(ge=1)] | None = None

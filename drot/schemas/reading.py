@@ -58,7 +58,7 @@ def _check_values(data: dict[str, Any], file: Path) -> None:
             raise UserError(f"{file} is nested more than {DEEPEST} levels deep: copy it again")
         if isinstance(value, dict):
             prefix = f"{name}." if name else ""
-            waiting += [(f"{prefix}{key}", item, depth + 1) for key, item in value.items()]
+            waiting += [(f"{prefix}{_printable(key)}", item, depth + 1) for key, item in value.items()]
         elif isinstance(value, list):
             waiting += [(f"{name}.{index}", item, depth + 1) for index, item in enumerate(value)]
 
@@ -72,7 +72,7 @@ def check_schema(schema: type[BaseModel], data: Any, where: str) -> None:
         schema.model_validate(data)
     except ValidationError as caught:
         error = caught.errors(include_url=False)[0]
-        entry = ".".join(str(part) for part in error["loc"])
+        entry = _printable(".".join(str(part) for part in error["loc"]))
         if error["type"] == "extra_forbidden":
             raise UserError(
                 f"{where} has {entry}, which this version of drot does not support: update drot"
@@ -82,6 +82,11 @@ def check_schema(schema: type[BaseModel], data: Any, where: str) -> None:
         problem = error["msg"].removeprefix("Value error, ").replace("`", "'")
         got = shortened(error["input"])
         raise UserError(f"{where}: {entry}: {problem}, got {got}: copy the file again") from None
+
+
+def _printable(name: str) -> str:
+    """The name of an entry: as it is, or as Python writes it if it is long or has control characters."""
+    return name if name.isprintable() and len(name) <= LONGEST_QUOTE else shortened(name)
 
 
 def shortened(value: Any) -> str:
