@@ -13,8 +13,9 @@ from drot.sparse.packed import dense_linears
 def disk_needs(run: RunContext, save_dtype: torch.dtype, format: str, partial: Path) -> tuple[int, int]:
     """The bytes of the checkpoint, and of the parts of the run that are not in `partial` yet.
 
-    The parts hold the layers in the dtype of the computation, the figures of the linears, and the rotations in
-    fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest are left out: they are small.
+    The parts hold the layers in the dtype of the computation, the figures of the linears, and the rotations
+    in fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest are left
+    out: they are small.
 
     Args:
         run: the state of the run, before it begins.

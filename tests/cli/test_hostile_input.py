@@ -260,7 +260,7 @@ def test_names_with_markup_and_escape_sequences(model, capfd, monkeypatch):
     out = named.parent / "out[/b]\x1b[31m"
     command = ["--calibration", str(model.parent / "text.txt"), "--nsamples", "2", "--seqlen", "8"]
     command += ["--steps", "1", "--quality", "fast"]
-    assert cli.run(["prune", named.name, "--out", str(out), *command]) == 0
+    assert cli.run(["prune", str(named.relative_to(model.parent)), "--out", str(out), *command]) == 0
     shown = capfd.readouterr()
     assert r"m[/b]\x1b[31m:smile:\x" in shown.out and r"out[/b]\x1b[31m" in shown.out
     assert "\x1b" not in shown.out and "\x07" not in shown.out
