@@ -19,6 +19,7 @@ from drot.checkpoint.resume import RunState, check_unfinished, identity_differen
 from drot.checkpoint.rotations import read_rotations, save_rotations
 from drot.checkpoint.save import check_output, check_writable, save_checkpoint
 from drot.config import Recipe
+from drot.environment import machine, versions
 from drot.errors import UserError
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
@@ -127,7 +128,8 @@ def prune(
             _check_same_rotations(rotations_out, identity)
         if out is not None and finished:
             return _finished_result(out, identity, format, rotations_out)
-        state = None if out is None else RunState(out, identity)
+        here = {"versions": versions(), **machine(context.device)}
+        state = None if out is None else RunState(out, identity, here)
         with _told_how_to_resume(state):
             manifest = run.execute(state) | {"base_model": prepared.source}
             if written:
@@ -135,6 +137,8 @@ def prune(
             if format == "packed":
                 pack_model(context.model, dense)
             manifest |= format_of(context.model)
+            if state is not None and state.other_machines:
+                manifest["other_machines"] = state.other_machines
 
             def write_rotations(file: Path) -> None:
                 save_rotations(file, run.rotations, {"model": prepared.source, **identity})
