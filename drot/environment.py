@@ -1,5 +1,7 @@
 """The machine and the versions of the libraries, which `drot info` prints and manifests record."""
 
+import hashlib
+import os
 import platform
 from importlib import metadata
 from typing import Any
@@ -18,13 +20,47 @@ def _installed(package: str) -> str | None:
         return None
 
 
+#: environment variables that choose the instructions, and so the order of sums, of torch, MKL, oneDNN and drot
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "DROT_SIMD",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+)
+
+
 def versions() -> dict[str, str | None]:
-    """Versions of drot, torch, transformers and Python; None for a package that is not installed."""
+    """Versions of drot, the libraries that it uses, and Python; None for a package that is not installed."""
+    libraries = ("transformers", "tokenizers", "safetensors", "numpy")
     return {
         "drot": __version__,
         "torch": torch.__version__,
-        "transformers": _installed("transformers"),
+        **{name: _installed(name) for name in libraries},
         "python": platform.python_version(),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the bytes of a result depend on beside the recipe and the versions, in plain JSON types.
+
+    processor, cpu_capability: the CPU's architecture and the vector instructions that torch uses.
+    threads: torch's threads for one operation.
+    gpu: name of the GPU; None on a CPU.
+    math_libraries: the lines of torch's build that name MKL and oneDNN; [] without them.
+    torch_build: SHA-256 of the description of torch's build, `torch.__config__.show()`.
+    variables: the environment variables among VARIABLES that are set.
+    """
+    build = torch.__config__.show()
+    return {
+        "processor": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "math_libraries": [line.strip(" -") for line in build.splitlines() if "Intel(R)" in line],
+        "torch_build": hashlib.sha256(build.encode()).hexdigest(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
 
 
@@ -56,7 +92,7 @@ def _cusparselt() -> dict[str, Any]:
 def collect() -> dict[str, Any]:
     """The versions, the compiled backends and the machine, in plain JSON types.
 
-    drot, python, torch, transformers: versions; built_with_torch: the torch that drot was compiled for.
+    drot, python, torch, transformers, tokenizers, safetensors, numpy: versions; built_with_torch: the torch that drot was compiled for.
     backends: list of `cpu` and `cuda`; no_cuda_reason: why `cuda` was not compiled, or None.
     cuda: {compiled, architectures, torch}; gpus: [{name, capability, memory_gib}].
     cusparselt: {found, version, compiled}; cpu: {machine, capability, threads}.

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from drot.calibration.cholesky import cholesky_
 from drot.errors import UserError
 
 #: The largest damping that is tried. With it a positive semi-definite H [in, in] has a condition number of at
@@ -58,9 +59,8 @@ def inverse_cholesky(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
     while True:
         damped = hessian.flip(0, 1)
         damped.diagonal().add_(damping * mean)
-        lower, info = torch.linalg.cholesky_ex(damped)
-        if int(info) == 0:
-            upper = torch.linalg.solve_triangular(lower, identity, upper=False).flip(0, 1)
+        if cholesky_(damped):
+            upper = torch.linalg.solve_triangular(damped, identity, upper=False).flip(0, 1)
             if bool(torch.isfinite(upper).all()):
                 return upper, damping
         if damping >= MAX_DAMPING:

@@ -18,7 +18,7 @@ from drot.checkpoint.files import write_json
 from drot.checkpoint.integrity import DIGEST, MANIFEST, digest_fits, folder_records, with_digest
 from drot.config import PruningConfig, Recipe
 from drot.devices import dtype_name
-from drot.environment import device_name, versions
+from drot.environment import device_name, machine, versions
 from drot.errors import UserError
 from drot.schemas.manifest import FinetunedManifest, PrunedManifest
 from drot.schemas.reading import check_schema, read_json, shortened
@@ -161,6 +161,7 @@ def manifest(
         "format_version": FORMAT_VERSION,
         "versions": versions(),
         "device": device_name(device),
+        "machine": machine(device),
         "dtype": dtype_name(dtype),
         "recipe": recipe.to_dict(),
         "calibration": {"sha256": calibration_hash(tokens), "shape": list(tokens.shape)},

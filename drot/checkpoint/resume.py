@@ -113,13 +113,21 @@ class RunState:
     A part that does not fit its hashes is not used: `load` says so and the run computes the part again.
     The parts after it are kept if the new tensors are equal to the lost ones, which is so on the same machine
     with the same number of threads; otherwise they are dropped and computed again too.
+
+    out: the folder of the finished run.
+    identity: the values that must be equal for the run to be resumed.
+    machine: what the bytes of the parts depend on beside `identity` (drot/environment.py). It is stored with
+        each part. A warning names what differs in the parts of an interrupted run; `other_machines` keeps the
+        machines of these parts.
     """
 
-    def __init__(self, out: Path, identity: dict[str, Any]) -> None:
+    def __init__(self, out: Path, identity: dict[str, Any], machine: dict[str, Any] | None = None) -> None:
         self.folder = partial_folder(out)
         self.identity = identity
         self._lock = threading.Lock()
         self._parts: dict[str, Any] = {}
+        self._machine = json.loads(json.dumps(machine))  # as it is read from the journal
+        self.other_machines: list[dict[str, Any]] = []
         before = _read_identity(self.folder)
         if before is None:
             return
@@ -137,6 +145,21 @@ class RunState:
                 "computed again", self.folder / JOURNAL,
             )  # fmt: skip
         self._parts = parts or {}
+        if self._machine is not None:
+            self._tell_other_machines()
+
+    def _tell_other_machines(self) -> None:
+        """Logs a warning for each other machine that computed parts of this run."""
+        for entry in self._parts.values():
+            other = entry.get("machine")
+            if other in (None, self._machine, *self.other_machines):
+                continue
+            self.other_machines.append(other)
+            logger.warning(
+                "parts of the unfinished run were computed elsewhere (%s): the bytes of the result may differ "
+                "from those of a run on one machine",
+                identity_differences(other, self._machine, "those parts"),
+            )
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
@@ -151,7 +174,7 @@ class RunState:
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         with new_file(file) as part:
             save_file(contiguous, part, metadata={"record": json.dumps(record)})
-        entry = {**file_record(file), "tensors": tensors_digest(contiguous)}
+        entry = {**file_record(file), "tensors": tensors_digest(contiguous), "machine": self._machine}
         with self._lock:
             parts = self._parts | {name: entry}
             if name in self._parts and self._parts[name]["tensors"] != entry["tensors"]:

@@ -24,6 +24,7 @@ from drot.checkpoint.size import check_space, size_of
 from drot.config import Recipe
 from drot.config.checks import is_a, path_exists
 from drot.devices import dtype_name
+from drot.environment import machine, versions
 from drot.errors import UserError
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.prepare import prepare
@@ -155,7 +156,7 @@ def prune(
             return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
         state = None
         if out is not None:
-            state = RunState(out, identity)
+            state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
             check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
         with _told_how_to_resume(state):
             manifest = run.execute(state)
@@ -171,6 +172,8 @@ def prune(
             if format == "packed":
                 pack_model(context.model, dense)
             manifest |= format_of(context.model)
+            if state is not None and state.other_machines:
+                manifest["other_machines"] = state.other_machines
 
             def write_rotations(file: Path) -> None:
                 save_rotations(file, run.rotations, {"model": prepared.source, **identity})

@@ -34,8 +34,9 @@ def output_error(weight: Tensor, pruned: Tensor, hessian: Tensor) -> float:
     dense = weight.to(dtype)
     change = dense - pruned.to(dtype)
     hessian = hessian.to(dtype)
-    total = ((dense @ hessian) * dense).sum(dtype=torch.float64)
-    lost = ((change @ hessian) * change).sum(dtype=torch.float64)
+    # row by row: the order of a sum over the whole matrix would depend on the number of threads
+    total = ((dense @ hessian) * dense).sum(1, dtype=torch.float64).sum()
+    lost = ((change @ hessian) * change).sum(1, dtype=torch.float64).sum()
     return float(lost / total) if total > 0 else 0.0
 
 

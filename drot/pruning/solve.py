@@ -8,6 +8,7 @@ is not the minimum. All rows are solved at once by products with H, and every ro
 import torch
 from torch import Tensor
 
+from drot.calibration.cholesky import cholesky_, inverse_of_factor_
 from drot.calibration.hessian import fix_dead_columns
 from drot.config import Sparsity
 from drot.pruning.masks import removed_mask
@@ -134,8 +135,10 @@ def _shifted_inverse(hessian: Tensor, shift: float) -> Tensor:
     """(H + shift · I)⁻¹ for a positive semi-definite H with ones on its diagonal."""
     shifted = hessian.clone()
     shifted.diagonal().add_(shift)
-    torch.linalg.cholesky(shifted, out=shifted)
-    return torch.cholesky_inverse(shifted, out=shifted)
+    if not cholesky_(shifted):
+        raise torch.linalg.LinAlgError("the Hessian of ADMM has no Cholesky factor")
+    inverse_of_factor_(shifted)
+    return shifted
 
 
 def _better(

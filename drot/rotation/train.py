@@ -171,7 +171,9 @@ def train_rotation(
             best_step = torch.where(better, step, best_step)
             best = [torch.where(better, new, old) for new, old in zip(optimizer.matrices, best, strict=True)]
         curve.append(loss)
-        norms.append(torch.stack([g.square().sum() for g in gradients if g is not None]).sum().sqrt())
+        # row by row: the order of a sum over the whole matrix would depend on the number of threads
+        squares = [g.square().sum(-1).sum() for g in gradients if g is not None]
+        norms.append(torch.stack(squares).sum().sqrt())
         if step % REPORT_EVERY == 0 or step == steps:
             if not torch.isfinite(loss):
                 raise UserError(

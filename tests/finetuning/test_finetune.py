@@ -117,7 +117,7 @@ def test_the_record(tmp_path):
     assert lora["text"]["shape"] == [8, 24] and lora["held_out"]["shape"] == [2, 24]
     assert [step for step, _ in lora["loss_curve"]] == list(range(1, 9))
     assert lora["loss_curve"][-1][1] < lora["loss_curve"][0][1]
-    assert {"drot", "torch", "transformers", "python", "peft", "accelerate"} == lora["versions"].keys()
+    assert {"drot", "torch", "transformers", "python", "peft", "accelerate"} <= lora["versions"].keys()
     for record in second["finetune"]:
         held_out = record["held_out"]
         assert held_out["perplexity_after"] == pytest.approx(math.exp(held_out["loss_after"]))

@@ -1,0 +1,59 @@
+"""The Cholesky factor and the inverse, against fp64, and their bytes with several numbers of threads."""
+
+import pytest
+import torch
+from same_bytes import NUMBERS_OF_THREADS, threads
+
+from drot.calibration.cholesky import BLOCK, cholesky_, inverse_of_factor_
+
+#: below, at and above a block, with odd sizes and three levels of blocks
+SIZES = [1, 5, BLOCK, BLOCK + 1, 2 * BLOCK, 300, 641]
+
+
+def positive_definite(size, dtype=torch.float32):
+    x = torch.randn(2 * size, size, dtype=torch.float64)
+    return (x.T @ x / size + 0.1 * torch.eye(size)).to(dtype)
+
+
+def inverse(matrix):
+    matrix = matrix.clone()
+    assert cholesky_(matrix)
+    inverse_of_factor_(matrix)
+    return matrix
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-12)])
+def test_the_factor_and_the_inverse(size, dtype, tolerance, device):
+    matrix = positive_definite(size, dtype).to(device)
+    factor = matrix.clone()
+    factor.triu_(1).add_(matrix.tril())  # the upper triangle is not read
+    assert cholesky_(factor)
+    assert torch.equal(factor, factor.tril()) and bool((factor.diagonal() > 0).all())
+    exact = matrix.double()
+    assert float((factor.double() @ factor.double().T - exact).norm() / exact.norm()) < tolerance
+    inverse_of_factor_(factor)
+    identity = torch.eye(size, dtype=torch.float64, device=device)
+    assert float((factor.double() @ exact - identity).norm() / identity.norm()) < tolerance
+
+
+@pytest.mark.parametrize("row", [0, BLOCK, 299])
+def test_a_matrix_that_is_not_positive_definite(row, device):
+    """The row lies in the first, in a middle and in the last block."""
+    matrix = positive_definite(300).to(device)
+    matrix[row, row] = -1.0
+    assert not cholesky_(matrix)
+
+
+@pytest.mark.parametrize("size", [64, BLOCK, 256, 704])
+def test_the_bytes_do_not_depend_on_the_number_of_threads(size):
+    """LAPACK's do, for the inverse from 33 columns on and for the factor from 129."""
+    matrix = positive_definite(size)
+    factors, inverses = [], []
+    for count in NUMBERS_OF_THREADS:
+        with threads(count):
+            factors.append(matrix.clone())
+            assert cholesky_(factors[-1])
+            inverses.append(inverse(matrix))
+    assert all(torch.equal(factor, factors[0]) for factor in factors)
+    assert all(torch.equal(inverse, inverses[0]) for inverse in inverses)

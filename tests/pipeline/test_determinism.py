@@ -1,0 +1,111 @@
+"""A run gives the same bytes again, mostly also with another number of threads; its manifest names the machine."""
+
+import json
+import logging
+
+import pytest
+import torch
+from same_bytes import NUMBERS_OF_THREADS, threads
+from small_models import random_tokens, small_model
+
+import drot
+from drot import environment
+from drot.checkpoint.manifest import read_manifest
+from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
+
+#: multiples of 64, as the sizes of real models are
+SIZES = dict(
+    hidden_size=192,
+    intermediate_size=192,
+    num_attention_heads=3,
+    num_key_value_heads=1,
+    head_dim=64,
+    num_hidden_layers=1,
+)
+TOKENS = random_tokens(4, 64)
+
+
+def recipe(quality="best", method="sparsegpt", sparsity="2:4", **rotation):
+    return Recipe(
+        rotation=RotationConfig(steps=2, **rotation),
+        pruning=PruningConfig(method=method, sparsity=sparsity),
+        recovery=RecoveryConfig(recover_epochs=1),
+    ).with_quality(quality)
+
+
+def pruned(sizes, **settings):
+    """The tensors of a small model after a run."""
+    model = small_model("llama", **sizes)
+    return drot.prune(model, recipe(**settings), calibration=TOKENS, device="cpu").model.state_dict()
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_run_gives_the_same_bytes_again():
+    """In all phases of a run, with the number of threads that the process has."""
+    assert equal(pruned({}), pruned({}))
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"quality": "fast", "method": "wanda", "sparsity": "0.5", "mode": "shared"}], ids=str
+)
+@pytest.mark.slow
+def test_the_bytes_do_not_depend_on_the_number_of_threads(settings):
+    """With LAPACK's factors and inverses they did."""
+    results = []
+    for count in NUMBERS_OF_THREADS:
+        with threads(count):
+            results.append(pruned(SIZES, **settings))
+    assert all(equal(result, results[0]) for result in results)
+
+
+def test_the_manifest_names_the_machine(monkeypatch):
+    monkeypatch.setenv("MKL_CBWR", "AUTO")
+    machine = environment.machine(torch.device("cpu"))
+    assert machine["threads"] == torch.get_num_threads() and machine["gpu"] is None
+    assert machine["cpu_capability"] == torch.backends.cpu.get_cpu_capability()
+    assert machine["variables"]["MKL_CBWR"] == "AUTO"
+    assert json.loads(json.dumps(machine)) == machine
+    has_mkl = torch.backends.mkl.is_available()
+    assert any("Math Kernel Library" in line for line in machine["math_libraries"]) == has_mkl
+    assert {"torch", "transformers", "tokenizers", "safetensors", "numpy"} <= environment.versions().keys()
+
+
+def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch, caplog):
+    chosen, out = recipe("fast", mode="none"), tmp_path / "out"
+
+    def run(**options):
+        model = small_model("llama")
+        return drot.prune(model, chosen, calibration=TOKENS, device="cpu", out=out, **options)
+
+    def crash(event):
+        if event.phase == "prune" and event.layer == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(progress=crash)
+    here = environment.machine(torch.device("cpu"))
+    monkeypatch.setattr("drot.pipeline.prune.machine", lambda device: here | {"threads": 77})
+    with caplog.at_level(logging.WARNING, "drot"):
+        manifest = run(resume=True).manifest
+    told = [record.getMessage() for record in caplog.records if "computed elsewhere" in record.getMessage()]
+    assert len(told) == 1 and f"threads: {here['threads']} in those parts, 77 now" in told[0]
+    assert [other["threads"] for other in manifest["other_machines"]] == [here["threads"]]
+    assert read_manifest(out)["machine"] == here
+
+
+def test_a_run_that_goes_on_here_says_nothing(tmp_path, caplog):
+    chosen, out = recipe("fast", mode="none"), tmp_path / "out"
+
+    def crash(event):
+        if event.phase == "prune" and event.layer == 1:
+            raise KeyboardInterrupt
+
+    options = dict(calibration=TOKENS, device="cpu", out=out)
+    with pytest.raises(KeyboardInterrupt):
+        drot.prune(small_model("llama"), chosen, progress=crash, **options)
+    with caplog.at_level(logging.WARNING, "drot"):
+        manifest = drot.prune(small_model("llama"), chosen, resume=True, **options).manifest
+    assert not caplog.records and "other_machines" not in manifest
