@@ -3,7 +3,7 @@
 LAPACK divides a matrix among the threads, so the bytes of its factor and of its inverse depend on the number
 of threads. On a CPU these functions halve the matrix down to blocks that LAPACK does not divide. Everything
 else is matrix products and triangular solves. With MKL their bytes are the same for all numbers of threads,
-except for some products whose sizes are no multiples of 64 (README.md, *The same bytes again*).
+except for some products whose sizes are no multiples of 64 (docs/repeat.md, *After a crash*).
 
 Instructions for a matrix of 512 columns, counted by valgrind (AVX2): the factor takes 24 million, LAPACK's
 11 million; factor and inverse take 69 million, LAPACK's 76 million.

@@ -1,4 +1,4 @@
-"""A run gives the same bytes again, mostly also with another number of threads; its manifest names the machine."""
+"""A run gives the same bytes again, mostly also with other threads; its manifest names the machine."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Pruned models have the pattern of their recipe, and come back from disk: random architectures and recipes."""
+"""Pruned models have the pattern of their recipe and come back from disk: random architectures, recipes."""
 
 import tempfile
 from pathlib import Path
