@@ -19,7 +19,7 @@ os.environ.setdefault(
 # Property tests draw the same few examples each time. A search for new faults, by hand:
 # HYPOTHESIS_PROFILE=long pytest tests -k properties
 settings.register_profile("short", max_examples=6, derandomize=True, deadline=None, database=None)
-settings.register_profile("long", max_examples=1000, deadline=None)
+settings.register_profile("long", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 
 
