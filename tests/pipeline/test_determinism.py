@@ -48,9 +48,7 @@ def test_a_run_gives_the_same_bytes_again():
     assert equal(pruned({}), pruned({}))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"quality": "fast", "sparsity": "0.5", "mode": "shared"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"quality": "fast", "sparsity": "0.5", "mode": "shared"}], ids=str)
 @pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_threads(settings):
     """With LAPACK's factors and inverses they did."""
