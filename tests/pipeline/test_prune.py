@@ -355,9 +355,14 @@ def test_tokens_must_fit_the_model():
 
 @pytest.mark.parametrize("mode", ["layer", "shared"])
 def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
-    """Rotations that were trained at 2:4 are used at 4:8. They are rounded, because the file is fp32."""
+    """Rotations that were trained at 2:4 are used at 4:8. They are rounded, because the file is fp32.
+
+    In one shot: ADMM's masks have near ties, which the rounding may turn.
+    """
     file = tmp_path / "rotations.safetensors"
-    first = prune(small_model("llama"), recipe(mode, hessians="dense"), save_rotations_to=file)
+    first = prune(
+        small_model("llama"), recipe(mode, hessians="dense").with_quality("fast"), save_rotations_to=file
+    )
     events = []
     again = prune(
         small_model("llama"),
@@ -368,7 +373,7 @@ def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
     assert "rotate" not in events
     assert again.manifest["rotations_file"]["file"] == "rotations.safetensors"
     assert again.manifest["rotations_file"]["trained_with"]["recipe"]["pruning"]["sparsity"] == "2:4"
-    same = prune(small_model("llama"), recipe(mode, hessians="dense"), rotations=file)
+    same = prune(small_model("llama"), recipe(mode, hessians="dense").with_quality("fast"), rotations=file)
     pairs = zip(linears(first.model), linears(same.model), strict=True)
     equal = torch.cat([((a.weight == 0) == (b.weight == 0)).flatten() for a, b in pairs])
     assert float(equal.float().mean()) > 0.99

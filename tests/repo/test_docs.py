@@ -126,13 +126,14 @@ def test_options_in_the_text_exist() -> None:
     for command in group.commands.values():
         known |= options_of(command)
     foreign = {
+        "--inplace",
         "--no-build-isolation",
         "--tag",
         "--gpus",
         "--volume",
         "--csv",
         "--only",
-    }  # pip, docker, benchmarks
+    }  # setup.py, pip, docker, benchmarks
     for page in ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         text = (ROOT / page).read_text(encoding="utf-8")
         found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
