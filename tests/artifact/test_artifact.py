@@ -228,8 +228,8 @@ def test_without_the_dense_model_the_weights_stay_unknown(made, tmp_path, monkey
     """Whoever forces another model through gets weights that say next to nothing about the checkpoint's.
 
     The correlation of two random vectors of n numbers is about 1 / √n, 0.02 to 0.03 here. A bound of 0.2
-    means that a guess explains at most 4 % of the variance: the changes of the kept weights, which the file has,
-    depend a little on the weights. The masks tell which weights are 0, so the kept weights are compared.
+    means that a guess explains at most 4 % of the variance: the changes of the kept weights, which the file
+    has, depend a little on the weights. The masks tell which weights are 0, so the kept weights are compared.
     """
     file, other = shutil.copy(made.file, tmp_path), tmp_path / "other"
     small_model("llama", 1, torch.bfloat16, hidden_size=64, intermediate_size=96).save_pretrained(other)
