@@ -25,14 +25,22 @@ def hub_access(problem: str, advice: str) -> Iterator[None]:
     the block becomes a UserError that says why the hub was not reached: '<problem> (<reason>): <advice>'. A
     UserError passes unchanged.
     """
-    reason = _unreachable()
+    reason = ""
     try:
-        with _offline() if reason else contextlib.nullcontext():
+        with quick_hub() as reason:
             yield
     except UserError:
         raise
     except Exception as error:  # the libraries raise exceptions of many classes
         raise UserError(f"{problem} ({reason or first_line(error)}): {advice}") from error
+
+
+@contextlib.contextmanager
+def quick_hub() -> Iterator[str]:
+    """The block of `hub_access`. Its exceptions stay as they are. Yields why the hub is not asked, or ''."""
+    reason = _unreachable()
+    with _offline() if reason else contextlib.nullcontext():
+        yield reason
 
 
 def _unreachable() -> str:

@@ -1,6 +1,7 @@
 """Accuracy in the tasks of lm_eval, with the metric that the literature on pruning reports for each task."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from drot.errors import UserError
+from drot.hub import quick_hub
 
 #: Name of a suite → its tasks. `paper`: the five zero-shot tasks of DenoiseRotator (section 4).
 SUITES = {
@@ -85,7 +87,8 @@ def load_tasks(names: Sequence[str]) -> Tasks:
     for name in names:
         try:
             # get_task_dict is deprecated, but its successor TaskManager.load is not in lm_eval 0.4.11
-            task = get_task_dict([name], manager).get(name)
+            with nullcontext() if (OWN_TASKS / f"{name}.yaml").exists() else quick_hub():
+                task = get_task_dict([name], manager).get(name)
         except Exception as error:  # a task is code and data of many authors, so any exception may come
             advice = "lm_eval's tasks need a network or a filled datasets cache"
             if not _is_download(error):
