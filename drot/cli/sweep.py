@@ -32,9 +32,9 @@ def sweep(
         Path,
         typer.Argument(
             metavar="GRID.yaml",
-            help="File with the keys model, base (the sections of a recipe), grid (lists of values for fields "
-            "of a recipe, of which every combination is run), cells (a list of further combinations), texts (as "
-            "--ppl of drot eval), seqlen and text_column.",
+            help="File with the keys model, base (the sections of a recipe), grid (lists of values for "
+            "fields of a recipe, of which every combination is run), cells (a list of further combinations), "
+            "texts (as --ppl of drot eval), seqlen and text_column.",
         ),
     ],
     out: Annotated[

@@ -88,7 +88,7 @@ def read_grid(path: str | Path) -> Grid:
     is_a("grid", path, str, Path)
     file = Path(path)
     if file.suffix not in SUFFIXES:
-        raise UserError(f"`grid` must be a .yaml or .json file; got {str(file)!r}")
+        raise UserError(f"the grid must be a .yaml or .json file; got {str(file)!r}")
     data = settings_in(file, "grid")
     if not isinstance(data, dict):
         raise UserError(f"{file} must hold the keys {', '.join(KEYS)}; got {type(data).__name__}")

@@ -86,7 +86,7 @@ def test_mistakes_are_one_line(tmp_path, text, message):
 def test_a_missing_file_and_another_suffix(tmp_path):
     with pytest.raises(UserError, match="cannot read the grid"):
         read_grid(tmp_path / "none.yaml")
-    with pytest.raises(UserError, match=r"`grid` must be a \.yaml or \.json file"):
+    with pytest.raises(UserError, match=r"the grid must be a \.yaml or \.json file"):
         read_grid(tmp_path / "grid.txt")
 
 
