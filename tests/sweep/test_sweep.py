@@ -173,7 +173,10 @@ def test_what_a_cell_depends_on_makes_it_new(desk, tmp_path):
     file = grid_file(folder, tmp_path, "cells: [{mode: none}]")
 
     def computed(**options) -> int:
-        return sweep(file, out=tmp_path / "out", model=folder / "model", **options).computed
+        result = sweep(file, out=tmp_path / "out", model=folder / "model", **options)
+        dense = load(folder / "model", device="cpu", dtype=options.get("dtype", "float32"))
+        assert result.rows[0].dense == {str(folder / "held.txt"): measured(folder, dense)}
+        return result.computed
 
     assert (computed(), computed()) == (1, 0)
     (folder / "held.txt").write_text(random_text(600, seed=2))
@@ -189,15 +192,20 @@ def test_what_a_cell_depends_on_makes_it_new(desk, tmp_path):
 
 
 def test_models_are_kept_on_request(desk, tmp_path):
+    """The model is bfloat16: results are rounded to it, and measured in float32 as drot eval does."""
+    folder = tmp_path / "model"
+    save_small_model(small_model("llama", dtype=torch.bfloat16, num_hidden_layers=2), folder)
     file = grid_file(desk, tmp_path, "grid: {mode: [none, shared]}\ncells: [{mode: shared, solve: pcg}]")
-    assert sweep(file, out=tmp_path / "out", model=desk / "model").computed == 3
-    result = sweep(file, out=tmp_path / "out", model=desk / "model", keep_models=True)
+    assert sweep(file, out=tmp_path / "out", model=folder).computed == 3
+    result = sweep(file, out=tmp_path / "out", model=folder, keep_models=True)
     assert result.computed == 3
     for row in result.rows:
-        folder = tmp_path / "out/models" / row.key
-        assert measured(desk, load(folder, device="cpu")) == row.perplexity(str(desk / "held.txt"))
-        assert Recipe.from_file(folder).calibration.source == str(desk / "text.txt")
-    assert sweep(file, out=tmp_path / "out", model=desk / "model", keep_models=True).computed == 0
+        kept = tmp_path / "out/models" / row.key
+        assert measured(desk, load(kept, device="cpu", dtype="float32")) == row.perplexity(
+            str(desk / "held.txt")
+        )
+        assert Recipe.from_file(kept).calibration.source == str(desk / "text.txt")
+    assert sweep(file, out=tmp_path / "out", model=folder, keep_models=True).computed == 0
 
 
 def test_tables_and_charts_have_the_figures_of_the_csv(desk, tmp_path):
