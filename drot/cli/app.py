@@ -12,10 +12,11 @@ from typing import Annotated
 
 import typer
 
-from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune, report
+from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune, report, sweep
 from drot.cli.options import Command, Group, Interrupted
 from drot.cli.safe_text import safe_log_messages, visible
 from drot.errors import BrokenModelError, UserError
+from drot.sweep.grid import SECTION_OF
 from drot.version import __version__
 
 app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -23,6 +24,7 @@ app.command(cls=Command, epilog=prune.EPILOG)(prune.prune)
 app.command(cls=Command, epilog=finetune.EPILOG)(finetune.finetune)
 app.command(name="eval", cls=Command, epilog=evaluate.EPILOG)(evaluate.evaluate)
 app.command(cls=Command, epilog=report.EPILOG)(report.report)
+app.command(cls=Command, epilog=sweep.EPILOG)(sweep.sweep)
 app.command(cls=Command, epilog=convert.EPILOG)(convert.convert)
 app.command(cls=Command, epilog=artifact.EXPORT_EPILOG)(artifact.export)
 app.command(cls=Command, epilog=artifact.APPLY_EPILOG)(artifact.apply)
@@ -41,7 +43,11 @@ OPTIONS = {
     "batches": "--batch",
 }
 #: command → options that replace those of OPTIONS in its messages
-COMMAND_OPTIONS = {"finetune": {"source": "--text"}}
+COMMAND_OPTIONS = {
+    "finetune": {"source": "--text"},
+    # fields of a recipe stand in the grid file, under their own names
+    "sweep": {"ppl": "texts", **{name: name for name in SECTION_OF}},
+}
 #: a field in the message of a UserError: `hessians`, `hessians="dense"`, `resume=True`, `layers_per_step=4`
 FIELD = re.compile(r"`(\w+)(?:=(?:\"([^\"`]*)\"|(\w+)))?`")
 

@@ -30,7 +30,11 @@ PHASES = {
     "sensitivity": "measuring",
     "finetune": "fine-tuning",
     "evaluate": "evaluating",
+    "stream": "evaluating",
     "measure": "measuring",
+    "draw": "drawing",
+    "export": "exporting",
+    "apply": "applying",
     "save": "saving",
 }
 
@@ -84,6 +88,9 @@ class BarProgress:
         self.completed, self.total, self.layer = 0.0, 0.0, 0
 
     def __call__(self, event: ProgressEvent) -> None:
+        if event.phase == "sweep":  # the bar below is of the cell
+            self.bars.console.print(_cell_line(event), markup=False)
+            return
         completed, total, detail = self._position(event)
         if completed < self.completed or total != self.total:  # another pass
             self.bars.remove_task(self.task)
@@ -144,6 +151,8 @@ class LineProgress:
                     f"{layer_name(event)}: recovery, epoch {event.step} of {event.steps}, "
                     f"held-out error {event.loss:.4g}"
                 )
+            elif event.phase == "sweep":
+                self._line(_cell_line(event))
             elif event.phase == "stream":
                 self._line(f"layer {event.layer + 1}/{event.layers}: streamed")
             elif event.phase == "sensitivity":
@@ -186,6 +195,11 @@ class LineProgress:
         """Prints `text` with the seconds since the start."""
         seconds = time.perf_counter() - self.started
         self.console.print(f"{text} ({seconds:.0f} s)", markup=False, soft_wrap=True)
+
+
+def _cell_line(event: ProgressEvent) -> str:
+    """The line that says which cell of a sweep begins."""
+    return f"cell {event.step} of {event.steps}"
 
 
 def _position_in_text(event: ProgressEvent) -> tuple[float, float, str]:

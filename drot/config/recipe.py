@@ -45,11 +45,11 @@ class Recipe:
         parts = {}
         sections = {section.name: section.default_factory for section in dataclasses.fields(cls)}
         for name, values in data.items():
-            make: Any = sections[_known(name, sections, "the recipe")]
+            make: Any = sections[known_field(name, sections, "the recipe")]
             if not isinstance(values, Mapping):
                 raise UserError(f"{name} must hold the fields of a section; got {values!r}")
             known = [part.name for part in dataclasses.fields(make)]
-            parts[name] = make(**{_known(key, known, name): value for key, value in values.items()})
+            parts[name] = make(**{known_field(key, known, name): value for key, value in values.items()})
         return cls(**parts)
 
     @classmethod
@@ -71,7 +71,7 @@ class Recipe:
         section_of = {f.name: name for name, part in parts.items() for f in dataclasses.fields(part)}
         changes: dict[str, dict[str, Any]] = {name: {} for name in parts}
         for name, value in fields.items():
-            changes[section_of[_known(name, section_of, "the recipe")]][name] = value
+            changes[section_of[known_field(name, section_of, "the recipe")]][name] = value
         for section, values in changes.items():
             parts[section] = dataclasses.replace(parts[section], **values)
         return Recipe(**parts)
@@ -137,7 +137,7 @@ class Recipe:
         return out
 
 
-def _known(name: Any, known: Any, where: str) -> str:
+def known_field(name: Any, known: Any, where: str) -> str:
     """`name`, if it is in `known`. Raises UserError that names the nearest name in `known`."""
     if name in known:
         return str(name)

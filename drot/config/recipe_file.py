@@ -10,6 +10,8 @@ from drot.errors import UserError
 
 #: the manifest in the folder of a checkpoint (drot/checkpoint/manifest.py)
 MANIFEST = "drot.json"
+#: suffixes of a file of settings
+SUFFIXES = (".json", ".yaml", ".yml")
 #: Section → the values that a run had before drot recorded these fields. A manifest without them is older.
 BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {
     "rotation": {"early_stop": 0.0},
@@ -29,7 +31,11 @@ def read_recipe(path: str | Path) -> tuple[Recipe, dict[str, Any]]:
     Raises UserError for a file that is missing or broken, and for a field that is unknown or wrong.
     """
     file = Path(path) / MANIFEST if Path(path).is_dir() else Path(path)
-    data = _content(file)
+    if file.suffix not in SUFFIXES:
+        raise UserError(
+            f"`recipe` must be a .yaml or .json file, or a folder that drot prune wrote; got {str(file)!r}"
+        )
+    data = settings_in(file)
     if not isinstance(data, dict):
         raise UserError(f"{file} must hold the sections of a recipe, got {type(data).__name__}")
     manifest = data if data.keys() & {"recipe", "format_version"} else {}
@@ -41,17 +47,19 @@ def read_recipe(path: str | Path) -> tuple[Recipe, dict[str, Any]]:
         raise UserError(f"{file}: {error}") from None
 
 
-def _content(file: Path) -> Any:
-    if file.suffix not in (".json", ".yaml", ".yml"):
-        raise UserError(
-            f"`recipe` must be a .yaml or .json file, or a folder that drot prune wrote; got {str(file)!r}"
-        )
+def settings_in(file: Path, what: str = "recipe") -> Any:
+    """The content of a file whose suffix is one of SUFFIXES: JSON, or YAML with the scalars of YAML 1.2.
+
+    Raises UserError for a file that is missing or broken.
+
+    what: what the file should hold, for the error message.
+    """
     try:
         content = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(f"{file} must be UTF-8: convert it, for example with iconv -t utf-8") from None
     except OSError as error:
-        raise UserError(f"cannot read the recipe {file}: {error.strerror}") from None
+        raise UserError(f"cannot read the {what} {file}: {error.strerror}") from None
     if file.suffix == ".json":
         try:
             return json.loads(content)

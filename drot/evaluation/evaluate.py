@@ -107,7 +107,7 @@ def evaluate(
     def measure(name: str) -> dict[str, Any]:
         """The figures of one model, which is not in memory any more when they are returned."""
         loaded = load(name, device="cpu", dtype=dtype)
-        streamed = _place([loaded] if dense is None else [loaded, dense], name, target, stream=stream)
+        streamed = place([loaded] if dense is None else [loaded, dense], name, target, stream=stream)
         if streamed and tasks:
             raise UserError(f"`tasks` need the whole of {name} on {target}, where it does not fit")
         figures: dict[str, Any] = {
@@ -122,11 +122,11 @@ def evaluate(
             "agreement": {},
         }
         for source, tokens in texts[name].items():
-            own = _predict(loaded, tokens, seqlen, target, streamed, progress)
+            own = predict_on(loaded, tokens, seqlen, target, streamed, progress)
             if dense is None:
                 figures["perplexity"][source] = perplexity_of(own, progress=progress)
             else:
-                theirs = _predict(dense, tokens, seqlen, target, streamed, progress)
+                theirs = predict_on(dense, tokens, seqlen, target, streamed, progress)
                 figures["agreement"][source] = agreement(theirs, own, progress=progress)
                 figures["perplexity"][source] = figures["agreement"][source].pop("perplexity")
         scores = {}
@@ -187,7 +187,7 @@ def _check_vocabularies(
             )
 
 
-def _predict(
+def predict_on(
     model: PreTrainedModel,
     tokens: Tensor,
     seqlen: int,
@@ -211,7 +211,7 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def _place(models: list[PreTrainedModel], name: str, device: torch.device, *, stream: bool) -> bool:
+def place(models: list[PreTrainedModel], name: str, device: torch.device, *, stream: bool) -> bool:
     """Moves the models to `device`, or with `stream` to main memory; returns whether they are streamed.
 
     Models that do not fit on `device` are streamed too, and a warning says so.

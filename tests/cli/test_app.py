@@ -11,7 +11,9 @@ from drot.cli import app as cli
 from drot.cli.app import FIELD, OPTIONS, in_options
 
 PACKAGE = Path(drot.__file__).resolve().parent
-COMMANDS = (*("prune", "finetune", "eval", "report", "convert", "export", "apply", "bench", "info", "demo"),)
+COMMANDS = (
+    *("prune", "finetune", "eval", "report", "sweep", "convert", "export", "apply", "bench", "info", "demo"),
+)
 
 
 def test_version(capsys):

@@ -64,6 +64,10 @@ def desk(tmp_path_factory) -> Path:
     shutil.copy(HELD_OUT, folder / "mine.txt")
     lines = [json.dumps({"text": part}) for part in HELD_OUT.read_text().split("\n\n")[:400]]
     (folder / "mine.jsonl").write_text("\n".join(lines))
+    (folder / "grid.yaml").write_text(
+        f"model: {folder}/model\nbase: {{rotation: {{steps: 2}}, calibration: {{nsamples: 4}}}}\n"
+        "grid: {mode: [none, layer]}\ntexts: [text.txt]\n"
+    )
     return folder
 
 

@@ -40,6 +40,7 @@ ROOMS = [
     "finetuning",
     "bench",
     "report",
+    "sweep",
     "demo",
     "cli",
     "__main__",

@@ -1,0 +1,1 @@
+"""A grid of recipes, run on one model and compared."""

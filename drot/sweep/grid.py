@@ -1,0 +1,174 @@
+"""Reading a grid file: the recipes of a sweep."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from drot.config import Recipe
+from drot.config.checks import is_a
+from drot.config.recipe import known_field
+from drot.config.recipe_file import SUFFIXES, read_recipe, settings_in
+from drot.errors import UserError
+
+#: the keys of a grid file
+KEYS = ("model", "base", "grid", "cells", "texts", "seqlen", "text_column")
+#: field of a recipe → its section
+SECTION_OF = {
+    field.name: section.name
+    for section in dataclasses.fields(Recipe)
+    for field in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One recipe of a sweep."""
+
+    recipe: Recipe
+
+    def value(self, field: str) -> Any:
+        """The value of a field of the recipe in plain JSON types, with its default resolved."""
+        return self.recipe.to_dict()[SECTION_OF[field]][field]
+
+    def label(self, fields: tuple[str, ...]) -> str:
+        """The values of `fields`, as in `steps 100, lr 0.01`."""
+        return ", ".join(f"{field} {self.value(field)}" for field in fields)
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A combination that is not run.
+
+    label: its fields and values. reason: why it is not run. refused: whether it is no recipe for the model;
+    otherwise its run is that of another cell.
+    """
+
+    label: str
+    reason: str
+    refused: bool = True
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The content of a grid file.
+
+    Args:
+        model: name on the hub or folder of the model; None if the file names none.
+        fields: the fields of a recipe that the file varies, in its order.
+        cells: the recipes, each once.
+        skipped: the combinations that no recipe allows, and those whose run equals that of another cell.
+        texts: texts for the perplexity.
+        seqlen: tokens in a window of a text; None is `default_seqlen` of the model.
+        text_column: the column of the text in .json, .jsonl and .parquet files.
+    """
+
+    model: str | None
+    fields: tuple[str, ...]
+    cells: list[Cell]
+    skipped: list[Skipped]
+    texts: list[str]
+    seqlen: int | None
+    text_column: str
+
+
+def read_grid(path: str | Path) -> Grid:
+    """The grid in a .yaml, .yml or .json file.
+
+    Its keys are `model`; `base`, the sections of a recipe or the path of a recipe or of a checkpoint; `grid`,
+    field → list of values, of which every combination is a cell; `cells`, a list of further cells, each as
+    field → value; `texts`, `seqlen` and `text_column`. A field is one of a recipe, such as `steps`. Fields
+    that a cell does not name have their values in `base`. Paths are relative to the current folder.
+
+    Raises UserError for a file that is missing or broken, for an unknown key or field, and for a grid whose
+    combinations are all refused.
+    """
+    is_a("grid", path, str, Path)
+    file = Path(path)
+    if file.suffix not in SUFFIXES:
+        raise UserError(f"the grid must be a .yaml or .json file; got {str(file)!r}")
+    data = settings_in(file, "grid")
+    if not isinstance(data, dict):
+        raise UserError(f"{file} must hold the keys {', '.join(KEYS)}; got {type(data).__name__}")
+    try:
+        return _grid(data)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def _grid(data: dict[Any, Any]) -> Grid:
+    for key in data:
+        known_field(key, KEYS, "a grid file")
+    values = {key: data[key] for key in data if data[key] is not None}
+    is_a("model", values.get("model"), str, or_none=True)
+    is_a("seqlen", values.get("seqlen"), int, or_none=True)
+    is_a("text_column", values.get("text_column", "text"), str)
+    texts = values.get("texts", ["wikitext2"])
+    texts = [texts] if isinstance(texts, str) else texts
+    if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
+        raise UserError(f"texts must be a list of texts, such as [wikitext2]; got {texts!r}")
+    combinations = list(_combinations(values))
+    fields = tuple(dict.fromkeys(field for combination in combinations for field in combination))
+    cells, skipped = _cells(_base(values.get("base", {})), combinations)
+    if not cells:
+        raise UserError(f"no combination is a recipe: {skipped[0].label}: {skipped[0].reason}")
+    return Grid(
+        values.get("model"), fields, cells, skipped, list(dict.fromkeys(texts)), values.get("seqlen"),
+        values.get("text_column", "text"),
+    )  # fmt: skip
+
+
+def _base(base: Any) -> Recipe:
+    if isinstance(base, str):
+        return read_recipe(base)[0]
+    if not isinstance(base, Mapping):
+        raise UserError(f"base must hold the sections of a recipe, or the path of a recipe; got {base!r}")
+    return Recipe.from_dict(base)
+
+
+def _combinations(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The values of each cell, by field: the product of `grid`, and then `cells`."""
+    grid, cells = values.get("grid", {}), values.get("cells", [])
+    if not isinstance(grid, Mapping) or not all(isinstance(each, list) and each for each in grid.values()):
+        raise UserError(f"grid must hold lists of values, as in steps: [100, 400]; got {grid}")
+    if not isinstance(cells, list) or not all(isinstance(cell, Mapping) for cell in cells):
+        raise UserError(f"cells must be a list of fields with values, as in - steps: 100; got {cells}")
+    if not grid and not cells:
+        raise UserError("it must hold grid or cells; got neither")
+    for field in (*grid, *(field for cell in cells for field in cell)):
+        known_field(field, SECTION_OF, "the recipe")
+    if grid:
+        for choice in itertools.product(*grid.values()):
+            yield dict(zip(grid, choice, strict=True))
+    yield from map(dict, cells)
+
+
+def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell], list[Skipped]]:
+    """The cells whose runs differ, and the combinations that are no cell of their own."""
+    cells: dict[str, Cell] = {}
+    skipped = []
+    for values in combinations:
+        label = ", ".join(f"{field} {value}" for field, value in values.items())
+        try:
+            cell = Cell(base.replace(**values))
+        except UserError as error:
+            skipped.append(Skipped(label, str(error)))
+            continue
+        key = str(effective(cell.recipe))
+        if key in cells:
+            same = cells[key].label(tuple(values))
+            skipped.append(Skipped(label, f"its run is that of the cell {same}", refused=False))
+        else:
+            cells[key] = cell
+    return list(cells.values()), skipped
+
+
+def effective(recipe: Recipe) -> dict[str, Any]:
+    """The settings that a run reads, in plain JSON types: without a rotation, none of its training."""
+    settings = recipe.to_dict()
+    if recipe.rotation.mode == "none":
+        compat = recipe.rotation.reference_compat  # it changes the recorded importance
+        settings["rotation"] = {"mode": "none", "reference_compat": compat}
+    return settings

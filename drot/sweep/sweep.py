@@ -1,0 +1,145 @@
+"""`sweep`: runs the recipes of a grid on one model, and writes their figures side by side."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from drot.checkpoint.files import writing
+from drot.checkpoint.load import load_config
+from drot.checkpoint.lock import locked
+from drot.checkpoint.manifest import MANIFEST
+from drot.checkpoint.resume import read_journal
+from drot.checkpoint.save import check_writable
+from drot.config.checks import is_a
+from drot.devices import pick_devices
+from drot.errors import UserError
+from drot.pipeline.validation import check_recipe
+from drot.progress import Progress, ProgressEvent, silent
+from drot.report.drawing import PACKAGE, installed
+from drot.sweep.desk import CELLS, MODELS, ROTATIONS, Desk
+from drot.sweep.grid import Skipped, read_grid
+from drot.sweep.rows import Row, write_csv
+from drot.sweep.tables import paper_tables, write_tables
+
+logger = logging.getLogger("drot")
+
+#: what a sweep writes into its folder for readers
+CSV, TABLES, PLOTS = "sweep.csv", "tables.md", "plots"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The result of `sweep`.
+
+    Args:
+        rows: the cells with their figures, in the order of the grid.
+        skipped: the combinations that were not run.
+        fields: the fields that the grid varies.
+        computed: number of cells that this call computed; the others were finished before.
+        csv, tables: the written files.
+        plots: the written files of the charts; empty without matplotlib.
+    """
+
+    rows: list[Row]
+    skipped: list[Skipped]
+    fields: tuple[str, ...]
+    computed: int
+    csv: Path
+    tables: Path
+    plots: list[Path]
+
+
+def sweep(
+    grid: str | Path,
+    *,
+    out: str | Path,
+    model: str | Path | None = None,
+    keep_models: bool = False,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    progress: Progress = silent,
+) -> SweepResult:
+    """Prunes a model with each recipe of a grid and measures the perplexity of each result.
+
+    Writes into `out`: sweep.csv, a row for each cell; tables.md, the paper's three ablations from the cells
+    that have them, with a chart of each in plots/; cells/, the figures of each finished cell. Another call
+    with the same `out` runs only the cells that are not finished: those whose recipe, model, calibration
+    tokens, texts, window length or dtype of the computation is new. sweep.csv and tables.md then hold the
+    cells of the grid of that call.
+
+    Rotations that are trained in the dense model, with `hessians="dense"` or `mode="shared"`, are trained
+    once for all cells that train the same ones, and kept in rotations/. The column trained_by of sweep.csv
+    names the cell that trained them. The file has them in fp32, and the cell that trained them used fp64.
+
+    Raises UserError for a mistake in the input, for a folder `out` that is not of a sweep, and while another
+    run writes to `out`. What a recipe refuses is not run and listed as skipped.
+
+    Args:
+        grid: a grid file (`read_grid`).
+        out: the folder to write: new, empty, or of an earlier sweep.
+        model: a name on the hub or a local folder; None is the model in the grid file.
+        keep_models: whether to keep the pruned model of each cell, as a checkpoint in models/.
+        device: the device of the computation, as in `drot.prune`.
+        dtype: dtype of the computation, as in `drot.prune`. Perplexities are measured in it too.
+        progress: receives the events of the runs, and the event `sweep` when a cell begins.
+    """
+    content = read_grid(grid)
+    is_a("out", out, str, Path)
+    is_a("model", model, str, Path, or_none=True)
+    model = content.model if model is None else str(model)
+    if not model:
+        raise UserError(f"`model` is missing: name a model on the hub or a folder, here or in {grid}")
+    out = Path(out)
+    _check_folder(out)
+    devices, config = pick_devices(device), load_config(model)
+    cells, skipped = [], list(content.skipped)
+    for cell in content.cells:
+        try:
+            check_recipe(config, cell.recipe, devices)
+            cells.append(cell)
+        except UserError as error:
+            skipped.append(Skipped(cell.label(content.fields), str(error)))
+    if not cells:
+        raise UserError(f"no cell of {grid} fits {model}: {skipped[-1].label}: {skipped[-1].reason}")
+    with locked(out):
+        desk = Desk(model, out, content.seqlen, content.text_column, devices, dtype, keep_models, progress)
+        desk.read_texts(content.texts)
+        for cell in cells:
+            desk.read_calibration(cell.recipe)
+        dense = desk.dense_figures()
+        keys = {desk.key(cell): cell for cell in cells}
+        shared = [desk.rotations_key(cell.recipe) for cell in cells]
+        rows: list[Row] = []
+        computed = 0
+        for number, (key, cell) in enumerate(keys.items(), 1):
+            record = read_journal(out / CELLS / f"{key}.json")
+            if record is None or (keep_models and not (out / MODELS / key / MANIFEST).exists()):
+                progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
+                rotations = desk.rotations_key(cell.recipe)
+                record = desk.run(cell, key, rotations if shared.count(rotations) > 1 else None)
+                computed += 1
+            rows.append(Row(key, cell, record, dense))
+            write_csv(out / CSV, content.fields, rows)
+        write_csv(out / CSV, content.fields, rows, skipped)
+        tables = paper_tables(rows, content.fields)
+        plots = []
+        if installed():
+            from drot.sweep.charts import save_charts
+
+            plots = save_charts(tables, out / PLOTS)
+        else:
+            logger.warning("the plots are left out: they need matplotlib (pip install '%s')", PACKAGE)
+        write_tables(out / TABLES, model, tables, skipped, plots)
+    return SweepResult(rows, skipped, content.fields, computed, out / CSV, out / TABLES, plots)
+
+
+def _check_folder(out: Path) -> None:
+    """Raises UserError unless `out` is new, empty, or the folder of a sweep."""
+    check_writable(out)
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / CELLS).is_dir())):
+        raise UserError(f"{out} exists and is not the folder of a sweep: name another `out` or remove it")
+    with writing(out):
+        for folder in (CELLS, ROTATIONS):
+            (out / folder).mkdir(parents=True, exist_ok=True)
