@@ -20,7 +20,7 @@ def _installed(package: str) -> str | None:
         return None
 
 
-#: environment variables that choose the instructions, and so the order of sums, of torch, MKL, oneDNN and drot
+#: environment variables that choose the instructions of torch, MKL, oneDNN and drot, and so the order of sums
 VARIABLES = (
     "ATEN_CPU_CAPABILITY",
     "DROT_SIMD",
@@ -92,7 +92,8 @@ def _cusparselt() -> dict[str, Any]:
 def collect() -> dict[str, Any]:
     """The versions, the compiled backends and the machine, in plain JSON types.
 
-    drot, python, torch, transformers, tokenizers, safetensors, numpy: versions; built_with_torch: the torch that drot was compiled for.
+    drot, python, torch, transformers, tokenizers, safetensors, numpy: versions.
+    built_with_torch: the torch that drot was compiled for.
     backends: list of `cpu` and `cuda`; no_cuda_reason: why `cuda` was not compiled, or None.
     cuda: {compiled, architectures, torch}; gpus: [{name, capability, memory_gib}].
     cusparselt: {found, version, compiled}; cpu: {machine, capability, threads}.

@@ -156,8 +156,8 @@ class RunState:
                 continue
             self.other_machines.append(other)
             logger.warning(
-                "parts of the unfinished run were computed elsewhere (%s): the bytes of the result may differ "
-                "from those of a run on one machine",
+                "parts of the unfinished run were computed elsewhere (%s): the bytes of the result may "
+                "differ from those of a run on one machine",
                 identity_differences(other, self._machine, "those parts"),
             )
 

@@ -1,4 +1,4 @@
-"""A run gives the same bytes again, mostly also with another number of threads; its manifest names the machine."""
+"""A run gives the same bytes again, mostly with other numbers of threads too; the manifest names the machine."""
 
 import json
 import logging
@@ -48,9 +48,7 @@ def test_a_run_gives_the_same_bytes_again():
     assert equal(pruned({}), pruned({}))
 
 
-@pytest.mark.parametrize(
-    "settings", [{}, {"quality": "fast", "sparsity": "0.5", "mode": "shared"}], ids=str
-)
+@pytest.mark.parametrize("settings", [{}, {"quality": "fast", "sparsity": "0.5", "mode": "shared"}], ids=str)
 @pytest.mark.slow
 def test_the_bytes_do_not_depend_on_the_number_of_threads(settings):
     """With LAPACK's factors and inverses they did."""

@@ -1,4 +1,4 @@
-"""Pruned models have the pattern of their recipe, and come back from disk: random architectures and recipes."""
+"""Pruned models have the pattern of their recipe and come back from disk: random models and recipes."""
 
 import tempfile
 from pathlib import Path
@@ -152,5 +152,3 @@ def test_a_packed_checkpoint_is_the_model_in_memory(settings, recipe):
         assert same_logits(drot.load(folder / "dense", device="cpu"), model, tokens)
         for file in ("model.safetensors", "config.json"):
             assert (folder / "again" / file).read_bytes() == (folder / "packed" / file).read_bytes(), file
-
-

@@ -1,5 +1,7 @@
 """Rotations change no outputs of any model: property tests over random architectures."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -45,7 +47,7 @@ def rotate(model, mode, seed, draw_blocks):
         rotations = [LayerRotation(rotations[0].r1, rotation.r2) for rotation in rotations]
     boundaries = [
         BoundaryRotation("residual" if mode == "residual" else "input", now.r1, after.r1)
-        for now, after in zip(rotations, rotations[1:], strict=False)
+        for now, after in itertools.pairwise(rotations)
     ]
     held = [*boundaries, None] if mode == "residual" else [None] * len(layers)
     for layer, rotation, boundary in zip(layers, rotations, held, strict=True):
