@@ -1,4 +1,4 @@
-"""A run gives the same bytes again, mostly with other numbers of threads too; the manifest names the machine."""
+"""A run gives the same bytes again, and mostly with other numbers of threads; it names its machine."""
 
 import json
 import logging
