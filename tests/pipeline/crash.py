@@ -71,8 +71,12 @@ def wait(pid: int, seconds: float | None) -> int | None:
 
 
 def content(out: Path) -> dict[str, dict]:
-    """The hashes of all files; of drot.json the entry `files`, because the rest has times."""
-    return folder_records(out) | {"drot.json": json.loads((out / "drot.json").read_text())["files"]}
+    """The hashes of all files but the card, which names the folder; of drot.json the entry `files`, because
+    the rest has times."""
+    hashes = folder_records(out) | {"drot.json": json.loads((out / "drot.json").read_text())["files"]}
+    for names in (hashes, hashes["drot.json"]):
+        names.pop("README.md")
+    return hashes
 
 
 def crash(model: Path, folder: Path, mode: str, kills: int, draw: random.Random) -> tuple[int, int]:

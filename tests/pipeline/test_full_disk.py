@@ -50,8 +50,11 @@ WRITTEN += [
 ]
 WRITTEN += [
     "r.safetensors",
+    "README.md",
     "drot.json",
+    "README.md",  # from here on, all files of the folder are synced
     "config.json",
+    "drot-figures.npz",
     "drot.json",
     "generation_config.json",
     "model.safetensors",

@@ -165,7 +165,7 @@ def test_wrong_input_is_refused(pruned, tmp_path, monkeypatch):
     shutil.copytree(run, broken)
     manifest = json.loads((broken / "drot.json").read_text())
     (broken / "drot.json").write_text(json.dumps(manifest | {"layers": [{"layer": 0}]}))
-    with pytest.raises(UserError, match=r"does not hold what drot wrote"):
+    with pytest.raises(UserError, match=r"lacks layers.0.linears: it was edited"):
         write_report([broken])
     (broken / "drot-figures.npz").write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(UserError, match=r"drot-figures.npz is not a complete npz file"):
