@@ -22,7 +22,8 @@ def save_figures(folder: Path, figures: Mapping[str, Tensor | np.ndarray]) -> No
     """Writes `figures`, name → tensor on the CPU (pipeline/figures.py), compressed. An empty one writes no
     file."""
     if figures:
-        arrays = {name: np.asarray(values) for name, values in figures.items()}
+        # sorted, since the parts of a resumed run give them in another order
+        arrays = {name: np.asarray(figures[name]) for name in sorted(figures)}
         np.savez_compressed(folder / FIGURES, **arrays)  # type: ignore[arg-type]
 
 

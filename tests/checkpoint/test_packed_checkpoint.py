@@ -394,7 +394,7 @@ def test_a_shard_that_is_missing(checkpoints, tmp_path, capsys):
     shutil.copytree(checkpoints / "packed", folder)
     drot.load(folder, device="cpu").save_pretrained(folder, max_shard_size="1MB")
     (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, match="config.json is not the file that drot.json describes: it has"):
+    with pytest.raises(UserError, match="is not the file that drot.json describes: it "):
         drot.load(folder, device="cpu")
     accept_files(folder)
     tokens = random_tokens(1, 8)

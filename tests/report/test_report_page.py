@@ -167,6 +167,7 @@ def test_wrong_input_is_refused(pruned, tmp_path, monkeypatch):
     (broken / "drot.json").write_text(json.dumps(manifest | {"layers": [{"layer": 0}]}))
     with pytest.raises(UserError, match=r"lacks layers.0.linears: it was edited"):
         write_report([broken])
+    shutil.copy(run / "drot.json", broken)
     (broken / "drot-figures.npz").write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(UserError, match=r"drot-figures.npz is not a complete npz file"):
         write_report([broken])
