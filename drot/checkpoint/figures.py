@@ -22,8 +22,8 @@ def save_figures(folder: Path, figures: Mapping[str, Tensor | np.ndarray]) -> No
     """Writes `figures`, name → tensor on the CPU (pipeline/figures.py), compressed. An empty one writes no
     file."""
     if figures:
-        # sorted, since the parts of a resumed run give them in another order
-        arrays = {name: np.asarray(figures[name]) for name in sorted(figures)}
+        # sorted and in C order, since the parts of a resumed run have them in another order
+        arrays = {name: np.ascontiguousarray(figures[name]) for name in sorted(figures)}
         np.savez_compressed(folder / FIGURES, **arrays)  # type: ignore[arg-type]
 
 
