@@ -1,4 +1,4 @@
-"""Pruned models have the pattern of their recipe and come back from disk: random architectures, recipes."""
+"""Pruned models have the pattern of their recipe and come back from disk: random models and recipes."""
 
 import tempfile
 from pathlib import Path
@@ -17,13 +17,14 @@ from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.sparse.packed import unpack_model
 
 pytestmark = pytest.mark.slow
-KEEP = [(), ("layers.0.*",), ("down_proj",), ("*.self_attn.*", "up_proj")]
+#: of several choices, the first is that of the first example
+KEEP = [("*.self_attn.*", "up_proj"), ("layers.0.*",), ("down_proj",)]
 
 
 @st.composite
 def rotations_of(draw):
     """A RotationConfig of every mode, trained for two steps."""
-    mode = draw(st.sampled_from(["none", "layer", "shared"]))
+    mode = draw(st.sampled_from(["layer", "shared", "none"]))
     if mode == "none":
         return RotationConfig(mode="none")
     options = dict(mode=mode, steps=2, blocks=draw(st.sampled_from([1, 2])))
@@ -39,11 +40,11 @@ def recipes(draw, sparsities):
     return Recipe(
         rotation=draw(rotations_of()),
         pruning=PruningConfig(
-            method=draw(st.sampled_from(["magnitude", "wanda", "sparsegpt"])),
+            method=draw(st.sampled_from(["sparsegpt", "wanda", "magnitude"])),
             sparsity=draw(st.sampled_from(sparsities)),
-            keep=draw(st.sampled_from(KEEP)),
+            keep=draw(st.sampled_from([(), *KEEP])),
             sparsity_of=draw(st.sampled_from([(), ("q_proj=1:4",), ("o_proj=0.3", "*.0.mlp.*=3:4")])),
-            solve=draw(st.sampled_from(["auto", "none", "sparsegpt", "pcg", "admm"])),
+            solve=draw(st.sampled_from(["pcg", "admm", "none", "sparsegpt", "auto"])),
             target=draw(st.sampled_from(["auto", "self", "dense"])),
         ),
         recovery=RecoveryConfig(recover=draw(st.sampled_from(["none", "block"])), recover_epochs=1),
@@ -82,7 +83,7 @@ def check_pattern(name, zeros, pruning, sparsity):
         assert int(zeros.sum()) in (sum(blocks), int(zeros.numel() * sparsity.ratio)), name
 
 
-@given(settings=settings_of_models(), recipe=recipes(["2:4", "1:2", "1:4", "0.5", "0.25"]))
+@given(settings=settings_of_models(), recipe=recipes(["2:4", "0.3", "1:4", "1:2", "0.57"]))
 def test_every_weight_has_the_sparsity_of_its_linear(settings, recipe):
     result = prune(settings, recipe)
     for name, linear in named_linears(result.model):
