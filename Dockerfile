@@ -1,7 +1,7 @@
 # drot with its CUDA kernels.
 #
 #   docker build --tag drot .
-#   docker run --gpus all --volume "$PWD:/work" drot prune MODEL --out /work/pruned --format packed
+#   docker run --gpus all --volume "$PWD:/models" drot prune MODEL --out /models/pruned --format packed
 #
 # CUDA must be the CUDA that the wheels of TORCH are built for: 13.0 for torch 2.11 to 2.14. No GPU is needed to
 # build the image. MAX_JOBS limits the parallel compiles, which take about 2 GiB each.
@@ -31,6 +31,6 @@ COPY --from=build /opt/drot /opt/drot
 ENV PATH=/opt/drot/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
-WORKDIR /work
+WORKDIR /models
 ENTRYPOINT ["drot"]
 CMD ["info"]
