@@ -361,7 +361,9 @@ def prune(
     ] = False,
 ) -> None:
     """Rotate and prune MODEL, and save the result as a Hugging Face folder."""
-    given = {name for name in ctx.params if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")}
+    # by its name: typer's copy of the enumeration and click's, which older typers use, are not the same type
+    sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
+    given = {name for name, source in sources.items() if source == "COMMANDLINE"}
     start, manifest = (Recipe(), {}) if recipe is None else read_recipe(recipe)
     changed = start if quality is None else start.with_quality(quality)
     changed = changed.replace(**recipe_fields({name: ctx.params[name] for name in given}))
