@@ -15,7 +15,7 @@ from torch import Tensor
 from drot.architectures import architecture_of, decoder_layers, head_shape, module_at
 from drot.config import BoundaryPlace
 from drot.progress import Progress, ProgressEvent
-from drot.surgery.boundary import ROTATION_MODULE, BoundaryRotation
+from drot.surgery.boundary import BoundaryRotation, set_boundary
 from drot.surgery.fold_norm import fold, norm_scale
 from drot.surgery.rotate import LayerRotation, rotate_layer
 
@@ -89,14 +89,13 @@ def predictions(
             if place == "residual" and index + 1 < len(layers):
                 boundary = BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
             rotate_layer(layer, arch, shape, rotations[index], boundary)
+            if place == "input" and index > 0:
+                set_boundary(
+                    layer, arch, BoundaryRotation(place, rotations[index - 1].r1, rotations[index].r1)
+                )
         for name, tensor in layer.state_dict().items():
             tolerance = 0.0 if rotations is None else _tolerance(tensor)
             yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance, index)
-    if rotations is not None and place == "input":
-        for index in range(1, len(layers)):
-            matrix = BoundaryRotation(place, rotations[index - 1].r1, rotations[index].r1).matrix().T
-            name = f"{arch.layers}.{index}.{ROTATION_MODULE}.weight"
-            yield Prediction(name, _split(matrix), _tolerance(matrix))
 
 
 def _split(tensor: Tensor) -> Iterator[Tensor]:

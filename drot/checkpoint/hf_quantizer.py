@@ -7,6 +7,7 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from drot.architectures import architecture_of, decoder_layers
 from drot.checkpoint.keep import keep_files
 from drot.checkpoint.load import check_files
+from drot.checkpoint.source import read_headers
 from drot.errors import UserError
 from drot.sparse.fused import unfuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_linears
@@ -14,7 +15,9 @@ from drot.sparse.packed import check_packed, expect_packed, unpack_model
 from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig, quantization_config_of
 from drot.sparse.stored_config import write_stored_form
 from drot.surgery.boundary import (
+    NORM_PREFIX,
     add_boundary_rotation,
+    apply_boundary_rotation,
     check_boundary_rotations,
     rotated_layers,
     rotation_place,
@@ -43,9 +46,15 @@ class DrotQuantizer(HfQuantizer):
             )
         if (place := self.quantization_config.boundary) is not None:
             arch, hidden = architecture_of(model.config), model.config.hidden_size
+            # a file of an older version of drot has the stock name of each norm
+            apply = checkpoint_files is None or any(
+                NORM_PREFIX in name for name in read_headers(checkpoint_files)
+            )
             for layer in rotated_layers(decoder_layers(model, arch), place):
                 weight = next(layer.parameters())
-                add_boundary_rotation(layer, arch, place, hidden, dtype=weight.dtype, device=weight.device)
+                add_boundary_rotation(
+                    layer, arch, place, hidden, dtype=weight.dtype, device=weight.device, apply=apply
+                )
         if self.quantization_config.packed:
             expect_packed(model, self.quantization_config.dense_linears)
         if checkpoint_files is not None:  # None if the caller gave a state dict
@@ -54,6 +63,9 @@ class DrotQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         arch = architecture_of(model.config)
+        if (place := self.quantization_config.boundary) is not None:
+            for layer in rotated_layers(decoder_layers(model, arch), place):
+                apply_boundary_rotation(layer, arch, place)  # in a file of an older version of drot
         check_packed(model)
         check_boundary_rotations(model, arch)
         # transformers makes every floating-point parameter trainable

@@ -178,15 +178,14 @@ def is_loaded(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def verified_while_loading(path: str | Path) -> Iterator[None]:
+def verified_while_loading(folder: Path) -> Iterator[None]:
     """Compares the files of a model with their hashes in drot.json while the caller loads the model.
 
     Weights and config.json are compared; other files, such as the tokenizer's, may be edited. Nothing is
-    compared for a hub name, for a folder without drot.json, and for a checkpoint of an older drot.
+    compared for a folder without drot.json, and for a checkpoint of an older drot.
 
     Raises UserError that names a file that differs. An error of the caller is raised instead.
     """
-    folder = Path(path)
     if not path_exists(folder / MANIFEST):
         yield
         return

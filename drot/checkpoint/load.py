@@ -55,7 +55,7 @@ def load(
     dtype: `auto`, the checkpoint's own, or `float32`, `bfloat16` or `float16`.
     compress: whether a GPU keeps the compressed form of packed weights beside the packed form. Products of
         many tokens (prefill, perplexity) are then faster, and the weights take about twice the memory.
-    verify: whether to compare the weights and config.json of a folder with their hashes in drot.json.
+    verify: whether to compare the weights and config.json with their hashes in drot.json.
     """
     is_a("device", device, str, torch.device)
     target = pick_device(device)
@@ -95,16 +95,11 @@ def load_model(
     of its folder; if the weights lack a tensor, hold a tensor of a layer that the model does not have, or a
     tensor of another shape than config.json says; and for a weight that is NaN or infinite. transformers
     itself would initialise a missing tensor at random and ignore a superfluous one. With `verify`, raises
-    UserError too if the weights or config.json of a folder differ from their hashes in drot.json
+    UserError too if the weights or config.json differ from their hashes in drot.json
     (drot/checkpoint/integrity.py).
     """
     is_a("model", path, str, Path)
     is_a("dtype", dtype, str, torch.dtype)
-    with verified_while_loading(path) if verify else contextlib.nullcontext():
-        return _load_model(path, dtype)
-
-
-def _load_model(path: str | Path, dtype: str | torch.dtype) -> "PreTrainedModel":
     if isinstance(dtype, str) and dtype != "auto":
         dtype = parse_dtype(dtype)
     config = load_config(path)
@@ -119,6 +114,11 @@ def _load_model(path: str | Path, dtype: str | torch.dtype) -> "PreTrainedModel"
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             check_headers(empty, headers)
             _refuse_superfluous(path, headers.keys() - empty.state_dict().keys())
+    with (
+        verified_while_loading(folder) if verify else contextlib.nullcontext(),
+        _one_line(_no_model(path), config.to_dict()),
+        _quiet_transformers(),
+    ):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
         )

@@ -1,5 +1,6 @@
 """`drot.finetune`, which trains a pruned checkpoint and writes a checkpoint with the same zeros."""
 
+import contextlib
 import importlib.util
 import logging
 import math
@@ -18,6 +19,7 @@ from drot.architectures import architecture_of, decoder_layers, positions_of
 from drot.calibration.data import calibration_hash
 from drot.checkpoint.figures import load_figures, save_figures
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
+from drot.checkpoint.lock import locked
 from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
@@ -85,7 +87,8 @@ def finetune(
     process writes.
 
     Raises UserError for a mistake in the input, a model without pruned weights, and a training that
-    diverges. Nothing is then written to `out`.
+    diverges. Nothing is then written to `out`. While the training lasts, `out` is locked: another run that
+    names it is refused.
 
     Args:
         model: a folder that `drot prune` wrote, or any model of a supported family with at least 5 % zeros in
@@ -108,6 +111,20 @@ def finetune(
         check_output(out)
     _check_packages(config)
     target = _pick_device(device)
+    with contextlib.nullcontext() if out is None or not is_main_process() else locked(out):
+        return _finetune(model, config, out, tokenizer, tokens, target, progress)
+
+
+def _finetune(
+    model: str | Path,
+    config: FinetuneConfig,
+    out: Path | None,
+    tokenizer: Any,
+    tokens: Tensor | None,
+    target: torch.device,
+    progress: Progress,
+) -> FinetuneResult:
+    """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
     _check_config(model_config, config)
     manifest = _manifest_of(model)

@@ -2,7 +2,7 @@
 
 Such a checkpoint is packed, or has rotations between its layers. transformers without drot would warn, drop
 the rotations, draw random weights for the packed ones, and compute garbage. Three entries of config.json stop
-it, and stop other engines:
+it, and stop other engines and converters:
 
 | entry                                    | what it stops                                                   |
 |------------------------------------------|-----------------------------------------------------------------|
@@ -12,8 +12,8 @@ it, and stop other engines:
 | `transformers_weights` names no file of  | `LlamaForCausalLM.from_pretrained` and the other classes that   |
 | safetensors                              | only warn of another `model_type`                               |
 
-The tensors of a rotated checkpoint have the names of its family. A program that reads the tensors and neither
-`model_type` nor `architectures` is not stopped.
+A program that reads none of these entries lacks tensors: a packed linear has no tensor `weight`, and a layer
+that holds a rotation has none of its attention norm (drot/surgery/boundary.py).
 
 In memory, a model has the config of its family.
 """

@@ -9,6 +9,10 @@ The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [
 
 The product r Q does not depend on the MLP. So it can be computed beside the MLP, or in one operation with the
 MLP's last product (drot/sparse/fused.py).
+
+A layer that holds a rotation has its attention norm under another name, `rotated_input_layernorm`. A program
+that reads a checkpoint as a stock model of its family then lacks a tensor in each of these layers. It cannot
+compute with weights of another basis.
 """
 
 import functools
@@ -24,6 +28,8 @@ from drot.errors import UserError
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 ROTATION_MODULE = "residual_rotation"
+#: Prefix of the attention norm's name in a decoder layer that holds Q.
+NORM_PREFIX = "rotated_"
 #: vectors with which `check_boundary_rotations` probes a rotation
 PROBES = 4
 #: largest ‖QᵀQx - x‖ / ‖x‖ of a rotation in fp32; rounding gives about 1e-7
@@ -66,13 +72,15 @@ class _Rotated:
     arguments of `_rotated_class` instead.
     """
 
+    architecture: Architecture
+
     def __reduce__(self) -> Any:
-        stock_class, arch = type(self).__bases__[1], getattr(self, "architecture", None)
-        return _new_rotated, (stock_class, arch), self.__getstate__()
+        stock_class, place = type(self).__bases__[1], rotation_place(self)
+        return _new_rotated, (stock_class, self.architecture, place), self.__getstate__()
 
 
-def _new_rotated(stock_class: Any, arch: Architecture | None) -> Any:
-    cls = _rotated_class(stock_class, arch)
+def _new_rotated(stock_class: Any, arch: Architecture, place: BoundaryPlace) -> Any:
+    cls = _rotated_class(stock_class, arch, place)
     return cls.__new__(cls)
 
 
@@ -93,7 +101,6 @@ class _RotatesResidual(_Rotated):
     """
 
     residual_rotation: nn.Module
-    architecture: Architecture
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         arch = self.architecture
@@ -109,19 +116,24 @@ class _RotatesResidual(_Rotated):
 
 
 @functools.cache
-def _rotated_class(stock_class: Any, arch: Architecture | None) -> Any:
-    """The class of a layer that rotates its residual (with `arch`) or its input (`arch=None`).
+def _rotated_class(stock_class: Any, arch: Architecture, place: BoundaryPlace) -> Any:
+    """The class of a layer that rotates its input or its residual.
 
     The class has the name of the stock class, because accelerate and transformers find the layers that must
-    not be split across devices by the names of their classes.
+    not be split across devices by the names of their classes. The stock forward finds the attention norm
+    under its stock name through a property.
     """
-    attributes = {"__module__": stock_class.__module__}
-    if arch is None:
-        return type(stock_class.__name__, (_RotatesInput, stock_class), attributes)
-    return type(stock_class.__name__, (_RotatesResidual, stock_class), attributes | {"architecture": arch})
+    name = NORM_PREFIX + arch.attention_norm
+    attributes = {
+        "__module__": stock_class.__module__,
+        "architecture": arch,
+        arch.attention_norm: property(lambda layer: getattr(layer, name)),
+    }
+    mixin = _RotatesResidual if place == "residual" else _RotatesInput
+    return type(stock_class.__name__, (mixin, stock_class), attributes)
 
 
-def rotation_place(layer: nn.Module) -> BoundaryPlace | None:
+def rotation_place(layer: object) -> BoundaryPlace | None:
     """The place of the rotation that a decoder layer holds; None if it holds no rotation."""
     if isinstance(layer, _RotatesResidual):
         return "residual"
@@ -143,11 +155,11 @@ def add_boundary_rotation(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    apply: bool = True,
 ) -> nn.Linear:
     """Adds an uninitialised rotation to a decoder layer as `layer.residual_rotation`, and returns it.
 
-    The rotation is an nn.Linear [d, d] without bias, h → h Wᵀ, so its weight is Qᵀ. The layer's class changes
-    to a class that applies the rotation.
+    The rotation is an nn.Linear [d, d] without bias, h → h Wᵀ, so its weight is Qᵀ.
 
     Args:
         layer: a decoder layer.
@@ -156,19 +168,37 @@ def add_boundary_rotation(
         hidden_size: d.
         dtype: dtype of Q.
         device: device of Q.
+        apply: whether to call `apply_boundary_rotation` too.
     """
     rotation = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype, device=device)
     rotation.requires_grad_(False)
     setattr(layer, ROTATION_MODULE, rotation)
-    if rotation_place(layer) is None:
-        stock_class: Any = type(layer)
-        layer.__class__ = _rotated_class(stock_class, arch if place == "residual" else None)
+    if apply:
+        apply_boundary_rotation(layer, arch, place)
     return rotation
 
 
+def apply_boundary_rotation(layer: nn.Module, arch: Architecture, place: BoundaryPlace) -> None:
+    """Changes the class of a layer that has a rotation to a class that applies the rotation.
+
+    The name of the attention norm gets NORM_PREFIX. A layer that has the class already is not changed.
+    """
+    if rotation_place(layer) is None:
+        stock_class: Any = type(layer)
+        norm = getattr(layer, arch.attention_norm)
+        delattr(layer, arch.attention_norm)
+        setattr(layer, NORM_PREFIX + arch.attention_norm, norm)
+        layer.__class__ = _rotated_class(stock_class, arch, place)
+
+
 def remove_boundary_rotation(layer: nn.Module) -> None:
-    """Undoes `add_boundary_rotation` and restores the stock class of `layer`."""
+    """Undoes `add_boundary_rotation`: the layer has its stock class and the stock name of its norm again."""
+    assert isinstance(layer, _Rotated)
+    name = layer.architecture.attention_norm
+    norm = getattr(layer, NORM_PREFIX + name)
     layer.__class__ = type(layer).__bases__[1]
+    delattr(layer, NORM_PREFIX + name)
+    setattr(layer, name, norm)
     delattr(layer, ROTATION_MODULE)
 
 

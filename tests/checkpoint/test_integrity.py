@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
+from transformers import AutoModelForCausalLM
 
 import drot
-from drot.checkpoint import integrity
+from drot.checkpoint import integrity, load
 from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.manifest import accept_files, read_manifest, update_manifest
 from drot.checkpoint.verify import verify_folder
@@ -218,9 +219,22 @@ def test_programs_that_update_a_manifest_wait_for_each_other(copy, capsys):
     assert verify(capsys, copy)[0] == 0
 
 
+def test_a_model_of_the_hub_is_compared_too(copy, monkeypatch):
+    monkeypatch.setattr(load, "model_folder", lambda name, weights=False: copy)
+    drot.load("someone/some-model", device="cpu")
+    flip_weight(copy)
+    with pytest.raises(UserError, match=r"model-00001.* is not the file that drot.json describes"):
+        drot.load("someone/some-model", device="cpu")
+    drot.load("someone/some-model", device="cpu", verify=False)
+
+
 def test_a_failed_load_does_not_wait_for_the_hashes(copy, monkeypatch):
     """The error of the loader is raised, and the hashing of large files ends early."""
-    (copy / "config.json").write_text("{")
+
+    def fails(*args, **kwargs):
+        raise ValueError("no such weights")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fails)
     stopped = []
     real = integrity.file_record
 
@@ -230,7 +244,7 @@ def test_a_failed_load_does_not_wait_for_the_hashes(copy, monkeypatch):
         return real(file, stop)
 
     monkeypatch.setattr(integrity, "file_record", file_record)
-    with pytest.raises(UserError, match="config.json is not valid JSON"):
+    with pytest.raises(UserError, match="no such weights"):
         drot.load(copy, device="cpu")
     assert stopped and all(stopped)
 

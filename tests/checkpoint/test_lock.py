@@ -34,6 +34,8 @@ def test_a_second_run_is_refused_before_its_model_is_loaded(tmp_path):
             drot.prune(tmp_path / "no-model", out=out)
         with pytest.raises(UserError, match=message):
             convert_checkpoint(tmp_path / "no-model", out, "packed")
+        with pytest.raises(UserError, match=message):
+            drot.finetune(tmp_path / "no-model", out=out)
     finally:
         other.communicate("")
     assert not lock_file(out).exists()

@@ -138,6 +138,18 @@ def test_engines_find_no_family_of_theirs(checkpoint):
     assert "drot" not in names and "DrotForCausalLM" not in names.values()
 
 
+@pytest.mark.parametrize("place", ["input", "residual"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loader_of_the_family_lacks_tensors(kind, family, place):
+    """A program that reads no config.json takes the tensors by the family's names."""
+    stored, names = a_model(kind, family, place).state_dict().keys(), small_model(family).state_dict().keys()
+    lacking = {name.split(".")[2] for name in names - stored if ".layers." in name}
+    assert lacking == {"rotated": {"0", "1"} if place == "residual" else {"1", "2"}}.get(
+        kind, {"0", "1", "2"}
+    )
+
+
 def test_a_stock_checkpoint_stays_stock(folders, tmp_path):
     folder, _ = folders["stock"]
     small_model("llama").save_pretrained(tmp_path)
@@ -183,8 +195,15 @@ def test_every_family(family, place, tmp_path):
 
 
 def test_the_old_form_opens_and_is_saved_in_the_new_form(checkpoint, tmp_path):
-    """Before the stored form, drot wrote the config of the family with its own quantization_config."""
+    """drot wrote the config of the family with its own quantization_config, and the family's tensor names."""
     folder, logits = checkpoint
+    new_names = load_file(folder / "model.safetensors").keys()
+
+    def old_names(tensors):
+        for name in [name for name in tensors if ".rotated_" in name]:
+            tensors[name.replace(".rotated_", ".")] = tensors.pop(name)
+
+    rewrite(folder, old_names)
     config = config_of(folder)
     for key in ("base_model_type", "transformers_weights"):
         del config[key]
@@ -192,6 +211,7 @@ def test_the_old_form_opens_and_is_saved_in_the_new_form(checkpoint, tmp_path):
     (folder / "config.json").write_text(json.dumps(config))
     opens_right(folder, logits).save_pretrained(tmp_path / "new")
     assert config_of(tmp_path / "new")["model_type"] == "drot"
+    assert load_file(tmp_path / "new/model.safetensors").keys() == new_names
     opens_right(tmp_path / "new", logits)
 
 
