@@ -15,6 +15,7 @@ from drot.artifact.source import load_source
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.files import finish_folder, sync, writing
 from drot.checkpoint.integrity import damage, tensors_digest
+from drot.checkpoint.lock import locked
 from drot.checkpoint.save import check_output
 from drot.errors import UserError
 from drot.progress import Progress, silent
@@ -32,7 +33,8 @@ def apply_artifact(
     The SHA-256 of every file is compared with the artifact's. Returns {"files": name → sha256 and bytes}.
 
     Raises UserError for another model than that of the artifact, for a damaged artifact, and if a file comes
-    out different. `out` is then not written.
+    out different. `out` is then not written. While the call lasts, `out` is locked: another run that names it
+    is refused.
 
     Args:
         artifact: a file that `export_artifact` wrote.
@@ -42,7 +44,7 @@ def apply_artifact(
     """
     out = Path(out)
     check_output(out)
-    with Reader(Path(artifact)) as reader:
+    with locked(out), Reader(Path(artifact)) as reader:
         index = reader.index
         source = load_source(model or index["model"])
         if tensors_digest(source.state_dict()) != index["model_sha256"]:

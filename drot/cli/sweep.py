@@ -34,7 +34,7 @@ def sweep(
             metavar="GRID.yaml",
             help="File with the keys model, base (the sections of a recipe), grid (lists of values for "
             "fields of a recipe, of which every combination is run), cells (a list of further combinations), "
-            "texts (as --ppl of drot eval), seqlen and text_column.",
+            "texts (as --ppl of drot eval), tasks (as --tasks of drot eval), seqlen and text_column.",
         ),
     ],
     out: Annotated[
@@ -108,12 +108,16 @@ def print_sweep(result: "SweepResult") -> None:
     for text, dense in texts.items():
         table.add_column(f"perplexity on {names[text]} (dense {dense:.3f})", justify="right")
         table.add_column("gap closed", justify="right")
+    if result.rows[0].dense_accuracy:
+        table.add_column(f"mean accuracy (dense {result.rows[0].dense_mean_accuracy:.1%})", justify="right")
     table.add_column("seconds", justify="right")
     for row in result.rows:
         cells = [str(row.cell.value(field)) for field in result.fields]
         for text in texts:
             value, gap = row.perplexity(text), gap_closed(row, result.rows, text)
             cells += ["not finite" if value is None else f"{value:.3f}", "-" if gap is None else f"{gap:.0%}"]
+        if row.dense_accuracy:
+            cells.append("not finite" if row.mean_accuracy is None else f"{row.mean_accuracy:.1%}")
         table.add_row(*cells, f"{row.record['seconds']:.1f}" + "*" * row.trained_elsewhere)
     output().print(table)
     if any(row.trained_elsewhere for row in result.rows):

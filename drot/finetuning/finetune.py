@@ -26,7 +26,7 @@ from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
 from drot.config.checks import is_a
 from drot.devices import dtype_name, pick_device
-from drot.environment import device_name, versions
+from drot.environment import device_name, machine, versions
 from drot.errors import BrokenModelError, UserError
 from drot.evaluation.perplexity import perplexity
 from drot.evaluation.predictions import check_windows
@@ -332,6 +332,7 @@ def _train(
         },
         "dtype": dtype_name(dtype),
         "device": device_name(device),
+        "machine": machine(device),
         "versions": versions() | packages,
         "seconds": time.perf_counter() - started,
     }

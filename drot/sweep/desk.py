@@ -19,10 +19,11 @@ from drot.checkpoint.resume import read_journal
 from drot.config import CalibrationConfig, Recipe, default_seqlen
 from drot.devices import computing_dtype, dtype_name
 from drot.environment import machine_name, versions
-from drot.errors import BrokenModelError
+from drot.errors import BrokenModelError, UserError
 from drot.evaluation.evaluate import place, predict_on
-from drot.evaluation.perplexity import load_eval_tokens, perplexity_of
+from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import check_windows
+from drot.evaluation.tasks import Tasks, expand, load_tasks, run_tasks
 from drot.pipeline.prune import prune
 from drot.pipeline.validation import check_seqlen
 from drot.progress import Progress, ProgressEvent
@@ -68,6 +69,7 @@ class Desk:
         self.tokenizer, self.config = load_tokenizer(model), load_config(model)
         self.seqlen = default_seqlen(positions_of(self.config)) if seqlen is None else seqlen
         self.texts: dict[str, Tensor] = {}
+        self.tasks: Tasks | None = None
         self.calibration: dict[CalibrationConfig, Tensor] = {}
         #: what the figures of every cell depend on beside its recipe
         self.identity: dict[str, Any] = {}
@@ -78,6 +80,11 @@ class Desk:
             tokens = load_eval_tokens(source, self.tokenizer, self.text_column, self.progress)
             check_windows(tokens, self.config.get_text_config(), self.seqlen)
             self.texts[source] = tokens
+
+    def load_tasks(self, names: list[str]) -> None:
+        """Loads the tasks of the accuracy."""
+        if names:
+            self.tasks = load_tasks(expand(names))
 
     def read_calibration(self, recipe: Recipe) -> None:
         """Reads the calibration tokens of a recipe, if no cell before it has the same."""
@@ -96,8 +103,8 @@ class Desk:
             progress=self.progress,
         )
 
-    def dense_figures(self) -> dict[str, float]:
-        """The dense model's perplexity by text, which is measured unless an earlier call did."""
+    def dense_figures(self) -> dict[str, dict[str, float]]:
+        """The dense model's figures as in `_measure`, which are measured unless an earlier call did."""
         self.progress(ProgressEvent(phase="load"))
         model = load(self.model, device="cpu", dtype=self.dtype)
         self.identity = {
@@ -106,12 +113,13 @@ class Desk:
             "seqlen": self.seqlen,
             "texts": {source: calibration_hash(tokens) for source, tokens in self.texts.items()},
         }
+        if self.tasks is not None:
+            self.identity["tasks"] = list(self.tasks.tasks)
         before = read_journal(self.out / DENSE)
         if before is None or before["identity"] != self.identity:
-            before = {"identity": self.identity, "perplexity": self._perplexities(model)}
+            before = {"identity": self.identity, **self._measure(model)}
             write_json(self.out / DENSE, with_digest(before))
-        found: dict[str, float] = before["perplexity"]
-        return found
+        return {figure: before[figure] for figure in ("perplexity", "accuracy")}
 
     def key(self, cell: Cell) -> str:
         """The name of a cell: a hash of all that its figures depend on."""
@@ -181,7 +189,7 @@ class Desk:
             "recipe": cell.recipe.to_dict(),
             "identity": self.identity,
             "calibration": self._calibration_hash(cell.recipe),
-            "perplexity": self._perplexities(result.model, cell),
+            **self._measure(result.model, cell),
             **figures,
             "trained_by": by,
             "machine": machine_name(self.devices[0]),
@@ -195,9 +203,18 @@ class Desk:
         tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
         return None if tokens is None else calibration_hash(tokens)
 
-    def _perplexities(self, model: PreTrainedModel, cell: Cell | None = None) -> dict[str, float | None]:
-        """Text → perplexity of a model; of a cell's model None, with a warning, if its loss is not finite."""
+    def _measure(
+        self, model: PreTrainedModel, cell: Cell | None = None
+    ) -> dict[str, dict[str, float | None]]:
+        """`perplexity`, by text, and `accuracy`, by task, of a model.
+
+        If its loss is not finite, the figures of a cell's model are None, and a warning says so.
+        """
         streamed = place([model], self.model, self.devices[0], stream=False)
+        if streamed and self.tasks is not None:
+            raise UserError(
+                f"tasks need the whole of {self.model} on {self.devices[0]}, where it does not fit"
+            )
         found: dict[str, float | None] = {}
         for source, tokens in self.texts.items():
             predictions = predict_on(model, tokens, self.seqlen, self.devices[0], streamed, self.progress)
@@ -208,7 +225,19 @@ class Desk:
                     raise
                 logger.warning("a cell has no perplexity on %s: %s", source, error)
                 found[source] = None
-        return found
+        return {"perplexity": found, "accuracy": self._accuracies(model, cell)}
+
+    def _accuracies(self, model: PreTrainedModel, cell: Cell | None) -> dict[str, float | None]:
+        if self.tasks is None:
+            return {}
+        try:
+            check_logits(model)
+        except BrokenModelError as error:
+            if cell is None:
+                raise
+            logger.warning("a cell has no accuracy: %s", error)
+            return dict.fromkeys(self.tasks.tasks)
+        return {name: score.accuracy for name, score in run_tasks(model, self.tokenizer, self.tasks).items()}
 
 
 def _short_digest(data: Any) -> str:

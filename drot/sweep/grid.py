@@ -14,7 +14,7 @@ from drot.config.recipe_file import SUFFIXES, read_recipe, settings_in
 from drot.errors import UserError
 
 #: the keys of a grid file
-KEYS = ("model", "base", "grid", "cells", "texts", "seqlen", "text_column")
+KEYS = ("model", "base", "grid", "cells", "texts", "tasks", "seqlen", "text_column")
 #: field of a recipe → its section
 SECTION_OF = {
     field.name: section.name
@@ -61,6 +61,7 @@ class Grid:
         cells: the recipes, each once.
         skipped: the combinations that no recipe allows, and those whose run equals that of another cell.
         texts: texts for the perplexity.
+        tasks: names of tasks for the accuracy, as in `drot.evaluation.evaluate`.
         seqlen: tokens in a window of a text; None is `default_seqlen` of the model.
         text_column: the column of the text in .json, .jsonl and .parquet files.
     """
@@ -70,6 +71,7 @@ class Grid:
     cells: list[Cell]
     skipped: list[Skipped]
     texts: list[str]
+    tasks: list[str]
     seqlen: int | None
     text_column: str
 
@@ -79,8 +81,8 @@ def read_grid(path: str | Path) -> Grid:
 
     Its keys are `model`; `base`, the sections of a recipe or the path of a recipe or of a checkpoint; `grid`,
     field → list of values, of which every combination is a cell; `cells`, a list of further cells, each as
-    field → value; `texts`, `seqlen` and `text_column`. A field is one of a recipe, such as `steps`. Fields
-    that a cell does not name have their values in `base`. Paths are relative to the current folder.
+    field → value; `texts`, `tasks`, `seqlen` and `text_column`. A field is one of a recipe, such as `steps`.
+    Fields that a cell does not name have their values in `base`. Paths are relative to the current folder.
 
     Raises UserError for a file that is missing or broken, for an unknown key or field, and for a grid whose
     combinations are all refused.
@@ -109,14 +111,18 @@ def _grid(data: dict[Any, Any]) -> Grid:
     texts = [texts] if isinstance(texts, str) else texts
     if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
         raise UserError(f"texts must be a list of texts, such as [wikitext2]; got {texts!r}")
+    tasks = values.get("tasks", [])
+    tasks = [tasks] if isinstance(tasks, str) else tasks
+    if not (isinstance(tasks, list) and all(isinstance(task, str) for task in tasks)):
+        raise UserError(f"tasks must be a list of tasks, such as [paper]; got {tasks!r}")
     combinations = list(_combinations(values))
     fields = tuple(dict.fromkeys(field for combination in combinations for field in combination))
     cells, skipped = _cells(_base(values.get("base", {})), combinations)
     if not cells:
         raise UserError(f"no combination is a recipe: {skipped[0].label}: {skipped[0].reason}")
     return Grid(
-        values.get("model"), fields, cells, skipped, list(dict.fromkeys(texts)), values.get("seqlen"),
-        values.get("text_column", "text"),
+        values.get("model"), fields, cells, skipped, list(dict.fromkeys(texts)), tasks,
+        values.get("seqlen"), values.get("text_column", "text"),
     )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """The rows of a sweep, and its CSV file."""
 
 import csv
+import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +30,14 @@ class Row:
 
     key: name of the cell. cell: its recipe. record: its figures, as they were written.
     dense: text → perplexity of the dense model.
+    dense_accuracy: task → accuracy of the dense model, in [0, 1]; empty if the sweep has no tasks.
     """
 
     key: str
     cell: Cell
     record: dict[str, Any]
     dense: dict[str, float]
+    dense_accuracy: dict[str, float] = field(default_factory=dict)
 
     @property
     def rotated(self) -> bool:
@@ -49,6 +52,26 @@ class Row:
         """The perplexity on a text; None if it is not finite."""
         value: float | None = self.record["perplexity"][text]
         return value
+
+    def accuracy(self, task: str) -> float | None:
+        """The accuracy in a task, in [0, 1]; None if the logits are not finite."""
+        value: float | None = self.record["accuracy"][task]
+        return value
+
+    @property
+    def mean_accuracy(self) -> float | None:
+        """The mean accuracy of all tasks; None without tasks, and if the logits are not finite."""
+        return _mean([self.accuracy(task) for task in self.dense_accuracy])
+
+    @property
+    def dense_mean_accuracy(self) -> float | None:
+        """The mean accuracy of the dense model; None without tasks."""
+        return _mean([*self.dense_accuracy.values()])
+
+
+def _mean(values: list[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known and len(known) == len(values) else None
 
 
 def short_names(texts: Iterable[str]) -> dict[str, str]:
@@ -86,13 +109,15 @@ def gap_closed(row: Row, rows: Sequence[Row], text: str) -> float | None:
 
 def columns(row: Row, rows: Sequence[Row], fields: Sequence[str]) -> dict[str, Any]:
     """Heading → value of a row, in plain types; None where there is no value."""
-    found: dict[str, Any] = {"cell": row.key, **{field: row.cell.value(field) for field in fields}}
+    found: dict[str, Any] = {"cell": row.key, **{name: row.cell.value(name) for name in fields}}
     for text, dense in row.dense.items():
         found |= {
             f"perplexity {text}": row.perplexity(text),
             f"dense {text}": dense,
             f"gap closed {text}": gap_closed(row, rows, text),
         }
+    for task, accuracy in row.dense_accuracy.items():
+        found |= {f"accuracy {task}": row.accuracy(task), f"dense accuracy {task}": accuracy}
     return found | {name: row.record[name] for name in FIGURES}
 
 

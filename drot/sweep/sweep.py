@@ -61,13 +61,13 @@ def sweep(
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> SweepResult:
-    """Prunes a model with each recipe of a grid and measures the perplexity of each result.
+    """Prunes a model with each recipe of a grid and measures the perplexity of each result, and its accuracy.
 
     Writes into `out`: sweep.csv, a row for each cell; tables.md, the paper's three ablations from the cells
     that have them, with a chart of each in plots/; cells/, the figures of each finished cell. Another call
     with the same `out` runs only the cells that are not finished: those whose recipe, model, calibration
-    tokens, texts, window length or dtype of the computation is new. sweep.csv and tables.md then hold the
-    cells of the grid of that call.
+    tokens, texts, tasks, window length or dtype of the computation is new. sweep.csv and tables.md then hold
+    the cells of the grid of that call.
 
     Rotations that are trained in the dense model, with `hessians="dense"` or `mode="shared"`, are trained
     once for all cells that train the same ones, and kept in rotations/. The column trained_by of sweep.csv
@@ -106,6 +106,7 @@ def sweep(
     with locked(out):
         desk = Desk(model, out, content.seqlen, content.text_column, devices, dtype, keep_models, progress)
         desk.read_texts(content.texts)
+        desk.load_tasks(content.tasks)
         for cell in cells:
             desk.read_calibration(cell.recipe)
         dense = desk.dense_figures()
@@ -120,7 +121,7 @@ def sweep(
                 rotations = desk.rotations_key(cell.recipe)
                 record = desk.run(cell, key, rotations if shared.count(rotations) > 1 else None)
                 computed += 1
-            rows.append(Row(key, cell, record, dense))
+            rows.append(Row(key, cell, record, dense["perplexity"], dense["accuracy"]))
             write_csv(out / CSV, content.fields, rows)
         write_csv(out / CSV, content.fields, rows, skipped)
         tables = paper_tables(rows, content.fields)

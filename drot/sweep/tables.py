@@ -1,8 +1,8 @@
 """The paper's three ablations, as tables of the rows that a sweep has.
 
 They are those of the paper's sections 'Effectiveness of Entropy Reduction on Pruning Robustness',
-'Hyperparameter Sensitivity Analysis' and 'Trade-off with Block Diagonal Orthogonal Matrices', without the
-columns of zero-shot accuracy, which a sweep does not measure.
+'Hyperparameter Sensitivity Analysis' and 'Trade-off with Block Diagonal Orthogonal Matrices'. The columns of
+the accuracy are left out if the grid has no tasks.
 """
 
 import json
@@ -23,6 +23,8 @@ ABLATIONS = {
     "steps-lr": ("Steps and learning rate", ("steps", "lr")),
     "blocks": ("Block-diagonal rotations", ("blocks",)),
 }
+#: heading of the mean accuracy of all tasks, which the paper's tables give as zero-shot accuracy
+ACCURACY = "mean accuracy (%)"
 STAR = "\\* without the training of the rotation, which another cell did"
 
 
@@ -104,7 +106,8 @@ Made = tuple[str, list[str], list[list[str]], Panels]
 def _entropy_table(group: list[Row], rows: Sequence[Row]) -> Made:
     """Steps → entropy, time and perplexity. The row of step 0 is the same recipe without a rotation."""
     texts = short_names(group[0].dense)
-    header = ["step", "entropy", "time (s)", *(f"perplexity {name}" for name in texts.values())]
+    tasks = [ACCURACY] if group[0].dense_accuracy else []
+    header = ["step", "entropy", "time (s)", *(f"perplexity {name}" for name in texts.values()), *tasks]
     plain = not_rotated(group[0], rows)
     steps = {str(row.cell.value("steps")): row for row in group}
     entropies = {step: row.record["entropy_after"] for step, row in steps.items()}
@@ -112,7 +115,13 @@ def _entropy_table(group: list[Row], rows: Sequence[Row]) -> Made:
         steps = {"0": plain} | steps
         entropies = {"0": group[0].record["entropy_before"]} | entropies
     lines = [
-        [step, _number(entropies[step], 0), _time(row), *(_number(row.perplexity(text), 3) for text in texts)]
+        [
+            step,
+            _number(entropies[step], 0),
+            _time(row),
+            *(_number(row.perplexity(text), 3) for text in texts),
+            *(_percent(row.mean_accuracy) for _ in tasks),
+        ]
         for step, row in steps.items()
     ]
     panels = {"entropy": {"entropy of a layer": _known(entropies)}} | _perplexity_panels(steps)
@@ -127,16 +136,18 @@ def _rate_table(group: list[Row], rows: Sequence[Row]) -> Made:
     )
     by_place = {(row.cell.value("steps"), row.cell.value("lr")): row for row in group}
     steps = sorted({step for step, _ in by_place})
-    header = ["steps", *(f"lr {rate:g}, perplexity {name}" for rate in rates for name in texts.values())]
-    lines = [
-        [str(step)]
-        + [
-            _number(row.perplexity(text), 3) if (row := by_place.get((step, rate))) else "-"
-            for rate in rates
-            for text in texts
-        ]
-        for step in steps
-    ]
+    tasks = [ACCURACY] if group[0].dense_accuracy else []
+    figures = [*(f"perplexity {name}" for name in texts.values()), *tasks]
+    header = ["steps", *(f"lr {rate:g}, {figure}" for rate in rates for figure in figures)]
+    lines = []
+    for step in steps:
+        lines.append([str(step)])
+        for rate in rates:
+            if (row := by_place.get((step, rate))) is None:
+                lines[-1] += ["-"] * len(figures)
+                continue
+            lines[-1] += [_number(row.perplexity(text), 3) for text in texts]
+            lines[-1] += [_percent(row.mean_accuracy) for _ in tasks]
     panels: Panels = {}
     for text, name in texts.items():
         curves = {
@@ -157,13 +168,16 @@ def _rate_table(group: list[Row], rows: Sequence[Row]) -> Made:
 def _block_table(group: list[Row], rows: Sequence[Row]) -> Made:
     """Number of blocks → perplexity, time of a step and entropy."""
     texts = short_names(group[0].dense)
-    header = ["blocks", *(f"perplexity {name}" for name in texts.values()), "time of a step (s)", "entropy"]
+    tasks = [ACCURACY] if group[0].dense_accuracy else []
+    perplexities = [f"perplexity {name}" for name in texts.values()]
+    header = ["blocks", *perplexities, *tasks, "time of a step (s)", "entropy"]
     blocks = {str(row.cell.value("blocks")): row for row in group}
     entropies = {name: row.record["entropy_after"] for name, row in blocks.items()}
     lines = [
         [
             name,
             *(_number(row.perplexity(text), 3) for text in texts),
+            *(_percent(row.mean_accuracy) for _ in tasks),
             _number(row.record["seconds_per_step"], 4),
             _number(entropies[name], 0),
         ]
@@ -177,13 +191,19 @@ def _perplexity_panels(rows: dict[str, Row]) -> Panels:
     """A panel for each text, with the perplexity of `rows`, x → row, and of the dense model."""
     first = next(iter(rows.values()))
     names = short_names(first.dense)
-    return {
+    panels: Panels = {
         f"perplexity {names[text]}": {
             "pruned": _known({x: row.perplexity(text) for x, row in rows.items()}),
             "dense": dict.fromkeys(rows, dense),
         }
         for text, dense in first.dense.items()
     }
+    if (mean := first.dense_mean_accuracy) is not None:
+        panels["mean accuracy"] = {
+            "pruned": _known({x: row.mean_accuracy for x, row in rows.items()}),
+            "dense": dict.fromkeys(rows, mean),
+        }
+    return panels
 
 
 def _known(figures: dict[str, float | None]) -> dict[str, float]:
@@ -192,6 +212,10 @@ def _known(figures: dict[str, float | None]) -> dict[str, float]:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}"
 
 
 def _time(row: Row) -> str:

@@ -36,6 +36,8 @@ def test_a_second_run_is_refused_before_its_model_is_loaded(tmp_path):
             convert_checkpoint(tmp_path / "no-model", out, "packed")
         with pytest.raises(UserError, match=message):
             drot.finetune(tmp_path / "no-model", out=out)
+        with pytest.raises(UserError, match=message):
+            drot.apply_artifact(tmp_path / "no-artifact", out)
     finally:
         other.communicate("")
     assert not lock_file(out).exists()

@@ -118,6 +118,7 @@ def test_the_record(tmp_path):
     assert [step for step, _ in lora["loss_curve"]] == list(range(1, 9))
     assert lora["loss_curve"][-1][1] < lora["loss_curve"][0][1]
     assert {"drot", "torch", "transformers", "python", "peft", "accelerate"} <= lora["versions"].keys()
+    assert lora["machine"]["threads"] == torch.get_num_threads()
     for record in second["finetune"]:
         held_out = record["held_out"]
         assert held_out["perplexity_after"] == pytest.approx(math.exp(held_out["loss_after"]))

@@ -17,6 +17,7 @@ from drot.cli import app as cli
 from drot.config import Recipe
 from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.evaluation.tasks import Score, Tasks
 from drot.sweep import desk as desk_module
 from drot.sweep import sweep as sweep_module
 from drot.sweep.charts import chart_of
@@ -249,6 +250,33 @@ def test_tables_and_charts_have_the_figures_of_the_csv(desk, tmp_path):
     assert {plot.name for plot in result.plots} == names
     assert all(plot.stat().st_size > 1000 for plot in result.plots)
     assert all(f"(plots/{name}.svg)" in written for name in tables)
+
+
+def test_the_accuracy_of_tasks(desk, tmp_path, monkeypatch):
+    """A stand-in answers for lm_eval, which has its own tests."""
+    answers = iter([0.9, 0.5, 0.8, 0.4, 0.7, 0.2])
+
+    def answer(model, tokenizer, prepared):
+        return {name: Score(next(answers), None, "acc", 0) for name in prepared.tasks}
+
+    monkeypatch.setattr(desk_module, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
+    monkeypatch.setattr(desk_module, "run_tasks", answer)
+    file = grid_file(desk, tmp_path, "grid: {steps: [0, 1]}\ntasks: [piqa, boolq]")
+    result = sweep(file, out=tmp_path / "out", model=desk / "model")
+    rows = lines_of(result.csv)
+    assert [(float(row["accuracy piqa"]), float(row["accuracy boolq"])) for row in rows] == [
+        (0.8, 0.4), (0.7, 0.2),
+    ]  # fmt: skip
+    assert all((row["dense accuracy piqa"], row["dense accuracy boolq"]) == ("0.9", "0.5") for row in rows)
+    (table,) = paper_tables(result.rows, result.fields)
+    assert table.header[-1] == "mean accuracy (%)" and [line[-1] for line in table.lines] == [
+        "60.00",
+        "45.00",
+    ]
+    accuracies = table.panels["mean accuracy"]
+    assert accuracies["pruned"] == pytest.approx({"0": 0.6, "1": 0.45})
+    assert accuracies["dense"] == pytest.approx({"0": 0.7, "1": 0.7})
+    assert sweep(file, out=tmp_path / "out", model=desk / "model").computed == 0
 
 
 def test_without_matplotlib_one_line_says_so(desk, tmp_path, monkeypatch, caplog):
