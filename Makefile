@@ -28,13 +28,14 @@ demo: $(VENV)/drot-installed
 	$(VENV)/bin/drot demo --out demo-output
 
 # Two processes of one thread each: threads gain little in small tests, and two processes of two threads each
-# would wait for each other.
-check: lint
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)/bin/pytest -m 'not slow' -n 2 --durations=5 --durations-min=2
+# would wait for each other. `make demo` runs with torch's own number of threads, as drot does for its users.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)/bin/pytest -n 2
 
-# One process, with torch's own number of threads: that is how drot runs for its users.
+check: lint
+	$(PYTEST) -m 'not slow' --durations=5 --durations-min=2
+
 test: lint
-	$(VENV)/bin/pytest --durations=15
+	$(PYTEST) --durations=15
 
 lint: $(VENV)/drot-installed
 	$(VENV)/bin/ruff check .
