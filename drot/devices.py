@@ -26,6 +26,15 @@ def computing_dtype(dtype: str | torch.dtype, device: torch.device) -> str | tor
     return "float32" if dtype == "auto" and device.type == "cpu" else dtype
 
 
+def product_dtype(name: str, device: torch.device) -> str:
+    """The name of the dtype in which rotations are trained on `device`.
+
+    `auto` is `bfloat16` on a GPU, whose tensor cores multiply in it, and `float32` on a CPU. Any other name
+    is returned as it is.
+    """
+    return name if name != "auto" else "float32" if device.type == "cpu" else "bfloat16"
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in manifests and messages: `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
