@@ -5,12 +5,14 @@ None to leave the matrix as it is. No optimiser builds an autograd graph.
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.retraction import polar_of_skew, turn
+from drot.rotation.retraction import SpectralStep
+from drot.rotation.tensor_cores import TensorCoreStep, angles, on_tensor_cores
 
 
 class PaperOptimizer:
@@ -53,19 +55,23 @@ class FastOptimizer:
 
     def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:
         self.matrices = [matrix.clone() for matrix in start]
-        self._momenta = [torch.zeros_like(matrix) for matrix in start]
-        self._lr, self._steps, self._step = lr, max(steps, 1), 0
+        thetas = [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
+        self._step = 0
+        self._turns: list[TensorCoreStep] | list[SpectralStep]
+        self._angles: Tensor | list[float] = thetas
+        if on_tensor_cores(start[0]):
+            self._turns = [TensorCoreStep(matrix, self.MOMENTUM) for matrix in start]
+            self._angles = angles(thetas, start[0].device)
+        else:
+            self._turns = [SpectralStep(matrix, self.MOMENTUM) for matrix in start]
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor | None]) -> None:
-        angle = self._lr * 0.5 * (1 + math.cos(math.pi * self._step / self._steps))
+        angle: Any = self._angles[self._step]
         self._step += 1
-        for index, (q, gradient, m) in enumerate(zip(self.matrices, gradients, self._momenta, strict=True)):
+        for index, (q, gradient, turn) in enumerate(zip(self.matrices, gradients, self._turns, strict=True)):
             if gradient is not None:
-                s = q.mT @ gradient
-                s = s - s.mT
-                m.mul_(self.MOMENTUM).add_(s)
-                self.matrices[index] = turn(q, polar_of_skew(s.add_(m, alpha=self.MOMENTUM)), angle)
+                self.matrices[index] = turn(q, gradient, angle)
 
 
 OPTIMIZERS: dict[str, type[PaperOptimizer] | type[FastOptimizer]] = {

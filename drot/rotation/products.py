@@ -23,9 +23,18 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tens
     a: [count, i, k] and b: [count, k, j], in the dtype of `total` or a smaller one.
     """
     if total.device.type == "cpu":
+        if total.dtype.itemsize == 2:
+            return total.copy_(plus_product(total, a, b, alpha=alpha))
         a, b = a.to(total.dtype), b.to(total.dtype)
         # a batch of one is a plain product, whose rounding does not depend on how torch treats batches
         return total.add_((a[0] @ b[0])[None] if len(a) == 1 else a @ b, alpha=alpha)
     if a.dtype == total.dtype:
         return total.baddbmm_(a, b, alpha=alpha)
     return torch.baddbmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
+
+
+def plus_product(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
+    """beta · c + alpha · a b [count, i, j] for 16-bit tensors, added in fp32 and rounded once."""
+    if c.device.type == "cpu":
+        return (beta * c.float() + alpha * (a.float() @ b.float())).to(c.dtype)
+    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
