@@ -25,10 +25,6 @@ from drot.rotation.importance import LayerMetrics, Metric, diagonal_blocks
 from drot.rotation.products import add_product, product
 from drot.surgery.rotate import LayerRotation, rotate_left, rotate_right
 
-#: What two halves of 16 bits leave undecided in q = diag(RᵀMR), as a share of the largest element of M's
-#: diagonal. A smaller q is set to this share, so that rounding makes none negative.
-RESOLUTION = 2.0**-20
-
 
 class _Sums:
     """The sums over the linears: the loss, d loss/d R1 [n, b, b] and d loss/d R2 [kv, h, h].
@@ -66,10 +62,7 @@ class _ColumnScale:
         self.gradient: Tensor | None = None
         if metric.matrix is not None:
             self._product = metric.times(rounded, blocks.dtype)
-            q = (blocks * self._product).sum(1).flatten()
-            if metric.low is not None and (diagonal := metric.diagonal) is not None:
-                q = torch.maximum(q, RESOLUTION * diagonal.amax())
-            self.value = metric.column_scale(q)
+            self.value = metric.column_scale(metric.q(blocks, self._product))
 
     def add(self, gradient: Tensor) -> None:
         """Adds the gradient in column_scale of one linear."""
@@ -80,7 +73,11 @@ class _ColumnScale:
         """Adds 2 (M R) diag(dq) to `rotation_gradient` [n, b, b]."""
         if self.value is not None and self.gradient is not None:
             dq = self.metric.gradient_in_q(self.gradient, self.value)
-            rotation_gradient += 2 * self._product * dq.reshape(len(rotation_gradient), 1, -1)
+            dq = dq.reshape(len(rotation_gradient), 1, -1)
+            if self.metric.low is None:
+                rotation_gradient += 2 * self._product * dq
+            else:  # in one pass, which rounds differently
+                rotation_gradient.addcmul_(self._product, 2 * dq)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ class TensorCoreStep:
         """
         sine, versine = (0.5 * angle).unbind()
         j = j - j.mT  # twice j. What rounding added to j is not skew-symmetric, and would not turn q
-        turned = plus_product(_scaled(j, sine), j, _scaled(j, 0.5 * versine), beta=-1.0)
+        turned = add_product(_scaled(j, -sine), j, _scaled(j, 0.5 * versine))
         q = add_product(q.clone(), high, turned)
         high = q.bfloat16()
         low = torch.sub(q, high, out=torch.empty_like(high))
@@ -96,13 +96,13 @@ def polar_of_skew(u: Tensor, eye: Tensor) -> Tensor:
     """
     squared = u @ u
     fourth = squared @ squared
-    # ‖u⁴‖_F^(1/4) is never below ‖u‖₂
-    norm = torch.linalg.vector_norm(fourth, dim=(-2, -1), keepdim=True, dtype=torch.float32)
-    inverse_square = norm.clamp_min(SMALLEST) ** -0.5
+    # the largest sum of magnitudes in a row of a symmetric matrix is never below its ‖·‖₂
+    rows = torch.linalg.vector_norm(fourth, ord=1, dim=-1, keepdim=True, dtype=torch.float32)
+    norm = rows.amax(-2, keepdim=True)
+    inverse = norm.clamp_min(SMALLEST) ** -0.25
     (a, b, c), *others = STEPS  # u² is -uᵀu
-    x = _scaled(u, inverse_square.sqrt())
-    inner = _scaled(squared, -b * inverse_square).add_(_scaled(fourth, c * inverse_square.square()))
-    x = plus_product(x, x, inner, beta=a)
+    inner = torch.addcmul(squared, fourth, inverse.square().to(u.dtype), value=-c / b)
+    x = add_product(_scaled(u, a * inverse), _scaled(u, -b * inverse**3), inner)
     for a, b, c in others:
         if c == 0:
             x = x @ plus_product(eye, x, x, beta=a, alpha=-b)
