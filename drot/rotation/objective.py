@@ -72,12 +72,14 @@ class _ColumnScale:
     def add_gradient(self, rotation_gradient: Tensor) -> None:
         """Adds 2 (M R) diag(dq) to `rotation_gradient` [n, b, b]."""
         if self.value is not None and self.gradient is not None:
-            dq = self.metric.gradient_in_q(self.gradient, self.value)
-            dq = dq.reshape(len(rotation_gradient), 1, -1)
+            shape = (len(rotation_gradient), 1, -1)
             if self.metric.low is None:
+                dq = self.metric.gradient_in_q(self.gradient, self.value).reshape(shape)
                 rotation_gradient += 2 * self._product * dq
-            else:  # in one pass, which rounds differently
-                rotation_gradient.addcmul_(self._product, 2 * dq)
+            else:  # in fewer passes, which round differently
+                dq = self.gradient * self.value.square() if self.metric.inverse else self.gradient
+                factor = -2.0 if self.metric.inverse else 2.0
+                rotation_gradient.addcmul_(self._product, dq.reshape(shape), value=factor)
 
 
 @dataclass(frozen=True)

@@ -65,13 +65,31 @@ class FastOptimizer:
         else:
             self._turns = [SpectralStep(matrix, self.MOMENTUM) for matrix in start]
 
+    @property
+    def capturable(self) -> bool:
+        """Whether `turned` reads nothing on the host, as a CUDA graph needs."""
+        return isinstance(self._angles, Tensor)
+
+    @property
+    def angle(self) -> Any:
+        """The angle of the next step, as `turned` takes it."""
+        return self._angles[self._step]
+
     @torch.no_grad()
     def step(self, gradients: list[Tensor | None]) -> None:
-        angle: Any = self._angles[self._step]
+        self.move(self.turned(self.matrices, gradients, self.angle))
+
+    def turned(self, matrices: list[Tensor], gradients: list[Tensor | None], angle: Any) -> list[Tensor]:
+        """The matrices after a step. Changes the momenta in place and nothing else."""
+        return [
+            matrix if gradient is None else turn(matrix, gradient, angle)
+            for matrix, gradient, turn in zip(matrices, gradients, self._turns, strict=True)
+        ]
+
+    def move(self, matrices: list[Tensor]) -> None:
+        """Ends a step at `matrices`."""
+        self.matrices = matrices
         self._step += 1
-        for index, (q, gradient, turn) in enumerate(zip(self.matrices, gradients, self._turns, strict=True)):
-            if gradient is not None:
-                self.matrices[index] = turn(q, gradient, angle)
 
 
 OPTIMIZERS: dict[str, type[PaperOptimizer] | type[FastOptimizer]] = {

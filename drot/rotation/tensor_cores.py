@@ -6,6 +6,7 @@ step. Sums are added in fp32 inside the products. No function reads a value on t
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,12 +33,50 @@ def on_tensor_cores(x: Tensor) -> bool:
 
 #: Below this norm of u⁴ u counts as 0; its inverse is a number of fp32.
 SMALLEST = 1e-34
+#: The share of the range of STEPS that is used. At its end the first polynomials multiply rounding errors.
+MARGIN = 0.95
 
 
 def angles(thetas: list[float], device: torch.device) -> Tensor:
-    """sin θ and 1 - cos θ [steps, 2] of each angle θ, in fp32 on `device`."""
-    pairs = [(math.sin(theta), 1 - math.cos(theta)) for theta in thetas]
+    """What `TensorCoreStep.turn` multiplies by for each angle θ [steps, 2]: -sin θ / 2, (1 - cos θ) / 4."""
+    pairs = [(-math.sin(theta) / 2, (1 - math.cos(theta)) / 4) for theta in thetas]
     return torch.tensor(pairs, dtype=torch.float32, device=device)
+
+
+class PolarFactor:
+    """The polar factor of skew-symmetric matrices, as in `retraction.polar_of_skew`, in bf16.
+
+    like: any tensor [n, b, b] on the device of the matrices.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        options: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
+        self.eye = torch.eye(like.shape[-1], **options).bfloat16().expand_as(like)
+        (a, b, c), *_ = STEPS
+        # x = MARGIN u / ‖u‖, and for its first step a x, -b x / ‖u‖², and the c/b of the fourth power
+        self._exponents = torch.tensor([-0.25, -0.75, -0.5], **options)
+        self._factors = torch.tensor([a * MARGIN, -b * MARGIN**3, -c / b * MARGIN**2], **options)
+
+    def __call__(self, u: Tensor) -> Tensor:
+        """The polar factor [n, b, b] of u [n, b, b], both in bf16.
+
+        A u of a norm between about 1e-7 and 1e8 has a fourth power that bf16 holds; a smaller u counts as 0.
+        """
+        squared = u @ u
+        fourth = squared @ squared
+        # the largest sum of magnitudes in a row of a symmetric matrix is never below its ‖·‖₂
+        rows = torch.linalg.vector_norm(fourth, ord=1, dim=-1, keepdim=True, dtype=torch.float32)
+        powers = rows.amax(-2, keepdim=True).clamp_min(SMALLEST) ** self._exponents * self._factors
+        x, cube, ratio = powers.split(1, -1)
+        inner = torch.addcmul(squared, fourth, ratio.to(u.dtype))
+        x = add_product(_scaled(u, x), _scaled(u, cube), inner)
+        for a, b, c in STEPS[1:]:  # x² is -xᵀx
+            if c == 0:
+                x = x @ plus_product(self.eye, x, x, beta=a, alpha=-b)
+            else:
+                squared = x @ x
+                x = plus_product(x, x, plus_product(squared, squared, squared, beta=-b, alpha=c), beta=a)
+        return x
 
 
 class TensorCoreStep:
@@ -50,7 +89,7 @@ class TensorCoreStep:
     def __init__(self, start: Tensor, decay: float) -> None:
         self._decay = decay
         self._momentum = torch.zeros_like(start, memory_format=torch.contiguous_format)
-        self._eye = torch.eye(start.shape[-1], dtype=torch.bfloat16, device=start.device).expand_as(start)
+        self._polar = PolarFactor(start)
         self._unit: Tensor | None = None
 
     def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor) -> Tensor:
@@ -58,14 +97,14 @@ class TensorCoreStep:
 
         q: [n, b, b], orthogonal.
         gradient: d loss/d q [n, b, b].
-        angle: sin θ and 1 - cos θ [2], as `angles` returns them.
+        angle: a row [2] of `angles`.
         """
         if self._unit is None:  # the first gradient is the unit, so that no power under- or overflows
             self._unit = torch.nan_to_num(1 / gradient.abs().amax(), posinf=1.0)
         high = q.bfloat16()
         product_with_gradient = product(high.mT, _scaled(gradient, self._unit), torch.float32)
         u = ops.skew_momentum(product_with_gradient, self._momentum, self._decay)
-        return self.turn(q, high, polar_of_skew(u, self._eye), angle)
+        return self.turn(q, high, self._polar(u), angle)
 
     def turn(self, q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
         """q exp(-θ j), as in `retraction.turn`, and orthogonal again.
@@ -73,44 +112,17 @@ class TensorCoreStep:
         q: [n, b, b].
         high: q in bf16.
         j: [n, b, b] in bf16.
-        angle: sin θ and 1 - cos θ [2].
+        angle: a row [2] of `angles`.
         """
-        sine, versine = (0.5 * angle).unbind()
         j = j - j.mT  # twice j. What rounding added to j is not skew-symmetric, and would not turn q
-        turned = add_product(_scaled(j, -sine), j, _scaled(j, 0.5 * versine))
+        turned = add_product(_scaled(j, angle[0]), j, _scaled(j, angle[1]))
         q = add_product(q.clone(), high, turned)
         high = q.bfloat16()
         low = torch.sub(q, high, out=torch.empty_like(high))
         # a quarter of 1 - qᵀq, but for the transpose of the product with `low`
-        error = plus_product(self._eye, high.mT, high, beta=0.25, alpha=-0.25)
+        error = plus_product(self._polar.eye, high.mT, high, beta=0.25, alpha=-0.25)
         add_product(error, high.mT, low, alpha=-0.5)
         return add_product(q, high, error + error.mT)
-
-
-def polar_of_skew(u: Tensor, eye: Tensor) -> Tensor:
-    """The polar factor of a skew-symmetric u [n, b, b] in bf16, as in `retraction.polar_of_skew`, in bf16.
-
-    A u of a norm between about 1e-7 and 1e8 has a fourth power that bf16 holds; a smaller u counts as 0.
-
-    eye: the identity [n, b, b] in bf16.
-    """
-    squared = u @ u
-    fourth = squared @ squared
-    # the largest sum of magnitudes in a row of a symmetric matrix is never below its ‖·‖₂
-    rows = torch.linalg.vector_norm(fourth, ord=1, dim=-1, keepdim=True, dtype=torch.float32)
-    norm = rows.amax(-2, keepdim=True)
-    # 5 % inside the range, at whose end the first polynomials multiply rounding errors
-    inverse = 0.95 * norm.clamp_min(SMALLEST) ** -0.25
-    (a, b, c), *others = STEPS  # u² is -uᵀu
-    inner = torch.addcmul(squared, fourth, inverse.square().to(u.dtype), value=-c / b)
-    x = add_product(_scaled(u, a * inverse), _scaled(u, -b * inverse**3), inner)
-    for a, b, c in others:
-        if c == 0:
-            x = x @ plus_product(eye, x, x, beta=a, alpha=-b)
-        else:
-            squared = x @ x
-            x = plus_product(x, x, plus_product(squared, squared, squared, beta=-b, alpha=c), beta=a)
-    return x
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:

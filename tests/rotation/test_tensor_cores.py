@@ -5,14 +5,10 @@ import torch
 from test_retraction import orthogonal, skew, with_spectrum
 
 from drot.rotation.retraction import SpectralStep, orthogonality_error
-from drot.rotation.tensor_cores import STEPS, TensorCoreStep, angles, polar_of_skew
+from drot.rotation.tensor_cores import STEPS, PolarFactor, TensorCoreStep, angles
 
 SHAPES = [(1, 2, 2), (1, 7, 7), (3, 32, 32), (1, 130, 130)]
 THETA = 0.3
-
-
-def eye(u: torch.Tensor) -> torch.Tensor:
-    return torch.eye(u.shape[-1], dtype=u.dtype, device=u.device).expand_as(u)
 
 
 def step(q: torch.Tensor, gradient: torch.Tensor, theta: float = THETA) -> torch.Tensor:
@@ -31,13 +27,13 @@ def test_the_polynomials_bring_their_range_near_to_one() -> None:
 def test_polar_factor_of_a_known_spectrum(n: int, scale: float, device: str) -> None:
     u, expected = with_spectrum(torch.logspace(-1, 0, n // 2, dtype=torch.float64))
     rounded = (scale * u)[None].bfloat16().to(device)
-    j = polar_of_skew(rounded, eye(rounded))[0].double().cpu()
+    j = PolarFactor(rounded)(rounded)[0].double().cpu()
     assert torch.linalg.matrix_norm(j - expected, 2) < 0.08
 
 
 def test_polar_factor_of_nothing(device: str) -> None:
     zero = torch.zeros(2, 5, 5, device=device, dtype=torch.bfloat16)
-    assert torch.equal(polar_of_skew(zero, eye(zero)), zero)
+    assert torch.equal(PolarFactor(zero)(zero), zero)
     q = orthogonal((2, 5, 5), torch.float32, device)
     assert (step(q, torch.zeros_like(q)) - q).abs().max() < 1e-5
 
