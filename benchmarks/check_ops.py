@@ -128,6 +128,19 @@ def mask_cases(device: str) -> Iterator[Case]:
             yield f"nm_mask {prune} of {group} {dtype}", mask, 0
 
 
+def momentum_cases(device: str) -> Iterator[Case]:
+    for shape in ((5, 5), (64, 64), (3, 100, 100)):
+        product, momentum = torch.randn(2, *shape)
+
+        def step(product: Tensor = product, momentum: Tensor = momentum) -> tuple[Tensor, Tensor]:
+            mine, exact = momentum.clone().to(device), momentum.double()
+            ops.skew_momentum(product.to(device), mine, 0.9)
+            s = product.double() - product.double().mT
+            return mine.cpu().double(), 0.9 * exact + s
+
+        yield f"skew_momentum {shape}", step, 1e-6
+
+
 def sweep_cases(device: str) -> Iterator[Case]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
         for columns in (64, 200):  # 200 columns are swept in parts
@@ -199,6 +212,7 @@ def main() -> int:
         retraction_cases,
         score_cases,
         mask_cases,
+        momentum_cases,
         sweep_cases,
         pack_cases,
         sparse_linear_cases,

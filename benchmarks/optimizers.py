@@ -6,8 +6,8 @@ Each line also shows the step at which the loss of `fast` falls below the final 
     python benchmarks/optimizers.py MODEL --calibration TEXT --layers 0 3
     python benchmarks/optimizers.py --synthetic 256 512 1024 --steps 60    whether a rate fits every width
 
-A synthetic layer has random weights. The eigenvalues of its Hessians fall as a power law, and eight channels are
-20 times as large as the others. `paper` is not run on it.
+A synthetic layer has random weights. The eigenvalues of its Hessians fall as a power law, and eight channels
+are 20 times as large as the others. `paper` is not run on it.
 """
 
 import argparse

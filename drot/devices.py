@@ -2,6 +2,7 @@
 
 import torch
 
+from drot.config.rotation import ProductDtype
 from drot.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -26,7 +27,7 @@ def computing_dtype(dtype: str | torch.dtype, device: torch.device) -> str | tor
     return "float32" if dtype == "auto" and device.type == "cpu" else dtype
 
 
-def product_dtype(name: str, device: torch.device) -> str:
+def product_dtype(name: ProductDtype, device: torch.device) -> ProductDtype:
     """The name of the dtype in which rotations are trained on `device`.
 
     `auto` is `bfloat16` on a GPU, whose tensor cores multiply in it, and `float32` on a CPU. Any other name

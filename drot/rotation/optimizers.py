@@ -5,6 +5,7 @@ None to leave the matrix as it is. No optimiser builds an autograd graph.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class FastOptimizer:
         self.matrices = [matrix.clone() for matrix in start]
         thetas = [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
         self._step = 0
-        self._turns: list[TensorCoreStep] | list[SpectralStep]
+        self._turns: list[Callable[[Tensor, Tensor, Any], Tensor]]
         self._angles: Tensor | list[float] = thetas
         if on_tensor_cores(start[0]):
             self._turns = [TensorCoreStep(matrix, self.MOMENTUM) for matrix in start]

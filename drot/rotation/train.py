@@ -195,7 +195,7 @@ def train_rotation(
     for step in range(steps + 1):
         chosen, matrices = total.choose(everything=step in (0, steps)), optimizer.matrices
         moved: list[Tensor] | None = None
-        if graphed is not None and step < steps:
+        if graphed is not None and isinstance(optimizer, FastOptimizer) and step < steps:
             loss, norm, *moved = graphed([*matrices, optimizer.angle])
         else:
             loss, norm, gradients = evaluate(matrices, chosen)
