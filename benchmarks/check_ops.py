@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.retraction import polar_of_skew, turn
+from drot.rotation.retraction import SpectralStep
+from drot.rotation.tensor_cores import TensorCoreStep, angles
 
 Case = tuple[str, Callable[[], tuple[Tensor, Tensor]], float]
 
@@ -67,11 +68,12 @@ def retraction_cases(device: str) -> Iterator[Case]:
     u = u - u.mT
 
     def moved() -> tuple[Tensor, Tensor]:
-        ours = turn(q.float().to(device), polar_of_skew(u.float().to(device)), 0.3)
-        return ours, turn(q, polar_of_skew(u), 0.3)
+        exact = SpectralStep(q, 0.9)(q, u, 0.3)
+        start = q.float().to(device)
+        step = TensorCoreStep(start, 0.9)
+        return step(start, u.float().to(device), angles([0.3], start.device)[0]), exact
 
-    # on a GPU the direction and the step are computed in bf16
-    yield "spectral step", moved, 5e-2
+    yield "spectral step in bf16", moved, 5e-2
 
 
 def score_cases(device: str) -> Iterator[Case]:
