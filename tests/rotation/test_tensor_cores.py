@@ -16,10 +16,10 @@ def step(q: torch.Tensor, gradient: torch.Tensor, theta: float = THETA) -> torch
 
 
 def test_the_polynomials_bring_their_range_near_to_one() -> None:
-    x = torch.linspace(0.02, 1, 100_000, dtype=torch.float64)
+    x = torch.linspace(0.01, 1, 100_000, dtype=torch.float64)
     for a, b, c in STEPS:
         x = a * x + b * x**3 + c * x**5
-    assert 0.96 < float(x.min()) < float(x.max()) < 1.04
+    assert 0.82 < float(x.min()) < float(x.max()) < 1.18
 
 
 @pytest.mark.parametrize("n", [2, 16, 256])
@@ -28,7 +28,7 @@ def test_polar_factor_of_a_known_spectrum(n: int, scale: float, device: str) -> 
     u, expected = with_spectrum(torch.logspace(-1, 0, n // 2, dtype=torch.float64))
     rounded = (scale * u)[None].bfloat16().to(device)
     j = PolarFactor(rounded)(rounded)[0].double().cpu()
-    assert torch.linalg.matrix_norm(j - expected, 2) < 0.08
+    assert torch.linalg.matrix_norm(j - expected, 2) < 0.25
 
 
 def test_polar_factor_of_nothing(device: str) -> None:
@@ -47,7 +47,7 @@ def test_a_step_is_the_step_in_fp64_and_loses_no_orthogonality(
     moved = step(q, (scale * gradient).float())
     assert moved.dtype == torch.float32 and orthogonality_error(moved) < 3e-5
     exact = SpectralStep(q.double(), 0.9)(q.double(), gradient, THETA)
-    assert (moved - exact).norm() <= 0.08 * (exact - q).norm() + 1e-5
+    assert (moved - exact).norm() <= 0.25 * (exact - q).norm() + 1e-5
 
 
 @pytest.mark.parametrize("theta", [0.0, 1e-3, 1.5])
