@@ -20,15 +20,22 @@ WARM_UP = 3
 
 def capture_for(device: torch.device) -> Capture | None:
     """How steps are captured on `device`; None on a CPU, which has no graphs."""
-    return _capture if device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
 
+    def capture(work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+        graph = torch.cuda.CUDAGraph()
+        # threads that train on other GPUs may allocate memory meanwhile
+        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outputs = work()
 
-def _capture(work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-    graph = torch.cuda.CUDAGraph()
-    # threads that train on other GPUs may allocate memory meanwhile
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        outputs = work()
-    return graph.replay, outputs
+        def replay() -> None:
+            with torch.cuda.device(device):
+                graph.replay()
+
+        return replay, outputs
+
+    return capture
 
 
 class GraphedStep:
