@@ -11,7 +11,7 @@ Objective = Literal["auto", "entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
 HessianSource = Literal["sequential", "dense"]
 BoundaryPlace = Literal["input", "residual"]
-ProductDtype = Literal["float32", "bfloat16"]
+ProductDtype = Literal["auto", "float32", "bfloat16"]
 
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
@@ -48,7 +48,8 @@ class RotationConfig:
             l + 1, whose training figures include it.
         layers_per_step: with `mode="shared"`, the number of layers in the loss of one step; the other
             layers are offloaded to main memory. None is all layers.
-        product_dtype: dtype of the matrix products. The loss is computed in fp32 at least.
+        product_dtype: dtype of the matrix products. `auto` is `bfloat16` on a GPU and `float32` on a CPU
+            (devices.product_dtype). The loss, the gradients and their sums are computed in fp32 at least.
         reference_compat: computes the SparseGPT scores as the paper's code does, which adds the damping a
             second time, to the inverse.
     """
@@ -63,7 +64,7 @@ class RotationConfig:
     hessians: HessianSource = "sequential"
     boundary: BoundaryPlace = "input"
     layers_per_step: int | None = None
-    product_dtype: ProductDtype = "float32"
+    product_dtype: ProductDtype = "auto"
     reference_compat: bool = False
 
     def __post_init__(self) -> None:
