@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from drot.calibration.hessian import inverse_cholesky
+from drot.calibration.hessian import factorize
 from drot.config import Sparsity
 from drot.errors import UserError
 from drot.pruning import output_error, prune_sparsegpt
@@ -169,8 +169,10 @@ def test_dead_columns_become_zero_and_do_not_affect_the_others(sparsity: str) ->
 
 def test_hinv_is_the_cholesky_factor_of_the_inverse() -> None:
     _, _, hessian = problem(1, 40)
-    hinv, damping = inverse_cholesky(hessian, 0.02)
-    assert damping == 0.02
+    factor = factorize(hessian, 0.02)
+    hinv = factor.hinv
+    assert factor.damping == 0.02 and not factor.dead_columns.any()
+    torch.testing.assert_close(factor.inverse_diagonal, torch.linalg.inv(damped(hessian, 0.02)).diagonal())
     assert bool((hinv.tril(-1) == 0).all())
     assert bool((hinv.diagonal() > 0).all())
     expected = torch.linalg.inv(damped(hessian, 0.02))

@@ -8,6 +8,7 @@ from small_models import random_tokens, small_model
 
 from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.calibration.dense_reference import DenseReference, TargetStatistics
+from drot.calibration.hessian import factorize
 from drot.calibration.stream import CalibrationStream
 from drot.pruning import dense_target
 
@@ -24,9 +25,10 @@ def test_the_target_is_the_least_squares_fit():
     statistics = TargetStatistics(scale * x.T @ x, scale * (x_dense - x).T @ x, scale * residual.T @ x)
     wanted = x_dense @ weight.T + residual
     fit = torch.linalg.lstsq(x, wanted).solution.T
-    full = dense_target(weight, statistics, share=1.0, damping=0.0)
+    factor = factorize(statistics.hessian, 0.0)
+    full = dense_target(weight, statistics, factor, share=1.0)
     torch.testing.assert_close(full, fit, rtol=1e-9, atol=1e-9)
-    half = dense_target(weight, statistics, share=0.5, damping=0.0)
+    half = dense_target(weight, statistics, factor, share=0.5)
     torch.testing.assert_close(half, (weight + fit) / 2, rtol=1e-9, atol=1e-9)
 
 
@@ -78,6 +80,5 @@ def test_without_a_difference_the_target_is_the_weight():
     reference = DenseReference(copy.deepcopy(layer), stream.offloaded_copy())
     weight = layer_linears(layer, arch)["down_proj"].weight
     statistics = reference.statistics(layer, stream, 0, "down_proj", arch)
-    torch.testing.assert_close(
-        dense_target(weight, statistics, share=1.0, damping=0.01), weight, rtol=1e-5, atol=1e-5
-    )
+    target = dense_target(weight, statistics, factorize(statistics.hessian, 0.01), share=1.0)
+    torch.testing.assert_close(target, weight, rtol=1e-5, atol=1e-5)
