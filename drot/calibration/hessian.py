@@ -49,9 +49,7 @@ class HessianAccumulator:
 
     def add(self, x: Tensor) -> None:
         """Adds inputs x: [sequences, tokens, in], or [tokens, in] for one sequence, any float dtype."""
-        rows = x.detach().reshape(-1, x.shape[-1])
-        mixed = multiplies_mixed(rows)
-        rows = rows if mixed else rows.float()
+        rows = product_factor(x.detach())
         for panel, columns in lower_panels(rows.shape[1], self._sum.device):
             add_product_(self._sum[panel, columns], rows[:, panel].T, rows[:, columns])
         self._sequences += x.shape[0] if x.dim() == 3 else 1
@@ -64,14 +62,19 @@ class HessianAccumulator:
         return self._sum.mul_(2.0 / max(self._sequences, 1))
 
 
-def multiplies_mixed(rows: Tensor) -> bool:
-    """Whether `add_product_` takes bf16 or fp16 factors such as `rows`. torch has these products for CUDA."""
-    return rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16)
+def product_factor(x: Tensor) -> Tensor:
+    """Inputs x [..., in] as rows [tokens, in] for `add_product_`.
+
+    bf16 and fp16 stay as they are on a GPU, for which torch has products with sums in fp32. Elsewhere the
+    rows are fp32.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
 
 
 def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [m, n] += a [m, k] b [k, n] in fp32. a, b: fp32, or a dtype that `multiplies_mixed` admits."""
-    if multiplies_mixed(a):
+    """total [m, n] += a [m, k] b [k, n] in fp32, for factors made by `product_factor`."""
+    if a.dtype != total.dtype:
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(a, b)

@@ -1,7 +1,7 @@
 """The hidden states of the calibration tokens, which are passed through one layer after the other."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,11 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
-class _StopForward(Exception):
+#: A module, and a function of its inputs or None for the inputs themselves.
+Reader = tuple[nn.Module, Callable[[Tensor], Tensor] | None]
+
+
+class StopForward(Exception):
     """Ends a forward pass when the inputs of all linears have been seen."""
 
 
@@ -142,35 +146,52 @@ class CalibrationStream:
             self.hidden_states[batch] = rotated.to(self.hidden_states.device)
 
     @torch.no_grad()
-    def hessians(self, layer: nn.Module, index: int, linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
-        """Name → H [in, in], fp32, of the inputs of the given linears of `layer`.
+    def hessians(
+        self, layer: nn.Module, index: int, readers: Mapping[str, Reader], *, advance: bool = False
+    ) -> dict[str, Tensor]:
+        """Name → H [in, in], fp32, of the inputs of the given modules of `layer`, from one pass.
 
-        One pass computes all of them. It stops in front of the last of the linears.
+        Args:
+            layer: a decoder layer.
+            index: number of the layer.
+            readers: name → module, whose inputs are taken, and a function of them or None. With a function,
+                H is of its results.
+            advance: whether the hidden states are replaced by the output of the layer. Without it the pass
+                stops in front of the last of the modules.
         """
-        accumulators = {
-            name: HessianAccumulator(linear.in_features, self.device) for name, linear in linears.items()
-        }
+        accumulators: dict[str, HessianAccumulator] = {}
         remaining: set[str] = set()
 
-        def hook(name: str) -> Callable[..., None]:
+        def hook(name: str, function: Callable[[Tensor], Tensor] | None) -> Callable[..., None]:
             def collect(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                accumulators[name].add(args[0])
+                x = args[0] if function is None else function(args[0])
+                if name not in accumulators:
+                    accumulators[name] = HessianAccumulator(x.shape[-1], self.device)
+                accumulators[name].add(x)
                 remaining.discard(name)
-                if not remaining:
-                    raise _StopForward
+                if not remaining and not advance:
+                    raise StopForward
 
             return collect
 
-        handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
+        out = torch.empty_like(self.hidden_states) if advance else None
+        handles = [
+            module.register_forward_pre_hook(hook(name, function))
+            for name, (module, function) in readers.items()
+        ]
         try:
             for batch in self.batches():
-                remaining.update(linears)
-                with contextlib.suppress(_StopForward):
-                    layer(self.batch(batch), **self.layer_kwargs[index])
+                remaining.update(readers)
+                with contextlib.suppress(StopForward):
+                    output = layer(self.batch(batch), **self.layer_kwargs[index])
+                    if out is not None:
+                        out[batch] = output.to(out.device)
         finally:
             for handle in handles:
                 handle.remove()
-        return {name: accumulator.hessian() for name, accumulator in accumulators.items()}
+        if out is not None:
+            self.hidden_states = out
+        return {name: accumulators[name].hessian() for name in readers}
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -95,12 +95,15 @@ def _objectives(
         down_takes_next_r1 = on_residual and index < last
         with run.clock("calibrate"):
             if index not in done or (down_takes_next_r1 and index + 1 not in done):
-                objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
+                objective, damping = layer_objective(
+                    layer, index, stream, run.arch, run.shape, run.recipe, advance=True
+                )
                 if on_residual:  # each down_proj is trained with the layer whose R1 it takes
                     down = objective.down_projections
                     objective.down_projections = previous_down + ([] if down_takes_next_r1 else down)
                     previous_down = down if down_takes_next_r1 else []
-            stream.advance(layer, index)
+            else:
+                stream.advance(layer, index)
         layer.to(run.model_device)
         if index not in done:
             yield index, objective, damping

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from drot.architectures import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.hessian import InputHessian
-from drot.calibration.stream import CalibrationStream
+from drot.calibration.layer_pass import LayerPass
+from drot.calibration.stream import CalibrationStream, Reader
 from drot.config import PruningConfig, Recipe, Sparsity
 from drot.errors import UserError
 from drot.pipeline.figures import GroupFigures
@@ -37,10 +38,13 @@ def layer_objective(
     arch: Architecture,
     shape: HeadShape,
     recipe: Recipe,
+    *,
+    advance: bool = False,
 ) -> tuple[LayerObjective, dict[str, float]]:
     """The objective of `layer`, and the damping of each inverted Hessian. The layer is not changed.
 
-    Only the input groups with a linear that is pruned have a Hessian.
+    Only the input groups with a linear that is pruned have a Hessian. The norms' weights are folded into the
+    linears, so the Hessians are of the norms' outputs without weights.
 
     Args:
         layer: a decoder layer.
@@ -49,6 +53,7 @@ def layer_objective(
         arch: family of the model.
         shape: attention sizes of the model.
         recipe: the settings of the run.
+        advance: whether the stream goes on to the output of the layer, in the same pass.
     """
     weights = folded_weights(layer, arch)
     device = stream.device
@@ -61,17 +66,19 @@ def layer_objective(
     }
     groups = [group for group, roles in INPUT_GROUPS.items() if not sparsity.keys().isdisjoint(roles)]
     hessians: dict[str, Tensor] = {}
-    if method != "magnitude" and groups:
-        folded_layer = copy.deepcopy(layer)
-        linears = layer_linears(folded_layer, arch)
-        for role, linear in linears.items():
-            linear.weight.copy_(weights[role])
-        for path in (arch.attention_norm, arch.mlp_norm):
-            reset_norm(module_at(folded_layer, path), arch.norm_offset)
-        readers = {group: linears[INPUT_GROUPS[group][0]] for group in groups}
+    readers: dict[str, Reader] = {}
+    if method != "magnitude":
+        linears, norms = layer_linears(layer, arch), {"attention": arch.attention_norm, "mlp": arch.mlp_norm}
+        readers = {group: (linears[INPUT_GROUPS[group][0]], None) for group in groups}
+        for group in norms.keys() & readers.keys():
+            norm = module_at(layer, norms[group])
+            plain = copy.deepcopy(norm)
+            reset_norm(plain, arch.norm_offset)
+            readers[group] = norm, plain
         if not with_down:  # the largest Hessian
             readers.pop("down", None)
-        hessians = stream.hessians(folded_layer, index, readers) if readers else {}
+    if readers or advance:
+        hessians = stream.hessians(layer, index, readers, advance=advance)
     metrics = layer_metrics(
         method,
         hessians,
@@ -95,10 +102,7 @@ def layer_objective(
 
 @torch.no_grad()
 def prune_layer(
-    layer: nn.Module,
-    index: int,
-    stream: CalibrationStream,
-    arch: Architecture,
+    layer_pass: LayerPass,
     shape: HeadShape,
     recipe: Recipe,
     *,
@@ -108,8 +112,8 @@ def prune_layer(
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
     """Prunes the seven linears of a layer in place.
 
-    The Hessian of an input group is computed after the groups before it are pruned. A linear with a sparsity
-    of 0 is not changed.
+    The Hessian of an input group is computed after the groups before it are pruned, and factorised once for
+    all its linears. A linear with a sparsity of 0 is not changed.
 
     Returns role → figures for the manifest, and `<role>.<name>` → the tensors of GroupFigures.importance. The
     figures are sparsity, output error, damping, and `one_shot`: for `before` and `after` the rotation, the
@@ -118,17 +122,15 @@ def prune_layer(
     tokens has no output errors and an empty `one_shot`.
 
     Args:
-        layer: a decoder layer.
-        index: number of the layer.
-        stream: inputs of the layer.
-        arch: family of the model.
+        layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
         shape: attention sizes of the model.
         recipe: the settings of the run.
         dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
         rotation: the rotation that the layer has; None if it is not rotated.
         boundary: the rotation of the residual that the layer holds; None if it holds no such rotation.
     """
-    config, linears, names = recipe.pruning, layer_linears(layer, arch), arch.linear_names(index)
+    config, linears, index = recipe.pruning, layer_pass.linears, layer_pass.index
+    names = layer_pass.arch.linear_names(index)
     figures: dict[str, dict[str, Any]] = {}
     tensors: dict[str, Tensor] = {}
     for group, roles in INPUT_GROUPS.items():
@@ -137,13 +139,12 @@ def prune_layer(
         if len(kept) == len(roles):
             continue
         hessian: InputHessian | None = None
-        if not len(stream.hidden_states):
+        if not len(layer_pass.stream.hidden_states):
             assert config.method == "magnitude", f"{config.method} needs calibration tokens"
         elif dense is None:
-            matrix = stream.hessians(layer, index, {"input": linears[roles[0]]})["input"]
-            hessian = InputHessian(matrix, config.damping)
+            hessian = InputHessian(layer_pass.hessian(group), config.damping)
         else:
-            statistics = dense.statistics(layer, stream, index, roles[0], arch)
+            statistics = dense.statistics(layer_pass, group)
             hessian = InputHessian(statistics.hessian, config.damping)
         importance: GroupFigures | None = None
         for role in (role for role in roles if role not in kept):
@@ -206,7 +207,7 @@ def output_errors(
         sparsities: the sparsities to prune to.
     """
     linears, names = layer_linears(layer, arch), arch.linear_names(index)
-    readers = {group: linears[roles[0]] for group, roles in INPUT_GROUPS.items()}
+    readers: dict[str, Reader] = {group: (linears[roles[0]], None) for group, roles in INPUT_GROUPS.items()}
     hessians = stream.hessians(layer, index, readers)
     errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
     for group, roles in INPUT_GROUPS.items():
