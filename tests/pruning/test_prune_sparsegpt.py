@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from counted_flops import counted_flops
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -234,3 +235,41 @@ def test_refuses_values_that_are_not_finite(bad: float) -> None:
     weight[1, 1] = bad
     with pytest.raises(UserError, match="weight must be finite"):
         prune(weight, hessian, "2:4")
+
+
+@pytest.mark.parametrize("sparsity", ["2:4", "0.5"])
+@pytest.mark.parametrize("damping", [0.0, 0.01, 1.0])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.float64, 1e-9)])
+def test_the_output_error_of_the_sweep_is_without_damping(sparsity, damping, dtype, tolerance, device):
+    """With dead columns, whose weights become 0 without an error, against products with X in fp64."""
+    weight, x, _ = problem(24, 64)
+    x[:, [0, 5, 40]] = 0
+    hessian = (x.T @ x).to(device, dtype)
+    outcome = prune_sparsegpt(
+        weight.to(device, dtype), hessian, Sparsity.parse(sparsity), damping=damping, block_size=16
+    )
+    dense, pruned = x @ weight.T, x @ outcome.weight.cpu().double().T
+    assert outcome.output_error == pytest.approx(
+        float((dense - pruned).norm() ** 2 / dense.norm() ** 2), rel=tolerance
+    )
+    assert outcome.energy == pytest.approx(float(dense.norm() ** 2), rel=tolerance)
+
+
+def test_a_given_factor_and_energy_change_nothing() -> None:
+    """And save their products: what remains is the update of the columns right of each block."""
+    weight, _, hessian = problem(24, 64)
+    alone = prune(weight, hessian, "2:4", 16)
+    factor = factorize(hessian, DAMPING)
+    shared = []
+
+    def work() -> None:
+        shared.append(
+            prune_sparsegpt(
+                weight, hessian, Sparsity.parse("2:4"), damping=5.0, block_size=16,
+                factor=factor, total=alone.energy,
+            )
+        )  # fmt: skip
+
+    assert counted_flops(work) == sum(2 * 24 * 16 * right for right in (48, 32, 16))
+    assert torch.equal(shared[0].weight, alone.weight) and shared[0].damping == DAMPING
+    assert shared[0].output_error == alone.output_error
