@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drot.calibration.cholesky import cholesky_
+from drot.calibration.cholesky import cholesky_, invert_lower_
 from drot.errors import UserError
 
 #: Device type → columns of a panel in `lower_panels`. A product with few columns leaves most of a large GPU
@@ -156,8 +156,8 @@ def factorize(hessian: Tensor, damping: float) -> HessianFactor:
         fix_dead_columns(damped)
         damped.diagonal().add_(damping * mean)
         if cholesky_(damped):
-            identity = torch.eye(len(hessian), dtype=dtype, device=hessian.device)
-            upper = torch.linalg.solve_triangular(damped, identity, upper=False).flip(0, 1)
+            invert_lower_(damped)
+            upper = damped.flip(0, 1)
             if bool(torch.isfinite(upper).all()):
                 return HessianFactor(upper, damping, mean, dead_columns)
         if damping >= MAX_DAMPING:
