@@ -52,11 +52,11 @@ class LayerPass:
         are not in ADDED_TO_RESIDUAL.
         """
         buffer = None
-        for batch in self.stream.batches():
-            seen = self._seen(batch, group)
+        for batch, hidden in self.stream.loaded_batches():
+            seen = self._seen(batch, hidden, group)
             rest = None
             if residual and group in ADDED_TO_RESIDUAL:
-                rest = seen["residual"] if group == "o" else self._residual_of_mlp(batch, seen)
+                rest = seen["residual"] if group == "o" else self._residual_of_mlp(batch, hidden, seen)
             new = seen["input"] if group == "o" else seen.get("attended") if group != "attention" else None
             if new is not None:
                 if buffer is None:
@@ -70,9 +70,9 @@ class LayerPass:
     def advance(self) -> None:
         """Replaces the hidden states of the stream by the output of the layer. The pass ends."""
         out = self._buffer(self.stream.hidden_states)
-        for batch in self.stream.batches():
+        for batch, hidden in self.stream.loaded_batches():
             with self._attention_known(batch):
-                output = self.layer(self.stream.batch(batch), **self.stream.layer_kwargs[self.index])
+                output = self.layer(hidden, **self.stream.layer_kwargs[self.index])
             out[batch] = output.to(out.device)
         self.stream.hidden_states, self._kept = out, None
 
@@ -87,7 +87,7 @@ class LayerPass:
             return self._kept
         return torch.empty(shape, dtype=like.dtype, device=hidden.device)
 
-    def _seen(self, batch: slice, group: str) -> dict[str, Tensor]:
+    def _seen(self, batch: slice, hidden: Tensor, group: str) -> dict[str, Tensor]:
         """`input` of the group, the `residual` in front of the attention, and the output `attended` of o_proj
         if it was computed."""
         found: dict[str, Tensor] = {}
@@ -109,13 +109,13 @@ class LayerPass:
         ]
         try:
             with self._attention_known(batch), contextlib.suppress(StopForward):
-                self.layer(self.stream.batch(batch), **self.stream.layer_kwargs[self.index])
+                self.layer(hidden, **self.stream.layer_kwargs[self.index])
         finally:
             for handle in handles:
                 handle.remove()
         return found
 
-    def _residual_of_mlp(self, batch: slice, seen: dict[str, Tensor]) -> Tensor:
+    def _residual_of_mlp(self, batch: slice, hidden: Tensor, seen: dict[str, Tensor]) -> Tensor:
         """The output of the layer without the output of its MLP."""
         attended = seen.get("attended")
         if attended is None:
@@ -123,7 +123,7 @@ class LayerPass:
             attended = self._kept[batch].to(self.stream.device)
         mlp = module_at(self.layer, self.arch.mlp)
         with self._attention_returns(lambda: attended), _returning(mlp, lambda: attended.new_zeros(())):
-            output: Tensor = self.layer(self.stream.batch(batch), **self.stream.layer_kwargs[self.index])
+            output: Tensor = self.layer(hidden, **self.stream.layer_kwargs[self.index])
         return output
 
     def _attention_known(self, batch: slice) -> contextlib.AbstractContextManager[None]:

@@ -17,6 +17,7 @@ from drot.calibration.data import calibration_hash
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
+from drot.calibration.transfer import layers_on_device
 from drot.checkpoint.integrity import weights_record
 from drot.checkpoint.manifest import manifest, zero_share
 from drot.checkpoint.resume import RunState
@@ -181,8 +182,7 @@ class PruningRun:
         stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
         dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
         layer_records, used_rotations = [], []
-        for index, layer in enumerate(run.layers):
-            layer.to(run.device)
+        for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
             rotation = rotations[index] if rotations else None
             boundary = self._residual_boundary(rotations, index)
             dense = None
@@ -210,7 +210,6 @@ class PruningRun:
                 output_r1 = rotation.r1 if boundary is None else boundary.next_r1
                 stream.rotate(output_r1.T)
                 used_rotations.append(rotation)
-            layer.to(run.model_device)
             layer_records.append(record)
         return layer_records, used_rotations
 

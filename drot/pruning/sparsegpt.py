@@ -1,5 +1,8 @@
 """SparseGPT (Frantar & Alistarh 2023): prunes column by column and updates the columns right of it."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,20 @@ from drot.errors import UserError
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
 from drot.pruning.result import PruneOutcome, relative_error
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """A context in which a GPU rounds the factors of fp32 products to 10 bits of mantissa (TF32).
+
+    Products on a CPU do not change.
+    """
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def prune_sparsegpt(
@@ -28,7 +45,8 @@ def prune_sparsegpt(
     chosen over all its rows when the block is reached: it removes the int(rows · columns · ratio) smallest
     scores. (The authors' code removes one weight more in each block, with `score <= sorted[int(numel ·
     ratio)]`.) The weights of dead columns, whose input is always 0, are set to 0. The result is computed in
-    fp32 (fp64 for an fp64 Hessian) and rounded once.
+    fp32 (fp64 for an fp64 Hessian) and rounded once. On a GPU the update of the columns right of a block
+    takes its fp32 factors in TF32 (benchmarks/README.md).
 
     The errors e of the sweep are (W - Ŵ) = E U, so Σ e² = tr((W - Ŵ) (H + λ·mean(diag H)·I) (W - Ŵ)ᵀ). The
     output error of the result is without damping: λ·mean(diag H)·‖W - Ŵ‖² is subtracted. It is that of the
@@ -78,7 +96,8 @@ def prune_sparsegpt(
         work[:, start:stop], error, removed[:, start:stop] = sparsegpt_sweep(
             block, block_hinv, mask, prune, sparsity.m
         )
-        work[:, stop:].addmm_(error, hinv[start:stop, stop:], alpha=-1)
+        with tf32_products():
+            work[:, stop:].addmm_(error, hinv[start:stop, stop:], alpha=-1)
         # row by row: the order of a sum over the whole matrix would depend on the number of threads
         lost += error.square_().sum(1, dtype=torch.float64)
 
