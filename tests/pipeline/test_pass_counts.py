@@ -1,19 +1,25 @@
 """How often a run computes each part of a layer, and how often it factorises a Hessian."""
 
+import runpy
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
+from counted_flops import counted_flops
 from small_models import random_tokens, small_model
 
 import drot
 from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, head_shape, layer_linears
 from drot.calibration import hessian as hessians
+from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.pipeline.layer import layer_objective
+from drot.pipeline.layer import layer_objective, prune_layer
 from drot.rotation import importance
+from drot.surgery.rotate import LayerRotation
 
+ROOT = Path(drot.__file__).resolve().parents[1]
 TOKENS = random_tokens(4, 40)  # one batch
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
@@ -131,3 +137,50 @@ def test_the_hessians_of_training_are_of_the_norms_without_weights():
         torch.testing.assert_close(found.double(), 2 / len(TOKENS) * x.T @ x, rtol=1e-4, atol=1e-4)
     layer_objective(layer, 1, stream, arch, shape, chosen, advance=True)
     assert torch.equal(stream.hidden_states, expected_output)
+
+
+def test_the_operations_of_a_pruned_layer_are_those_of_the_formulas(monkeypatch):
+    """benchmarks/pass_flops.py, for Hessians of two to seven panels, against the products of a run."""
+    operations = runpy.run_path(str(ROOT / "benchmarks/pass_flops.py"))["operations"]
+    monkeypatch.setattr(hessians, "PANEL_COLUMNS", {"cpu": 16})
+    sizes = dict(
+        hidden_size=48, intermediate_size=112, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+    )
+    shape = head_shape(small_model("llama", **sizes).config)
+    chosen = recipe("layer", block_size=16)
+    r1, r2 = torch.linalg.qr(torch.randn(48, 48))[0], torch.linalg.qr(torch.randn(1, 16, 16))[0]
+    rotation = LayerRotation(r1, r2)
+
+    def pruned(**figures):
+        model = small_model("llama", **sizes)
+        arch = architecture_of(model.config)
+        stream = CalibrationStream.embed(model, arch, TOKENS, torch.device("cpu"))
+        layer_pass = LayerPass(decoder_layers(model, arch)[0], stream, 0, arch)
+        # the attention is in no formula: a layer without it
+        layer = layer_pass.layer
+        layer.self_attn.forward = lambda hidden_states, **others: (attention(layer, hidden_states), None)
+
+        def work():
+            prune_layer(layer_pass, shape, chosen, **figures)
+            layer_pass.advance()
+
+        return counted_flops(work)
+
+    def attention(layer, x):
+        q, k, v = (getattr(layer.self_attn, role)(x) for role in ("q_proj", "k_proj", "v_proj"))
+        return layer.self_attn.o_proj(q + torch.cat([k, v], -1))
+
+    parts = operations(48, 112, 2, 1, 16, TOKENS.numel(), 16, "cpu")
+    cost = {name: sum(costs.values()) for name, costs in parts.items()}
+    figures = (
+        cost["figures: Hessians and weights before the rotation"] + cost["figures: sweep before the rotation"]
+    )
+    maps = cost["figures: maps"]
+    assert pruned(rotation=rotation) - pruned() == figures + maps / 2
+    names = (
+        "forward passes: pruning",
+        "Hessians of pruning",
+        "sweep: update right of each block",
+        "tr(W H Wᵀ)",
+    )
+    assert pruned() == sum(cost[name] for name in names) + maps / 2
