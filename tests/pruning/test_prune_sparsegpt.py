@@ -1,5 +1,7 @@
 """SparseGPT against Optimal Brain Surgeon in fp64, which inverts the Hessian again for each column."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from counted_flops import counted_flops
@@ -277,24 +279,31 @@ def test_a_given_factor_and_energy_change_nothing() -> None:
     assert shared[0].output_error == alone.output_error
 
 
-def test_the_update_is_in_tf32_and_the_callers_setting_comes_back(monkeypatch) -> None:
+@pytest.fixture
+def exact_products() -> Iterator[None]:
+    """The caller's setting of fp32 products: no rounding of their factors."""
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "ieee"
+    yield
+    products.fp32_precision = before
+
+
+def test_the_update_is_in_tf32_and_the_callers_setting_comes_back(exact_products, monkeypatch) -> None:
     products, seen = torch.backends.cuda.matmul, []
-    before = products.fp32_precision
     weight, _, hessian = problem(8, 32)
-    real = Tensor.addmm_
+    factor, real = factorize(hessian, 0.01), Tensor.addmm_
     monkeypatch.setattr(
         Tensor,
         "addmm_",
         lambda *args, **options: seen.append(products.fp32_precision) or real(*args, **options),
     )
     prune_sparsegpt(
-        weight, hessian, Sparsity.parse("2:4"), damping=0.0, block_size=16,
-        factor=factorize(hessian, 0.01), total=1.0,
-    )  # fmt: skip
-    assert seen == ["tf32", "tf32"] and products.fp32_precision == before
+        weight, hessian, Sparsity.parse("2:4"), damping=0.0, block_size=16, factor=factor, total=1.0
+    )
+    assert seen == ["tf32", "tf32"] and products.fp32_precision == "ieee"
     with pytest.raises(ZeroDivisionError), tf32_products():
         _ = 1 / 0
-    assert products.fp32_precision == before
+    assert products.fp32_precision == "ieee"
 
 
 def test_factors_rounded_to_ten_bits_keep_the_masks_and_the_error(monkeypatch) -> None:
