@@ -77,8 +77,7 @@ def prepare(
     is_a("dtype", dtype, str, torch.dtype)
     is_a("save_dtype", save_dtype, str, torch.dtype)
     devices = pick_devices(device)
-    if not rotations_given:
-        recipe = recipe_on(recipe, devices[0])
+    recipe = recipe_on(recipe, devices[0])
     if isinstance(save_dtype, str) and save_dtype != "auto":
         save_dtype = parse_dtype(save_dtype, "save_dtype")
     if isinstance(model, str | Path):
@@ -118,7 +117,7 @@ def prepare(
 
 
 def recipe_on(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe with the dtype in which it trains rotations on `device`; unchanged if it trains none.
+    """The recipe with the dtype in which rotations are trained on `device`; unchanged if it rotates nothing.
 
     The manifest records this recipe, and the identity of an unfinished run holds it, so that a run is not
     continued in another dtype on another device.
