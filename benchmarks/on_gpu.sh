@@ -21,7 +21,7 @@ arch=$("$python" - <<'EOF'
 import torch
 if torch.cuda.is_available():
     major, minor = torch.cuda.get_device_capability()
-    print(f"{major}.{minor}" + "a" * (major >= 9))
+    print(f"{major}.{minor}")
 EOF
 ) || { echo "on_gpu.sh: $python cannot import torch; name one that can: PYTHON=... $0" >&2; exit 2; }
 if [[ -z $arch ]]; then

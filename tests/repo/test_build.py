@@ -125,6 +125,32 @@ def test_build_refuses_in_one_line(tmp_path: Path, variables: dict[str, str], li
 
 
 @in_checkout
+@pytest.mark.parametrize(
+    ("known", "chosen"),
+    [
+        ("75 80 86 89 90 100 103 110 120 121", "8.0;9.0;10.0;12.0+PTX"),
+        ("50 80 86 89 90", "8.0;9.0+PTX"),  # CUDA 12.0
+        ("100f 120f", None),
+    ],
+)
+def test_default_architectures_are_those_that_nvcc_knows(tmp_path: Path, known: str, chosen: str | None) -> None:
+    nvcc, script = tmp_path / "nvcc", tmp_path / "ask.cmake"
+    lines = "".join(f"echo compute_{number}\n" for number in known.split())
+    nvcc.write_text(f'#!/bin/sh\n[ "$1" = --list-gpu-arch ] || exit 1\n{lines}')
+    nvcc.chmod(0o755)
+    script.write_text(
+        f"include({ROOT}/cmake/Architectures.cmake)\n"
+        f'drot_default_architectures({nvcc} found)\nmessage("found ${{found}}")\n'
+    )
+    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    assert cmake is not None
+    done = subprocess.run([cmake, "-P", str(script)], capture_output=True, text=True)
+    assert (done.returncode == 0) == (chosen is not None)
+    said = f"found {chosen}" if chosen else "TORCH_CUDA_ARCH_LIST"
+    assert said in done.stderr
+
+
+@in_checkout
 def test_every_native_source_is_listed() -> None:
     listed = set(re.findall(r"csrc/\S+\.(?:cpp|cu)", (ROOT / "CMakeLists.txt").read_text()))
     present = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.c*") if p.suffix in (".cpp", ".cu")}
@@ -152,7 +178,7 @@ def test_cuda_kernels_do_not_spill() -> None:
         for kernel in re.findall(r"__global__\s+void\s+(\w+)\s*\(", text):
             # a kernel of a header is reported for the sources that include it
             name = "any.cuh" if source.suffix == ".cuh" else source.name
-            for arch in ("sm_80", "sm_90a"):
+            for arch in ("sm_80", "sm_90", "sm_100", "sm_120"):
                 assert (name, kernel, arch) in reported
     # an array of registers that lies in memory is reported as a stack frame and not as a spill
     in_memory = [r for r in rows if any(int(r[name]) for name in ("spill_stores", "spill_loads", "stack"))]
