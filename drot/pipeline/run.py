@@ -22,10 +22,11 @@ from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import load_rotations
 from drot.devices import dtype_name
 from drot.errors import UserError
+from drot.pipeline import work
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
 from drot.pipeline.layer import layer_objective, prune_layer
-from drot.pipeline.recover import recover_layer
+from drot.pipeline.recover import held_out_sequences, recover_layer
 from drot.sparse.quantization_config import describe_model
 from drot.surgery.boundary import (
     ROTATION_MODULE,
@@ -113,11 +114,11 @@ class PruningRun:
         return plain
 
     def execute(self, state: RunState | None) -> dict[str, Any]:
-        """Rotates and prunes the model in place and returns its manifest.
+        """Rotates and prunes the model in place. Returns its manifest, without RunContext.times.
 
         state: the saved parts of the run; None saves nothing.
         """
-        run, started = self.context, time.perf_counter()
+        run = self.context
         rotations = self.given_rotations
         records: list[dict[str, Any]] = [{} for _ in run.layers]
         error = None
@@ -147,8 +148,6 @@ class PruningRun:
             sparsity=zero_share(run.layers, run.arch),
             shared_rotation=self.shared_record,
             rotations_file=self.rotations_file,
-            seconds={**run.seconds, "total": time.perf_counter() - started},
-            peak_memory=run.memory.peaks,
             layers=layers,
         )
 
@@ -177,8 +176,10 @@ class PruningRun:
         records: the records of their training; {} for a layer without one.
         """
         run = self.context
-        stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
-        dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
+        with run.clock("calibrate"):
+            stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
+            dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
+        forward = work.forward(run.sizes)
         layer_records, used_rotations = [], []
         for index, layer in enumerate(run.layers):
             layer.to(run.device)
@@ -186,28 +187,37 @@ class PruningRun:
             boundary = self._residual_boundary(rotations, index)
             dense = None
             if dense_stream is not None:  # while the layer is dense
-                dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
+                with run.clock("calibrate"):
+                    dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
+                    run.count("calibrate", forward, run.dtype)
             saved = state.load(f"layer_{index:05d}") if state else None
             if saved is not None:
                 rotation, record, figures = self._restore(layer, saved)
                 if rotation is not None:
-                    stream.rotate(rotation.r1)
+                    with run.clock("merge"):
+                        stream.rotate(rotation.r1)
             else:
                 rotation, record, figures = self._rotate_and_prune(
                     layer, index, stream, dense, rotation, records[index], boundary
                 )
                 if state:
-                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation, figures), record)
+                    with run.clock("save"):
+                        tensors = _layer_tensors(layer, rotation, figures)
+                        state.save(f"layer_{index:05d}", tensors, record)
+                        run.count("save", sum(tensor.nbytes for tensor in tensors.values()), "bytes")
             names = run.arch.linear_names(index)
             for key, values in figures.items():
                 role, _, kind = key.partition(".")
                 self.figures[f"{names[role]}.{kind}"] = values
-            stream.advance(layer, index)
+            with run.clock("calibrate"):
+                stream.advance(layer, index)
+                run.count("calibrate", forward, run.dtype)
             if dense is not None:
                 dense.inputs.hidden_states = dense.outputs
             if rotation is not None:
-                output_r1 = rotation.r1 if boundary is None else boundary.next_r1
-                stream.rotate(output_r1.T)
+                with run.clock("merge"):
+                    output_r1 = rotation.r1 if boundary is None else boundary.next_r1
+                    stream.rotate(output_r1.T)
                 used_rotations.append(rotation)
             layer.to(run.model_device)
             layer_records.append(record)
@@ -252,8 +262,9 @@ class PruningRun:
             if trained:
                 record["rotation"] = trained
             # with a boundary, down_proj takes next_r1 here, so that it is pruned in that basis
-            rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
-            stream.rotate(rotation.r1)
+            with run.clock("merge"):
+                rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
+                stream.rotate(rotation.r1)
         run.event("prune", index)
         with run.clock("prune"):
             reference = None
@@ -267,6 +278,12 @@ class PruningRun:
                 dense=reference, rotation=rotation, boundary=boundary,
             )  # fmt: skip
             del reference
+        iterations = {role: figure.get("admm_iterations", 0) for role, figure in record["linears"].items()}
+        roles = run.pruned_roles(index)
+        groups = work.groups_of(roles)
+        to_dense = groups if run.recipe.target == "dense" else ()
+        run.count("prune", work.hessians(run.sizes, groups, to_dense), run.dtype)
+        run.count("prune", work.prune(run.sizes, run.recipe, roles, iterations), torch.float32)
         if dense is not None and run.recipe.recovery.recover == "block":
             targets = CalibrationStream(dense.outputs.clone(), stream.layer_kwargs, run.device)
             if rotation is not None:
@@ -286,6 +303,9 @@ class PruningRun:
 
         with run.clock("recover"):
             record = recover_layer(layer, index, stream, targets, run.arch, run.recipe.recovery, on_epoch)
+        held_out = held_out_sequences(len(stream.hidden_states))
+        flops = work.recover(run.sizes, len(record.train_curve), held_out)
+        run.count("recover", flops, run.dtype)
         return dataclasses.asdict(record)
 
     def _train(
@@ -296,6 +316,7 @@ class PruningRun:
         run.event("calibrate", index)
         with run.clock("calibrate"):
             objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
+            run.count_calibration(index)
         (rotation,), trained = run.train([objective], index)
         with run.clock("check"):
             sample = stream.first_samples(1)

@@ -17,12 +17,14 @@ class PruneOutcome:
     damping: the share of mean(diag H) with which the Hessian was inverted; None for a method that inverts no
         Hessian.
     output_error: relative squared error of the outputs on the calibration inputs; None without a Hessian.
+    admm_iterations: iterations of ADMM.
     """
 
     weight: Tensor
     removed: Tensor
     damping: float | None = None
     output_error: float | None = None
+    admm_iterations: int = 0
 
 
 def output_error(weight: Tensor, pruned: Tensor, hessian: Tensor) -> float:

@@ -15,7 +15,10 @@ DEFAULT = "8.0 9.0 10.0 12.0+PTX"
 @pytest.mark.parametrize(
     ("capability", "built", "runs"),
     [
-        *(((major, minor), DEFAULT, True) for major, minor in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 1)]),
+        *(
+            ((major, minor), DEFAULT, True)
+            for major, minor in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 1)]
+        ),
         ((7, 5), DEFAULT, False),
         ((11, 0), DEFAULT, False),
         ((13, 0), DEFAULT, True),  # compiled from PTX
