@@ -41,8 +41,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def pick_device(name: str | torch.device) -> torch.device:
     """The device named `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU, or the CPU without a GPU.
 
-    Raises UserError for another name, for a GPU that torch does not find, and for a GPU for which drot was not
-    built (`check_gpu`).
+    Raises UserError for another name, for a GPU that torch does not find, and for a GPU for which drot was
+    not built (`check_gpu`).
     """
     device = _named_device(name)
     if device.type == "cuda":
@@ -84,8 +84,8 @@ def pick_devices(names: str | torch.device) -> list[torch.device]:
 def check_gpu(device: torch.device) -> None:
     """Compares the GPU `device` with the architectures for which drot was built.
 
-    Raises UserError if drot was built with CUDA but not for this GPU, whose first op would end with 'no kernel
-    image'. Warns if drot was built without CUDA: models without packed weights run all the same.
+    Raises UserError if drot was built with CUDA but not for this GPU, whose first op would end with 'no
+    kernel image'. Warns if drot was built without CUDA: models without packed weights run all the same.
 
     This is done at the first use of a GPU and not by `import drot`: to ask for the GPU takes torch's start of
     CUDA, about a second, after which a process cannot fork.

@@ -97,11 +97,8 @@ def times_table(manifest: dict[str, Any]) -> Table | None:
     table = Table(title="Time", title_justify="left")
     for heading in ("phase", "seconds", "share", "rate", *(["of peak"] if peaks else [])):
         table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
-    for phase, value in [
-        *sorted(phases.items(), key=lambda item: -item[1]),
-        ("other", rest),
-        ("total", total),
-    ]:
+    rows = sorted(phases.items(), key=lambda item: -item[1])
+    for phase, value in [*rows, ("other", rest), ("total", total)]:
         done = work.get(phase, {})
         cells = [phase, f"{value:.1f}", f"{value / total:.1%}" if total else "-", rate_text(done, value)]
         if peaks:
@@ -110,7 +107,7 @@ def times_table(manifest: dict[str, Any]) -> Table | None:
         table.add_row(*cells)
     if not peaks:
         table.caption = (
-            "drot info --measure measures this machine, and later runs show their share of its peak"
+            "drot info --measure measures the machine; later runs show their share of its peak"
         )
         table.caption_justify = "left"
     return table

@@ -111,10 +111,10 @@ def prune_layer(
     of 0 is not changed.
 
     Returns role → figures for the manifest, and `<role>.<name>` → the tensors of GroupFigures.importance. The
-    figures are sparsity, output error, damping, iterations of ADMM, and `one_shot`: for `before` and `after` the rotation, the
-    pruned share of the importance, and the output error of the method alone, without a solver. Output errors
-    are those of the target, if the target is the dense model, but for `before`. A run without calibration
-    tokens has no output errors and an empty `one_shot`.
+    figures are sparsity, output error, damping, iterations of ADMM, and `one_shot`: for `before` and `after`
+    the rotation, the pruned share of the importance, and the output error of the method alone, without a
+    solver. Output errors are those of the target, if the target is the dense model, but for `before`. A run
+    without calibration tokens has no output errors and an empty `one_shot`.
 
     Args:
         layer: a decoder layer.

@@ -6,7 +6,7 @@ report. Half of a symmetric product is enough, so a Hessian of n inputs takes n�
 tests/pipeline/test_work.py compares the formulas with the operations that torch counts.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from drot.architectures import INPUT_GROUPS, HeadShape
@@ -16,8 +16,8 @@ from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS
 #: n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), the polar factor (2 for
 #: the norm, 11 in the quintic steps, 4 in the cubic steps), the turn and one correction of rounding
 FAST_PRODUCTS = 1 + 2 + 11 + 4 + 2 + 2
-#: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), the gradient of QR
-#: (two products and a triangular solve of n³)
+#: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
+#: of QR (two products, and a triangular solve of n³)
 PAPER_PRODUCTS = 4 / 3 + 2 + 1 / 2
 
 
@@ -141,7 +141,7 @@ def optimizer_step(sizes: Sizes, rotation: RotationConfig, layers: float) -> flo
     return products * 2.0 * (r1 + layers * sizes.heads.kv_heads * head**3)
 
 
-def rotate(sizes: Sizes, recipe: Recipe, layers: list[Collection[str]], steps: int) -> float:
+def rotate(sizes: Sizes, recipe: Recipe, layers: Sequence[Collection[str]], steps: int) -> float:
     """The training of one R1 in `steps` steps, with the entropy before and after.
 
     layers: the pruned linears of each layer that shares R1.

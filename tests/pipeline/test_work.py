@@ -25,7 +25,7 @@ ROLES = [role for roles in INPUT_GROUPS.values() for role in roles]
 
 
 def counter() -> FlopCounterMode:
-    """Counts products in place, the attention of a CPU and factorisations too, which torch's own list lacks."""
+    """Counts also what torch's own list lacks: products in place, a CPU's attention, factorisations."""
     aten = torch.ops.aten
     return FlopCounterMode(
         display=False,
