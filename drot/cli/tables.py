@@ -11,6 +11,9 @@ from drot.cli.safe_text import SafeConsole
 #: columns of the table of layers; the table omits a column that has no figure in any row
 COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "recovery", "seconds")
 
+#: what a rotation of the residual gives and costs; benchmarks/README.md has the measurement
+BOUNDARY_COST = "part of down_proj's product; costs about 0.1 of perplexity beside --boundary input"
+
 
 def output() -> SafeConsole:
     """A console that prints to the current stdout; 100 columns wide if stdout is not a terminal."""
@@ -50,6 +53,8 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}{mixed}{damping}")
     facts.add_row("kept weights", _kept_weights_line(recipe))
     facts.add_row("rotation", _rotation_line(rotation, manifest.get("rotations_file")))
+    if rotation.get("boundary") == "residual" and manifest.get("format") == "packed":
+        facts.add_row("boundary", BOUNDARY_COST)
     if trained := manifest.get("shared_rotation"):
         facts.add_row(
             "shared training", _shared_line(trained, len(manifest["layers"]), rotation["objective"])
@@ -106,9 +111,7 @@ def times_table(manifest: dict[str, Any]) -> Table | None:
             cells.append("-" if ideal is None else f"{ideal / value:.1%}")
         table.add_row(*cells)
     if not peaks:
-        table.caption = (
-            "drot info --measure measures the machine; later runs show their share of its peak"
-        )
+        table.caption = "drot info --measure measures the machine; later runs show their share of its peak"
         table.caption_justify = "left"
     return table
 

@@ -128,7 +128,7 @@ class PruningRun:
                 rotations = [rotation for rotation, _ in trained]
                 records = [record for _, record in trained]
             with run.clock("check"):
-                place = run.recipe.rotation.boundary
+                place = run.recipe.rotation.resolved_boundary
                 error = check_model(
                     run.model, run.arch, run.shape, run.tokens[:1], run.device, rotations, place
                 )
@@ -154,7 +154,7 @@ class PruningRun:
     @property
     def _needs_dense_pass(self) -> bool:
         rotation = self.context.recipe.rotation
-        return rotation.mode == "shared" or rotation.hessians == "dense"
+        return rotation.resolved_hessians == "dense"
 
     @property
     def _needs_dense_stream(self) -> bool:
@@ -227,7 +227,7 @@ class PruningRun:
         self, rotations: list[LayerRotation] | None, index: int
     ) -> BoundaryRotation | None:
         """The rotation of the residual that layer `index` has to hold; None if it holds no such rotation."""
-        place = self.context.recipe.rotation.boundary
+        place = self.context.recipe.rotation.resolved_boundary
         if rotations is None or place != "residual" or index + 1 == len(rotations):
             return None
         return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
@@ -357,7 +357,7 @@ class PruningRun:
         """
         run = self.context
         untied = rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
-        place = run.recipe.rotation.boundary
+        place = run.recipe.rotation.resolved_boundary
         if run.recipe.rotation.mode == "shared":
             # all boundary rotations are the identity, so the model keeps its stock architecture
             assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
