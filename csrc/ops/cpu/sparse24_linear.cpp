@@ -4,7 +4,6 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -24,7 +23,7 @@ constexpr int64_t kTokenBlock = 256;
 // where the CPU has instructions for bf16 products.
 constexpr int64_t kFewFloatTokens = 128, kFewBf16Tokens = 256;
 // From this many tokens on, a CPU with instructions for bf16 products multiplies in bf16 instead of fp32.
-constexpr int64_t kLeastBf16Tokens = 5;
+constexpr int64_t kLeastBf16Tokens = 4;
 // Rows of W that are made dense at a time for the dense product.
 constexpr int64_t kDenseRows = 512;
 
@@ -112,20 +111,22 @@ bool has_bf16_products() {
 // Multiplies in bf16 with W in its packed form, which is read once for every kTokenBlock tokens. The CPU has
 // bf16 products.
 void by_bf16_rows(const Problem& p, at::Tensor& y) {
-  const at::Tensor rotated_residual = p.rotation.defined() ? rotated<Bf16>(p) : at::Tensor();
-  at::Tensor residual;
-  if (p.residual.defined() && !p.rotation.defined()) residual = p.residual.contiguous();
-  at::Tensor x = p.x.contiguous();
-  if (padded_bf16(p.in) != p.in) {
-    x = at::zeros({p.tokens, padded_bf16(p.in)}, p.x.options());
-    x.narrow(1, 0, p.in).copy_(p.x);
+  at::Tensor rotated_residual, residual;
+  if (p.rotation.defined()) {
+    rotated_residual = at::mm(p.residual, p.rotation).to(at::kFloat);
+  } else if (p.residual.defined()) {
+    residual = p.residual.contiguous();
   }
+  const int64_t stride = bf16_stride(p.in);
+  at::Tensor x = at::empty({p.tokens, stride}, p.x.options());
+  x.narrow(1, 0, p.in).copy_(p.x);
+  x.narrow(1, p.in, stride - p.in).zero_();
   for (int64_t token = 0; token < p.tokens; token += kTokenBlock) {
     const int64_t tokens = std::min(kTokenBlock, p.tokens - token), at = token * p.out;
     const Sparse24Rows<Bf16, Bf16> rows{
         data<Bf16>(p.values),
         p.positions.const_data_ptr<uint8_t>(),
-        data<Bf16>(x) + token * padded_bf16(p.in),
+        data<Bf16>(x) + token * stride,
         data<Bf16>(p.bias),
         residual.defined() ? data<Bf16>(residual) + at : nullptr,
         p.rotation.defined() ? rotated_residual.const_data_ptr<float>() + at : nullptr,

@@ -17,6 +17,7 @@ constexpr int kRows = 4, kTokens = 6;
 // kTileRows rows of W are made dense, kTileColumns at a time, for up to kTileTokens tokens. The tile and the
 // columns of x of these tokens stay in the L2 cache.
 constexpr int kTileRows = kRows24, kTileColumns = 1024, kTileTokens = 48;
+constexpr int kTileStride = static_cast<int>(bf16_stride(kTileColumns));
 static_assert(kTileTokens % kTokens == 0 && kTileRows % kRows == 0 && kTileColumns % kPaddingBf16 == 0);
 
 // For each byte of positions: the bits of the columns, of eight, that its four values have.
@@ -70,7 +71,7 @@ void tile_products(const Bf16* tile, const Bf16* x, int64_t stride, int64_t colu
   std::memcpy(sum, sums, sizeof(sum));
   for (int64_t column = 0; column < columns; column += kPaddingBf16) {
     __m512bh w[kRows];
-    for (int r = 0; r < kRows; ++r) w[r] = load_bf16(tile + r * kTileColumns + column);
+    for (int r = 0; r < kRows; ++r) w[r] = load_bf16(tile + r * kTileStride + column);
     for (int t = 0; t < kTokensNow; ++t) {
       const __m512bh xs = load_bf16(x + t * stride + column);
       for (int r = 0; r < kRows; ++r) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w[r], xs);
@@ -100,9 +101,9 @@ void tile_products(int64_t tokens, const Bf16* tile, const Bf16* x, int64_t stri
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 void tiled_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows, int64_t token, int64_t tokens) {
-  alignas(64) Bf16 tile[kTileRows * kTileColumns];
+  alignas(64) Bf16 tile[kTileRows * kTileStride];
   alignas(64) Lanes sums[kTileRows / kRows][kRows * kTileTokens];
-  const int64_t stride = padded_bf16(p.in);
+  const int64_t stride = bf16_stride(p.in);
   for (auto& of_rows : sums) {
     for (auto& lanes : of_rows) lanes = all(0);
   }
@@ -114,11 +115,11 @@ void tiled_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows, in
       // the hardware prefetcher does not find the next tile
       prefetch_block(p.values + (at + kTileColumns) / 2, kTileColumns / 2);
       prefetch_block(p.positions + (at + kTileColumns) / 8, kTileColumns / 8);
-      expand_row(p.values + at / 2, p.positions + at / 8, columns / 8, tile + r * kTileColumns);
+      expand_row(p.values + at / 2, p.positions + at / 8, columns / 8, tile + r * kTileStride);
     }
     for (int64_t r = 0; r < rows; r += kRows) {
       for (int64_t t = 0; t < tokens; t += kTokens) {
-        tile_products(least(kTokens, tokens - t), tile + r * kTileColumns,
+        tile_products(least(kTokens, tokens - t), tile + r * kTileStride,
                       p.x + (token + t) * stride + column, stride, columns, sums[r / kRows] + t * kRows);
       }
     }

@@ -15,12 +15,12 @@ constexpr int64_t kPadding24 = 16;
 // A call of sparse24_rows is fastest for a multiple of this many rows of W.
 constexpr int kRows24 = 16;
 
-// X is the type of x, padded for it: padded24 for float, padded_bf16 for Bf16.
+// X is the type of x. A row of x takes padded24(in) elements as float, and bf16_stride(in) as Bf16.
 template <class V, class X = float>
 struct Sparse24Rows {
   const V* values;           // [out, in/2]
   const uint8_t* positions;  // [out, in/8]
-  const X* x;                // [tokens, padded in]
+  const X* x;                // [tokens, in], padded
   const V* bias;             // [out] or null
   const V* residual;         // [tokens, out] or null
   const float* rotated;      // [tokens, out] or null
@@ -38,10 +38,12 @@ struct RotatedColumns {
 
 constexpr int64_t padded24(int64_t columns) { return (columns + kPadding24 - 1) / kPadding24 * kPadding24; }
 
-// The rows of x in bf16 are padded with zeros to a multiple of this many columns.
+// The rows of x in bf16 are padded with zeros to a multiple of this many columns, one vector.
 constexpr int64_t kPaddingBf16 = 32;
-constexpr int64_t padded_bf16(int64_t columns) {
-  return (columns + kPaddingBf16 - 1) / kPaddingBf16 * kPaddingBf16;
+// Elements from one row of x to the next: one vector more, because rows at a distance of a power of two would
+// compete for the same places of the cache.
+constexpr int64_t bf16_stride(int64_t columns) {
+  return (columns + kPaddingBf16 - 1) / kPaddingBf16 * kPaddingBf16 + kPaddingBf16;
 }
 
 }  // namespace drot
