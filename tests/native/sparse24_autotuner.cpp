@@ -1,4 +1,5 @@
-// The autotuner of sparse24_linear with made-up times, and the cache of its plans, for test_sparse24_autotuner.py.
+// The autotuner of sparse24_linear with made-up times, and the cache of its plans, for
+// test_sparse24_autotuner.py.
 #include "ops/cuda/sparse24_autotuner.h"
 
 #include <stdexcept>
@@ -38,8 +39,8 @@ extern "C" void replace_by_dense(drot::Autotuner* autotuner, const char* key) {
   autotuner->replace(key, {drot::Algorithm::dense});
 }
 
-// Asks a cache of `most` entries for each of `n` keys. `made` gets 1 where the value was not there. A negative
-// key cannot be made; `made` gets -1 there.
+// Asks a cache of `most` entries for each of `n` keys. `made` gets 1 where the value was not there. A
+// negative key cannot be made; `made` gets -1 there.
 extern "C" void use_cache(int most, const int* keys, int n, int* made) {
   drot::LruCache<int, int> cache(most);
   for (int i = 0; i < n; ++i) {

@@ -21,7 +21,7 @@ constexpr int64_t kGrain = int64_t(1) << 17;
 constexpr int64_t kTokenBlock = 256;
 // More tokens than this are multiplied by PyTorch's dense product, which is then faster: in fp32, and in bf16
 // where the CPU has instructions for bf16 products.
-constexpr int64_t kFewFloatTokens = 128, kFewBf16Tokens = 256;
+constexpr int64_t kFewFloatTokens = 128, kFewBf16Tokens = 48;
 // From this many tokens on, a CPU with instructions for bf16 products multiplies in bf16 instead of fp32.
 constexpr int64_t kLeastBf16Tokens = 4;
 // Rows of W that are made dense at a time for the dense product.
@@ -140,8 +140,8 @@ void by_bf16_rows(const Problem& p, at::Tensor& y) {
 }
 #endif
 
-// Multiplies with PyTorch's dense product, with kDenseRows rows of W made dense at a time. V is float, or Bf16
-// on a CPU that has bf16 products.
+// Multiplies with PyTorch's dense product, with kDenseRows rows of W made dense at a time. V is float, or
+// Bf16 on a CPU that has bf16 products.
 template <class V>
 void by_dense_tiles(const Problem& p, at::Tensor& y) {
   const at::Tensor residual = p.rotation.defined() ? at::mm(p.residual, p.rotation) : p.residual;

@@ -15,46 +15,54 @@ namespace {
 // Rows of W and tokens that are multiplied together in registers: 24 sums, four vectors of W and one of x.
 constexpr int kRows = 4, kTokens = 6;
 // kTileRows rows of W are made dense, kTileColumns at a time, for up to kTileTokens tokens. The tile and the
-// columns of x of these tokens stay in the L2 cache.
-constexpr int kTileRows = kRows24, kTileColumns = 1024, kTileTokens = 48;
+// columns of x of kTokens tokens stay in the L1 cache, and those of kTileTokens tokens in the L2 cache.
+constexpr int kTileRows = kRows24, kTileColumns = 512, kTileTokens = 48;
 constexpr int kTileStride = static_cast<int>(bf16_stride(kTileColumns));
 static_assert(kTileTokens % kTokens == 0 && kTileRows % kRows == 0 && kTileColumns % kPaddingBf16 == 0);
 
-// For each byte of positions: the bits of the columns, of eight, that its four values have.
-struct ColumnMasks {
-  uint8_t at[256];
-};
-constexpr ColumnMasks column_masks() {
-  ColumnMasks masks{};
-  for (int byte = 0; byte < 256; ++byte) {
-    for (int value = 0; value < 4; ++value) {
-      masks.at[byte] |= static_cast<uint8_t>(1 << (4 * (value / 2) + (byte >> (2 * value) & 3)));
-    }
-  }
-  return masks;
-}
-constexpr auto kMasks = column_masks();
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// 32 columns from 16 values and four bytes of positions.
-__m512i expand32(const Bf16* values, const uint8_t* positions) {
-  const __mmask32 columns = static_cast<uint32_t>(kMasks.at[positions[0]]) |
-                            static_cast<uint32_t>(kMasks.at[positions[1]]) << 8 |
-                            static_cast<uint32_t>(kMasks.at[positions[2]]) << 16 |
-                            static_cast<uint32_t>(kMasks.at[positions[3]]) << 24;
-  const __m256i packed = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values));
-  return _mm512_maskz_expand_epi16(columns, _mm512_castsi256_si512(packed));
+// Nibble of positions → the bits of the columns, of four, that its two values have; once for each 16 bytes.
+struct ColumnBits {
+  alignas(64) uint8_t at[64];
+};
+constexpr ColumnBits column_bits() {
+  ColumnBits bits{};
+  for (int i = 0; i < 64; ++i) bits.at[i] = static_cast<uint8_t>(1 << (i & 3) | 1 << (i >> 2 & 3));
+  return bits;
+}
+constexpr auto kColumnBits = column_bits();
+
+// For 64 bytes of positions: the bits of the columns, of eight, that the four values of a byte have.
+__m512i columns_of(__m512i positions) {
+  const __m512i bits = _mm512_load_si512(kColumnBits.at), low = _mm512_set1_epi8(15);
+  const __m512i first = _mm512_shuffle_epi8(bits, _mm512_and_si512(positions, low));
+  const __m512i second = _mm512_shuffle_epi8(bits, _mm512_and_si512(_mm512_srli_epi16(positions, 4), low));
+  return _mm512_or_si512(first, _mm512_slli_epi16(second, 4));
 }
 
 // `bytes` times eight columns, and zeros up to a multiple of 32 columns.
 void expand_row(const Bf16* values, const uint8_t* positions, int64_t bytes, Bf16* to) {
-  int64_t i = 0;
-  for (; i + 4 <= bytes; i += 4) _mm512_storeu_si512(to + 8 * i, expand32(values + 4 * i, positions + i));
-  if (i < bytes) {
-    Bf16 last_values[16] = {};
-    uint8_t last_positions[4] = {};
-    std::memcpy(last_values, values + 4 * i, 4 * (bytes - i) * sizeof(Bf16));
-    std::memcpy(last_positions, positions + i, bytes - i);
-    _mm512_storeu_si512(to + 8 * i, expand32(last_values, last_positions));
+  constexpr int64_t kBytes = 64, kVector = 4;  // bytes of positions: together, and of one vector of columns
+  const auto expand = [to](int64_t byte, uint32_t columns, __m256i packed) {
+    const __m512i wide = _mm512_castsi256_si512(packed);
+    _mm512_storeu_si512(to + 8 * byte, _mm512_maskz_expand_epi16(columns, wide));
+  };
+  for (int64_t start = 0; start < bytes; start += kBytes) {
+    const int64_t count = least(kBytes, bytes - start);
+    alignas(64) uint32_t columns[kBytes / kVector];
+    alignas(64) uint8_t read[kBytes] = {};
+    std::memcpy(read, positions + start, count);
+    _mm512_store_si512(columns, columns_of(_mm512_load_si512(read)));
+    int64_t i = 0;
+    for (; i + kVector <= count; i += kVector) {
+      expand(start + i, columns[i / kVector],
+             _mm256_loadu_si256(reinterpret_cast<const __m256i*>(values + 4 * (start + i))));
+    }
+    if (i < count) {
+      const auto rest = static_cast<__mmask16>((1 << 4 * (count - i)) - 1);
+      expand(start + i, columns[i / kVector], _mm256_maskz_loadu_epi16(rest, values + 4 * (start + i)));
+    }
   }
 }
 
@@ -98,8 +106,6 @@ void tile_products(int64_t tokens, const Bf16* tile, const Bf16* x, int64_t stri
   }
 }
 
-int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 void tiled_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows, int64_t token, int64_t tokens) {
   alignas(64) Bf16 tile[kTileRows * kTileStride];
   alignas(64) Lanes sums[kTileRows / kRows][kRows * kTileTokens];
@@ -117,10 +123,10 @@ void tiled_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows, in
       prefetch_block(p.positions + (at + kTileColumns) / 8, kTileColumns / 8);
       expand_row(p.values + at / 2, p.positions + at / 8, columns / 8, tile + r * kTileStride);
     }
-    for (int64_t r = 0; r < rows; r += kRows) {
-      for (int64_t t = 0; t < tokens; t += kTokens) {
-        tile_products(least(kTokens, tokens - t), tile + r * kTileStride,
-                      p.x + (token + t) * stride + column, stride, columns, sums[r / kRows] + t * kRows);
+    for (int64_t t = 0; t < tokens; t += kTokens) {
+      for (int64_t r = 0; r < rows; r += kRows) {
+        tile_products(least(kTokens, tokens - t), tile + r * kTileStride, p.x + (token + t) * stride + column,
+                      stride, columns, sums[r / kRows] + t * kRows);
       }
     }
   }

@@ -256,12 +256,12 @@ class Plan {
   int64_t compressed_bytes_;
 };
 
-// Most plans that are kept. A model has about ten shapes of weights; each of them needs a plan for every number
-// of tokens.
+// Most plans that are kept. A model has about ten shapes of weights; each of them needs a plan for every
+// number of tokens.
 constexpr size_t kMostPlans = 512;
 
 const Plan& plan_for(const PlanKey& key) {
-  static auto* const plans = new LruCache<PlanKey, std::unique_ptr<Plan>>(kMostPlans);
+  static auto* const plans = new LruCache<PlanKey, std::unique_ptr<Plan> >(kMostPlans);
   return *plans->get(key, [&] {
     // a CUDA graph may be captured meanwhile, in this thread or in another
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
