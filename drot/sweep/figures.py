@@ -29,7 +29,7 @@ def figures_of(manifest: dict[str, Any]) -> dict[str, float | None]:
     ]
     figures = {
         "zeros": manifest["sparsity"],
-        "seconds": manifest["seconds"]["total"] - manifest["seconds"]["load"],
+        "seconds": manifest["seconds"]["total"] - manifest["seconds"].get("load", 0.0),
         "seconds_per_step": manifest["seconds"]["rotate"] / steps if steps else None,
         "entropy_before": _mean([record.get("entropy_before") for record in trained]),
         "entropy_after": _mean([record.get("entropy_after") for record in trained]),
