@@ -61,13 +61,9 @@ class RunContext:
         self.seconds = dict.fromkeys(PHASES, 0.0)
         self.work: dict[str, dict[str, float]] = {}
         self.memory = PeakMemory(devices)
-        shapes = {
-            role: tuple(linear.weight.shape)
-            for role, linear in layer_linears(self.layers[0], self.arch).items()
-        }
-        self.sizes = Sizes(
-            shapes, self.shape, tokens=tokens.numel() if len(tokens) else 0, seqlen=tokens.shape[1]
-        )
+        linears = layer_linears(self.layers[0], self.arch)
+        shapes = {role: (linear.out_features, linear.in_features) for role, linear in linears.items()}
+        self.sizes = Sizes(shapes, self.shape, tokens=tokens.numel(), seqlen=tokens.shape[1])
         self._lock = threading.Lock()
         #: phase → the number of threads in it, and the time at which the first of them began
         self._running: dict[str, tuple[int, float]] = {}
