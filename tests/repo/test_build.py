@@ -220,8 +220,15 @@ def test_cuda_kernels_do_not_spill() -> None:
             for arch in architectures:
                 assert (name, kernel, arch) in reported
     # an array of registers that lies in memory is reported as a stack frame and not as a spill
-    in_memory = [r for r in rows if any(int(r[name]) for name in ("spill_stores", "spill_loads", "stack"))]
-    assert not in_memory
+    in_memory = {
+        (row["source"], row["kernel"], row["arch"]): max(
+            int(row[name]) for name in ("spill_stores", "spill_loads", "stack")
+        )
+        for row in rows
+    }
+    # SPILLED of benchmarks/resource_report.py
+    limits = {"sm_100": 32, "sm_120": 32}
+    assert not [key for key, size in in_memory.items() if size > limits.get(key[2], 0)]
 
 
 @in_checkout
