@@ -122,7 +122,7 @@ def main() -> None:
         RESOURCES.write_text(text.getvalue())
     elif too_much or RESOURCES.read_text() != text.getvalue():
         sys.exit(
-            f"{RESOURCES.relative_to(ROOT)} is out of date, or a kernel has more spills or stack than SPILLED:"
+            f"{RESOURCES.relative_to(ROOT)} is out of date, or a kernel spills more than SPILLED allows:"
             " run the script without --check"
         )
 

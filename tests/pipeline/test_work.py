@@ -169,17 +169,17 @@ def test_the_manifest_says_where_the_time_went(tmp_path):
 def test_a_phase_of_several_threads_counts_its_time_once():
     run, both = context(recipe()), threading.Barrier(2)
 
-    def work_in_phase():
+    def sleep_in_phase(seconds):
         with run.clock("rotate"):
             both.wait()
-            time.sleep(0.2)
+            time.sleep(seconds)
 
-    threads = [threading.Thread(target=work_in_phase) for _ in range(2)]
+    threads = [threading.Thread(target=sleep_in_phase, args=[seconds]) for seconds in (0.2, 0.4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert 0.2 <= run.seconds["rotate"] < 0.39
+    assert 0.4 <= run.seconds["rotate"] < 0.59
     with pytest.raises(ValueError), run.clock("rotate"):
         raise ValueError
     assert not run._running
