@@ -108,10 +108,15 @@ class RunContext:
             of_phase = self.work.setdefault(phase, {})
             of_phase[name] = of_phase.get(name, 0.0) + amount
 
-    def count_calibration(self, index: int) -> None:
-        """Counts the work of the objective of layer `index`: a forward pass, Hessians and factorisations."""
+    def count_calibration(self, index: int, *, advance: bool) -> None:
+        """Counts the work of the objective of layer `index`: a forward pass, Hessians and factorisations.
+
+        advance: whether the stream goes on to the outputs of the layer.
+        """
         groups = work.trained_groups(self.recipe, self.pruned_roles(index))
         self.count("calibrate", work.hessians(self.sizes, groups), self.dtype)
+        if advance:
+            self.count("calibrate", work.rest_of_forward(self.sizes, groups), self.dtype)
         self.count("calibrate", work.metrics(self.sizes, self.recipe, groups), torch.float32)
 
     def pruned_roles(self, index: int) -> list[str]:

@@ -97,13 +97,14 @@ def _objectives(
         with run.clock("calibrate"):
             if index not in done or (down_takes_next_r1 and index + 1 not in done):
                 objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
-                run.count_calibration(index)
+                run.count_calibration(index, advance=True)
                 if on_residual:  # each down_proj is trained with the layer whose R1 it takes
                     down = objective.down_projections
                     objective.down_projections = previous_down + ([] if down_takes_next_r1 else down)
                     previous_down = down if down_takes_next_r1 else []
+            else:
+                run.count("calibrate", work.forward(run.sizes), run.dtype)
             stream.advance(layer, index)
-            run.count("calibrate", work.forward(run.sizes), run.dtype)
         layer.to(run.model_device)
         if index not in done:
             yield index, objective, damping

@@ -179,7 +179,6 @@ class PruningRun:
         with run.clock("calibrate"):
             stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
             dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
-        forward = work.forward(run.sizes)
         layer_records, used_rotations = [], []
         for index, layer in enumerate(run.layers):
             layer.to(run.device)
@@ -189,7 +188,7 @@ class PruningRun:
             if dense_stream is not None:  # while the layer is dense
                 with run.clock("calibrate"):
                     dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
-                    run.count("calibrate", forward, run.dtype)
+                    run.count("calibrate", work.forward(run.sizes), run.dtype)
             saved = state.load(f"layer_{index:05d}") if state else None
             if saved is not None:
                 rotation, record, figures = self._restore(layer, saved)
@@ -211,7 +210,8 @@ class PruningRun:
                 self.figures[f"{names[role]}.{kind}"] = values
             with run.clock("calibrate"):
                 stream.advance(layer, index)
-                run.count("calibrate", forward, run.dtype)
+                groups = [] if saved else work.groups_of(run.pruned_roles(index))
+                run.count("calibrate", work.rest_of_forward(run.sizes, groups), run.dtype)
             if dense is not None:
                 dense.inputs.hidden_states = dense.outputs
             if rotation is not None:
@@ -316,7 +316,7 @@ class PruningRun:
         run.event("calibrate", index)
         with run.clock("calibrate"):
             objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
-            run.count_calibration(index)
+            run.count_calibration(index, advance=False)
         (rotation,), trained = run.train([objective], index)
         with run.clock("check"):
             sample = stream.first_samples(1)

@@ -100,6 +100,11 @@ def hessians(sizes: Sizes, groups: Collection[str], to_dense: Collection[str] = 
     return total
 
 
+def rest_of_forward(sizes: Sizes, groups: Collection[str]) -> float:
+    """The rest of the forward pass behind the pass of `hessians`: the outputs of a layer for all tokens."""
+    return forward(sizes) - (_forward_before(sizes, list(groups)[-1]) if groups else 0.0)
+
+
 def metrics(sizes: Sizes, recipe: Recipe, groups: Collection[str]) -> float:
     """What the training of a rotation makes of the Hessians of `groups`: H⁻¹ by SparseGPT's score."""
     if recipe.pruning.method != "sparsegpt":
