@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.retraction import polar_of_skew, turn
+from drot.rotation.retraction import SpectralStep
+from drot.rotation.tensor_cores import TensorCoreStep, angles
 
 Case = tuple[str, Callable[[], tuple[Tensor, Tensor]], float]
 
@@ -67,11 +68,12 @@ def retraction_cases(device: str) -> Iterator[Case]:
     u = u - u.mT
 
     def moved() -> tuple[Tensor, Tensor]:
-        ours = turn(q.float().to(device), polar_of_skew(u.float().to(device)), 0.3)
-        return ours, turn(q, polar_of_skew(u), 0.3)
+        exact = SpectralStep(q, 0.9)(q, u, 0.3)
+        start = q.float().to(device)
+        step = TensorCoreStep(start, 0.9)
+        return step(start, u.float().to(device), angles([0.3], start.device)[0]), exact
 
-    # on a GPU the direction and the step are computed in bf16
-    yield "spectral step", moved, 5e-2
+    yield "spectral step in bf16", moved, 5e-2
 
 
 def score_cases(device: str) -> Iterator[Case]:
@@ -126,6 +128,19 @@ def mask_cases(device: str) -> Iterator[Case]:
                 return ops.nm_mask(score.to(device), prune, group), ops.nm_mask_ref(score, prune, group)
 
             yield f"nm_mask {prune} of {group} {dtype}", mask, 0
+
+
+def momentum_cases(device: str) -> Iterator[Case]:
+    for shape in ((5, 5), (64, 64), (3, 100, 100)):
+        product, momentum = torch.randn(2, *shape)
+
+        def step(product: Tensor = product, momentum: Tensor = momentum) -> tuple[Tensor, Tensor]:
+            mine, exact = momentum.clone().to(device), momentum.double()
+            ops.skew_momentum(product.to(device), mine, 0.9)
+            s = product.double() - product.double().mT
+            return mine.cpu().double(), 0.9 * exact + s
+
+        yield f"skew_momentum {shape}", step, 1e-6
 
 
 def sweep_cases(device: str) -> Iterator[Case]:
@@ -199,6 +214,7 @@ def main() -> int:
         retraction_cases,
         score_cases,
         mask_cases,
+        momentum_cases,
         sweep_cases,
         pack_cases,
         sparse_linear_cases,

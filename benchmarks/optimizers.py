@@ -4,41 +4,67 @@ Each line also shows the step at which the loss of `fast` falls below the final 
 
     python benchmarks/optimizers.py --csv                              layers 0 and 4 of the embedded model
     python benchmarks/optimizers.py MODEL --calibration TEXT --layers 0 3
+    python benchmarks/optimizers.py --synthetic 256 512 1024 --steps 60    whether a rate fits every width
+
+A synthetic layer has random weights. The eigenvalues of its Hessians fall as a power law, and eight channels
+are 20 times as large as the others. `paper` is not run on it.
 """
 
 import argparse
 import dataclasses
 import datetime
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from _harness import RESULTS, append_rows, commit, machine
 from transformers import AutoModelForCausalLM
 
-from drot.architectures import architecture_of, decoder_layers, head_shape
+from drot.architectures import INPUT_GROUPS, HeadShape, architecture_of, decoder_layers, head_shape
 from drot.calibration.data import load_calibration
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.load import load_tokenizer
-from drot.config import OPTIMIZER_DEFAULTS, Recipe, RotationConfig
+from drot.config import OPTIMIZER_DEFAULTS, Recipe, RotationConfig, Sparsity
 from drot.demo.demo import CALIBRATION, MODEL
 from drot.devices import pick_device
 from drot.pipeline.layer import layer_objective
+from drot.rotation.importance import LayerMetrics, layer_metrics
+from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="?", default=str(MODEL))
-    parser.add_argument("--calibration", default=CALIBRATION.source)
-    parser.add_argument("--layers", type=int, nargs="+", default=[0, 4])
-    parser.add_argument(
-        "--lr", type=float, nargs="+", default=[0.15, 0.3, 0.5], help="learning rates of fast"
-    )
-    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")
-    options = parser.parse_args()
-    device = pick_device(options.device)
+def synthetic_objective(n: int, kind: str, device: torch.device) -> LayerObjective:
+    """The objective of a random layer of hidden size n, with SparseGPT's scores for 2:4."""
+    generator = torch.Generator().manual_seed(n)
+    shape = HeadShape(heads=n // 64, kv_heads=max(1, n // 256), head_dim=64)
+    rows = {"q_proj": n, "k_proj": 64 * shape.kv_heads, "v_proj": 64 * shape.kv_heads, "o_proj": n,
+            "gate_proj": 2 * n, "up_proj": 2 * n, "down_proj": n}  # fmt: skip
+    weights, hessians = {}, {}
+    for group, roles in INPUT_GROUPS.items():
+        width = 2 * n if group == "down" else n
+        hessians[group] = power_law_hessian(width, generator)
+        weights |= {role: torch.randn(rows[role], width, generator=generator) / width**0.5 for role in roles}
+    metrics = layer_metrics("sparsegpt", hessians, shape, damping=0.01, with_down=kind == "pruned")
+    return LayerObjective(
+        {role: weight.to(device) for role, weight in weights.items()},
+        LayerMetrics({group: metric.to(device) for group, metric in metrics.metrics.items()}, {}),
+        shape, objective=kind, sparsity=Sparsity.parse("2:4"),
+    )  # fmt: skip
+
+
+def power_law_hessian(width: int, generator: torch.Generator, outliers: int = 8) -> torch.Tensor:
+    """H [width, width] with eigenvalues 1/i in a random basis, and `outliers` channels 20 times as large."""
+    basis = torch.linalg.qr(torch.randn(width, width, generator=generator))[0]
+    hessian = basis @ (basis / torch.arange(1, width + 1)).T
+    channels = torch.ones(width)
+    channels[torch.randperm(width, generator=generator)[:outliers]] = 20
+    return hessian * channels[:, None] * channels
+
+
+def real_objectives(
+    options: argparse.Namespace, device: torch.device
+) -> Iterator[tuple[str, int, str, LayerObjective]]:
+    """(model, layer, objective, the objective of the layer) for the layers of a model."""
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
     arch, shape = architecture_of(model.config), head_shape(model.config)
     tokens = load_calibration(
@@ -48,46 +74,75 @@ def main() -> None:
     stream = CalibrationStream.embed(model, arch, tokens, device)
     for index, layer in enumerate(decoder_layers(model, arch)[: max(options.layers) + 1]):
         layer.to(device)
-        for kind in ("entropy", "pruned") if index in options.layers else ():
+        for kind in options.objective if index in options.layers else ():
             recipe = Recipe(rotation=RotationConfig(objective=kind))
             objective, _ = layer_objective(layer, index, stream, arch, shape, recipe)
-            paper = RotationConfig(objective=kind, optimizer="paper")
-            runs = [paper, dataclasses.replace(paper, steps=400)] + [
-                RotationConfig(objective=kind, steps=steps, lr=lr, early_stop=0.0)
-                for steps in options.steps
-                for lr in options.lr
-            ]
-            goal = None
-            for config in runs:
-                _, record = train_rotation([objective], config, device=device)
-                goal = record.loss_after if goal is None else goal
-                below = next((i for i, loss in enumerate(record.loss_curve) if loss <= goal), None)
-                default = (config.resolved_steps, config.resolved_lr) == OPTIMIZER_DEFAULTS[config.optimizer]
-                row = {
-                    "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-                    "commit": commit(),
-                    "machine": machine(str(device)),
-                    "model": Path(options.model).name,
-                    "layer": index,
-                    "objective": kind,
-                    "optimizer": config.optimizer,
-                    "steps": config.resolved_steps,
-                    "lr": config.resolved_lr,
-                    "loss_before": f"{record.loss_before:.2f}",
-                    "loss_after": f"{record.loss_after:.2f}",
-                    "steps_to_paper": "never" if below is None else below,
-                    "ms_per_step": f"{1e3 * record.seconds / len(record.loss_curve):.1f}",
-                }
-                print(
-                    f"layer {index}  {kind:<8} {config.optimizer:<6} {config.resolved_steps:>5} steps"
-                    f"  lr {config.resolved_lr:<5} loss {row['loss_before']} -> {row['loss_after']}"
-                    f"  below paper's end at step {row['steps_to_paper']}  {row['ms_per_step']} ms a step"
-                    f"{'  (default)' if default else ''}",
-                    flush=True,
-                )
-                if options.csv:
-                    append_rows(RESULTS / "optimizers.csv", [row])
+            yield Path(options.model).name, index, kind, objective
         stream.advance(layer, index)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", default=str(MODEL))
+    parser.add_argument("--calibration", default=CALIBRATION.source)
+    parser.add_argument("--layers", type=int, nargs="+", default=[0, 4])
+    parser.add_argument(
+        "--synthetic", type=int, nargs="+", help="hidden sizes of synthetic layers, for MODEL"
+    )
+    parser.add_argument("--objective", nargs="+", default=["entropy", "pruned"])
+    parser.add_argument(
+        "--lr", type=float, nargs="+", default=[0.15, 0.3, 0.5], help="learning rates of fast"
+    )
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")
+    options = parser.parse_args()
+    device = pick_device(options.device)
+    objectives = real_objectives(options, device)
+    if options.synthetic:
+        objectives = (
+            (f"synthetic-{n}", 0, kind, synthetic_objective(n, kind, device))
+            for n in options.synthetic
+            for kind in options.objective
+        )
+    for model, index, kind, objective in objectives:
+        paper = RotationConfig(objective=kind, optimizer="paper")
+        runs = [] if options.synthetic else [paper, dataclasses.replace(paper, steps=400)]
+        runs += [
+            RotationConfig(objective=kind, steps=steps, lr=lr, early_stop=0.0)
+            for steps in options.steps
+            for lr in options.lr
+        ]
+        goal = None
+        for config in runs:
+            _, record = train_rotation([objective], config, device=device)
+            goal = record.loss_after if goal is None and not options.synthetic else goal
+            below = next((i for i, loss in enumerate(record.loss_curve) if goal and loss <= goal), None)
+            default = (config.resolved_steps, config.resolved_lr) == OPTIMIZER_DEFAULTS[config.optimizer]
+            row = {
+                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+                "commit": commit(),
+                "machine": machine(str(device)),
+                "model": model,
+                "layer": index,
+                "objective": kind,
+                "optimizer": config.optimizer,
+                "steps": config.resolved_steps,
+                "lr": config.resolved_lr,
+                "loss_before": f"{record.loss_before:.2f}",
+                "loss_after": f"{record.loss_after:.2f}",
+                "steps_to_paper": "" if goal is None else "never" if below is None else below,
+                "ms_per_step": f"{1e3 * record.seconds / len(record.loss_curve):.1f}",
+            }
+            against = "" if goal is None else f"  below paper's end at step {row['steps_to_paper']}"
+            print(
+                f"{model} layer {index}  {kind:<8} {config.optimizer:<6} {config.resolved_steps:>5} steps"
+                f"  lr {config.resolved_lr:<5} loss {row['loss_before']} -> {row['loss_after']}{against}"
+                f"  {row['ms_per_step']} ms a step{'  (default)' if default else ''}",
+                flush=True,
+            )
+            if options.csv:
+                append_rows(RESULTS / "optimizers.csv", [row])
 
 
 if __name__ == "__main__":

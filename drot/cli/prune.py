@@ -256,7 +256,9 @@ def prune(
     product_dtype: Annotated[
         str,
         option(
-            ROTATION, "Dtype of the matrix products of the training.", choices=choices(config.ProductDtype)
+            ROTATION,
+            "Dtype of the matrix products of the training. auto is bfloat16 on a GPU, and float32 on a CPU.",
+            choices=choices(config.ProductDtype),
         ),
     ] = ROTATE.product_dtype,
     reference_compat: Annotated[

@@ -14,7 +14,7 @@ HessianSource = Literal["auto", "sequential", "dense"]
 #: where the rotation between two layers acts (drot/surgery/boundary.py)
 BoundaryPlace = Literal["input", "residual"]
 Boundary = Literal["auto", "input", "residual"]
-ProductDtype = Literal["float32", "bfloat16"]
+ProductDtype = Literal["auto", "float32", "bfloat16"]
 
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
@@ -54,7 +54,8 @@ class RotationConfig:
             `sequential` and the rotations are trained. It is `input` elsewhere, which costs no perplexity.
         layers_per_step: with `mode="shared"`, the number of layers in the loss of one step; the other
             layers are offloaded to main memory. None is all layers.
-        product_dtype: dtype of the matrix products. The loss is computed in fp32 at least.
+        product_dtype: dtype of the matrix products. `auto` is `bfloat16` on a GPU and `float32` on a CPU
+            (devices.product_dtype). The loss, the gradients and their sums are computed in fp32 at least.
         reference_compat: computes the SparseGPT scores as the paper's code does, which adds the damping a
             second time, to the inverse.
     """
@@ -69,7 +70,7 @@ class RotationConfig:
     hessians: HessianSource = "auto"
     boundary: Boundary = "auto"
     layers_per_step: int | None = None
-    product_dtype: ProductDtype = "float32"
+    product_dtype: ProductDtype = "auto"
     reference_compat: bool = False
 
     def __post_init__(self) -> None:

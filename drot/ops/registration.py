@@ -4,8 +4,8 @@ A fake kernel returns the shapes and dtypes of the results; torch.compile needs 
 imports this module, so that the import of any op registers all of them.
 
 The ops without a formula here have no gradient: `sparse24_linear` raises in a backward pass
-(csrc/bindings.cpp), and the results of `nm_mask`, `pack24`, `unpack24`, `sparse24_compress` and `cholesky_qr`
-do not require a gradient.
+(csrc/bindings.cpp), and the results of `nm_mask`, `pack24`, `unpack24`, `sparse24_compress`, `skew_momentum`
+and `cholesky_qr` do not require a gradient.
 """
 
 from typing import Any
@@ -67,6 +67,11 @@ def _(
     w: Tensor, hinv: Tensor, removed: Tensor | None, prune: int, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     return w.new_empty(w.shape), w.new_empty(w.shape), w.new_empty(w.shape, dtype=torch.bool)
+
+
+@register_fake("drot::skew_momentum")
+def _(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
+    return product.new_empty(product.shape, dtype=torch.bfloat16)
 
 
 @register_fake("drot::pack24")

@@ -11,6 +11,7 @@ from drot.architectures import INPUT_GROUPS, Architecture, HeadShape, layer_line
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe, Sparsity
+from drot.devices import product_dtype
 from drot.errors import UserError
 from drot.pipeline.figures import GroupFigures
 from drot.pruning import (
@@ -86,7 +87,7 @@ def layer_objective(
         shape,
         objective=recipe.objective,
         sparsity=sparsity,
-        product_dtype=getattr(torch, recipe.rotation.product_dtype),
+        product_dtype=getattr(torch, product_dtype(recipe.rotation.product_dtype, device)),
         blocks=recipe.rotation.equal_blocks,
     )
     return objective, metrics.damping

@@ -16,7 +16,7 @@ from drot.checkpoint.load import load_config, load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, patterns_of, read_manifest
 from drot.config import CalibrationConfig, Recipe
 from drot.config.checks import is_a
-from drot.devices import computing_dtype, parse_dtype, pick_devices
+from drot.devices import computing_dtype, parse_dtype, pick_devices, product_dtype
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_architecture, check_recipe, check_seqlen, check_tokens
@@ -77,6 +77,8 @@ def prepare(
     is_a("dtype", dtype, str, torch.dtype)
     is_a("save_dtype", save_dtype, str, torch.dtype)
     devices = pick_devices(device)
+    if not rotations_given:
+        recipe = recipe_on(recipe, devices[0])
     if isinstance(save_dtype, str) and save_dtype != "auto":
         save_dtype = parse_dtype(save_dtype, "save_dtype")
     if isinstance(model, str | Path):
@@ -112,6 +114,20 @@ def prepare(
         source,
         tokenizer,
         own if isinstance(save_dtype, str) else save_dtype,
+    )
+
+
+def recipe_on(recipe: Recipe, device: torch.device) -> Recipe:
+    """The recipe with the dtype in which it trains rotations on `device`; unchanged if it trains none.
+
+    The manifest records this recipe, and the identity of an unfinished run holds it, so that a run is not
+    continued in another dtype on another device.
+    """
+    if recipe.rotation.mode == "none":
+        return recipe
+    trained_in = product_dtype(recipe.rotation.product_dtype, device)
+    return dataclasses.replace(
+        recipe, rotation=dataclasses.replace(recipe.rotation, product_dtype=trained_in)
     )
 
 

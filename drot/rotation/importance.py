@@ -13,6 +13,11 @@ from torch import Tensor
 
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.calibration.hessian import fix_dead_columns, inverse_cholesky
+from drot.rotation.products import add_product, product
+
+#: What two halves of 16 bits leave undecided in q = diag(RᵀMR), as a share of the largest element of M's
+#: diagonal.
+RESOLUTION = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -22,10 +27,34 @@ class Metric:
     matrix: M [in, in] for the inputs that R1 rotates; its diagonal blocks [heads, h, h] for o_proj; its
         diagonal [in] for down_proj, whose input is not rotated. None if column_scale is 1.
     inverse: whether column_scale is 1/q (True) or q (False), with q = diag(RᵀMR).
+    low: what M lost when `matrix` was rounded to 16 bits, in 16 bits too; None if `matrix` is M itself.
+    smallest: the smallest q (0-dim) that the two halves of M can tell from rounding; None if `low` is.
     """
 
     matrix: Tensor | None
     inverse: bool
+    low: Tensor | None = None
+    smallest: Tensor | None = None
+
+    def rounded(self, dtype: torch.dtype) -> "Metric":
+        """The metric with a matrix in `dtype`. In 16 bits M is the sum of two matrices.
+
+        One matrix of 16 bits is not enough: where M is ill-conditioned, its rounding can make a small q
+        negative.
+        """
+        if self.matrix is None:
+            return self
+        high = self.matrix.to(dtype).contiguous()
+        if dtype.itemsize > 2 or self.diagonal is None:
+            return Metric(high, self.inverse)
+        low = (self.matrix - high).to(dtype).contiguous()
+        return Metric(high, self.inverse, low, RESOLUTION * self.diagonal.amax())
+
+    def times(self, rotation: Tensor, dtype: torch.dtype) -> Tensor:
+        """M R [n, b, b] in `dtype` for the diagonal blocks R [n, b, b], given in the dtype of `matrix`."""
+        assert self.matrix is not None, "a metric without a matrix has no product"
+        result = product(self.matrix, rotation, dtype)
+        return result if self.low is None else add_product(result, self.low, rotation)
 
     def column_scale(self, q: Tensor) -> Tensor:
         """column_scale [in] from q [in]."""
@@ -36,10 +65,22 @@ class Metric:
         """diag(M) [in], which is q for R = I; None if column_scale is 1."""
         if self.matrix is None or self.matrix.dim() == 1:
             return self.matrix
-        return self.matrix.diagonal(dim1=-2, dim2=-1).reshape(-1)
+        diagonal = self.matrix.diagonal(dim1=-2, dim2=-1).reshape(-1)
+        return (
+            diagonal
+            if self.low is None
+            else diagonal.float() + self.low.diagonal(dim1=-2, dim2=-1).reshape(-1)
+        )
 
     def to(self, device: torch.device) -> "Metric":
-        return Metric(None if self.matrix is None else self.matrix.to(device), self.inverse)
+        parts = (self.matrix, self.low, self.smallest)
+        matrix, low, smallest = (None if part is None else part.to(device) for part in parts)
+        return Metric(matrix, self.inverse, low, smallest)
+
+    def q(self, rotation: Tensor, times: Tensor) -> Tensor:
+        """diag(RᵀMR) [n · b] from R [n, b, b] and M R [n, b, b]; above 0 in spite of the rounding of M."""
+        q = (rotation * times).sum(1).flatten()
+        return q if self.smallest is None else torch.maximum(q, self.smallest)
 
     def gradient_in_q(self, gradient: Tensor, column_scale: Tensor) -> Tensor:
         """The gradient in q from the gradient in column_scale."""

@@ -22,19 +22,30 @@ from drot import ops
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.config import Sparsity
 from drot.rotation.importance import LayerMetrics, Metric, diagonal_blocks
+from drot.rotation.products import add_product, product
 from drot.surgery.rotate import LayerRotation, rotate_left, rotate_right
 
-#: Rows of a weight, or columns of down_proj, that are rotated at a time; limits the memory.
-CHUNK = 8192
 
-
-@dataclass
 class _Sums:
-    """Sums over the linears: the loss, d loss/d R1 [n, b, b] and d loss/d R2 [kv, h, h]."""
+    """The sums over the linears: the loss, d loss/d R1 [n, b, b] and d loss/d R2 [kv, h, h].
 
-    loss: Tensor
-    r1_gradient: Tensor
-    r2_gradient: Tensor
+    dtype: dtype of the sums.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.loss: Tensor | None = None
+        self.gradients: dict[str, Tensor] = {}
+
+    def add_loss(self, loss: Tensor) -> None:
+        self.loss = loss if self.loss is None else self.loss + loss
+
+    def add(self, name: str, factors: tuple[Tensor, Tensor]) -> None:
+        """Adds the product of two factors to the gradient `r1` or `r2`, in the dtype of the sums."""
+        if name in self.gradients:
+            add_product(self.gradients[name], *factors)
+        else:
+            self.gradients[name] = product(*factors, self.dtype)
 
 
 class _ColumnScale:
@@ -42,23 +53,33 @@ class _ColumnScale:
 
     metric: the matrix M of the input, with column_scale q or 1/q for q = diag(RᵀMR).
     blocks: the diagonal blocks [n, b, b] of R.
-    dtype: dtype of the product M R.
+    rounded: `blocks` in the dtype of M.
     """
 
-    def __init__(self, metric: Metric, blocks: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, metric: Metric, blocks: Tensor, rounded: Tensor) -> None:
         self.metric = metric
         self.value: Tensor | None = None
         self.gradient: Tensor | None = None
         if metric.matrix is not None:
-            self._product = (metric.matrix @ blocks.to(dtype)).to(blocks.dtype)
-            self.value = metric.column_scale((blocks * self._product).sum(1).flatten())
-            self.gradient = torch.zeros_like(self.value)
+            self._product = metric.times(rounded, blocks.dtype)
+            self.value = metric.column_scale(metric.q(blocks, self._product))
+
+    def add(self, gradient: Tensor) -> None:
+        """Adds the gradient in column_scale of one linear."""
+        if self.value is not None:
+            self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
 
     def add_gradient(self, rotation_gradient: Tensor) -> None:
         """Adds 2 (M R) diag(dq) to `rotation_gradient` [n, b, b]."""
         if self.value is not None and self.gradient is not None:
-            dq = self.metric.gradient_in_q(self.gradient, self.value)
-            rotation_gradient += 2 * self._product * dq.reshape(len(rotation_gradient), 1, -1)
+            shape = (len(rotation_gradient), 1, -1)
+            if self.metric.low is None:
+                dq = self.metric.gradient_in_q(self.gradient, self.value).reshape(shape)
+                rotation_gradient += 2 * self._product * dq
+            else:  # in fewer passes, which round differently
+                dq = self.gradient * self.value.square() if self.metric.inverse else self.gradient
+                factor = -2.0 if self.metric.inverse else 2.0
+                rotation_gradient.addcmul_(self._product, dq.reshape(shape), value=factor)
 
 
 @dataclass(frozen=True)
@@ -67,20 +88,19 @@ class DownProjection:
 
     Args:
         weight: folded weight [d, ff].
-        metric: metric of its input.
+        column_scale: the column_scale [ff] of its scores, which no rotation changes; None for 1.
         scale: factor of its loss, for `pruned`.
         sparsity: its n:m or ratio, for `pruned`.
     """
 
     weight: Tensor
-    metric: Metric
+    column_scale: Tensor | None
     scale: float
     sparsity: Sparsity
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "DownProjection":
-        return DownProjection(
-            self.weight.to(device, dtype), self.metric.to(device), self.scale, self.sparsity
-        )
+        column_scale = None if self.column_scale is None else self.column_scale.to(device)
+        return DownProjection(self.weight.to(device, dtype), column_scale, self.scale, self.sparsity)
 
 
 class LayerObjective:
@@ -120,27 +140,45 @@ class LayerObjective:
         self.blocks = blocks
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
-        pruned = {role: weight for role, weight in weights.items() if role in self.sparsity}
-        self.weights = {role: weight.to(product_dtype).contiguous() for role, weight in pruned.items()}
         self._weights_dtype = product_dtype
         self.hidden_size = weights["q_proj"].shape[1]
         self.device = weights["q_proj"].device
-        self.metrics = {}
+        self.weights: dict[str, Tensor] = {}
+        self._stacks: dict[str, Tensor] = {}
+        for group, roles in INPUT_GROUPS.items():
+            parts = {role: weights[role].to(product_dtype) for role in roles if role in self.sparsity}
+            if parts:
+                self._keep(
+                    group, torch.cat(list(parts.values())), list(map(len, parts.values())), list(parts)
+                )
+        self.metrics: dict[str, Metric] = {}
         for group, metric in metrics.metrics.items():
-            matrix = metric.matrix
-            if matrix is not None:
-                if group in ("attention", "mlp"):
-                    matrix = diagonal_blocks(matrix, blocks)
-                matrix = matrix.to(self.loss_dtype if group == "down" else product_dtype).contiguous()
-            self.metrics[group] = Metric(matrix, metric.inverse)
+            if metric.matrix is not None and group in ("attention", "mlp"):
+                metric = Metric(diagonal_blocks(metric.matrix, blocks), metric.inverse)
+            self.metrics[group] = metric.rounded(self.loss_dtype if group == "down" else product_dtype)
         self._scales = {
             role: self._normaliser(role) if objective == "pruned" else 1.0 for role in self.weights
         }
         self.down_projections = []
         if "down_proj" in self.weights:
             weight, metric = self.weights.pop("down_proj"), self.metrics.pop("down")
+            column_scale = None if metric.matrix is None else metric.column_scale(metric.matrix)
             scale = self._scales.pop("down_proj")
-            self.down_projections = [DownProjection(weight, metric, scale, self.sparsity["down_proj"])]
+            down = DownProjection(weight, column_scale, scale, self.sparsity["down_proj"])
+            self.down_projections = [down]
+            del self._stacks["down"]
+
+    def _keep(self, group: str, stack: Tensor, sizes: list[int], roles: list[str]) -> None:
+        """Keeps the weights of an input group as one matrix, so that one product rotates all of them.
+
+        Args:
+            group: the input group.
+            stack: the weights [Σ sizes, in], one below the other.
+            sizes: rows of each weight.
+            roles: role of each weight.
+        """
+        self._stacks[group] = stack
+        self.weights |= dict(zip(roles, stack.split(sizes), strict=True))
 
     @property
     def empty(self) -> bool:
@@ -164,7 +202,10 @@ class LayerObjective:
     def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerObjective":
         other = copy.copy(self)
         other.device, other._weights_dtype = device, dtype
-        other.weights = {role: weight.to(device, dtype) for role, weight in self.weights.items()}
+        other.weights, other._stacks = {}, {}
+        for group, stack in self._stacks.items():
+            roles = [role for role in INPUT_GROUPS[group] if role in self.weights]
+            other._keep(group, stack.to(device, dtype), [len(self.weights[role]) for role in roles], roles)
         other.metrics = {group: metric.to(device) for group, metric in self.metrics.items()}
         other.down_projections = [down.to(device, dtype) for down in self.down_projections]
         return other
@@ -177,67 +218,71 @@ class LayerObjective:
 
     def value_and_grad(self, r1: Tensor, r2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The loss (0-dim), d loss/d r1 [blocks, b, b] and d loss/d r2 [kv, h, h], in fp32 or fp64."""
-        sums = _Sums(r1.new_zeros(()), torch.zeros_like(r1), torch.zeros_like(r2))
+        sums = _Sums(self.loss_dtype)
+        rounded = r1.to(self.product_dtype), r2.to(self.product_dtype)
         for group in ("attention", "mlp"):
-            if any(role in self.weights for role in INPUT_GROUPS[group]):
-                self._right_group(group, r1, r2, sums)
+            if group in self._stacks:
+                self._right_group(group, r1, *rounded, sums)
         if "o_proj" in self.weights:
-            self._output_projection(r1, r2, sums)
+            self._output_projection(r2, *rounded, sums)
         for down in self.down_projections:
-            self._down_projection(down, r1, sums)
-        return sums.loss, sums.r1_gradient, sums.r2_gradient
+            self._down_projection(down, rounded[0], sums)
+        loss = r1.new_zeros(()) if sums.loss is None else sums.loss
+        r1_gradient, r2_gradient = (
+            sums.gradients[name] if name in sums.gradients else torch.zeros_like(matrix)
+            for name, matrix in (("r1", r1), ("r2", r2))
+        )
+        return loss, r1_gradient, r2_gradient
 
     def value(self, r1: Tensor, r2: Tensor) -> Tensor:
         """The loss (0-dim)."""
         return self.value_and_grad(r1, r2)[0]
 
-    def _right_group(self, group: str, r1: Tensor, r2: Tensor, sums: _Sums) -> None:
-        """The linears that read the output of one norm: Y = W R1, and blockdiag(R2)ᵀ W R1 for v_proj."""
-        column_scale = _ColumnScale(self.metrics[group], r1, self.product_dtype)
-        r1_cast, r2_cast = r1.to(self.product_dtype), r2.to(self.product_dtype)
-        for role in INPUT_GROUPS[group]:
-            if role not in self.weights:
-                continue
-            # v_proj is not split, because the entropy of its columns needs all rows; it is small
-            rows = self.weights[role].shape[0] if role == "v_proj" else CHUNK
-            for weight in self.weights[role].split(rows):
-                u = y = rotate_right(weight, r1_cast)
-                if role == "v_proj":
-                    y = rotate_left(r2_cast, u)
-                dy = self._add_loss(role, self._scales[role], self.sparsity[role], y, column_scale, sums)
-                if role == "v_proj":
-                    sums.r2_gradient += _gradient_left(u, dy, len(r2))
-                    dy = rotate_left(r2_cast.mT, dy)
-                sums.r1_gradient += _gradient_right(weight, dy, len(r1))
-        column_scale.add_gradient(sums.r1_gradient)
+    def _right_group(self, group: str, r1: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums) -> None:
+        """The linears that read the output of one norm: Y = W R1, and blockdiag(R2)ᵀ W R1 for v_proj.
 
-    def _output_projection(self, r1: Tensor, r2: Tensor, sums: _Sums) -> None:
+        Args:
+            group: the input group.
+            r1: R1 [n, b, b].
+            r1_cast: R1 in the dtype of the products.
+            r2_cast: R2 [kv, h, h] in the dtype of the products.
+            sums: sums of this evaluation.
+        """
+        column_scale = _ColumnScale(self.metrics[group], r1, r1_cast)
+        roles = [role for role in INPUT_GROUPS[group] if role in self.weights]
+        rotated = rotate_right(self._stacks[group], r1_cast)
+        for role, u in zip(roles, rotated.split([len(self.weights[role]) for role in roles]), strict=True):
+            y = rotate_left(r2_cast, u) if role == "v_proj" else u
+            scale, sparsity = self._scales[role], self.sparsity[role]
+            dy, dcolumn_scale = self._add_loss(role, scale, sparsity, y, column_scale.value, sums)
+            column_scale.add(dcolumn_scale)
+            if role == "v_proj":
+                sums.add("r2", _left_factors(u, dy, len(r2_cast)))
+                dy = rotate_left(r2_cast.mT, dy)
+            sums.add("r1", _right_factors(self.weights[role], dy, len(r1)))
+        column_scale.add_gradient(sums.gradients["r1"])
+
+    def _output_projection(self, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums) -> None:
         """o_proj: Y = R1ᵀ W blockdiag(R2), with the R2 of its KV head for each query head."""
-        weight, heads_r2 = self.weights["o_proj"], r2.repeat_interleave(self.shape.group, 0)
-        column_scale = _ColumnScale(self.metrics["o"], heads_r2, self.product_dtype)
-        r1_cast, heads_r2_cast = r1.to(self.product_dtype), heads_r2.to(self.product_dtype)
+        weight = self.weights["o_proj"]
+        heads_r2, heads_r2_cast = (r.repeat_interleave(self.shape.group, 0) for r in (r2, r2_cast))
+        column_scale = _ColumnScale(self.metrics["o"], heads_r2, heads_r2_cast)
         u = rotate_left(r1_cast, weight)
         scale, sparsity = self._scales["o_proj"], self.sparsity["o_proj"]
-        dy = self._add_loss("o_proj", scale, sparsity, rotate_right(u, heads_r2_cast), column_scale, sums)
-        gradient = _gradient_right(u, dy, len(heads_r2)).to(self.loss_dtype)
+        y = rotate_right(u, heads_r2_cast)
+        dy, dcolumn_scale = self._add_loss("o_proj", scale, sparsity, y, column_scale.value, sums)
+        column_scale.add(dcolumn_scale)
+        gradient = product(*_right_factors(u, dy, len(heads_r2)), self.loss_dtype)
         column_scale.add_gradient(gradient)
-        sums.r2_gradient += gradient.unflatten(0, (-1, self.shape.group)).sum(1)
-        sums.r1_gradient += _gradient_left(weight, rotate_right(dy, heads_r2_cast.mT), len(r1))
+        gradient = gradient.unflatten(0, (-1, self.shape.group)).sum(1)
+        sums.gradients["r2"] = sums.gradients["r2"] + gradient if "r2" in sums.gradients else gradient
+        sums.add("r1", _left_factors(weight, rotate_right(dy, heads_r2_cast.mT), len(r1_cast)))
 
-    def _down_projection(self, down: DownProjection, r1: Tensor, sums: _Sums) -> None:
+    def _down_projection(self, down: DownProjection, r1_cast: Tensor, sums: _Sums) -> None:
         """down_proj: Y = R1ᵀ W, with a column_scale that does not depend on the rotations."""
-        weight, metric, r1_cast = down.weight, down.metric, r1.to(self.product_dtype)
-        constant_scale = None if metric.matrix is None else metric.column_scale(metric.matrix)
-        # a ratio removes the smallest scores of whole rows, so the columns cannot be split then
-        whole_rows = self.objective == "pruned" and not down.sparsity.structured
-        width = weight.shape[1] if whole_rows else CHUNK // max(down.sparsity.m, 1) * max(down.sparsity.m, 1)
-        for start in range(0, weight.shape[1], width):
-            columns = weight[:, start : start + width]
-            column_scale = _ColumnScale(Metric(None, False), r1, self.product_dtype)
-            column_scale.value = None if constant_scale is None else constant_scale[start : start + width]
-            y = rotate_left(r1_cast, columns)
-            dy = self._add_loss("down_proj", down.scale, down.sparsity, y, column_scale, sums)
-            sums.r1_gradient += _gradient_left(columns, dy, len(r1))
+        y = rotate_left(r1_cast, down.weight)
+        dy, _ = self._add_loss("down_proj", down.scale, down.sparsity, y, down.column_scale, sums)
+        sums.add("r1", _left_factors(down.weight, dy, len(r1_cast)))
 
     def _add_loss(
         self,
@@ -245,33 +290,31 @@ class LayerObjective:
         scale: float,
         sparsity: Sparsity,
         y: Tensor,
-        column_scale: _ColumnScale,
+        column_scale: Tensor | None,
         sums: _Sums,
-    ) -> Tensor:
-        """Adds the loss of a rotated weight y to `sums`, and its gradient to `column_scale`; returns dY.
+    ) -> tuple[Tensor, Tensor]:
+        """Adds the loss of a rotated weight y to `sums`; returns dY and the gradient in column_scale.
 
         Args:
             role: role of the linear.
             scale: factor of the loss, for `pruned`.
             sparsity: n:m or ratio of the mask, for `pruned`.
-            y: rotated weight, or some of its rows or columns.
-            column_scale: column_scale of y.
+            y: rotated weight [out, in].
+            column_scale: column_scale [in] of y; None for 1.
             sums: sums of this evaluation.
         """
         if self.objective == "entropy":
             columns = role in ("v_proj", "o_proj", "down_proj")
             loss, dy, dcolumn_scale = ops.entropy_loss_and_grad(
-                y, column_scale.value, rows=role != "down_proj", columns=columns
+                y, column_scale, rows=role != "down_proj", columns=columns
             )
         else:
             prune, group = _removed_per_group(sparsity, y.shape[1])
             loss, dy, dcolumn_scale = ops.pruned_importance_and_grad(
-                y, column_scale.value, prune=prune, group=group, scale=scale
+                y, column_scale, prune=prune, group=group, scale=scale
             )
-        sums.loss += loss
-        if column_scale.gradient is not None:
-            column_scale.gradient += dcolumn_scale
-        return dy
+        sums.add_loss(loss)
+        return dy, dcolumn_scale
 
     def _normaliser(self, role: str) -> float:
         """out_features / (sum of the scores at R = I).
@@ -307,17 +350,13 @@ def _removed_per_group(sparsity: Sparsity, width: int) -> tuple[int, int]:
     return int(width * sparsity.ratio), 0
 
 
-def _gradient_right(matrix: Tensor, dy: Tensor, count: int) -> Tensor:
-    """d loss/d B [count, b, b] for Y [out, n] = matrix · blockdiag(B)."""
-    if count == 1:
-        return (matrix.T @ dy)[None]
+def _right_factors(matrix: Tensor, dy: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The factors of d loss/d B [count, b, b] for Y [out, n] = matrix · blockdiag(B)."""
     parts, dparts = (tensor.unflatten(1, (count, -1)).transpose(0, 1) for tensor in (matrix, dy))
-    return torch.bmm(parts.mT, dparts)
+    return parts.mT, dparts
 
 
-def _gradient_left(matrix: Tensor, dy: Tensor, count: int) -> Tensor:
-    """d loss/d B [count, b, b] for Y [n, in] = blockdiag(B)ᵀ · matrix."""
-    if count == 1:
-        return (matrix @ dy.T)[None]
+def _left_factors(matrix: Tensor, dy: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The factors of d loss/d B [count, b, b] for Y [n, in] = blockdiag(B)ᵀ · matrix."""
     parts, dparts = (tensor.unflatten(0, (count, -1)) for tensor in (matrix, dy))
-    return torch.bmm(parts, dparts.mT)
+    return parts, dparts.mT

@@ -5,12 +5,15 @@ None to leave the matrix as it is. No optimiser builds an autograd graph.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.retraction import polar_of_skew, turn
+from drot.rotation.retraction import SpectralStep
+from drot.rotation.tensor_cores import TensorCoreStep, angles, on_tensor_cores
 
 
 class PaperOptimizer:
@@ -53,19 +56,41 @@ class FastOptimizer:
 
     def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:
         self.matrices = [matrix.clone() for matrix in start]
-        self._momenta = [torch.zeros_like(matrix) for matrix in start]
-        self._lr, self._steps, self._step = lr, max(steps, 1), 0
+        thetas = [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
+        self._step = 0
+        self._turns: list[Callable[[Tensor, Tensor, Any], Tensor]]
+        self._angles: Tensor | list[float] = thetas
+        if on_tensor_cores(start[0]):
+            self._turns = [TensorCoreStep(matrix, self.MOMENTUM) for matrix in start]
+            self._angles = angles(thetas, start[0].device)
+        else:
+            self._turns = [SpectralStep(matrix, self.MOMENTUM) for matrix in start]
+
+    @property
+    def capturable(self) -> bool:
+        """Whether `turned` reads nothing on the host, as a CUDA graph needs."""
+        return isinstance(self._angles, Tensor)
+
+    @property
+    def angle(self) -> Any:
+        """The angle of the next step, as `turned` takes it."""
+        return self._angles[self._step]
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor | None]) -> None:
-        angle = self._lr * 0.5 * (1 + math.cos(math.pi * self._step / self._steps))
+        self.move(self.turned(self.matrices, gradients, self.angle))
+
+    def turned(self, matrices: list[Tensor], gradients: list[Tensor | None], angle: Any) -> list[Tensor]:
+        """The matrices after a step. Changes the momenta in place and nothing else."""
+        return [
+            matrix if gradient is None else turn(matrix, gradient, angle)
+            for matrix, gradient, turn in zip(matrices, gradients, self._turns, strict=True)
+        ]
+
+    def move(self, matrices: list[Tensor]) -> None:
+        """Ends a step at `matrices`."""
+        self.matrices = matrices
         self._step += 1
-        for index, (q, gradient, m) in enumerate(zip(self.matrices, gradients, self._momenta, strict=True)):
-            if gradient is not None:
-                s = q.mT @ gradient
-                s = s - s.mT
-                m.mul_(self.MOMENTUM).add_(s)
-                self.matrices[index] = turn(q, polar_of_skew(s.add_(m, alpha=self.MOMENTUM)), angle)
 
 
 OPTIMIZERS: dict[str, type[PaperOptimizer] | type[FastOptimizer]] = {

@@ -1,9 +1,6 @@
 """Orthogonal matrices: the direction of a step in so(n), the step, and the removal of rounding.
 
-Everything is made of matrix products. On a GPU the fp32 products run on the tensor cores: a direction and a
-step are computed in bf16, good to 8 bits. What rounding leaves of qᵀq - 1 is measured in two fp16 halves,
-which together hold the digits of fp32, so the result is orthogonal to fp32 accuracy. The host never waits
-for the GPU.
+Everything is made of matrix products. `tensor_cores.py` has the same step in bf16.
 """
 
 import math
@@ -27,19 +24,19 @@ def polar_of_skew(u: Tensor) -> Tensor:
     """
     tiny = torch.finfo(u.dtype).tiny
     x = u / u.abs().amax((-2, -1), keepdim=True).clamp_min(tiny)  # so that no power under- or overflows
-    squared = _product(x, x)
+    squared = x @ x
     # ‖x⁴‖_F^(1/4) is never below ‖x‖₂: after the division no singular value is above 1
-    norm = torch.linalg.matrix_norm(_product(squared, squared), keepdim=True).sqrt().sqrt()
+    norm = torch.linalg.matrix_norm(squared @ squared, keepdim=True).sqrt().sqrt()
     norm = torch.where(norm > 0, norm, 1)
     x, squared = x / norm, squared / norm**2
     a, b, c = QUINTIC
     for step in range(QUINTIC_STEPS):
         if step > 0:
-            squared = _product(x, x)
+            squared = x @ x
         # xᵀx = -x²
-        x = a * x + _product(x, c * _product(squared, squared) - b * squared)
+        x = a * x + x @ (c * (squared @ squared) - b * squared)
     for _ in range(CUBIC_STEPS):
-        x = 1.5 * x + 0.5 * _product(x, _product(x, x))
+        x = 1.5 * x + 0.5 * (x @ (x @ x))
     return x
 
 
@@ -49,11 +46,29 @@ def turn(q: Tensor, j: Tensor, angle: float) -> Tensor:
     q: [..., n, n] orthogonal; j: [..., n, n] with j² = -1, or 0 in some directions, which then do not turn.
     As j³ = -j, exp(-θ j) = 1 - sin θ · j + (1 - cos θ) · j². The result is orthogonal to rounding.
     """
-    moved = _product(q, j)
-    q = q - math.sin(angle) * moved + (1 - math.cos(angle)) * _product(moved, j)
-    for _ in range(2 if _on_tensor_cores(q) else 1):
-        q = q - 0.5 * _product(q, _deviation(q))
-    return q
+    moved = q @ j
+    q = q - math.sin(angle) * moved + (1 - math.cos(angle)) * (moved @ j)
+    gram = q.mT @ q
+    gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
+    return q - 0.5 * (q @ gram)
+
+
+class SpectralStep:
+    """The steps of one stack of orthogonal matrices [..., n, n], with their momentum.
+
+    start: the first matrices.
+    decay: factor of the momentum from step to step.
+    """
+
+    def __init__(self, start: Tensor, decay: float) -> None:
+        self._momentum, self._decay = torch.zeros_like(start), decay
+
+    def __call__(self, q: Tensor, gradient: Tensor, angle: float) -> Tensor:
+        """q exp(-angle · J) for the direction J of `gradient`, which is d loss/d q [..., n, n]."""
+        s = q.mT @ gradient
+        s = s - s.mT
+        self._momentum.mul_(self._decay).add_(s)
+        return turn(q, polar_of_skew(s.add_(self._momentum, alpha=self._decay)), angle)
 
 
 def newton_schulz(x: Tensor) -> Tensor:
@@ -73,34 +88,3 @@ def orthogonality_error(q: Tensor) -> float:
     q = q.double()
     eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
     return float((q.mT @ q - eye).abs().amax())
-
-
-def _on_tensor_cores(x: Tensor) -> bool:
-    return x.is_cuda and x.dtype == torch.float32
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, [..., n, n]; on tensor cores with a and b rounded to bf16."""
-    return _half_product(a.bfloat16(), b.bfloat16()) if _on_tensor_cores(a) else a @ b
-
-
-def _deviation(q: Tensor) -> Tensor:
-    """qᵀq - 1 to the accuracy of q's dtype, for q with elements up to about 1."""
-    if _on_tensor_cores(q):
-        high = q.half()
-        # scaled, so that the second half of the digits does not fall below fp16's range
-        low = ((q - high) * 2**11).half()
-        mixed = _half_product(high.mT, low) * 2**-11
-        gram = _half_product(high.mT, high) + mixed + mixed.mT
-    else:
-        gram = q.mT @ q
-    gram.diagonal(dim1=-2, dim2=-1).sub_(1.0)
-    return gram
-
-
-def _half_product(a: Tensor, b: Tensor) -> Tensor:
-    """a b in fp32, of two fp16 or two bf16 tensors; their products are exact."""
-    if not a.is_cuda:
-        return a.float() @ b.float()
-    n = a.shape[-1]
-    return torch.bmm(a.reshape(-1, n, n), b.reshape(-1, n, n), out_dtype=torch.float32).view(a.shape)

@@ -1,5 +1,6 @@
 """The training loop of rotations."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,8 +10,9 @@ from torch import Tensor
 
 from drot.config import RotationConfig
 from drot.errors import UserError
+from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
-from drot.rotation.optimizers import OPTIMIZERS
+from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer
 from drot.rotation.retraction import orthogonality_error, reorthogonalize
 from drot.surgery.rotate import LayerRotation
 
@@ -84,9 +86,14 @@ class _SummedObjective:
         self._generator = torch.Generator().manual_seed(0)
         self._queue: list[int] = []
 
+    @property
+    def whole(self) -> bool:
+        """Whether every step takes all objectives."""
+        return self._per_step == len(self._objectives)
+
     def choose(self, *, everything: bool) -> list[int]:
         """The objectives of the next step: all of them, or the next in a random order."""
-        if everything or self._per_step == len(self._objectives):
+        if everything or self.whole:
             return list(range(len(self._objectives)))
         while len(self._queue) < self._per_step:
             self._queue += torch.randperm(len(self._objectives), generator=self._generator).tolist()
@@ -121,6 +128,14 @@ def _has_converged(curve: list[Tensor], config: RotationConfig) -> bool:
         return False
     low, high = torch.stack(curve[-1 - EARLY_STOP_STEPS :]).aminmax()
     return float(high - low) < config.early_stop * EARLY_STOP_STEPS * float(low)
+
+
+def norm_of(tensors: list[Tensor]) -> Tensor:
+    """The norm of all elements of the tensors (0-dim)."""
+    if tensors[0].device.type == "cpu":
+        # row by row: the order of a sum over the whole matrix would depend on the number of threads
+        return torch.stack([tensor.square().sum(-1).sum() for tensor in tensors]).sum().sqrt()
+    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).norm()
 
 
 @torch.no_grad()
@@ -158,32 +173,53 @@ def train_rotation(
     r1_count = len(start) - len(trained)
     total = _SummedObjective([objectives[index] for index in trained], r1, r1_count, config)
     optimizer = OPTIMIZERS[config.optimizer](start, lr=config.resolved_lr, steps=steps)
-    best = [matrix.clone() for matrix in start]
-    best_loss = torch.full((), torch.inf, dtype=eye.dtype, device=device)
-    best_step = torch.zeros((), dtype=torch.long, device=device)
+
+    def evaluate(matrices: list[Tensor], chosen: list[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+        """The loss, the norm of the gradient and the gradients."""
+        loss, gradients = total(matrices, chosen)
+        return loss, norm_of([g for g in gradients if g is not None]), gradients
+
+    graphed = None
+    if steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole:
+        turned = optimizer.turned
+
+        def evaluate_and_turn(inputs: list[Tensor]) -> list[Tensor]:
+            *matrices, angle = inputs
+            loss, norm, gradients = evaluate(matrices, total.choose(everything=True))
+            return [loss, norm, *turned(matrices, gradients, angle)]
+
+        graphed = GraphedStep(evaluate_and_turn, capture_for(device))
+    best, best_loss, best_step = start, math.inf, 0
+    recent: list[tuple[int, Tensor, list[Tensor]]] = []  # what may be the best since the last report
     curve, norms = [], []
     for step in range(steps + 1):
-        chosen = total.choose(everything=step in (0, steps))
-        loss, gradients = total(optimizer.matrices, chosen)
+        chosen, matrices = total.choose(everything=step in (0, steps)), optimizer.matrices
+        moved: list[Tensor] | None = None
+        if graphed is not None and isinstance(optimizer, FastOptimizer) and step < steps:
+            loss, norm, *moved = graphed([*matrices, optimizer.angle])
+        else:
+            loss, norm, gradients = evaluate(matrices, chosen)
         if len(chosen) == len(trained):
-            better = loss < best_loss
-            best_loss = torch.where(better, loss, best_loss)
-            best_step = torch.where(better, step, best_step)
-            best = [torch.where(better, new, old) for new, old in zip(optimizer.matrices, best, strict=True)]
+            recent.append((step, loss, matrices))
         curve.append(loss)
-        # row by row: the order of a sum over the whole matrix would depend on the number of threads
-        squares = [g.square().sum(-1).sum() for g in gradients if g is not None]
-        norms.append(torch.stack(squares).sum().sqrt())
+        norms.append(norm)
         if step % REPORT_EVERY == 0 or step == steps:
             if not torch.isfinite(loss):
                 raise UserError(
                     f"the rotation's objective must be finite, got {float(loss)} at step {step}: lower `lr`, "
                     'or set `product_dtype="float32"`'
                 )
+            values = torch.stack([value for _, value, _ in recent]).tolist() if recent else []
+            for value, (at, _, candidate) in zip(values, recent, strict=True):
+                if value < best_loss:
+                    best, best_loss, best_step = candidate, value, at
+            recent = []
             on_step(step, steps, float(loss) / len(objectives))
             if _has_converged(curve, config):
                 break
-        if step < steps:
+        if moved is not None and isinstance(optimizer, FastOptimizer):
+            optimizer.move(moved)
+        elif step < steps:
             optimizer.step(gradients)
     losses = torch.stack(curve).tolist()
     best_r1 = torch.block_diag(*r1.join([reorthogonalize(matrix) for matrix in best[:r1_count]]))
@@ -194,8 +230,8 @@ def train_rotation(
     ]
     record = TrainingRecord(
         loss_before=losses[0],
-        loss_after=float(best_loss),
-        best_step=int(best_step),
+        loss_after=best_loss,
+        best_step=best_step,
         seconds=time.perf_counter() - started,
         orthogonality_error=max(orthogonality_error(matrix) for matrix in best),
         loss_curve=losses,

@@ -15,11 +15,12 @@ from drot.checkpoint.save import check_writable
 from drot.config.checks import is_a
 from drot.devices import pick_devices
 from drot.errors import UserError
+from drot.pipeline.prepare import recipe_on
 from drot.pipeline.validation import check_recipe
 from drot.progress import Progress, ProgressEvent, silent
 from drot.report.drawing import PACKAGE, installed
 from drot.sweep.desk import CELLS, MODELS, ROTATIONS, Desk
-from drot.sweep.grid import Skipped, read_grid
+from drot.sweep.grid import Cell, Skipped, read_grid
 from drot.sweep.rows import Row, write_csv
 from drot.sweep.tables import paper_tables, write_tables
 
@@ -98,7 +99,8 @@ def sweep(
     for cell in content.cells:
         try:
             check_recipe(config, cell.recipe, devices)
-            cells.append(cell)
+            # a sweep that goes on elsewhere computes cells of another dtype again
+            cells.append(Cell(recipe_on(cell.recipe, devices[0])))
         except UserError as error:
             skipped.append(Skipped(cell.label(content.fields), str(error)))
     if not cells:

@@ -1,5 +1,6 @@
-// The kernels and the launch code of entropy_loss and pruned_importance on a CPU (block_on_cpu.h), for
-// test_kernels_on_cpu.py. Both functions take plain pointers and return "" or an error message.
+// The kernels and the launch code of entropy_loss, pruned_importance and skew_momentum on a CPU
+// (block_on_cpu.h), for test_kernels_on_cpu.py. The functions take plain pointers and return "" or an error
+// message.
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -9,6 +10,7 @@
 #include "block_on_cpu.h"
 #include "ops/cuda/entropy_loss_launch.cuh"
 #include "ops/cuda/pruned_importance_groups.cuh"
+#include "ops/cuda/skew_momentum_tiles.cuh"
 
 namespace drot {
 thread_local uint4 dynamic_shared[1 << 14];
@@ -86,5 +88,19 @@ extern "C" const char* pruned_importance(const char* dtype, int multiprocessors,
                                          .dcolumn_scale = static_cast<Math*>(dcolumn_scale),
                                          .loss = static_cast<Math*>(loss)};
     drot::run_pruned_importance(launcher, problem);
+  });
+}
+
+// Args: the members of SkewMomentumProblem.
+extern "C" const char* skew_momentum(bool backwards, const float* product, float* momentum, void* out,
+                                     int64_t count, int64_t n, float decay) {
+  return run("float32", backwards, [&](auto) {
+    on_cpu::Launcher launcher(/*multiprocessors=*/3, /*shared_memory=*/0, {});
+    drot::run_skew_momentum(launcher, {.product = product,
+                                       .momentum = momentum,
+                                       .out = static_cast<c10::BFloat16*>(out),
+                                       .count = count,
+                                       .n = n,
+                                       .decay = decay});
   });
 }

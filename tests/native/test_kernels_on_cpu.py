@@ -1,10 +1,13 @@
-"""The CUDA kernels of entropy_loss and pruned_importance, run on a CPU (block_on_cpu.h), against fp64.
+"""The CUDA kernels of entropy_loss, pruned_importance and skew_momentum, run on a CPU (block_on_cpu.h).
+
+Their results are compared with fp64.
 
 The tests cover what the sources determine: indices, edges, barriers, alignment and the launch code, in both
 orders of the threads. They do not cover the arithmetic and the memory of a GPU.
 """
 
 import ctypes
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +27,7 @@ SM_80, SM_90 = 162 * 1024, 226 * 1024  # bytes that Launcher::shared_memory() re
 
 
 class Kernels:
-    """Both ops as the dispatcher calls them, for contiguous y and column_scale."""
+    """The ops as the dispatcher calls them, for contiguous tensors."""
 
     def __init__(self, library: Path) -> None:
         self.library = ctypes.CDLL(str(library))
@@ -52,6 +55,17 @@ class Kernels:
         return self._call(
             "pruned_importance", y, column_scale, (self.multiprocessors, self.backwards), (mask,), options
         )
+
+    def skew_momentum(self, product: Tensor, momentum: Tensor, decay: float) -> Tensor:
+        call = self.library.skew_momentum
+        call.restype = ctypes.c_char_p
+        u = torch.full((product.numel() + 128,), torch.nan, dtype=torch.bfloat16)
+        size = (ctypes.c_int64(len(product)), ctypes.c_int64(product.shape[-1]))
+        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (product, momentum, u[64:-64]))
+        complaint = call(self.backwards, *pointers, *size, ctypes.c_float(decay))
+        assert complaint == b"", complaint
+        assert u[:64].isnan().all() and u[-64:].isnan().all()
+        return u[64:-64].view(product.shape)
 
     def _call(
         self, name: str, y: Tensor, column_scale: Tensor | None, machine: tuple, mask: tuple, options: tuple
@@ -350,3 +364,16 @@ def test_pruned_refuses(kernels: Kernels) -> None:
         scales = column_scale.clone()
         scales[3] = bad
         assert kernels.pruned_importance(y, scales, 2, 4, 1.0)[0].isnan()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 5), (1, 32, 32), (2, 33, 33), (2, 100, 100)])
+def test_skew_momentum(shape: tuple[int, ...], kernels: Kernels) -> None:
+    # between NaNs: a kernel that reads beside them returns NaN, and one that writes there is found
+    store = [torch.full((math.prod(shape) + 128,), torch.nan) for _ in range(2)]
+    product, momentum = (t[64:-64].view(shape).copy_(torch.randn(shape)) for t in store)
+    s = product.double() - product.double().mT
+    expected = 0.9 * momentum.double() + s
+    u = kernels.skew_momentum(product, momentum, 0.9)
+    torch.testing.assert_close(momentum.double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(u.double(), s + 0.9 * expected, rtol=2**-8, atol=1e-6)
+    assert all(t[:64].isnan().all() and t[-64:].isnan().all() for t in store)

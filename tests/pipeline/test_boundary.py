@@ -144,7 +144,7 @@ def test_each_down_is_trained_with_the_layer_whose_rotation_it_takes(objective):
             assert len(downs) == len(expected[index])
             for down, weight in zip(downs, expected[index], strict=True):
                 assert torch.equal(down.weight, weight)
-                assert (down.metric.matrix is None) == (objective == "entropy")
+                assert (down.column_scale is None) == (objective == "entropy")
 
 
 def test_every_down_is_trained():

@@ -197,21 +197,6 @@ def test_gradient_error_by_product_dtype(objective, dtype, tolerance):
     assert float((g1[0].double() - e1).norm() / e1.norm()) < tolerance
 
 
-@pytest.mark.parametrize("objective", ["entropy", "pruned"])
-def test_chunks_do_not_change_the_value(monkeypatch, objective):
-    weights, hessians = make_layer()
-    r1, r2 = random_rotations()
-    whole = build(
-        weights, hessians, "wanda", objective, "2:4", False, product_dtype=torch.float64
-    ).value_and_grad(r1[None], r2)
-    monkeypatch.setattr("drot.rotation.objective.CHUNK", 12)
-    parts = build(
-        weights, hessians, "wanda", objective, "2:4", False, product_dtype=torch.float64
-    ).value_and_grad(r1[None], r2)
-    for a, b in zip(whole, parts, strict=True):
-        assert torch.allclose(a, b, rtol=1e-11, atol=1e-12)
-
-
 def test_entropy_is_the_papers_entropy_for_either_objective():
     weights, hessians = make_layer()
     objective = build(weights, hessians, "wanda", "pruned", "2:4", False, product_dtype=torch.float64)

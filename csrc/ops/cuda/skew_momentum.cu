@@ -1,0 +1,39 @@
+// skew_momentum on the GPU: the op. Its kernel is in skew_momentum_tiles.cuh.
+#include "ops/cuda/skew_momentum_tiles.cuh"
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "common/cuda/launcher.cuh"
+#include "ops/skew_momentum.h"
+
+namespace drot {
+namespace {
+
+static_assert(kTileSide == kSkewTile);
+
+at::Tensor skew_momentum_cuda(const at::Tensor& product, at::Tensor& momentum, double decay) {
+  check_skew_momentum(product, momentum, decay);
+  const c10::cuda::CUDAGuard guard(product.device());
+  const at::Tensor in = product.contiguous();
+  at::Tensor out = at::empty(product.sizes(), in.options().dtype(at::kBFloat16));
+  if (product.numel() == 0) return out;
+  const int64_t n = product.size(-1), count = product.numel() / (n * n), tiles = skew_tiles(n);
+  TORCH_CHECK_VALUE(count * tiles * tiles <= INT32_MAX, "product must have less than 2^31 tiles of ",
+                    kSkewTile, " x ", kSkewTile, ", got ", product.sizes());
+  Launcher launcher(in);
+  run_skew_momentum(launcher, {.product = in.const_data_ptr<float>(),
+                               .momentum = momentum.mutable_data_ptr<float>(),
+                               .out = out.mutable_data_ptr<at::BFloat16>(),
+                               .count = count,
+                               .n = n,
+                               .decay = static_cast<float>(decay)});
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(drot, CUDA, m) { m.impl("skew_momentum", &skew_momentum_cuda); }
+
+}  // namespace drot

@@ -1,0 +1,57 @@
+// The kernel of skew_momentum and its launch. tests/native compiles this file for a CPU too.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+
+#include "ops/skew_momentum_math.h"
+
+namespace drot {
+
+constexpr int kTileSide = 32, kTileThreadRows = 8;
+
+// product, momentum and out: `count` matrices [n, n] each.
+struct SkewMomentumProblem {
+  const float* product;
+  float* momentum;
+  c10::BFloat16* out;
+  int64_t count, n;
+  float decay;
+};
+
+// A block reads a tile above the diagonal and its mirror image, so that every element is read once, in whole
+// cache lines. Blocks below the diagonal have nothing to do.
+__global__ void __launch_bounds__(kTileSide* kTileThreadRows)
+    skew_momentum_tiles(SkewMomentumProblem p, int64_t tiles) {
+  __shared__ float upper[kTileSide][kTileSide + 1], lower[kTileSide][kTileSide + 1];
+  const int64_t block = blockIdx.x, tile = block % (tiles * tiles);
+  const int64_t row = tile / tiles * kTileSide, column = tile % tiles * kTileSide;
+  if (column < row) return;
+  const int64_t matrix = block / (tiles * tiles) * p.n * p.n;
+  const int x = threadIdx.x;
+  for (int y = threadIdx.y; y < kTileSide; y += kTileThreadRows) {
+    if (row + y < p.n && column + x < p.n) upper[y][x] = p.product[matrix + (row + y) * p.n + column + x];
+    if (column + y < p.n && row + x < p.n) lower[y][x] = p.product[matrix + (column + y) * p.n + row + x];
+  }
+  __syncthreads();
+  for (int y = threadIdx.y; y < kTileSide; y += kTileThreadRows) {
+    if (row + y < p.n && column + x < p.n) {
+      const int64_t at = matrix + (row + y) * p.n + column + x;
+      p.out[at] = nesterov_sum(upper[y][x] - lower[x][y], p.decay, p.momentum[at]);
+    }
+    if (row != column && column + y < p.n && row + x < p.n) {
+      const int64_t at = matrix + (column + y) * p.n + row + x;
+      p.out[at] = nesterov_sum(lower[y][x] - upper[x][y], p.decay, p.momentum[at]);
+    }
+  }
+}
+
+template <class LauncherT>
+void run_skew_momentum(LauncherT& launcher, const SkewMomentumProblem& problem) {
+  const int64_t tiles = (problem.n + kTileSide - 1) / kTileSide;
+  launcher.launch(skew_momentum_tiles, dim3(static_cast<unsigned>(problem.count * tiles * tiles)),
+                  dim3(kTileSide, kTileThreadRows), 0, problem, tiles);
+}
+
+}  // namespace drot

@@ -1,0 +1,95 @@
+"""skew_momentum against fp64: the momentum in so(n) and Nesterov's sum, in one pass."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from drot.ops import skew_momentum, skew_momentum_ref
+
+SHAPES = [(1, 1), (5, 5), (32, 32), (33, 33), (3, 64, 64), (2, 2, 45, 45), (1, 130, 130)]
+
+
+def case(shape: tuple[int, ...], device: str) -> tuple[Tensor, Tensor]:
+    product, momentum = torch.randn(2, *shape).to(device)
+    return product, momentum.clone(memory_format=torch.contiguous_format)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, -0.5])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values(shape: tuple[int, ...], decay: float, device: str) -> None:
+    product, momentum = case(shape, device)
+    s = product.double() - product.double().mT
+    expected = decay * momentum.double() + s
+    reference = momentum.clone()
+    u = skew_momentum(product, momentum, decay)
+    assert u.dtype == torch.bfloat16
+    torch.testing.assert_close(momentum.double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(u.double(), s + decay * expected, rtol=2**-8, atol=1e-6)
+    by_torch = skew_momentum_ref(product, reference, decay)
+    torch.testing.assert_close(reference, momentum, rtol=0, atol=1e-6)
+    torch.testing.assert_close(by_torch.float(), u.float(), rtol=2**-7, atol=1e-6)
+
+
+def test_many_steps_stay_skew_symmetric(device: str) -> None:
+    momentum = torch.zeros(2, 70, 70, device=device)
+    for _ in range(20):
+        u = skew_momentum(torch.randn(2, 70, 70).to(device), momentum, 0.9)
+        assert torch.equal(u, -u.mT)
+    assert torch.equal(momentum, -momentum.mT)
+
+
+def test_a_product_that_is_not_contiguous(device: str) -> None:
+    product, momentum = case((3, 40, 40), device)
+    other = momentum.clone()
+    u = skew_momentum(product.mT, momentum, 0.9)
+    assert torch.equal(u, skew_momentum(product.mT.contiguous(), other, 0.9))
+    assert torch.equal(momentum, other)
+
+
+@pytest.mark.parametrize("shape", [(0, 0), (0, 4, 4)])
+def test_nothing(shape: tuple[int, ...], device: str) -> None:
+    assert skew_momentum(*case(shape, device), 0.9).shape == shape
+
+
+def test_threads_do_not_change_the_bytes() -> None:
+    product, momentum = case((1, 200, 200), "cpu")
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        mine = momentum.clone()
+        results.append((skew_momentum(product, mine, 0.9), mine))
+    torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("product", "momentum", "decay", "message"),
+    [
+        (torch.zeros(2, 3), torch.zeros(2, 3), 0.9, r"product must be \[..., n, n\], got \[2, 3\]"),
+        (torch.zeros(4), torch.zeros(4), 0.9, r"product must be \[..., n, n\], got \[4\]"),
+        (
+            torch.zeros(2, 2).double(),
+            torch.zeros(2, 2).double(),
+            0.9,
+            "product must be one of Float, got Double",
+        ),
+        (torch.zeros(2, 2), torch.zeros(3, 3), 0.9, "momentum must have the shape of product"),
+        (torch.zeros(2, 2), torch.zeros(2, 2).half(), 0.9, "momentum must have the dtype of product"),
+        (torch.zeros(2, 2), torch.zeros(2, 2).mT.expand(2, 2)[:, :1].expand(2, 2), 0.9, "must be contiguous"),
+        (torch.zeros(2, 2), torch.zeros(2, 2), float("inf"), "decay must be finite, got inf"),
+    ],
+)
+def test_wrong_input(product: Tensor, momentum: Tensor, decay: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        skew_momentum(product, momentum, decay)
+
+
+@pytest.mark.slow
+def test_torch_accepts_the_op_and_compiles_it(device: str) -> None:
+    product, momentum = case((2, 33, 33), device)
+    torch.library.opcheck(torch.ops.drot.skew_momentum.default, (product, momentum.clone(), 0.9))
+    compiled = torch.compile(lambda p, m: 2 * skew_momentum(p, m, 0.9), fullgraph=True, backend="aot_eager")
+    mine, theirs = momentum.clone(), momentum.clone()
+    assert torch.equal(compiled(product, mine), 2 * skew_momentum(product, theirs, 0.9))
+    assert torch.equal(mine, theirs)
