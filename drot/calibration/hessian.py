@@ -1,10 +1,18 @@
 """The Hessian H = (2/n) Σ x xᵀ of a linear's reconstruction error, and the Cholesky factor of its inverse."""
 
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from drot.calibration.cholesky import cholesky_
+from drot.calibration.cholesky import cholesky_, invert_lower_
 from drot.errors import UserError
+
+#: Device type → columns of a panel in `lower_panels`. A product with few columns leaves most of a large GPU
+#: idle: 2048 is an estimate from the tiles of 128 by 256 and the 132 multiprocessors of an H100.
+PANEL_COLUMNS = {"cpu": 256, "cuda": 2048}
 
 #: The largest damping that is tried. With it a positive semi-definite H [in, in] has a condition number of at
 #: most in + 1, which fp32 can factorise, so a failure has another cause than too little damping.
@@ -13,8 +21,23 @@ MAX_DAMPING = 1.0
 FIRST_DAMPING = 1e-3
 
 
+def lower_panels(size: int, device: torch.device) -> Iterator[tuple[slice, slice]]:
+    """The blocks on or below the diagonal of a symmetric matrix [size, size], as panels of rows.
+
+    Yields rows start:stop and columns 0:stop. With k panels, products for the panels alone take
+    (k + 1) / (2 k) of the products for the whole matrix.
+    """
+    width = PANEL_COLUMNS.get(device.type, PANEL_COLUMNS["cpu"])
+    for start in range(0, size, width):
+        stop = min(start + width, size)
+        yield slice(start, stop), slice(0, stop)
+
+
 class HessianAccumulator:
     """Accumulates H = (2/n) Σ x xᵀ [in, in] in fp32 over batches, with n the number of sequences.
+
+    Only the panels on or below the diagonal are accumulated (`lower_panels`). On a GPU the products take bf16
+    and fp16 inputs as they are, and add in fp32.
 
     The scale is that of SparseGPT's code. It affects only `reference_compat`, which adds a term in the scale
     of H to the inverse.
@@ -26,13 +49,63 @@ class HessianAccumulator:
 
     def add(self, x: Tensor) -> None:
         """Adds inputs x: [sequences, tokens, in], or [tokens, in] for one sequence, any float dtype."""
-        rows = x.detach().reshape(-1, x.shape[-1]).float()
-        self._sum.addmm_(rows.T, rows)
+        rows = product_factor(x.detach())
+        for panel, columns in lower_panels(rows.shape[1], self._sum.device):
+            add_product_(self._sum[panel, columns], rows[:, panel].T, rows[:, columns])
         self._sequences += x.shape[0] if x.dim() == 3 else 1
 
     def hessian(self) -> Tensor:
         """H [in, in], fp32. It uses the accumulator's memory, so `add` must not be called afterwards."""
+        for panel, _ in lower_panels(len(self._sum), self._sum.device):
+            left = slice(0, panel.start)
+            self._sum[left, panel] = self._sum[panel, left].T
         return self._sum.mul_(2.0 / max(self._sequences, 1))
+
+
+def product_factor(x: Tensor) -> Tensor:
+    """Inputs x [..., in] as rows [tokens, in] for `add_product_`.
+
+    bf16 and fp16 stay as they are on a GPU, for which torch has products with sums in fp32. Elsewhere the
+    rows are fp32.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
+
+
+def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total [m, n] += a [m, k] b [k, n] in fp32, for factors made by `product_factor`."""
+    if a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(a, b)
+
+
+def energy(weight: Tensor, hessian: Tensor) -> float:
+    """tr(W H Wᵀ) = ‖X Wᵀ‖² for H = XᵀX, without damping.
+
+    The product W H takes the blocks of H on or above the diagonal only (`lower_panels`): the blocks below
+    it add the same again.
+
+    weight: W [out, in], any float dtype. hessian: H [in, in], fp32 or fp64, symmetric.
+    """
+    weight = weight.to(hessian.dtype)
+    # row by row: the order of a sum over the whole matrix would depend on the number of threads
+    rows = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
+    for panel, _ in lower_panels(weight.shape[1], hessian.device):
+        left = slice(0, panel.start)
+        product = weight[:, panel] @ hessian[panel, panel]
+        product.addmm_(weight[:, left], hessian[left, panel], alpha=2)
+        rows += product.mul_(weight[:, panel]).sum(1, dtype=torch.float64)
+    return float(rows.sum())
+
+
+def check_finite(tensor: Tensor, name: str) -> None:
+    """Raises UserError if `tensor` holds NaN or Inf, for which scores have no order."""
+    if not bool(torch.isfinite(tensor).all()):
+        raise UserError(
+            f"{name} must be finite, got NaN or Inf in a tensor of shape {list(tensor.shape)}: "
+            "check the checkpoint, or load the model in bfloat16 or float32"
+        )
 
 
 def fix_dead_columns(hessian: Tensor) -> Tensor:
@@ -42,27 +115,51 @@ def fix_dead_columns(hessian: Tensor) -> Tensor:
     return dead_columns
 
 
-def inverse_cholesky(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
-    """Hinv, the upper Cholesky factor U of (H + λ·mean(diag H)·I)⁻¹ = UᵀU with diag(U) > 0, and λ.
+@dataclass(frozen=True)
+class HessianFactor:
+    """The Cholesky factor of the inverse of a damped Hessian. H_jj is 1 for dead columns j.
 
-    hessian: [n, n], fp32 or fp64, symmetric, with diag(H) > 0.
-    damping: the first λ. While the factorisation fails, λ is multiplied by 10, up to MAX_DAMPING.
+    hinv: U [in, in], upper triangular with diag(U) > 0, (H + λ·mean(diag H)·I)⁻¹ = UᵀU, fp32 or fp64.
+    damping: λ.
+    mean: mean(diag H), 0-dim.
+    dead_columns: bool [in], True for columns whose input is always 0.
+    """
+
+    hinv: Tensor
+    damping: float
+    mean: Tensor
+    dead_columns: Tensor
+
+    @property
+    def inverse_diagonal(self) -> Tensor:
+        """The diagonal [in] of the inverse UᵀU."""
+        return self.hinv.square().sum(0)
+
+
+def factorize(hessian: Tensor, damping: float) -> HessianFactor:
+    """The factor of a Hessian.
 
     U = J L⁻¹ J, where J reverses the order of the columns and J H J = L Lᵀ. So one factorisation and one
     triangular inverse suffice. Factorising a computed H⁻¹ instead could fail, because of its rounding.
 
-    Raises UserError if the factorisation fails with MAX_DAMPING.
+    Raises UserError for values that are not finite, and if the factorisation fails with MAX_DAMPING.
+
+    hessian: H [in, in], symmetric, any float dtype; not changed. The factor is fp32, or fp64 for fp64.
+    damping: the first λ. While the factorisation fails, λ is multiplied by 10, up to MAX_DAMPING.
     """
-    columns = hessian.shape[0]
-    mean = hessian.diagonal().mean()
-    identity = torch.eye(columns, dtype=hessian.dtype, device=hessian.device)
+    check_finite(hessian, "hessian")
+    dtype = torch.promote_types(hessian.dtype, torch.float32)
+    dead_columns = hessian.diagonal() == 0
+    mean = hessian.diagonal().to(dtype).masked_fill(dead_columns, 1.0).mean()
     while True:
-        damped = hessian.flip(0, 1)
+        damped = hessian.to(dtype).flip(0, 1)
+        fix_dead_columns(damped)
         damped.diagonal().add_(damping * mean)
         if cholesky_(damped):
-            upper = torch.linalg.solve_triangular(damped, identity, upper=False).flip(0, 1)
+            invert_lower_(damped)
+            upper = damped.flip(0, 1)
             if bool(torch.isfinite(upper).all()):
-                return upper, damping
+                return HessianFactor(upper, damping, mean, dead_columns)
         if damping >= MAX_DAMPING:
             raise UserError(
                 "the Hessian must be symmetric and positive semi-definite; got one of shape "
@@ -70,3 +167,20 @@ def inverse_cholesky(hessian: Tensor, damping: float) -> tuple[Tensor, float]:
                 'use more calibration samples, or `method="wanda"`'
             )
         damping = min(damping * 10, MAX_DAMPING) if damping else FIRST_DAMPING
+
+
+class InputHessian:
+    """The Hessian of an input, and its factor, which is computed once, when it is first asked for.
+
+    matrix: H [in, in], any float dtype; not changed.
+    damping: the first λ of `factorize`.
+    """
+
+    def __init__(self, matrix: Tensor, damping: float) -> None:
+        self.matrix = matrix
+        self._damping = damping
+
+    @functools.cached_property
+    def factor(self) -> HessianFactor:
+        """The factor of the Hessian. Raises UserError as `factorize` does."""
+        return factorize(self.matrix, self._damping)

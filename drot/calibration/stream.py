@@ -1,7 +1,7 @@
 """The hidden states of the calibration tokens, which are passed through one layer after the other."""
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from drot.architectures import Architecture, decoder_layers, module_at
 from drot.calibration.hessian import HessianAccumulator
+from drot.calibration.transfer import ahead, empty_on_host
 
 #: Tokens in one forward pass of a layer.
 TOKENS_PER_BATCH = 8192
@@ -35,7 +36,11 @@ class _Recorder(nn.Module):
         return hidden_states
 
 
-class _StopForward(Exception):
+#: A module, and a function of its inputs or None for the inputs themselves.
+Reader = tuple[nn.Module, Callable[[Tensor], Tensor] | None]
+
+
+class StopForward(Exception):
     """Ends a forward pass when the inputs of all linears have been seen."""
 
 
@@ -97,7 +102,8 @@ class CalibrationStream:
         finally:
             setattr(backbone, name, layers)
         kwargs = [_to_device(recorder.kwargs, device) for recorder in recorders]
-        return cls(torch.cat(hidden_states), kwargs, device)
+        stream = cls(torch.cat(hidden_states), kwargs, device)
+        return stream.offloaded_copy() if offload and device.type == "cuda" else stream
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a copy of the first `nsamples` sequences."""
@@ -105,12 +111,28 @@ class CalibrationStream:
 
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""
-        hidden_states = torch.empty_like(self.hidden_states, device="cpu").copy_(self.hidden_states)
+        hidden_states = empty_on_host(self.hidden_states, self.device).copy_(self.hidden_states)
         return CalibrationStream(hidden_states, self.layer_kwargs, self.device)
 
     def batch(self, sequences: slice | Tensor) -> Tensor:
         """The hidden states of some sequences, on `device`."""
         return self.hidden_states[sequences].to(self.device)
+
+    def _like_hidden_states(self) -> Tensor:
+        """An uninitialised tensor with the shape, the dtype and the place of the hidden states."""
+        if self.hidden_states.device == self.device:
+            return torch.empty_like(self.hidden_states)
+        return empty_on_host(self.hidden_states, self.device)
+
+    def loaded_batches(self) -> Iterator[tuple[slice, Tensor]]:
+        """Each of the `batches` with its hidden states on `device`, which are copied ahead from main memory.
+
+        A batch that was yielded may be replaced in `hidden_states`.
+        """
+        hidden_states = self.hidden_states
+        parts = (hidden_states[batch] for batch in self.batches())
+        loaded = parts if hidden_states.device == self.device else ahead(parts, self.device)
+        return zip(self.batches(), loaded, strict=True)
 
     def batches(self) -> Iterable[slice]:
         """Slices of the sequences, with at most TOKENS_PER_BATCH tokens or one sequence each."""
@@ -122,9 +144,9 @@ class CalibrationStream:
     def outputs(self, layer: nn.Module, index: int) -> Tensor:
         """The output [nsamples, seqlen, d] of `layer`. The stream is not changed."""
         kwargs = self.layer_kwargs[index]
-        out = torch.empty_like(self.hidden_states)
-        for batch in self.batches():
-            out[batch] = layer(self.batch(batch), **kwargs).to(out.device)
+        out = self._like_hidden_states()
+        for batch, inputs in self.loaded_batches():
+            out[batch] = layer(inputs, **kwargs).to(out.device)
         return out
 
     def advance(self, layer: nn.Module, index: int) -> None:
@@ -137,40 +159,57 @@ class CalibrationStream:
         dtype = self.hidden_states.dtype
         work = torch.promote_types(dtype, torch.float32)
         matrix = matrix.to(self.device, work)
-        for batch in self.batches():
-            rotated = (self.batch(batch).to(work) @ matrix).to(dtype)
+        for batch, inputs in self.loaded_batches():
+            rotated = (inputs.to(work) @ matrix).to(dtype)
             self.hidden_states[batch] = rotated.to(self.hidden_states.device)
 
     @torch.no_grad()
-    def hessians(self, layer: nn.Module, index: int, linears: dict[str, nn.Linear]) -> dict[str, Tensor]:
-        """Name → H [in, in], fp32, of the inputs of the given linears of `layer`.
+    def hessians(
+        self, layer: nn.Module, index: int, readers: Mapping[str, Reader], *, advance: bool = False
+    ) -> dict[str, Tensor]:
+        """Name → H [in, in], fp32, of the inputs of the given modules of `layer`, from one pass.
 
-        One pass computes all of them. It stops in front of the last of the linears.
+        Args:
+            layer: a decoder layer.
+            index: number of the layer.
+            readers: name → module, whose inputs are taken, and a function of them or None. With a function,
+                H is of its results.
+            advance: whether the hidden states are replaced by the output of the layer. Without it the pass
+                stops in front of the last of the modules.
         """
-        accumulators = {
-            name: HessianAccumulator(linear.in_features, self.device) for name, linear in linears.items()
-        }
+        accumulators: dict[str, HessianAccumulator] = {}
         remaining: set[str] = set()
 
-        def hook(name: str) -> Callable[..., None]:
+        def hook(name: str, function: Callable[[Tensor], Tensor] | None) -> Callable[..., None]:
             def collect(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                accumulators[name].add(args[0])
+                x = args[0] if function is None else function(args[0])
+                if name not in accumulators:
+                    accumulators[name] = HessianAccumulator(x.shape[-1], self.device)
+                accumulators[name].add(x)
                 remaining.discard(name)
-                if not remaining:
-                    raise _StopForward
+                if not remaining and not advance:
+                    raise StopForward
 
             return collect
 
-        handles = [linear.register_forward_pre_hook(hook(name)) for name, linear in linears.items()]
+        out = self._like_hidden_states() if advance else None
+        handles = [
+            module.register_forward_pre_hook(hook(name, function))
+            for name, (module, function) in readers.items()
+        ]
         try:
-            for batch in self.batches():
-                remaining.update(linears)
-                with contextlib.suppress(_StopForward):
-                    layer(self.batch(batch), **self.layer_kwargs[index])
+            for batch, inputs in self.loaded_batches():
+                remaining.update(readers)
+                with contextlib.suppress(StopForward):
+                    output = layer(inputs, **self.layer_kwargs[index])
+                    if out is not None:
+                        out[batch] = output.to(out.device)
         finally:
             for handle in handles:
                 handle.remove()
-        return {name: accumulator.hessian() for name, accumulator in accumulators.items()}
+        if out is not None:
+            self.hidden_states = out
+        return {name: accumulators[name].hessian() for name in readers}
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from drot.architectures import architecture_of, decoder_layers, module_at, positions_of
 from drot.calibration.stream import CalibrationStream
+from drot.calibration.transfer import layers_on_device
 from drot.errors import UserError
 from drot.progress import Progress, ProgressEvent, silent
 
@@ -113,10 +114,8 @@ def predict_streamed(
     windows, home = windows_of(tokens, seqlen), next(model.parameters()).device
     stream = CalibrationStream.embed(model, arch, windows, device, offload=True)
     layers = decoder_layers(model, arch)
-    for index, layer in enumerate(layers):
-        layer.to(device)
+    for index, layer in layers_on_device(list(layers), device, home):
         stream.advance(layer, index)
-        layer.to(home)
         progress(ProgressEvent(phase="stream", layer=index, layers=len(layers)))
     norm, head = (_on(module_at(model, path), device) for path in (arch.final_norm, arch.lm_head))
 

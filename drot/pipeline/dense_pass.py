@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from drot.calibration.stream import CalibrationStream
+from drot.calibration.transfer import layers_on_device
 from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import rotation_tensors, rotations_from
 from drot.errors import UserError
@@ -90,21 +91,21 @@ def _objectives(
     previous_down: list[
         DownProjection
     ] = []  # down_proj of the layer before, if its output is rotated by this layer's R1
-    for index, layer in enumerate(run.layers):
-        layer.to(run.device)
+    for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
         run.event("calibrate", index)
         down_takes_next_r1 = on_residual and index < last
         with run.clock("calibrate"):
             if index not in done or (down_takes_next_r1 and index + 1 not in done):
-                objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
+                objective, damping = layer_objective(
+                    layer, index, stream, run.arch, run.shape, run.recipe, advance=True
+                )
                 run.count_calibration(index, advance=True)
                 if on_residual:  # each down_proj is trained with the layer whose R1 it takes
                     down = objective.down_projections
                     objective.down_projections = previous_down + ([] if down_takes_next_r1 else down)
                     previous_down = down if down_takes_next_r1 else []
             else:
+                stream.advance(layer, index)
                 run.count("calibrate", work.forward(run.sizes), run.dtype)
-            stream.advance(layer, index)
-        layer.to(run.model_device)
         if index not in done:
             yield index, objective, damping

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from drot.architectures import HeadShape
+from drot.calibration.hessian import InputHessian
 from drot.checkpoint.figures import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.config import Recipe, Sparsity
 from drot.pruning import removed_mask
-from drot.rotation.importance import Metric, layer_metrics
+from drot.rotation.importance import column_scale
 from drot.surgery.rotate import LayerRotation, rotated_hessian, rotated_weight
 
 #: most rows and columns of a map
@@ -27,7 +28,7 @@ class GroupFigures:
 
     Args:
         group: name of the input group.
-        hessian: H [in, in] of the inputs of the rotated layer; not changed.
+        hessian: H [in, in] of the inputs of the rotated layer, with its factor.
         recipe: the settings of the run.
         shape: attention sizes of the model.
         rotation: the rotation of the layer; None for a layer that is not rotated.
@@ -37,7 +38,7 @@ class GroupFigures:
     def __init__(
         self,
         group: str,
-        hessian: Tensor,
+        hessian: InputHessian,
         recipe: Recipe,
         shape: HeadShape,
         rotation: LayerRotation | None,
@@ -45,27 +46,27 @@ class GroupFigures:
     ) -> None:
         self._shape, self._down_r1 = shape, None
         self._rotation: LayerRotation | None = None
-        #: H [in, in] in the basis before the rotation
+        #: H [in, in] in the basis before the rotation; the same object as `hessian` where the bases are one
         self.hessian = hessian
+        matrix = hessian.matrix
         if rotation is not None:
-            self._rotation = rotation.to(hessian.device, hessian.dtype)
-            self.hessian = rotated_hessian(group, hessian, self._rotation.inverse, shape)
+            self._rotation = rotation.to(matrix.device, matrix.dtype)
+            if group != "down":  # its input is not rotated
+                before = rotated_hessian(group, matrix, self._rotation.inverse, shape)
+                self.hessian = InputHessian(before, recipe.pruning.damping)
             if down_r1 is not None:
-                self._down_r1 = down_r1.to(hessian.device, hessian.dtype)
+                self._down_r1 = down_r1.to(matrix.device, matrix.dtype)
 
-        def metric(matrix: Tensor) -> Metric:
-            return layer_metrics(
+        def scale(of_inputs: InputHessian) -> Tensor | None:
+            return column_scale(
                 recipe.pruning.method,
-                {group: matrix.clone()},
-                shape,
+                of_inputs,
                 damping=recipe.pruning.damping,
                 reference_compat=recipe.rotation.reference_compat,
-                groups=[group],
-                dtype=matrix.dtype,
-            ).metrics[group]
+            )
 
-        self._before = metric(self.hessian)
-        self._after = self._before if self.hessian is hessian else metric(hessian)
+        self._before = scale(self.hessian)
+        self._after = self._before if self.hessian is hessian else scale(hessian)
 
     @property
     def rotated(self) -> bool:
@@ -77,7 +78,7 @@ class GroupFigures:
 
         weight: the weight in the layer, which is rotated and dense.
         """
-        weight = weight.to(self.hessian.dtype)
+        weight = weight.to(self.hessian.matrix.dtype)
         if self._rotation is None:
             return weight
         down_r1 = None if self._down_r1 is None else self._down_r1.mT
@@ -104,10 +105,10 @@ class GroupFigures:
             bases["after"] = (weight.to(unrotated.dtype), self._after)
         shares, tensors = {}, {}
         mean = total = unrotated.new_ones((), dtype=torch.float64)
-        for basis, (matrix, metric) in bases.items():
+        for basis, (matrix, scale) in bases.items():
             score = matrix.square()
-            if (diagonal := metric.diagonal) is not None:
-                score *= metric.column_scale(diagonal)
+            if scale is not None:
+                score *= scale
             if basis == "before":
                 total = score.sum(dtype=torch.float64)
                 mean = total / score.numel()

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from drot.architectures import positions_of
 from drot.calibration.data import calibration_hash
 from drot.calibration.dense_reference import DenseReference
+from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
+from drot.calibration.transfer import layers_on_device
 from drot.checkpoint.integrity import weights_record
 from drot.checkpoint.manifest import manifest, zero_share
 from drot.checkpoint.resume import RunState
@@ -180,8 +182,7 @@ class PruningRun:
             stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
             dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
         layer_records, used_rotations = [], []
-        for index, layer in enumerate(run.layers):
-            layer.to(run.device)
+        for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
             rotation = rotations[index] if rotations else None
             boundary = self._residual_boundary(rotations, index)
             dense = None
@@ -195,6 +196,9 @@ class PruningRun:
                 if rotation is not None:
                     with run.clock("merge"):
                         stream.rotate(rotation.r1)
+                with run.clock("calibrate"):
+                    stream.advance(layer, index)
+                    run.count("calibrate", work.forward(run.sizes), run.dtype)
             else:
                 rotation, record, figures = self._rotate_and_prune(
                     layer, index, stream, dense, rotation, records[index], boundary
@@ -208,10 +212,6 @@ class PruningRun:
             for key, values in figures.items():
                 role, _, kind = key.partition(".")
                 self.figures[f"{names[role]}.{kind}"] = values
-            with run.clock("calibrate"):
-                stream.advance(layer, index)
-                groups = [] if saved else work.groups_of(run.pruned_roles(index))
-                run.count("calibrate", work.rest_of_forward(run.sizes, groups), run.dtype)
             if dense is not None:
                 dense.inputs.hidden_states = dense.outputs
             if rotation is not None:
@@ -219,7 +219,6 @@ class PruningRun:
                     output_r1 = rotation.r1 if boundary is None else boundary.next_r1
                     stream.rotate(output_r1.T)
                 used_rotations.append(rotation)
-            layer.to(run.model_device)
             layer_records.append(record)
         return layer_records, used_rotations
 
@@ -248,7 +247,7 @@ class PruningRun:
             layer: the decoder layer, on the first device of the run.
             index: number of the layer.
             stream: inputs of the layer in the original basis, computed by the pruned layers before it.
-                Afterwards it is in the basis of the rotated layer.
+                Afterwards it is the output of the layer, in the basis of the layer's outputs.
             dense: the layer's inputs and outputs in the dense model; None if the recipe does not use them.
             rotation: rotation of the layer; None trains it here.
             trained: the record of the rotation's training; {} if the rotation is not trained yet.
@@ -272,11 +271,11 @@ class PruningRun:
                 inputs = dense.inputs.offloaded_copy()
                 if rotation is not None:
                     inputs.rotate(rotation.r1)
-                reference = DenseReference(copy.deepcopy(layer), inputs)
+                reference = DenseReference(LayerPass(copy.deepcopy(layer), inputs, index, run.arch))
+            layer_pass = LayerPass(layer, stream, index, run.arch)
             record["linears"], figures = prune_layer(
-                layer, index, stream, run.arch, run.shape, run.recipe,
-                dense=reference, rotation=rotation, boundary=boundary,
-            )  # fmt: skip
+                layer_pass, run.shape, run.recipe, dense=reference, rotation=rotation, boundary=boundary
+            )
             del reference
         iterations = {role: figure.get("admm_iterations", 0) for role, figure in record["linears"].items()}
         roles = run.pruned_roles(index)
@@ -285,10 +284,18 @@ class PruningRun:
         run.count("prune", work.hessians(run.sizes, groups, to_dense), run.dtype)
         run.count("prune", work.prune(run.sizes, run.recipe, roles, iterations), torch.float32)
         if dense is not None and run.recipe.recovery.recover == "block":
+            del layer_pass  # the recovery changes the attention too
             targets = CalibrationStream(dense.outputs.clone(), stream.layer_kwargs, run.device)
             if rotation is not None:
                 targets.rotate(rotation.r1 if boundary is None else boundary.next_r1)
             record["recovery"] = self._recover(layer, index, stream, targets)
+            with run.clock("calibrate"):
+                stream.advance(layer, index)
+                run.count("calibrate", work.forward(run.sizes), run.dtype)
+        else:
+            with run.clock("calibrate"):
+                layer_pass.advance()
+                run.count("calibrate", work.rest_of_forward(run.sizes, groups), run.dtype)
         record["seconds"] = time.perf_counter() - started
         return rotation, record, figures
 

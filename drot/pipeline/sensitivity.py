@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from drot.calibration.data import calibration_hash
 from drot.calibration.stream import CalibrationStream
+from drot.calibration.transfer import layers_on_device
 from drot.config import PruningConfig, Recipe, Sparsity
 from drot.config.checks import is_a
 from drot.devices import dtype_name
@@ -140,14 +141,12 @@ def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str,
     stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
     sparsities = measured_sparsities(run.recipe.pruning)
     errors: dict[str, dict[str, float | None]] = {}
-    for index, layer in enumerate(run.layers):
-        layer.to(run.device)
+    for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
         run.event("sensitivity", index)
         with run.clock("prune"):
             rotated, inputs = _rotated(run, index, layer, stream, rotations)
             errors |= output_errors(rotated, index, inputs, run.arch, run.recipe, sparsities)
         stream.advance(layer, index)
-        layer.to(run.model_device)
     return errors
 
 

@@ -3,21 +3,24 @@
 import torch
 from torch import Tensor
 
+from drot.calibration.hessian import check_finite
 from drot.config import Sparsity
 from drot.pruning.masks import removed_mask
-from drot.pruning.result import PruneOutcome, check_finite, output_error
+from drot.pruning.result import PruneOutcome, with_output_error
 
 
-def prune_magnitude(weight: Tensor, sparsity: Sparsity, *, hessian: Tensor | None = None) -> PruneOutcome:
+def prune_magnitude(
+    weight: Tensor, sparsity: Sparsity, *, hessian: Tensor | None = None, total: float | None = None
+) -> PruneOutcome:
     """Removes the smallest |W| of each group (n:m) or of the whole matrix (ratio).
 
     weight: [out, in], any float dtype.
     hessian: [in, in], used only for the output error of the result.
+    total: tr(W H Wᵀ), where it is known.
 
     Raises UserError for a weight that is not finite or whose `in` is not a multiple of m.
     """
     check_finite(weight, "weight")
     removed = removed_mask(weight.abs(), sparsity, scope="matrix")
     pruned = torch.where(removed, 0, weight)
-    error = None if hessian is None else output_error(weight, pruned, hessian)
-    return PruneOutcome(pruned, removed, output_error=error)
+    return with_output_error(PruneOutcome(pruned, removed, energy=total), weight, hessian)

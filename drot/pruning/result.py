@@ -1,11 +1,12 @@
 """The result of pruning one weight, with the error of the layer's outputs."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from drot.errors import UserError
+from drot.calibration.hessian import energy
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,10 @@ class PruneOutcome:
     removed: bool [out, in], True where a weight is removed.
     damping: the share of mean(diag H) with which the Hessian was inverted; None for a method that inverts no
         Hessian.
-    output_error: relative squared error of the outputs on the calibration inputs; None without a Hessian.
+    output_error: relative squared error of the outputs on the calibration inputs (`output_error`), without
+        damping; None without a Hessian. The error of SparseGPT is that of the weights before they are rounded
+        to their dtype.
+    energy: tr(W H Wᵀ) of the dense weight W, the denominator of output_error; None without a Hessian.
     admm_iterations: iterations of ADMM.
     """
 
@@ -24,28 +28,34 @@ class PruneOutcome:
     removed: Tensor
     damping: float | None = None
     output_error: float | None = None
+    energy: float | None = None
     admm_iterations: int = 0
 
 
-def output_error(weight: Tensor, pruned: Tensor, hessian: Tensor) -> float:
+def output_error(weight: Tensor, pruned: Tensor, hessian: Tensor, total: float | None = None) -> float:
     """tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ) = ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² where H ∝ XᵀX.
 
-    weight, pruned: [out, in], any float dtype. hessian: [in, in]. Returns 0 if all outputs are 0.
+    weight, pruned: [out, in], any float dtype. hessian: [in, in], symmetric. total: tr(W H Wᵀ), where it is
+    known. Returns 0 if all outputs are 0.
     """
     dtype = torch.promote_types(hessian.dtype, torch.float32)
-    dense = weight.to(dtype)
-    change = dense - pruned.to(dtype)
     hessian = hessian.to(dtype)
-    # row by row: the order of a sum over the whole matrix would depend on the number of threads
-    total = ((dense @ hessian) * dense).sum(1, dtype=torch.float64).sum()
-    lost = ((change @ hessian) * change).sum(1, dtype=torch.float64).sum()
-    return float(lost / total) if total > 0 else 0.0
+    total = energy(weight, hessian) if total is None else total
+    return relative_error(energy(weight.to(dtype) - pruned.to(dtype), hessian), total)
 
 
-def check_finite(tensor: Tensor, name: str) -> None:
-    """Raises UserError if `tensor` holds NaN or Inf, for which scores have no order."""
-    if not bool(torch.isfinite(tensor).all()):
-        raise UserError(
-            f"{name} must be finite, got NaN or Inf in a tensor of shape {list(tensor.shape)}: "
-            "check the checkpoint, or load the model in bfloat16 or float32"
-        )
+def with_output_error(outcome: PruneOutcome, weight: Tensor, hessian: Tensor | None) -> PruneOutcome:
+    """The outcome with the output error of its weight, computed by products with H; unchanged without H.
+
+    weight: the dense weight [out, in]. hessian: [in, in].
+    """
+    if hessian is None:
+        return outcome
+    total = energy(weight, hessian) if outcome.energy is None else outcome.energy
+    error = output_error(weight, outcome.weight, hessian, total)
+    return dataclasses.replace(outcome, output_error=error, energy=total)
+
+
+def relative_error(lost: float, total: float) -> float:
+    """lost / total; 0 if total is 0, and if rounding made `lost` negative."""
+    return max(lost, 0.0) / total if total > 0 else 0.0

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, inverse_of_factor_
-from drot.calibration.hessian import fix_dead_columns
+from drot.calibration.hessian import check_finite, fix_dead_columns
 from drot.config import Sparsity
 from drot.pruning.masks import removed_mask
-from drot.pruning.result import PruneOutcome, check_finite, output_error
+from drot.pruning.result import PruneOutcome, with_output_error
 
 #: iterations of the conjugate gradients; 50 lower E of a rotated layer by 1 % more (benchmarks/README.md)
 PCG_ITERATIONS = 20
@@ -34,6 +34,7 @@ def solve_kept_weights(
     *,
     solver: str,
     damping: float,
+    total: float | None = None,
 ) -> PruneOutcome:
     """The outcome with better kept weights, and with `admm` also with a better mask.
 
@@ -49,6 +50,7 @@ def solve_kept_weights(
         sparsity: the sparsity that the mask of `admm` has to have.
         solver: `pcg` or `admm`.
         damping: the share of mean(diag H) that is added to the diagonal.
+        total: tr(T H Tᵀ), where it is known.
     """
     assert solver in ("pcg", "admm"), f"{solver} is no solver"
     check_finite(target, "target")
@@ -74,8 +76,8 @@ def solve_kept_weights(
         by_row = sparsity.structured
         best, removed = _better((best, removed), (moved, mask), wanted, damped, by_row=by_row)
     weight = (best / scale).to(outcome.weight.dtype)
-    error = output_error(target, weight, hessian)
-    return PruneOutcome(weight, removed, outcome.damping, error, admm_iterations=iterations)
+    solved = PruneOutcome(weight, removed, outcome.damping, energy=total, admm_iterations=iterations)
+    return with_output_error(solved, target, hessian)
 
 
 def _conjugate_gradients(

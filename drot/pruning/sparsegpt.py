@@ -1,14 +1,31 @@
 """SparseGPT (Frantar & Alistarh 2023): prunes column by column and updates the columns right of it."""
 
+import contextlib
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import fix_dead_columns, inverse_cholesky
+from drot.calibration.hessian import HessianFactor, check_finite, energy, factorize
 from drot.config import Sparsity
 from drot.errors import UserError
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
-from drot.pruning.result import PruneOutcome, check_finite, output_error
+from drot.pruning.result import PruneOutcome, relative_error
+
+
+@contextlib.contextmanager
+def tf32_products() -> Iterator[None]:
+    """A context in which a GPU rounds the factors of fp32 products to 10 bits of mantissa (TF32).
+
+    Products on a CPU do not change.
+    """
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
+    try:
+        yield
+    finally:
+        products.fp32_precision = before
 
 
 def prune_sparsegpt(
@@ -19,6 +36,8 @@ def prune_sparsegpt(
     damping: float,
     block_size: int,
     removed: Tensor | None = None,
+    factor: HessianFactor | None = None,
+    total: float | None = None,
 ) -> PruneOutcome:
     """Removes weights with small scores (W_ij / U_jj)², where U is Hinv, and updates the others.
 
@@ -26,7 +45,12 @@ def prune_sparsegpt(
     chosen over all its rows when the block is reached: it removes the int(rows · columns · ratio) smallest
     scores. (The authors' code removes one weight more in each block, with `score <= sorted[int(numel ·
     ratio)]`.) The weights of dead columns, whose input is always 0, are set to 0. The result is computed in
-    fp32 (fp64 for an fp64 Hessian) and rounded once.
+    fp32 (fp64 for an fp64 Hessian) and rounded once. On a GPU the update of the columns right of a block
+    takes its fp32 factors in TF32 (benchmarks/README.md).
+
+    The errors e of the sweep are (W - Ŵ) = E U, so Σ e² = tr((W - Ŵ) (H + λ·mean(diag H)·I) (W - Ŵ)ᵀ). The
+    output error of the result is without damping: λ·mean(diag H)·‖W - Ŵ‖² is subtracted. It is that of the
+    weights before they are rounded.
 
     Raises UserError for values that are not finite, shapes that do not fit, `in` or block_size not a multiple
     of m, and a Hessian that cannot be factorised.
@@ -40,6 +64,9 @@ def prune_sparsegpt(
         block_size: the number of columns that are pruned before the columns right of them are updated.
         removed: bool [out, in], the mask of another method, for which the kept weights are updated. None
             chooses the mask.
+        factor: the factor of `hessian`, for several weights that read one input. `damping` is not used then.
+            None computes it.
+        total: tr(W H Wᵀ), where it is known.
     """
     columns = weight.shape[1]
     if hessian.shape != (columns, columns):
@@ -51,14 +78,11 @@ def prune_sparsegpt(
     if sparsity.structured and block_size < columns and block_size % sparsity.m:
         raise UserError(f"`block_size` must be a multiple of m in n:m; got {block_size} with {sparsity}")
     check_finite(weight, "weight")
-    check_finite(hessian, "hessian")
-
-    dtype = torch.promote_types(hessian.dtype, torch.float32)
-    work = weight.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    hessian_copy = hessian.to(dtype, copy=True)
-    work.masked_fill_(fix_dead_columns(hessian_copy), 0)
-    hinv, damping = inverse_cholesky(hessian_copy, damping)
-    del hessian_copy
+    factor = factorize(hessian, damping) if factor is None else factor
+    hinv = factor.hinv
+    work = weight.to(hinv.dtype, copy=True, memory_format=torch.contiguous_format)
+    work.masked_fill_(factor.dead_columns, 0)
+    lost = torch.zeros(len(work), dtype=torch.float64, device=work.device)
 
     given, removed = removed, torch.empty_like(work, dtype=torch.bool)
     prune = sparsity.m - sparsity.n
@@ -72,7 +96,14 @@ def prune_sparsegpt(
         work[:, start:stop], error, removed[:, start:stop] = sparsegpt_sweep(
             block, block_hinv, mask, prune, sparsity.m
         )
-        work[:, stop:].addmm_(error, hinv[start:stop, stop:], alpha=-1)
+        with tf32_products():
+            work[:, stop:].addmm_(error, hinv[start:stop, stop:], alpha=-1)
+        # row by row: the order of a sum over the whole matrix would depend on the number of threads
+        lost += error.square_().sum(1, dtype=torch.float64)
 
     result = work.to(weight.dtype)
-    return PruneOutcome(result, removed, damping, output_error(weight, result, hessian))
+    change = (weight - work).masked_fill_(factor.dead_columns, 0)
+    lost -= factor.damping * factor.mean * change.square_().sum(1, dtype=torch.float64)
+    if total is None:
+        total = energy(weight, hessian.to(hinv.dtype))
+    return PruneOutcome(result, removed, factor.damping, relative_error(float(lost.sum()), total), total)

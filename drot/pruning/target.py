@@ -1,13 +1,14 @@
 """The weight whose outputs on the pruned model's inputs are nearest to the outputs of the dense model."""
 
-import torch
 from torch import Tensor
 
 from drot.calibration.dense_reference import TargetStatistics
-from drot.calibration.hessian import fix_dead_columns, inverse_cholesky
+from drot.calibration.hessian import HessianFactor
 
 
-def dense_target(weight: Tensor, statistics: TargetStatistics, *, share: float, damping: float) -> Tensor:
+def dense_target(
+    weight: Tensor, statistics: TargetStatistics, factor: HessianFactor, *, share: float
+) -> Tensor:
     """T = W + share · (W C + E) (H + λ·mean(diag H)·I)⁻¹ [out, in], in fp32 at least.
 
     With share 1 and λ = 0, T x is the least-squares fit of W x_dense + r_dense - r. (GPTAQ, arXiv 2504.02692,
@@ -16,13 +17,11 @@ def dense_target(weight: Tensor, statistics: TargetStatistics, *, share: float, 
     Args:
         weight: W [out, in], any float dtype.
         statistics: H, C and E.
+        factor: the factor of H, with λ as its damping.
         share: the share of the way from W to the fit, in [0, 1].
-        damping: λ; raised if H cannot be factorised.
     """
-    hessian = statistics.hessian.clone()
-    fix_dead_columns(hessian)
-    hinv, _ = inverse_cholesky(hessian, damping)
-    dense = weight.to(torch.promote_types(hessian.dtype, torch.float32))
+    hinv = factor.hinv
+    dense = weight.to(hinv.dtype)
     change = dense @ statistics.input_change
     if statistics.residual_change is not None:
         change = change + statistics.residual_change

@@ -3,25 +3,34 @@
 import torch
 from torch import Tensor
 
+from drot.calibration.hessian import check_finite
 from drot.config import Sparsity
 from drot.errors import UserError
 from drot.pruning.masks import removed_mask
-from drot.pruning.result import PruneOutcome, check_finite, output_error
+from drot.pruning.result import PruneOutcome, with_output_error
 
 
 def prune_wanda(
-    weight: Tensor, hessian_diag: Tensor, sparsity: Sparsity, *, hessian: Tensor | None = None
+    weight: Tensor,
+    hessian_diag: Tensor,
+    sparsity: Sparsity,
+    *,
+    hessian: Tensor | None = None,
+    total: float | None = None,
 ) -> PruneOutcome:
     """Removes the smallest |W_ij| · sqrt(H_jj) of each group (n:m) or of each row (ratio).
 
     The score is computed in fp32, or in fp64 if an argument is fp64.
 
-    weight: [out, in], any float dtype.
-    hessian_diag: [in], the diagonal of H ∝ XᵀX; its square root is proportional to ‖X_j‖.
-    hessian: [in, in], used only for the output error of the result.
-
     Raises UserError for values that are not finite, a negative diagonal, or an `in` that is not a multiple of
     m.
+
+    Args:
+        weight: [out, in], any float dtype.
+        hessian_diag: [in], the diagonal of H ∝ XᵀX; its square root is proportional to ‖X_j‖.
+        sparsity: n:m or a ratio.
+        hessian: [in, in], used only for the output error of the result.
+        total: tr(W H Wᵀ), where it is known.
     """
     if hessian_diag.shape != weight.shape[1:]:
         raise UserError(
@@ -36,5 +45,4 @@ def prune_wanda(
     score = weight.to(dtype).abs() * hessian_diag.to(dtype).sqrt()
     removed = removed_mask(score, sparsity, scope="row")
     pruned = torch.where(removed, 0, weight)
-    error = None if hessian is None else output_error(weight, pruned, hessian)
-    return PruneOutcome(pruned, removed, output_error=error)
+    return with_output_error(PruneOutcome(pruned, removed, energy=total), weight, hessian)

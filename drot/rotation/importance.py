@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drot.architectures import INPUT_GROUPS, HeadShape
-from drot.calibration.hessian import fix_dead_columns, inverse_cholesky
+from drot.calibration.hessian import HessianFactor, InputHessian, factorize
 from drot.rotation.products import add_product, product
 
 #: What two halves of 16 bits leave undecided in q = diag(RᵀMR), as a share of the largest element of M's
@@ -110,7 +110,7 @@ def layer_metrics(
 
     Args:
         method: `magnitude`, `wanda` or `sparsegpt`.
-        hessians: input group → H [in, in]; not used by `magnitude`. `sparsegpt` fixes dead columns in place.
+        hessians: input group → H [in, in]; not used by `magnitude`.
         shape: attention sizes of the model.
         damping: the share of mean(diag H) that is added to the diagonal before the inversion.
         reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
@@ -127,12 +127,11 @@ def layer_metrics(
             continue
         matrix = hessians[group]
         if method == "sparsegpt":
-            fix_dead_columns(matrix)
-            absolute_damping = damping * matrix.diagonal().mean()
-            hinv, dampings[group] = inverse_cholesky(matrix, damping)
-            matrix = _inverse(hinv, group, shape)
+            factor = factorize(matrix, damping)
+            dampings[group] = factor.damping
+            matrix = _inverse(factor, group, shape)
             if reference_compat:
-                (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(absolute_damping)
+                (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(damping * factor.mean)
         elif group == "down":
             matrix = matrix.diagonal().clone()
         elif group == "o":
@@ -141,10 +140,30 @@ def layer_metrics(
     return LayerMetrics(metrics, dampings)
 
 
-def _inverse(hinv: Tensor, group: str, shape: HeadShape) -> Tensor:
-    """H⁻¹ = UᵀU [in, in] with U = `hinv`, or only its diagonal or diagonal blocks, as in Metric."""
+def column_scale(
+    method: str, hessian: InputHessian, *, damping: float, reference_compat: bool
+) -> Tensor | None:
+    """The column_scale [in] of weights whose inputs have the Hessian `hessian`; None if it is 1.
+
+    Args:
+        method: `magnitude`, `wanda` or `sparsegpt`.
+        hessian: H of the inputs; `sparsegpt` takes its factor.
+        damping: as in `layer_metrics`.
+        reference_compat: as in `layer_metrics`.
+    """
+    if method == "magnitude":
+        return None
+    if method == "wanda":
+        return hessian.matrix.diagonal()
+    diagonal = hessian.factor.inverse_diagonal
+    return 1.0 / (diagonal + damping * hessian.factor.mean if reference_compat else diagonal)
+
+
+def _inverse(factor: HessianFactor, group: str, shape: HeadShape) -> Tensor:
+    """H⁻¹ = UᵀU [in, in], or only its diagonal or diagonal blocks, as in Metric."""
     if group == "down":
-        return hinv.square().sum(0)
+        return factor.inverse_diagonal
+    hinv = factor.hinv
     if group == "o":
         columns = hinv.unflatten(1, (shape.heads, -1)).transpose(0, 1)
         return columns.mT @ columns

@@ -9,6 +9,7 @@ from small_models import FAMILIES, random_tokens, small_model
 
 import drot
 from drot.architectures import INPUT_GROUPS, ROLES, architecture_of, head_shape
+from drot.calibration.hessian import InputHessian
 from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.figures import FIGURES, load_figures
 from drot.checkpoint.rotations import load_rotations
@@ -160,14 +161,14 @@ def test_every_linear_returns_to_its_basis(family, place):
     for group, roles in INPUT_GROUPS.items():
         size = original[roles[0]].shape[1]
         hessian = torch.eye(size) + torch.diag(torch.rand(size))
-        of_group = GroupFigures(group, hessian, recipe(), shape, rotation, down_r1)
+        of_group = GroupFigures(group, InputHessian(hessian, DAMPING), recipe(), shape, rotation, down_r1)
         for role in roles:
             weight = folded_weights(rotated, arch)[role]
             undone = of_group.unrotated(role, weight)
             torch.testing.assert_close(undone, original[role], rtol=1e-4, atol=1e-5)
             # the outputs' energy tr(W H Wᵀ) is the same in both bases
             energies = [
-                float(((w @ h) * w).sum()) for w, h in ((weight, hessian), (undone, of_group.hessian))
+                float(((w @ h) * w).sum()) for w, h in ((weight, hessian), (undone, of_group.hessian.matrix))
             ]
             assert energies[0] == pytest.approx(energies[1], rel=1e-4)
 

@@ -69,7 +69,8 @@ def test_forward_and_hessians(family):
     stream = CalibrationStream.embed(run.model, run.arch, TOKENS, run.device)
     layer = run.layers[0]
     assert counted(lambda: stream.outputs(layer, 0)) == work.forward(run.sizes)
-    linears = {g: layer.get_submodule(dict(run.arch.linears)[roles[0]]) for g, roles in INPUT_GROUPS.items()}
+    paths = dict(run.arch.linears)
+    linears = {g: (layer.get_submodule(paths[roles[0]]), None) for g, roles in INPUT_GROUPS.items()}
     for last in range(1, len(INPUT_GROUPS) + 1):
         groups = list(INPUT_GROUPS)[:last]
         count = counted(lambda: stream.hessians(layer, 0, {g: linears[g] for g in groups}))  # noqa: B023

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from drot.calibration.hessian import InputHessian
 from drot.config import PruningConfig, Sparsity
 from drot.errors import UserError
 from drot.pipeline.layer import prune_weight
@@ -163,7 +164,7 @@ def test_sparsegpts_sweep_on_another_methods_mask(method, device):
     """Each row's error is between that of the method and the minimum on the same mask."""
     weight, hessian = problem(16, 48, device)
     start = outcomes(weight, hessian, "2:4")[method]
-    swept = prune_weight(weight, hessian, PruningConfig(method=method), "sparsegpt")
+    swept = prune_weight(weight, InputHessian(hessian, DAMPING), PruningConfig(method=method), "sparsegpt")
     assert torch.equal(swept.removed, start.removed)
     least = errors(exact(weight, hessian, start.removed), weight, hessian)
     assert bool((errors(swept.weight, weight, hessian) >= least * (1 - 1e-9)).all())

@@ -6,8 +6,10 @@ import pytest
 import torch
 from small_models import random_tokens, small_model
 
-from drot.architectures import architecture_of, decoder_layers, layer_linears
+from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, layer_linears
 from drot.calibration.dense_reference import DenseReference, TargetStatistics
+from drot.calibration.hessian import factorize
+from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.pruning import dense_target
 
@@ -24,9 +26,10 @@ def test_the_target_is_the_least_squares_fit():
     statistics = TargetStatistics(scale * x.T @ x, scale * (x_dense - x).T @ x, scale * residual.T @ x)
     wanted = x_dense @ weight.T + residual
     fit = torch.linalg.lstsq(x, wanted).solution.T
-    full = dense_target(weight, statistics, share=1.0, damping=0.0)
+    factor = factorize(statistics.hessian, 0.0)
+    full = dense_target(weight, statistics, factor, share=1.0)
     torch.testing.assert_close(full, fit, rtol=1e-9, atol=1e-9)
-    half = dense_target(weight, statistics, share=0.5, damping=0.0)
+    half = dense_target(weight, statistics, factor, share=0.5)
     torch.testing.assert_close(half, (weight + fit) / 2, rtol=1e-9, atol=1e-9)
 
 
@@ -41,7 +44,9 @@ def test_statistics_are_those_of_the_tokens(family, role):
         linear.weight.mul_(torch.rand_like(linear.weight) > 0.5)
     stream = CalibrationStream.embed(model, arch, random_tokens(3, 10), torch.device("cpu"))
     inputs = CalibrationStream(stream.hidden_states + 0.1, stream.layer_kwargs)
-    found = DenseReference(dense_layer, inputs).statistics(layer, stream, 1, role, arch)
+    group = next(group for group, roles in INPUT_GROUPS.items() if role in roles)
+    reference = DenseReference(LayerPass(dense_layer, inputs, 1, arch))
+    found = reference.statistics(LayerPass(layer, stream, 1, arch), group)
 
     def pass_through(module, states):
         seen = {}
@@ -75,9 +80,8 @@ def test_without_a_difference_the_target_is_the_weight():
     arch = architecture_of(model.config)
     layer = decoder_layers(model, arch)[0]
     stream = CalibrationStream.embed(model, arch, random_tokens(3, 10), torch.device("cpu"))
-    reference = DenseReference(copy.deepcopy(layer), stream.offloaded_copy())
+    reference = DenseReference(LayerPass(copy.deepcopy(layer), stream.offloaded_copy(), 0, arch))
     weight = layer_linears(layer, arch)["down_proj"].weight
-    statistics = reference.statistics(layer, stream, 0, "down_proj", arch)
-    torch.testing.assert_close(
-        dense_target(weight, statistics, share=1.0, damping=0.01), weight, rtol=1e-5, atol=1e-5
-    )
+    statistics = reference.statistics(LayerPass(layer, stream, 0, arch), "down")
+    target = dense_target(weight, statistics, factorize(statistics.hessian, 0.01), share=1.0)
+    torch.testing.assert_close(target, weight, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,86 @@
+"""Copies between main memory and a GPU while the GPU computes: of layers, and of batches of hidden states."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor, nn
+
+
+def layers_on_device(
+    layers: Sequence[nn.Module], device: torch.device, home: torch.device
+) -> Iterator[tuple[int, nn.Module]]:
+    """Yields index and layer, with the layer on `device`. When the caller goes on, the layer returns `home`.
+
+    If the devices are of two types, a thread copies the next layer to `device`, and the layer before back
+    home, while the caller works. So two layers lie on `device`. At the end all layers lie at home, also after
+    an error.
+
+    layers: the layers, at home. device: where the caller works. home: where the layers lie.
+    """
+    if device.type == home.type:
+        for index, layer in enumerate(layers):
+            layer.to(device)
+            yield index, layer
+            layer.to(home)
+        return
+    copies = _copy_stream(device)
+
+    def move(layer: nn.Module, place: torch.device) -> None:
+        with torch.cuda.stream(copies):
+            layer.to(place)
+        if copies is not None:
+            copies.synchronize()
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix="drot-layers")  # makes the moves one after the other
+    try:
+        coming = [thread.submit(move, layer, device) for layer in layers[:1]]
+        for index, layer in enumerate(layers):
+            coming.pop().result()
+            coming = [thread.submit(move, following, device) for following in layers[index + 1 : index + 2]]
+            yield index, layer
+            if copies is not None:  # the move frees memory that the caller's stream may still read
+                torch.cuda.current_stream(device).synchronize()
+            thread.submit(move, layer, home)
+    finally:
+        thread.shutdown()
+        for layer in layers:
+            layer.to(home)
+
+
+def ahead(sources: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
+    """Yields each tensor on `device`.
+
+    From main memory to a GPU, the next tensor is on its way while the caller works with a tensor. The copies
+    overlap with the work if the tensors are pinned (`empty_on_host`).
+    """
+    copies = _copy_stream(device)
+    if copies is None:
+        yield from (source.to(device) for source in sources)
+        return
+    started: list[tuple[Tensor, torch.cuda.Event]] = []
+
+    def hand_over() -> Tensor:
+        tensor, arrived = started.pop(0)
+        worker = torch.cuda.current_stream(device)
+        worker.wait_event(arrived)
+        tensor.record_stream(worker)  # keeps the memory until the worker has read it
+        return tensor
+
+    for source in sources:
+        with torch.cuda.stream(copies):
+            started.append((source.to(device, non_blocking=True), copies.record_event()))
+        if len(started) == 2:
+            yield hand_over()
+    if started:
+        yield hand_over()
+
+
+def empty_on_host(like: Tensor, device: torch.device) -> Tensor:
+    """A tensor in main memory with the shape and the dtype of `like`, pinned for copies to a GPU `device`."""
+    return torch.empty_like(like, device="cpu", pin_memory=device.type == "cuda")
+
+
+def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream of its own for copies to a GPU; None for another device."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -1,0 +1,131 @@
+"""The inputs of a layer's linears from a pass that resumes, against forward passes from the layer's start."""
+
+import copy
+
+import pytest
+import torch
+from small_models import FAMILIES, random_tokens, small_model
+
+from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, layer_linears
+from drot.calibration import layer_pass as passes
+from drot.calibration import stream as streams
+from drot.calibration.layer_pass import ADDED_TO_RESIDUAL, LayerPass
+from drot.calibration.stream import CalibrationStream
+from drot.surgery.boundary import add_boundary_rotation
+
+LENGTH = 12
+
+
+@pytest.fixture(autouse=True)
+def several_batches(monkeypatch):
+    monkeypatch.setattr(streams, "TOKENS_PER_BATCH", 2 * LENGTH)
+
+
+def layer_and_stream(family, place=None, dtype=torch.float32):
+    """Layer 1 of a small model, with a rotation at `place`, and its inputs in three batches."""
+    model = small_model(family, dtype=dtype)
+    arch = architecture_of(model.config)
+    stream = CalibrationStream.embed(model, arch, random_tokens(5, LENGTH), torch.device("cpu"))
+    layer = decoder_layers(model, arch)[1]
+    if place is not None:
+        rotation = add_boundary_rotation(layer, arch, place, 32, dtype=dtype, device="cpu")
+        rotation.weight.copy_(torch.linalg.qr(torch.randn(32, 32))[0])
+    return layer, stream, arch
+
+
+def from_the_start(layer, stream, arch, group):
+    """The inputs of a group and the residual to which its linear adds, each from whole forward passes."""
+    linear, seen = layer_linears(layer, arch)[INPUT_GROUPS[group][0]], []
+    handle = linear.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    for batch in stream.batches():
+        layer(stream.batch(batch), **stream.layer_kwargs[1])
+    handle.remove()
+    silent = copy.deepcopy(layer)
+    muted = layer_linears(silent, arch)["o_proj" if group == "o" else "down_proj"]
+    muted.weight.zero_()
+    if muted.bias is not None:
+        muted.bias.zero_()
+    rests = []
+    norm = silent.post_attention_layernorm.register_forward_pre_hook(lambda m, args: rests.append(args[0]))
+    outputs = [silent(stream.batch(batch), **stream.layer_kwargs[1]) for batch in stream.batches()]
+    norm.remove()
+    return torch.cat(seen), torch.cat(rests if group == "o" else outputs)
+
+
+@torch.no_grad()
+def halve(layer, arch, roles):
+    for role in roles:
+        weight = layer_linears(layer, arch)[role].weight
+        weight.mul_(torch.rand_like(weight, dtype=torch.float32) > 0.5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("place", [None, "input", "residual"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_and_output_of_a_layer_that_is_pruned_on_the_way(family, place, dtype):
+    """The same bytes as from the start, after every pruned group."""
+    layer, stream, arch = layer_and_stream(family, place, dtype)
+    before = stream.hidden_states.clone()
+    layer_pass = LayerPass(layer, stream, 1, arch)
+    for group, roles in INPUT_GROUPS.items():
+        x, rest = from_the_start(layer, stream, arch, group)
+        found = list(layer_pass.inputs(group, residual=True))
+        assert len(found) == 3
+        assert torch.equal(torch.cat([inputs for inputs, _ in found]), x)
+        if group in ADDED_TO_RESIDUAL:
+            assert torch.equal(torch.cat([residual for _, residual in found]), rest)
+        else:
+            assert all(residual is None for _, residual in found)
+        halve(layer, arch, roles)
+    assert torch.equal(stream.hidden_states, before)
+    expected = stream.outputs(layer, 1)
+    layer_pass.advance()
+    assert torch.equal(stream.hidden_states, expected)
+
+
+@pytest.mark.parametrize(
+    "groups", [[], ["o"], ["mlp"], ["down"], ["attention", "down"], ["o", "down"]], ids=str
+)
+def test_any_groups_may_be_left_out(groups):
+    layer, stream, arch = layer_and_stream("llama")
+    layer_pass = LayerPass(layer, stream, 1, arch)
+    for group in groups:
+        x, _ = from_the_start(layer, stream, arch, group)
+        rows = x.flatten(0, 1).double()
+        found = layer_pass.hessian(group)
+        torch.testing.assert_close(found.double(), 2 / 5 * rows.T @ rows, rtol=1e-4, atol=1e-4)
+        halve(layer, arch, INPUT_GROUPS[group])
+    expected = stream.outputs(layer, 1)
+    layer_pass.advance()
+    assert torch.equal(stream.hidden_states, expected)
+
+
+def test_a_layer_computes_as_before_after_an_error():
+    layer, stream, arch = layer_and_stream("qwen3")
+    expected = stream.outputs(layer, 1)
+    layer_pass = LayerPass(layer, stream, 1, arch)
+    list(layer_pass.inputs("o"))
+    stream.layer_kwargs[1] = {}  # no position embeddings
+    handle = layer.mlp.gate_proj.register_forward_pre_hook(lambda module, args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        list(layer_pass.inputs("down"))
+    handle.remove()
+    stream = layer_and_stream("qwen3")[1]
+    assert torch.equal(stream.outputs(layer, 1), expected)
+    assert "forward" not in layer.self_attn.__dict__
+
+
+def test_one_tensor_is_kept_beside_the_stream(monkeypatch):
+    """With heads · head_dim equal to d, the inputs and the outputs of o_proj and the output of the layer
+    share it."""
+    layer, stream, arch = layer_and_stream("llama-biased")  # 4 heads of 16, d is 32: the widths differ
+    made = []
+    real = torch.empty
+    monkeypatch.setattr(
+        passes.torch, "empty", lambda *args, **options: made.append(args) or real(*args, **options)
+    )
+    layer_pass = LayerPass(layer, stream, 1, arch)
+    for group in INPUT_GROUPS:
+        list(layer_pass.inputs(group))
+    layer_pass.advance()
+    assert [shape[-1] for (shape,) in made if isinstance(shape, tuple)] == [64, 32]

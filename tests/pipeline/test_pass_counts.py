@@ -1,0 +1,186 @@
+"""How often a run computes each part of a layer, and how often it factorises a Hessian."""
+
+import runpy
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from counted_flops import counted_flops
+from small_models import random_tokens, small_model
+
+import drot
+from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, head_shape, layer_linears
+from drot.calibration import hessian as hessians
+from drot.calibration.layer_pass import LayerPass
+from drot.calibration.stream import CalibrationStream
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.pipeline.layer import layer_objective, prune_layer
+from drot.rotation import importance
+from drot.surgery.rotate import LayerRotation
+
+ROOT = Path(drot.__file__).resolve().parents[1]
+TOKENS = random_tokens(4, 40)  # one batch
+PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+
+
+def recipe(mode, hessians="sequential", method="sparsegpt", **pruning):
+    steps = {} if mode == "none" else {"steps": 2}
+    return Recipe(
+        rotation=RotationConfig(mode=mode, hessians=hessians, **steps),
+        pruning=PruningConfig(method=method, **{"solve": "none", "target": "self"} | pruning),
+        calibration=CalibrationConfig(seqlen=40),
+    )
+
+
+def calls_of_parts(chosen, layer=1):
+    """How often the linears of a layer are computed for the calibration batch."""
+    model, counts = small_model("llama"), Counter()
+
+    def count(part):
+        def hook(module, args, output):
+            counts[part] += len(args[0]) == len(TOKENS)  # the checks of the rotation take one sequence
+
+        return hook
+
+    for part in PARTS:
+        model.model.layers[layer].get_submodule(part).register_forward_hook(count(part))
+    drot.prune(model, chosen, calibration=TOKENS, device="cpu")
+    return [counts[part] for part in PARTS]
+
+
+#: q_proj for the inputs of o_proj; o_proj for the inputs of the MLP, with its outputs kept; gate_proj for the
+#: inputs of down_proj and for the output of the layer; down_proj for the output
+PRUNING = [1, 1, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "training"),
+    [
+        (recipe("none"), [0, 0, 0, 0]),
+        (recipe("layer", "sequential"), [1, 1, 1, 0]),  # one pass up to down_proj
+        (recipe("layer", "dense"), [1, 1, 1, 1]),  # one pass, whose output is the next layer's input
+        (recipe("shared"), [1, 1, 1, 1]),
+        (recipe("layer", "dense", method="magnitude"), [1, 1, 1, 1]),
+    ],
+    ids=["none", "layer", "dense", "shared", "magnitude"],
+)
+def test_a_layer_is_computed_as_often_as_its_groups_need(chosen, training):
+    expected = [a + b for a, b in zip(PRUNING, training, strict=True)]
+    assert calls_of_parts(chosen) == expected
+
+
+def test_the_target_of_the_dense_model_takes_two_passes_more():
+    """One of the dense layer for its outputs, and one of its rotated copy, as far as the inputs of down."""
+    alone = calls_of_parts(recipe("layer", "dense"))
+    found = calls_of_parts(recipe("layer", "dense", target="dense"))
+    assert [count - before for count, before in zip(found, alone, strict=True)] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("mode", ["none", "layer", "dense"])
+@pytest.mark.parametrize("method", ["sparsegpt", "wanda"])
+@pytest.mark.parametrize("target", ["self", "dense"])
+def test_one_factorisation_for_each_input(mode, method, target, monkeypatch):
+    """4 a layer in place of 7, with 3 for the figures before the rotation, since it leaves down's inputs as
+    they are; 4 for the training. Wanda takes factors for the dense target only."""
+    sizes = []
+
+    def counting(matrix, damping):
+        sizes.append(len(matrix))
+        return real(matrix, damping)
+
+    real = hessians.factorize
+    monkeypatch.setattr(hessians, "factorize", counting)
+    monkeypatch.setattr(importance, "factorize", counting)
+    chosen = recipe(
+        "none" if mode == "none" else "layer",
+        "dense" if mode == "dense" else "sequential",
+        method=method,
+        target=target,
+    )
+    drot.prune(small_model("llama"), chosen, calibration=TOKENS, device="cpu")
+    inputs = {"attention": 32, "o": 48, "mlp": 32, "down": 48}
+    expected = list(inputs.values()) if method == "sparsegpt" or target == "dense" else []
+    if method == "sparsegpt" and mode != "none":
+        expected += [*inputs.values(), inputs["attention"], inputs["o"], inputs["mlp"]]
+    assert Counter(sizes) == Counter(3 * expected)
+
+
+def test_sensitivity_factorises_each_input_once(monkeypatch):
+    """For all linears and all sparsities."""
+    calls = []
+    real = hessians.factorize
+    monkeypatch.setattr(hessians, "factorize", lambda *args: calls.append(args) or real(*args))
+    drot.sensitivity(small_model("llama"), recipe("none"), calibration=TOKENS, device="cpu")
+    assert len(calls) == 3 * 4
+
+
+def test_the_hessians_of_training_are_of_the_norms_without_weights():
+    """Against the folded layer: the inputs of its linears, in fp64."""
+    model = small_model("qwen3")
+    arch, shape = architecture_of(model.config), head_shape(model.config)
+    stream = CalibrationStream.embed(model, arch, TOKENS, torch.device("cpu"))
+    layer, chosen = decoder_layers(model, arch)[1], recipe("layer", method="wanda", sparsity="2:4")
+    before = stream.hidden_states.clone()
+    objective, _ = layer_objective(layer, 1, stream, arch, shape, chosen)
+    assert torch.equal(stream.hidden_states, before)
+    seen = {}
+    for group in ("attention", "mlp"):
+        layer_linears(layer, arch)[INPUT_GROUPS[group][0]].register_forward_pre_hook(
+            lambda module, args, group=group: seen.update({group: args[0].flatten(0, 1).double()})
+        )
+    expected_output = layer(before, **stream.layer_kwargs[1])
+    norms = {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
+    for group, norm in norms.items():
+        x = seen[group] / norm.weight.double()
+        found = objective.metrics[group].matrix[0]
+        torch.testing.assert_close(found.double(), 2 / len(TOKENS) * x.T @ x, rtol=1e-4, atol=1e-4)
+    layer_objective(layer, 1, stream, arch, shape, chosen, advance=True)
+    assert torch.equal(stream.hidden_states, expected_output)
+
+
+def test_the_operations_of_a_pruned_layer_are_those_of_the_formulas(monkeypatch):
+    """benchmarks/pass_flops.py, for Hessians of two to seven panels, against the products of a run."""
+    operations = runpy.run_path(str(ROOT / "benchmarks/pass_flops.py"))["operations"]
+    monkeypatch.setattr(hessians, "PANEL_COLUMNS", {"cpu": 16})
+    sizes = dict(
+        hidden_size=48, intermediate_size=112, num_attention_heads=2, num_key_value_heads=1, head_dim=16
+    )
+    shape = head_shape(small_model("llama", **sizes).config)
+    chosen = recipe("layer", block_size=16)
+    r1, r2 = torch.linalg.qr(torch.randn(48, 48))[0], torch.linalg.qr(torch.randn(1, 16, 16))[0]
+    rotation = LayerRotation(r1, r2)
+
+    def pruned(**figures):
+        model = small_model("llama", **sizes)
+        arch = architecture_of(model.config)
+        stream = CalibrationStream.embed(model, arch, TOKENS, torch.device("cpu"))
+        layer_pass = LayerPass(decoder_layers(model, arch)[0], stream, 0, arch)
+        # the attention is in no formula: a layer without it
+        layer = layer_pass.layer
+        layer.self_attn.forward = lambda hidden_states, **others: (attention(layer, hidden_states), None)
+
+        def work():
+            prune_layer(layer_pass, shape, chosen, **figures)
+            layer_pass.advance()
+
+        return counted_flops(work)
+
+    def attention(layer, x):
+        q, k, v = (getattr(layer.self_attn, role)(x) for role in ("q_proj", "k_proj", "v_proj"))
+        return layer.self_attn.o_proj(q + torch.cat([k, v], -1))
+
+    parts = operations(48, 112, 2, 1, 16, TOKENS.numel(), 16, "cpu")
+    cost = {name: sum(costs.values()) for name, costs in parts.items()}
+    figures = (
+        cost["figures: Hessians and weights before the rotation"] + cost["figures: sweep before the rotation"]
+    )
+    maps = cost["figures: maps"]
+    assert pruned(rotation=rotation) - pruned() == figures + maps / 2
+    names = (
+        "forward passes: pruning",
+        "Hessians of pruning",
+        "sweep: update right of each block",
+        "tr(W H Wᵀ)",
+    )
+    assert pruned() == sum(cost[name] for name in names) + maps / 2
