@@ -134,7 +134,7 @@ def counted_by_phase(monkeypatch, chosen, **options) -> tuple[dict[str, float], 
 )
 def test_every_phase_of_a_run(monkeypatch, chosen):
     """A formula is never above what is computed. A run computes more: both halves of a symmetric product,
-    a forward pass for each Hessian of a layer and one for its outputs, output errors, and figures."""
+    linears again for the outputs of a layer, output errors, and figures."""
     phases, manifest = counted_by_phase(monkeypatch, chosen)
     needed = {phase: done["float32"] for phase, done in manifest["work"].items() if "float32" in done}
     assert needed.keys() == {
@@ -143,7 +143,7 @@ def test_every_phase_of_a_run(monkeypatch, chosen):
         *(["rotate"] if chosen.rotation.mode != "none" else []),
         *(["recover"] if chosen.recovery.recover == "block" else []),
     }
-    least = {"calibrate": 0.2, "rotate": 0.97, "prune": 0.28, "recover": 0.9}
+    least = {"calibrate": 0.3, "rotate": 0.97, "prune": 0.28, "recover": 0.9}
     if chosen.rotation.mode == "layer" and chosen.rotation.hessians == "dense":
         del needed["rotate"]  # trained in a thread, where torch does not count
     for phase, amount in needed.items():
