@@ -1,7 +1,8 @@
 """Builds drot._C with CMake and ninja. CMakeLists.txt has the sources and flags.
 
 Environment variables: DROT_WITH_CUDA=0 or 1 builds without or with CUDA code (default: with, if possible);
-TORCH_CUDA_ARCH_LIST sets the CUDA architectures (default "8.0;9.0a"); MAX_JOBS limits the parallel compiles.
+TORCH_CUDA_ARCH_LIST sets the CUDA architectures (default: those of "8.0;9.0;10.0;12.0+PTX" that nvcc knows);
+MAX_JOBS limits the parallel compiles.
 DROT_WHEEL_LABEL is added to the version of a wheel, since a wheel fits one torch: torch2.13.cpu makes
 drot-0.1.0+torch2.13.cpu.
 """

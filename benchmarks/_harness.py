@@ -8,7 +8,6 @@ import argparse
 import csv
 import ctypes
 import datetime
-import platform
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from drot.bench.timing import Timing
 from drot.bench.timing import interleaved as interleaved
+from drot.environment import processor_name
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -130,13 +130,7 @@ def machine(device: str) -> str:
     """The name of the GPU, or the name and the vector instructions of the CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
-    capability = torch.backends.cpu.get_cpu_capability()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {capability}"
+    return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def commit() -> str:

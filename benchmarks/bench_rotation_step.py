@@ -25,11 +25,18 @@ RIGHT = {"q_proj": "attention", "k_proj": "attention", "gate_proj": "mlp", "up_p
 class Problem:
     """A decoder layer with the proportions of LLaMA-3, random weights and Hessians, and Wanda's scores."""
 
-    def __init__(self, d: int, device: str, heads: int | None = None, ff: int | None = None) -> None:
-        head_dim = 64 if d < 4096 else 128
+    def __init__(
+        self,
+        d: int,
+        device: str,
+        heads: int | None = None,
+        ff: int | None = None,
+        kv_heads: int | None = None,
+    ) -> None:
+        head_dim = d // heads if heads else 64 if d < 4096 else 128
         heads = heads or d // head_dim
         self.d, self.ff = d, ff or int(3.5 * d)
-        self.shape = HeadShape(heads=heads, kv_heads=max(1, heads // 4), head_dim=head_dim)
+        self.shape = HeadShape(heads=heads, kv_heads=kv_heads or max(1, heads // 4), head_dim=head_dim)
         q, kv = heads * head_dim, self.shape.kv_heads * head_dim
         sizes = {
             "q_proj": (q, d), "k_proj": (kv, d), "v_proj": (kv, d), "o_proj": (d, q),

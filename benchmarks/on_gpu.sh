@@ -21,7 +21,7 @@ arch=$("$python" - <<'EOF'
 import torch
 if torch.cuda.is_available():
     major, minor = torch.cuda.get_device_capability()
-    print(f"{major}.{minor}" + "a" * (major >= 9))
+    print(f"{major}.{minor}")
 EOF
 ) || { echo "on_gpu.sh: $python cannot import torch; name one that can: PYTHON=... $0" >&2; exit 2; }
 if [[ -z $arch ]]; then
@@ -75,8 +75,11 @@ else
   summary skipped 0 "tests: pytest is not installed; check_ops ran each op against its reference"
 fi
 
+stage measure 60 "$python" -m drot info --measure --device cuda
+stage bench_prune_layer 120 "$python" benchmarks/bench_prune_layer.py --device cuda --shape llama-3-8b --csv "$folder"
 for file in benchmarks/bench_*.py; do
   name=$(basename "$file" .py)
+  [[ $name != bench_prune_layer ]] || continue
   stage "$name" 75 "$python" "$file" --device cuda --repeats 20 --csv "$folder"
 done
 

@@ -3,6 +3,7 @@
 // The kernels are registered by TORCH_LIBRARY_IMPL in csrc/ops/cpu and csrc/ops/cuda. Shapes and meaning are
 // documented in csrc/ops/<op>.h and drot/ops/<op>.py.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -64,4 +65,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("build_info", &build_info, "Versions and options of this build: a dict of str.");
   m.def("tuning_cache_file", &drot::tuning_cache::file,
         "Path of the tuning cache, \"\" where nothing is cached.");
+  m.def("tuning_cache_lookup", &drot::tuning_cache::lookup, pybind11::arg("key"),
+        "The value that the tuning cache holds for a key, or None.");
+  m.def("tuning_cache_store", &drot::tuning_cache::store, pybind11::arg("key"), pybind11::arg("value"),
+        "Writes a key and its value to the tuning cache; returns whether that was possible.");
 }

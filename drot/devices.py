@@ -1,9 +1,16 @@
 """Parsing of the arguments `device` and `dtype`, which have the same values everywhere in drot."""
 
+import functools
+import logging
+import re
+
 import torch
 
+from drot._extension import BUILD_COMMAND, BUILD_INFO
 from drot.config.rotation import ProductDtype
 from drot.errors import UserError
+
+logger = logging.getLogger("drot")
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -44,8 +51,16 @@ def dtype_name(dtype: torch.dtype) -> str:
 def pick_device(name: str | torch.device) -> torch.device:
     """The device named `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU, or the CPU without a GPU.
 
-    Raises UserError for another name and for a GPU that torch does not find.
+    Raises UserError for another name, for a GPU that torch does not find, and for a GPU for which drot was
+    not built (`check_gpu`).
     """
+    device = _named_device(name)
+    if device.type == "cuda":
+        check_gpu(device)
+    return device
+
+
+def _named_device(name: str | torch.device) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -73,3 +88,51 @@ def pick_devices(names: str | torch.device) -> list[torch.device]:
     if len({device.type for device in devices}) > 1:
         raise UserError(f"`device` must name either GPUs or the CPU, not both; got {names!r}")
     return devices
+
+
+@functools.cache
+def check_gpu(device: torch.device) -> None:
+    """Compares the GPU `device` with the architectures for which drot was built.
+
+    Raises UserError if drot was built with CUDA but not for this GPU, whose first op would end with 'no
+    kernel image'. Warns if drot was built without CUDA: models without packed weights run all the same.
+
+    This is done at the first use of a GPU and not by `import drot`: to ask for the GPU takes torch's start of
+    CUDA, about a second, after which a process cannot fork.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    problem = kernel_problem((major, minor), BUILD_INFO["cuda_architectures"])
+    if problem is None:
+        return
+    line = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but drot {problem}"
+    if BUILD_INFO["cuda"]:
+        raise UserError(f'{line}; or use `device="cpu"`')
+    logger.warning("%s", line)
+
+
+def kernel_problem(capability: tuple[int, int], built: str) -> str | None:
+    """Says what to rebuild if drot's kernels do not run on a GPU; None if they do.
+
+    Machine code runs on GPUs of the same major number and the same or a later minor number, PTX on the same
+    and all later GPUs. Of an architecture with an `a`, both run on exactly that capability; with an `f`, on
+    GPUs of its major number from its minor number on (CUDA C++ Programming Guide, compute capabilities).
+
+    capability: the compute capability of the GPU.
+    built: the architectures of the build, separated by spaces, as in `8.0 9.0a 12.0+PTX`; "" without CUDA.
+    """
+    if any(_runs_on(capability, name) for name in built.split()):
+        return None
+    was_built = f"was built for {', '.join(built.split())}" if built else "was built without CUDA"
+    name = ".".join(map(str, capability))
+    return f"{was_built}: rebuild it with `TORCH_CUDA_ARCH_LIST={name} {BUILD_COMMAND}`"
+
+
+def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
+    found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
+    assert found is not None, f"{architecture} is no architecture"
+    major, minor, kind, ptx = int(found[1]), int(found[2]), found[3], found[4]
+    if kind == "a":
+        return capability == (major, minor)
+    if ptx and not kind:
+        return capability >= (major, minor)
+    return capability[0] == major and capability[1] >= minor

@@ -16,6 +16,13 @@
 
 namespace drot {
 
+// Whether CholeskyQR in fp64 (batched_qr.h) is faster than Householder QR in fp32 on a GPU whose fp32 rate is
+// `ratio` times its fp64 rate: 2 on A100, H100 and B200; 32 or 64 on GeForce, L40 and A10. CholeskyQR takes
+// about as many operations as Householder QR, nearly all of them in matrix products, and Householder QR runs
+// far below the rate of products.
+constexpr bool cholesky_qr_pays(int ratio) { return ratio <= 8; }
+static_assert(cholesky_qr_pays(2) && !cholesky_qr_pays(32) && !cholesky_qr_pays(64));
+
 template <typename T>
 struct Reflector {
   T head;  // v at the pivot; below the pivot v is the column itself

@@ -11,7 +11,7 @@ from drot.checkpoint.source import read_headers
 from drot.errors import UserError
 from drot.sparse.fused import unfuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_linears
-from drot.sparse.packed import check_packed, expect_packed, unpack_model
+from drot.sparse.packed import check_packed, compress_model, expect_packed, unpack_model
 from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig, quantization_config_of
 from drot.sparse.stored_config import write_stored_form
 from drot.surgery.boundary import (
@@ -71,6 +71,7 @@ class DrotQuantizer(HfQuantizer):
         # transformers makes every floating-point parameter trainable
         for _, linear in packed_linears(model):
             linear.requires_grad_(False)
+        compress_model(model)  # has no effect on a CPU, until the model moves to a GPU
         for layer in decoder_layers(model, arch):
             if rotation_place(layer) is not None:
                 layer.residual_rotation.requires_grad_(False)

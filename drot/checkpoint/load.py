@@ -25,7 +25,7 @@ from drot.errors import UserError
 from drot.schemas.model import MOST_LAYERS
 from drot.schemas.reading import quoted
 from drot.sparse.fused import fuse
-from drot.sparse.linear import is_packed
+from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
 from drot.sparse.quantization_config import boundary_of, quantization_config_of
 
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drot")
 
+#: what it means that a GPU keeps no compressed form
+UNCOMPRESSED = "products of many tokens unpack the weight at each call, which is slower than a dense model"
 #: the dtypes in safetensors files that a dense weight may have
 DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
@@ -43,7 +45,7 @@ def load(
     *,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
-    compress: bool = False,
+    compress: bool | None = None,
     verify: bool = True,
 ) -> "PreTrainedModel":
     """The model at `path`, which drot saved or any other, on `device` and in eval mode.
@@ -53,18 +55,23 @@ def load(
     path: a name on the Hugging Face hub or a local folder.
     device: `auto`, `cpu` or `cuda[:N]`.
     dtype: `auto`, the checkpoint's own, or `float32`, `bfloat16` or `float16`.
-    compress: whether a GPU keeps the compressed form of packed weights beside the packed form. Products of
-        many tokens (prefill, perplexity) are then faster, and the weights take about twice the memory.
+    compress: whether a GPU keeps the compressed form of packed weights, cuSPARSELt's own, beside the packed
+        form. Without it, a product of many tokens (prefill, perplexity) unpacks the weight at each call and
+        is slower than a dense product; with it, the packed weights take about twice the memory. None is True
+        on a GPU. On a CPU there is no such form, and the value has no effect.
     verify: whether to compare the weights and config.json with their hashes in drot.json.
     """
     is_a("device", device, str, torch.device)
     target = pick_device(device)
     model = load_model(path, dtype, verify=verify)
-    if is_packed(model):
+    packed = is_packed(model)
+    if packed:
         fuse(model)
     model = model.to(target)  # type: ignore[arg-type]
-    if compress:
+    if packed and compress is not False:
         compress_model(model)
+    elif packed and target.type == "cuda":
+        logger.warning("%s is loaded without compressed weights: %s", path, UNCOMPRESSED)
     return model
 
 
@@ -130,6 +137,8 @@ def load_model(
         )
     _refuse_superfluous(path, report["unexpected_keys"])
     _check_finite(path, model)
+    for _, linear in packed_linears(model):
+        linear.drop_compressed()  # the callers decide when the weights lie on a GPU
     keep_files(model, folder)
     return model.eval().requires_grad_(False)
 

@@ -65,6 +65,7 @@ def save_checkpoint(
     *,
     scratch: Path | None = None,
     write_more: Callable[[Path], None] | None = None,
+    last_entries: Callable[[Path], dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Writes the model, the tokenizer and the manifest to a temporary folder and renames it to `out`.
 
@@ -79,6 +80,8 @@ def save_checkpoint(
         scratch: an existing folder on the same file system for the temporary folder, which a killed process
             leaves behind; None is the parent of `out`.
         write_more: writes further files into the folder that it is called with.
+        last_entries: gives further entries of the manifest. It is called with the folder when all else is
+            written and synced.
     """
     beside = {"dir": out.parent, "prefix": out.name + "."} if scratch is None else {"dir": scratch}
     with writing(out), tempfile.TemporaryDirectory(suffix=".part", **beside) as temporary:
@@ -93,7 +96,11 @@ def save_checkpoint(
         written = {}
         if manifest:
             save_card(part, manifest)
-            written = write_manifest(part, manifest | {"files": folder_records(part)})
+            manifest = manifest | {"files": folder_records(part)}
+            if last_entries is not None:
+                finish_folder(part)
+                manifest |= last_entries(part)
+            written = write_manifest(part, manifest)
         finish_folder(part)
         if out.exists():
             out.rmdir()  # check_output made sure that it is empty

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from drot.cli.options import OUTPUT, Json, option, print_json
-from drot.cli.tables import output, print_line, print_manifest
+from drot.cli.options import OUTPUT, RUN, Json, option, print_json
+from drot.cli.tables import output, print_line, print_manifest, scaled
 from drot.config.checks import path_exists
 from drot.errors import UserError
 
@@ -35,9 +35,31 @@ def info(
             "--accept",
         ),
     ] = False,
+    measure: Annotated[
+        bool,
+        option(
+            RUN,
+            "Measure matrix products and a copy on --device, in a few seconds, and keep the rates in the "
+            "tuning cache. drot prune compares its phases with them.",
+            "--measure",
+        ),
+    ] = False,
+    device: Annotated[
+        str,
+        option(
+            RUN,
+            "Device to measure. auto is the first GPU, or the CPU if there is no GPU.",
+            metavar="[auto|cpu|cuda:N]",
+            autocompletion=lambda: ["auto", "cpu", "cuda"],
+        ),
+    ] = "auto",
     as_json: Json = False,
 ) -> None:
     """Show the versions, backends and GPUs of this machine; or, with FOLDER, how that model was made."""
+    if measure:
+        if folder is not None:
+            raise UserError("`measure` measures this machine: leave out FOLDER")
+        _measure(device)
     if folder is None and (verify or accept):
         raise UserError(f"{'`verify`' if verify else '`accept`'} needs FOLDER: name a folder that drot wrote")
     if folder is None:
@@ -65,6 +87,19 @@ def info(
         print_json(data)
         return
     print_manifest(data)
+
+
+def _measure(name: str) -> None:
+    """Measures a device and keeps its rates. Logs a warning if they cannot be kept."""
+    from drot.bench.peaks import measure_peaks
+    from drot.devices import pick_device
+    from drot.environment import store_peaks
+
+    device = pick_device(name)
+    if not store_peaks(device, measure_peaks(device)):
+        raise UserError(
+            "the rates cannot be kept, as the tuning cache cannot be written: name a folder in DROT_CACHE"
+        )
 
 
 def _verify(folder: Path, as_json: bool) -> None:
@@ -98,10 +133,17 @@ def _accept(folder: Path) -> None:
 def print_environment(data: dict[str, Any]) -> None:
     """Prints one line for each key of `drot.environment.collect` that has a value."""
     table = Table(show_header=False, box=None, pad_edge=False)
+    peaks = {device: [_rate(*item) for item in rates.items()] for device, rates in data["peaks"].items()}
+    data = data | {"peaks": peaks}
     for key, value in data.items():
         if value is not None and (fact := _fact(value)):
             table.add_row(key.replace("_", " "), fact)
     output().print(table)
+
+
+def _rate(kind: str, rate: float) -> str:
+    """A peak rate with its name, as in `copy 25 GB/s`."""
+    return f"{kind} {scaled(rate, 'B/s' if kind == 'copy' else 'FLOP/s')}"
 
 
 def _fact(value: Any) -> str:

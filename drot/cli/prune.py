@@ -229,7 +229,8 @@ def prune(
             ROTATION,
             "The layer inputs from which the training computes its Hessians. sequential: inputs that went "
             "through the pruned layers before. dense: inputs in the dense model, so that layers train "
-            "independently of each other.",
+            "independently of each other. auto: dense with --boundary residual or --rotation shared, "
+            "otherwise sequential.",
             choices=choices(config.HessianSource),
         ),
     ] = ROTATE.hessians,
@@ -239,8 +240,9 @@ def prune(
             ROTATION,
             "Where the rotation between two layers acts. input: on the input of the later layer. residual: "
             "beside the MLP of the earlier layer, where a packed model computes it together with down_proj; "
-            "needs --hessians dense or --rotations.",
-            choices=choices(config.BoundaryPlace),
+            "needs --hessians dense or --rotations. auto: residual with --format packed and one rotation a "
+            "layer, unless --hessians is sequential; otherwise input.",
+            choices=choices(config.Boundary),
         ),
     ] = ROTATE.boundary,
     layers_per_step: Annotated[

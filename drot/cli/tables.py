@@ -11,6 +11,9 @@ from drot.cli.safe_text import SafeConsole
 #: columns of the table of layers; the table omits a column that has no figure in any row
 COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "recovery", "seconds")
 
+#: what a rotation of the residual gives and costs; benchmarks/README.md has the measurement
+BOUNDARY_COST = "part of down_proj's product; costs about 0.1 of perplexity beside --boundary input"
+
 
 def output() -> SafeConsole:
     """A console that prints to the current stdout; 100 columns wide if stdout is not a terminal."""
@@ -50,6 +53,8 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     facts.add_row("pruning", f"{pruning['method']} {pruning['sparsity']}{mixed}{damping}")
     facts.add_row("kept weights", _kept_weights_line(recipe))
     facts.add_row("rotation", _rotation_line(rotation, manifest.get("rotations_file")))
+    if rotation.get("boundary") == "residual" and manifest.get("format") == "packed":
+        facts.add_row("boundary", BOUNDARY_COST)
     if trained := manifest.get("shared_rotation"):
         facts.add_row(
             "shared training", _shared_line(trained, len(manifest["layers"]), rotation["objective"])
@@ -77,6 +82,66 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     for row in rows:
         table.add_row(*(row[heading] for heading in shown))
     console.print(table)
+    if (times := times_table(manifest)) is not None:
+        console.print(times)
+
+
+def times_table(manifest: dict[str, Any]) -> Table | None:
+    """Where the time of a run went: a row for each phase, the longest first.
+
+    The column `of peak` is the time that the work of a phase would take at the rates that `drot info
+    --measure` found on the machine before the run, as a share of the time that it took. None for a manifest
+    of an older version, which has no work.
+    """
+    seconds, work, peaks = manifest["seconds"], manifest.get("work"), manifest.get("peaks")
+    if work is None:
+        return None
+    total = seconds["total"]
+    phases = {phase: value for phase, value in seconds.items() if phase != "total" and value > 0}
+    rest = max(0.0, total - sum(phases.values()))
+    table = Table(title="Time", title_justify="left")
+    for heading in ("phase", "seconds", "share", "rate", *(["of peak"] if peaks else [])):
+        table.add_column(heading, justify="left" if heading == "phase" else "right", no_wrap=True)
+    rows = sorted(phases.items(), key=lambda item: -item[1])
+    for phase, value in [*rows, ("other", rest), ("total", total)]:
+        done = work.get(phase, {})
+        cells = [phase, f"{value:.1f}", f"{value / total:.1%}" if total else "-", rate_text(done, value)]
+        if peaks:
+            ideal = at_peak(done, peaks) if done and value else None
+            cells.append("-" if ideal is None else f"{ideal / value:.1%}")
+        table.add_row(*cells)
+    if not peaks:
+        table.caption = "drot info --measure measures the machine; later runs show their share of its peak"
+        table.caption_justify = "left"
+    return table
+
+
+def rate_text(work: dict[str, float], seconds: float) -> str:
+    """The rate of a phase, as in 12.5 GFLOP/s and 0.8 GB/s; "-" for a phase whose work is not counted."""
+    if not work or not seconds:
+        return "-"
+    flops = sum(amount for unit, amount in work.items() if unit != "bytes")
+    rate, unit = (flops, "FLOP/s") if flops else (work["bytes"], "B/s")
+    return scaled(rate / seconds, unit)
+
+
+def scaled(value: float, unit: str) -> str:
+    """A value with three digits and a prefix, as in 12.5 GFLOP/s."""
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{value / scale:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
+
+
+def at_peak(work: dict[str, float], peaks: dict[str, float]) -> float | None:
+    """The seconds that work would take at the peak rates; None for work in fp64, whose rate is not measured.
+
+    float16 has the rate of bfloat16.
+    """
+    rates = {**peaks, "float16": peaks["bfloat16"], "bytes": peaks["copy"]}
+    if not work.keys() <= rates.keys():
+        return None
+    return sum(amount / rates[unit] for unit, amount in work.items())
 
 
 def _print_pruned_elsewhere(manifest: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from drot.config.pruning import Method, PruningConfig, Recovery, RecoveryConfig,
 from drot.config.recipe import QUALITIES, Recipe, WeightFormat
 from drot.config.rotation import (
     OPTIMIZER_DEFAULTS,
+    Boundary,
     BoundaryPlace,
     HessianSource,
     Objective,
@@ -25,6 +26,7 @@ __all__ = [
     "OPTIMIZER_DEFAULTS",
     "QUALITIES",
     "SEQLEN",
+    "Boundary",
     "BoundaryPlace",
     "CalibrationConfig",
     "FinetuneConfig",

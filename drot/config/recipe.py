@@ -76,6 +76,11 @@ class Recipe:
             parts[section] = dataclasses.replace(parts[section], **values)
         return Recipe(**parts)
 
+    def for_format(self, format: str, *, rotations_given: bool = False) -> "Recipe":
+        """This recipe with the fields resolved whose `auto` depends on the format (RotationConfig)."""
+        rotation = self.rotation.for_format(format, rotations_given=rotations_given)
+        return dataclasses.replace(self, rotation=rotation)
+
     @property
     def objective(self) -> str:
         """The objective, with `auto` resolved."""
@@ -129,6 +134,7 @@ class Recipe:
         if isinstance(self.rotation.blocks, tuple):
             out["rotation"]["blocks"] = list(self.rotation.blocks)
         out["rotation"]["hessians"] = self.rotation.resolved_hessians
+        out["rotation"]["boundary"] = self.rotation.resolved_boundary
         out["rotation"]["steps"] = self.rotation.resolved_steps
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective

@@ -14,7 +14,12 @@ MANIFEST = "drot.json"
 SUFFIXES = (".json", ".yaml", ".yml")
 #: Section → the values that a run had before drot recorded these fields. A manifest without them is older.
 BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {
-    "rotation": {"early_stop": 0.0, "product_dtype": "float32"},
+    "rotation": {
+        "early_stop": 0.0,
+        "boundary": "input",
+        "hessians": "sequential",
+        "product_dtype": "float32",
+    },
     "pruning": {"solve": "none", "target": "self"},
 }
 #: values of `down_basis`, the name that `boundary` had in older manifests

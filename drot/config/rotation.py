@@ -1,5 +1,6 @@
 """How the rotations are trained."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -9,8 +10,10 @@ from drot.config.checks import above_zero, at_least, is_a, one_of, whole_number
 RotationMode = Literal["none", "layer", "shared"]
 Objective = Literal["auto", "entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
-HessianSource = Literal["sequential", "dense"]
+HessianSource = Literal["auto", "sequential", "dense"]
+#: where the rotation between two layers acts (drot/surgery/boundary.py)
 BoundaryPlace = Literal["input", "residual"]
+Boundary = Literal["auto", "input", "residual"]
 ProductDtype = Literal["auto", "float32", "bfloat16"]
 
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
@@ -41,11 +44,14 @@ class RotationConfig:
             stops early.
         hessians: `sequential` computes a layer's Hessians after the layers before it were pruned. `dense`
             computes all Hessians in one pass of the dense model, so that layers train independently;
-            `mode="shared"` always does so.
+            `mode="shared"` always does so. `auto` is `dense` where `boundary` resolves to `residual` and the
+            rotations are trained, and `sequential` elsewhere.
         boundary: where the rotation between layers l and l + 1 acts. `input`, as in the paper: on the input
             of layer l + 1, and down_proj of layer l takes R1(l). `residual`: on the residual of layer l,
             beside its MLP, and down_proj of layer l takes R1(l + 1). down_proj is then trained with layer
-            l + 1, whose training figures include it.
+            l + 1, whose training figures include it. `auto` is `residual` for a packed model with
+            `mode="layer"`, where the rotation is part of the product of down_proj, unless `hessians` is
+            `sequential` and the rotations are trained. It is `input` elsewhere, which costs no perplexity.
         layers_per_step: with `mode="shared"`, the number of layers in the loss of one step; the other
             layers are offloaded to main memory. None is all layers.
         product_dtype: dtype of the matrix products. `auto` is `bfloat16` on a GPU and `float32` on a CPU
@@ -61,8 +67,8 @@ class RotationConfig:
     steps: int | None = None
     lr: float | None = None
     early_stop: float = 1e-5
-    hessians: HessianSource = "sequential"
-    boundary: BoundaryPlace = "input"
+    hessians: HessianSource = "auto"
+    boundary: Boundary = "auto"
     layers_per_step: int | None = None
     product_dtype: ProductDtype = "auto"
     reference_compat: bool = False
@@ -72,7 +78,7 @@ class RotationConfig:
         one_of("objective", self.objective, Objective)
         one_of("optimizer", self.optimizer, Optimizer)
         one_of("hessians", self.hessians, HessianSource)
-        one_of("boundary", self.boundary, BoundaryPlace)
+        one_of("boundary", self.boundary, Boundary)
         one_of("product_dtype", self.product_dtype, ProductDtype)
         if isinstance(self.blocks, list):
             object.__setattr__(self, "blocks", tuple(self.blocks))
@@ -94,8 +100,33 @@ class RotationConfig:
 
     @property
     def resolved_hessians(self) -> str:
-        """`hessians`, or `dense` with `mode="shared"`."""
-        return "dense" if self.mode == "shared" else self.hessians
+        """`hessians`, or `dense` with `mode="shared"`; for `auto`, the value of a model saved dense."""
+        if self.mode == "shared":
+            return "dense"
+        if self.hessians == "auto":
+            return "dense" if self.boundary == "residual" else "sequential"
+        return self.hessians
+
+    @property
+    def resolved_boundary(self) -> BoundaryPlace:
+        """`boundary`; for `auto`, the value of a model saved dense."""
+        return "residual" if self.boundary == "residual" else "input"
+
+    def for_format(self, format: str, *, rotations_given: bool = False) -> "RotationConfig":
+        """The same settings, with `auto` of `boundary` and `hessians` resolved.
+
+        format: format of the weights in the result, `dense` or `packed`.
+        rotations_given: whether the rotations are loaded from a file instead of trained.
+        """
+        boundary, hessians = self.boundary, self.hessians
+        if boundary == "auto":
+            known = rotations_given or hessians != "sequential"  # the R1 of the next layer, before pruning
+            fused = format == "packed" and self.mode == "layer" and known
+            boundary = "residual" if fused else "input"
+        if hessians == "auto":
+            needed = boundary == "residual" and self.mode == "layer" and not rotations_given
+            hessians = "dense" if needed or self.mode == "shared" else "sequential"
+        return dataclasses.replace(self, boundary=boundary, hessians=hessians)
 
     @property
     def resolved_steps(self) -> int:

@@ -11,8 +11,8 @@ def batched_qr(a: Tensor) -> tuple[Tensor, Tensor]:
     matrix are unique; diag(r) of a singular matrix may hold zeros. Non-finite input gives NaN.
 
     n <= 256: Householder reflections (Golub & Van Loan, algorithm 5.1.1), each matrix by one thread block or
-    one CPU thread. n > 256: LAPACK or cuSOLVER, but fp32 on a GPU first tries `cholesky_qr`. The CPU waits
-    for the GPU only to read whether the result is reliable.
+    one CPU thread. n > 256: LAPACK or cuSOLVER, but fp32 on a GPU with fast fp64 (at least 1/8 of the rate of
+    fp32) first tries `cholesky_qr`. The CPU waits for the GPU only to read whether the result is reliable.
 
     Differentiable once in q. Raises ValueError for other shapes or dtypes, and in a backward pass
     RuntimeError for a gradient of r or a second derivative.

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,16 +11,21 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.architectures import architecture_of, decoder_layers, head_shape
+from drot.architectures import architecture_of, decoder_layers, head_shape, layer_linears
 from drot.config import Recipe
+from drot.devices import dtype_name
+from drot.environment import stored_peaks
+from drot.pipeline import work
 from drot.pipeline.memory import PeakMemory
+from drot.pipeline.work import Sizes
 from drot.progress import Progress, ProgressEvent
 from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
 from drot.surgery.rotate import LayerRotation
 
-#: the phases whose time and memory are measured
-PHASES = ("check", "calibrate", "rotate", "prune", "recover")
+#: The phases whose time is measured. `load` is the model and the text, `merge` brings the rotations into the
+#: weights and the hidden states, and `save` writes the finished layers and the checkpoint.
+PHASES = ("load", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
 
 #: The rotation of a layer and the record of its training.
 Trained = tuple[LayerRotation, dict[str, Any]]
@@ -53,19 +59,82 @@ class RunContext:
         self.dtype = next(model.parameters()).dtype
         self.rotates = recipe.rotation.mode != "none"
         self.seconds = dict.fromkeys(PHASES, 0.0)
+        self.work: dict[str, dict[str, float]] = {}
         self.memory = PeakMemory(devices)
+        linears = layer_linears(self.layers[0], self.arch)
+        shapes = {role: (linear.out_features, linear.in_features) for role, linear in linears.items()}
+        self.sizes = Sizes(shapes, self.shape, tokens=tokens.numel(), seqlen=tokens.shape[1])
+        self._lock = threading.Lock()
+        #: phase → the number of threads in it, and the time at which the first of them began
+        self._running: dict[str, tuple[int, float]] = {}
 
     def event(self, phase: str, index: int = 0, **fields: Any) -> None:
         """Reports a ProgressEvent for layer `index`."""
         self.progress(ProgressEvent(phase=phase, layer=index, layers=len(self.layers), **fields))
 
     @contextlib.contextmanager
-    def clock(self, phase: str) -> Iterator[None]:
-        """A context manager that measures the time and the memory of `phase`."""
-        started = time.perf_counter()
-        with self.memory.of(phase):
-            yield
-        self.seconds[phase] += time.perf_counter() - started
+    def clock(self, phase: str, device: torch.device | None = None) -> Iterator[None]:
+        """A context manager that measures the time and the memory of `phase`.
+
+        Time in which several threads are in the phase counts once. On a GPU the phase ends when the work
+        that it queued is done.
+
+        device: the device of the phase; None is the first device of the run.
+        """
+        device = device or self.device
+        with self._lock:
+            threads, started = self._running.get(phase, (0, time.perf_counter()))
+            self._running[phase] = (threads + 1, started)
+        try:
+            with self.memory.of(phase):
+                yield
+                if device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()
+        finally:
+            with self._lock:
+                threads, started = self._running.pop(phase)
+                if threads > 1:
+                    self._running[phase] = (threads - 1, started)
+                else:
+                    self.seconds[phase] += time.perf_counter() - started
+
+    def count(self, phase: str, amount: float, unit: torch.dtype | str) -> None:
+        """Adds to the work of `phase`, which the manifest records.
+
+        unit: `bytes`, or the dtype of floating-point operations (drot/pipeline/work.py).
+        """
+        name = unit if isinstance(unit, str) else dtype_name(unit)
+        with self._lock:
+            of_phase = self.work.setdefault(phase, {})
+            of_phase[name] = of_phase.get(name, 0.0) + amount
+
+    def count_calibration(self, index: int, *, advance: bool) -> None:
+        """Counts the work of the objective of layer `index`: a forward pass, Hessians and factorisations.
+
+        advance: whether the stream goes on to the outputs of the layer.
+        """
+        groups = work.trained_groups(self.recipe, self.pruned_roles(index))
+        self.count("calibrate", work.hessians(self.sizes, groups), self.dtype)
+        if advance:
+            self.count("calibrate", work.rest_of_forward(self.sizes, groups), self.dtype)
+        self.count("calibrate", work.metrics(self.sizes, self.recipe, groups), torch.float32)
+
+    def pruned_roles(self, index: int) -> list[str]:
+        """The linears of layer `index` that the recipe prunes."""
+        names = self.arch.linear_names(index)
+        return [role for role, name in names.items() if self.recipe.pruning.sparsity_for(name).ratio > 0]
+
+    def times(self, total: float) -> dict[str, Any]:
+        """The entries of the manifest about time, work and memory.
+
+        total: seconds of the whole run.
+        """
+        return {
+            "seconds": {**self.seconds, "total": total},
+            "work": self.work,
+            "peaks": stored_peaks(self.device),
+            "peak_memory": self.memory.peaks,
+        }
 
     def train(
         self, objectives: list[LayerObjective], index: int
@@ -84,7 +153,7 @@ class RunContext:
             if len(self.devices) == 1:  # a progress bar shows the steps of one layer only
                 self.event("rotate", index, step=step, steps=steps, loss=loss)
 
-        with self.clock("rotate"):
+        with self.clock("rotate", device):
             rotations, record = train_rotation(objectives, self.recipe.rotation, on_step, device)
             if len(self.devices) > 1:
                 last = len(record.loss_curve) - 1
@@ -95,4 +164,9 @@ class RunContext:
                     objective.to(device).entropy(rotation)
                     for objective, rotation in zip(objectives, used, strict=True)
                 ) / len(objectives)
+        layers = [index] if len(objectives) == 1 else range(len(objectives))
+        roles = [self.pruned_roles(layer) for layer in layers]
+        steps = len(record.loss_curve) - 1
+        flops = work.rotate(self.sizes, self.recipe, roles, steps)
+        self.count("rotate", flops, objectives[0].product_dtype)
         return [rotation.to("cpu") for rotation in rotations], dataclasses.asdict(record) | entropies

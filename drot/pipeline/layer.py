@@ -117,10 +117,10 @@ def prune_layer(
     all its linears. A linear with a sparsity of 0 is not changed.
 
     Returns role → figures for the manifest, and `<role>.<name>` → the tensors of GroupFigures.importance. The
-    figures are sparsity, output error, damping, and `one_shot`: for `before` and `after` the rotation, the
-    pruned share of the importance, and the output error of the method alone, without a solver. Output errors
-    are those of the target, if the target is the dense model, but for `before`. A run without calibration
-    tokens has no output errors and an empty `one_shot`.
+    figures are sparsity, output error, damping, iterations of ADMM, and `one_shot`: for `before` and `after`
+    the rotation, the pruned share of the importance, and the output error of the method alone, without a
+    solver. Output errors are those of the target, if the target is the dense model, but for `before`. A run
+    without calibration tokens has no output errors and an empty `one_shot`.
 
     Args:
         layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
@@ -182,6 +182,7 @@ def prune_layer(
                 "output_error": outcome.output_error,
                 "damping": outcome.damping,
                 "one_shot": one_shot,
+                "admm_iterations": outcome.admm_iterations,
             }
     return {role: figures[role] for role in linears}, tensors
 

@@ -1,6 +1,7 @@
 """`drot.prune`, which makes a pruned model and its checkpoint from a model and a recipe."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -108,12 +109,14 @@ def prune(
             those of that run.
         progress: the callback for ProgressEvents.
     """
+    started = time.perf_counter()
     is_a("recipe", recipe, Recipe, or_none=True)
     for name, path in (("out", out), ("rotations", rotations), ("save_rotations_to", save_rotations_to)):
         is_a(name, path, str, Path, or_none=True)
     is_a("resume", resume, bool)
     recipe = recipe or Recipe()
     check_format(format, recipe.pruning)
+    recipe = recipe.for_format(format, rotations_given=rotations is not None)
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
     finished = False
@@ -141,6 +144,9 @@ def prune(
             progress=progress,
         )
         context = prepared.context
+        context.seconds["load"] = time.perf_counter() - started
+        if not isinstance(model, PreTrainedModel):
+            context.count("load", sum(tensor.nbytes for tensor in context.model.parameters()), "bytes")
         if recipe.recovery.recover == "block":
             check_sequences(len(context.tokens))
         run = PruningRun(context, Path(rotations) if rotations is not None else None)
@@ -183,6 +189,17 @@ def prune(
                 write_rotations(rotations_out)
                 manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
 
+            before_saving = time.perf_counter()
+
+            def times(folder: Path | None = None) -> dict[str, Any]:
+                """The entries of the manifest about time; `folder` holds the checkpoint that was written."""
+                now = time.perf_counter()
+                if folder is not None:
+                    context.seconds["save"] += now - before_saving
+                    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+                    context.count("save", written, "bytes")
+                return context.times(now - started)
+
             def write_more(folder: Path) -> None:
                 save_figures(folder, run.figures)
                 if inside is not None:
@@ -197,8 +214,11 @@ def prune(
                     out,
                     scratch=state.folder,
                     write_more=write_more,
+                    last_entries=times,
                 )
                 state.discard()
+            else:
+                manifest |= times()
         return PruneResult(context.model, manifest, out)
 
 

@@ -70,6 +70,11 @@ def check_sequences(nsamples: int) -> None:
         )
 
 
+def held_out_sequences(nsamples: int) -> int:
+    """The number of calibration sequences that the training does not see."""
+    return max(1, int(nsamples * HELD_OUT_SHARE))
+
+
 def recover_layer(
     layer: nn.Module,
     index: int,
@@ -100,7 +105,7 @@ def recover_layer(
     started = time.perf_counter()
     training = _Training(layer, arch)
     count = len(stream.hidden_states)
-    held_out = range(count - max(1, int(count * HELD_OUT_SHARE)), count)
+    held_out = range(count - held_out_sequences(count), count)
     trained, steps = held_out.start, config.recover_epochs * math.ceil(held_out.start / config.recover_batch)
     generator = torch.Generator().manual_seed(index)
 

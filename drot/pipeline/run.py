@@ -24,10 +24,11 @@ from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import load_rotations
 from drot.devices import dtype_name
 from drot.errors import UserError
+from drot.pipeline import work
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
 from drot.pipeline.layer import layer_objective, prune_layer
-from drot.pipeline.recover import recover_layer
+from drot.pipeline.recover import held_out_sequences, recover_layer
 from drot.sparse.quantization_config import describe_model
 from drot.surgery.boundary import (
     ROTATION_MODULE,
@@ -115,11 +116,11 @@ class PruningRun:
         return plain
 
     def execute(self, state: RunState | None) -> dict[str, Any]:
-        """Rotates and prunes the model in place and returns its manifest.
+        """Rotates and prunes the model in place. Returns its manifest, without RunContext.times.
 
         state: the saved parts of the run; None saves nothing.
         """
-        run, started = self.context, time.perf_counter()
+        run = self.context
         rotations = self.given_rotations
         records: list[dict[str, Any]] = [{} for _ in run.layers]
         error = None
@@ -129,7 +130,7 @@ class PruningRun:
                 rotations = [rotation for rotation, _ in trained]
                 records = [record for _, record in trained]
             with run.clock("check"):
-                place = run.recipe.rotation.boundary
+                place = run.recipe.rotation.resolved_boundary
                 error = check_model(
                     run.model, run.arch, run.shape, run.tokens[:1], run.device, rotations, place
                 )
@@ -149,15 +150,13 @@ class PruningRun:
             sparsity=zero_share(run.layers, run.arch),
             shared_rotation=self.shared_record,
             rotations_file=self.rotations_file,
-            seconds={**run.seconds, "total": time.perf_counter() - started},
-            peak_memory=run.memory.peaks,
             layers=layers,
         )
 
     @property
     def _needs_dense_pass(self) -> bool:
         rotation = self.context.recipe.rotation
-        return rotation.mode == "shared" or rotation.hessians == "dense"
+        return rotation.resolved_hessians == "dense"
 
     @property
     def _needs_dense_stream(self) -> bool:
@@ -179,27 +178,36 @@ class PruningRun:
         records: the records of their training; {} for a layer without one.
         """
         run = self.context
-        stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
-        dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
+        with run.clock("calibrate"):
+            stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
+            dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
         layer_records, used_rotations = [], []
         for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
             rotation = rotations[index] if rotations else None
             boundary = self._residual_boundary(rotations, index)
             dense = None
             if dense_stream is not None:  # while the layer is dense
-                dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
+                with run.clock("calibrate"):
+                    dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
+                    run.count("calibrate", work.forward(run.sizes), run.dtype)
             saved = state.load(f"layer_{index:05d}") if state else None
             if saved is not None:
                 rotation, record, figures = self._restore(layer, saved)
                 if rotation is not None:
-                    stream.rotate(rotation.r1)
-                stream.advance(layer, index)
+                    with run.clock("merge"):
+                        stream.rotate(rotation.r1)
+                with run.clock("calibrate"):
+                    stream.advance(layer, index)
+                    run.count("calibrate", work.forward(run.sizes), run.dtype)
             else:
                 rotation, record, figures = self._rotate_and_prune(
                     layer, index, stream, dense, rotation, records[index], boundary
                 )
                 if state:
-                    state.save(f"layer_{index:05d}", _layer_tensors(layer, rotation, figures), record)
+                    with run.clock("save"):
+                        tensors = _layer_tensors(layer, rotation, figures)
+                        state.save(f"layer_{index:05d}", tensors, record)
+                        run.count("save", sum(tensor.nbytes for tensor in tensors.values()), "bytes")
             names = run.arch.linear_names(index)
             for key, values in figures.items():
                 role, _, kind = key.partition(".")
@@ -207,8 +215,9 @@ class PruningRun:
             if dense is not None:
                 dense.inputs.hidden_states = dense.outputs
             if rotation is not None:
-                output_r1 = rotation.r1 if boundary is None else boundary.next_r1
-                stream.rotate(output_r1.T)
+                with run.clock("merge"):
+                    output_r1 = rotation.r1 if boundary is None else boundary.next_r1
+                    stream.rotate(output_r1.T)
                 used_rotations.append(rotation)
             layer_records.append(record)
         return layer_records, used_rotations
@@ -217,7 +226,7 @@ class PruningRun:
         self, rotations: list[LayerRotation] | None, index: int
     ) -> BoundaryRotation | None:
         """The rotation of the residual that layer `index` has to hold; None if it holds no such rotation."""
-        place = self.context.recipe.rotation.boundary
+        place = self.context.recipe.rotation.resolved_boundary
         if rotations is None or place != "residual" or index + 1 == len(rotations):
             return None
         return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
@@ -252,8 +261,9 @@ class PruningRun:
             if trained:
                 record["rotation"] = trained
             # with a boundary, down_proj takes next_r1 here, so that it is pruned in that basis
-            rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
-            stream.rotate(rotation.r1)
+            with run.clock("merge"):
+                rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
+                stream.rotate(rotation.r1)
         run.event("prune", index)
         with run.clock("prune"):
             reference = None
@@ -267,15 +277,25 @@ class PruningRun:
                 layer_pass, run.shape, run.recipe, dense=reference, rotation=rotation, boundary=boundary
             )
             del reference
+        iterations = {role: figure.get("admm_iterations", 0) for role, figure in record["linears"].items()}
+        roles = run.pruned_roles(index)
+        groups = work.groups_of(roles)
+        to_dense = groups if run.recipe.target == "dense" else ()
+        run.count("prune", work.hessians(run.sizes, groups, to_dense), run.dtype)
+        run.count("prune", work.prune(run.sizes, run.recipe, roles, iterations), torch.float32)
         if dense is not None and run.recipe.recovery.recover == "block":
             del layer_pass  # the recovery changes the attention too
             targets = CalibrationStream(dense.outputs.clone(), stream.layer_kwargs, run.device)
             if rotation is not None:
                 targets.rotate(rotation.r1 if boundary is None else boundary.next_r1)
             record["recovery"] = self._recover(layer, index, stream, targets)
-            stream.advance(layer, index)
+            with run.clock("calibrate"):
+                stream.advance(layer, index)
+                run.count("calibrate", work.forward(run.sizes), run.dtype)
         else:
-            layer_pass.advance()
+            with run.clock("calibrate"):
+                layer_pass.advance()
+                run.count("calibrate", work.rest_of_forward(run.sizes, groups), run.dtype)
         record["seconds"] = time.perf_counter() - started
         return rotation, record, figures
 
@@ -290,6 +310,9 @@ class PruningRun:
 
         with run.clock("recover"):
             record = recover_layer(layer, index, stream, targets, run.arch, run.recipe.recovery, on_epoch)
+        held_out = held_out_sequences(len(stream.hidden_states))
+        flops = work.recover(run.sizes, len(record.train_curve), held_out)
+        run.count("recover", flops, run.dtype)
         return dataclasses.asdict(record)
 
     def _train(
@@ -300,6 +323,7 @@ class PruningRun:
         run.event("calibrate", index)
         with run.clock("calibrate"):
             objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
+            run.count_calibration(index, advance=False)
         (rotation,), trained = run.train([objective], index)
         with run.clock("check"):
             sample = stream.first_samples(1)
@@ -340,7 +364,7 @@ class PruningRun:
         """
         run = self.context
         untied = rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
-        place = run.recipe.rotation.boundary
+        place = run.recipe.rotation.resolved_boundary
         if run.recipe.rotation.mode == "shared":
             # all boundary rotations are the identity, so the model keeps its stock architecture
             assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)

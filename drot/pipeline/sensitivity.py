@@ -105,6 +105,7 @@ def sensitivity(
     recipe = recipe or Recipe()
     if recipe.rotation.mode == "layer" and rotations is None:
         recipe = dataclasses.replace(recipe, rotation=dataclasses.replace(recipe.rotation, hessians="dense"))
+    recipe = recipe.for_format("dense", rotations_given=rotations is not None)
     prepared = prepare(
         model,
         recipe,
@@ -123,7 +124,7 @@ def sensitivity(
         if used is None:
             used = [rotation for rotation, _ in train_dense(run, None)[0]]
         with run.clock("check"):
-            place = recipe.rotation.boundary
+            place = recipe.rotation.resolved_boundary
             error = check_model(run.model, run.arch, run.shape, run.tokens[:1], run.device, used, place)
     figures = {
         "base_model": prepared.source,
@@ -165,7 +166,7 @@ def _rotated(
     if rotations is None:
         return layer, stream
     rotation, boundary = rotations[index], None
-    if (place := run.recipe.rotation.boundary) == "residual" and index + 1 < len(rotations):
+    if (place := run.recipe.rotation.resolved_boundary) == "residual" and index + 1 < len(rotations):
         boundary = BoundaryRotation(place, rotation.r1, rotations[index + 1].r1)
     layer = copy.deepcopy(layer)
     rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)

@@ -57,10 +57,10 @@ def check_recipe(
             raise UserError("this model was already rotated by drot: prune its dense original")
         raise UserError(f"this model is quantised ({method}): prune its unquantised original")
     rotation, hidden = recipe.rotation, config.hidden_size
-    if len(devices) > 1 and (rotation.mode, rotation.hessians) != ("layer", "dense"):
+    if len(devices) > 1 and (rotation.mode, rotation.resolved_hessians) != ("layer", "dense"):
         raise UserError(
             'several devices train layers in parallel, which needs `mode="layer"` and `hessians="dense"`; '
-            f'got `mode="{rotation.mode}"` and `hessians="{rotation.hessians}"`'
+            f'got `mode="{rotation.mode}"` and `hessians="{rotation.resolved_hessians}"`'
         )
     if rotation.boundary == "residual":
         _check_residual_boundary(rotation, rotations_given)
@@ -113,10 +113,11 @@ def _check_residual_boundary(rotation: RotationConfig, rotations_given: bool) ->
             f'`boundary="residual"` has no effect with `mode="{rotation.mode}"`, where {why}: '
             "leave out `boundary`"
         )
-    if rotation.hessians != "dense" and not rotations_given:
+    if rotation.resolved_hessians != "dense" and not rotations_given:
         raise UserError(
             '`boundary="residual"` needs the rotation of the next layer before a layer is pruned; got '
-            f'`hessians="{rotation.hessians}"`: use `hessians="dense"`, or name a file of `rotations`'
+            f'`hessians="{rotation.resolved_hessians}"`: use `hessians="dense"`, or name a file of '
+            "`rotations`"
         )
 
 

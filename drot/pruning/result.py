@@ -21,6 +21,7 @@ class PruneOutcome:
         damping; None without a Hessian. The error of SparseGPT is that of the weights before they are rounded
         to their dtype.
     energy: tr(W H Wᵀ) of the dense weight W, the denominator of output_error; None without a Hessian.
+    admm_iterations: iterations of ADMM.
     """
 
     weight: Tensor
@@ -28,6 +29,7 @@ class PruneOutcome:
     damping: float | None = None
     output_error: float | None = None
     energy: float | None = None
+    admm_iterations: int = 0
 
 
 def output_error(weight: Tensor, pruned: Tensor, hessian: Tensor, total: float | None = None) -> float:

@@ -68,14 +68,15 @@ def solve_kept_weights(
     products = torch.bfloat16 if damped.is_cuda and dtype == torch.float32 else dtype
     best = _conjugate_gradients(start, wanted, damped, ~removed, products)
     best, _ = _better((start, removed), (best, removed), wanted, damped, by_row=True)
+    iterations = 0
     if solver == "admm":
-        moved, mask = _admm(best, wanted, damped, sparsity)
+        moved, mask, iterations = _admm(best, wanted, damped, sparsity)
         moved = _conjugate_gradients(moved, wanted, damped, ~mask, products)
         # the rows of two masks may have different numbers of weights, unless the mask is n:m
         by_row = sparsity.structured
         best, removed = _better((best, removed), (moved, mask), wanted, damped, by_row=by_row)
     weight = (best / scale).to(outcome.weight.dtype)
-    solved = PruneOutcome(weight, removed, outcome.damping, energy=total)
+    solved = PruneOutcome(weight, removed, outcome.damping, energy=total, admm_iterations=iterations)
     return with_output_error(solved, target, hessian)
 
 
@@ -107,8 +108,10 @@ def _conjugate_gradients(
     return solution
 
 
-def _admm(start: Tensor, target: Tensor, hessian: Tensor, sparsity: Sparsity) -> tuple[Tensor, Tensor]:
-    """ADMM over weight and mask (ALPS, arXiv 2406.07831, algorithm 1). Returns Ŵ [out, in] and its `removed`.
+def _admm(start: Tensor, target: Tensor, hessian: Tensor, sparsity: Sparsity) -> tuple[Tensor, Tensor, int]:
+    """ADMM over weight and mask (ALPS, arXiv 2406.07831, algorithm 1).
+
+    Returns Ŵ [out, in], its `removed` and the number of iterations.
 
     B = (H + ρI)⁻¹ (H T - V + ρ D), D = P(B + V/ρ), V ← V + ρ (B - D), where P keeps the largest weights that
     the sparsity allows. ρ grows as long as the mask moves.
@@ -131,7 +134,7 @@ def _admm(start: Tensor, target: Tensor, hessian: Tensor, sparsity: Sparsity) ->
             before = removed
             del inverse  # before the next: of a down_proj it is the largest matrix
             inverse = _shifted_inverse(hessian, penalty)
-    return projected, removed
+    return projected, removed, iteration
 
 
 def _shifted_inverse(hessian: Tensor, shift: float) -> Tensor:

@@ -1,6 +1,6 @@
 """Schema of the manifest, drot.json: the entries that drot reads."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -67,6 +67,16 @@ class _Text(Entries):
 
 class _Total(Entries):
     total: float
+
+
+Rate = Annotated[float, Field(gt=0)]
+Unit = Literal["float32", "bfloat16", "float16", "float64", "bytes"]
+
+
+class _Peaks(Entries):
+    float32: Rate
+    bfloat16: Rate
+    copy_: Annotated[Rate, Field(alias="copy")]
 
 
 class _Change(Entries):
@@ -161,3 +171,5 @@ class PrunedManifest(Entries):
     rotations_file: _File | None = None
     shared_rotation: _Shared | None = None
     finetune: list[_Finetune] = Field(default_factory=list)
+    work: dict[str, dict[Unit, float]] | None = None
+    peaks: _Peaks | None = None

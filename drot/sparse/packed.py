@@ -86,9 +86,12 @@ def check_packable(model: "PreTrainedModel", dense: Collection[str] = ()) -> Non
 
 
 def compress_model(model: nn.Module) -> None:
-    """Calls `SparseLinear.compress` for every packed linear that does not have its compressed form yet."""
+    """Calls `SparseLinear.compress` for every packed linear that does not have its compressed form yet.
+
+    A weight that is offloaded to disk is left out.
+    """
     for _, linear in packed_linears(model):
-        if linear.compressed is None:
+        if linear.compressed is None and not linear.values.is_meta:
             linear.compress()
 
 

@@ -9,7 +9,7 @@ def figures_of(manifest: dict[str, Any]) -> dict[str, float | None]:
     """The figures of a run. A figure that the run did not record, or that is not finite, is None.
 
     zeros: share of zeros in the linears of the decoder layers.
-    seconds: time of the run, without the loading of the model.
+    seconds: time of the run, without the loading of the model and the text.
     seconds_per_step: time of a training step of the rotation.
     entropy_before, entropy_after: entropy of a layer before and after its training, mean over the layers.
     removed_importance_before, removed_importance_after: share of the importance of a linear's weights that
@@ -29,7 +29,7 @@ def figures_of(manifest: dict[str, Any]) -> dict[str, float | None]:
     ]
     figures = {
         "zeros": manifest["sparsity"],
-        "seconds": manifest["seconds"]["total"],
+        "seconds": manifest["seconds"]["total"] - manifest["seconds"].get("load", 0.0),
         "seconds_per_step": manifest["seconds"]["rotate"] / steps if steps else None,
         "entropy_before": _mean([record.get("entropy_before") for record in trained]),
         "entropy_after": _mean([record.get("entropy_after") for record in trained]),

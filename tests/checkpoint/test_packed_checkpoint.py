@@ -1,26 +1,40 @@
 """Packed checkpoints on disk: writing, opening and converting them, and the messages for damaged files."""
 
 import json
+import logging
 import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
-from transformers import AutoModel, AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import drot
+from drot.checkpoint import load
 from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.manifest import accept_files, read_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import HELD_OUT, MODEL
 from drot.errors import UserError
-from drot.sparse.linear import SparseLinear, is_packed
+from drot.sparse import linear
+from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 
 pytestmark = pytest.mark.slow  # they prune and open the embedded model
 CALIBRATION = ["--calibration", str(HELD_OUT), "--nsamples", "2", "--seqlen", "32"]
-PRUNE = ["--method", "magnitude", "--device", "cpu", "--dtype", "bfloat16", *CALIBRATION]
+# the rotations lie in the same place in both formats
+PRUNE = [
+    "--method",
+    "magnitude",
+    "--hessians",
+    "sequential",
+    "--device",
+    "cpu",
+    "--dtype",
+    "bfloat16",
+    *CALIBRATION,
+]
 UP = "model.layers.3.mlp.up_proj"
 
 
@@ -418,3 +432,50 @@ def test_packed_from_python(tmp_path):
     loaded = drot.load(tmp_path / "o", device="cpu")
     # the loaded model is fused: q, k and v are one product, which may add up in another order
     torch.testing.assert_close(loaded(tokens).logits, result.model(tokens).logits)
+
+
+@pytest.fixture
+def compressing(monkeypatch):
+    """Makes weights on the meta device have a compressed form, as on a GPU."""
+    compressed = linear.sparse24_compress
+
+    def compress(values, positions):
+        on_gpu = values.device.type == "meta"
+        return values.new_empty(7, dtype=torch.uint8) if on_gpu else compressed(values, positions)
+
+    monkeypatch.setattr(linear, "sparse24_compress", compress)
+
+
+def forms(model):
+    return {module.compressed is not None for _, module in packed_linears(model)}
+
+
+def test_from_pretrained_compresses_where_the_weights_are(checkpoints, compressing):
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "packed")
+    assert forms(model) == {False}  # on a CPU there is no such form
+    assert forms(model.to("meta")) == {True}
+
+
+@pytest.mark.parametrize(("compress", "kept"), [(None, True), (True, True), (False, False)])
+def test_load_compresses_on_a_gpu_unless_memory_is_short(
+    checkpoints, compressing, monkeypatch, caplog, compress, kept
+):
+    monkeypatch.setattr(load, "pick_device", lambda name: torch.device("cuda"))
+    to = PreTrainedModel.to
+    monkeypatch.setattr(PreTrainedModel, "to", lambda model, target: to(model, "meta"))
+    monkeypatch.setattr(
+        load, "compress_model", lambda model: [m.compress() for _, m in packed_linears(model)]
+    )
+    with caplog.at_level(logging.WARNING, "drot"):
+        model = drot.load(checkpoints / "packed", compress=compress)
+    assert forms(model) == {kept}
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == (0 if kept else 1)
+    assert all("unpack the weight at each call" in line for line in told)
+
+
+def test_load_says_nothing_on_a_cpu(checkpoints, caplog):
+    with caplog.at_level(logging.WARNING, "drot"):
+        assert forms(drot.load(checkpoints / "packed", device="cpu", compress=False)) == {False}
+        assert forms(drot.load(checkpoints / "packed", device="cpu")) == {False}
+    assert not caplog.records

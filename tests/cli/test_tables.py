@@ -194,3 +194,40 @@ def test_table_of_a_shared_rotation(monkeypatch, width):
     file.truncate(0)
     tables.print_manifest(manifest)
     assert "2 steps, entropy 16021 -> 14180 a layer" in file.getvalue()
+
+
+def timed(peaks, work):
+    """A manifest with the entries about time."""
+    seconds = {"load": 1.0, "rotate": 6.0, "recover": 0.0, "total": 8.0}
+    return {"seconds": seconds, "work": work, "peaks": peaks}
+
+
+def rows_of(table):
+    cells = [list(column.cells) for column in table.columns]
+    return [list(row) for row in zip(*cells, strict=True)]
+
+
+def test_table_of_the_time_against_the_peak_of_the_machine():
+    """6e12 operations in fp32 take 2 s at the peak, 4e12 in bf16 take 1 s: half of the 6 s that they took."""
+    peaks = {"float32": 3e12, "bfloat16": 4e12, "copy": 1e10}
+    work = {"rotate": {"float32": 6e12, "bfloat16": 4e12}, "load": {"bytes": 5e8}}
+    table = tables.times_table(timed(peaks, work))
+    assert [column.header for column in table.columns] == ["phase", "seconds", "share", "rate", "of peak"]
+    assert rows_of(table) == [
+        ["rotate", "6.0", "75.0%", "1.67 TFLOP/s", "50.0%"],
+        ["load", "1.0", "12.5%", "500 MB/s", "5.0%"],
+        ["other", "1.0", "12.5%", "-", "-"],
+        ["total", "8.0", "100.0%", "-", "-"],
+    ]
+    assert table.caption is None
+    # float16 has the peak of bfloat16; fp64 has none
+    assert rows_of(tables.times_table(timed(peaks, {"rotate": {"float16": 6e12}})))[0][-1] == "25.0%"
+    assert rows_of(tables.times_table(timed(peaks, {"rotate": {"float64": 6e12}})))[0][-1] == "-"
+
+
+def test_table_of_the_time_without_a_measured_peak():
+    table = tables.times_table(timed(None, {"rotate": {"float32": 6e9}}))
+    assert rows_of(table)[0] == ["rotate", "6.0", "75.0%", "1 GFLOP/s"]
+    assert "drot info --measure" in table.caption
+    older = {"seconds": {"total": 2.0}}
+    assert tables.times_table(older) is None

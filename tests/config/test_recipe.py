@@ -60,3 +60,29 @@ def test_an_unknown_quality_is_refused():
 def test_a_target_weight_outside_of_its_range_is_refused(weight):
     with pytest.raises(UserError, match="`target_weight` must be"):
         PruningConfig(target_weight=weight)
+
+
+@pytest.mark.parametrize(
+    ("fields", "format", "given", "boundary", "hessians"),
+    [
+        ({}, "dense", False, "input", "sequential"),
+        ({}, "packed", False, "residual", "dense"),
+        ({}, "packed", True, "residual", "sequential"),  # the file tells the R1 of the next layer
+        ({"hessians": "sequential"}, "packed", False, "input", "sequential"),
+        ({"hessians": "sequential"}, "packed", True, "residual", "sequential"),
+        ({"hessians": "dense"}, "packed", False, "residual", "dense"),
+        ({"hessians": "dense"}, "dense", False, "input", "dense"),
+        ({"boundary": "input"}, "packed", False, "input", "sequential"),
+        ({"boundary": "residual"}, "dense", False, "residual", "dense"),
+        ({"mode": "shared"}, "packed", False, "input", "dense"),
+        ({"mode": "none"}, "packed", False, "input", "sequential"),
+    ],
+)
+def test_the_format_decides_where_the_rotation_acts(fields, format, given, boundary, hessians):
+    recipe = Recipe(rotation=RotationConfig(**fields))
+    resolved = recipe.for_format(format, rotations_given=given)
+    assert (resolved.rotation.boundary, resolved.rotation.hessians) == (boundary, hessians)
+    assert resolved.for_format("dense") == resolved.for_format("packed") == resolved
+    recorded = recipe.to_dict()["rotation"]  # what is not resolved is recorded as for a dense model
+    dense = recipe.for_format("dense").rotation
+    assert (recorded["boundary"], recorded["hessians"]) == (dense.boundary, dense.hessians)

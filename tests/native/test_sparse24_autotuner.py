@@ -31,10 +31,20 @@ class Process:
         self.native.choose.restype = ctypes.c_char_p
         self.autotuner = ctypes.c_void_p(self.native.new_autotuner())
 
-    def choose(self, key: str, times: dict[int, float], may_measure: bool = True) -> tuple[str, int]:
-        """The choice, and the number of algorithms that were measured for it."""
+    def choose(
+        self,
+        key: str,
+        times: dict[int, float],
+        may_measure: bool = True,
+        again: dict[int, float] | None = None,
+    ) -> tuple[str, int]:
+        """The choice, and the number of times that were measured for it.
+
+        again: the times of the second measurement; None for those of the first.
+        """
         algorithms = (ctypes.c_int * len(times))(*times)
-        seconds = (ctypes.c_double * len(times))(*times.values())
+        both = [*times.values(), *(again or times).values()]
+        seconds = (ctypes.c_double * len(both))(*both)
         measured = ctypes.c_int(0)
         text = self.native.choose(
             self.autotuner,
@@ -69,19 +79,19 @@ def cached_lines(tmp_path: Path) -> list[str]:
 )
 def test_fastest_is_measured_once_and_cached(process, tmp_path, times, fastest) -> None:
     first = process()
-    assert first.choose("a", times) == (fastest, len(times))
+    assert first.choose("a", times) == (fastest, 2 * len(times))
     other = {algorithm: -seconds for algorithm, seconds in times.items()}
     assert first.choose("a", other) == (fastest, 0)
     assert process().choose("a", other) == (fastest, 0)
     assert cached_lines(tmp_path) == [f"a\t{fastest}"]
-    assert process().choose("another", times)[1] == len(times)
+    assert process().choose("another", times)[1] == 2 * len(times)
 
 
 def test_without_a_measurement_the_first_candidate_is_taken_once(process) -> None:
     times = {CUSPARSELT: 2.0, DENSE: 1.0}
     first = process()
     assert first.choose("a", times, may_measure=False) == (CUSPARSELT_DEFAULT, 0)
-    assert first.choose("a", times) == ("dense", 2)
+    assert first.choose("a", times) == ("dense", 4)
     assert process().choose("a", times, may_measure=False) == ("dense", 0)
 
 
@@ -97,7 +107,45 @@ def test_an_algorithm_that_failed_is_tried_by_the_next_process(process, tmp_path
     assert first.choose("a", times)[0] == choice
     assert first.choose("a", times) == (choice, 0)
     assert not (tmp_path / "cache").exists()
-    assert process().choose("a", {CUSPARSELT: 1.0, DENSE: 2.0}) == (CUSPARSELT_FOUND, 2)
+    assert process().choose("a", {CUSPARSELT: 1.0, DENSE: 2.0}) == (CUSPARSELT_FOUND, 4)
+
+
+@pytest.mark.parametrize(
+    ("again", "choice"),
+    [
+        ({CUSPARSELT: 2.0, SKINNY: 3.0}, "skinny"),  # the smallest time of both measurements is skinny's
+        ({CUSPARSELT: 0.5, SKINNY: 3.0}, CUSPARSELT_FOUND),
+        ({CUSPARSELT: math.inf, SKINNY: 1.0}, "skinny"),
+    ],
+)
+def test_measurements_that_disagree_are_not_cached(process, tmp_path, again, choice) -> None:
+    first, times = process(), {CUSPARSELT: 2.0, SKINNY: 1.0}
+    assert first.choose("a", times, again=again) == (choice, 4)
+    assert first.choose("a", times) == (choice, 0)
+    assert not (tmp_path / "cache").exists()
+    assert process().choose("a", times) == ("skinny", 4)
+
+
+def test_a_choice_that_was_refused_is_replaced_for_this_process(process) -> None:
+    first, times = process(), {CUSPARSELT: 1.0, DENSE: 2.0}
+    assert first.choose("a", times) == (CUSPARSELT_FOUND, 4)
+    first.native.replace_by_dense(first.autotuner, b"a")
+    assert first.choose("a", times) == ("dense", 0)
+    assert process().choose("a", times) == (CUSPARSELT_FOUND, 0)
+
+
+@pytest.mark.parametrize(
+    ("most", "keys", "made"),
+    [
+        (2, [1, 2, 1, 3, 1, 2], [1, 1, 0, 1, 0, 1]),  # 3 replaces 2, which was used before 1
+        (1, [1, 1, 2, 1], [1, 0, 1, 1]),
+        (2, [1, -1, 2, -1, 1, 2], [1, -1, 1, -1, 0, 0]),  # what cannot be made takes no place
+    ],
+)
+def test_the_cache_of_plans_is_bounded(library, most, keys, made) -> None:
+    found = (ctypes.c_int * len(keys))()
+    ctypes.CDLL(str(library)).use_cache(most, (ctypes.c_int * len(keys))(*keys), len(keys), found)
+    assert list(found) == made
 
 
 @pytest.mark.parametrize(
@@ -119,7 +167,7 @@ def test_a_line_that_is_not_understood_is_measured_anew(process, tmp_path, text:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "measured.txt").write_text(text)
     times = {CUSPARSELT: 2.0, DENSE: 1.0}
-    assert process().choose("a", times) == ("dense", 2)
+    assert process().choose("a", times) == ("dense", 4)
     assert process().choose("a", times) == ("dense", 0)
 
 
@@ -134,9 +182,9 @@ def test_the_last_line_of_a_key_is_valid(process, tmp_path) -> None:
 def test_where_the_cache_cannot_be_written_each_process_measures(process, monkeypatch, cache: str) -> None:
     monkeypatch.setenv("DROT_CACHE", cache)
     first = process()
-    assert first.choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("dense", 2)
+    assert first.choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("dense", 4)
     assert first.choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("dense", 0)
-    assert process().choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("dense", 2)
+    assert process().choose("a", {SKINNY: 2.0, DENSE: 1.0}) == ("dense", 4)
 
 
 def test_processes_that_write_at_the_same_time_lose_no_line(process, library: Path, tmp_path) -> None:

@@ -11,12 +11,14 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot.architectures import architecture_of, decoder_layers, head_shape, layer_linears
 from drot.checkpoint.rotations import load_rotations
+from drot.cli import app as cli
 from drot.cli.tables import print_manifest
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.errors import UserError
 from drot.pipeline import dense_pass
 from drot.pipeline.context import RunContext
 from drot.progress import silent
+from drot.sparse.fused import FusedRotation
 from drot.surgery import invariance
 from drot.surgery.boundary import BoundaryRotation, rotation_place
 from drot.surgery.invariance import InvarianceError, check_model
@@ -246,7 +248,7 @@ def test_a_recipe_without_effect_is_refused_before_the_weights_are_read(rotation
 
 
 def test_values_are_checked(tmp_path):
-    with pytest.raises(UserError, match="`boundary` must be one of input, residual; got 'previous'"):
+    with pytest.raises(UserError, match="`boundary` must be one of auto, input, residual; got 'previous'"):
         recipe(boundary="previous")
     prune(small_model("llama"), out=tmp_path / "out")
     file = tmp_path / "out" / "config.json"
@@ -263,3 +265,21 @@ def test_the_table_shows_the_place(capsys):
     del manifest["recipe"]["rotation"]["boundary"]  # as in the manifests of older versions
     print_manifest(manifest)
     assert "layer, objective pruned" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_packed_model_rotates_the_residual_by_default(tmp_path, capsys):
+    """There the rotation is part of the product of down_proj. The manifest and the summary say so."""
+    chosen = Recipe(rotation=RotationConfig(steps=2), pruning=PruningConfig())
+    out = tmp_path / "out"
+    result = prune(small_model("llama", head_dim=16), chosen, out=out, format="packed")
+    recorded = result.manifest["recipe"]["rotation"]
+    assert (recorded["boundary"], recorded["hessians"]) == ("residual", "dense")
+    assert {rotation_place(layer) for layer in result.model.model.layers[:-1]} == {"residual"}
+    fused = drot.load(out, device="cpu")
+    assert sum(isinstance(module, FusedRotation) for module in fused.modules()) == 2
+    assert cli.run(["info", str(out)]) == 0
+    assert "costs about 0.1 of perplexity" in capsys.readouterr().out
+    again = prune(small_model("llama", head_dim=16), chosen, out=out, format="packed", resume=True)
+    assert again.finished_before
+    dense = prune(small_model("llama", head_dim=16), chosen).manifest["recipe"]["rotation"]
+    assert (dense["boundary"], dense["hessians"]) == ("input", "sequential")

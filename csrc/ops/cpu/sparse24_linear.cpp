@@ -20,8 +20,10 @@ constexpr int64_t kGrain = int64_t(1) << 17;
 // Tokens multiplied together: their x in fp32 stays in the last-level cache while all of W is read.
 constexpr int64_t kTokenBlock = 256;
 // More tokens than this are multiplied by PyTorch's dense product, which is then faster: in fp32, and in bf16
-// where the CPU has instructions for bf16 products (the bf16 limit is not measured).
-constexpr int64_t kFewFloatTokens = 128, kFewTokens = 16;
+// where the CPU has instructions for bf16 products.
+constexpr int64_t kFewFloatTokens = 128, kFewBf16Tokens = 48;
+// From this many tokens on, a CPU with instructions for bf16 products multiplies in bf16 instead of fp32.
+constexpr int64_t kLeastBf16Tokens = 4;
 // Rows of W that are made dense at a time for the dense product.
 constexpr int64_t kDenseRows = 512;
 
@@ -96,22 +98,65 @@ void by_packed_rows(const Problem& p, at::Tensor& y) {
   }
 }
 
-// Multiplies with PyTorch's dense product, with kDenseRows rows of W made dense at a time.
-template <class word_t>
+bool has_bf16_products() {
+#if defined(__x86_64__)
+  return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16") &&
+         __builtin_cpu_supports("avx512vbmi2");
+#else
+  return false;
+#endif
+}
+
+#if defined(__x86_64__)
+// Multiplies in bf16 with W in its packed form, which is read once for every kTokenBlock tokens. The CPU has
+// bf16 products.
+void by_bf16_rows(const Problem& p, at::Tensor& y) {
+  at::Tensor rotated_residual, residual;
+  if (p.rotation.defined()) {
+    rotated_residual = at::mm(p.residual, p.rotation).to(at::kFloat);
+  } else if (p.residual.defined()) {
+    residual = p.residual.contiguous();
+  }
+  const int64_t stride = bf16_stride(p.in);
+  at::Tensor x = at::empty({p.tokens, stride}, p.x.options());
+  x.narrow(1, 0, p.in).copy_(p.x);
+  x.narrow(1, p.in, stride - p.in).zero_();
+  for (int64_t token = 0; token < p.tokens; token += kTokenBlock) {
+    const int64_t tokens = std::min(kTokenBlock, p.tokens - token), at = token * p.out;
+    const Sparse24Rows<Bf16, Bf16> rows{
+        data<Bf16>(p.values),
+        p.positions.const_data_ptr<uint8_t>(),
+        data<Bf16>(x) + token * stride,
+        data<Bf16>(p.bias),
+        residual.defined() ? data<Bf16>(residual) + at : nullptr,
+        p.rotation.defined() ? rotated_residual.const_data_ptr<float>() + at : nullptr,
+        static_cast<Bf16*>(y.mutable_data_ptr()) + at,
+        tokens,
+        p.in,
+        p.out};
+    in_parallel(p.out, p.in * tokens, kRows24,
+                [&](int64_t first, int64_t last) { avx512bf16::sparse24_rows(rows, first, last); });
+  }
+}
+#endif
+
+// Multiplies with PyTorch's dense product, with kDenseRows rows of W made dense at a time. V is float, or
+// Bf16 on a CPU that has bf16 products.
+template <class V>
 void by_dense_tiles(const Problem& p, at::Tensor& y) {
   const at::Tensor residual = p.rotation.defined() ? at::mm(p.residual, p.rotation) : p.residual;
   at::Tensor buffer = at::empty({std::min(kDenseRows, p.out), p.in}, p.values.options());
   for (int64_t first = 0; first < p.out; first += kDenseRows) {
     const int64_t count = std::min(kDenseRows, p.out - first), bytes = p.positions.size(1);
-    const auto* values = static_cast<const word_t*>(p.values.const_data_ptr()) + 4 * first * bytes;
+    const auto* values = data<V>(p.values) + 4 * first * bytes;
     const auto* positions = p.positions.const_data_ptr<uint8_t>() + first * bytes;
-    auto* dense = static_cast<word_t*>(buffer.mutable_data_ptr());
+    auto* dense = static_cast<V*>(buffer.mutable_data_ptr());
     in_parallel(count, p.in, 1, [=](int64_t begin, int64_t end) {
       const int64_t at = begin * bytes, stop = end * bytes;
-      if constexpr (std::is_same_v<word_t, float>) {
+      if constexpr (std::is_same_v<V, float>) {
         DROT_SIMD_CALL(expand_bytes<float>)(values + 4 * at, positions + at, stop - at, dense + 8 * at);
       } else {
-        for (int64_t i = at; i < stop; ++i) unpack24_byte(values + 4 * i, positions[i], dense + 8 * i);
+        avx512bf16::expand_bytes(values + 4 * at, positions + at, stop - at, dense + 8 * at);
       }
     });
     at::Tensor tile = at::linear(p.x, buffer.narrow(0, 0, count),
@@ -119,14 +164,6 @@ void by_dense_tiles(const Problem& p, at::Tensor& y) {
     if (residual.defined()) tile.add_(residual.narrow(1, first, count));
     y.narrow(1, first, count).copy_(tile);
   }
-}
-
-bool has_bf16_products() {
-#if defined(__x86_64__)
-  return simd_level() == SimdLevel::avx512 && __builtin_cpu_supports("avx512bf16");
-#else
-  return false;
-#endif
 }
 
 at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, const at::Tensor& positions,
@@ -150,8 +187,10 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
   at::Tensor rows = y.view({tokens, out});
   if (x.scalar_type() == at::kFloat && tokens > kFewFloatTokens) {
     by_dense_tiles<float>(p, rows);
-  } else if (x.scalar_type() == at::kBFloat16 && tokens > kFewTokens && has_bf16_products()) {
-    by_dense_tiles<uint16_t>(p, rows);
+#if defined(__x86_64__)
+  } else if (x.scalar_type() == at::kBFloat16 && tokens >= kLeastBf16Tokens && has_bf16_products()) {
+    tokens > kFewBf16Tokens ? by_dense_tiles<Bf16>(p, rows) : by_bf16_rows(p, rows);
+#endif
   } else if (x.scalar_type() == at::kBFloat16) {
     by_packed_rows<Bf16>(p, rows);
   } else if (x.scalar_type() == at::kHalf) {

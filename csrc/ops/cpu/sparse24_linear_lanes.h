@@ -1,11 +1,12 @@
 // A vector of fp32, Lanes, and its load from kLanes columns of a packed 2:4 row, with zeros for the pruned
-// columns. Used by ops/cpu/sparse24_linear_simd.cpp.
+// columns. Used by ops/cpu/sparse24_linear_simd.cpp and sparse24_linear_bf16.cpp.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 
 #include "common/cpu/float_rows.h"
+#include "ops/cpu/sparse24_linear_simd.h"
 #include "ops/pack24_math.h"
 
 namespace drot::DROT_SIMD {
@@ -185,6 +186,16 @@ DROT_HOST_DEVICE Lanes expand_half(const V* values, const uint8_t* positions) {
   return expand(values, positions);
 }
 #endif
+
+// y[token, row] = the sum y plus everything that is added to it.
+template <class V, class X>
+DROT_HOST_DEVICE void finish(const Sparse24Rows<V, X>& p, int64_t row, int64_t token, float y) {
+  const int64_t at = token * p.out + row;
+  if (p.bias) y += to_float(p.bias[row]);
+  if (p.residual) y += to_float(p.residual[at]);
+  if (p.rotated) y += p.rotated[at];
+  p.y[at] = from_float(y, V{});
+}
 
 }  // namespace
 }  // namespace drot::DROT_SIMD

@@ -65,16 +65,6 @@ DROT_HOST_DEVICE void add_products(const W& w, const float* x, int64_t stride, i
   if (column < columns) step(column, [&](int r) { return w.half_at(r, column); });
 }
 
-// y[token, row] = the sum y plus everything that is added to it.
-template <class V>
-DROT_HOST_DEVICE void finish(const Sparse24Rows<V>& p, int64_t row, int64_t token, float y) {
-  const int64_t at = token * p.out + row;
-  if (p.bias) y += to_float(p.bias[row]);
-  if (p.residual) y += to_float(p.residual[at]);
-  if (p.rotated) y += p.rotated[at];
-  p.y[at] = from_float(y, V{});
-}
-
 // For few tokens: W is expanded from memory into registers.
 template <int kRowsNow, int kTokensNow, class V>
 void direct(const Sparse24Rows<V>& p, int64_t row) {

@@ -8,16 +8,19 @@
 
 namespace drot {
 
+struct Bf16;  // common/cpu/float_rows.h
+
 // The rows of x in fp32 are padded with zeros to a multiple of this many columns.
 constexpr int64_t kPadding24 = 16;
 // A call of sparse24_rows is fastest for a multiple of this many rows of W.
 constexpr int kRows24 = 16;
 
-template <class V>
+// X is the type of x. A row of x takes padded24(in) elements as float, and bf16_stride(in) as Bf16.
+template <class V, class X = float>
 struct Sparse24Rows {
   const V* values;           // [out, in/2]
   const uint8_t* positions;  // [out, in/8]
-  const float* x;            // [tokens, padded in]
+  const X* x;                // [tokens, in], padded
   const V* bias;             // [out] or null
   const V* residual;         // [tokens, out] or null
   const float* rotated;      // [tokens, out] or null
@@ -35,6 +38,14 @@ struct RotatedColumns {
 
 constexpr int64_t padded24(int64_t columns) { return (columns + kPadding24 - 1) / kPadding24 * kPadding24; }
 
+// The rows of x in bf16 are padded with zeros to a multiple of this many columns, one vector.
+constexpr int64_t kPaddingBf16 = 32;
+// Elements from one row of x to the next: one vector more, because rows at a distance of a power of two would
+// compete for the same places of the cache.
+constexpr int64_t bf16_stride(int64_t columns) {
+  return (columns + kPaddingBf16 - 1) / kPaddingBf16 * kPaddingBf16 + kPaddingBf16;
+}
+
 }  // namespace drot
 
 // Computes y for the rows first … last - 1 of W.
@@ -49,3 +60,13 @@ DROT_SIMD_DECLARE(template <class V>
 // values [4 · bytes], positions [bytes] -> `bytes` times eight dense columns in fp32.
 DROT_SIMD_DECLARE(template <class V>
                   void expand_bytes(const V* values, const uint8_t* positions, int64_t bytes, float* to))
+
+#if defined(__x86_64__)
+// For a CPU with bf16 products (sparse24_linear_bf16.cpp).
+namespace drot::avx512bf16 {
+// Computes y for the rows first … last - 1 of W.
+void sparse24_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last);
+// values [4 · bytes], positions [bytes] -> `bytes` times eight dense columns.
+void expand_bytes(const Bf16* values, const uint8_t* positions, int64_t bytes, Bf16* to);
+}  // namespace drot::avx512bf16
+#endif

@@ -2,7 +2,9 @@
 // beyond.
 #include <ATen/Dispatch.h>
 #include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <cuda_runtime_api.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -135,6 +137,14 @@ std::tuple<at::Tensor, at::Tensor> small_qr_cuda(const at::Tensor& a) {
   return {q_columns.narrow(-1, 0, n).mT().contiguous().view(a.sizes()), r.view(a.sizes())};
 }
 
+// Whether the current device computes in fp64 fast enough for CholeskyQR (ops/batched_qr_math.h).
+bool has_fast_fp64() {
+  int device = 0, ratio = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&ratio, cudaDevAttrSingleToDoublePrecisionPerfRatio, device));
+  return cholesky_qr_pays(ratio);
+}
+
 std::tuple<at::Tensor, at::Tensor> batched_qr_cuda(const at::Tensor& a) {
   check_batched_qr(a);
   const c10::cuda::CUDAGuard guard(a.device());
@@ -144,7 +154,7 @@ std::tuple<at::Tensor, at::Tensor> batched_qr_cuda(const at::Tensor& a) {
   if (a.size(-1) <= kSmallQr) {
     return small_qr_cuda(a);
   }
-  if (a.scalar_type() == at::kFloat) {
+  if (a.scalar_type() == at::kFloat && has_fast_fp64()) {
     auto [q, r, reliable] = cholesky_qr(a);
     // the only synchronisation: one byte is copied after all work is queued
     if (reliable.all().item<bool>()) {

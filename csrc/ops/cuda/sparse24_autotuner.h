@@ -88,8 +88,9 @@ inline int64_t token_bucket(int64_t tokens) {
 
 class Autotuner {
  public:
-  // The fastest candidate, from this process, from the tuning cache or by measurement. If a candidate fails,
-  // for example for lack of memory, the choice is kept for this process only.
+  // The fastest candidate, from this process, from the tuning cache or by two measurements. The tuning cache
+  // gets the choice only if both measurements name the same algorithm and no candidate fails, for example for
+  // lack of memory. Otherwise the choice is kept for this process only.
   //
   // Args:
   //   key: names the kind of product.
@@ -104,22 +105,42 @@ class Autotuner {
     if (const auto text = tuning_cache::lookup(key)) {
       if (const auto choice = parse_choice(*text, candidates)) return choices_[key] = *choice;
     }
-    Choice best{candidates.front()};
-    if (!may_measure) return best;
-    double least = std::numeric_limits<double>::infinity();
-    bool all_succeeded = true;
-    const std::vector<Measurement> measurements = measure(candidates);
-    for (size_t i = 0; i < candidates.size(); ++i) {
-      all_succeeded &= std::isfinite(measurements[i].seconds);
-      if (measurements[i].seconds >= least) continue;
-      least = measurements[i].seconds;
-      best = {candidates[i], measurements[i].config};
+    if (!may_measure) return {candidates.front()};
+    const Fastest first = fastest_of(candidates, measure(candidates));
+    const Fastest second = fastest_of(candidates, measure(candidates));
+    const Fastest& best = second.seconds < first.seconds ? second : first;
+    if (first.choice.algorithm == second.choice.algorithm && first.all_succeeded && second.all_succeeded) {
+      tuning_cache::store(key, to_text(best.choice));
     }
-    if (all_succeeded) tuning_cache::store(key, to_text(best));
-    return choices_[key] = best;
+    return choices_[key] = best.choice;
+  }
+
+  // Replaces a choice whose algorithm failed, for this process only.
+  void replace(const std::string& key, const Choice& choice) {
+    const std::lock_guard<std::mutex> guard(mutex_);
+    choices_[key] = choice;
   }
 
  private:
+  struct Fastest {
+    Choice choice;
+    double seconds = std::numeric_limits<double>::infinity();
+    bool all_succeeded = true;
+  };
+
+  // The first candidate if all failed.
+  static Fastest fastest_of(std::span<const Algorithm> candidates,
+                            const std::vector<Measurement>& measurements) {
+    Fastest best{{candidates.front()}};
+    for (size_t i = 0; i < candidates.size(); ++i) {
+      best.all_succeeded &= std::isfinite(measurements[i].seconds);
+      if (measurements[i].seconds >= best.seconds) continue;
+      best.seconds = measurements[i].seconds;
+      best.choice = {candidates[i], measurements[i].config};
+    }
+    return best;
+  }
+
   std::mutex mutex_;
   std::map<std::string, Choice> choices_;
 };

@@ -37,6 +37,8 @@ void matmul(const at::Tensor&, const at::Tensor&, at::Tensor&, bool, const Cuspa
 #include <mutex>
 #include <utility>
 
+#include "common/lru_cache.h"
+
 #define DROT_CUSPARSELT_CHECK(call)                                                                         \
   do {                                                                                                      \
     const cusparseStatus_t status = (call);                                                                 \
@@ -254,24 +256,26 @@ class Plan {
   int64_t compressed_bytes_;
 };
 
+// Most plans that are kept. A model has about ten shapes of weights; each of them needs a plan for every
+// number of tokens.
+constexpr size_t kMostPlans = 512;
+
 const Plan& plan_for(const PlanKey& key) {
-  static auto* const plans = new std::map<PlanKey, std::unique_ptr<Plan> >;
-  std::unique_ptr<Plan>& plan = (*plans)[key];
-  if (!plan) {
+  static auto* const plans = new LruCache<PlanKey, std::unique_ptr<Plan> >(kMostPlans);
+  return *plans->get(key, [&] {
     // a CUDA graph may be captured meanwhile, in this thread or in another
     const c10::cuda::CUDAStreamCaptureModeGuard relaxed(cudaStreamCaptureModeRelaxed);
     try {
-      plan = std::make_unique<Plan>(key);
+      return std::make_unique<Plan>(key);
     } catch (const Error& error) {
       if (key.config.id < 0) throw;
       TORCH_WARN_ONCE("cuSPARSELt rejects a config from the tuning cache; drot uses its default. Delete ",
                       tuning_cache::file(), " to search again. ", error.what());
       PlanKey with_default = key;
       with_default.config = {};
-      plan = std::make_unique<Plan>(with_default);
+      return std::make_unique<Plan>(with_default);
     }
-  }
-  return *plan;
+  });
 }
 
 PlanKey plan_key(const at::Tensor& x, int64_t out, const CusparseltConfig& config) {

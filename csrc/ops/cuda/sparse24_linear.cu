@@ -173,8 +173,18 @@ std::vector<Measurement> measure(const Problem& p, std::span<const Algorithm> ca
   return results;
 }
 
-Choice choose(const Problem& p) {
-  if (p.tokens <= kSkinnyOnlyTokens && skinny_supports(p)) return {Algorithm::skinny};
+Autotuner& autotuner() {
+  static auto* const autotuner = new Autotuner;
+  return *autotuner;
+}
+
+struct Chosen {
+  Choice choice;
+  std::string key;  // the key of the product in the autotuner; empty if there was nothing to choose
+};
+
+Chosen choose(const Problem& p) {
+  if (p.tokens <= kSkinnyOnlyTokens && skinny_supports(p)) return {{Algorithm::skinny}};
   std::vector<Algorithm> candidates;  // the autotuner returns the first if it may not measure
   const char* no_cusparselt = "the call has no compressed weight, which sparse24_compress makes";
   if (p.compressed.defined() && p.compressed.numel() > 0 &&
@@ -183,18 +193,33 @@ Choice choose(const Problem& p) {
   }
   if (skinny_supports(p)) candidates.push_back(Algorithm::skinny);
   candidates.push_back(Algorithm::dense);
-  Choice choice{candidates.front()};
+  Chosen chosen{{candidates.front()}};
   if (candidates.size() > 1) {
-    static auto* const autotuner = new Autotuner;
     const bool capturing = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
-    choice = autotuner->choose(tuning_key(p, candidates), candidates, /*may_measure=*/!capturing,
-                               [&](std::span<const Algorithm> measured) { return measure(p, measured); });
+    chosen.key = tuning_key(p, candidates);
+    chosen.choice =
+        autotuner().choose(chosen.key, candidates, /*may_measure=*/!capturing,
+                           [&](std::span<const Algorithm> measured) { return measure(p, measured); });
   }
-  if (choice.algorithm == Algorithm::dense && candidates.front() != Algorithm::cusparselt) {
+  if (chosen.choice.algorithm == Algorithm::dense && candidates.front() != Algorithm::cusparselt) {
     TORCH_WARN_ONCE("sparse24_linear unpacks the weight at each call with ", p.tokens,
                     " tokens, which is slow: ", no_cusparselt);
   }
-  return choice;
+  return chosen;
+}
+
+// Computes y with the chosen algorithm. A product that cuSPARSELt refuses is computed by the dense algorithm,
+// in this call and in later ones.
+void run_chosen(const Problem& p, at::Tensor& y) {
+  const Chosen chosen = choose(p);
+  try {
+    run(chosen.choice, p, y);
+  } catch (const cusparselt::Error& error) {
+    TORCH_WARN_ONCE("cuSPARSELt refuses a product of ", p.tokens, " tokens with a weight of ", p.out, " x ",
+                    p.in, "; sparse24_linear unpacks the weight and multiplies densely. ", error.what());
+    if (!chosen.key.empty()) autotuner().replace(chosen.key, {Algorithm::dense});
+    run({Algorithm::dense}, p, y);
+  }
 }
 
 // ---- the ops -------------------------------------------------------------------------------------
@@ -220,7 +245,7 @@ at::Tensor sparse24_linear_cuda(const at::Tensor& x, const at::Tensor& values, c
                   .in = in,
                   .out = out};
   at::Tensor y = result.view({tokens, out});
-  run(choose(p), p, y);
+  run_chosen(p, y);
   return result;
 }
 
@@ -231,8 +256,14 @@ at::Tensor sparse24_compress_cuda(const at::Tensor& values, const at::Tensor& po
   if (!cusparselt::supports(values.scalar_type(), out, in, /*tokens=*/1)) {
     return at::empty({0}, positions.options());
   }
-  return cusparselt::compress(
-      unpack24_unchecked_cuda(contiguous_aligned(values), contiguous_aligned(positions)));
+  try {
+    return cusparselt::compress(
+        unpack24_unchecked_cuda(contiguous_aligned(values), contiguous_aligned(positions)));
+  } catch (const cusparselt::Error& error) {
+    TORCH_WARN_ONCE("cuSPARSELt refuses to compress a weight of ", out, " x ", in,
+                    "; products of many tokens with it unpack it at each call. ", error.what());
+    return at::empty({0}, positions.options());
+  }
 }
 
 }  // namespace

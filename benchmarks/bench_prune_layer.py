@@ -1,0 +1,159 @@
+"""One decoder layer through the whole of `drot prune`, and the paper's training of the same layer.
+
+A model with one layer of the named shape, random weights and a small vocabulary is pruned on random tokens,
+with Hessians, training, pruning and solver of the recipe. So a model of 70B parameters is measured on one
+device without a checkpoint. The seconds of the layer, times the layers of the model, are those of the whole
+model without loading and saving.
+
+The peer `paper` is the training of the same layer in the paper's formulation (bench_rotation_step.py): a few
+of its steps are measured, and their median is scaled up to its 2000 steps. For the whole layer, the peer
+takes drot's own seconds for everything but the training.
+"""
+
+import copy
+import statistics
+from typing import Any
+
+import torch
+from _harness import arguments, interleaved, report
+from bench_rotation_step import Problem, reference_step
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import drot
+from drot.architectures import head_shape
+from drot.bench.timing import Timing
+from drot.bench.variants import SHAPES
+from drot.calibration.rows import one_line
+from drot.checkpoint.size import size_text
+from drot.cli.tables import rate_text
+from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
+
+#: shapes that a CPU prunes within minutes, and within a second
+OWN_SHAPES: dict[str, dict[str, Any]] = {
+    "small": dict(model_type="llama", hidden_size=512, intermediate_size=1792, head_dim=64)
+    | dict(num_attention_heads=8, num_key_value_heads=2, num_hidden_layers=16),
+    "tiny": dict(model_type="llama", hidden_size=64, intermediate_size=128, head_dim=16)
+    | dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2),
+}
+VOCABULARY = 1024
+PAPER_STEPS = OPTIMIZER_DEFAULTS["paper"][0]
+#: the phases that a model takes once for each layer
+PER_LAYER = ("calibrate", "rotate", "merge", "prune", "recover")
+
+
+def random_layer(config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A model of one layer. Its embeddings, the calibration states, have channels of unequal size."""
+    with torch.device(device):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        channels = torch.linspace(0.2, 3, config.hidden_size)
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        embedding.normal_().mul_(channels)
+    return model.eval().requires_grad_(False)
+
+
+def paper_step(config: Any, dtype: torch.dtype, device: str, steps: int) -> float | str:
+    """The median seconds of one step of the paper's training; the reason where it does not fit in memory."""
+    shape = head_shape(config)
+    try:
+        problem = Problem(
+            config.hidden_size,
+            device,
+            heads=shape.heads,
+            ff=config.intermediate_size,
+            kv_heads=shape.kv_heads,
+        )
+        step = reference_step(problem.cast(dtype))
+        return interleaved({"paper": step}, device=device, repeats=steps, warmup=1)["paper"].median
+    except torch.OutOfMemoryError as fault:
+        return one_line(fault)
+
+
+def timing_of(seconds: list[float]) -> Timing:
+    cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else [seconds[0]] * 4
+    return Timing(p20=cuts[0], median=statistics.median(seconds), p80=cuts[3])
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.set_defaults(repeats=3)
+    cuda = torch.cuda.is_available()
+    shapes = SHAPES | OWN_SHAPES
+    parser.add_argument("--shape", choices=sorted(shapes), default="llama-3-8b" if cuda else "small")
+    parser.add_argument("--nsamples", type=int, default=128 if cuda else 16)
+    parser.add_argument("--seqlen", type=int, default=2048 if cuda else 512)
+    parser.add_argument("--quality", choices=sorted(QUALITIES), default="fast")
+    parser.add_argument("--steps", type=int, help="steps of drot's training; default: those of the recipe")
+    parser.add_argument("--paper-steps", type=int, default=5, help="steps of the paper's training to measure")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    device, on_gpu = options.device, torch.device(options.device).type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    layers = shapes[options.shape]["num_hidden_layers"]
+    config = AutoConfig.for_model(
+        **shapes[options.shape] | dict(num_hidden_layers=1, vocab_size=VOCABULARY, tie_word_embeddings=False)
+        | dict(max_position_embeddings=options.seqlen)
+    )  # fmt: skip
+    recipe = Recipe().with_quality(options.quality)
+    if options.steps is not None:
+        recipe = recipe.replace(steps=options.steps)
+    tokens = torch.randint(0, VOCABULARY, (options.nsamples, options.seqlen))
+    model = random_layer(config, dtype, device)
+
+    runs = []
+    for _ in range(options.repeats + 1):  # the first run warms up
+        result = drot.prune(copy.deepcopy(model), recipe, calibration=tokens, device=device)
+        runs.append(result.manifest)
+        del result
+    runs = runs[1:]
+    del model
+    phases = {phase: timing_of([run["seconds"][phase] for run in runs]) for phase in PER_LAYER}
+    layer = timing_of([sum(run["seconds"][phase] for phase in PER_LAYER) for run in runs])
+    trained = len(runs[0]["layers"][0]["rotation"]["loss_curve"]) - 1
+
+    case = (
+        f"{options.shape} {dtype}, {options.nsamples} x {options.seqlen} tokens, --quality {options.quality}"
+    )
+    training = {f"drot, {trained} steps": phases["rotate"]}
+    whole = {"drot": layer}
+    paper = paper_step(config, dtype, device, options.paper_steps)
+    if isinstance(paper, float):
+        seconds = paper * PAPER_STEPS
+        training["paper"] = Timing(seconds, seconds, seconds)
+        rest = layer.median - phases["rotate"].median
+        whole["paper"] = Timing(seconds + rest, seconds + rest, seconds + rest)
+    for what, timings in (("training of a layer", training), ("whole layer", whole)):
+        drot_name = next(iter(timings))
+        report(
+            "prune_layer", f"{what}: {case}", timings,
+            peer="paper" if "paper" in timings else drot_name,
+            target=drot_name if "paper" in timings else None,
+            at_least=12 if on_gpu and what == "whole layer" else 1,
+            device=device, save=options.csv,
+        )  # fmt: skip
+    print()
+    if isinstance(paper, float):
+        print(
+            f"  paper: {PAPER_STEPS} steps, scaled up from the median of {options.paper_steps} "
+            f"({paper * 1e3:.1f} ms a step)"
+        )
+    else:
+        print(f"  paper: not measured: {paper}")
+    work = runs[0]["work"]
+    for phase, timing in phases.items():
+        if timing.median:
+            share, rate = timing.median / layer.median, rate_text(work.get(phase, {}), timing.median)
+            print(f"  {phase:<10} {timing.median:>9.3f} s  {share:>4.0%}  {rate}")
+    print(f"  {layers} layers x {layer.median:.2f} s = {layers * layer.median / 60:.1f} minutes a model")
+    for kind in ("gpu", "process"):
+        peaks = {
+            phase: peak[kind] for run in runs for phase, peak in run["peak_memory"].items() if kind in peak
+        }
+        if peaks:
+            phase = max(peaks, key=peaks.__getitem__)
+            print(f"  peak memory, {kind}: {size_text(peaks[phase])} ({phase})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""benchmarks/bench_prune_layer.py at a tiny shape: its rows and its lines, but no speed."""
+
+import csv
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_prune_layer.py"
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="needs the checkout")
+@pytest.mark.slow
+def test_a_tiny_layer_is_measured_and_compared(tmp_path: Path) -> None:
+    options = "--device cpu --shape tiny --nsamples 4 --seqlen 32 --repeats 2 --steps 3 --paper-steps 2"
+    done = subprocess.run(
+        [sys.executable, SCRIPT, *options.split(), "--csv", str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    with (tmp_path / "prune_layer.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["case"].partition(":")[0], row["function"]) for row in rows] == [
+        ("training of a layer", "drot, 3 steps"),
+        ("training of a layer", "paper"),
+        ("whole layer", "drot"),
+        ("whole layer", "paper"),
+    ]
+    step = float(re.search(r"2000 steps, scaled up from the median of 2 \((\S+) ms a step\)", done.stdout)[1])
+    assert float(rows[1]["median_us"]) == pytest.approx(2000 * 1e3 * step, rel=0.05)
+    training, layer = float(rows[0]["median_us"]), float(rows[2]["median_us"])
+    assert 0 < training < layer
+    assert float(rows[3]["median_us"]) >= float(rows[1]["median_us"])
+    seconds, minutes = re.search(r"2 layers x (\S+) s = (\S+) minutes a model", done.stdout).groups()
+    assert float(seconds) == pytest.approx(layer / 1e6, abs=0.006)
+    assert float(minutes) == pytest.approx(2 * float(seconds) / 60, abs=0.06)
+    for phase in ("calibrate", "rotate", "prune"):
+        assert re.search(rf"^  {phase} +\S+ s +\d+%  \S+ .FLOP/s$", done.stdout, re.MULTILINE), done.stdout
+    assert "peak memory, process:" in done.stdout

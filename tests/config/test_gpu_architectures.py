@@ -1,0 +1,71 @@
+"""Whether a GPU runs the kernels of a build, and the line that says what to rebuild."""
+
+import logging
+
+import pytest
+import torch
+
+from drot import devices
+from drot.devices import kernel_problem, pick_device
+from drot.errors import UserError
+
+DEFAULT = "8.0 9.0 10.0 12.0+PTX"
+
+
+@pytest.mark.parametrize(
+    ("capability", "built", "runs"),
+    [
+        *(
+            ((major, minor), DEFAULT, True)
+            for major, minor in [(8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (12, 1)]
+        ),
+        ((7, 5), DEFAULT, False),
+        ((11, 0), DEFAULT, False),
+        ((13, 0), DEFAULT, True),  # compiled from PTX
+        ((8, 0), "8.6", False),
+        ((9, 0), "9.0a", True),
+        ((9, 1), "9.0a", False),
+        ((10, 0), "9.0a+PTX", False),
+        ((10, 0), "9.0+PTX", True),
+        ((10, 3), "10.0f", True),
+        ((12, 0), "10.0f", False),
+        ((8, 0), "", False),
+    ],
+)
+def test_which_gpus_run_a_build(capability, built, runs):
+    assert (kernel_problem(capability, built) is None) == runs
+
+
+def gpu(monkeypatch, capability, built, cuda="13.0"):
+    """Makes torch find one GPU of this capability, and drot built for the architectures `built`."""
+    devices.check_gpu.cache_clear()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(devices, "BUILD_INFO", {"cuda": cuda, "cuda_architectures": built})
+
+
+@pytest.mark.parametrize("name", ["auto", "cuda", "cuda:0"])
+def test_a_gpu_without_kernels_is_refused_in_one_line(monkeypatch, name):
+    gpu(monkeypatch, (11, 0), DEFAULT)
+    line = (
+        "A GPU has compute capability 11.0, but drot was built for 8.0, 9.0, 10.0, 12.0+PTX: rebuild it with "
+        '`TORCH_CUDA_ARCH_LIST=11.0 pip install --no-build-isolation .`; or use `device="cpu"`'
+    )
+    with pytest.raises(UserError) as raised:
+        pick_device(name)
+    assert str(raised.value) == line
+    assert pick_device("cpu") == torch.device("cpu")
+    gpu(monkeypatch, (9, 0), DEFAULT)
+    assert pick_device(name).type == "cuda"
+
+
+def test_a_build_without_cuda_warns_once(monkeypatch, caplog):
+    gpu(monkeypatch, (9, 0), "", cuda="")
+    with caplog.at_level(logging.WARNING, "drot"):
+        assert [pick_device("cuda").type for _ in range(2)] == ["cuda", "cuda"]
+    assert [record.getMessage() for record in caplog.records] == [
+        "A GPU has compute capability 9.0, but drot was built without CUDA: rebuild it with "
+        "`TORCH_CUDA_ARCH_LIST=9.0 pip install --no-build-isolation .`"
+    ]
