@@ -164,6 +164,12 @@ class RunContext:
                     objective.to(device).entropy(rotation)
                     for objective, rotation in zip(objectives, used, strict=True)
                 ) / len(objectives)
+        known = {
+            0: entropies["entropy_before"],
+            **{int(step): value for step, value in record.entropy_curve},
+            record.best_step: entropies["entropy_after"],
+        }
+        record = dataclasses.replace(record, entropy_curve=[list(point) for point in sorted(known.items())])
         layers = [index] if len(objectives) == 1 else range(len(objectives))
         roles = [self.pruned_roles(layer) for layer in layers]
         steps = len(record.loss_curve) - 1

@@ -148,7 +148,7 @@ def optimizer_step(sizes: Sizes, rotation: RotationConfig, layers: float) -> flo
 
 
 def rotate(sizes: Sizes, recipe: Recipe, layers: Sequence[Collection[str]], steps: int) -> float:
-    """The training of one R1 in `steps` steps, with the entropy before and after.
+    """The training of one R1 in `steps` steps, with the entropy before, meanwhile and after.
 
     layers: the pruned linears of each layer that shares R1.
     """
@@ -159,6 +159,8 @@ def rotate(sizes: Sizes, recipe: Recipe, layers: Sequence[Collection[str]], step
     share = min(1.0, (recipe.rotation.layers_per_step or len(trained)) / len(trained))
     # the first and the last evaluation are of all layers, and so are the two entropies
     evaluations = (steps - 1) * share + 4 if steps else 3
+    if recipe.objective != "entropy" and share == 1:
+        evaluations += len({steps * part // 4 for part in (1, 2, 3)} - {0})
     return evaluations * once + steps * optimizer_step(sizes, recipe.rotation, len(trained) * share)
 
 

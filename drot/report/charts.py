@@ -29,7 +29,17 @@ ERRORS: dict[str, Figure] = {
 
 def charts_of(run: Run) -> list[Chart]:
     """The charts of one run, without those that its manifest has no figures for."""
-    makers = (training, entropy, error_by_layer, importance_grid, error_grid, recovery, seconds, memory)
+    makers = (
+        training,
+        entropy_by_step,
+        entropy,
+        error_by_layer,
+        importance_grid,
+        error_grid,
+        recovery,
+        seconds,
+        memory,
+    )
     return [chart for maker in makers if (chart := maker(run)) is not None]
 
 
@@ -113,6 +123,33 @@ def training(run: Run) -> Chart | None:
     )
     lines = " A line is a layer, from dark (first) to light (last); numbers name some." * (len(curves) > 1)
     return Chart("training", which + lines, figure)
+
+
+def entropy_by_step(run: Run) -> Chart | None:
+    """The entropy of each layer by step of its training, as a share of its start."""
+    curves: dict[str, list[list[float]]] = {
+        f"layer {layer}": record.get("entropy_curve", []) for layer, record in run.trainings()
+    }
+    if shared := run.manifest.get("shared_rotation"):
+        curves = {"all layers": shared.get("entropy_curve", [])}
+    curves = {name: curve for name, curve in curves.items() if len(curve) > 2 and curve[0][1] > 0}
+    if not curves:
+        return None
+    with axes(220) as (figure, axis):
+        for number, curve in enumerate(curves.values()):
+            axis.plot(
+                [step for step, _ in curve],
+                [value / curve[0][1] for _, value in curve],
+                color=DEPTHS[number * len(DEPTHS) // len(curves)],
+                linestyle=SERIES[number % 4][1],
+                marker=".",
+            )
+        axis.set(title="Entropy as a share of the start", xlabel="step of the training")
+        whole_steps(axis.xaxis)
+    ends = [curve[-1][1] / curve[0][1] for curve in curves.values()]
+    which = f"The entropy ends at {min(ends):.0%} to {max(ends):.0%} of its start. It is not the objective."
+    lines = " A line is a layer, from dark (first) to light (last)." * (len(curves) > 1)
+    return Chart("entropy-steps", which + lines, figure)
 
 
 def entropy(run: Run) -> Chart | None:

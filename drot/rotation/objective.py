@@ -336,6 +336,10 @@ class LayerObjective:
         r1, r2 = self.identity()
         if rotation is not None:
             r1, r2 = diagonal_blocks(rotation.r1, self.blocks).to(r1), rotation.r2.to(r2)
+        return self.entropy_at(r1, r2)
+
+    def entropy_at(self, r1: Tensor, r2: Tensor) -> float:
+        """The entropy (paper, equation 8) for either objective, for r1 [blocks, b, b] and r2 [kv, h, h]."""
         objective, self.objective = self.objective, "entropy"
         try:
             return float(self.value(r1, r2))

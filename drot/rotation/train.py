@@ -33,6 +33,8 @@ class TrainingRecord:
     seconds: duration of the training.
     orthogonality_error: max |QᵀQ - 1| of the best matrices, before they were made orthogonal in fp64.
     loss_curve, gradient_norm: value i belongs to the rotations after i steps.
+    entropy_curve: [step, entropy], the mean over the layers, at a quarter, half and three quarters of the
+        steps. Empty if the entropy is the objective, and with `layers_per_step`.
     """
 
     loss_before: float
@@ -42,6 +44,7 @@ class TrainingRecord:
     orthogonality_error: float
     loss_curve: list[float] = field(repr=False)
     gradient_norm: list[float] = field(repr=False)
+    entropy_curve: list[list[float]] = field(repr=False)
 
 
 class _R1Parameters:
@@ -90,6 +93,14 @@ class _SummedObjective:
     def whole(self) -> bool:
         """Whether every step takes all objectives."""
         return self._per_step == len(self._objectives)
+
+    def entropy(self, matrices: list[Tensor]) -> float:
+        """The sum of the objectives' entropies."""
+        r1 = self._r1.join(matrices[: self._r1_count])
+        return sum(
+            objective.to(r1.device).entropy_at(r1, r2)
+            for objective, r2 in zip(self._objectives, matrices[self._r1_count :], strict=True)
+        )
 
     def choose(self, *, everything: bool) -> list[int]:
         """The objectives of the next step: all of them, or the next in a random order."""
@@ -192,6 +203,10 @@ def train_rotation(
     best, best_loss, best_step = start, math.inf, 0
     recent: list[tuple[int, Tensor, list[Tensor]]] = []  # what may be the best since the last report
     curve, norms = [], []
+    quarters = {steps * part // 4 for part in (1, 2, 3)} - {0}
+    if not total.whole or objectives[0].objective == "entropy":
+        quarters = set()
+    entropies: list[list[float]] = []
     for step in range(steps + 1):
         chosen, matrices = total.choose(everything=step in (0, steps)), optimizer.matrices
         moved: list[Tensor] | None = None
@@ -203,6 +218,8 @@ def train_rotation(
             recent.append((step, loss, matrices))
         curve.append(loss)
         norms.append(norm)
+        if step in quarters:
+            entropies.append([step, total.entropy(matrices) / len(objectives)])
         if step % REPORT_EVERY == 0 or step == steps:
             if not torch.isfinite(loss):
                 raise UserError(
@@ -236,5 +253,6 @@ def train_rotation(
         orthogonality_error=max(orthogonality_error(matrix) for matrix in best),
         loss_curve=losses,
         gradient_norm=torch.stack(norms).tolist(),
+        entropy_curve=entropies,
     )
     return rotations, record

@@ -6,7 +6,7 @@ from test_objective import SHAPE, D, build, entropy_reference, make_layer
 
 from drot.config import RotationConfig
 from drot.errors import UserError
-from drot.rotation.optimizers import PaperOptimizer
+from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
 from drot.rotation.retraction import reorthogonalize
 from drot.rotation.train import train_rotation
 
@@ -56,10 +56,29 @@ def test_training_lowers_the_objective_on_orthogonal_matrices(optimizer, kind, s
     assert len(record.loss_curve) == len(record.gradient_norm) == 31
 
 
+def test_the_entropy_is_recorded_by_step():
+    """At each quarter of 8 steps, against the paper's equation for the matrices that the steps give."""
+    weights, hessians = make_layer()
+    problem = objective("pruned")
+    _, record = train_rotation([problem], config(optimizer="fast", steps=8))
+    steps = FastOptimizer(list(problem.identity()), lr=config().lr, steps=8)
+    expected = []
+    for step in range(7):
+        if step in (2, 4, 6):
+            r1, r2 = steps.matrices
+            expected.append([step, float(entropy_reference(weights, hessians, r1[0], r2, "wanda", False))])
+        _, *gradients = problem.value_and_grad(*steps.matrices)
+        steps.step(gradients)
+    assert [step for step, _ in record.entropy_curve] == [2, 4, 6]
+    assert [value for _, value in record.entropy_curve] == pytest.approx([v for _, v in expected], rel=1e-9)
+    assert len({round(value, 6) for _, value in expected}) == 3
+    assert train_rotation([objective("entropy")], config(optimizer="fast"))[1].entropy_curve == []
+
+
 class ScriptedObjective:
     """An objective with given losses, which records the R1 of each call."""
 
-    empty = False
+    empty, objective = False, "entropy"
 
     def __init__(self, losses):
         self.losses, self.calls, self.device = losses, [], torch.device("cpu")
