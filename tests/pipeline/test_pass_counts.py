@@ -19,7 +19,7 @@ from drot.pipeline.layer import layer_objective, prune_layer
 from drot.rotation import importance
 from drot.surgery.rotate import LayerRotation
 
-ROOT = Path(drot.__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 TOKENS = random_tokens(4, 40)  # one batch
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
