@@ -29,7 +29,7 @@ demo: $(VENV)/drot-installed
 
 # Two processes of one thread each: threads gain little in small tests, and two processes of two threads each
 # would wait for each other. `make demo` runs with torch's own number of threads, as drot does for its users.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)/bin/pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal
 
 check: lint
 	$(PYTEST) -m 'not slow' --durations=5 --durations-min=2

@@ -146,7 +146,7 @@ def test_check_leaves_out_what_test_runs(make) -> None:
     checked, tested = make("check")[2], make("test")[2]
     assert checked[:3] == tested[:3] == lint
     assert len(checked) == len(tested) == 4
-    assert checked[3].startswith("pytest -n 2 -m not slow")
+    assert checked[3].startswith("pytest -n 2 --dist worksteal -m not slow")
     assert tested[3].startswith("pytest -n 2") and "slow" not in tested[3]
 
 
