@@ -118,10 +118,10 @@ def times_table(manifest: dict[str, Any]) -> Table | None:
 
 def rate_text(work: dict[str, float], seconds: float) -> str:
     """The rate of a phase, as in 12.5 GFLOP/s and 0.8 GB/s; "-" for a phase whose work is not counted."""
-    if not work or not seconds:
+    if not any(work.values()) or not seconds:
         return "-"
     flops = sum(amount for unit, amount in work.items() if unit != "bytes")
-    rate, unit = (flops, "FLOP/s") if flops else (work["bytes"], "B/s")
+    rate, unit = (flops, "FLOP/s") if flops else (work.get("bytes", 0.0), "B/s")
     return scaled(rate / seconds, unit)
 
 

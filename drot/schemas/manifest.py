@@ -65,7 +65,11 @@ class _Text(Entries):
     shape: Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
-class _Total(Entries):
+class _Seconds(Entries):
+    """Seconds of the phases and of the whole run."""
+
+    __pydantic_extra__: dict[str, float]
+
     total: float
 
 
@@ -160,7 +164,7 @@ class PrunedManifest(Entries):
     recipe: _Recipe
     calibration: _Text
     sparsity: Share
-    seconds: _Total
+    seconds: _Seconds
     layers: Annotated[list[_Layer], Field(min_length=1)]
     base_model: str
     device: str

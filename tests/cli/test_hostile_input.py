@@ -268,6 +268,10 @@ def test_names_with_markup_and_escape_sequences(model, capfd, monkeypatch):
     assert cli.run(["info", str(out)]) == 0
     shown = capfd.readouterr()
     assert r"\x1b[31m[bold]" in shown.out and "\x1b" not in shown.out + shown.err
+    change_json(out / "drot.json", seconds={"total": 1.0, "rotate": None})
+    assert cli.run(["info", str(out)]) == 2
+    shown = capfd.readouterr()
+    assert shown.out == "" and "seconds.rotate must be" in shown.err
     change_json(out / "drot.json", format_version="\x1b[31m")
     assert cli.run(["info", str(out)]) == 2
     shown = capfd.readouterr()

@@ -231,3 +231,9 @@ def test_table_of_the_time_without_a_measured_peak():
     assert "drot info --measure" in table.caption
     older = {"seconds": {"total": 2.0}}
     assert tables.times_table(older) is None
+
+
+@pytest.mark.parametrize("work", [{}, {"float32": 0.0}, {"float32": 1.0, "bfloat16": -1.0}])
+def test_work_without_operations_has_no_rate_or_the_rate_0(work):
+    """A manifest that was edited, found by the fuzz test."""
+    assert tables.rate_text(work, 2.0) in ("-", "0 B/s")
