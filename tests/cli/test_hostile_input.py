@@ -271,7 +271,7 @@ def test_names_with_markup_and_escape_sequences(model, capfd, monkeypatch):
     change_json(out / "drot.json", seconds={"total": 1.0, "rotate": None})
     assert cli.run(["info", str(out)]) == 2
     shown = capfd.readouterr()
-    assert shown.out == "" and "seconds.rotate must be" in shown.err
+    assert shown.out == "" and "seconds.rotate: Input should be a valid number" in shown.err
     change_json(out / "drot.json", format_version="\x1b[31m")
     assert cli.run(["info", str(out)]) == 2
     shown = capfd.readouterr()
