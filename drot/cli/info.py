@@ -90,7 +90,7 @@ def info(
 
 
 def _measure(name: str) -> None:
-    """Measures a device and keeps its rates. Logs a warning if they cannot be kept."""
+    """Measures a device and keeps its rates. Raises UserError if they cannot be kept."""
     from drot.bench.peaks import measure_peaks
     from drot.devices import pick_device
     from drot.environment import store_peaks

@@ -164,6 +164,7 @@ class RunContext:
                     objective.to(device).entropy(rotation)
                     for objective, rotation in zip(objectives, used, strict=True)
                 ) / len(objectives)
+        # in the manifest the curve begins at R = I and holds the entropy of the rotations that are kept
         known = {
             0: entropies["entropy_before"],
             **{int(step): value for step, value in record.entropy_curve},
