@@ -1,11 +1,10 @@
 // skew_momentum on the GPU: the op. Its kernel is in skew_momentum_tiles.cuh.
-#include "ops/cuda/skew_momentum_tiles.cuh"
-
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include "common/cuda/launcher.cuh"
+#include "ops/cuda/skew_momentum_tiles.cuh"
 #include "ops/skew_momentum.h"
 
 namespace drot {
