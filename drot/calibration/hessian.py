@@ -178,9 +178,9 @@ class InputHessian:
 
     def __init__(self, matrix: Tensor, damping: float) -> None:
         self.matrix = matrix
-        self._damping = damping
+        self.damping = damping
 
     @functools.cached_property
     def factor(self) -> HessianFactor:
         """The factor of the Hessian. Raises UserError as `factorize` does."""
-        return factorize(self.matrix, self._damping)
+        return factorize(self.matrix, self.damping)

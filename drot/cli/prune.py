@@ -114,8 +114,14 @@ def prune(
         ),
     ] = None,
     damping: Annotated[
-        float,
-        option(PRUNING, "Share of mean(diag H) that is added to the diagonal of H before it is inverted."),
+        float | None,
+        option(
+            PRUNING,
+            "Share of mean(diag H) that is added to the diagonal of H before it is inverted. The larger the "
+            f"share is, the less the result depends on the calibration text. Default: {config.DAMPING:g}; "
+            f"{config.PUBLISHED_DAMPING:g}, as in SparseGPT, with --rotation none, --optimizer paper or "
+            "--reference-compat.",
+        ),
     ] = PRUNE.damping,
     block_size: Annotated[
         int,

@@ -6,7 +6,16 @@ values when an object is built. Whether the values fit a model is checked in dro
 
 from drot.config.calibration import SEQLEN, CalibrationConfig, default_seqlen
 from drot.config.finetune import FINETUNE_LR, FinetuneConfig
-from drot.config.pruning import Method, PruningConfig, Recovery, RecoveryConfig, Solver, Target
+from drot.config.pruning import (
+    DAMPING,
+    PUBLISHED_DAMPING,
+    Method,
+    PruningConfig,
+    Recovery,
+    RecoveryConfig,
+    Solver,
+    Target,
+)
 from drot.config.recipe import QUALITIES, Recipe, WeightFormat
 from drot.config.rotation import (
     OPTIMIZER_DEFAULTS,
@@ -22,8 +31,10 @@ from drot.config.rotation import (
 from drot.config.sparsity import Sparsity, matches
 
 __all__ = [
+    "DAMPING",
     "FINETUNE_LR",
     "OPTIMIZER_DEFAULTS",
+    "PUBLISHED_DAMPING",
     "QUALITIES",
     "SEQLEN",
     "Boundary",

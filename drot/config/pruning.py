@@ -17,6 +17,8 @@ Recovery = Literal["none", "block"]
 
 #: largest share of mean(diag H) that is added to the diagonal: H itself no longer counts beside it
 LARGEST_DAMPING = 1e6
+#: the default of `damping`, and the default for a run that reproduces a published method: SparseGPT's
+DAMPING, PUBLISHED_DAMPING = 0.1, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +27,11 @@ class PruningConfig:
 
     method: the score of a weight: `magnitude`, `wanda` or `sparsegpt`.
     sparsity: the share of the weights that is removed, as n:m or as a ratio.
-    damping: the share of mean(diag H) that is added to the Hessian's diagonal before the inversion. If the
-        Cholesky factorisation fails, the share is multiplied by 10; the manifest records the final share.
+    damping: the share of mean(diag H) that is added to the Hessian's diagonal before the inversion. The
+        larger the share is, the less the result depends on the calibration text. If the Cholesky
+        factorisation fails, the share is multiplied by 10; the manifest records the final share. None is
+        DAMPING, or PUBLISHED_DAMPING for a run that reproduces a published method: with `mode="none"`,
+        `optimizer="paper"` or `reference_compat`.
     block_size: the number of columns that SparseGPT prunes before it updates the columns right of them. It is
         rounded to a multiple of each m in n:m: `resolved_block_size`.
     solve: how the kept weights are computed on the mask that `method` chose. `none` leaves them as `method`
@@ -48,7 +53,7 @@ class PruningConfig:
 
     method: Method = "sparsegpt"
     sparsity: Sparsity = field(default_factory=lambda: Sparsity.parse("2:4"))
-    damping: float = 0.01
+    damping: float | None = None
     block_size: int = 128
     solve: Solver = "auto"
     target: Target = "auto"
@@ -64,7 +69,8 @@ class PruningConfig:
         if not 0 < self.target_weight <= 1:
             raise UserError(f"`target_weight` must be above 0 and at most 1; got {self.target_weight!r}")
         object.__setattr__(self, "sparsity", Sparsity.parse(self.sparsity))
-        at_least("damping", self.damping, 0, LARGEST_DAMPING)
+        if self.damping is not None:
+            at_least("damping", self.damping, 0, LARGEST_DAMPING)
         whole_number("block_size", self.block_size, 1)
         object.__setattr__(self, "keep", parse_patterns("keep", self.keep))
         object.__setattr__(self, "sparsity_of", parse_sparsity_of(self.sparsity_of))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from drot.config.calibration import CalibrationConfig
 from drot.config.checks import is_a
-from drot.config.pruning import PruningConfig, RecoveryConfig
+from drot.config.pruning import DAMPING, PUBLISHED_DAMPING, PruningConfig, RecoveryConfig
 from drot.config.rotation import RotationConfig
 from drot.errors import UserError
 
@@ -87,6 +87,13 @@ class Recipe:
         return "pruned" if self.rotation.objective == "auto" else self.rotation.objective
 
     @property
+    def damping(self) -> float:
+        """`damping` of the pruning, with None resolved."""
+        if self.pruning.damping is not None:
+            return self.pruning.damping
+        return PUBLISHED_DAMPING if self._published else DAMPING
+
+    @property
     def solve(self) -> str:
         """`solve` of the pruning, with `auto` resolved."""
         return self._resolved("solve")
@@ -113,11 +120,13 @@ class Recipe:
     def _resolved(self, name: str) -> str:
         """A field of the pruning; for `auto` the value of `balanced`, or of `fast` for a published method."""
         value = str(getattr(self.pruning, name))
-        if value != "auto":
-            return value
+        return value if value != "auto" else str(QUALITIES["fast" if self._published else "balanced"][name])
+
+    @property
+    def _published(self) -> bool:
+        """Whether the run reproduces a published method."""
         rotation = self.rotation
-        published = rotation.mode == "none" or rotation.optimizer == "paper" or rotation.reference_compat
-        return str(QUALITIES["fast" if published else "balanced"][name])
+        return rotation.mode == "none" or rotation.optimizer == "paper" or rotation.reference_compat
 
     def with_quality(self, quality: str) -> "Recipe":
         """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`."""
@@ -138,7 +147,7 @@ class Recipe:
         out["rotation"]["steps"] = self.rotation.resolved_steps
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective
-        out["pruning"] |= {"solve": self.solve, "target": self.target}
+        out["pruning"] |= {"solve": self.solve, "target": self.target, "damping": self.damping}
         out["pruning"]["block_size"] = self.pruning.resolved_block_size
         return out
 

@@ -53,7 +53,7 @@ class GroupFigures:
             self._rotation = rotation.to(matrix.device, matrix.dtype)
             if group != "down":  # its input is not rotated
                 before = rotated_hessian(group, matrix, self._rotation.inverse, shape)
-                self.hessian = InputHessian(before, recipe.pruning.damping)
+                self.hessian = InputHessian(before, hessian.damping)
             if down_r1 is not None:
                 self._down_r1 = down_r1.to(matrix.device, matrix.dtype)
 
@@ -61,7 +61,7 @@ class GroupFigures:
             return column_scale(
                 recipe.pruning.method,
                 of_inputs,
-                damping=recipe.pruning.damping,
+                damping=recipe.damping,
                 reference_compat=recipe.rotation.reference_compat,
             )
 

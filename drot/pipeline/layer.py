@@ -84,7 +84,7 @@ def layer_objective(
         method,
         hessians,
         shape,
-        damping=recipe.pruning.damping,
+        damping=recipe.damping,
         reference_compat=recipe.rotation.reference_compat,
         with_down=with_down,
         groups=groups,
@@ -143,10 +143,10 @@ def prune_layer(
         if not len(layer_pass.stream.hidden_states):
             assert config.method == "magnitude", f"{config.method} needs calibration tokens"
         elif dense is None:
-            hessian = InputHessian(layer_pass.hessian(group), config.damping)
+            hessian = InputHessian(layer_pass.hessian(group), recipe.damping)
         else:
             statistics = dense.statistics(layer_pass, group)
-            hessian = InputHessian(statistics.hessian, config.damping)
+            hessian = InputHessian(statistics.hessian, recipe.damping)
         importance: GroupFigures | None = None
         for role in (role for role in roles if role not in kept):
             weight, of_linear = linears[role].weight, config.for_linear(names[role])
@@ -213,7 +213,7 @@ def output_errors(
     hessians = stream.hessians(layer, index, readers)
     errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
     for group, roles in INPUT_GROUPS.items():
-        hessian = InputHessian(hessians.pop(group), recipe.pruning.damping)
+        hessian = InputHessian(hessians.pop(group), recipe.damping)
         for role in roles:
             weight, of_linear, total = linears[role].weight, errors[names[role]], None
             for sparsity in sparsities:
@@ -292,7 +292,7 @@ def solve_weight(
             hessian.matrix,
             config.sparsity,
             solver=solver,
-            damping=config.damping if outcome.damping is None else outcome.damping,
+            damping=hessian.damping if outcome.damping is None else outcome.damping,
             total=outcome.energy,
         )
     return outcome
@@ -318,7 +318,7 @@ def _sweep(
         target,
         hessian.matrix,
         config.sparsity,
-        damping=config.damping,
+        damping=hessian.damping,
         block_size=config.resolved_block_size,
         removed=removed,
         factor=hessian.factor,

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from drot.config import QUALITIES, PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.config import DAMPING, QUALITIES, PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.errors import UserError
 
 
@@ -18,20 +18,21 @@ def test_the_objective_is_the_pruned_importance(sparsity):
 @pytest.mark.parametrize(
     ("rotation", "expected"),
     [
-        (dict(), ("admm", "dense")),
-        (dict(mode="shared"), ("admm", "dense")),
-        (dict(mode="none"), ("none", "self")),
-        (dict(optimizer="paper"), ("none", "self")),
-        (dict(reference_compat=True), ("none", "self")),
+        (dict(), ("admm", "dense", DAMPING)),
+        (dict(mode="shared"), ("admm", "dense", DAMPING)),
+        (dict(mode="none"), ("none", "self", 0.01)),  # as in SparseGPT, section 4
+        (dict(optimizer="paper"), ("none", "self", 0.01)),
+        (dict(reference_compat=True), ("none", "self", 0.01)),
     ],
 )
 def test_a_published_method_is_not_changed_unless_that_is_asked_for(rotation, expected):
     recipe = Recipe(rotation=RotationConfig(**rotation))
-    assert (recipe.solve, recipe.target) == expected
+    assert (recipe.solve, recipe.target, recipe.damping) == expected
     written = recipe.to_dict()["pruning"]
-    assert (written["solve"], written["target"]) == expected
-    asked = Recipe(rotation=recipe.rotation, pruning=PruningConfig(solve="pcg", target="dense"))
-    assert (asked.solve, asked.target) == ("pcg", "dense")
+    assert (written["solve"], written["target"], written["damping"]) == expected
+    asked = Recipe(rotation=recipe.rotation, pruning=PruningConfig(solve="pcg", target="dense", damping=0.5))
+    assert (asked.solve, asked.target, asked.damping) == ("pcg", "dense", 0.5)
+    assert asked.to_dict()["pruning"]["damping"] == 0.5
 
 
 @pytest.mark.parametrize("quality", QUALITIES)
