@@ -10,7 +10,7 @@ from small_models import random_tokens, small_model
 import drot
 from drot.architectures import ROLES, architecture_of, head_shape, layer_linears
 from drot.checkpoint.rotations import load_rotations
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import DAMPING, CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import _objectives
@@ -81,7 +81,8 @@ def test_equal_settings_in_all_their_forms():
     }
     written = Recipe(pruning=PruningConfig(**MIXED)).to_dict()
     assert json.loads(json.dumps(written)) == written
-    assert PruningConfig(**written["pruning"]) == PruningConfig(**MIXED, solve="admm", target="dense")
+    resolved = PruningConfig(**MIXED, solve="admm", target="dense", damping=DAMPING)
+    assert PruningConfig(**written["pruning"]) == resolved
     assert PruningConfig().for_linear("layers.0.mlp.up_proj") == PruningConfig()
     one = PruningConfig(damping=0.1, **MIXED).for_linear("layers.1.mlp.down_proj")
     assert one == PruningConfig(damping=0.1, sparsity="4:8")

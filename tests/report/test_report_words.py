@@ -19,14 +19,14 @@ def run(name="run", mode="layer", **changes) -> Run:
     linear = {
         "sparsity": 0.5,
         "output_error": 0.01,
-        "damping": 0.01,
+        "damping": Recipe().damping,
         "one_shot": {
             "before": {"removed_importance": 0.12, "output_error": 0.05},
             "after": {"removed_importance": 0.03, "output_error": 0.02},
         },
     }
     curve = [1.0 - 0.1 * min(step, 8) for step in range(21)]
-    trained = {"loss_curve": curve, "best_step": 20, "damping": {"attention": 0.01}}
+    trained = {"loss_curve": curve, "best_step": 20, "damping": {"attention": Recipe().damping}}
     layers = [
         {
             "layer": index,
@@ -81,8 +81,8 @@ CASES = {
         r"raised the one-shot output error of 1 linear: layer 4 down_proj",
     ),
     "damping": (
-        lambda r: linear_of(r, 0).update(damping=0.1),
-        r"from 0\.01 up to 0\.1 for 1 Hessian: layer 0 q_proj",
+        lambda r: linear_of(r, 0).update(damping=10 * Recipe().damping),
+        r"from 0\.1 up to 1 for 1 Hessian: layer 0 q_proj",
     ),
     "damping of the training": (
         lambda r: r.layers[5]["rotation"].update(damping={"down": 1.0}),
