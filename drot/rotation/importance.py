@@ -58,7 +58,7 @@ class Metric:
 
     def column_scale(self, q: Tensor) -> Tensor:
         """column_scale [in] from q [in]."""
-        return 1.0 / q if self.inverse else q
+        return q.reciprocal() if self.inverse else q
 
     @property
     def diagonal(self) -> Tensor | None:

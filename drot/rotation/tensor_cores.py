@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.products import add_product, plus_product, product
+from drot.rotation.products import add_identity, add_product, identity_plus_product, plus_product, product
 
 #: Coefficients a, b, c of σ (a + b σ² + c σ⁴), applied one after the other; with c = 0 a step is a product
 #: less. For singular values σ in [0.01, 1] each is the polynomial nearest to 1 on the range that the steps
@@ -73,10 +73,11 @@ class PolarFactor:
         x = add_product(_scaled(u, x), _scaled(u, cube), inner)
         for a, b, c in STEPS[1:]:  # x² is -xᵀx
             if c == 0:
-                x = x @ plus_product(self.eye, x, x, beta=a, alpha=-b)
+                x = x @ identity_plus_product(a, x, x, alpha=-b)
             else:
                 squared = x @ x
-                x = plus_product(x, x, plus_product(squared, squared, squared, beta=-b, alpha=c), beta=a)
+                inner = plus_product(squared, squared, squared, beta=-b, alpha=c)
+                x = x @ add_identity(inner, a)
         return x
 
 
@@ -93,16 +94,19 @@ class TensorCoreStep:
         self._polar = PolarFactor(start)
         self._unit: Tensor | None = None
 
-    def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor) -> Tensor:
+    def __call__(
+        self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None
+    ) -> Tensor:
         """q exp(-θ J) for the direction J of `gradient`.
 
         q: [n, b, b], orthogonal.
         gradient: d loss/d q [n, b, b].
         angle: a row [2] of `angles`.
+        rounded: q in a smaller dtype, from a caller that has it. It is used if the dtype is bf16.
         """
         if self._unit is None:  # the first gradient is the unit, so that no power under- or overflows
             self._unit = torch.nan_to_num(1 / gradient.abs().amax(), posinf=1.0)
-        high = q.bfloat16()
+        high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
         product_with_gradient = product(high.mT, _scaled(gradient, self._unit), torch.float32)
         u = ops.skew_momentum(product_with_gradient, self._momentum, self._decay)
         return self.turn(q, high, self._polar(u), angle)
@@ -116,7 +120,7 @@ class TensorCoreStep:
         angle: a row [2] of `angles`.
         """
         j = j - j.mT  # twice j. What rounding added to j is not skew-symmetric, and would not turn q
-        turned = add_product(_scaled(j, angle[0]), j, _scaled(j, angle[1]))
+        turned = j @ add_identity(_scaled(j, angle[1]), angle[0])
         q = add_product(q.clone(), high, turned)
         high = q.bfloat16()
         low = torch.sub(q, high, out=torch.empty_like(high))
