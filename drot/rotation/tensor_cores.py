@@ -6,7 +6,6 @@ step. Sums are added in fp32 inside the products. No function reads a value on t
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,8 +31,6 @@ def on_tensor_cores(x: Tensor) -> bool:
     return x.device.type != "cpu" and x.dtype == torch.float32
 
 
-#: Below this norm of u⁴ u counts as 0; its inverse is a number of fp32.
-SMALLEST = 1e-34
 #: The share of the range of STEPS that is used. At its end the first polynomials multiply rounding errors.
 MARGIN = 0.95
 
@@ -44,41 +41,20 @@ def angles(thetas: list[float], device: torch.device) -> Tensor:
     return torch.tensor(pairs, dtype=torch.float32, device=device)
 
 
-class PolarFactor:
-    """The polar factor of skew-symmetric matrices, as in `retraction.polar_of_skew`, in bf16.
+def polar_factor(u: Tensor) -> Tensor:
+    """The polar factor of skew-symmetric matrices u [n, b, b], as in `retraction.polar_of_skew`, in bf16.
 
-    like: any tensor [n, b, b] on the device of the matrices.
+    A u of a norm between about 1e-7 and 1e8 has a fourth power that bf16 holds; a smaller u counts as 0.
     """
-
-    def __init__(self, like: Tensor) -> None:
-        options: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
-        self.eye = torch.eye(like.shape[-1], **options).bfloat16().expand_as(like)
-        (a, b, c), *_ = STEPS
-        # x = MARGIN u / ‖u‖, and for its first step a x, -b x / ‖u‖², and the c/b of the fourth power
-        self._exponents = torch.tensor([-0.25, -0.75, -0.5], **options)
-        self._factors = torch.tensor([a * MARGIN, -b * MARGIN**3, -c / b * MARGIN**2], **options)
-
-    def __call__(self, u: Tensor) -> Tensor:
-        """The polar factor [n, b, b] of u [n, b, b], both in bf16.
-
-        A u of a norm between about 1e-7 and 1e8 has a fourth power that bf16 holds; a smaller u counts as 0.
-        """
-        squared = u @ u
-        fourth = squared @ squared
-        # the largest sum of magnitudes in a row of a symmetric matrix is never below its ‖·‖₂
-        rows = torch.linalg.vector_norm(fourth, ord=1, dim=-1, keepdim=True, dtype=torch.float32)
-        powers = rows.amax(-2, keepdim=True).clamp_min(SMALLEST) ** self._exponents * self._factors
-        x, cube, ratio = powers.split(1, -1)
-        inner = torch.addcmul(squared, fourth, ratio.to(u.dtype))
-        x = add_product(_scaled(u, x), _scaled(u, cube), inner)
-        for a, b, c in STEPS[1:]:  # x² is -xᵀx
-            if c == 0:
-                x = x @ identity_plus_product(a, x, x, alpha=-b)
-            else:
-                squared = x @ x
-                inner = plus_product(squared, squared, squared, beta=-b, alpha=c)
-                x = x @ add_identity(inner, a)
-        return x
+    squared = u @ u
+    x = u @ ops.polar_start(squared, squared @ squared, *STEPS[0], margin=MARGIN)
+    for a, b, c in STEPS[1:]:  # x² is -xᵀx
+        if c == 0:
+            x = x @ identity_plus_product(a, x, x, alpha=-b)
+        else:
+            squared = x @ x
+            x = x @ add_identity(plus_product(squared, squared, squared, beta=-b, alpha=c), a)
+    return x
 
 
 class TensorCoreStep:
@@ -91,12 +67,9 @@ class TensorCoreStep:
     def __init__(self, start: Tensor, decay: float) -> None:
         self._decay = decay
         self._momentum = torch.zeros_like(start, memory_format=torch.contiguous_format)
-        self._polar = PolarFactor(start)
         self._unit: Tensor | None = None
 
-    def __call__(
-        self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None
-    ) -> Tensor:
+    def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None) -> Tensor:
         """q exp(-θ J) for the direction J of `gradient`.
 
         q: [n, b, b], orthogonal.
@@ -109,7 +82,7 @@ class TensorCoreStep:
         high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
         product_with_gradient = product(high.mT, _scaled(gradient, self._unit), torch.float32)
         u = ops.skew_momentum(product_with_gradient, self._momentum, self._decay)
-        return self.turn(q, high, self._polar(u), angle)
+        return self.turn(q, high, polar_factor(u), angle)
 
     def turn(self, q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
         """q exp(-θ j), as in `retraction.turn`, and orthogonal again.
@@ -125,7 +98,8 @@ class TensorCoreStep:
         high = q.bfloat16()
         low = torch.sub(q, high, out=torch.empty_like(high))
         # a quarter of 1 - qᵀq, but for the transpose of the product with `low`
-        error = plus_product(self._polar.eye, high.mT, high, beta=0.25, alpha=-0.25)
+        error = add_identity(torch.zeros_like(high), 0.25)
+        add_product(error, high.mT, high, alpha=-0.25)
         add_product(error, high.mT, low, alpha=-0.5)
         return add_product(q, high, error + error.mT)
 
