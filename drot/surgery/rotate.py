@@ -63,10 +63,10 @@ def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
     def parts(tensor: Tensor) -> Tensor:
         return tensor.unflatten(1, (len(blocks), -1)).transpose(0, 1)
 
-    if matrix.device.type == "cpu":  # where a product into parts of a matrix may round differently
+    if matrix.dtype.itemsize > 2:  # a CPU may round a product into the parts of a matrix differently
         return torch.bmm(parts(matrix), blocks).transpose(0, 1).flatten(1)
     result = matrix.new_empty(matrix.shape)
-    torch.bmm(parts(matrix), blocks, out=parts(result))
+    torch.bmm(parts(matrix), blocks, out=parts(result))  # saves the copy that `flatten` makes
     return result
 
 
