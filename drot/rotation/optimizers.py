@@ -78,7 +78,9 @@ class FastOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor | None]) -> None:
-        self.move(self.turned(self.matrices, gradients, self.angle))
+        # only the steps that can be captured overwrite the matrices
+        matrices = [matrix.clone() for matrix in self.matrices] if self.capturable else self.matrices
+        self.move(self.turned(matrices, gradients, self.angle))
 
     def turned(
         self,
@@ -87,10 +89,10 @@ class FastOptimizer:
         angle: Any,
         rounded: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The matrices after a step. Changes the momenta in place and nothing else.
+        """The matrices after a step. Changes the momenta in place.
 
         Args:
-            matrices: the matrices before the step.
+            matrices: the matrices before the step, which are overwritten if `capturable`.
             gradients: d loss/d matrix for each matrix; a matrix with None stays as it is.
             angle: the attribute `angle`, or a tensor with its values.
             rounded: the matrices in a smaller dtype, where the caller has them; steps on tensor cores use

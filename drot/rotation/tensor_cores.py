@@ -70,7 +70,7 @@ class TensorCoreStep:
         self._unit: Tensor | None = None
 
     def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None) -> Tensor:
-        """q exp(-θ J) for the direction J of `gradient`.
+        """Replaces q by q exp(-θ J) for the direction J of `gradient`; returns q.
 
         q: [n, b, b], orthogonal.
         gradient: d loss/d q [n, b, b].
@@ -85,7 +85,7 @@ class TensorCoreStep:
         return self.turn(q, high, polar_factor(u), angle)
 
     def turn(self, q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
-        """q exp(-θ j), as in `retraction.turn`, and orthogonal again.
+        """Replaces q by q exp(-θ j), as in `retraction.turn`, orthogonal again; returns q.
 
         q: [n, b, b].
         high: q in bf16.
@@ -94,7 +94,7 @@ class TensorCoreStep:
         """
         j = j - j.mT  # twice j. What rounding added to j is not skew-symmetric, and would not turn q
         turned = j @ add_identity(_scaled(j, angle[1]), angle[0])
-        q = add_product(q.clone(), high, turned)
+        add_product(q, high, turned)
         high = q.bfloat16()
         low = torch.sub(q, high, out=torch.empty_like(high))
         # a quarter of 1 - qᵀq, but for the transpose of the product with `low`

@@ -16,7 +16,7 @@ from drot.architectures import HeadShape
 from drot.config import RotationConfig, Sparsity
 from drot.ops import skew_momentum
 from drot.rotation import train
-from drot.rotation.graph import Step
+from drot.rotation.graph import WARM_UP, GraphedStep, Step
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective
 from drot.rotation.tensor_cores import angles
@@ -129,7 +129,7 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LayerObjective]:
 
 
 def costs_of_a_step(objective: LayerObjective, monkeypatch: pytest.MonkeyPatch) -> Costs:
-    """The costs of the second step that `train_rotation` captures: the first makes what later steps use."""
+    """The costs of a replay of the step that `train_rotation` captures, with the copies around it."""
 
     class Stop(Exception):
         pass
@@ -143,10 +143,11 @@ def costs_of_a_step(objective: LayerObjective, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(train, "GraphedStep", keep)
     with pytest.raises(Stop):
         train.train_rotation([objective], RotationConfig(steps=10))
-    inputs = [*objective.identity(), angles([0.3], objective.device)[0]]
-    for _ in range(2):
+    graphed = GraphedStep(steps[0], lambda work: (lambda: None if work() else None, work()))
+    matrices, angle = list(objective.identity()), angles([0.3], objective.device)[0]
+    for _ in range(WARM_UP + 2):
         with Costs() as costs:
-            steps[0](inputs)
+            _, _, *matrices = graphed([*matrices, angle.clone()])
     return costs
 
 

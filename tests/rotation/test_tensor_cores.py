@@ -12,7 +12,7 @@ THETA = 0.3
 
 
 def step(q: torch.Tensor, gradient: torch.Tensor, theta: float = THETA) -> torch.Tensor:
-    return TensorCoreStep(q, 0.9)(q, gradient, angles([theta], q.device)[0])
+    return TensorCoreStep(q, 0.9)(q.clone(), gradient, angles([theta], q.device)[0])
 
 
 def test_the_polynomials_bring_their_range_near_to_one() -> None:
@@ -55,7 +55,7 @@ def test_turn_is_the_exponential(theta: float, device: str) -> None:
     _, j = with_spectrum(torch.ones(10, dtype=torch.float64))
     q = orthogonal((1, 20, 20), torch.float32, device)
     turned = TensorCoreStep(q, 0.9).turn(
-        q, q.bfloat16(), j[None].bfloat16().to(device), angles([theta], q.device)[0]
+        q.clone(), q.bfloat16(), j[None].bfloat16().to(device), angles([theta], q.device)[0]
     )
     expected = q.double() @ torch.matrix_exp(-theta * j.to(device))
     assert (turned - expected).abs().max() < 2e-2 * theta + 1e-5
