@@ -4,6 +4,7 @@ import pytest
 import torch
 from test_retraction import orthogonal, skew, with_spectrum
 
+from drot.rotation.products import add_identity, identity_plus_product
 from drot.rotation.retraction import SpectralStep, orthogonality_error
 from drot.rotation.tensor_cores import STEPS, TensorCoreStep, angles, polar_factor
 
@@ -20,6 +21,19 @@ def test_the_polynomials_bring_their_range_near_to_one() -> None:
     for a, b, c in STEPS:
         x = a * x + b * x**3 + c * x**5
     assert 0.82 < float(x.min()) < float(x.max()) < 1.18
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_with_an_identity(shape: tuple[int, ...], device: str) -> None:
+    a, b = torch.randn(2, *shape).bfloat16().to(device)
+    eye = torch.eye(shape[-1], device=device, dtype=torch.float64)
+    expected = 1.5 * eye - 0.5 * (a.double() @ b.double())
+    found = identity_plus_product(1.5, a, b, alpha=-0.5)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-8)
+    total = a.clone()
+    assert add_identity(total, torch.tensor(2.0, device=device)) is total
+    torch.testing.assert_close(total.double(), a.double() + 2 * eye, rtol=2**-8, atol=0)
 
 
 @pytest.mark.parametrize("n", [2, 16, 256])
