@@ -143,6 +143,25 @@ def momentum_cases(device: str) -> Iterator[Case]:
         yield f"skew_momentum {shape}", step, 1e-6
 
 
+def step_cases(device: str) -> Iterator[Case]:
+    for shape in ((1, 5, 3), (2, 64, 64), (3, 600, 100)):
+        a, b = torch.randn(2, *shape)
+
+        def dots(a: Tensor = a, b: Tensor = b) -> tuple[Tensor, Tensor]:
+            return ops.column_dot(a.to(device), b.to(device)).cpu().double(), (a.double() * b.double()).sum(1)
+
+        yield f"column_dot {shape}", dots, 1e-4
+
+    for n in (5, 64, 100):
+        squared, fourth = torch.randn(2, 3, n, n).bfloat16()
+
+        def start(squared: Tensor = squared, fourth: Tensor = fourth) -> tuple[Tensor, Tensor]:
+            exact = ops.polar_start_ref(squared.double(), fourth.double(), 7.9, -21.7, 15.1, 0.95)
+            return ops.polar_start(squared.to(device), fourth.to(device), 7.9, -21.7, 15.1, 0.95).cpu(), exact
+
+        yield f"polar_start {n}", start, 2**-6
+
+
 def sweep_cases(device: str) -> Iterator[Case]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
         for columns in (64, 200):  # 200 columns are swept in parts
@@ -215,6 +234,7 @@ def main() -> int:
         score_cases,
         mask_cases,
         momentum_cases,
+        step_cases,
         sweep_cases,
         pack_cases,
         sparse_linear_cases,

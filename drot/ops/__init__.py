@@ -5,9 +5,11 @@
 
 from drot.ops import registration as registration
 from drot.ops.batched_qr import batched_qr, batched_qr_backward, batched_qr_ref, cholesky_qr
+from drot.ops.column_dot import column_dot, column_dot_ref
 from drot.ops.entropy_loss import entropy_loss, entropy_loss_and_grad, entropy_loss_ref
 from drot.ops.nm_mask import nm_mask, nm_mask_ref
 from drot.ops.pack24 import pack24, pack24_ref, unpack24, unpack24_ref
+from drot.ops.polar_start import polar_start, polar_start_ref
 from drot.ops.pruned_importance import (
     pruned_importance,
     pruned_importance_and_grad,
@@ -22,6 +24,8 @@ __all__ = [
     "batched_qr_backward",
     "batched_qr_ref",
     "cholesky_qr",
+    "column_dot",
+    "column_dot_ref",
     "entropy_loss",
     "entropy_loss_and_grad",
     "entropy_loss_ref",
@@ -29,6 +33,8 @@ __all__ = [
     "nm_mask_ref",
     "pack24",
     "pack24_ref",
+    "polar_start",
+    "polar_start_ref",
     "pruned_importance",
     "pruned_importance_and_grad",
     "pruned_importance_ref",

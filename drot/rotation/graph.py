@@ -41,6 +41,9 @@ def capture_for(device: torch.device) -> Capture | None:
 class GraphedStep:
     """A step that is captured after WARM_UP calls. What it changes in place is changed by every call.
 
+    The step may overwrite its inputs, which are copies. An input that it overwrites and returns is not copied
+    again if the next call has what this call returned.
+
     If the capture fails, a warning says so, and the step is called as before.
 
     step: the function. Its inputs have the same shapes in every call.
@@ -51,6 +54,7 @@ class GraphedStep:
         self._step, self._capture = step, capture
         self._calls = 0
         self._inputs: list[Tensor] = []
+        self._held: list[Tensor | None] = []  # whose values the inputs hold
         self._outputs: list[Tensor] = []
         self._replay: Callable[[], None] | None = None
 
@@ -58,7 +62,7 @@ class GraphedStep:
         """The outputs of the step, in new tensors."""
         self._calls += 1
         if self._capture is not None and self._calls > WARM_UP and self._replay is None:
-            self._inputs = [tensor.clone() for tensor in inputs]
+            self._inputs, self._held = [tensor.clone() for tensor in inputs], [None] * len(inputs)
             try:
                 self._replay, self._outputs = self._capture(lambda: self._step(self._inputs))
             except RuntimeError as error:
@@ -69,8 +73,12 @@ class GraphedStep:
                     str(error).partition("\n")[0],
                 )
         if self._replay is None:
-            return self._step(inputs)
-        for static, new in zip(self._inputs, inputs, strict=True):
-            static.copy_(new)
+            return self._step([tensor.clone() for tensor in inputs])
+        for static, new, held in zip(self._inputs, inputs, self._held, strict=True):
+            if new is not held:
+                static.copy_(new)
         self._replay()
-        return [tensor.clone() for tensor in self._outputs]
+        results = [tensor.clone() for tensor in self._outputs]
+        returned = {id(output): result for output, result in zip(self._outputs, results, strict=True)}
+        self._held = [returned.get(id(static)) for static in self._inputs]
+        return results

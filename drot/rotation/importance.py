@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drot import ops
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
 from drot.rotation.products import add_product, product
@@ -58,7 +59,7 @@ class Metric:
 
     def column_scale(self, q: Tensor) -> Tensor:
         """column_scale [in] from q [in]."""
-        return 1.0 / q if self.inverse else q
+        return q.reciprocal() if self.inverse else q
 
     @property
     def diagonal(self) -> Tensor | None:
@@ -79,8 +80,9 @@ class Metric:
 
     def q(self, rotation: Tensor, times: Tensor) -> Tensor:
         """diag(RᵀMR) [n · b] from R [n, b, b] and M R [n, b, b]; above 0 in spite of the rounding of M."""
-        q = (rotation * times).sum(1).flatten()
-        return q if self.smallest is None else torch.maximum(q, self.smallest)
+        if self.smallest is None:
+            return (rotation * times).sum(1).flatten()
+        return torch.maximum(ops.column_dot(rotation, times).flatten(), self.smallest)
 
     def gradient_in_q(self, gradient: Tensor, column_scale: Tensor) -> Tensor:
         """The gradient in q from the gradient in column_scale."""

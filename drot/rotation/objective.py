@@ -11,6 +11,7 @@ Wᵀ dY + 2 (M R) diag(dq) for Y = W R, and W dYᵀ for Y = Rᵀ W.
 """
 
 import copy
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +35,14 @@ class _Sums:
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.loss: Tensor | None = None
+        self.losses: list[Tensor] = []
         self.gradients: dict[str, Tensor] = {}
 
-    def add_loss(self, loss: Tensor) -> None:
-        self.loss = loss if self.loss is None else self.loss + loss
+    def loss(self) -> Tensor:
+        """The sum of the losses (0-dim)."""
+        if self.losses[0].device.type == "cpu":  # one after the other: the bits of earlier versions
+            return functools.reduce(torch.add, self.losses)
+        return torch.stack(self.losses).sum()
 
     def add(self, name: str, factors: tuple[Tensor, Tensor]) -> None:
         """Adds the product of two factors to the gradient `r1` or `r2`, in the dtype of the sums."""
@@ -216,10 +220,16 @@ class LayerObjective:
         r1 = torch.eye(self.hidden_size // self.blocks, **options).repeat(self.blocks, 1, 1)
         return r1, torch.eye(self.shape.head_dim, **options).repeat(self.shape.kv_heads, 1, 1)
 
-    def value_and_grad(self, r1: Tensor, r2: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss (0-dim), d loss/d r1 [blocks, b, b] and d loss/d r2 [kv, h, h], in fp32 or fp64."""
+    def value_and_grad(
+        self, r1: Tensor, r2: Tensor, rounded: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The loss (0-dim), d loss/d r1 [blocks, b, b] and d loss/d r2 [kv, h, h], in fp32 or fp64.
+
+        rounded: r1 and r2 in the dtype of the products, from a caller that has them; None computes them.
+        """
         sums = _Sums(self.loss_dtype)
-        rounded = r1.to(self.product_dtype), r2.to(self.product_dtype)
+        if rounded is None:
+            rounded = r1.to(self.product_dtype), r2.to(self.product_dtype)
         for group in ("attention", "mlp"):
             if group in self._stacks:
                 self._right_group(group, r1, *rounded, sums)
@@ -227,7 +237,7 @@ class LayerObjective:
             self._output_projection(r2, *rounded, sums)
         for down in self.down_projections:
             self._down_projection(down, rounded[0], sums)
-        loss = r1.new_zeros(()) if sums.loss is None else sums.loss
+        loss = sums.loss() if sums.losses else r1.new_zeros(())
         r1_gradient, r2_gradient = (
             sums.gradients[name] if name in sums.gradients else torch.zeros_like(matrix)
             for name, matrix in (("r1", r1), ("r2", r2))
@@ -313,7 +323,7 @@ class LayerObjective:
             loss, dy, dcolumn_scale = ops.pruned_importance_and_grad(
                 y, column_scale, prune=prune, group=group, scale=scale
             )
-        sums.add_loss(loss)
+        sums.losses.append(loss)
         return dy, dcolumn_scale
 
     def _normaliser(self, role: str) -> float:

@@ -5,7 +5,7 @@ None to leave the matrix as it is. No optimiser builds an autograd graph.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -58,7 +58,7 @@ class FastOptimizer:
         self.matrices = [matrix.clone() for matrix in start]
         thetas = [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
         self._step = 0
-        self._turns: list[Callable[[Tensor, Tensor, Any], Tensor]]
+        self._turns: Sequence[Callable[..., Tensor]]
         self._angles: Tensor | list[float] = thetas
         if on_tensor_cores(start[0]):
             self._turns = [TensorCoreStep(matrix, self.MOMENTUM) for matrix in start]
@@ -78,13 +78,30 @@ class FastOptimizer:
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor | None]) -> None:
-        self.move(self.turned(self.matrices, gradients, self.angle))
+        # only the steps that can be captured overwrite the matrices
+        matrices = [matrix.clone() for matrix in self.matrices] if self.capturable else self.matrices
+        self.move(self.turned(matrices, gradients, self.angle))
 
-    def turned(self, matrices: list[Tensor], gradients: list[Tensor | None], angle: Any) -> list[Tensor]:
-        """The matrices after a step. Changes the momenta in place and nothing else."""
+    def turned(
+        self,
+        matrices: list[Tensor],
+        gradients: list[Tensor | None],
+        angle: Any,
+        rounded: list[Tensor] | None = None,
+    ) -> list[Tensor]:
+        """The matrices after a step. Changes the momenta in place.
+
+        Args:
+            matrices: the matrices before the step, which are overwritten if `capturable`.
+            gradients: d loss/d matrix for each matrix; a matrix with None stays as it is.
+            angle: the attribute `angle`, or a tensor with its values.
+            rounded: the matrices in a smaller dtype, where the caller has them; steps on tensor cores use
+                them if the dtype is bf16.
+        """
+        further = [()] * len(matrices) if rounded is None else [(copy,) for copy in rounded]
         return [
-            matrix if gradient is None else turn(matrix, gradient, angle)
-            for matrix, gradient, turn in zip(matrices, gradients, self._turns, strict=True)
+            matrix if gradient is None else turn(matrix, gradient, angle, *copy)
+            for matrix, gradient, turn, copy in zip(matrices, gradients, self._turns, further, strict=True)
         ]
 
     def move(self, matrices: list[Tensor]) -> None:

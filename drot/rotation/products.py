@@ -33,6 +33,25 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tens
     return torch.baddbmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
 
 
+def identity_plus_product(identity: float, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """identity · 1 + alpha · a b [count, i, i] for 16-bit tensors: the product is rounded before the sum.
+
+    `plus_product` with a matrix in place of the 1 rounds once, but copies that matrix first.
+    """
+    if a.device.type == "cpu":
+        result = (alpha * (a.float() @ b.float())).to(a.dtype)
+    else:
+        result = torch.empty_like(a)
+        result.baddbmm_(a, b, beta=0, alpha=alpha)  # with beta = 0 what `result` held is not read
+    return add_identity(result, identity)
+
+
+def add_identity(total: Tensor, factor: float | Tensor) -> Tensor:
+    """Adds factor · 1 to `total` [count, i, i], in place; returns `total`."""
+    total.diagonal(dim1=-2, dim2=-1).add_(factor)
+    return total
+
+
 def plus_product(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
     """beta · c + alpha · a b [count, i, j] for 16-bit tensors, added in fp32 and rounded once."""
     if c.device.type == "cpu":

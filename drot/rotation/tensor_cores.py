@@ -6,13 +6,12 @@ step. Sums are added in fp32 inside the products. No function reads a value on t
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.products import add_product, plus_product, product
+from drot.rotation.products import add_identity, add_product, identity_plus_product, plus_product, product
 
 #: Coefficients a, b, c of σ (a + b σ² + c σ⁴), applied one after the other; with c = 0 a step is a product
 #: less. For singular values σ in [0.01, 1] each is the polynomial nearest to 1 on the range that the steps
@@ -32,8 +31,6 @@ def on_tensor_cores(x: Tensor) -> bool:
     return x.device.type != "cpu" and x.dtype == torch.float32
 
 
-#: Below this norm of u⁴ u counts as 0; its inverse is a number of fp32.
-SMALLEST = 1e-34
 #: The share of the range of STEPS that is used. At its end the first polynomials multiply rounding errors.
 MARGIN = 0.95
 
@@ -44,40 +41,20 @@ def angles(thetas: list[float], device: torch.device) -> Tensor:
     return torch.tensor(pairs, dtype=torch.float32, device=device)
 
 
-class PolarFactor:
-    """The polar factor of skew-symmetric matrices, as in `retraction.polar_of_skew`, in bf16.
+def polar_factor(u: Tensor) -> Tensor:
+    """The polar factor of skew-symmetric matrices u [n, b, b], as in `retraction.polar_of_skew`, in bf16.
 
-    like: any tensor [n, b, b] on the device of the matrices.
+    A u of a norm between about 1e-7 and 1e8 has a fourth power that bf16 holds; a smaller u counts as 0.
     """
-
-    def __init__(self, like: Tensor) -> None:
-        options: dict[str, Any] = {"dtype": torch.float32, "device": like.device}
-        self.eye = torch.eye(like.shape[-1], **options).bfloat16().expand_as(like)
-        (a, b, c), *_ = STEPS
-        # x = MARGIN u / ‖u‖, and for its first step a x, -b x / ‖u‖², and the c/b of the fourth power
-        self._exponents = torch.tensor([-0.25, -0.75, -0.5], **options)
-        self._factors = torch.tensor([a * MARGIN, -b * MARGIN**3, -c / b * MARGIN**2], **options)
-
-    def __call__(self, u: Tensor) -> Tensor:
-        """The polar factor [n, b, b] of u [n, b, b], both in bf16.
-
-        A u of a norm between about 1e-7 and 1e8 has a fourth power that bf16 holds; a smaller u counts as 0.
-        """
-        squared = u @ u
-        fourth = squared @ squared
-        # the largest sum of magnitudes in a row of a symmetric matrix is never below its ‖·‖₂
-        rows = torch.linalg.vector_norm(fourth, ord=1, dim=-1, keepdim=True, dtype=torch.float32)
-        powers = rows.amax(-2, keepdim=True).clamp_min(SMALLEST) ** self._exponents * self._factors
-        x, cube, ratio = powers.split(1, -1)
-        inner = torch.addcmul(squared, fourth, ratio.to(u.dtype))
-        x = add_product(_scaled(u, x), _scaled(u, cube), inner)
-        for a, b, c in STEPS[1:]:  # x² is -xᵀx
-            if c == 0:
-                x = x @ plus_product(self.eye, x, x, beta=a, alpha=-b)
-            else:
-                squared = x @ x
-                x = plus_product(x, x, plus_product(squared, squared, squared, beta=-b, alpha=c), beta=a)
-        return x
+    squared = u @ u
+    x = u @ ops.polar_start(squared, squared @ squared, *STEPS[0], margin=MARGIN)
+    for a, b, c in STEPS[1:]:  # x² is -xᵀx
+        if c == 0:
+            x = x @ identity_plus_product(a, x, x, alpha=-b)
+        else:
+            squared = x @ x
+            x = x @ add_identity(plus_product(squared, squared, squared, beta=-b, alpha=c), a)
+    return x
 
 
 class TensorCoreStep:
@@ -90,25 +67,25 @@ class TensorCoreStep:
     def __init__(self, start: Tensor, decay: float) -> None:
         self._decay = decay
         self._momentum = torch.zeros_like(start, memory_format=torch.contiguous_format)
-        self._polar = PolarFactor(start)
         self._unit: Tensor | None = None
 
-    def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor) -> Tensor:
-        """q exp(-θ J) for the direction J of `gradient`.
+    def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None) -> Tensor:
+        """Replaces q by q exp(-θ J) for the direction J of `gradient`; returns q.
 
         q: [n, b, b], orthogonal.
         gradient: d loss/d q [n, b, b].
         angle: a row [2] of `angles`.
+        rounded: q in a smaller dtype, from a caller that has it. It is used if the dtype is bf16.
         """
         if self._unit is None:  # the first gradient is the unit, so that no power under- or overflows
             self._unit = torch.nan_to_num(1 / gradient.abs().amax(), posinf=1.0)
-        high = q.bfloat16()
+        high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
         product_with_gradient = product(high.mT, _scaled(gradient, self._unit), torch.float32)
         u = ops.skew_momentum(product_with_gradient, self._momentum, self._decay)
-        return self.turn(q, high, self._polar(u), angle)
+        return self.turn(q, high, polar_factor(u), angle)
 
     def turn(self, q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
-        """q exp(-θ j), as in `retraction.turn`, and orthogonal again.
+        """Replaces q by q exp(-θ j), as in `retraction.turn`, orthogonal again; returns q.
 
         q: [n, b, b].
         high: q in bf16.
@@ -116,12 +93,13 @@ class TensorCoreStep:
         angle: a row [2] of `angles`.
         """
         j = j - j.mT  # twice j. What rounding added to j is not skew-symmetric, and would not turn q
-        turned = add_product(_scaled(j, angle[0]), j, _scaled(j, angle[1]))
-        q = add_product(q.clone(), high, turned)
+        turned = j @ add_identity(_scaled(j, angle[1]), angle[0])
+        add_product(q, high, turned)
         high = q.bfloat16()
         low = torch.sub(q, high, out=torch.empty_like(high))
         # a quarter of 1 - qᵀq, but for the transpose of the product with `low`
-        error = plus_product(self._polar.eye, high.mT, high, beta=0.25, alpha=-0.25)
+        error = add_identity(torch.zeros_like(high), 0.25)
+        add_product(error, high.mT, high, alpha=-0.25)
         add_product(error, high.mT, low, alpha=-0.5)
         return add_product(q, high, error + error.mT)
 

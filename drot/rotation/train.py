@@ -111,20 +111,36 @@ class _SummedObjective:
         chosen, self._queue = self._queue[: self._per_step], self._queue[self._per_step :]
         return sorted(set(chosen))
 
-    def __call__(self, matrices: list[Tensor], chosen: list[int]) -> tuple[Tensor, list[Tensor | None]]:
+    def rounded(self, matrices: list[Tensor]) -> list[Tensor]:
+        """The matrices in the dtype of the objectives' products."""
+        return [matrix.to(self._objectives[0].product_dtype) for matrix in matrices]
+
+    def __call__(
+        self, matrices: list[Tensor], chosen: list[int], rounded: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[Tensor | None]]:
         """The loss and the gradient in each matrix, None for the R2 of an objective that is not chosen.
 
         The loss and the gradient in R1 are scaled from the chosen objectives to all objectives.
+
+        matrices: the matrices of R1, then the R2 of each objective.
+        chosen: the indices of the objectives that are computed, at least one.
+        rounded: what the method `rounded` returns for `matrices`; None computes it for each objective.
         """
-        r1, scale = self._r1.join(matrices[: self._r1_count]), len(self._objectives) / len(chosen)
-        loss, r1_gradient = r1.new_zeros(()), torch.zeros_like(r1)
+        count, scale = self._r1_count, len(self._objectives) / len(chosen)
+        r1 = self._r1.join(matrices[:count])
+        r1_rounded = r1 if rounded is None else self._r1.join(rounded[:count])
+        loss = r1_gradient = None
         r2_gradients: list[Tensor | None] = [None] * len(self._objectives)
         for index in chosen:
             objective = self._objectives[index].to(r1.device)
-            value, g1, g2 = objective.value_and_grad(r1, matrices[self._r1_count + index])
-            loss += value * scale
-            r1_gradient += g1 * scale
+            pair = None if rounded is None else (r1_rounded, rounded[count + index])
+            value, g1, g2 = objective.value_and_grad(r1, matrices[count + index], pair)
+            if scale != 1:
+                value, g1 = value * scale, g1 * scale
+            loss = value if loss is None else loss + value
+            r1_gradient = g1 if r1_gradient is None else r1_gradient.add_(g1)
             r2_gradients[index] = g2
+        assert loss is not None and r1_gradient is not None, "no objective was chosen"
         return loss, [*self._r1.split(r1_gradient), *r2_gradients]
 
 
@@ -185,9 +201,11 @@ def train_rotation(
     total = _SummedObjective([objectives[index] for index in trained], r1, r1_count, config)
     optimizer = OPTIMIZERS[config.optimizer](start, lr=config.resolved_lr, steps=steps)
 
-    def evaluate(matrices: list[Tensor], chosen: list[int]) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    def evaluate(
+        matrices: list[Tensor], chosen: list[int], rounded: list[Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
         """The loss, the norm of the gradient and the gradients."""
-        loss, gradients = total(matrices, chosen)
+        loss, gradients = total(matrices, chosen, rounded)
         return loss, norm_of([g for g in gradients if g is not None]), gradients
 
     graphed = None
@@ -196,8 +214,9 @@ def train_rotation(
 
         def evaluate_and_turn(inputs: list[Tensor]) -> list[Tensor]:
             *matrices, angle = inputs
-            loss, norm, gradients = evaluate(matrices, total.choose(everything=True))
-            return [loss, norm, *turned(matrices, gradients, angle)]
+            rounded = total.rounded(matrices)  # once, for the evaluation and the step
+            loss, norm, gradients = evaluate(matrices, total.choose(everything=True), rounded)
+            return [loss, norm, *turned(matrices, gradients, angle, rounded)]
 
         graphed = GraphedStep(evaluate_and_turn, capture_for(device))
     best, best_loss, best_step = start, math.inf, 0

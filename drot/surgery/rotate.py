@@ -59,8 +59,15 @@ def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
     """matrix [out, n·b] · blockdiag(blocks [n, b, b])."""
     if len(blocks) == 1:
         return matrix @ blocks[0]
-    parts = matrix.unflatten(1, (len(blocks), -1)).transpose(0, 1)
-    return torch.bmm(parts, blocks).transpose(0, 1).flatten(1)
+
+    def parts(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(1, (len(blocks), -1)).transpose(0, 1)
+
+    if matrix.dtype.itemsize > 2:  # a CPU may round a product into the parts of a matrix differently
+        return torch.bmm(parts(matrix), blocks).transpose(0, 1).flatten(1)
+    result = matrix.new_empty(matrix.shape)
+    torch.bmm(parts(matrix), blocks, out=parts(result))  # saves the copy that `flatten` makes
+    return result
 
 
 def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:

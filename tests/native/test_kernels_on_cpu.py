@@ -1,4 +1,4 @@
-"""The CUDA kernels of entropy_loss, pruned_importance and skew_momentum, run on a CPU (block_on_cpu.h).
+"""The CUDA kernels of five ops, run on a CPU (block_on_cpu.h): kernels_on_cpu.cpp names the ops.
 
 Their results are compared with fp64.
 
@@ -8,8 +8,9 @@ orders of the threads. They do not cover the arithmetic and the memory of a GPU.
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ pytestmark = pytest.mark.slow
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 AXES = [(True, False), (False, True), (True, True)]
 BY_ROW = AXES[0]
+POLAR = (7.9, -21.7, 15.1, 0.95)
 SM_80, SM_90 = 162 * 1024, 226 * 1024  # bytes that Launcher::shared_memory() returns there
 
 
@@ -57,15 +59,30 @@ class Kernels:
         )
 
     def skew_momentum(self, product: Tensor, momentum: Tensor, decay: float) -> Tensor:
-        call = self.library.skew_momentum
-        call.restype = ctypes.c_char_p
         u = torch.full((product.numel() + 128,), torch.nan, dtype=torch.bfloat16)
         size = (ctypes.c_int64(len(product)), ctypes.c_int64(product.shape[-1]))
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (product, momentum, u[64:-64]))
-        complaint = call(self.backwards, *pointers, *size, ctypes.c_float(decay))
-        assert complaint == b"", complaint
+        self._call_on("skew_momentum", (product, momentum, u[64:-64]), [*size, ctypes.c_float(decay)])
         assert u[:64].isnan().all() and u[-64:].isnan().all()
         return u[64:-64].view(product.shape)
+
+    def column_dot(self, a: Tensor, b: Tensor) -> Tensor:
+        out = torch.full((len(a) * a.shape[2] + 128,), torch.nan)
+        self._call_on("column_dot", (a, b, out[64:-64]), map(ctypes.c_int64, a.shape))
+        assert out[:64].isnan().all() and out[-64:].isnan().all()
+        return out[64:-64].view(len(a), -1)
+
+    def polar_start(self, squared: Tensor, fourth: Tensor, *numbers: float) -> Tensor:
+        out = torch.full((squared.numel() + 128,), torch.nan, dtype=torch.bfloat16)
+        size = (ctypes.c_int64(len(squared)), ctypes.c_int64(squared.shape[-1]))
+        self._call_on("polar_start", (squared, fourth, out[64:-64]), [*size, *map(ctypes.c_float, numbers)])
+        assert out[:64].isnan().all() and out[-64:].isnan().all()
+        return out[64:-64].view(squared.shape)
+
+    def _call_on(self, name: str, tensors: tuple[Tensor, ...], further: Iterable[Any]) -> None:
+        call = getattr(self.library, name)
+        call.restype = ctypes.c_char_p
+        complaint = call(self.backwards, *(ctypes.c_void_p(t.data_ptr()) for t in tensors), *further)
+        assert complaint == b"", complaint
 
     def _call(
         self, name: str, y: Tensor, column_scale: Tensor | None, machine: tuple, mask: tuple, options: tuple
@@ -377,3 +394,37 @@ def test_skew_momentum(shape: tuple[int, ...], kernels: Kernels) -> None:
     torch.testing.assert_close(momentum.double(), expected, rtol=0, atol=1e-6)
     torch.testing.assert_close(u.double(), s + 0.9 * expected, rtol=2**-8, atol=1e-6)
     assert all(t[:64].isnan().all() and t[-64:].isnan().all() for t in store)
+
+
+def between_nans(t: Tensor) -> Tensor:
+    """t between NaNs, aligned to 16 bytes: a kernel that reads beside it returns NaN."""
+    store = torch.full((t.numel() + 128,), torch.nan, dtype=t.dtype)
+    return store[64:-64].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 5, 33), (1, 256, 32), (3, 257, 40), (2, 600, 31)])
+def test_column_dot(shape: tuple[int, ...], kernels: Kernels) -> None:
+    a, b = (between_nans(torch.randn(shape)) for _ in range(2))
+    expected = (a.double() * b.double()).sum(1)
+    torch.testing.assert_close(
+        kernels.column_dot(a, b).double(), expected, rtol=0, atol=1e-5 * shape[1] ** 0.5
+    )
+
+
+@pytest.mark.parametrize("n", [1, 7, 8, 40, 67, 264])
+def test_polar_start(n: int, kernels: Kernels) -> None:
+    squared, fourth = (between_nans((s * torch.randn(2, n, n)).bfloat16()) for s in (1e-3, 1e-6))
+    fourth[1] *= 100  # the norms differ
+    found = kernels.polar_start(squared, fourth, *POLAR)
+    a, b, c, margin = POLAR
+    s = margin / fourth.double().abs().sum(-1).amax(-1)[:, None, None] ** 0.25
+    eye = torch.eye(n, dtype=torch.float64)
+    expected = s * (a * eye - b * s**2 * squared.double() + c * s**4 * fourth.double())
+    torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5 * float(s.max()))
+    for bad in (torch.nan, torch.inf):
+        fourth[0, -1, -1] = bad
+        found = kernels.polar_start(squared, fourth, *POLAR)
+        assert found[0].isnan().any() and torch.equal(
+            found[1], kernels.polar_start(squared, fourth, *POLAR)[1]
+        )
+        assert found[1].isfinite().all()

@@ -110,6 +110,33 @@ def test_outputs_of_a_replay_are_new_tensors():
     assert [float(output) for output in outputs] == [2.0 * i for i in range(2 * WARM_UP)]
 
 
+def test_an_input_that_a_step_overwrites_is_copied_only_if_it_is_another():
+    def doubled(inputs):
+        x, y = inputs
+        return [x.mul_(2), x + y]
+
+    def capture(work):
+        """A replay overwrites the input of the capture, as a replay of a CUDA graph does."""
+        outputs = work()
+
+        def replay():
+            for static, new in zip(outputs, work(), strict=True):
+                if static is not new:
+                    static.copy_(new)
+
+        return replay, outputs
+
+    step, x, y = GraphedStep(doubled, capture), torch.tensor([1.0]), torch.tensor([0.5])
+    for i in range(2 * WARM_UP):
+        before, (x, total) = x, step([x, y])
+        assert float(before) == 2.0**i and float(x) == 2.0 ** (i + 1)  # the caller's tensors stay
+        assert float(total) == float(x) + 0.5
+    kept = x.clone()
+    x.zero_()  # the step has the value already, and does not look at this tensor
+    assert torch.equal(step([x, y])[0], 2 * kept)
+    assert torch.equal(step([torch.tensor([3.0]), y])[0], torch.tensor([6.0]))
+
+
 def test_a_cpu_has_no_graphs():
     assert graph.capture_for(torch.device("cpu")) is None
 

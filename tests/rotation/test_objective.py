@@ -300,6 +300,18 @@ def test_gradient_against_finite_differences(method, objective):
         assert difference == pytest.approx(float((g1[0] * d1).sum() + (g2 * d2).sum()), rel=1e-5)
 
 
+@pytest.mark.parametrize("objective", ["entropy", "pruned"])
+def test_rotations_that_the_caller_has_rounded(objective):
+    weights, hessians = make_layer(dtype=torch.float32)
+    problem = build(weights, hessians, "sparsegpt", objective, "2:4", False, product_dtype=torch.bfloat16)
+    r1, r2 = (r.float() for r in random_rotations())
+    rounded = r1[None].bfloat16(), r2.bfloat16()
+    found, expected = problem.value_and_grad(r1[None], r2, rounded), problem.value_and_grad(r1[None], r2)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    other = problem.value_and_grad(r1[None], r2, (rounded[0].flip(-1), rounded[1]))
+    assert not torch.equal(other[1], expected[1])  # they are used
+
+
 def test_an_objective_without_pruned_linears():
     weights, hessians = make_layer()
     problem = build(weights, hessians, "wanda", "pruned", {}, False, product_dtype=torch.float64)

@@ -4,15 +4,16 @@ import pytest
 import torch
 from test_retraction import orthogonal, skew, with_spectrum
 
+from drot.rotation.products import add_identity, identity_plus_product
 from drot.rotation.retraction import SpectralStep, orthogonality_error
-from drot.rotation.tensor_cores import STEPS, PolarFactor, TensorCoreStep, angles
+from drot.rotation.tensor_cores import STEPS, TensorCoreStep, angles, polar_factor
 
 SHAPES = [(1, 2, 2), (1, 7, 7), (3, 32, 32), (1, 130, 130)]
 THETA = 0.3
 
 
 def step(q: torch.Tensor, gradient: torch.Tensor, theta: float = THETA) -> torch.Tensor:
-    return TensorCoreStep(q, 0.9)(q, gradient, angles([theta], q.device)[0])
+    return TensorCoreStep(q, 0.9)(q.clone(), gradient, angles([theta], q.device)[0])
 
 
 def test_the_polynomials_bring_their_range_near_to_one() -> None:
@@ -22,18 +23,31 @@ def test_the_polynomials_bring_their_range_near_to_one() -> None:
     assert 0.82 < float(x.min()) < float(x.max()) < 1.18
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products_with_an_identity(shape: tuple[int, ...], device: str) -> None:
+    a, b = torch.randn(2, *shape).bfloat16().to(device)
+    eye = torch.eye(shape[-1], device=device, dtype=torch.float64)
+    expected = 1.5 * eye - 0.5 * (a.double() @ b.double())
+    found = identity_plus_product(1.5, a, b, alpha=-0.5)
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.double(), expected, rtol=2**-7, atol=2**-8)
+    total = a.clone()
+    assert add_identity(total, torch.tensor(2.0, device=device)) is total
+    torch.testing.assert_close(total.double(), a.double() + 2 * eye, rtol=2**-8, atol=0)
+
+
 @pytest.mark.parametrize("n", [2, 16, 256])
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e6])
 def test_polar_factor_of_a_known_spectrum(n: int, scale: float, device: str) -> None:
     u, expected = with_spectrum(torch.logspace(-1, 0, n // 2, dtype=torch.float64))
     rounded = (scale * u)[None].bfloat16().to(device)
-    j = PolarFactor(rounded)(rounded)[0].double().cpu()
+    j = polar_factor(rounded)[0].double().cpu()
     assert torch.linalg.matrix_norm(j - expected, 2) < 0.25
 
 
 def test_polar_factor_of_nothing(device: str) -> None:
     zero = torch.zeros(2, 5, 5, device=device, dtype=torch.bfloat16)
-    assert torch.equal(PolarFactor(zero)(zero), zero)
+    assert torch.equal(polar_factor(zero), zero)
     q = orthogonal((2, 5, 5), torch.float32, device)
     assert (step(q, torch.zeros_like(q)) - q).abs().max() < 1e-5
 
@@ -55,7 +69,7 @@ def test_turn_is_the_exponential(theta: float, device: str) -> None:
     _, j = with_spectrum(torch.ones(10, dtype=torch.float64))
     q = orthogonal((1, 20, 20), torch.float32, device)
     turned = TensorCoreStep(q, 0.9).turn(
-        q, q.bfloat16(), j[None].bfloat16().to(device), angles([theta], q.device)[0]
+        q.clone(), q.bfloat16(), j[None].bfloat16().to(device), angles([theta], q.device)[0]
     )
     expected = q.double() @ torch.matrix_exp(-theta * j.to(device))
     assert (turned - expected).abs().max() < 2e-2 * theta + 1e-5

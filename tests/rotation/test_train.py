@@ -89,7 +89,7 @@ class ScriptedObjective:
     def identity(self):
         return torch.eye(6, dtype=torch.float64)[None], torch.eye(2, dtype=torch.float64)[None]
 
-    def value_and_grad(self, r1, r2):
+    def value_and_grad(self, r1, r2, rounded=None):
         generator = torch.Generator().manual_seed(len(self.calls))
         self.calls.append(r1)
         loss = torch.tensor(self.losses[len(self.calls) - 1], dtype=torch.float64)
@@ -184,9 +184,9 @@ def test_mini_batches_choose_every_layer_in_turn(monkeypatch):
     for number, problem in enumerate(problems):
         original = problem.value_and_grad
 
-        def recorded(r1, r2, number=number, original=original):
+        def recorded(r1, r2, rounded=None, number=number, original=original):
             called.append(number)
-            return original(r1, r2)
+            return original(r1, r2, rounded)
 
         problem.value_and_grad = recorded
     train_rotation(problems, config(steps=5, layers_per_step=2))
@@ -198,7 +198,7 @@ def test_mini_batches_choose_every_layer_in_turn(monkeypatch):
 def test_a_loss_that_is_not_finite_stops_with_advice(monkeypatch):
     problem = objective()
     nan = torch.tensor(torch.nan, dtype=torch.float64)
-    monkeypatch.setattr(type(problem), "value_and_grad", lambda self, r1, r2: (nan, r1, r2))
+    monkeypatch.setattr(type(problem), "value_and_grad", lambda self, r1, r2, rounded: (nan, r1, r2))
     with pytest.raises(UserError, match="objective must be finite, got nan at step 0: lower `lr`"):
         train_rotation([problem], config())
 
