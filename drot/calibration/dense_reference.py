@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from drot.architectures import INPUT_GROUPS
-from drot.calibration.hessian import HessianAccumulator, add_product_, product_factor
+from drot.calibration.hessian import HessianAccumulator, product_factor
 from drot.calibration.layer_pass import ADDED_TO_RESIDUAL, LayerPass
+from drot.products import add_product
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,9 @@ class DenseReference:
         for (x, rest), (x_dense, rest_dense) in zip(*batches, strict=True):
             hessian.add(x)
             rows = product_factor(x)
-            add_product_(change, (product_factor(x_dense) - rows).T, rows)
+            add_product(change, (product_factor(x_dense) - rows).T, rows)
             if residual is not None and rest is not None and rest_dense is not None:
-                add_product_(residual, (product_factor(rest_dense) - product_factor(rest)).T, rows)
+                add_product(residual, (product_factor(rest_dense) - product_factor(rest)).T, rows)
         scale = 2.0 / len(pruned.stream.hidden_states)
         return TargetStatistics(
             hessian.hessian(), change * scale, None if residual is None else residual * scale

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, invert_lower_
 from drot.errors import UserError
+from drot.products import add_product
 
 #: Device type → columns of a panel in `lower_panels`. A product with few columns leaves most of a large GPU
 #: idle: 2048 is an estimate from the tiles of 128 by 256 and the 132 multiprocessors of an H100.
@@ -51,7 +52,7 @@ class HessianAccumulator:
         """Adds inputs x: [sequences, tokens, in], or [tokens, in] for one sequence, any float dtype."""
         rows = product_factor(x.detach())
         for panel, columns in lower_panels(rows.shape[1], self._sum.device):
-            add_product_(self._sum[panel, columns], rows[:, panel].T, rows[:, columns])
+            add_product(self._sum[panel, columns], rows[:, panel].T, rows[:, columns])
         self._sequences += x.shape[0] if x.dim() == 3 else 1
 
     def hessian(self) -> Tensor:
@@ -63,21 +64,13 @@ class HessianAccumulator:
 
 
 def product_factor(x: Tensor) -> Tensor:
-    """Inputs x [..., in] as rows [tokens, in] for `add_product_`.
+    """Inputs x [..., in] as rows [tokens, in] for `add_product` (drot/products.py).
 
     bf16 and fp16 stay as they are on a GPU, for which torch has products with sums in fp32. Elsewhere the
     rows are fp32.
     """
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
-
-
-def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total [m, n] += a [m, k] b [k, n] in fp32, for factors made by `product_factor`."""
-    if a.dtype != total.dtype:
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
-    else:
-        total.addmm_(a, b)
 
 
 def energy(weight: Tensor, hessian: Tensor) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 from drot import ops
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
-from drot.rotation.products import add_product, product
+from drot.products import add_product, product
 
 #: What two halves of 16 bits leave undecided in q = diag(RᵀMR), as a share of the largest element of M's
 #: diagonal.

@@ -22,8 +22,8 @@ from torch import Tensor
 from drot import ops
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.config import Sparsity
+from drot.products import add_product, product
 from drot.rotation.importance import LayerMetrics, Metric, diagonal_blocks
-from drot.rotation.products import add_product, product
 from drot.surgery.rotate import LayerRotation, rotate_left, rotate_right
 
 

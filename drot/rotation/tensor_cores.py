@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.products import add_identity, add_product, identity_plus_product, plus_product, product
+from drot.products import add_identity, add_product, identity_plus_product, plus_product, product
 
 #: Coefficients a, b, c of σ (a + b σ² + c σ⁴), applied one after the other; with c = 0 a step is a product
 #: less. For singular values σ in [0.01, 1] each is the polynomial nearest to 1 on the range that the steps

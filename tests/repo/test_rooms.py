@@ -24,6 +24,7 @@ ROOMS = [
     "_extension",
     "devices",
     "environment",
+    "products",
     "hub",
     "schemas",
     "architectures",

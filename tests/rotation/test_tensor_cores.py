@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_retraction import orthogonal, skew, with_spectrum
 
-from drot.rotation.products import add_identity, identity_plus_product
+from drot.products import add_identity, identity_plus_product
 from drot.rotation.retraction import SpectralStep, orthogonality_error
 from drot.rotation.tensor_cores import STEPS, TensorCoreStep, angles, polar_factor
 

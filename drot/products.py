@@ -1,7 +1,7 @@
-"""Products of matrices in 16 bits, which the tensor cores of a GPU add in fp32 and return in fp32.
+"""Products of 16-bit matrices whose sums are in fp32.
 
-A CPU has no such product, so the same is computed there from copies in fp32, in which a product of two 16-bit
-values is exact.
+The tensor cores of a GPU have such a product. A CPU has none: there the product is computed from copies in
+fp32, in which the product of two 16-bit values is exact.
 """
 
 import torch
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """a b [count, i, j] in `dtype`, from a [count, i, k] and b [count, k, j] in the same or a smaller one."""
+    """a b [count, i, j] in `dtype`.
+
+    a: [count, i, k] and b: [count, k, j], both in `dtype` or both in one smaller dtype.
+    """
     if a.dtype == dtype:
         return a @ b
     if a.device.type == "cpu":
@@ -18,19 +21,23 @@ def product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    """Adds alpha · a b to `total` [count, i, j], in place and in its dtype; returns `total`.
+    """Adds alpha · a b to `total`, in place and in its dtype; returns `total`.
 
-    a: [count, i, k] and b: [count, k, j], in the dtype of `total` or a smaller one.
+    total: [i, j], or [count, i, j] for a batch of matrices.
+    a: [i, k] or [count, i, k], in the dtype of `total` or a smaller one.
+    b: [k, j] or [count, k, j], in the dtype of `a`.
     """
+    batch = total.dim() == 3
     if total.device.type == "cpu":
         if total.dtype.itemsize == 2:
             return total.copy_(plus_product(total, a, b, alpha=alpha))
         a, b = a.to(total.dtype), b.to(total.dtype)
-        # a batch of one is a plain product, whose rounding does not depend on how torch treats batches
-        return total.add_((a[0] @ b[0])[None] if len(a) == 1 else a @ b, alpha=alpha)
+        if batch:  # a batch of one is a plain product, whose rounding does not depend on torch's batches
+            return total.add_((a[0] @ b[0])[None] if len(a) == 1 else a @ b, alpha=alpha)
     if a.dtype == total.dtype:
-        return total.baddbmm_(a, b, alpha=alpha)
-    return torch.baddbmm(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
+        return total.baddbmm_(a, b, alpha=alpha) if batch else total.addmm_(a, b, alpha=alpha)
+    add = torch.baddbmm if batch else torch.addmm
+    return add(total, a, b, out_dtype=total.dtype, alpha=alpha, out=total)
 
 
 def identity_plus_product(identity: float, a: Tensor, b: Tensor, alpha: float) -> Tensor:
@@ -53,7 +60,10 @@ def add_identity(total: Tensor, factor: float | Tensor) -> Tensor:
 
 
 def plus_product(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """beta · c + alpha · a b [count, i, j] for 16-bit tensors, added in fp32 and rounded once."""
+    """beta · c + alpha · a b [count, i, j] for 16-bit tensors, added in fp32 and rounded once.
+
+    c: [count, i, j]; a: [count, i, k]; b: [count, k, j].
+    """
     if c.device.type == "cpu":
         return (beta * c.float() + alpha * (a.float() @ b.float())).to(c.dtype)
     return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
