@@ -27,7 +27,7 @@ from drot.checkpoint.load import load_tokenizer
 from drot.config import OPTIMIZER_DEFAULTS, Recipe, RotationConfig, Sparsity
 from drot.demo.demo import CALIBRATION, MODEL
 from drot.devices import pick_device
-from drot.pipeline.layer import layer_objective
+from drot.pipeline.objective import layer_objective
 from drot.rotation.importance import LayerMetrics, layer_metrics
 from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation

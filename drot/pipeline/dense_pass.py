@@ -12,7 +12,7 @@ from drot.checkpoint.rotations import rotation_tensors, rotations_from
 from drot.errors import UserError
 from drot.pipeline import work
 from drot.pipeline.context import RunContext, Trained
-from drot.pipeline.layer import layer_objective
+from drot.pipeline.objective import layer_objective
 from drot.pipeline.parallel import train_in_parallel
 from drot.rotation.objective import DownProjection, LayerObjective
 

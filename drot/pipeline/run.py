@@ -27,7 +27,8 @@ from drot.errors import UserError
 from drot.pipeline import work
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
-from drot.pipeline.layer import layer_objective, prune_layer
+from drot.pipeline.layer import prune_layer
+from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import held_out_sequences, recover_layer
 from drot.sparse.quantization_config import describe_model
 from drot.surgery.boundary import (

@@ -10,19 +10,22 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from drot.architectures import INPUT_GROUPS, Architecture, layer_linears
 from drot.calibration.data import calibration_hash
-from drot.calibration.stream import CalibrationStream
+from drot.calibration.hessian import InputHessian
+from drot.calibration.stream import CalibrationStream, Reader
 from drot.calibration.transfer import layers_on_device
 from drot.config import PruningConfig, Recipe, Sparsity
 from drot.config.checks import is_a
 from drot.devices import dtype_name
 from drot.environment import device_name
+from drot.errors import UserError
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
-from drot.pipeline.layer import output_errors
 from drot.pipeline.prepare import prepare
 from drot.pipeline.run import PruningRun
 from drot.progress import Progress, silent
+from drot.pruning import prune_weight
 from drot.surgery.boundary import BoundaryRotation
 from drot.surgery.invariance import check_model
 from drot.surgery.rotate import LayerRotation, rotate_layer
@@ -145,7 +148,7 @@ def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str,
         run.event("sensitivity", index)
         with run.clock("prune"):
             rotated, inputs = _rotated(run, index, layer, stream, rotations)
-            errors |= output_errors(rotated, index, inputs, run.arch, run.recipe, sparsities)
+            errors |= _output_errors(rotated, index, inputs, run.arch, run.recipe, sparsities)
         stream.advance(layer, index)
     return errors
 
@@ -173,3 +176,45 @@ def _rotated(
     stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
     stream.rotate(rotation.r1)
     return layer, stream
+
+
+@torch.no_grad()
+def _output_errors(
+    layer: nn.Module,
+    index: int,
+    stream: CalibrationStream,
+    arch: Architecture,
+    recipe: Recipe,
+    sparsities: list[Sparsity],
+) -> dict[str, dict[str, float | None]]:
+    """Name of a linear → sparsity → relative output error of the linear, pruned alone. No weight is changed.
+
+    The error is None where n:m does not divide the inputs of the linear.
+
+    Args:
+        layer: a decoder layer.
+        index: number of the layer.
+        stream: inputs of the layer.
+        arch: family of the model.
+        recipe: the settings of the run, of which `sparsity`, `keep` and `sparsity_of` are not used.
+        sparsities: the sparsities to prune to.
+    """
+    linears, names = layer_linears(layer, arch), arch.linear_names(index)
+    readers: dict[str, Reader] = {group: (linears[roles[0]], None) for group, roles in INPUT_GROUPS.items()}
+    hessians = stream.hessians(layer, index, readers)
+    errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
+    for group, roles in INPUT_GROUPS.items():
+        hessian = InputHessian(hessians.pop(group), recipe.damping)
+        for role in roles:
+            weight, of_linear, total = linears[role].weight, errors[names[role]], None
+            for sparsity in sparsities:
+                of_linear[str(sparsity)] = None
+                if sparsity.structured and weight.shape[1] % sparsity.m:
+                    continue
+                alone = dataclasses.replace(recipe.pruning, sparsity=sparsity, keep=(), sparsity_of=())
+                try:
+                    outcome = prune_weight(weight, hessian, alone, recipe.solve, total=total)
+                except UserError as error:
+                    raise UserError(f"layer {index}, {role}: {error}") from None
+                of_linear[str(sparsity)], total = outcome.output_error, outcome.energy
+    return errors

@@ -15,7 +15,8 @@ from drot.calibration import hessian as hessians
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.pipeline.layer import layer_objective, prune_layer
+from drot.pipeline.layer import prune_layer
+from drot.pipeline.objective import layer_objective
 from drot.rotation import importance
 from drot.surgery.rotate import LayerRotation
 

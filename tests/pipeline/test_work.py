@@ -15,7 +15,7 @@ from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.pipeline import work
 from drot.pipeline.context import RunContext
-from drot.pipeline.layer import layer_objective
+from drot.pipeline.objective import layer_objective
 from drot.progress import silent
 from drot.rotation.optimizers import FastOptimizer
 

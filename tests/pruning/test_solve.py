@@ -7,8 +7,14 @@ from torch import Tensor
 from drot.calibration.hessian import InputHessian
 from drot.config import PruningConfig, Sparsity
 from drot.errors import UserError
-from drot.pipeline.layer import prune_weight
-from drot.pruning import PruneOutcome, prune_magnitude, prune_sparsegpt, prune_wanda, solve_kept_weights
+from drot.pruning import (
+    PruneOutcome,
+    prune_magnitude,
+    prune_sparsegpt,
+    prune_wanda,
+    prune_weight,
+    solve_kept_weights,
+)
 from drot.pruning.solve import _conjugate_gradients
 
 DAMPING = 0.01
