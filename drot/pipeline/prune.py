@@ -28,6 +28,8 @@ from drot.devices import dtype_name
 from drot.environment import machine, versions
 from drot.errors import UserError
 from drot.pipeline.disk import disk_needs
+from drot.pipeline.given_rotations import read_given
+from drot.pipeline.identity import run_identity
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.run import PruningRun
@@ -149,13 +151,14 @@ def prune(
             context.count("load", sum(tensor.nbytes for tensor in context.model.parameters()), "bytes")
         if recipe.recovery.recover == "block":
             check_sequences(len(context.tokens))
-        run = PruningRun(context, Path(rotations) if rotations is not None else None)
+        given = None if rotations is None else read_given(context, Path(rotations))
+        run = PruningRun(context, given)
         dense = []
         if format == "packed":
             dense = dense_linears(context.model.config, recipe.pruning)
             check_packable(context.model, dense)
         written = out is not None or rotations_out is not None
-        identity = run.identity() if written else {}
+        identity = run_identity(context, given) if written else {}
         if rotations_out is not None and rotations_out.exists():
             _check_same_rotations(rotations_out, identity)
         if out is not None and finished:

@@ -2,49 +2,32 @@
 
 import copy
 import dataclasses
-import hashlib
-import json
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drot.architectures import positions_of
-from drot.calibration.data import calibration_hash
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.calibration.transfer import layers_on_device
-from drot.checkpoint.integrity import weights_record
 from drot.checkpoint.manifest import manifest, zero_share
 from drot.checkpoint.resume import RunState
-from drot.checkpoint.rotations import load_rotations
-from drot.devices import dtype_name
-from drot.errors import UserError
 from drot.pipeline import work
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
+from drot.pipeline.finished_layer import layer_tensors, restore_layer
+from drot.pipeline.given_rotations import GivenRotations
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import held_out_sequences, recover_layer
 from drot.sparse.quantization_config import describe_model
-from drot.surgery.boundary import (
-    ROTATION_MODULE,
-    BoundaryRotation,
-    add_boundary_rotation,
-    rotated_layers,
-    set_boundary,
-)
+from drot.surgery.boundary import BoundaryRotation, rotated_layers, set_boundary
 from drot.surgery.invariance import check_layer, check_model, check_outputs
 from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
-
-#: keys of a model's config that say where it came from or what program wrote it, and not what it computes
-NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
-#: prefix of the figures' names in the saved part of a layer
-FIGURE_PREFIX = "drot.figures."
 
 
 @dataclass
@@ -62,59 +45,15 @@ class PruningRun:
     (checkpoint/figures.py).
 
     context: the state of the run.
-    rotations: a file of rotations to use instead of training.
+    given: rotations from a file; None trains the rotations.
     """
 
-    def __init__(self, context: RunContext, rotations: Path | None = None) -> None:
+    def __init__(self, context: RunContext, given: GivenRotations | None = None) -> None:
         self.context = context
-        self.rotations_file: dict[str, Any] | None = None
-        self.given_rotations: list[LayerRotation] | None = None
+        self.given = given
         self.rotations: list[LayerRotation] = []
         self.shared_record: dict[str, Any] | None = None
         self.figures: dict[str, Tensor] = {}
-        if rotations is not None:
-            self._load_rotations(rotations)
-
-    def _load_rotations(self, path: Path) -> None:
-        run = self.context
-        if not run.rotates:
-            raise UserError(
-                '`rotations` need `mode="layer"` or `mode="shared"`; got `mode="none"`, which rotates nothing'
-            )
-        self.given_rotations, record = load_rotations(
-            path, layers=len(run.layers), hidden_size=run.model.config.hidden_size, shape=run.shape
-        )
-        first = self.given_rotations[0]
-        equal = all(torch.equal(rotation.r1, first.r1) for rotation in self.given_rotations)
-        if run.recipe.rotation.mode == "shared" and not equal:
-            raise UserError(
-                f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
-                'use `mode="layer"`'
-            )
-        digest = hashlib.sha256(path.read_bytes()).hexdigest()
-        self.rotations_file = {"file": path.name, "sha256": digest, "trained_with": record}
-
-    def identity(self) -> dict[str, Any]:
-        """The values that must be equal for a run to be resumed, in plain JSON types.
-
-        Called before `execute`, which changes the weights. The values do not depend on where the model and
-        the calibration text lie: the weights and the tokens are named by their hashes.
-        """
-        run = self.context
-        recipe = run.recipe.to_dict()
-        del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path
-        config = json.loads(run.model.config.to_json_string(use_diff=False))
-        identity = {
-            "weights": weights_record(run.model.state_dict()),
-            "config": {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL},
-            "recipe": recipe,
-            "rotations": self.rotations_file and self.rotations_file["sha256"],
-            "calibration": calibration_hash(run.tokens),
-            "dtype": dtype_name(run.dtype),
-            "layers": len(run.layers),
-        }
-        plain: dict[str, Any] = json.loads(json.dumps(identity))
-        return plain
 
     def execute(self, state: RunState | None) -> dict[str, Any]:
         """Rotates and prunes the model in place. Returns its manifest, without RunContext.times.
@@ -122,7 +61,7 @@ class PruningRun:
         state: the saved parts of the run; None saves nothing.
         """
         run = self.context
-        rotations = self.given_rotations
+        rotations = None if self.given is None else self.given.rotations
         records: list[dict[str, Any]] = [{} for _ in run.layers]
         error = None
         if run.rotates:
@@ -150,14 +89,13 @@ class PruningRun:
             relative_logit_error=error,
             sparsity=zero_share(run.layers, run.arch),
             shared_rotation=self.shared_record,
-            rotations_file=self.rotations_file,
+            rotations_file=None if self.given is None else self.given.entry,
             layers=layers,
         )
 
     @property
     def _needs_dense_pass(self) -> bool:
-        rotation = self.context.recipe.rotation
-        return rotation.resolved_hessians == "dense"
+        return self.context.recipe.rotation.resolved_hessians == "dense"
 
     @property
     def _needs_dense_stream(self) -> bool:
@@ -193,7 +131,7 @@ class PruningRun:
                     run.count("calibrate", work.forward(run.sizes), run.dtype)
             saved = state.load(f"layer_{index:05d}") if state else None
             if saved is not None:
-                rotation, record, figures = self._restore(layer, saved)
+                rotation, record, figures = restore_layer(run, layer, saved)
                 if rotation is not None:
                     with run.clock("merge"):
                         stream.rotate(rotation.r1)
@@ -206,7 +144,7 @@ class PruningRun:
                 )
                 if state:
                     with run.clock("save"):
-                        tensors = _layer_tensors(layer, rotation, figures)
+                        tensors = layer_tensors(layer, rotation, figures)
                         state.save(f"layer_{index:05d}", tensors, record)
                         run.count("save", sum(tensor.nbytes for tensor in tensors.values()), "bytes")
             names = run.arch.linear_names(index)
@@ -332,36 +270,14 @@ class PruningRun:
             error = check_layer(layer, index, sample, run.arch, run.shape, rotation)
         return rotation, trained | {"damping": damping, "invariance_error": error}
 
-    def _restore(
-        self, layer: nn.Module, saved: tuple[dict[str, Tensor], dict[str, Any]]
-    ) -> tuple[LayerRotation | None, dict[str, Any], dict[str, Tensor]]:
-        """Loads a finished layer into `layer`; returns its rotation, its record and its figures."""
-        run = self.context
-        tensors, record = saved
-        figures = {
-            name.removeprefix(FIGURE_PREFIX): tensors.pop(name)
-            for name in list(tensors)
-            if name.startswith(FIGURE_PREFIX)
-        }
-        rotation = None
-        if run.rotates:
-            rotation = LayerRotation(tensors.pop("drot.r1"), tensors.pop("drot.r2"))
-        if f"{ROTATION_MODULE}.weight" in tensors:
-            hidden = run.model.config.hidden_size
-            add_boundary_rotation(
-                layer, run.arch, "residual", hidden, dtype=next(layer.parameters()).dtype, device=run.device
-            )
-        layer.load_state_dict(tensors)
-        return rotation, record, figures
-
     # ---- after the layers ----------------------------------------------------------------------
 
     def _finish_rotation(self, rotations: list[LayerRotation]) -> bool:
         """Rotates the embedding and lm_head, and adds boundary rotations of the input to the layers.
 
-        Returns whether lm_head was tied to the embedding before.
+        Boundary rotations of the residual are in the layers already: `_rotate_and_prune` added them.
 
-        Boundary rotations of the residual were added to the layers before these were pruned.
+        Returns whether lm_head was tied to the embedding before.
         """
         run = self.context
         untied = rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
@@ -376,13 +292,3 @@ class PruningRun:
                 set_boundary(holder, run.arch, boundary.to(run.device))
         describe_model(run.model)
         return untied
-
-
-def _layer_tensors(
-    layer: nn.Module, rotation: LayerRotation | None, figures: dict[str, Tensor]
-) -> dict[str, Tensor]:
-    tensors = dict(layer.state_dict())
-    tensors |= {FIGURE_PREFIX + name: values for name, values in figures.items()}
-    if rotation is not None:
-        tensors |= {"drot.r1": rotation.r1, "drot.r2": rotation.r2}
-    return tensors

@@ -22,8 +22,8 @@ from drot.environment import device_name
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
+from drot.pipeline.given_rotations import read_given
 from drot.pipeline.prepare import prepare
-from drot.pipeline.run import PruningRun
 from drot.progress import Progress, silent
 from drot.pruning import prune_weight
 from drot.surgery.boundary import BoundaryRotation
@@ -121,7 +121,7 @@ def sensitivity(
         progress=progress,
     )
     run = prepared.context
-    used = PruningRun(run, Path(rotations) if rotations is not None else None).given_rotations
+    used = None if rotations is None else read_given(run, Path(rotations)).rotations
     error = None
     if run.rotates:
         if used is None:

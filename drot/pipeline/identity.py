@@ -1,0 +1,37 @@
+"""The identity of a run: the values that must be equal for the run to be resumed."""
+
+import json
+from typing import Any
+
+from drot.calibration.data import calibration_hash
+from drot.checkpoint.integrity import weights_record
+from drot.devices import dtype_name
+from drot.pipeline.context import RunContext
+from drot.pipeline.given_rotations import GivenRotations
+
+#: keys of a model's config that say where it came from or what program wrote it, and not what it computes
+NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
+
+
+def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any]:
+    """The identity of a run, in plain JSON types. Called before the run changes the weights.
+
+    The values do not depend on where the model and the calibration text lie: the weights and the tokens are
+    named by their hashes.
+
+    given: the rotations that the run uses; None if it trains its own.
+    """
+    recipe = run.recipe.to_dict()
+    del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path
+    config = json.loads(run.model.config.to_json_string(use_diff=False))
+    identity = {
+        "weights": weights_record(run.model.state_dict()),
+        "config": {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL},
+        "recipe": recipe,
+        "rotations": None if given is None else given.entry["sha256"],
+        "calibration": calibration_hash(run.tokens),
+        "dtype": dtype_name(run.dtype),
+        "layers": len(run.layers),
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(identity))
+    return plain
