@@ -1,13 +1,45 @@
-"""What `drot prune --recipe` says about the recipe in a file and about the run that it repeats."""
+"""The recipe of a command line of `drot prune`, and what is said about a recipe in a file and its run."""
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
-from drot.config import Recipe
+from drot.config import Recipe, RotationMode
+from drot.config.recipe import SECTION_OF
 from drot.errors import UserError
 
 logger = logging.getLogger("drot")
+
+
+def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Field of the recipe → value, from the options of a command line.
+
+    given: name of the parameter → value, for the options that were given. Options that are no setting of the
+        recipe, such as `out`, are left out.
+    """
+    out = {name: value for name, value in given.items() if name in SECTION_OF}
+    out |= {name: tuple(out[name]) for name in ("keep", "sparsity_of") if name in out}
+    if "rotation" in given:
+        out["mode"], out["blocks"] = parse_rotation(given["rotation"])
+    if "calibration" in given:
+        out["source"] = given["calibration"]
+    return out
+
+
+def parse_rotation(text: str) -> tuple[RotationMode, int]:
+    """`mode` and `blocks` of RotationConfig for a value of --rotation. Raises UserError for another value."""
+    if text in get_args(RotationMode):
+        return cast(RotationMode, text), 1
+    name, _, blocks = text.partition(":")
+    if name != "block":
+        expected = ", ".join(get_args(RotationMode))
+        raise UserError(f"--rotation must be one of {expected}, block:N; got {text!r}")
+    try:
+        return "layer", int(blocks)
+    except ValueError:
+        raise UserError(
+            f"--rotation block:N needs a whole number of blocks, as in block:4; got {text!r}"
+        ) from None
 
 
 def tell_changes(start: Recipe, changed: Recipe, file: Path) -> None:

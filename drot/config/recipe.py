@@ -68,10 +68,9 @@ class Recipe:
         No two sections have a field of the same name. Raises UserError for a name that no section has.
         """
         parts = {section.name: getattr(self, section.name) for section in dataclasses.fields(self)}
-        section_of = {f.name: name for name, part in parts.items() for f in dataclasses.fields(part)}
         changes: dict[str, dict[str, Any]] = {name: {} for name in parts}
         for name, value in fields.items():
-            changes[section_of[known_field(name, section_of, "the recipe")]][name] = value
+            changes[SECTION_OF[known_field(name, SECTION_OF, "the recipe")]][name] = value
         for section, values in changes.items():
             parts[section] = dataclasses.replace(parts[section], **values)
         return Recipe(**parts)
@@ -150,6 +149,14 @@ class Recipe:
         out["pruning"] |= {"solve": self.solve, "target": self.target, "damping": self.damping}
         out["pruning"]["block_size"] = self.pruning.resolved_block_size
         return out
+
+
+#: field of a recipe → its section
+SECTION_OF = {
+    field.name: section.name
+    for section in dataclasses.fields(Recipe)
+    for field in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
+}
 
 
 def known_field(name: Any, known: Any, where: str) -> str:

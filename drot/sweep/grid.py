@@ -1,6 +1,5 @@
 """Reading a grid file: the recipes of a sweep."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -9,18 +8,12 @@ from typing import Any
 
 from drot.config import Recipe
 from drot.config.checks import is_a
-from drot.config.recipe import known_field
+from drot.config.recipe import SECTION_OF, known_field
 from drot.config.recipe_file import SUFFIXES, read_recipe, settings_in
 from drot.errors import UserError
 
 #: the keys of a grid file
 KEYS = ("model", "base", "grid", "cells", "texts", "tasks", "seqlen", "text_column")
-#: field of a recipe → its section
-SECTION_OF = {
-    field.name: section.name
-    for section in dataclasses.fields(Recipe)
-    for field in dataclasses.fields(section.default_factory)  # type: ignore[arg-type]
-}
 
 
 @dataclass(frozen=True)

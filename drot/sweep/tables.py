@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.files import new_file
-from drot.sweep.grid import SECTION_OF, Skipped
+from drot.config.recipe import SECTION_OF
+from drot.sweep.grid import Skipped
 from drot.sweep.rows import Row, not_rotated, short_names
 
 #: axis label → curve → value on the x axis, as text → figure

@@ -11,8 +11,8 @@ from torch import nn
 import drot
 from drot.cli import app as cli
 from drot.cli import tables
-from drot.cli.prune import parse_rotation
 from drot.cli.prune import prune as prune_command
+from drot.cli.recipe import parse_rotation
 from drot.cli.sensitivity import advice
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.demo.demo import HELD_OUT, MODEL
