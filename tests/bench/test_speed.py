@@ -9,7 +9,8 @@ from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.bench import speed, variants
+from drot.bench import figures, speed, variants
+from drot.bench.cases import NEW_TOKENS, Case
 from drot.bench.timing import Timing, interleaved
 from drot.bench.variants import (
     DENSE,
@@ -147,11 +148,11 @@ def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
         assert torch.equal(
             written, separate.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
         )
-    weight = {name: speed._weight_bytes(model, "model") for name, model in stacks.items()}
+    weight = {name: figures.weight_bytes(model, "model") for name, model in stacks.items()}
     assert weight[DENSE] == sum(parameter.nbytes for parameter in separate.parameters())
     saved = weight[DENSE] - weight[SPARSE]
     assert saved == 3 * (
-        speed._weight_bytes(layer[DENSE], "layer") - speed._weight_bytes(layer[SPARSE], "layer")
+        figures.weight_bytes(layer[DENSE], "layer") - figures.weight_bytes(layer[SPARSE], "layer")
     )
     assert weight[ROTATED] - weight[SPARSE] == 2 * 4 * 32 * 32
     assert [rotation_place(each) is not None for each in stacks[ROTATED].model.layers] == [False, True, True]
@@ -160,11 +161,11 @@ def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
 
 
 def test_the_expected_time_of_a_model_comes_from_its_layer():
-    layer, model = (speed.Case(what, "decode", 2, 1) for what in ("layer", "model"))
-    smaller = speed.Case("model", "prefill", 100, 0)
+    layer, model = (Case(what, "decode", 2, 1) for what in ("layer", "model"))
+    smaller = Case("model", "prefill", 100, 0)
     assert speed._expected(model, {}, 8) == 0
-    assert speed._expected(model, {layer: 0.5}, 8) == 0.5 * 8 * speed.NEW_TOKENS
-    assert speed._expected(speed.Case("model", "prefill", 300, 1), {layer: 0.5, smaller: 2.0}, 8) == 6
+    assert speed._expected(model, {layer: 0.5}, 8) == 0.5 * 8 * NEW_TOKENS
+    assert speed._expected(Case("model", "prefill", 300, 1), {layer: 0.5, smaller: 2.0}, 8) == 6
 
 
 def test_cases_that_do_not_fit_the_time_are_named(monkeypatch, capsys):
@@ -200,7 +201,7 @@ def test_one_call_tells_whether_a_case_fits_the_time(monkeypatch):
     def call(model, case, device):
         return lambda: (calls.append(str(case)), time.sleep(0.1))
 
-    monkeypatch.setattr(speed, "_call", call)
+    monkeypatch.setattr(speed, "call_of", call)
     data = speed.measure_speed(None, "tiny", batches=[1, 2], repeats=100, device="cpu", minutes=20 / 60)
     assert data["left_out"] == ["layer decode 1", "layer decode 2", "model decode 1", "model decode 2"]
     assert calls == ["layer decode 1"]
@@ -209,8 +210,8 @@ def test_one_call_tells_whether_a_case_fits_the_time(monkeypatch):
 def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     one = Timing(1.0, 1.0, 1.0), Timing(0.1, 0.1, 0.1)
-    assert [speed.verdict(*one, repeats) for repeats in (1, 2)] == ["too few repeats"] * 2
-    assert speed.verdict(*one, 3) == "faster than dense"
+    assert [figures.verdict(*one, repeats) for repeats in (1, 2)] == ["too few repeats"] * 2
+    assert figures.verdict(*one, 3) == "faster than dense"
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1", "--repeats", "1", "--device", "cpu"]) == 0
     assert "too few repeats" in (out := capsys.readouterr().out)
     assert "than dense" not in out and "as fast" not in out
@@ -259,7 +260,7 @@ def test_shapes_are_models(name):
     ],
 )
 def test_verdict(p20, median, p80, words):
-    assert speed.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
+    assert figures.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
 
 
 def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():

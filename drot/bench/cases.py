@@ -1,0 +1,87 @@
+"""The cases of `drot bench`, and the calls that run them.
+
+A case runs one decoder layer or the whole model, in one of two phases. A prefill of size n is one sequence of
+n tokens. A decode of size n is one new token for each of n sequences.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from drot.sparse.linear import packed_linears
+from drot.sparse.packed import compress_model
+
+#: tokens that a whole model generates for each sequence in a decode case
+NEW_TOKENS = 32
+
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measurement.
+
+    what: the part that runs, one decoder layer or the whole model.
+    phase: prefill or decode.
+    size: the number of tokens of a prefill, or of sequences of a decode.
+    position: the index of `size` in the caller's list of sizes. Cases are measured in this order.
+    """
+
+    what: Literal["layer", "model"]
+    phase: Phase
+    size: int
+    position: int
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.phase} {self.size}"
+
+
+def set_compressed(model: nn.Module, phase: Phase) -> None:
+    """Compresses the packed weights of `model` for a prefill, and drops their compressed forms for a decode.
+
+    Only products of many tokens use the compressed forms, which take memory.
+    """
+    if phase == "prefill":
+        compress_model(model)
+    else:
+        for _, linear in packed_linears(model):
+            linear.drop_compressed()
+
+
+def call_of(model: Any, case: Case, device: torch.device) -> Callable[[], object]:
+    """A function that runs the case: one forward pass, or NEW_TOKENS of them in a decode of a whole model."""
+    shape = (1, case.size) if case.phase == "prefill" else (case.size, 1)
+    if case.what == "layer":
+        hidden = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, device=device)
+        call = lambda: model.base_model(inputs_embeds=hidden, use_cache=False)  # noqa: E731
+        return _captured(call) if device.type == "cuda" else call
+    vocabulary = model.config.vocab_size
+    if case.phase == "prefill":
+        ids = torch.randint(vocabulary, shape, device=device)
+        return lambda: model(ids, use_cache=False, logits_to_keep=1)
+    prompt = torch.randint(vocabulary, (case.size, 1), device=device)
+    options = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
+    if device.type == "cuda":  # with a static cache, transformers captures the step as a CUDA graph
+        options["cache_implementation"] = "static"  # type: ignore[assignment]
+    return lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+
+
+def _captured(call: Callable[[], object]) -> Callable[[], object]:
+    """`call` captured as a CUDA graph, so that the measured time leaves out the launching of kernels in Python."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+
+    def replay(kept: object = call) -> None:  # `kept` holds the input, which the graph reads, in memory
+        graph.replay()
+
+    return replay
