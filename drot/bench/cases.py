@@ -70,7 +70,7 @@ def call_of(model: Any, case: Case, device: torch.device) -> Callable[[], object
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """`call` captured as a CUDA graph, so that the measured time leaves out the launching of kernels in Python."""
+    """`call`, captured as a CUDA graph, whose time leaves out that Python starts each kernel."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

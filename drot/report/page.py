@@ -10,7 +10,9 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from drot.report import charts, notes, tables
+from drot.report import notes, tables
+from drot.report.charts import charts_of
+from drot.report.comparison import charts_of_several
 from drot.report.drawing import COLOURS, Chart, data_uri
 from drot.report.evaluations import measurements
 from drot.report.importance import figure2, surface, surface_image
@@ -101,7 +103,7 @@ def inline(chart: Chart) -> Picture:
 
 def charts_for(runs: Sequence[Run]) -> list[Chart]:
     """The charts of one run, or of several over each other."""
-    return charts.charts_of(runs[0]) if len(runs) == 1 else charts.charts_of_several(runs)
+    return charts_of(runs[0]) if len(runs) == 1 else charts_of_several(runs)
 
 
 def linear_charts(run: Run, linear: str) -> list[Chart]:

@@ -53,6 +53,15 @@ class Run:
             if "loss_curve" in layer.get("rotation", {}):
                 yield layer["layer"], layer["rotation"]
 
+    def curves(self, key: str) -> dict[str, list[Any]]:
+        """`layer <i>`, or `all layers` for a shared rotation → a curve of its training; [] without the curve.
+
+        key: `loss_curve`, the loss at each step, or `entropy_curve`, pairs of a step and the entropy.
+        """
+        if shared := self.manifest.get("shared_rotation"):
+            return {"all layers": shared.get(key, [])}
+        return {f"layer {layer}": record.get(key, []) for layer, record in self.trainings()}
+
     def pruned(self) -> Iterator[tuple[int, str, dict[str, Any]]]:
         """Layer, role and record of each linear that was pruned."""
         for layer in self.layers:
