@@ -3,10 +3,8 @@
 import contextlib
 import importlib.util
 import logging
-import math
 import os
 import tempfile
-import time
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -16,7 +14,6 @@ import torch
 from torch import Tensor
 
 from drot.architectures import architecture_of, decoder_layers, positions_of
-from drot.calibration.data import calibration_hash
 from drot.checkpoint.figures import load_figures, save_figures
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
 from drot.checkpoint.lock import locked
@@ -26,11 +23,8 @@ from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
 from drot.config.checks import is_a
 from drot.devices import dtype_name, pick_device
-from drot.environment import device_name, machine, versions
-from drot.errors import BrokenModelError, UserError
-from drot.evaluation.perplexity import perplexity
+from drot.errors import UserError
 from drot.evaluation.predictions import check_windows
-from drot.finetuning.masks import choose_full, frozen_zeros, removed_weights, round_weights
 from drot.finetuning.text import split_text
 from drot.pipeline.validation import check_tokens
 from drot.progress import Progress, ProgressEvent, silent
@@ -124,7 +118,17 @@ def _finetune(
     target: torch.device,
     progress: Progress,
 ) -> FinetuneResult:
-    """`finetune` after its arguments were checked and `out` was locked."""
+    """`finetune` after its arguments were checked and `out` was locked.
+
+    Args:
+        model: the checkpoint, as for `finetune`.
+        config: the settings.
+        out: the folder of the checkpoint; None writes no checkpoint.
+        tokenizer: the tokenizer for the text; None is the tokenizer of `model`.
+        tokens: token ids [n, seqlen], which replace the text; None reads the text of `config`.
+        target: the device.
+        progress: the callback for ProgressEvents.
+    """
     model_config = load_config(model)
     _check_config(model_config, config)
     manifest = _manifest_of(model)
@@ -151,9 +155,11 @@ def _finetune(
             "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
             model, ", ".join(wider), dtype_name(loaded.dtype), dtype_name(loaded.dtype),
         )  # fmt: skip
+    from drot.finetuning.run import run_finetuning  # it imports accelerate, which takes seconds
+
     try:
         with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng():
-            trained, record = _train(
+            trained, record = run_finetuning(
                 loaded,
                 config,
                 (sequences, held_out),
@@ -167,6 +173,7 @@ def _finetune(
             f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
         ) from None
     record = {"from": str(model), **record}
+    record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
     if packed:
         pack_model(trained)
     elif not config.keep_adapter:
@@ -174,7 +181,7 @@ def _finetune(
     manifest = manifest or {"format_version": FORMAT_VERSION, "base_model": str(model), "sparsity": share}
     manifest |= {} if config.keep_adapter else format_of(trained) | {"dtype": record["dtype"]}
     manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
-    manifest.pop("evaluations", None)  # they are figures of the weights before
+    manifest.pop("evaluations", None)  # figures of the weights before the training
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
@@ -191,9 +198,13 @@ def is_main_process() -> bool:
 # ---- checks ------------------------------------------------------------------------------------------
 
 
+def _packages(config: FinetuneConfig) -> list[str]:
+    """The packages that the training imports, beside those of every run."""
+    return ["accelerate"] if config.full else ["accelerate", "peft"]
+
+
 def _check_packages(config: FinetuneConfig) -> None:
-    needed = ["accelerate"] if config.full else ["accelerate", "peft"]
-    if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in _packages(config) if importlib.util.find_spec(name) is None]:
         install = " ".join(f"'{PACKAGES[name]}'" for name in missing)
         raise UserError(f"fine-tuning needs the package {' and '.join(missing)}: pip install {install}")
 
@@ -226,118 +237,3 @@ def _check_config(model_config: Any, config: FinetuneConfig) -> None:
             "peft cannot open an adapter on packed weights: leave out `keep_adapter`, or make the model "
             "dense with drot convert"
         )
-
-
-# ---- training ----------------------------------------------------------------------------------------
-
-
-def _train(
-    model: Any,
-    config: FinetuneConfig,
-    texts: tuple[Tensor, Tensor],
-    folder: Path,
-    *,
-    cpu: bool,
-    progress: Progress,
-) -> tuple[Any, dict[str, Any]]:
-    """The trained model in its own dtype, and the record of the run.
-
-    Args:
-        model: the pruned model with dense weights, on the CPU.
-        config: the settings.
-        texts: training sequences [n, seqlen] and held-out sequences [h, seqlen].
-        folder: a temporary folder.
-        cpu: whether to train on the CPU.
-        progress: the callback for ProgressEvents.
-    """
-    from transformers import set_seed
-
-    from drot.finetuning.train import Reporter, check_loss, train, training_arguments
-
-    started = time.perf_counter()
-    sequences, held_out = texts
-    dtype = model.dtype
-    autocast = not cpu and dtype != torch.float32 and torch.cuda.is_bf16_supported()
-    arguments = training_arguments(config, len(sequences), folder, cpu=cpu, autocast=autocast)
-    device = arguments.device
-    if device.type == "cpu" or config.full or not autocast:
-        for parameter in model.parameters():  # model.float() would also cast buffers
-            parameter.data = parameter.data.float()
-    model.to(device)
-
-    def held_out_loss(model: Any) -> float:
-        try:
-            return math.log(
-                perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress)
-            )
-        except BrokenModelError:
-            return math.nan
-
-    before = held_out_loss(model)
-    if not math.isfinite(before):
-        raise UserError(
-            f"the model's loss on the held-out text is {before}: its weights are damaged, prune again"
-        )
-    set_seed(arguments.seed)
-    reporter = Reporter(progress, config.resolved_lr)
-    removed = removed_weights(model)
-    if config.full:
-        choose_full(model)
-        trained_weights = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
-        with frozen_zeros(model, removed):
-            train(model, sequences, arguments, reporter)
-    else:
-        from drot.finetuning.adapter import add_adapter, merge_adapter
-
-        removed = {name: mask.cpu() for name, mask in removed.items()}  # not needed during the training
-        adapted: Any = add_adapter(model, config)
-        trained_weights = _trainable(adapted)
-        train(adapted, sequences, arguments, reporter)
-        model = adapted if config.keep_adapter else merge_adapter(adapted)
-    if not config.keep_adapter:
-        round_weights(model, removed, dtype)
-    after = held_out_loss(model)
-    check_loss(after, config.resolved_lr)
-    if after > before:
-        logger.warning(
-            "the model is worse on the held-out text after the fine-tuning: its loss rose from %.4f to %.4f. "
-            "Lower the learning rate or the epochs, or take more text",
-            before, after,
-        )  # fmt: skip
-    if not config.keep_adapter:
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(dtype)
-    settings = {name: value for name, value in config.to_dict().items() if name != "text"}
-    text = config.to_dict()["text"] | {
-        "seqlen": sequences.shape[1],
-        "sha256": calibration_hash(sequences),
-        "shape": list(sequences.shape),
-    }
-    packages = {name: metadata.version(name) for name in (("accelerate",) if config.full else PACKAGES)}
-    record = {
-        "method": config.method,
-        "settings": settings | {"warmup_steps": arguments.warmup_steps},
-        "text": text,
-        "trained_weights": trained_weights,
-        "steps": arguments.max_steps,
-        "processes": arguments.world_size,
-        "loss_curve": [list(point) for point in reporter.curve],
-        "held_out": {
-            "sha256": calibration_hash(held_out),
-            "shape": list(held_out.shape),
-            "loss_before": before,
-            "loss_after": after,
-            "perplexity_before": math.exp(before),
-            "perplexity_after": math.exp(after),
-        },
-        "dtype": dtype_name(dtype),
-        "device": device_name(device),
-        "machine": machine(device),
-        "versions": versions() | packages,
-        "seconds": time.perf_counter() - started,
-    }
-    return model, record
-
-
-def _trainable(model: Any) -> int:
-    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -1,0 +1,174 @@
+"""The fine-tuning of a loaded model between two measurements of its held-out loss, and the record of both."""
+
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainingArguments, set_seed
+
+from drot.calibration.data import calibration_hash
+from drot.config import FinetuneConfig
+from drot.devices import dtype_name
+from drot.environment import device_name, machine, versions
+from drot.errors import BrokenModelError, UserError
+from drot.evaluation.perplexity import perplexity
+from drot.finetuning.masks import choose_full, frozen_zeros, removed_weights, round_weights
+from drot.finetuning.train import Reporter, check_loss, train, training_arguments
+from drot.progress import Progress
+
+logger = logging.getLogger("drot")
+
+
+def run_finetuning(
+    model: Any,
+    config: FinetuneConfig,
+    texts: tuple[Tensor, Tensor],
+    folder: Path,
+    *,
+    cpu: bool,
+    progress: Progress,
+) -> tuple[Any, dict[str, Any]]:
+    """The trained model in its own dtype, and the record of the run for the manifest.
+
+    With `keep_adapter`, the model is a PeftModel, and the weights keep the dtype of the training.
+
+    Raises UserError for a model without a finite held-out loss, and for a training that diverges.
+
+    Args:
+        model: the pruned model with dense weights, on the CPU.
+        config: the settings.
+        texts: training sequences [n, seqlen] and held-out sequences [h, seqlen].
+        folder: a temporary folder.
+        cpu: whether to train on the CPU.
+        progress: the callback for ProgressEvents.
+    """
+    started = time.perf_counter()
+    sequences, held_out = texts
+    dtype = model.dtype
+    autocast = not cpu and dtype != torch.float32 and torch.cuda.is_bf16_supported()
+    arguments = training_arguments(config, len(sequences), folder, cpu=cpu, autocast=autocast)
+    device = arguments.device
+    if device.type == "cpu" or config.full or not autocast:
+        for parameter in model.parameters():  # model.float() would also cast buffers
+            parameter.data = parameter.data.float()
+    model.to(device)
+    before = _loss(model, held_out, progress)
+    if not math.isfinite(before):
+        raise UserError(
+            f"the model's loss on the held-out text is {before}: its weights are damaged, prune again"
+        )
+    set_seed(arguments.seed)
+    reporter = Reporter(progress, config.resolved_lr)
+    removed = removed_weights(model)
+    if config.full:
+        trained_weights = _train_all(model, removed, sequences, arguments, reporter)
+    else:
+        removed = {name: mask.cpu() for name, mask in removed.items()}  # not needed during the training
+        model, trained_weights = _train_adapter(model, config, sequences, arguments, reporter)
+    if not config.keep_adapter:
+        round_weights(model, removed, dtype)
+    after = _loss(model, held_out, progress)
+    check_loss(after, config.resolved_lr)
+    if after > before:
+        logger.warning(
+            "the model is worse on the held-out text after the fine-tuning: its loss rose from %.4f to %.4f. "
+            "Lower the learning rate or the epochs, or take more text",
+            before, after,
+        )  # fmt: skip
+    if not config.keep_adapter:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+    settings = config.to_dict()
+    text = settings.pop("text")
+    record = {
+        "method": config.method,
+        "settings": settings | {"warmup_steps": arguments.warmup_steps},
+        "text": text | {"seqlen": sequences.shape[1], **_hash_and_shape(sequences)},
+        "trained_weights": trained_weights,
+        "steps": arguments.max_steps,
+        "processes": arguments.world_size,
+        "loss_curve": [list(point) for point in reporter.curve],
+        "held_out": {
+            **_hash_and_shape(held_out),
+            "loss_before": before,
+            "loss_after": after,
+            "perplexity_before": math.exp(before),
+            "perplexity_after": math.exp(after),
+        },
+        "dtype": dtype_name(dtype),
+        "device": device_name(device),
+        "machine": machine(device),
+        "versions": versions(),
+        "seconds": time.perf_counter() - started,
+    }
+    return model, record
+
+
+def _loss(model: Any, held_out: Tensor, progress: Progress) -> float:
+    """The mean loss of a token of `held_out` [h, seqlen]; NaN for a model without a finite loss."""
+    try:
+        return math.log(perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress))
+    except BrokenModelError:
+        return math.nan
+
+
+def _train_all(
+    model: Any,
+    removed: dict[str, Tensor],
+    sequences: Tensor,
+    arguments: TrainingArguments,
+    reporter: Reporter,
+) -> int:
+    """Trains all kept weights of `model` in place. Returns the number of trained weights.
+
+    Args:
+        model: the pruned model, on the device of the training.
+        removed: name of a linear → bool [out, in], True where a weight is removed.
+        sequences: training sequences [n, seqlen].
+        arguments: the Trainer's arguments.
+        reporter: receives the losses.
+    """
+    choose_full(model)
+    trained_weights = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
+    with frozen_zeros(model, removed):
+        train(model, sequences, arguments, reporter)
+    return trained_weights
+
+
+def _train_adapter(
+    model: Any,
+    config: FinetuneConfig,
+    sequences: Tensor,
+    arguments: TrainingArguments,
+    reporter: Reporter,
+) -> tuple[Any, int]:
+    """Trains LoRA under the mask of `model`. Returns the trained model and the number of trained weights.
+
+    The model is a PeftModel with `keep_adapter`; otherwise the adapter is merged into the weights.
+
+    Args:
+        model: the pruned model, on the device of the training.
+        config: the settings.
+        sequences: training sequences [n, seqlen].
+        arguments: the Trainer's arguments.
+        reporter: receives the losses.
+    """
+    from drot.finetuning.adapter import add_adapter, merge_adapter  # needs peft, which `full` does not
+
+    adapted: Any = add_adapter(model, config)
+    trained_weights = _trainable(adapted)
+    train(adapted, sequences, arguments, reporter)
+    return adapted if config.keep_adapter else merge_adapter(adapted), trained_weights
+
+
+def _trainable(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _hash_and_shape(sequences: Tensor) -> dict[str, Any]:
+    """The hash and the shape of token ids [n, seqlen]."""
+    return {"sha256": calibration_hash(sequences), "shape": list(sequences.shape)}
