@@ -87,3 +87,11 @@ def test_the_format_decides_where_the_rotation_acts(fields, format, given, bound
     recorded = recipe.to_dict()["rotation"]  # what is not resolved is recorded as for a dense model
     dense = recipe.for_format("dense").rotation
     assert (recorded["boundary"], recorded["hessians"]) == (dense.boundary, dense.hessians)
+
+
+def test_the_recipe_in_the_manifest_survives_json():
+    """A resumed run compares its recipe with the recipe in run.json."""
+    for rotation in (RotationConfig(blocks=(24, 8)), RotationConfig(mode="shared"), RotationConfig()):
+        written = Recipe(rotation=rotation).to_dict()
+        assert json.loads(json.dumps(written)) == written
+        assert written["rotation"]["hessians"] == ("dense" if rotation.mode == "shared" else "sequential")
