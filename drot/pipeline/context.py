@@ -21,6 +21,7 @@ from drot.pipeline.work import Sizes
 from drot.progress import Progress, ProgressEvent
 from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
+from drot.surgery.boundary import BoundaryRotation
 from drot.surgery.rotate import LayerRotation
 
 #: The phases whose time is measured. `load` is the model and the text, `merge` brings the rotations into the
@@ -123,6 +124,16 @@ class RunContext:
         """The linears of layer `index` that the recipe prunes."""
         names = self.arch.linear_names(index)
         return [role for role, name in names.items() if self.recipe.pruning.sparsity_for(name).ratio > 0]
+
+    def residual_boundary(self, rotations: list[LayerRotation], index: int) -> BoundaryRotation | None:
+        """The rotation of the residual that layer `index` has to hold; None if it holds no such rotation.
+
+        rotations: the rotation of each layer.
+        """
+        place = self.recipe.rotation.resolved_boundary
+        if place != "residual" or index + 1 == len(rotations):
+            return None
+        return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
 
     def times(self, total: float) -> dict[str, Any]:
         """The entries of the manifest about time, work and memory.

@@ -30,21 +30,29 @@ def prune_layer(
     """Prunes the seven linears of a layer in place.
 
     The Hessian of an input group is computed after the groups before it are pruned, and factorised once for
-    all its linears. A linear with a sparsity of 0 is not changed.
+    all its linears. A linear with a sparsity of 0 is not changed, and has only the first three figures.
 
-    Returns role → figures for the manifest, and `<role>.<name>` → the tensors of GroupFigures.importance. The
-    figures are sparsity, output error, damping, iterations of ADMM, and `one_shot`: for `before` and `after`
-    the rotation, the pruned share of the importance, and the output error of the method alone, without a
-    solver. Output errors are those of the target, if the target is the dense model, but for `before`. A run
-    without calibration tokens has no output errors and an empty `one_shot`.
+    Returns two dicts. The first is role → figures for the manifest:
+        sparsity: the share of zeros.
+        output_error: relative error of the outputs on the calibration inputs; None without such inputs.
+        damping: the damping of the inverted Hessian; None for a method that inverts no Hessian.
+        one_shot: `before` and, in a rotated layer, `after` the rotation → removed_importance, the pruned
+            share of the importance, and output_error, the error of the method alone, without a solver.
+            Empty without calibration inputs.
+        admm_iterations: iterations of ADMM.
+    The second is `<role>.<name>` → the tensors of GroupFigures.importance.
+
+    Output errors compare with the outputs of the target weight, which differs from the weight of the layer
+    for `target="dense"`. The error `before` the rotation of a rotated layer always compares with the outputs
+    of the weight.
 
     Args:
         layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
         shape: attention sizes of the model.
         recipe: the settings of the run.
         dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
-        rotation: the rotation that the layer has; None if it is not rotated.
-        boundary: the rotation of the residual that the layer holds; None if it holds no such rotation.
+        rotation: the rotation that was merged into the layer; None for a layer that is not rotated.
+        boundary: the rotation of the residual that the layer holds; None for a layer without it.
     """
     config, linears, index = recipe.pruning, layer_pass.linears, layer_pass.index
     names = layer_pass.arch.linear_names(index)
@@ -82,7 +90,7 @@ def prune_layer(
                     shares, plotted = importance.importance(weight, unrotated, of_linear.sparsity)
                     errors = {list(shares)[-1]: first.output_error}
                     if importance.rotated:
-                        total = first.energy if dense is None else None  # a rotation leaves it as it is
+                        total = first.energy if dense is None else None  # a rotation does not change it
                         before = prune_once(unrotated, importance.hessian, of_linear, total=total)
                         errors["before"] = before.output_error
                     one_shot = {

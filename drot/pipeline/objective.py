@@ -28,8 +28,8 @@ def layer_objective(
 ) -> tuple[LayerObjective, dict[str, float]]:
     """The objective of `layer`, and the damping of each inverted Hessian. The layer is not changed.
 
-    Only the input groups with a linear that is pruned have a Hessian. The norms' weights are folded into the
-    linears, so the Hessians are of the norms' outputs without weights.
+    A Hessian is computed only for an input group with a linear that is pruned. The weights of the norms are
+    folded into the linears, so a Hessian behind a norm is that of the norm's output without its weights.
 
     Args:
         layer: a decoder layer.
@@ -60,7 +60,7 @@ def layer_objective(
             plain = copy.deepcopy(norm)
             reset_norm(plain, arch.norm_offset)
             readers[group] = norm, plain
-        if not with_down:  # the largest Hessian
+        if not with_down:  # the entropy leaves out down_proj, whose Hessian is the largest
             readers.pop("down", None)
     if readers or advance:
         hessians = stream.hessians(layer, index, readers, advance=advance)

@@ -112,9 +112,10 @@ class PruningRun:
     ) -> tuple[list[dict[str, Any]], list[LayerRotation]]:
         """Rotates and prunes all layers. Returns their records for the manifest, and their rotations.
 
-        state: saves each finished layer, and loads the finished layers of an interrupted run.
-        rotations: the rotations of all layers, if they are known before the first layer is pruned.
-        records: the records of their training; {} for a layer without one.
+        state: saves each finished layer, and loads the finished layers of an interrupted run. None saves and
+            loads nothing.
+        rotations: the rotation of each layer; None if layers are not rotated, or train their rotations here.
+        records: the record of the training of each rotation; {} for a rotation that is not trained yet.
         """
         run = self.context
         with run.clock("calibrate"):
@@ -123,7 +124,7 @@ class PruningRun:
         layer_records, used_rotations = [], []
         for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
             rotation = rotations[index] if rotations else None
-            boundary = self._residual_boundary(rotations, index)
+            boundary = None if rotations is None else run.residual_boundary(rotations, index)
             dense = None
             if dense_stream is not None:  # while the layer is dense
                 with run.clock("calibrate"):
@@ -160,15 +161,6 @@ class PruningRun:
                 used_rotations.append(rotation)
             layer_records.append(record)
         return layer_records, used_rotations
-
-    def _residual_boundary(
-        self, rotations: list[LayerRotation] | None, index: int
-    ) -> BoundaryRotation | None:
-        """The rotation of the residual that layer `index` has to hold; None if it holds no such rotation."""
-        place = self.context.recipe.rotation.resolved_boundary
-        if rotations is None or place != "residual" or index + 1 == len(rotations):
-            return None
-        return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
 
     def _rotate_and_prune(
         self,

@@ -26,7 +26,6 @@ from drot.pipeline.given_rotations import read_given
 from drot.pipeline.prepare import prepare
 from drot.progress import Progress, silent
 from drot.pruning import prune_weight
-from drot.surgery.boundary import BoundaryRotation
 from drot.surgery.invariance import check_model
 from drot.surgery.rotate import LayerRotation, rotate_layer
 
@@ -140,7 +139,10 @@ def sensitivity(
 
 
 def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str, dict[str, float | None]]:
-    """SensitivityResult.errors, from one pass of the dense model. rotations: None for a model not rotated."""
+    """SensitivityResult.errors, from one pass of the dense model.
+
+    rotations: the rotation of each layer; None for a model that is not rotated.
+    """
     stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
     sparsities = measured_sparsities(run.recipe.pruning)
     errors: dict[str, dict[str, float | None]] = {}
@@ -165,12 +167,20 @@ def _rotated(
     stream: CalibrationStream,
     rotations: list[LayerRotation] | None,
 ) -> tuple[nn.Module, CalibrationStream]:
-    """A rotated copy of the layer and its input; the layer and `stream` themselves without rotations."""
+    """A rotated copy of the layer, and a rotated copy of the layer's inputs.
+
+    Without rotations, `layer` and `stream` themselves.
+
+    Args:
+        run: the state of the run.
+        index: number of the layer.
+        layer: the decoder layer.
+        stream: inputs of the layer in the dense model.
+        rotations: the rotation of each layer; None for a model that is not rotated.
+    """
     if rotations is None:
         return layer, stream
-    rotation, boundary = rotations[index], None
-    if (place := run.recipe.rotation.resolved_boundary) == "residual" and index + 1 < len(rotations):
-        boundary = BoundaryRotation(place, rotation.r1, rotations[index + 1].r1)
+    rotation, boundary = rotations[index], run.residual_boundary(rotations, index)
     layer = copy.deepcopy(layer)
     rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
     stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
@@ -187,16 +197,17 @@ def _output_errors(
     recipe: Recipe,
     sparsities: list[Sparsity],
 ) -> dict[str, dict[str, float | None]]:
-    """Name of a linear → sparsity → relative output error of the linear, pruned alone. No weight is changed.
+    """The relative output error of each linear of a layer, pruned alone. No weight is changed.
 
-    The error is None where n:m does not divide the inputs of the linear.
+    Returns name of a linear → sparsity, as in `2:4` → error. The error is None where n:m does not divide the
+    inputs of the linear.
 
     Args:
         layer: a decoder layer.
         index: number of the layer.
         stream: inputs of the layer.
         arch: family of the model.
-        recipe: the settings of the run, of which `sparsity`, `keep` and `sparsity_of` are not used.
+        recipe: the settings of the run. Its `sparsity`, `keep` and `sparsity_of` are not used.
         sparsities: the sparsities to prune to.
     """
     linears, names = layer_linears(layer, arch), arch.linear_names(index)
