@@ -70,7 +70,10 @@ def call_of(model: Any, case: Case, device: torch.device) -> Callable[[], object
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """`call`, captured as a CUDA graph, whose time leaves out that Python starts each kernel."""
+    """`call`, captured as a CUDA graph.
+
+    The time of a captured call does not include the time in which Python launches the kernels.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -92,7 +92,7 @@ def _turn(folder: Path) -> Iterator[None]:
 
 
 def read_manifest(path: Path | str, *, recipe_needed: bool = True) -> dict[str, Any]:
-    """The manifest in the checkpoint folder `path`, checked by its schema (drot/schemas.py).
+    """The manifest in the checkpoint folder `path`, checked by its schema (drot/schemas/manifest.py).
 
     Raises UserError if the manifest is missing or broken.
 

@@ -36,7 +36,7 @@ logger = logging.getLogger("drot")
 
 #: package → the versions with which drot is tested
 PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.4,<2"}
-#: A model without a manifest counts as pruned from this share of zeros on.
+#: least share of zeros with which a model without a manifest counts as pruned
 LEAST_ZEROS = 0.05
 
 

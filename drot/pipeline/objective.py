@@ -60,7 +60,7 @@ def layer_objective(
             plain = copy.deepcopy(norm)
             reset_norm(plain, arch.norm_offset)
             readers[group] = norm, plain
-        if not with_down:  # the entropy leaves out down_proj, whose Hessian is the largest
+        if not with_down:  # the entropy needs no metric of down_proj, whose Hessian is the largest
             readers.pop("down", None)
     if readers or advance:
         hessians = stream.hessians(layer, index, readers, advance=advance)

@@ -65,7 +65,7 @@ class PruningRun:
         records: list[dict[str, Any]] = [{} for _ in run.layers]
         error = None
         if run.rotates:
-            if rotations is None and self._needs_dense_pass:
+            if rotations is None and run.recipe.rotation.resolved_hessians == "dense":
                 trained, self.shared_record = train_dense(run, state)
                 rotations = [rotation for rotation, _ in trained]
                 records = [record for _, record in trained]
@@ -93,15 +93,6 @@ class PruningRun:
             layers=layers,
         )
 
-    @property
-    def _needs_dense_pass(self) -> bool:
-        return self.context.recipe.rotation.resolved_hessians == "dense"
-
-    @property
-    def _needs_dense_stream(self) -> bool:
-        recipe = self.context.recipe
-        return recipe.target == "dense" or recipe.recovery.recover == "block"
-
     # ---- the pruning pass ----------------------------------------------------------------------
 
     def _prune_layers(
@@ -118,9 +109,10 @@ class PruningRun:
         records: the record of the training of each rotation; {} for a rotation that is not trained yet.
         """
         run = self.context
+        needs_dense = run.recipe.target == "dense" or run.recipe.recovery.recover == "block"
         with run.clock("calibrate"):
             stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
-            dense_stream = stream.offloaded_copy() if self._needs_dense_stream else None
+            dense_stream = stream.offloaded_copy() if needs_dense else None
         layer_records, used_rotations = [], []
         for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
             rotation = rotations[index] if rotations else None

@@ -26,7 +26,7 @@ def prune_weight(
         hessian: H [in, in] of the inputs.
         config: the method and its settings.
         solver: `solve` of the recipe, with `auto` resolved.
-        total: tr(T H Tᵀ) of the target T, where it is known.
+        total: tr(T H Tᵀ) of the target T; None computes it.
     """
     outcome = prune_once(target, hessian, config, total=total)
     return solve_weight(outcome, target, hessian, config, solver)
@@ -39,7 +39,7 @@ def prune_once(
 
     hessian: H [in, in] of the inputs; None for magnitude, whose outcome then has no output error.
     config: the method and its settings.
-    total: tr(T H Tᵀ) of the target T, where it is known.
+    total: tr(T H Tᵀ) of the target T; None computes it.
     """
     matrix = None if hessian is None else hessian.matrix
     if config.method == "magnitude":
@@ -56,6 +56,8 @@ def solve_weight(
     outcome: PruneOutcome, target: Tensor, hessian: InputHessian, config: PruningConfig, solver: str
 ) -> PruneOutcome:
     """The outcome with the kept weights that the solver computes.
+
+    Returns `outcome` itself for the solver `none`, and for `sparsegpt` after the method `sparsegpt`.
 
     Args:
         outcome: the result of `prune_once`.

@@ -179,6 +179,18 @@ def test_library_messages_name_fields_and_not_options() -> None:
                     assert option is None, f"{path}:{part.lineno} has {part.value!r}"
 
 
+def test_named_files_exist() -> None:
+    """The files that comments and docstrings of drot name, and CONTRIBUTING.md outside of its examples."""
+    root = Path(__file__).resolve().parents[2]
+    texts = {str(path): path.read_text(encoding="utf-8") for path in modules()}
+    if (guide := root / "CONTRIBUTING.md").exists():
+        texts["CONTRIBUTING.md"] = guide.read_text(encoding="utf-8")
+    for where, text in texts.items():
+        for name in re.findall(r"(?<![\w/.])\w+/[\w/]*\w\.py\b", text):
+            found = (root / name).exists() or (PACKAGE / name).exists()
+            assert found or re.search(r"row_norms|/random\.py", name), f"{where} names {name}"
+
+
 def test_import_drot_registers_its_ops_whole() -> None:
     """With fake kernels and autograd, not only the kernels of the native module."""
     code = """
