@@ -7,7 +7,7 @@ from drot.calibration.data import calibration_hash
 from drot.checkpoint.integrity import weights_record
 from drot.devices import dtype_name
 from drot.pipeline.context import RunContext
-from drot.pipeline.given_rotations import GivenRotations
+from drot.pipeline.rotation_files import GivenRotations
 
 #: keys of a model's config that say where it came from or what program wrote it, and not what it computes
 NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")

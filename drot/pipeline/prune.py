@@ -19,19 +19,24 @@ from drot.checkpoint.load import load_model
 from drot.checkpoint.lock import locked
 from drot.checkpoint.manifest import MANIFEST, read_manifest, zero_share
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
-from drot.checkpoint.rotations import read_rotations, save_rotations
-from drot.checkpoint.save import check_name, check_output, check_writable, save_checkpoint
+from drot.checkpoint.rotations import save_rotations
+from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import check_space, size_of
 from drot.config import Recipe
-from drot.config.checks import is_a, path_exists
+from drot.config.checks import is_a
 from drot.devices import dtype_name
 from drot.environment import machine, versions
 from drot.errors import UserError
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.given_rotations import read_given
 from drot.pipeline.identity import run_identity
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
+from drot.pipeline.rotation_files import (
+    check_rotations_output,
+    check_same_rotations,
+    path_inside,
+    read_given,
+)
 from drot.pipeline.run import PruningRun
 from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.packed import check_format, check_packable, dense_linears, pack_model
@@ -129,7 +134,7 @@ def prune(
     elif resume:
         raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
     if rotations_out is not None:
-        _check_rotations_output(rotations_out, recipe, out, resume=resume)
+        check_rotations_output(rotations_out, recipe, out, resume=resume)
     with contextlib.nullcontext() if out is None else locked(out):
         if out is not None and not finished:
             check_unfinished(out, resume=resume)
@@ -160,7 +165,7 @@ def prune(
         written = out is not None or rotations_out is not None
         identity = run_identity(context, given) if written else {}
         if rotations_out is not None and rotations_out.exists():
-            _check_same_rotations(rotations_out, identity)
+            check_same_rotations(rotations_out, identity)
         if out is not None and finished:
             return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
         state = None
@@ -187,7 +192,7 @@ def prune(
             def write_rotations(file: Path) -> None:
                 save_rotations(file, run.rotations, {"model": prepared.source, **identity})
 
-            inside = _path_inside(rotations_out, out)
+            inside = path_inside(rotations_out, out)
             if rotations_out is not None and inside is None:
                 write_rotations(rotations_out)
                 manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
@@ -267,42 +272,3 @@ def _finished_result(
     if partial_folder(out).exists():  # the run was killed after its last step
         RunState(out, identity).discard()
     return PruneResult(model, manifest, out, finished_before=True)
-
-
-def _path_inside(file: Path | None, folder: Path | None) -> Path | None:
-    """The path of `file` relative to `folder`; None if it lies elsewhere."""
-    if file is None or folder is None or not file.resolve().is_relative_to(folder.resolve()):
-        return None
-    return file.resolve().relative_to(folder.resolve())
-
-
-def _check_rotations_output(file: Path, recipe: Recipe, out: Path | None, *, resume: bool) -> None:
-    """Raises UserError if the rotations cannot be written to `file`."""
-    if recipe.rotation.mode == "none":
-        raise UserError(
-            '`save_rotations_to` needs `mode="layer"` or `mode="shared"`; got `mode="none"`, which trains no '
-            "rotations"
-        )
-    check_name(file)
-    if path_exists(file) and (file.is_dir() or not resume):  # a resumed run may have written them already
-        raise UserError(f"{file} exists: name another `save_rotations_to` or remove it")
-    if out is not None and _path_inside(file, partial_folder(out)) is not None:
-        raise UserError(f"{file} lies in the folder of the unfinished run: name another `save_rotations_to`")
-    inside = _path_inside(file, out)
-    if inside is None:
-        check_writable(file)
-    elif inside.suffix != ".safetensors" or inside.name.startswith("model"):
-        raise UserError(
-            f"`save_rotations_to` inside `out` must be a .safetensors file whose name does not begin with "
-            f"model, got {inside}: name it rotations.safetensors"
-        )
-
-
-def _check_same_rotations(file: Path, identity: dict[str, Any]) -> None:
-    """Raises UserError unless the run with `identity` has written `file`."""
-    _, record = read_rotations(file)
-    before = {key: value for key, value in record.items() if key != "model"}
-    if identity_differences(before, identity, "the file"):
-        raise UserError(
-            f"{file} holds the rotations of another run: name another `save_rotations_to` or remove it"
-        )

@@ -20,10 +20,10 @@ from drot.pipeline import work
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
 from drot.pipeline.finished_layer import layer_tensors, restore_layer
-from drot.pipeline.given_rotations import GivenRotations
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import held_out_sequences, recover_layer
+from drot.pipeline.rotation_files import GivenRotations
 from drot.sparse.quantization_config import describe_model
 from drot.surgery.boundary import BoundaryRotation, rotated_layers, set_boundary
 from drot.surgery.invariance import check_layer, check_model, check_outputs

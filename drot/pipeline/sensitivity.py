@@ -22,8 +22,8 @@ from drot.environment import device_name
 from drot.errors import UserError
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
-from drot.pipeline.given_rotations import read_given
 from drot.pipeline.prepare import prepare
+from drot.pipeline.rotation_files import read_given
 from drot.progress import Progress, silent
 from drot.pruning import prune_weight
 from drot.surgery.invariance import check_model

@@ -1,0 +1,95 @@
+"""The files of rotations of a run: the file that it uses instead of training, and the file that it writes."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drot.checkpoint.resume import identity_differences, partial_folder
+from drot.checkpoint.rotations import load_rotations, read_rotations
+from drot.checkpoint.save import check_name, check_writable
+from drot.config import Recipe
+from drot.config.checks import path_exists
+from drot.errors import UserError
+from drot.pipeline.context import RunContext
+from drot.surgery.rotate import LayerRotation
+
+
+@dataclass(frozen=True)
+class GivenRotations:
+    """The rotations of all layers, from a file.
+
+    rotations: the rotation of each layer.
+    entry: `rotations_file` of the manifest: the file's name, its SHA-256, and the record that was saved with
+        the rotations.
+    """
+
+    rotations: list[LayerRotation]
+    entry: dict[str, Any]
+
+
+def read_given(run: RunContext, path: Path) -> GivenRotations:
+    """The rotations in the file `path`, which `save_rotations_to` wrote.
+
+    Raises UserError for a file that does not fit the model or the recipe of the run.
+    """
+    if not run.rotates:
+        raise UserError(
+            '`rotations` need `mode="layer"` or `mode="shared"`; got `mode="none"`, which rotates nothing'
+        )
+    rotations, record = load_rotations(
+        path, layers=len(run.layers), hidden_size=run.model.config.hidden_size, shape=run.shape
+    )
+    equal = all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
+    if run.recipe.rotation.mode == "shared" and not equal:
+        raise UserError(
+            f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
+            'use `mode="layer"`'
+        )
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return GivenRotations(rotations, {"file": path.name, "sha256": digest, "trained_with": record})
+
+
+def check_rotations_output(file: Path, recipe: Recipe, out: Path | None, *, resume: bool) -> None:
+    """Raises UserError if the rotations of a run cannot be written to `file`.
+
+    out: the folder of the checkpoint; None if the run writes none.
+    resume: whether the run may be a resumed run, which may have written `file` already.
+    """
+    if recipe.rotation.mode == "none":
+        raise UserError(
+            '`save_rotations_to` needs `mode="layer"` or `mode="shared"`; got `mode="none"`, which trains no '
+            "rotations"
+        )
+    check_name(file)
+    if path_exists(file) and (file.is_dir() or not resume):
+        raise UserError(f"{file} exists: name another `save_rotations_to` or remove it")
+    if out is not None and path_inside(file, partial_folder(out)) is not None:
+        raise UserError(f"{file} lies in the folder of the unfinished run: name another `save_rotations_to`")
+    inside = path_inside(file, out)
+    if inside is None:
+        check_writable(file)
+    elif inside.suffix != ".safetensors" or inside.name.startswith("model"):
+        raise UserError(
+            f"`save_rotations_to` inside `out` must be a .safetensors file whose name does not begin with "
+            f"model, got {inside}: name it rotations.safetensors"
+        )
+
+
+def check_same_rotations(file: Path, identity: dict[str, Any]) -> None:
+    """Raises UserError unless the run with `identity` has written `file`."""
+    _, record = read_rotations(file)
+    before = {key: value for key, value in record.items() if key != "model"}
+    if identity_differences(before, identity, "the file"):
+        raise UserError(
+            f"{file} holds the rotations of another run: name another `save_rotations_to` or remove it"
+        )
+
+
+def path_inside(file: Path | None, folder: Path | None) -> Path | None:
+    """The path of `file` relative to `folder`; None if it lies elsewhere."""
+    if file is None or folder is None or not file.resolve().is_relative_to(folder.resolve()):
+        return None
+    return file.resolve().relative_to(folder.resolve())
