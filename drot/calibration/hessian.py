@@ -15,8 +15,9 @@ from drot.products import add_product
 #: idle: 2048 is an estimate from the tiles of 128 by 256 and the 132 multiprocessors of an H100.
 PANEL_COLUMNS = {"cpu": 256, "cuda": 2048}
 
-#: The largest damping that is tried. With it a positive semi-definite H [in, in] has a condition number of at
-#: most in + 1, which fp32 can factorise, so a failure has another cause than too little damping.
+#: The largest damping that is tried, in means of diag H. With it a positive semi-definite H [in, in] has a
+#: condition number of at most in + 1, which fp32 can factorise, so a failure has another cause than too
+#: little damping.
 MAX_DAMPING = 1.0
 #: The damping that is tried after a damping of 0 failed.
 FIRST_DAMPING = 1e-3
@@ -108,19 +109,32 @@ def fix_dead_columns(hessian: Tensor) -> Tensor:
     return dead_columns
 
 
+def damping_unit(diagonal: Tensor, average: str) -> Tensor:
+    """What a damping of 1 adds to the diagonal of H (0-dim).
+
+    diagonal: diag H [in], any float dtype, 0 for dead columns.
+    average: `mean` is SparseGPT's mean over all columns, with 1 for dead columns. `median` is the median of
+        the live columns, which a few very large ones do not change; 1 if all are dead.
+    """
+    live = diagonal != 0
+    if average == "mean" or not live.any():
+        return diagonal.masked_fill(~live, 1.0).mean()
+    return diagonal[live].median()
+
+
 @dataclass(frozen=True)
 class HessianFactor:
     """The Cholesky factor of the inverse of a damped Hessian. H_jj is 1 for dead columns j.
 
-    hinv: U [in, in], upper triangular with diag(U) > 0, (H + λ·mean(diag H)·I)⁻¹ = UᵀU, fp32 or fp64.
+    hinv: U [in, in], upper triangular with diag(U) > 0, (H + λ·unit·I)⁻¹ = UᵀU, fp32 or fp64.
     damping: λ.
-    mean: mean(diag H), 0-dim.
+    unit: the `damping_unit`, 0-dim.
     dead_columns: bool [in], True for columns whose input is always 0.
     """
 
     hinv: Tensor
     damping: float
-    mean: Tensor
+    unit: Tensor
     dead_columns: Tensor
 
     @property
@@ -129,37 +143,40 @@ class HessianFactor:
         return self.hinv.square().sum(0)
 
 
-def factorize(hessian: Tensor, damping: float) -> HessianFactor:
+def factorize(hessian: Tensor, damping: float, average: str = "mean") -> HessianFactor:
     """The factor of a Hessian.
 
     U = J L⁻¹ J, where J reverses the order of the columns and J H J = L Lᵀ. So one factorisation and one
     triangular inverse suffice. Factorising a computed H⁻¹ instead could fail, because of its rounding.
 
-    Raises UserError for values that are not finite, and if the factorisation fails with MAX_DAMPING.
+    Raises UserError for values that are not finite, and if the factorisation fails with MAX_DAMPING means.
 
     hessian: H [in, in], symmetric, any float dtype; not changed. The factor is fp32, or fp64 for fp64.
-    damping: the first λ. While the factorisation fails, λ is multiplied by 10, up to MAX_DAMPING.
+    damping: the first λ. While the factorisation fails, λ is multiplied by 10, up to MAX_DAMPING means.
+    average: as in `damping_unit`.
     """
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     dead_columns = hessian.diagonal() == 0
-    mean = hessian.diagonal().to(dtype).masked_fill(dead_columns, 1.0).mean()
+    diagonal = hessian.diagonal().to(dtype)
+    unit = damping_unit(diagonal, average)
     while True:
         damped = hessian.to(dtype).flip(0, 1)
         fix_dead_columns(damped)
-        damped.diagonal().add_(damping * mean)
+        damped.diagonal().add_(damping * unit)
         if cholesky_(damped):
             invert_lower_(damped)
             upper = damped.flip(0, 1)
             if bool(torch.isfinite(upper).all()):
-                return HessianFactor(upper, damping, mean, dead_columns)
-        if damping >= MAX_DAMPING:
+                return HessianFactor(upper, damping, unit, dead_columns)
+        largest = MAX_DAMPING * float(damping_unit(diagonal, "mean") / unit)
+        if damping >= largest:
             raise UserError(
                 "the Hessian must be symmetric and positive semi-definite; got one of shape "
                 f"{list(hessian.shape)} that has no Cholesky factor even with a damping of {damping:g}: "
                 'use more calibration samples, or `method="wanda"`'
             )
-        damping = min(damping * 10, MAX_DAMPING) if damping else FIRST_DAMPING
+        damping = min(damping * 10, largest) if damping else FIRST_DAMPING
 
 
 class InputHessian:
@@ -167,13 +184,13 @@ class InputHessian:
 
     matrix: H [in, in], any float dtype; not changed.
     damping: the first λ of `factorize`.
+    average: as in `damping_unit`.
     """
 
-    def __init__(self, matrix: Tensor, damping: float) -> None:
-        self.matrix = matrix
-        self.damping = damping
+    def __init__(self, matrix: Tensor, damping: float, average: str = "mean") -> None:
+        self.matrix, self.damping, self.average = matrix, damping, average
 
     @functools.cached_property
     def factor(self) -> HessianFactor:
         """The factor of the Hessian. Raises UserError as `factorize` does."""
-        return factorize(self.matrix, self.damping)
+        return factorize(self.matrix, self.damping, self.average)

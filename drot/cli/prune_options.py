@@ -101,10 +101,10 @@ Damping = Annotated[
     float | None,
     option(
         PRUNING,
-        "Share of mean(diag H) that is added to the diagonal of H before it is inverted. The larger the "
-        f"share is, the less the result depends on the calibration text. Default: {config.DAMPING:g}; "
-        f"{config.PUBLISHED_DAMPING:g}, as in SparseGPT, with --rotation none, --optimizer paper or "
-        "--reference-compat.",
+        "Share of median(diag H) that is added to the diagonal of H before it is inverted. The larger the "
+        f"share is, the less the result depends on the calibration text. Default: {config.DAMPING:g}. With "
+        "--rotation none, --optimizer paper or --reference-compat it is the share of mean(diag H), and the "
+        f"default is SparseGPT's: {config.PUBLISHED_DAMPING:g}.",
     ),
 ]
 BlockSize = Annotated[

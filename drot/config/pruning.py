@@ -15,10 +15,10 @@ Target = Literal["auto", "self", "dense"]
 Recovery = Literal["none", "block"]
 
 
-#: largest share of mean(diag H) that is added to the diagonal: H itself no longer counts beside it
+#: largest share of diag H that is added to the diagonal: H itself no longer counts beside it
 LARGEST_DAMPING = 1e6
 #: the default of `damping`, and the default for a run that reproduces a published method: SparseGPT's
-DAMPING, PUBLISHED_DAMPING = 0.1, 0.01
+DAMPING, PUBLISHED_DAMPING = 0.3, 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +27,11 @@ class PruningConfig:
 
     method: the score of a weight: `magnitude`, `wanda` or `sparsegpt`.
     sparsity: the share of the weights that is removed, as n:m or as a ratio.
-    damping: the share of mean(diag H) that is added to the Hessian's diagonal before the inversion. The
+    damping: the share of median(diag H) that is added to the Hessian's diagonal before the inversion. The
         larger the share is, the less the result depends on the calibration text. If the Cholesky
         factorisation fails, the share is multiplied by 10; the manifest records the final share. None is
-        DAMPING, or PUBLISHED_DAMPING for a run that reproduces a published method: with `mode="none"`,
-        `optimizer="paper"` or `reference_compat`.
+        DAMPING. A run that reproduces a published method (`mode="none"`, `optimizer="paper"` or
+        `reference_compat`) takes the share of mean(diag H), and None is PUBLISHED_DAMPING.
     block_size: the number of columns that SparseGPT prunes before it updates the columns right of them. It is
         rounded to a multiple of each m in n:m: `resolved_block_size`.
     solve: how the kept weights are computed on the mask that `method` chose. `none` leaves them as `method`

@@ -93,6 +93,11 @@ class Recipe:
         return PUBLISHED_DAMPING if self._published else DAMPING
 
     @property
+    def damping_average(self) -> str:
+        """The unit of `damping`: `mean` for a run that reproduces a published method, else `median`."""
+        return "mean" if self._published else "median"
+
+    @property
     def solve(self) -> str:
         """`solve` of the pruning, with `auto` resolved."""
         return self._resolved("solve")

@@ -53,7 +53,7 @@ class GroupFigures:
             self._rotation = rotation.to(matrix.device, matrix.dtype)
             if group != "down":  # its input is not rotated
                 before = rotated_hessian(group, matrix, self._rotation.inverse, shape)
-                self.hessian = InputHessian(before, hessian.damping)
+                self.hessian = InputHessian(before, hessian.damping, hessian.average)
             if down_r1 is not None:
                 self._down_r1 = down_r1.to(matrix.device, matrix.dtype)
 

@@ -67,10 +67,10 @@ def prune_layer(
         if not len(layer_pass.stream.hidden_states):
             assert config.method == "magnitude", f"{config.method} needs calibration tokens"
         elif dense is None:
-            hessian = InputHessian(layer_pass.hessian(group), recipe.damping)
+            hessian = InputHessian(layer_pass.hessian(group), recipe.damping, recipe.damping_average)
         else:
             statistics = dense.statistics(layer_pass, group)
-            hessian = InputHessian(statistics.hessian, recipe.damping)
+            hessian = InputHessian(statistics.hessian, recipe.damping, recipe.damping_average)
         importance: GroupFigures | None = None
         for role in (role for role in roles if role not in kept):
             weight, of_linear = linears[role].weight, config.for_linear(names[role])

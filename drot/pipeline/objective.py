@@ -69,6 +69,7 @@ def layer_objective(
         hessians,
         shape,
         damping=recipe.damping,
+        average=recipe.damping_average,
         reference_compat=recipe.rotation.reference_compat,
         with_down=with_down,
         groups=groups,

@@ -215,7 +215,7 @@ def _output_errors(
     hessians = stream.hessians(layer, index, readers)
     errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
     for group, roles in INPUT_GROUPS.items():
-        hessian = InputHessian(hessians.pop(group), recipe.damping)
+        hessian = InputHessian(hessians.pop(group), recipe.damping, recipe.damping_average)
         for role in roles:
             weight, of_linear, total = linears[role].weight, errors[names[role]], None
             for sparsity in sparsities:

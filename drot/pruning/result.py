@@ -15,7 +15,7 @@ class PruneOutcome:
 
     weight: [out, in] in the dtype of the dense weight, 0 where a weight is removed.
     removed: bool [out, in], True where a weight is removed.
-    damping: the share of mean(diag H) with which the Hessian was inverted; None for a method that inverts no
+    damping: the share of diag H with which the Hessian was inverted; None for a method that inverts no
         Hessian.
     output_error: relative squared error of the outputs on the calibration inputs (`output_error`), without
         damping; None without a Hessian. The error of SparseGPT is that of the weights before they are rounded

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, inverse_of_factor_
-from drot.calibration.hessian import check_finite, fix_dead_columns
+from drot.calibration.hessian import check_finite, damping_unit, fix_dead_columns
 from drot.config import Sparsity
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
@@ -34,6 +34,7 @@ def solve_kept_weights(
     *,
     solver: str,
     damping: float,
+    average: str = "mean",
     total: float | None = None,
 ) -> PruneOutcome:
     """The outcome with better kept weights, and with `admm` also with a better mask.
@@ -49,7 +50,8 @@ def solve_kept_weights(
         hessian: H [in, in], proportional to XᵀX; not changed.
         sparsity: the sparsity that the mask of `admm` has to have.
         solver: `pcg` or `admm`.
-        damping: the share of mean(diag H) that is added to the diagonal.
+        damping: what is added to the diagonal, in units of `damping_unit`.
+        average: as in `damping_unit`.
         total: tr(T H Tᵀ), where it is known.
     """
     assert solver in ("pcg", "admm"), f"{solver} is no solver"
@@ -57,8 +59,9 @@ def solve_kept_weights(
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     damped = hessian.to(dtype, copy=True)
+    added = damping * damping_unit(damped.diagonal(), average)
     fix_dead_columns(damped)
-    damped.diagonal().add_(damping * damped.diagonal().mean())
+    damped.diagonal().add_(added)
     # scaled to a diagonal of ones: the preconditioner of the conjugate gradients, and the unit of ρ
     scale = damped.diagonal().sqrt()
     damped.div_(scale).div_(scale[:, None])

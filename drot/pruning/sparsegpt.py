@@ -48,9 +48,9 @@ def prune_sparsegpt(
     fp32 (fp64 for an fp64 Hessian) and rounded once. On a GPU the update of the columns right of a block
     takes its fp32 factors in TF32 (benchmarks/README.md).
 
-    The errors e of the sweep are (W - Ŵ) = E U, so Σ e² = tr((W - Ŵ) (H + λ·mean(diag H)·I) (W - Ŵ)ᵀ). The
-    output error of the result is without damping: λ·mean(diag H)·‖W - Ŵ‖² is subtracted. It is that of the
-    weights before they are rounded.
+    The errors e of the sweep are (W - Ŵ) = E U, so Σ e² = tr((W - Ŵ) (H + λ·unit·I) (W - Ŵ)ᵀ). The output
+    error of the result is without damping: λ·unit·‖W - Ŵ‖² is subtracted. It is that of the weights before
+    they are rounded.
 
     Raises UserError for values that are not finite, shapes that do not fit, `in` or block_size not a multiple
     of m, and a Hessian that cannot be factorised.
@@ -103,7 +103,7 @@ def prune_sparsegpt(
 
     result = work.to(weight.dtype)
     change = (weight - work).masked_fill_(factor.dead_columns, 0)
-    lost -= factor.damping * factor.mean * change.square_().sum(1, dtype=torch.float64)
+    lost -= factor.damping * factor.unit * change.square_().sum(1, dtype=torch.float64)
     if total is None:
         total = energy(weight, hessian.to(hinv.dtype))
     return PruneOutcome(result, removed, factor.damping, relative_error(float(lost.sum()), total), total)

@@ -9,15 +9,15 @@ from drot.calibration.hessian import HessianFactor
 def dense_target(
     weight: Tensor, statistics: TargetStatistics, factor: HessianFactor, *, share: float
 ) -> Tensor:
-    """T = W + share · (W C + E) (H + λ·mean(diag H)·I)⁻¹ [out, in], in fp32 at least.
+    """T = W + share · (W C + E) (H + D)⁻¹ [out, in] with the damping D of `factor`, in fp32 at least.
 
-    With share 1 and λ = 0, T x is the least-squares fit of W x_dense + r_dense - r. (GPTAQ, arXiv 2504.02692,
+    With share 1 and D = 0, T x is the least-squares fit of W x_dense + r_dense - r. (GPTAQ, arXiv 2504.02692,
     has the term W C; the term E is ours.)
 
     Args:
         weight: W [out, in], any float dtype.
         statistics: H, C and E.
-        factor: the factor of H, with λ as its damping.
+        factor: the factor of H.
         share: the share of the way from W to the fit, in [0, 1].
     """
     hinv = factor.hinv

@@ -76,6 +76,7 @@ def solve_weight(
             config.sparsity,
             solver=solver,
             damping=hessian.damping if outcome.damping is None else outcome.damping,
+            average=hessian.average,
             total=outcome.energy,
         )
     return outcome

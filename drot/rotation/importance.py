@@ -103,6 +103,7 @@ def layer_metrics(
     shape: HeadShape,
     *,
     damping: float,
+    average: str = "mean",
     reference_compat: bool = False,
     with_down: bool = True,
     groups: Collection[str] = tuple(INPUT_GROUPS),
@@ -114,7 +115,8 @@ def layer_metrics(
         method: `magnitude`, `wanda` or `sparsegpt`.
         hessians: input group → H [in, in]; not used by `magnitude`.
         shape: attention sizes of the model.
-        damping: the share of mean(diag H) that is added to the diagonal before the inversion.
+        damping: what is added to the diagonal before the inversion, in units of `damping_unit`.
+        average: as in `damping_unit`.
         reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
         with_down: False omits the metric of down_proj, and so the inversion of the largest Hessian. The
             entropy does not depend on it, because the entropy normalises each column of down_proj.
@@ -129,11 +131,11 @@ def layer_metrics(
             continue
         matrix = hessians[group]
         if method == "sparsegpt":
-            factor = factorize(matrix, damping)
+            factor = factorize(matrix, damping, average)
             dampings[group] = factor.damping
             matrix = _inverse(factor, group, shape)
             if reference_compat:
-                (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(damping * factor.mean)
+                (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(damping * factor.unit)
         elif group == "down":
             matrix = matrix.diagonal().clone()
         elif group == "o":
@@ -158,7 +160,7 @@ def column_scale(
     if method == "wanda":
         return hessian.matrix.diagonal()
     diagonal = hessian.factor.inverse_diagonal
-    return 1.0 / (diagonal + damping * hessian.factor.mean if reference_compat else diagonal)
+    return 1.0 / (diagonal + damping * hessian.factor.unit if reference_compat else diagonal)
 
 
 def _inverse(factor: HessianFactor, group: str, shape: HeadShape) -> Tensor:

@@ -6,7 +6,7 @@ from counted_flops import counted_flops
 from same_bytes import NUMBERS_OF_THREADS, threads
 
 from drot.calibration import hessian as hessians
-from drot.calibration.hessian import HessianAccumulator, InputHessian, energy, factorize
+from drot.calibration.hessian import HessianAccumulator, InputHessian, damping_unit, energy, factorize
 from drot.errors import UserError
 
 WIDTH = 16
@@ -90,7 +90,7 @@ def test_the_factor_of_a_hessian_with_dead_columns(dtype, device):
     assert factor.dead_columns.nonzero()[:, 0].tolist() == [3, 17]
     fixed = x.T @ x
     fixed[[3, 17], [3, 17]] = 1
-    assert float(factor.mean) == pytest.approx(float(fixed.diagonal().mean()), rel=1e-5)
+    assert float(factor.unit) == pytest.approx(float(fixed.diagonal().mean()), rel=1e-5)
     inverse = torch.linalg.inv(fixed + 0.02 * fixed.diagonal().mean() * torch.eye(40))
     hinv = factor.hinv.cpu().double()
     assert factor.hinv.dtype == dtype and bool((hinv.tril(-1) == 0).all())
@@ -98,6 +98,36 @@ def test_the_factor_of_a_hessian_with_dead_columns(dtype, device):
     torch.testing.assert_close(
         factor.inverse_diagonal.cpu().double(), inverse.diagonal(), rtol=1e-4, atol=1e-8
     )
+
+
+def test_units_of_the_damping():
+    """A few very large columns move the mean and not the median. Dead columns count as 1 in the mean, and not
+    at all in the median."""
+    diagonal = torch.tensor([0.0, 2.0, 3.0, 4.0, 1e6, 0.0, 0.0])
+    assert float(damping_unit(diagonal, "mean")) == pytest.approx((3 + 2 + 3 + 4 + 1e6) / 7)
+    assert float(damping_unit(diagonal, "median")) == 3.0
+    assert float(damping_unit(torch.zeros(4), "median")) == 1.0
+
+
+def test_a_factor_damped_by_the_median():
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(64, 16, generator=generator, dtype=torch.float64)
+    inputs[:, 3] *= 1000
+    matrix = inputs.T @ inputs
+    factor = factorize(matrix, 0.5, "median")
+    added = 0.5 * matrix.diagonal().sort().values[7] * torch.eye(16, dtype=torch.float64)
+    torch.testing.assert_close(factor.hinv.T @ factor.hinv, torch.linalg.inv(matrix + added))
+
+
+def test_a_damping_by_the_median_rises_to_one_mean():
+    """One column is all of the mean. A damping of 1 median leaves the eigenvalue at -5 below 0."""
+    matrix = torch.diag(torch.tensor([1e4] + [1.0] * 15, dtype=torch.float64))
+    matrix[1, 2] = matrix[2, 1] = 6.0
+    factor = factorize(matrix, 1.0, "median")
+    assert factor.damping == 10
+    matrix[1, 2] = matrix[2, 1] = 1e4  # -9999, and the mean is 625.9
+    with pytest.raises(UserError, match=r"damping of 625\.9"):
+        factorize(matrix, 1.0, "median")
 
 
 def test_the_factor_is_computed_once(monkeypatch):

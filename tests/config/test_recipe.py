@@ -18,18 +18,18 @@ def test_the_objective_is_the_pruned_importance(sparsity):
 @pytest.mark.parametrize(
     ("rotation", "expected"),
     [
-        (dict(), ("admm", "dense", DAMPING)),
-        (dict(mode="shared"), ("admm", "dense", DAMPING)),
-        (dict(mode="none"), ("none", "self", 0.01)),  # as in SparseGPT, section 4
-        (dict(optimizer="paper"), ("none", "self", 0.01)),
-        (dict(reference_compat=True), ("none", "self", 0.01)),
+        (dict(), ("admm", "dense", DAMPING, "median")),
+        (dict(mode="shared"), ("admm", "dense", DAMPING, "median")),
+        (dict(mode="none"), ("none", "self", 0.01, "mean")),  # as in SparseGPT's code
+        (dict(optimizer="paper"), ("none", "self", 0.01, "mean")),
+        (dict(reference_compat=True), ("none", "self", 0.01, "mean")),
     ],
 )
 def test_a_published_method_is_not_changed_unless_that_is_asked_for(rotation, expected):
     recipe = Recipe(rotation=RotationConfig(**rotation))
-    assert (recipe.solve, recipe.target, recipe.damping) == expected
+    assert (recipe.solve, recipe.target, recipe.damping, recipe.damping_average) == expected
     written = recipe.to_dict()["pruning"]
-    assert (written["solve"], written["target"], written["damping"]) == expected
+    assert (written["solve"], written["target"], written["damping"]) == expected[:3]
     asked = Recipe(rotation=recipe.rotation, pruning=PruningConfig(solve="pcg", target="dense", damping=0.5))
     assert (asked.solve, asked.target, asked.damping) == ("pcg", "dense", 0.5)
     assert asked.to_dict()["pruning"]["damping"] == 0.5

@@ -82,7 +82,7 @@ CASES = {
     ),
     "damping": (
         lambda r: linear_of(r, 0).update(damping=10 * Recipe().damping),
-        r"from 0\.1 up to 1 for 1 Hessian: layer 0 q_proj",
+        r"from 0\.3 up to 3 for 1 Hessian: layer 0 q_proj",
     ),
     "damping of the training": (
         lambda r: r.layers[5]["rotation"].update(damping={"down": 1.0}),
