@@ -80,6 +80,8 @@ for _quality in ("balanced", "best"):
 recipe("pcg", "sparsegpt", "2:4", solve="pcg")
 for _weight in (0.25, 0.5):
     recipe(f"target dense {_weight}", "sparsegpt", "2:4", "balanced", target="dense", target_weight=_weight)
+for _damping in (0.01, 0.1, 1.0):
+    recipe(f"damping {_damping}", "sparsegpt", "2:4", "balanced", damping=_damping)
 recipe("block recovery without a solver", "sparsegpt", "2:4", recover="block")
 recipe("entropy 0.5, exact score", "sparsegpt", "0.5", objective="entropy")
 recipe("entropy 0.5, magnitudes", "sparsegpt", "0.5", objective="entropy", reference_compat=True)
