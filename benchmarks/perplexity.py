@@ -113,6 +113,9 @@ def main() -> None:
     tokens = load_calibration(calibration.source, tokenizer, **sampling)
     texts = {Path(path).stem: load_eval_tokens(path, tokenizer) for path in options.eval or [str(HELD_OUT)]}
 
+    # no column: the rows of before would lack it
+    sequences = "" if options.nsamples == CALIBRATION.nsamples else f", {options.nsamples} sequences"
+
     def measure(model: Any) -> dict[str, float]:
         return {name: perplexity(model, ids, seqlen=options.seqlen) for name, ids in texts.items()}
 
@@ -153,7 +156,7 @@ def main() -> None:
                 "torch": torch.__version__,
                 "transformers": transformers.__version__,
                 "model": Path(options.model).name,
-                "recipe": name,
+                "recipe": name + sequences,
                 "seconds": f"{time.perf_counter() - started:.0f}",
             }
             append_rows(
