@@ -183,11 +183,11 @@ def memory(run: Run) -> Chart | None:
     if not values:
         return None
     caption = (
-        "The largest memory until the end of a phase. That of the process never falls; it includes what the "
-        "process used before the run."
+        "The largest memory until the end of a phase. The process's largest memory never falls, and includes "
+        "what the process used before the run."
     )
     if "GPU" in values:
-        caption += " That of the GPU is the largest that torch allocated in the phase."
+        caption += " The GPU's memory is the largest that torch allocated in the phase."
     return bars("memory", "Peak memory by phase, GiB", values, "{:.2f}", caption)
 
 
