@@ -106,8 +106,8 @@ class CalibrationStream:
         return stream.offloaded_copy() if offload and device.type == "cuda" else stream
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
-        """A stream with a copy of the first `nsamples` sequences."""
-        return CalibrationStream(self.hidden_states[:nsamples].clone(), self.layer_kwargs, self.device)
+        """A stream with a view of the first `nsamples` sequences."""
+        return CalibrationStream(self.hidden_states[:nsamples], self.layer_kwargs, self.device)
 
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""

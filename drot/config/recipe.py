@@ -10,7 +10,7 @@ from typing import Any, Literal
 from drot.config.calibration import CalibrationConfig
 from drot.config.checks import is_a
 from drot.config.pruning import DAMPING, PUBLISHED_DAMPING, PruningConfig, RecoveryConfig
-from drot.config.rotation import RotationConfig
+from drot.config.rotation import TRAINING_TOKENS, RotationConfig
 from drot.errors import UserError
 
 WeightFormat = Literal["dense", "packed"]
@@ -96,6 +96,15 @@ class Recipe:
     def damping_average(self) -> str:
         """The unit of `damping`: `mean` for a run that reproduces a published method, else `median`."""
         return "mean" if self._published else "median"
+
+    def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
+        """How many of the calibration sequences train the rotations: TRAINING_TOKENS for each channel.
+
+        A run that reproduces the paper trains them with all sequences.
+        """
+        if self._published:
+            return nsamples
+        return min(nsamples, -(-TRAINING_TOKENS * hidden_size // seqlen))
 
     @property
     def solve(self) -> str:

@@ -24,6 +24,10 @@ OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper":
 #: nothing of A.
 LARGEST_LR = {"fast": math.pi, "paper": 100.0}
 
+#: Calibration tokens for each channel of the hidden state from which rotations are trained. With more the
+#: model is not better (benchmarks/README.md). The pruning takes the Hessians of all tokens.
+TRAINING_TOKENS = 32
+
 
 @dataclass(frozen=True, kw_only=True)
 class RotationConfig:

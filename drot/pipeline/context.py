@@ -38,7 +38,8 @@ class RunContext:
     Args:
         model: a causal language model that fits the recipe (validation.py).
         recipe: the settings of the run.
-        tokens: calibration token ids [nsamples, seqlen].
+        tokens: calibration token ids [nsamples, seqlen]. The attribute `training_tokens` holds the first of
+            them, with which rotations are trained.
         devices: the devices; rotations are trained on all of them in parallel, the rest runs on the first.
         progress: the callback for ProgressEvents.
     """
@@ -65,6 +66,8 @@ class RunContext:
         linears = layer_linears(self.layers[0], self.arch)
         shapes = {role: (linear.out_features, linear.in_features) for role, linear in linears.items()}
         self.sizes = Sizes(shapes, self.shape, tokens=tokens.numel(), seqlen=tokens.shape[1])
+        count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=shapes["q_proj"][1])
+        self.training_tokens = tokens[:count]
         self._lock = threading.Lock()
         #: phase → the number of threads in it, and the time at which the first of them began
         self._running: dict[str, tuple[int, float]] = {}
@@ -115,10 +118,11 @@ class RunContext:
         advance: whether the stream goes on to the outputs of the layer.
         """
         groups = work.trained_groups(self.recipe, self.pruned_roles(index))
-        self.count("calibrate", work.hessians(self.sizes, groups), self.dtype)
+        sizes = dataclasses.replace(self.sizes, tokens=self.training_tokens.numel())
+        self.count("calibrate", work.hessians(sizes, groups), self.dtype)
         if advance:
-            self.count("calibrate", work.rest_of_forward(self.sizes, groups), self.dtype)
-        self.count("calibrate", work.metrics(self.sizes, self.recipe, groups), torch.float32)
+            self.count("calibrate", work.rest_of_forward(sizes, groups), self.dtype)
+        self.count("calibrate", work.metrics(sizes, self.recipe, groups), torch.float32)
 
     def pruned_roles(self, index: int) -> list[str]:
         """The linears of layer `index` that the recipe prunes."""
@@ -187,4 +191,5 @@ class RunContext:
         steps = len(record.loss_curve) - 1
         flops = work.rotate(self.sizes, self.recipe, roles, steps)
         self.count("rotate", flops, objectives[0].product_dtype)
-        return [rotation.to("cpu") for rotation in rotations], dataclasses.asdict(record) | entropies
+        figures = dataclasses.asdict(record) | entropies | {"nsamples": len(self.training_tokens)}
+        return [rotation.to("cpu") for rotation in rotations], figures

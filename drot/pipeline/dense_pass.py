@@ -86,7 +86,7 @@ def _objectives(
 
     Layers in `done` are not yielded.
     """
-    stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
+    stream = CalibrationStream.embed(run.model, run.arch, run.training_tokens, run.device)
     on_residual, last = run.recipe.rotation.boundary == "residual", len(run.layers) - 1
     previous_down: list[
         DownProjection
@@ -106,6 +106,7 @@ def _objectives(
                     previous_down = down if down_takes_next_r1 else []
             else:
                 stream.advance(layer, index)
-                run.count("calibrate", work.forward(run.sizes), run.dtype)
+                tokens = run.training_tokens.numel()
+                run.count("calibrate", work.forward(run.sizes, tokens=tokens), run.dtype)
         if index not in done:
             yield index, objective, damping

@@ -245,12 +245,13 @@ class PruningRun:
         run = self.context
         run.event("calibrate", index)
         with run.clock("calibrate"):
-            objective, damping = layer_objective(layer, index, stream, run.arch, run.shape, run.recipe)
+            first = stream.first_samples(len(run.training_tokens))
+            objective, damping = layer_objective(layer, index, first, run.arch, run.shape, run.recipe)
             run.count_calibration(index, advance=False)
         (rotation,), trained = run.train([objective], index)
         with run.clock("check"):
             sample = stream.first_samples(1)
-            sample.hidden_states = sample.hidden_states.float()
+            sample.hidden_states = sample.hidden_states.to(torch.float32, copy=True)
             error = check_layer(layer, index, sample, run.arch, run.shape, rotation)
         return rotation, trained | {"damping": damping, "invariance_error": error}
 

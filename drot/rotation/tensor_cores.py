@@ -12,18 +12,7 @@ from torch import Tensor
 
 from drot import ops
 from drot.products import add_identity, add_product, identity_plus_product, plus_product, product
-
-#: Coefficients a, b, c of σ (a + b σ² + c σ⁴), applied one after the other; with c = 0 a step is a product
-#: less. For singular values σ in [0.01, 1] each is the polynomial nearest to 1 on the range that the steps
-#: before it leave, widened by 3 % for rounding (Amsel et al. 2025, Polar Express). Together they bring σ to
-#: within 18 % of 1. On a narrower range they would come nearer to 1, but small singular values then fall
-#: behind, which costs more: the entropy has many. The first takes x² and x⁴ from the estimate of the norm.
-STEPS = (
-    (7.86899, -21.65823, 15.08082),
-    (3.56331, -2.51903, 0.46759),
-    (1.97033, -0.53045, 0.0),
-    (1.66907, -0.49574, 0.0),
-)
+from drot.rotation.retraction import STEPS
 
 
 def on_tensor_cores(x: Tensor) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from drot.rotation.optimizers import FastOptimizer
-from drot.rotation.retraction import orthogonality_error, polar_of_skew, turn
+from drot.rotation.retraction import STEPS, orthogonality_error, polar_of_skew, turn
 
 SHAPES = [(1, 1), (2, 2), (7, 7), (3, 32, 32), (2, 2, 16, 16), (130, 130)]
 
@@ -28,11 +28,18 @@ def with_spectrum(sigma: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return v @ torch.block_diag(*[s * block for s in sigma]) @ v.T, v @ unit @ v.T
 
 
+def test_the_polynomials_bring_their_range_near_to_one() -> None:
+    x = torch.linspace(0.01, 1, 100_000, dtype=torch.float64)
+    for a, b, c in STEPS:
+        x = a * x + b * x**3 + c * x**5
+    assert 0.82 < float(x.min()) < float(x.max()) < 1.18
+
+
 @pytest.mark.parametrize("n", [2, 16, 256])
 def test_polar_factor_of_a_known_spectrum(n: int, device: str) -> None:
     u, expected = with_spectrum(torch.logspace(-1.3, 0, n // 2, dtype=torch.float64))
     j = polar_of_skew(u.float().to(device)).double().cpu()
-    assert torch.linalg.matrix_norm(j - expected, 2) < 0.03
+    assert torch.linalg.matrix_norm(j - expected, 2) < 0.18
     assert torch.linalg.matrix_norm(j + j.T, 2) < 1e-4
 
 
@@ -69,12 +76,12 @@ def test_turn_stays_orthogonal(shape: tuple[int, ...], dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("n", [2, 32, 256])
 def test_the_angle_does_not_depend_on_the_width(n: int, device: str) -> None:
-    """‖Q' - Q‖₂ = 2 sin(θ/2) for the first step, whatever n and the scale of the gradient are."""
+    """‖Q' - Q‖₂ = 2 sin(θ/2) for the first step, whatever n and the scale of the gradient are, to a fifth."""
     for scale in (1e-6, 1.0, 1e6):
         optimizer = FastOptimizer([torch.eye(n, device=device)], lr=0.3, steps=10)
         optimizer.step([scale * torch.randn(n, n, device=device)])
         change = torch.linalg.matrix_norm(optimizer.matrices[0].double() - torch.eye(n, device=device), 2)
-        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.01)
+        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.2)
 
 
 def test_many_steps_do_not_drift(device: str) -> None:

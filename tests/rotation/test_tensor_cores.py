@@ -6,7 +6,7 @@ from test_retraction import orthogonal, skew, with_spectrum
 
 from drot.products import add_identity, identity_plus_product
 from drot.rotation.retraction import SpectralStep, orthogonality_error
-from drot.rotation.tensor_cores import STEPS, TensorCoreStep, angles, polar_factor
+from drot.rotation.tensor_cores import TensorCoreStep, angles, polar_factor
 
 SHAPES = [(1, 2, 2), (1, 7, 7), (3, 32, 32), (1, 130, 130)]
 THETA = 0.3
@@ -14,13 +14,6 @@ THETA = 0.3
 
 def step(q: torch.Tensor, gradient: torch.Tensor, theta: float = THETA) -> torch.Tensor:
     return TensorCoreStep(q, 0.9)(q.clone(), gradient, angles([theta], q.device)[0])
-
-
-def test_the_polynomials_bring_their_range_near_to_one() -> None:
-    x = torch.linspace(0.01, 1, 100_000, dtype=torch.float64)
-    for a, b, c in STEPS:
-        x = a * x + b * x**3 + c * x**5
-    assert 0.82 < float(x.min()) < float(x.max()) < 1.18
 
 
 @pytest.mark.parametrize("shape", SHAPES)
