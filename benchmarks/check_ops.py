@@ -144,14 +144,6 @@ def momentum_cases(device: str) -> Iterator[Case]:
 
 
 def step_cases(device: str) -> Iterator[Case]:
-    for shape in ((1, 5, 3), (2, 64, 64), (3, 600, 100)):
-        a, b = torch.randn(2, *shape)
-
-        def dots(a: Tensor = a, b: Tensor = b) -> tuple[Tensor, Tensor]:
-            return ops.column_dot(a.to(device), b.to(device)).cpu().double(), (a.double() * b.double()).sum(1)
-
-        yield f"column_dot {shape}", dots, 1e-4
-
     for n in (5, 64, 100):
         squared, fourth = torch.randn(2, 3, n, n).bfloat16()
 

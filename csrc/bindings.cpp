@@ -28,7 +28,6 @@ TORCH_LIBRARY(drot, m) {
   m.def("batched_qr_backward(Tensor gq, Tensor q, Tensor r) -> Tensor", tags);
   m.def("cholesky_qr(Tensor a) -> (Tensor q, Tensor r, Tensor reliable)", tags);
   m.def("skew_momentum(Tensor product, Tensor(a!) momentum, float decay) -> Tensor", tags);
-  m.def("column_dot(Tensor a, Tensor b) -> Tensor", tags);
   m.def("polar_start(Tensor squared, Tensor fourth, float a, float b, float c, float margin) -> Tensor",
         tags);
   m.def("pack24(Tensor w) -> (Tensor values, Tensor positions)", tags);

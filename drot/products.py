@@ -30,7 +30,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tens
     batch = total.dim() == 3
     if total.device.type == "cpu":
         if total.dtype.itemsize == 2:
-            return total.copy_(plus_product(total, a, b, alpha=alpha))
+            return total.copy_(total.float() + alpha * (a.float() @ b.float()))
         a, b = a.to(total.dtype), b.to(total.dtype)
         if batch:  # a batch of one is a plain product, whose rounding does not depend on torch's batches
             return total.add_((a[0] @ b[0])[None] if len(a) == 1 else a @ b, alpha=alpha)
@@ -43,7 +43,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tens
 def identity_plus_product(identity: float, a: Tensor, b: Tensor, alpha: float) -> Tensor:
     """identity · 1 + alpha · a b [count, i, i] for 16-bit tensors: the product is rounded before the sum.
 
-    `plus_product` with a matrix in place of the 1 rounds once, but copies that matrix first.
+    torch's product with a sum rounds once, but copies the matrix of the sum first.
     """
     if a.device.type == "cpu":
         result = (alpha * (a.float() @ b.float())).to(a.dtype)
@@ -57,13 +57,3 @@ def add_identity(total: Tensor, factor: float | Tensor) -> Tensor:
     """Adds factor · 1 to `total` [count, i, i], in place; returns `total`."""
     total.diagonal(dim1=-2, dim2=-1).add_(factor)
     return total
-
-
-def plus_product(c: Tensor, a: Tensor, b: Tensor, *, alpha: float = 1.0, beta: float = 1.0) -> Tensor:
-    """beta · c + alpha · a b [count, i, j] for 16-bit tensors, added in fp32 and rounded once.
-
-    c: [count, i, j]; a: [count, i, k]; b: [count, k, j].
-    """
-    if c.device.type == "cpu":
-        return (beta * c.float() + alpha * (a.float() @ b.float())).to(c.dtype)
-    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)

@@ -5,7 +5,6 @@
 
 from drot.ops import registration as registration
 from drot.ops.batched_qr import batched_qr, batched_qr_backward, batched_qr_ref, cholesky_qr
-from drot.ops.column_dot import column_dot, column_dot_ref
 from drot.ops.entropy_loss import entropy_loss, entropy_loss_and_grad, entropy_loss_ref
 from drot.ops.nm_mask import nm_mask, nm_mask_ref
 from drot.ops.pack24 import pack24, pack24_ref, unpack24, unpack24_ref
@@ -24,8 +23,6 @@ __all__ = [
     "batched_qr_backward",
     "batched_qr_ref",
     "cholesky_qr",
-    "column_dot",
-    "column_dot_ref",
     "entropy_loss",
     "entropy_loss_and_grad",
     "entropy_loss_ref",

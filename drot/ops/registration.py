@@ -5,7 +5,7 @@ imports this module, so that the import of any op registers all of them.
 
 The ops without a formula here have no gradient: `sparse24_linear` raises in a backward pass
 (csrc/bindings.cpp), and the results of `nm_mask`, `pack24`, `unpack24`, `sparse24_compress`, `skew_momentum`,
-`column_dot`, `polar_start` and `cholesky_qr` do not require a gradient.
+`polar_start` and `cholesky_qr` do not require a gradient.
 """
 
 from typing import Any
@@ -72,11 +72,6 @@ def _(
 @register_fake("drot::skew_momentum")
 def _(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
     return product.new_empty(product.shape, dtype=torch.bfloat16)
-
-
-@register_fake("drot::column_dot")
-def _(a: Tensor, b: Tensor) -> Tensor:
-    return a.new_empty(a.shape[0], a.shape[2])
 
 
 @register_fake("drot::polar_start")

@@ -8,11 +8,11 @@ from torch import Tensor
 
 logger = logging.getLogger("drot")
 
-#: A function of tensors that reads no value on the host.
-Step = Callable[[list[Tensor]], list[Tensor]]
-#: Records the kernels that its argument launches; returns a function that launches them again, and the
-#: tensors to which they write.
-Capture = Callable[[Callable[[], list[Tensor]]], tuple[Callable[[], None], list[Tensor]]]
+#: A function that reads no value on the host. It reads and changes the same tensors in every call.
+Step = Callable[[], list[Tensor]]
+#: Records the kernels that a step launches; returns a function that launches them again, and the tensors to
+#: which they write the step's results.
+Capture = Callable[[Step], tuple[Callable[[], None], list[Tensor]]]
 
 #: Calls before the capture: libraries make handles and workspaces at their first calls.
 WARM_UP = 3
@@ -23,11 +23,11 @@ def capture_for(device: torch.device) -> Capture | None:
     if device.type != "cuda":
         return None
 
-    def capture(work: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+    def capture(step: Step) -> tuple[Callable[[], None], list[Tensor]]:
         graph = torch.cuda.CUDAGraph()
         # threads that train on other GPUs may allocate memory meanwhile
         with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            outputs = work()
+            outputs = step()
 
         def replay() -> None:
             with torch.cuda.device(device):
@@ -39,32 +39,26 @@ def capture_for(device: torch.device) -> Capture | None:
 
 
 class GraphedStep:
-    """A step that is captured after WARM_UP calls. What it changes in place is changed by every call.
-
-    The step may overwrite its inputs, which are copies. An input that it overwrites and returns is not copied
-    again if the next call has what this call returned.
+    """A step that is captured after WARM_UP calls.
 
     If the capture fails, a warning says so, and the step is called as before.
 
-    step: the function. Its inputs have the same shapes in every call.
+    step: the function.
     capture: how it is captured; None never captures it.
     """
 
     def __init__(self, step: Step, capture: Capture | None) -> None:
         self._step, self._capture = step, capture
         self._calls = 0
-        self._inputs: list[Tensor] = []
-        self._held: list[Tensor | None] = []  # whose values the inputs hold
         self._outputs: list[Tensor] = []
         self._replay: Callable[[], None] | None = None
 
-    def __call__(self, inputs: list[Tensor]) -> list[Tensor]:
-        """The outputs of the step, in new tensors."""
+    def __call__(self) -> list[Tensor]:
+        """The results of the step, in new tensors."""
         self._calls += 1
         if self._capture is not None and self._calls > WARM_UP and self._replay is None:
-            self._inputs, self._held = [tensor.clone() for tensor in inputs], [None] * len(inputs)
             try:
-                self._replay, self._outputs = self._capture(lambda: self._step(self._inputs))
+                self._replay, self._outputs = self._capture(self._step)
             except RuntimeError as error:
                 self._capture = None
                 logger.warning(
@@ -73,12 +67,6 @@ class GraphedStep:
                     str(error).partition("\n")[0],
                 )
         if self._replay is None:
-            return self._step([tensor.clone() for tensor in inputs])
-        for static, new, held in zip(self._inputs, inputs, self._held, strict=True):
-            if new is not held:
-                static.copy_(new)
+            return self._step()
         self._replay()
-        results = [tensor.clone() for tensor in self._outputs]
-        returned = {id(output): result for output, result in zip(self._outputs, results, strict=True)}
-        self._held = [returned.get(id(static)) for static in self._inputs]
-        return results
+        return [tensor.clone() for tensor in self._outputs]

@@ -2,7 +2,7 @@
 
 The scores are s_ij = Y_ij² · column_scale_j, where Y is the rotated weight. With q = diag(RᵀMR), column_scale
 is 1 (magnitude), q for M = H (Wanda) or 1/q for M = H⁻¹ (SparseGPT). The full product RᵀMR is not needed,
-because q is the column sum of R ∘ (MR).
+because q is the column sum of R ∘ (M R), and of (U R) ∘ (U R) for M = UᵀU.
 """
 
 from collections.abc import Collection
@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drot import ops
 from drot.architectures import INPUT_GROUPS, HeadShape
+from drot.calibration.cholesky import cholesky_
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
-from drot.products import add_product, product
 
-#: What two halves of 16 bits leave undecided in q = diag(RᵀMR), as a share of the largest element of M's
-#: diagonal.
+#: The smallest share of the largest element of M's diagonal that is added to the diagonal, where M has no
+#: Cholesky factor without it. In 16 bits a smaller q could not be told from rounding.
 RESOLUTION = 2.0**-20
 
 
@@ -28,34 +27,26 @@ class Metric:
     matrix: M [in, in] for the inputs that R1 rotates; its diagonal blocks [heads, h, h] for o_proj; its
         diagonal [in] for down_proj, whose input is not rotated. None if column_scale is 1.
     inverse: whether column_scale is 1/q (True) or q (False), with q = diag(RᵀMR).
-    low: what M lost when `matrix` was rounded to 16 bits, in 16 bits too; None if `matrix` is M itself.
-    smallest: the smallest q (0-dim) that the two halves of M can tell from rounding; None if `low` is.
+    factored: whether `matrix` holds U with M = UᵀU instead of M. Then q is ‖U R‖² by columns.
     """
 
     matrix: Tensor | None
     inverse: bool
-    low: Tensor | None = None
-    smallest: Tensor | None = None
+    factored: bool = False
 
     def rounded(self, dtype: torch.dtype) -> "Metric":
-        """The metric with a matrix in `dtype`. In 16 bits M is the sum of two matrices.
+        """The metric with a matrix in `dtype`; in 16 bits with a factor of M.
 
-        One matrix of 16 bits is not enough: where M is ill-conditioned, its rounding can make a small q
-        negative.
+        Where M is ill-conditioned, its rounding to 16 bits can make a small q negative. With the rounded
+        factor q stays above 0.
         """
         if self.matrix is None:
             return self
-        high = self.matrix.to(dtype).contiguous()
-        if dtype.itemsize > 2 or self.diagonal is None:
-            return Metric(high, self.inverse)
-        low = (self.matrix - high).to(dtype).contiguous()
-        return Metric(high, self.inverse, low, RESOLUTION * self.diagonal.amax())
-
-    def times(self, rotation: Tensor, dtype: torch.dtype) -> Tensor:
-        """M R [n, b, b] in `dtype` for the diagonal blocks R [n, b, b], given in the dtype of `matrix`."""
-        assert self.matrix is not None, "a metric without a matrix has no product"
-        result = product(self.matrix, rotation, dtype)
-        return result if self.low is None else add_product(result, self.low, rotation)
+        if dtype.itemsize > 2 or self.matrix.dim() == 1:
+            return Metric(self.matrix.to(dtype).contiguous(), self.inverse)
+        blocks = self.matrix if self.matrix.dim() == 3 else self.matrix[None]
+        factors = torch.stack([upper_factor(block) for block in blocks])
+        return Metric(factors.reshape(self.matrix.shape).to(dtype), self.inverse, factored=True)
 
     def column_scale(self, q: Tensor) -> Tensor:
         """column_scale [in] from q [in]."""
@@ -66,27 +57,28 @@ class Metric:
         """diag(M) [in], which is q for R = I; None if column_scale is 1."""
         if self.matrix is None or self.matrix.dim() == 1:
             return self.matrix
-        diagonal = self.matrix.diagonal(dim1=-2, dim2=-1).reshape(-1)
-        return (
-            diagonal
-            if self.low is None
-            else diagonal.float() + self.low.diagonal(dim1=-2, dim2=-1).reshape(-1)
-        )
+        if self.factored:
+            return self.matrix.float().square().sum(-2).reshape(-1)
+        return self.matrix.diagonal(dim1=-2, dim2=-1).reshape(-1)
 
     def to(self, device: torch.device) -> "Metric":
-        parts = (self.matrix, self.low, self.smallest)
-        matrix, low, smallest = (None if part is None else part.to(device) for part in parts)
-        return Metric(matrix, self.inverse, low, smallest)
+        matrix = None if self.matrix is None else self.matrix.to(device)
+        return Metric(matrix, self.inverse, self.factored)
 
-    def q(self, rotation: Tensor, times: Tensor) -> Tensor:
-        """diag(RᵀMR) [n · b] from R [n, b, b] and M R [n, b, b]; above 0 in spite of the rounding of M."""
-        if self.smallest is None:
-            return (rotation * times).sum(1).flatten()
-        return torch.maximum(ops.column_dot(rotation, times).flatten(), self.smallest)
 
-    def gradient_in_q(self, gradient: Tensor, column_scale: Tensor) -> Tensor:
-        """The gradient in q from the gradient in column_scale."""
-        return -gradient * column_scale * column_scale if self.inverse else gradient
+def upper_factor(matrix: Tensor) -> Tensor:
+    """U [n, n] in fp64, upper triangular with M = UᵀU, for a positive semi-definite M [n, n].
+
+    If M has no such factor, as where it is singular, RESOLUTION of its largest diagonal element is added to
+    its diagonal, and 10 times as much until it has: 1.
+    """
+    largest, added = float(matrix.diagonal().amax()) or 1.0, 0.0
+    while True:
+        lower = matrix.double().clone()
+        lower.diagonal().add_(added * largest)
+        if cholesky_(lower) or added > 1:
+            return lower.tril().T
+        added = 10 * added or RESOLUTION
 
 
 @dataclass(frozen=True)

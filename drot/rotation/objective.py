@@ -55,18 +55,23 @@ class _Sums:
 class _ColumnScale:
     """The column_scale of the linears that read one input, and its gradient in the rotation R of that input.
 
-    metric: the matrix M of the input, with column_scale q or 1/q for q = diag(RᵀMR).
+    metric: the matrix M of the input, or its factor U, with column_scale q or 1/q for q = diag(RᵀMR).
     blocks: the diagonal blocks [n, b, b] of R.
-    rounded: `blocks` in the dtype of M.
+    rounded: `blocks` in the dtype of the metric's matrix.
     """
 
     def __init__(self, metric: Metric, blocks: Tensor, rounded: Tensor) -> None:
         self.metric = metric
         self.value: Tensor | None = None
         self.gradient: Tensor | None = None
-        if metric.matrix is not None:
-            self._product = metric.times(rounded, blocks.dtype)
-            self.value = metric.column_scale(metric.q(blocks, self._product))
+        if metric.matrix is None:
+            return
+        self._product = metric.matrix @ rounded
+        if metric.factored:
+            norms = torch.linalg.vector_norm(self._product, dim=1, dtype=torch.float32).flatten()
+            self.value = norms.pow(-2) if metric.inverse else norms.square()
+        else:
+            self.value = metric.column_scale((blocks * self._product).sum(1).flatten())
 
     def add(self, gradient: Tensor) -> None:
         """Adds the gradient in column_scale of one linear."""
@@ -75,15 +80,16 @@ class _ColumnScale:
 
     def add_gradient(self, rotation_gradient: Tensor) -> None:
         """Adds 2 (M R) diag(dq) to `rotation_gradient` [n, b, b]."""
-        if self.value is not None and self.gradient is not None:
-            shape = (len(rotation_gradient), 1, -1)
-            if self.metric.low is None:
-                dq = self.metric.gradient_in_q(self.gradient, self.value).reshape(shape)
-                rotation_gradient += 2 * self._product * dq
-            else:  # in fewer passes, which round differently
-                dq = self.gradient * self.value.square() if self.metric.inverse else self.gradient
-                factor = -2.0 if self.metric.inverse else 2.0
-                rotation_gradient.addcmul_(self._product, dq.reshape(shape), value=factor)
+        if self.value is None or self.gradient is None:
+            return
+        assert self.metric.matrix is not None
+        dq = self.gradient * self.value.square() if self.metric.inverse else self.gradient
+        dq, sign = dq.reshape(len(rotation_gradient), 1, -1), -1.0 if self.metric.inverse else 1.0
+        if self.metric.factored:
+            scaled = torch.mul(self._product, dq, out=torch.empty_like(self._product))
+            add_product(rotation_gradient, self.metric.matrix.mT, scaled, alpha=2 * sign)
+        else:
+            rotation_gradient.addcmul_(self._product, dq, value=2 * sign)
 
 
 @dataclass(frozen=True)
@@ -275,14 +281,15 @@ class LayerObjective:
     def _output_projection(self, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums) -> None:
         """o_proj: Y = R1ᵀ W blockdiag(R2), with the R2 of its KV head for each query head."""
         weight = self.weights["o_proj"]
-        heads_r2, heads_r2_cast = (r.repeat_interleave(self.shape.group, 0) for r in (r2, r2_cast))
+        heads_r2_cast = r2_cast.repeat_interleave(self.shape.group, 0)
+        heads_r2 = heads_r2_cast if self.metrics["o"].factored else r2.repeat_interleave(self.shape.group, 0)
         column_scale = _ColumnScale(self.metrics["o"], heads_r2, heads_r2_cast)
         u = rotate_left(r1_cast, weight)
         scale, sparsity = self._scales["o_proj"], self.sparsity["o_proj"]
         y = rotate_right(u, heads_r2_cast)
         dy, dcolumn_scale = self._add_loss("o_proj", scale, sparsity, y, column_scale.value, sums)
         column_scale.add(dcolumn_scale)
-        gradient = product(*_right_factors(u, dy, len(heads_r2)), self.loss_dtype)
+        gradient = product(*_right_factors(u, dy, len(heads_r2_cast)), self.loss_dtype)
         column_scale.add_gradient(gradient)
         gradient = gradient.unflatten(0, (-1, self.shape.group)).sum(1)
         sums.gradients["r2"] = sums.gradients["r2"] + gradient if "r2" in sums.gradients else gradient

@@ -57,57 +57,45 @@ class FastOptimizer:
     def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:
         self.matrices = [matrix.clone() for matrix in start]
         thetas = [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
-        self._step = 0
-        self._turns: Sequence[Callable[..., Tensor]]
-        self._angles: Tensor | list[float] = thetas
-        if on_tensor_cores(start[0]):
+        self._taken = 0
+        self._turns: Sequence[Callable[..., None]]
+        #: whether `turn` reads nothing on the host, as a CUDA graph needs
+        self.capturable = on_tensor_cores(start[0])
+        if self.capturable:
             self._turns = [TensorCoreStep(matrix, self.MOMENTUM) for matrix in start]
-            self._angles = angles(thetas, start[0].device)
+            # a captured step reads its angle where the first step does
+            self._angles: Any = angles(thetas, start[0].device)
+            self._angle: Any = self._angles[0].clone() if steps else None
         else:
             self._turns = [SpectralStep(matrix, self.MOMENTUM) for matrix in start]
-
-    @property
-    def capturable(self) -> bool:
-        """Whether `turned` reads nothing on the host, as a CUDA graph needs."""
-        return isinstance(self._angles, Tensor)
-
-    @property
-    def angle(self) -> Any:
-        """The angle of the next step, as `turned` takes it."""
-        return self._angles[self._step]
+            self._angles, self._angle = thetas, thetas[0] if steps else None
 
     @torch.no_grad()
     def step(self, gradients: list[Tensor | None]) -> None:
-        # only the steps that can be captured overwrite the matrices
-        matrices = [matrix.clone() for matrix in self.matrices] if self.capturable else self.matrices
-        self.move(self.turned(matrices, gradients, self.angle))
+        self.turn(gradients)
+        self.count_step()
 
-    def turned(
-        self,
-        matrices: list[Tensor],
-        gradients: list[Tensor | None],
-        angle: Any,
-        rounded: list[Tensor] | None = None,
-    ) -> list[Tensor]:
-        """The matrices after a step. Changes the momenta in place.
+    def turn(self, gradients: list[Tensor | None], rounded: list[Tensor] | None = None) -> None:
+        """Turns the matrices in place. `count_step` must follow.
 
-        Args:
-            matrices: the matrices before the step, which are overwritten if `capturable`.
-            gradients: d loss/d matrix for each matrix; a matrix with None stays as it is.
-            angle: the attribute `angle`, or a tensor with its values.
-            rounded: the matrices in a smaller dtype, where the caller has them; steps on tensor cores use
-                them if the dtype is bf16.
+        gradients: d loss/d matrix for each matrix; a matrix with None stays as it is.
+        rounded: the matrices in a smaller dtype, where the caller has them; steps on tensor cores use them if
+            the dtype is bf16.
         """
-        further = [()] * len(matrices) if rounded is None else [(copy,) for copy in rounded]
-        return [
-            matrix if gradient is None else turn(matrix, gradient, angle, *copy)
-            for matrix, gradient, turn, copy in zip(matrices, gradients, self._turns, further, strict=True)
-        ]
+        copies = [()] * len(self.matrices) if rounded is None else [(copy,) for copy in rounded]
+        for matrix, gradient, turn, copy in zip(self.matrices, gradients, self._turns, copies, strict=True):
+            if gradient is not None:
+                turn(matrix, gradient, self._angle, *copy)
 
-    def move(self, matrices: list[Tensor]) -> None:
-        """Ends a step at `matrices`."""
-        self.matrices = matrices
-        self._step += 1
+    def count_step(self) -> None:
+        """Sets the angle of the next step."""
+        self._taken += 1
+        if self._taken == len(self._angles):
+            return
+        if self.capturable:
+            self._angle.copy_(self._angles[self._taken])
+        else:
+            self._angle = self._angles[self._taken]
 
 
 OPTIMIZERS: dict[str, type[PaperOptimizer] | type[FastOptimizer]] = {

@@ -68,12 +68,12 @@ class SpectralStep:
     def __init__(self, start: Tensor, decay: float) -> None:
         self._momentum, self._decay = torch.zeros_like(start), decay
 
-    def __call__(self, q: Tensor, gradient: Tensor, angle: float) -> Tensor:
-        """q exp(-angle · J) for the direction J of `gradient`, which is d loss/d q [..., n, n]."""
+    def __call__(self, q: Tensor, gradient: Tensor, angle: float) -> None:
+        """Replaces q by q exp(-angle · J) for the direction J of `gradient`, d loss/d q [..., n, n]."""
         s = q.mT @ gradient
         s = s - s.mT
         self._momentum.mul_(self._decay).add_(s)
-        return turn(q, polar_of_skew(s.add_(self._momentum, alpha=self._decay)), angle)
+        q.copy_(turn(q, polar_of_skew(s.add_(self._momentum, alpha=self._decay)), angle))
 
 
 def newton_schulz(x: Tensor) -> Tensor:
@@ -84,7 +84,12 @@ def newton_schulz(x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def reorthogonalize(q: Tensor) -> Tensor:
-    """The orthogonal matrix nearest to an almost orthogonal q, in fp64 (Newton–Schulz, two steps)."""
+    """The orthogonal matrix nearest to an almost orthogonal q, in fp64 (Newton–Schulz).
+
+    Two steps in q's own dtype and two in fp64: from singular values within a twentieth of 1, as steps in bf16
+    leave them, the first two reach fp32's rounding, and products in fp64 are slow on most GPUs.
+    """
+    q = newton_schulz(newton_schulz(q))
     return newton_schulz(newton_schulz(q.double()))
 
 

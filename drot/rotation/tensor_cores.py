@@ -1,8 +1,9 @@
 """A spectral step in bf16, for a GPU: the same step as `retraction.py`, made of products on tensor cores.
 
-A direction in so(n) and the turn along it are good to 8 bits. What rounding leaves of qᵀq - 1 is measured
-with q in two halves of bf16, which hold 16 bits, and removed, so the error does not add up from step to
-step. Sums are added in fp32 inside the products. No function reads a value on the host.
+A direction in so(n) and the turn along it are good to 8 bits. What rounding leaves of qᵀq - 1, about 1e-3, is
+measured in the next step and removed there, so it does not add up from step to step. It is not larger than
+what the rounding of q for the products of the loss leaves. Sums are added in fp32 inside the products. No
+function reads a value on the host.
 """
 
 import math
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.products import add_identity, add_product, identity_plus_product, plus_product, product
+from drot.products import add_identity, add_product, identity_plus_product, product
 from drot.rotation.retraction import STEPS
 
 
@@ -25,8 +26,8 @@ MARGIN = 0.95
 
 
 def angles(thetas: list[float], device: torch.device) -> Tensor:
-    """What `TensorCoreStep.turn` multiplies by for each angle θ [steps, 2]: -sin θ / 2, (1 - cos θ) / 4."""
-    pairs = [(-math.sin(theta) / 2, (1 - math.cos(theta)) / 4) for theta in thetas]
+    """The factors of j and j² in `turn` for each angle θ [steps, 2]: -sin θ and 1 - cos θ."""
+    pairs = [(-math.sin(theta), 1 - math.cos(theta)) for theta in thetas]
     return torch.tensor(pairs, dtype=torch.float32, device=device)
 
 
@@ -40,9 +41,10 @@ def polar_factor(u: Tensor) -> Tensor:
     for a, b, c in STEPS[1:]:  # x² is -xᵀx
         if c == 0:
             x = x @ identity_plus_product(a, x, x, alpha=-b)
-        else:
-            squared = x @ x
-            x = x @ add_identity(plus_product(squared, squared, squared, beta=-b, alpha=c), a)
+        else:  # a - b x² + c x⁴ is a square and a multiple of 1, for which no sum of matrices is needed
+            root = math.sqrt(c)
+            half = identity_plus_product(-b / (2 * root), x, x, alpha=root)
+            x = x @ identity_plus_product(a - b * b / (4 * c), half, half, alpha=1)
     return x
 
 
@@ -58,10 +60,10 @@ class TensorCoreStep:
         self._momentum = torch.zeros_like(start, memory_format=torch.contiguous_format)
         self._unit: Tensor | None = None
 
-    def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None) -> Tensor:
-        """Replaces q by q exp(-θ J) for the direction J of `gradient`; returns q.
+    def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None) -> None:
+        """Replaces q by q exp(-θ J) for the direction J of `gradient`.
 
-        q: [n, b, b], orthogonal.
+        q: [n, b, b], orthogonal but for rounding.
         gradient: d loss/d q [n, b, b].
         angle: a row [2] of `angles`.
         rounded: q in a smaller dtype, from a caller that has it. It is used if the dtype is bf16.
@@ -71,26 +73,24 @@ class TensorCoreStep:
         high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
         product_with_gradient = product(high.mT, _scaled(gradient, self._unit), torch.float32)
         u = ops.skew_momentum(product_with_gradient, self._momentum, self._decay)
-        return self.turn(q, high, polar_factor(u), angle)
+        turn(q, high, polar_factor(u), angle)
 
-    def turn(self, q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
-        """Replaces q by q exp(-θ j), as in `retraction.turn`, orthogonal again; returns q.
 
-        q: [n, b, b].
-        high: q in bf16.
-        j: [n, b, b] in bf16.
-        angle: a row [2] of `angles`.
-        """
-        j = j - j.mT  # twice j. What rounding added to j is not skew-symmetric, and would not turn q
-        turned = j @ add_identity(_scaled(j, angle[1]), angle[0])
-        add_product(q, high, turned)
-        high = q.bfloat16()
-        low = torch.sub(q, high, out=torch.empty_like(high))
-        # a quarter of 1 - qᵀq, but for the transpose of the product with `low`
-        error = add_identity(torch.zeros_like(high), 0.25)
-        add_product(error, high.mT, high, alpha=-0.25)
-        add_product(error, high.mT, low, alpha=-0.5)
-        return add_product(q, high, error + error.mT)
+def turn(q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
+    """Replaces q by q exp(-θ j), as in `retraction.turn`; returns q.
+
+    The same product removes what qᵀq - 1 was before. What rounding adds to it stays. A part of j that is not
+    skew-symmetric does not turn q, and is such a rounding.
+
+    q: [n, b, b].
+    high: q in bf16.
+    j: [n, b, b] in bf16.
+    angle: a row [2] of `angles`.
+    """
+    change = add_identity(torch.zeros_like(high), 0.5)
+    add_product(change, high.mT, high, alpha=-0.5)  # half of 1 - qᵀq
+    add_product(change, j, add_identity(_scaled(j, angle[1]), angle[0]))
+    return add_product(q, high, change)
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:

@@ -18,7 +18,8 @@ from drot.surgery.rotate import LayerRotation
 
 #: Progress callback of the training: (step, steps, mean loss of a layer).
 OnStep = Callable[[int, int, float], None]
-#: Steps between two progress reports. Only a report makes the CPU wait for the GPU.
+#: Steps between two progress reports. Only a report makes the CPU wait for the GPU. The rotations of a report
+#: are kept if their loss is the smallest so far.
 REPORT_EVERY = 10
 #: Number of last steps over which early stopping measures the change of the loss.
 EARLY_STOP_STEPS = 20
@@ -29,7 +30,7 @@ class TrainingRecord:
     """The record of a training, for the manifest.
 
     loss_before, loss_after: the loss at R = I and at the best step.
-    best_step: the step whose rotations were kept.
+    best_step: the step whose rotations were kept: the best of every tenth step and the last.
     seconds: duration of the training.
     orthogonality_error: max |QᵀQ - 1| of the best matrices, before they were made orthogonal in fp64.
     loss_curve, gradient_norm: value i belongs to the rotations after i steps.
@@ -176,8 +177,8 @@ def train_rotation(
 
     The objective of one layer gives the paper's rotation of a layer. The objectives of all layers give the
     rotations of `mode="shared"`. Returns a LayerRotation, fp64 and orthogonal, for each objective at the best
-    step, and the record of the training. With `layers_per_step` the best step is the first or the last,
-    because only there the loss of all objectives is computed.
+    of every tenth step and the last, and the record of the training. With `layers_per_step` the best step is
+    the first or the last, because only there the loss of all objectives is computed.
 
     An objective without a pruned linear is left out, and its R2 is the identity. If all objectives are, R1 is
     the identity, and no step is taken.
@@ -210,53 +211,51 @@ def train_rotation(
 
     graphed = None
     if steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole:
-        turned = optimizer.turned
+        turn = optimizer.turn
 
-        def evaluate_and_turn(inputs: list[Tensor]) -> list[Tensor]:
-            *matrices, angle = inputs
-            rounded = total.rounded(matrices)  # once, for the evaluation and the step
-            loss, norm, gradients = evaluate(matrices, total.choose(everything=True), rounded)
-            return [loss, norm, *turned(matrices, gradients, angle, rounded)]
+        def evaluate_and_turn() -> list[Tensor]:
+            rounded = total.rounded(optimizer.matrices)  # once, for the evaluation and the step
+            loss, norm, gradients = evaluate(optimizer.matrices, total.choose(everything=True), rounded)
+            turn(gradients, rounded)
+            return [loss, norm]
 
         graphed = GraphedStep(evaluate_and_turn, capture_for(device))
     best, best_loss, best_step = start, math.inf, 0
-    recent: list[tuple[int, Tensor, list[Tensor]]] = []  # what may be the best since the last report
     curve, norms = [], []
     quarters = {steps * part // 4 for part in (1, 2, 3)} - {0}
     if not total.whole or objectives[0].objective == "entropy":
         quarters = set()
     entropies: list[list[float]] = []
     for step in range(steps + 1):
-        chosen, matrices = total.choose(everything=step in (0, steps)), optimizer.matrices
-        moved: list[Tensor] | None = None
+        chosen, reports = (
+            total.choose(everything=step in (0, steps)),
+            step % REPORT_EVERY == 0 or step == steps,
+        )
+        if step in quarters:
+            entropies.append([step, total.entropy(optimizer.matrices) / len(objectives)])
+        if reports:
+            candidate = [matrix.clone() for matrix in optimizer.matrices]
         if graphed is not None and isinstance(optimizer, FastOptimizer) and step < steps:
-            loss, norm, *moved = graphed([*matrices, optimizer.angle])
+            loss, norm = graphed()
+            optimizer.count_step()
         else:
-            loss, norm, gradients = evaluate(matrices, chosen)
-        if len(chosen) == len(trained):
-            recent.append((step, loss, matrices))
+            loss, norm, gradients = evaluate(optimizer.matrices, chosen)
+            if step < steps:
+                optimizer.step(gradients)
         curve.append(loss)
         norms.append(norm)
-        if step in quarters:
-            entropies.append([step, total.entropy(matrices) / len(objectives)])
-        if step % REPORT_EVERY == 0 or step == steps:
-            if not torch.isfinite(loss):
+        if reports:
+            value = float(loss)
+            if not math.isfinite(value):
                 raise UserError(
-                    f"the rotation's objective must be finite, got {float(loss)} at step {step}: lower `lr`, "
+                    f"the rotation's objective must be finite, got {value} at step {step}: lower `lr`, "
                     'or set `product_dtype="float32"`'
                 )
-            values = torch.stack([value for _, value, _ in recent]).tolist() if recent else []
-            for value, (at, _, candidate) in zip(values, recent, strict=True):
-                if value < best_loss:
-                    best, best_loss, best_step = candidate, value, at
-            recent = []
-            on_step(step, steps, float(loss) / len(objectives))
+            if len(chosen) == len(trained) and value < best_loss:
+                best, best_loss, best_step = candidate, value, step
+            on_step(step, steps, value / len(objectives))
             if _has_converged(curve, config):
                 break
-        if moved is not None and isinstance(optimizer, FastOptimizer):
-            optimizer.move(moved)
-        elif step < steps:
-            optimizer.step(gradients)
     losses = torch.stack(curve).tolist()
     best_r1 = torch.block_diag(*r1.join([reorthogonalize(matrix) for matrix in best[:r1_count]]))
     best_r2 = dict(zip(trained, best[r1_count:], strict=True))

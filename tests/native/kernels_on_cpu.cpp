@@ -1,4 +1,4 @@
-// The kernels and the launch code of entropy_loss, pruned_importance, skew_momentum, column_dot and
+// The kernels and the launch code of entropy_loss, pruned_importance, skew_momentum and
 // polar_start on a CPU (block_on_cpu.h), for test_kernels_on_cpu.py. The functions take plain pointers and
 // return "" or an error message.
 #include <c10/util/BFloat16.h>
@@ -8,7 +8,6 @@
 #include <string>
 
 #include "block_on_cpu.h"
-#include "ops/cuda/column_dot_tiles.cuh"
 #include "ops/cuda/entropy_loss_launch.cuh"
 #include "ops/cuda/polar_start_rows.cuh"
 #include "ops/cuda/pruned_importance_groups.cuh"
@@ -104,16 +103,6 @@ extern "C" const char* skew_momentum(bool backwards, const float* product, float
                                        .count = count,
                                        .n = n,
                                        .decay = decay});
-  });
-}
-
-// Args: the members of ColumnDotProblem.
-extern "C" const char* column_dot(bool backwards, const float* a, const float* b, float* out, int64_t count,
-                                  int64_t rows, int64_t columns) {
-  return run("float32", backwards, [&](auto) {
-    on_cpu::Launcher launcher(/*multiprocessors=*/3, /*shared_memory=*/0, {});
-    drot::run_column_dot(launcher,
-                         {.a = a, .b = b, .out = out, .count = count, .rows = rows, .columns = columns});
   });
 }
 

@@ -65,12 +65,6 @@ class Kernels:
         assert u[:64].isnan().all() and u[-64:].isnan().all()
         return u[64:-64].view(product.shape)
 
-    def column_dot(self, a: Tensor, b: Tensor) -> Tensor:
-        out = torch.full((len(a) * a.shape[2] + 128,), torch.nan)
-        self._call_on("column_dot", (a, b, out[64:-64]), map(ctypes.c_int64, a.shape))
-        assert out[:64].isnan().all() and out[-64:].isnan().all()
-        return out[64:-64].view(len(a), -1)
-
     def polar_start(self, squared: Tensor, fourth: Tensor, *numbers: float) -> Tensor:
         out = torch.full((squared.numel() + 128,), torch.nan, dtype=torch.bfloat16)
         size = (ctypes.c_int64(len(squared)), ctypes.c_int64(squared.shape[-1]))
@@ -400,15 +394,6 @@ def between_nans(t: Tensor) -> Tensor:
     """t between NaNs, aligned to 16 bytes: a kernel that reads beside it returns NaN."""
     store = torch.full((t.numel() + 128,), torch.nan, dtype=t.dtype)
     return store[64:-64].view(t.shape).copy_(t)
-
-
-@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 5, 33), (1, 256, 32), (3, 257, 40), (2, 600, 31)])
-def test_column_dot(shape: tuple[int, ...], kernels: Kernels) -> None:
-    a, b = (between_nans(torch.randn(shape)) for _ in range(2))
-    expected = (a.double() * b.double()).sum(1)
-    torch.testing.assert_close(
-        kernels.column_dot(a, b).double(), expected, rtol=0, atol=1e-5 * shape[1] ** 0.5
-    )
 
 
 @pytest.mark.parametrize("n", [1, 7, 8, 40, 67, 264])

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drot.config import RotationConfig
 from drot.rotation import optimizers
-from drot.rotation.importance import Metric
+from drot.rotation.importance import RESOLUTION, Metric, upper_factor
 from drot.rotation.objective import _ColumnScale
 from drot.rotation.train import train_rotation
 
@@ -50,27 +50,40 @@ def test_q_and_its_gradient_in_bf16(where: str, condition: float, inverse: bool,
     found = scale.value.double().cpu()
     found = 1 / found if inverse else found
     assert float(found.min()) > 0
-    assert float((found / q - 1).abs().max()) < 0.06
+    assert float((found / q - 1).abs().max()) < 0.15
     # the loss Σ log column_scale weighs all columns alike
     scale.add(1 / scale.value)
     gradient = torch.zeros_like(blocks)
     scale.add_gradient(gradient)
     expected = (-1 if inverse else 1) * 2 * exact / q
     assert float((gradient[0].double().cpu() - expected).norm() / expected.norm()) < 0.1
-    if inverse and where == "eigenvectors" and condition >= 1e6:  # one matrix of 16 bits gives 1/q below 0
-        once = Metric(matrix[None].bfloat16(), inverse)
-        assert float((r * once.times(r[None].bfloat16(), torch.float32)[0]).sum(0).min()) < 0
+    if inverse and where == "eigenvectors" and condition >= 1e6:  # M in 16 bits gives a q below 0
+        rounded = matrix.bfloat16().float() @ r.bfloat16().float()
+        assert float((r * rounded).sum(0).min()) < 0
+
+
+@pytest.mark.parametrize("rank", [0, 1, 100, N])
+def test_the_factor_of_a_singular_matrix(rank: int) -> None:
+    """M = X Xᵀ of a rank below N is met to the resolution; of full rank exactly."""
+    x = torch.randn(N, rank, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    x = torch.linalg.qr(x)[0] if rank == N else x
+    matrix = x @ x.T
+    factor = upper_factor(matrix)
+    assert torch.equal(factor, factor.triu()) and float(factor.diagonal().min()) > 0
+    added = 0.0 if rank == N else RESOLUTION * (float(matrix.diagonal().max()) or 1.0)
+    error = factor.T @ factor - matrix - added * torch.eye(N, dtype=torch.float64)
+    assert float(error.abs().max()) < 1e-12 * max(rank, 1)
 
 
 def test_q_below_the_resolution_stays_positive(device: str) -> None:
-    """M = 1 - (1 - 1e-9) vvᵀ, and a column of R that is v: q is 1e-9."""
+    """M = 1 - vvᵀ, which is singular, and a column of R that is v: q is 0."""
     v = torch.linalg.qr(torch.randn(N, N, generator=torch.Generator().manual_seed(3), dtype=torch.float64))[0]
-    matrix = torch.eye(N, dtype=torch.float64) - (1 - 1e-9) * v[:, :1] @ v[:, :1].T
+    matrix = torch.eye(N, dtype=torch.float64) - v[:, :1] @ v[:, :1].T
     metric = Metric(matrix[None].float().to(device), True).rounded(torch.bfloat16)
     blocks = v[None].float().to(device)
     value = _ColumnScale(metric, blocks, blocks.bfloat16()).value
     assert value is not None and bool((value > 0).all()) and bool(value.isfinite().all())
-    assert float(value.max()) <= 2.0**20 / float(matrix.diagonal().max()) * 1.01
+    assert float(value.max()) <= 1 / (0.1 * RESOLUTION)
 
 
 @pytest.mark.parametrize("arithmetic", ["plain", "tensor cores"])

@@ -1,7 +1,8 @@
 """A captured step gives the matrices of a step that is called, and a failed capture is told."""
 
 import logging
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,51 +11,53 @@ from torch import Tensor
 
 from drot.config import RotationConfig
 from drot.rotation import graph, optimizers, train
-from drot.rotation.graph import WARM_UP, GraphedStep
+from drot.rotation.graph import WARM_UP, GraphedStep, Step
 from drot.rotation.train import train_rotation
 
 
 class Recorder:
-    """As a CUDA graph: a replay computes again from the tensors of the capture, into the same tensors."""
+    """As a CUDA graph: the capture changes nothing, and a replay writes to the outputs of the capture.
 
-    def __init__(self):
+    state: returns the tensors that the step changes in place.
+    """
+
+    def __init__(self, state: Callable[[], list[Tensor]]) -> None:
         self.captures = self.replays = 0
+        self.state = state
 
-    def __call__(self, work):
+    def __call__(self, step: Step) -> tuple[Callable[[], None], list[Tensor]]:
         self.captures += 1
-        outputs = [torch.full_like(tensor, torch.nan) for tensor in self.without_effect(work)]
+        kept = [(tensor, tensor.clone()) for tensor in self.state()]
+        outputs = [torch.full_like(tensor, torch.nan) for tensor in step()]
+        for tensor, before in kept:
+            tensor.copy_(before)
 
-        def replay():
+        def replay() -> None:
             self.replays += 1
-            for static, new in zip(outputs, work(), strict=True):
+            for static, new in zip(outputs, step(), strict=True):
                 static.copy_(new)
 
         return replay, outputs
 
-    @staticmethod
-    def without_effect(work):
-        """A capture records kernels and does not run them: what it would change in place stays."""
-        kept = [(step._momentum, step._momentum.clone()) for step in Recorder.steps]
-        outputs = work()
-        for momentum, before in kept:
-            momentum.copy_(before)
-        return outputs
-
-    steps: ClassVar[list] = []
-
 
 @pytest.fixture
-def on_tensor_cores(monkeypatch):
-    """Steps as on a GPU, which are captured."""
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    """Steps as on a GPU, which can be captured, and what captures them."""
     monkeypatch.setattr(optimizers, "on_tensor_cores", lambda x: True)
-    Recorder.steps = []
+    made: list[optimizers.FastOptimizer] = []
 
-    class Kept(optimizers.TensorCoreStep):
-        def __init__(self, *args):
-            super().__init__(*args)
-            Recorder.steps.append(self)
+    class Kept(optimizers.FastOptimizer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            made.append(self)
 
-    monkeypatch.setattr(optimizers, "TensorCoreStep", Kept)
+    def state() -> list[Tensor]:
+        momenta = [turn._momentum for turn in made[-1]._turns]
+        return [*made[-1].matrices, *momenta]
+
+    monkeypatch.setitem(optimizers.OPTIMIZERS, "fast", Kept)
+    monkeypatch.setattr(train, "FastOptimizer", Kept)
+    return Recorder(state)
 
 
 def layer(kind="pruned", seed=0):
@@ -62,13 +65,10 @@ def layer(kind="pruned", seed=0):
     return build(weights, hessians, "wanda", kind, "2:4", False, product_dtype=torch.bfloat16)
 
 
-@pytest.mark.usefixtures("on_tensor_cores")
-def test_replays_give_the_matrices_of_calls(monkeypatch):
+def test_replays_give_the_matrices_of_calls(recorder, monkeypatch):
     problems = [layer(seed=seed) for seed in (0, 3)]
     settings = RotationConfig(steps=20, early_stop=0.0)
     called, record = train_rotation(problems, settings)
-    recorder = Recorder()
-    Recorder.steps = []
     monkeypatch.setattr(train, "capture_for", lambda device: recorder)
     replayed, again = train_rotation(problems, settings)
     assert (recorder.captures, recorder.replays) == (1, 20 - WARM_UP)
@@ -78,7 +78,7 @@ def test_replays_give_the_matrices_of_calls(monkeypatch):
         assert torch.equal(a.r1, b.r1) and torch.equal(a.r2, b.r2)
 
 
-@pytest.mark.usefixtures("on_tensor_cores")
+@pytest.mark.usefixtures("recorder")
 def test_a_failed_capture_is_told_once_and_changes_nothing(monkeypatch, caplog):
     def fail(work):
         raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
@@ -95,9 +95,7 @@ def test_a_failed_capture_is_told_once_and_changes_nothing(monkeypatch, caplog):
     assert torch.equal(called.r1, again.r1)
 
 
-@pytest.mark.usefixtures("on_tensor_cores")
-def test_steps_on_some_of_the_layers_are_not_captured(monkeypatch):
-    recorder = Recorder()
+def test_steps_on_some_of_the_layers_are_not_captured(recorder, monkeypatch):
     monkeypatch.setattr(train, "capture_for", lambda device: recorder)
     train_rotation([layer(seed=seed) for seed in (0, 3)], RotationConfig(steps=8, layers_per_step=1))
     train_rotation([layer()], RotationConfig(steps=8, optimizer="paper"))
@@ -105,36 +103,10 @@ def test_steps_on_some_of_the_layers_are_not_captured(monkeypatch):
 
 
 def test_outputs_of_a_replay_are_new_tensors():
-    step = GraphedStep(lambda inputs: [2 * inputs[0]], Recorder())
-    outputs = [step([torch.tensor([float(i)])])[0] for i in range(2 * WARM_UP)]
-    assert [float(output) for output in outputs] == [2.0 * i for i in range(2 * WARM_UP)]
-
-
-def test_an_input_that_a_step_overwrites_is_copied_only_if_it_is_another():
-    def doubled(inputs):
-        x, y = inputs
-        return [x.mul_(2), x + y]
-
-    def capture(work):
-        """A replay overwrites the input of the capture, as a replay of a CUDA graph does."""
-        outputs = work()
-
-        def replay():
-            for static, new in zip(outputs, work(), strict=True):
-                if static is not new:
-                    static.copy_(new)
-
-        return replay, outputs
-
-    step, x, y = GraphedStep(doubled, capture), torch.tensor([1.0]), torch.tensor([0.5])
-    for i in range(2 * WARM_UP):
-        before, (x, total) = x, step([x, y])
-        assert float(before) == 2.0**i and float(x) == 2.0 ** (i + 1)  # the caller's tensors stay
-        assert float(total) == float(x) + 0.5
-    kept = x.clone()
-    x.zero_()  # the step has the value already, and does not look at this tensor
-    assert torch.equal(step([x, y])[0], 2 * kept)
-    assert torch.equal(step([torch.tensor([3.0]), y])[0], torch.tensor([6.0]))
+    x = torch.tensor([1.0])
+    step = GraphedStep(lambda: [x.mul_(2).clone()], Recorder(lambda: [x]))
+    outputs = [step()[0] for _ in range(2 * WARM_UP)]
+    assert [float(output) for output in outputs] == [2.0 ** (i + 1) for i in range(2 * WARM_UP)]
 
 
 def test_a_cpu_has_no_graphs():

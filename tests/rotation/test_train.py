@@ -91,17 +91,19 @@ class ScriptedObjective:
 
     def value_and_grad(self, r1, r2, rounded=None):
         generator = torch.Generator().manual_seed(len(self.calls))
-        self.calls.append(r1)
+        self.calls.append(r1.clone())
         loss = torch.tensor(self.losses[len(self.calls) - 1], dtype=torch.float64)
         return loss, torch.randn(1, 6, 6, generator=generator, dtype=torch.float64), torch.zeros_like(r2)
 
 
 @pytest.mark.parametrize(
-    ("losses", "best"), [([5, 3, 1, 4, 2], 2), ([5, 3, 4, 2, 1], 4), ([1, 2, 3, 4, 5], 0)]
+    ("reported", "best"), [([5, 3, 1, 4, 2], 20), ([5, 3, 4, 2, 1], 35), ([1, 2, 3, 4, 5], 0)]
 )
-def test_the_best_step_is_kept_and_may_be_the_last(losses, best):
+def test_the_best_reported_step_is_kept_and_may_be_the_last(reported, best):
+    losses = [0.5] * 36  # the losses between two reports are not compared
+    losses[:31:10], losses[35] = reported[:4], reported[4]
     problem = ScriptedObjective([float(loss) for loss in losses])
-    (rotation,), record = train_rotation([problem], config(steps=4))
+    (rotation,), record = train_rotation([problem], config(steps=35))
     assert record.best_step == best
     assert record.loss_after == 1
     assert record.loss_curve == losses
