@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import os
 import re
 
 import torch
@@ -46,6 +47,13 @@ def product_dtype(name: ProductDtype, device: torch.device) -> ProductDtype:
 def dtype_name(dtype: torch.dtype) -> str:
     """The name of a dtype in manifests and messages: `bfloat16` for torch.bfloat16."""
     return str(dtype).removeprefix("torch.")
+
+
+def total_memory(device: torch.device) -> int:
+    """The bytes of memory that `device` has, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def pick_device(name: str | torch.device) -> torch.device:

@@ -1,6 +1,7 @@
 """The calibration tokens on their way through a layer, which is pruned one input group after the other."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,7 +11,10 @@ from torch import Tensor, nn
 from drot.architectures import INPUT_GROUPS, Architecture, layer_linears, module_at
 from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.stream import CalibrationStream, StopForward
+from drot.devices import total_memory
 
+#: the largest share of a device's memory that the inputs of down_proj may take if they are kept
+KEPT_SHARE = 1 / 8
 #: the groups whose linears' outputs are added to the residual stream
 ADDED_TO_RESIDUAL = ("o", "down")
 
@@ -21,8 +25,11 @@ class LayerPass:
     A group's linears may be pruned after their inputs were computed. The inputs of the next group are then
     computed without the parts of the layer in front of the pruned linears. For this, one tensor
     [nsamples, seqlen, width] is kept where the stream lies: the inputs of o_proj, and later its outputs. So
-    the attention is computed once. gate_proj and up_proj are computed twice, for the inputs of down_proj and
-    for the output of the layer, because the inputs of down_proj are several times larger than the stream.
+    the attention is computed once.
+
+    The inputs of down_proj are several times larger than the stream. They are kept too if they take at most
+    KEPT_SHARE of the device's memory and the stream lies there. Otherwise gate_proj and up_proj are computed
+    twice, for the inputs of down_proj and for the output of the layer.
 
     layer: a decoder layer.
     stream: the inputs of the layer.
@@ -35,6 +42,7 @@ class LayerPass:
         self.linears = layer_linears(layer, arch)
         self._kept: Tensor | None = None
         self._kept_input = False  # whether the inputs of o_proj are kept, and not its outputs
+        self._down_inputs: dict[int, Tensor] = {}  # number of a batch → the inputs of down_proj
 
     @torch.no_grad()
     def hessian(self, group: str) -> Tensor:
@@ -52,8 +60,11 @@ class LayerPass:
         are not in ADDED_TO_RESIDUAL.
         """
         buffer = None
-        for batch, hidden in self.stream.loaded_batches():
+        keeps_inputs = group == "down" and self._room_for_inputs_of_down()
+        for index, (batch, hidden) in enumerate(self.stream.loaded_batches()):
             seen = self._seen(batch, hidden, group)
+            if keeps_inputs:
+                self._down_inputs[index] = seen["input"]
             rest = None
             if residual and group in ADDED_TO_RESIDUAL:
                 rest = seen["residual"] if group == "o" else self._residual_of_mlp(batch, hidden, seen)
@@ -70,11 +81,20 @@ class LayerPass:
     def advance(self) -> None:
         """Replaces the hidden states of the stream by the output of the layer. The pass ends."""
         out = self._buffer(self.stream.hidden_states)
-        for batch, hidden in self.stream.loaded_batches():
-            with self._attention_known(batch):
+        mlp, down = module_at(self.layer, self.arch.mlp), self.linears["down_proj"]
+        for index, (batch, hidden) in enumerate(self.stream.loaded_batches()):
+            x = self._down_inputs.pop(index, None)
+            known = contextlib.nullcontext() if x is None else _returning(mlp, functools.partial(down, x))
+            with self._attention_known(batch), known:
                 output = self.layer(hidden, **self.stream.layer_kwargs[self.index])
             out[batch] = output.to(out.device)
         self.stream.hidden_states, self._kept = out, None
+
+    def _room_for_inputs_of_down(self) -> bool:
+        """Whether the inputs of down_proj may be kept."""
+        hidden, device = self.stream.hidden_states, self.stream.device
+        size = hidden[..., 0].numel() * self.linears["down_proj"].in_features * hidden.element_size()
+        return hidden.device == device and size <= KEPT_SHARE * total_memory(device)
 
     def _buffer(self, like: Tensor) -> Tensor:
         """A tensor for all sequences, with the width and the dtype of `like`; the kept tensor if it fits.

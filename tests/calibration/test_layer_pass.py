@@ -18,7 +18,7 @@ LENGTH = 12
 
 @pytest.fixture(autouse=True)
 def several_batches(monkeypatch):
-    monkeypatch.setattr(streams, "TOKENS_PER_BATCH", 2 * LENGTH)
+    monkeypatch.setattr(streams, "TOKENS_PER_BATCH", {"cpu": 2 * LENGTH})
 
 
 def layer_and_stream(family, place=None, dtype=torch.float32):
@@ -86,7 +86,9 @@ def test_inputs_and_output_of_a_layer_that_is_pruned_on_the_way(family, place, d
 @pytest.mark.parametrize(
     "groups", [[], ["o"], ["mlp"], ["down"], ["attention", "down"], ["o", "down"]], ids=str
 )
-def test_any_groups_may_be_left_out(groups):
+@pytest.mark.parametrize("kept_share", [0, 1])
+def test_any_groups_may_be_left_out(groups, kept_share, monkeypatch):
+    monkeypatch.setattr(passes, "KEPT_SHARE", kept_share)
     layer, stream, arch = layer_and_stream("llama")
     layer_pass = LayerPass(layer, stream, 1, arch)
     for group in groups:

@@ -81,7 +81,7 @@ def test_tensors_arrive_in_order(count, device):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU")
 def test_an_offloaded_stream_computes_as_a_stream_on_the_gpu(monkeypatch):
-    monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", 24)
+    monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", {"cpu": 24})
     gpu = torch.device("cuda")
     model = small_model("llama")
     arch = architecture_of(model.config)

@@ -78,7 +78,7 @@ def test_all_windows_pass_a_layer_before_the_next(monkeypatch):
         layer.register_forward_hook(
             lambda module, args, out, index=index: calls.append((index, len(args[0])))
         )
-    monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", 3 * SEQLEN)
+    monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", {"cpu": 3 * SEQLEN})
     predict_streamed(model, TOKENS, SEQLEN, torch.device("cpu"))
     assert calls == [(index, windows) for index in range(3) for windows in (3, 3, 2)]
 

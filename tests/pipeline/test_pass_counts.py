@@ -51,8 +51,8 @@ def calls_of_parts(chosen, layer=1):
 
 
 #: q_proj for the inputs of o_proj; o_proj for the inputs of the MLP, with its outputs kept; gate_proj for the
-#: inputs of down_proj and for the output of the layer; down_proj for the output
-PRUNING = [1, 1, 2, 1]
+#: inputs of down_proj, which are kept; down_proj for the output of the layer
+PRUNING = [1, 1, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -69,6 +69,11 @@ PRUNING = [1, 1, 2, 1]
 def test_a_layer_is_computed_as_often_as_its_groups_need(chosen, training):
     expected = [a + b for a, b in zip(PRUNING, training, strict=True)]
     assert calls_of_parts(chosen) == expected
+
+
+def test_inputs_of_down_that_are_too_large_are_computed_twice(monkeypatch):
+    monkeypatch.setattr("drot.calibration.layer_pass.KEPT_SHARE", 0)
+    assert calls_of_parts(recipe("none")) == [1, 1, 2, 1]
 
 
 def test_the_target_of_the_dense_model_takes_two_passes_more():
