@@ -3,8 +3,8 @@
     python benchmarks/pass_flops.py                     LLaMA-3-8B, 128 sequences of 2048 tokens
     python benchmarks/pass_flops.py --hidden 8192 --ff 28672 --heads 64
 
-The inputs of down_proj are kept, as where they take at most an eighth of the GPU's memory. A product of [m, k]
-and [k, n] counts 2 · m · n · k, a factor and its triangular inverse n³.
+The inputs of down_proj are kept, as where they take at most an eighth of the GPU's memory. A product of
+[m, k] and [k, n] counts 2 · m · n · k, a factor and its triangular inverse n³.
 tests/pipeline/test_pass_counts.py compares the formulas with the products of a run.
 """
 

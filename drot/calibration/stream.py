@@ -12,8 +12,8 @@ from drot.architectures import Architecture, decoder_layers, module_at
 from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.transfer import ahead, empty_on_host
 
-#: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster: their tensors stay
-#: in its caches.
+#: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
+#: tensors stay in its caches.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
 
 
