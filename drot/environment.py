@@ -80,7 +80,8 @@ def machine_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     capability = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()} CPU ({capability}), {torch.get_num_threads()} threads"
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU ({capability}), {threads} thread{'' if threads == 1 else 's'}"
 
 
 def processor_name() -> str:

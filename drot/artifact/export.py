@@ -138,7 +138,7 @@ def _files(folder: Path, manifest: dict[str, Any]) -> list[Path]:
     if not any(map(holds_weights, files)):
         raise UserError(f"{folder} holds no model.safetensors: name a folder that drot prune wrote")
     for path in set(found) - set(files):
-        logger.warning("%s is left out: drot did not write it", path)
+        logger.warning("%s is left out of the artifact: it is no part of the checkpoint", path)
     return files
 
 

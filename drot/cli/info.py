@@ -113,7 +113,7 @@ def _verify(folder: Path, as_json: bool) -> None:
         for name, problem in sorted(found.damaged.items()):
             print_line(f"{name} {problem}")
         for name in found.unknown:
-            print_line(f"{name} was not written by drot, and no model is loaded from it")
+            print_line(f"{name} is not listed in drot.json, and no model is loaded from it")
     if found.damaged:
         raise UserError(
             f"{len(found.damaged)} of {len(found.files)} files in {folder} are not as drot wrote them: copy "

@@ -37,6 +37,10 @@ PHASES = {
     "apply": "applying",
     "save": "saving",
 }
+#: phase → what was done with a layer, in words
+DONE = {"export": "exported", "apply": "made again"}
+#: seconds without a line, after which an evaluation that goes on prints one
+MOST_SILENCE = 10.0
 
 
 @contextlib.contextmanager
@@ -94,7 +98,7 @@ class BarProgress:
         completed, total, detail = self._position(event)
         if completed < self.completed or total != self.total:  # another pass
             self.bars.remove_task(self.task)
-            self.task = self.bars.add_task("", total=total or None, detail="")
+            self.task = self.bars.add_task(PHASES[event.phase], total=total or None, detail=detail)
         self.bars.update(self.task, completed=completed, description=PHASES[event.phase], detail=detail)
         self.completed, self.total, self.layer = completed, total, event.layer
 
@@ -125,11 +129,14 @@ class BarProgress:
 
 
 class LineProgress:
-    """One line for each training, pruned layer, evaluation, tenth of a fine-tuning and measured case."""
+    """One line for each training, pruned layer, evaluation, tenth of a fine-tuning and measured case.
+
+    A long evaluation has a line at the end of its batches too, if MOST_SILENCE has passed without a line.
+    """
 
     def __init__(self, console: Console, *, shared: bool = False, label: str = "loss") -> None:
         self.console, self.shared, self.label = console, shared, label
-        self.started = time.perf_counter()
+        self.started = self.printed = time.perf_counter()
         #: the first and the last event of the current training
         self.first: ProgressEvent | None = None
         self.last: ProgressEvent | None = None
@@ -154,14 +161,17 @@ class LineProgress:
             elif event.phase == "sweep":
                 self._line(_cell_line(event))
             elif event.phase == "stream":
-                self._line(f"layer {event.layer + 1}/{event.layers}: streamed")
+                self._line(f"{layer_name(event)}: streamed")
             elif event.phase == "sensitivity":
                 self._line(f"{layer_name(event)}: output errors")
             elif event.phase == "finetune" and event.step in _tenths(event.steps):
                 loss = "" if event.loss is None else f", {self.label} {event.loss:.4g}"
                 self._line(f"fine-tuning step {event.step}/{event.steps}{loss}")
-            elif event.phase == "evaluate" and event.step == event.steps:
-                self._line(f"evaluated {event.steps} windows")
+            elif event.phase == "evaluate":
+                if event.step == event.steps:
+                    self._line(f"evaluated {event.steps} windows")
+                elif time.perf_counter() - self.printed >= MOST_SILENCE:
+                    self._line(f"evaluated {event.step} of {event.steps} windows")
             elif event.phase == "measure":
                 self._line(f"measured case {event.step} of {event.steps}")
             elif event.phase in ("read", "tokenize"):
@@ -170,7 +180,7 @@ class LineProgress:
             elif event.phase in ("load", "save"):
                 self._line(f"{PHASES[event.phase]} the model")
             elif event.phase in ("export", "apply"):
-                self._line(f"layer {event.layer + 1}/{event.layers}: {event.phase}")
+                self._line(f"{layer_name(event)}: {DONE[event.phase]}")
 
     def close(self) -> None:
         """Prints the line of a training that is not printed yet."""
@@ -189,11 +199,12 @@ class LineProgress:
             # layers that train in parallel report their last step only
             before = f"{first.loss:.4g} -> " if first is not last and first.loss is not None else ""
             change = f"{self.label} {before}{last.loss:.4g} "
-        self._line(f"{layers}: rotated, {change}in {last.step} steps")
+        self._line(f"{layers}: rotated, {change}in {last.step} step{'' if last.step == 1 else 's'}")
 
     def _line(self, text: str) -> None:
         """Prints `text` with the seconds since the start."""
-        seconds = time.perf_counter() - self.started
+        self.printed = time.perf_counter()
+        seconds = self.printed - self.started
         self.console.print(f"{text} ({seconds:.0f} s)", markup=False, soft_wrap=True)
 
 
@@ -210,8 +221,10 @@ def _position_in_text(event: ProgressEvent) -> tuple[float, float, str]:
 
 
 def _characters(count: int) -> str:
-    """A number of characters in millions, in brackets; nothing for 0."""
-    return f" ({count / 1e6:.1f} million characters)" if count else ""
+    """A number of characters in brackets, from 0.1 million on in millions; nothing for 0."""
+    if not count:
+        return ""
+    return f" ({count / 1e6:.1f} million characters)" if count >= 1e5 else f" ({count} characters)"
 
 
 def _tenths(steps: int) -> set[int]:

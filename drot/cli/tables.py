@@ -199,7 +199,7 @@ def _opens_as(manifest: dict[str, Any]) -> str:
     packed = ["packed 2:4 weights"] if manifest.get("format") == "packed" else []
     mode = manifest["recipe"]["rotation"]["mode"] if "recipe" in manifest else "none"
     rotated = ["boundary rotations"] if mode == "layer" else []
-    return f"{', '.join(packed + rotated)}; needs drot"
+    return f"a model that needs drot ({', '.join(packed + rotated)})"
 
 
 def _kept_weights_line(recipe: dict[str, Any]) -> str:

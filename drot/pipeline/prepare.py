@@ -78,6 +78,8 @@ def prepare(
     is_a("save_dtype", save_dtype, str, torch.dtype)
     devices = pick_devices(device)
     recipe = recipe_on(recipe, devices[0])
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = parse_dtype(dtype)  # a mistake is found before the text is read
     if isinstance(save_dtype, str) and save_dtype != "auto":
         save_dtype = parse_dtype(save_dtype, "save_dtype")
     if isinstance(model, str | Path):

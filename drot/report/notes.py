@@ -33,12 +33,10 @@ def summary(run: Run, measured: list[Measured]) -> list[str]:
     importance = [mean(run, one_shot(basis, "removed_importance")) for basis in ("before", "after")]
     errors = [mean(run, one_shot(basis, "output_error")) for basis in ("before", "after")]
     if importance[0] is not None and importance[1] is not None:
+        changed = "lowered" if importance[1] < importance[0] else "raised"
         sentences.append(
-            f"The rotation lowered the importance that the mask removes from {importance[0]:.1%} to "
-            f"{importance[1]:.1%} of a linear"
-            if importance[1] < importance[0]
-            else f"The rotation raised the importance that the mask removes from {importance[0]:.1%} to "
-            f"{importance[1]:.1%} of a linear"
+            f"The rotation {changed} the share of the importance that the mask removes from "
+            f"{importance[0]:.1%} to {importance[1]:.1%} (mean over the linears)"
         )
         if errors[0] is not None and errors[1] is not None:
             sentences[-1] += (
@@ -49,10 +47,11 @@ def summary(run: Run, measured: list[Measured]) -> list[str]:
     if written is not None:
         sentences.append(f"As written, the output error of a linear is {written:.4f} on average.")
     for entry in measured:
+        where = f"The perplexity on {entry.text} (windows of {entry.seqlen})"
         if entry.perplexity is None:
-            sentences.append(f"The perplexity on {entry.text} is not finite.")
+            sentences.append(f"{where} is not finite.")
             continue
-        sentence = f"The perplexity on {entry.text} is {entry.perplexity:.3f}"
+        sentence = f"{where} is {entry.perplexity:.3f}"
         if entry.dense is not None:
             sentence += f", {entry.perplexity - entry.dense:+.3f} against the dense model's {entry.dense:.3f}"
         if entry.share is not None:
@@ -150,7 +149,7 @@ def _still_falling(run: Run) -> Iterator[str]:
     if names:
         yield (
             f"The training took all its {rotation['steps']} steps and the loss still fell in "
-            f"{_count(names, 'training')}: {_named(names)}. Early stopping did not come; more steps may help."
+            f"{_count(names, 'training')}: {_named(names)}. No training stopped early; more steps may help."
         )
 
 

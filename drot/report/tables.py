@@ -62,11 +62,13 @@ def comparison(runs: Sequence[Run], measured: Sequence[Sequence[Measured]]) -> T
         ("method", "pruning", "method"),
         ("sparsity asked for", "pruning", "sparsity"),
         ("rotation", "rotation", "mode"),
-        ("objective", "rotation", "objective"),
         ("solver", "pruning", "solve"),
         ("recovery", "recovery", "recover"),
     ):
         add(name, [run.recipe.get(part, {}).get(key) for run in runs], "")
+        if name == "rotation":  # without a rotation nothing is trained, whatever objective the recipe names
+            objectives = [run.recipe["rotation"]["objective"] if run.rotated else None for run in runs]
+            add("objective", objectives, "")
     add("zeros in the linears", [run.manifest["sparsity"] for run in runs], ".2%")
     texts = dict.fromkeys((entry.text, entry.seqlen) for entries in measured for entry in entries)
     for text, seqlen in texts:

@@ -145,7 +145,7 @@ def test_verify_names_every_file(copy, capsys):
     assert lines[1] == f"{first} has another SHA-256"
     assert lines[2] == f"{second} is missing"
     assert lines[3].startswith(f"{third} has 50 bytes, not ")
-    assert lines[4:] == ["notes.txt was not written by drot, and no model is loaded from it"]
+    assert lines[4:] == ["notes.txt is not listed in drot.json, and no model is loaded from it"]
     status, lines, _ = verify(capsys, copy, "--json")
     found = json.loads(lines[0])
     assert status == 2 and found["unknown"] == ["notes.txt"] and found["damaged"][second] == "is missing"

@@ -154,7 +154,7 @@ def test_convert_there_and_back(checkpoints, tmp_path, capsys):
     assert cli.run(["info", str(tmp_path / "packed")]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "wanda 2:4, layers.2.mlp.down_proj=4:8, layers.0.* dense, layers.1.self_attn.k_proj dense" in shown
-    assert "packed 2:4 weights; needs drot" in shown
+    assert "a model that needs drot (packed 2:4 weights)" in shown
 
 
 def test_convert_refuses_what_is_not_2to4(checkpoints, tmp_path):

@@ -107,8 +107,8 @@ def test_lines_of_dense_hessians():
         events += [event("calibrate", layer), *training(layer, 2, [4.0, 3.0 - layer], steps=9)]
     events += [event("prune", 0), event("prune", 1)]
     assert lines(events, label="entropy") == [
-        "layer 0 (1 of 2): rotated, entropy 4 -> 3 in 1 steps",
-        "layer 1 (2 of 2): rotated, entropy 4 -> 2 in 1 steps",
+        "layer 0 (1 of 2): rotated, entropy 4 -> 3 in 1 step",
+        "layer 1 (2 of 2): rotated, entropy 4 -> 2 in 1 step",
         "layer 0 (1 of 2): pruning",
         "layer 1 (2 of 2): pruning",
     ]
@@ -119,8 +119,8 @@ def test_lines_of_layers_in_parallel():
     events = [event("calibrate", 0), event("calibrate", 1)]
     events += [training(layer, 2, [5.0, 3.0 - layer])[-1] for layer in (1, 0)]
     assert lines(events) == [
-        "layer 1 (2 of 2): rotated, loss 2 in 1 steps",
-        "layer 0 (1 of 2): rotated, loss 3 in 1 steps",
+        "layer 1 (2 of 2): rotated, loss 2 in 1 step",
+        "layer 0 (1 of 2): rotated, loss 3 in 1 step",
     ]
 
 
@@ -128,10 +128,10 @@ def test_lines_of_a_shared_rotation():
     """There is one training for all layers, and its line names no layer."""
     events = [event("calibrate", 0), event("calibrate", 1), *training(0, 2, [4.0, 3.0], steps=5)]
     assert lines([*events, event("prune", 0)], shared=True) == [
-        "all layers: rotated, loss 4 -> 3 in 1 steps",
+        "all layers: rotated, loss 4 -> 3 in 1 step",
         "layer 0 (1 of 2): pruning",
     ]
-    assert lines(events, shared=True) == ["all layers: rotated, loss 4 -> 3 in 1 steps"]
+    assert lines(events, shared=True) == ["all layers: rotated, loss 4 -> 3 in 1 step"]
 
 
 def test_reading_a_text_and_loading_a_model_are_shown():
@@ -155,6 +155,44 @@ def test_a_bar_whose_end_is_not_known_has_no_total():
         progress(ProgressEvent(phase="tokenize", steps=1000))
         assert bars.tasks[0].total is None and bars.tasks[0].description == "tokenising"
         assert len(bars.tasks) == 1
+
+
+def test_a_new_bar_says_at_once_what_it_is_of(monkeypatch):
+    with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as bars:
+        progress = progress_bars.BarProgress(bars)
+        shown = []
+        add = bars.add_task
+        monkeypatch.setattr(
+            bars, "add_task", lambda words, **options: (shown.append(words), add(words, **options))[1]
+        )
+        progress(ProgressEvent(phase="evaluate", step=1, steps=4))
+    assert shown == ["evaluating"]
+
+
+@pytest.mark.parametrize(
+    ("phase", "done"), [("stream", "streamed"), ("export", "exported"), ("apply", "made again")]
+)
+def test_layers_are_named_as_in_every_other_line(phase, done):
+    assert lines([event(phase, 0), event(phase, 1)]) == [
+        f"layer 0 (1 of 2): {done}",
+        f"layer 1 (2 of 2): {done}",
+    ]
+
+
+def test_a_long_evaluation_is_not_silent(monkeypatch):
+    clock = iter(range(0, 1000, 4))  # each line and each look at the clock takes 4 s
+    monkeypatch.setattr(progress_bars.time, "perf_counter", lambda: float(next(clock)))
+    shown = lines([ProgressEvent(phase="evaluate", step=step, steps=8) for step in range(1, 9)])
+    assert shown[-1] == "evaluated 8 windows"
+    assert shown[:-1] == ["evaluated 3 of 8 windows", "evaluated 6 of 8 windows"]
+
+
+def test_short_texts_are_counted_in_characters():
+    shown = lines([ProgressEvent(phase="tokenize", steps=steps) for steps in (20_123, 120_000)])
+    assert shown == [
+        "tokenising the text (20123 characters)",
+        "tokenising the text (0.1 million characters)",
+    ]
 
 
 def test_a_fine_tuning_has_a_line_for_each_tenth():

@@ -145,3 +145,9 @@ def test_eval_computes_in_float32_on_a_cpu(monkeypatch, tmp_path):
                 [str(MODEL)], ppl=[str(tmp_path / "text.txt")], seqlen=8, device="cpu", dtype=dtype
             )
     assert seen == ["float32", "bfloat16"]
+
+
+def test_a_wrong_dtype_is_found_before_the_text_is_read(source, tmp_path):
+    missing = drot.CalibrationConfig(source=str(tmp_path / "missing.txt"))
+    with pytest.raises(UserError, match="`dtype` must be auto or one of float32, .*; got 'half'"):
+        drot.prune(source, drot.Recipe(calibration=missing), device="cpu", dtype="half")

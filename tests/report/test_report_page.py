@@ -120,6 +120,8 @@ def test_a_comparison(pruned, tmp_path, monkeypatch):
     cells = [float(cell) for cell in re.findall(r">([\d.]+)</td>", row[1])]
     assert len(cells) == 2 and cells[0] < cells[1]
     assert text.count(">rotated</text>") >= 3  # the legends of the curves
+    objective = re.search(r">objective</th>(.*?)</tr>", text, re.DOTALL)
+    assert re.findall(r">([^<]+)</td>", objective[1]) == ["pruned", "–"]  # nothing is trained in `plain`
 
 
 def test_chosen_linears_and_files(pruned, tmp_path):
