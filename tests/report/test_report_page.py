@@ -61,7 +61,7 @@ def test_words_have_the_means_of_the_manifest(page, pruned):
         for linear in layer["linears"].values()
     ]
     assert mean(run, one_shot("after", "removed_importance")) == pytest.approx(sum(shares) / 21)
-    assert f" to {sum(shares) / 21:.1%} of a linear" in page
+    assert f" to {sum(shares) / 21:.1%} (mean over the linears)" in page
 
 
 def test_drawings_follow_the_theme(page):

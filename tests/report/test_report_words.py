@@ -197,4 +197,4 @@ def test_the_latest_evaluation_counts_and_one_with_agreement_first():
     assert entry.perplexity == 12.0
     assert tasks(report) == {"piqa": 0.5}
     (entry,) = measurements(run(evaluations=[evaluation(None)]), [])
-    assert summary(run(), [entry])[-1] == "The perplexity on text is not finite."
+    assert summary(run(), [entry])[-1] == "The perplexity on text (windows of 512) is not finite."
