@@ -2,8 +2,9 @@
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import latex2mathml.converter
@@ -96,10 +97,14 @@ def messages() -> str:
     from drot.cli.app import in_options
 
     package = Path(drot.__file__).parent
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))}
+    constants = {name: text for tree in trees.values() for name, text in _constants(tree)}
     rooms: dict[str, list[str]] = {}
-    for path in sorted(package.rglob("*.py")):
+    for path, tree in trees.items():
         room = path.relative_to(package).parts[0].removesuffix(".py")
-        for message in _messages(ast.parse(path.read_text(encoding="utf-8"))):
+        for message in errors_of(tree, constants):
+            if not re.search(r"\w", message):  # a name before the message of another exception
+                continue
             text = in_options(message).replace("`", "").replace("\n", " ")
             rooms.setdefault(room, []).append(text)
     lines: list[str] = []
@@ -108,25 +113,40 @@ def messages() -> str:
     return "\n".join(lines)
 
 
-def _messages(tree: ast.AST) -> Iterator[str]:
+def _constants(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """The names of a module that stand for a text, with the text."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant | ast.JoinedStr):
+            yield from (
+                (target.id, written(node.value)) for target in node.targets if isinstance(target, ast.Name)
+            )
+
+
+def errors_of(tree: ast.AST, constants: Mapping[str, str]) -> Iterator[str]:
+    """The message of each exception of ERRORS that a module makes, and of each access to the hub.
+
+    constants: name → the text for which the name stands.
+    """
     for node in ast.walk(tree):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in ERRORS
-            and node.args
-        ):
-            text = _written(node.args[0])
-            if re.search(r"\w", text.replace("…", "")):
-                yield text
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.args:
+            if node.func.id in ERRORS:
+                yield written(node.args[0], constants)
+            elif node.func.id == "hub_access":
+                problem, advice = (written(argument, constants) for argument in node.args)
+                yield f"{problem} (…): {advice}"
 
 
-def _written(node: ast.expr) -> str:
-    """The text of a string expression, with … for each value that it formats."""
+def written(node: ast.expr, constants: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The text of a string expression, with … for each value that it formats.
+
+    constants: name → the text for which the name stands.
+    """
     if isinstance(node, ast.Constant):
         return str(node.value)
     if isinstance(node, ast.JoinedStr):
-        return "".join(_written(part) for part in node.values)
+        return "".join(written(part, constants) for part in node.values)
     if isinstance(node, ast.BinOp):
-        return _written(node.left) + _written(node.right)
+        return written(node.left, constants) + written(node.right, constants)
+    if isinstance(node, ast.Name):
+        return constants.get(node.id, "…")
     return "…"

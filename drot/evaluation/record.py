@@ -28,7 +28,7 @@ def record(folder: str, figures: dict[str, Any]) -> bool:
     be written are left as they are, and a warning says so.
     """
     if not (Path(folder) / MANIFEST).exists():
-        logger.warning("the figures of %s are not recorded, because it is not a folder with a %s", folder, MANIFEST)
+        logger.warning("the figures of %s are not recorded, because it has no %s", folder, MANIFEST)
         return False
     packages = {"lm_eval": metadata.version("lm_eval")} if figures["tasks"] else {}
     entry = {

@@ -50,7 +50,10 @@ def test_convert_there_and_back(checkpoints, tmp_path, capsys):
         assert not list(tmp_path.glob("*.part"))
         assert (out / "tokenizer.json").exists()
     assert cli.run(["info", str(tmp_path / "packed")]) == 0
-    assert "a model that needs drot (packed 2:4 weights, boundary rotations), bfloat16" in capsys.readouterr().out
+    assert (
+        "a model that needs drot (packed 2:4 weights, boundary rotations), bfloat16"
+        in capsys.readouterr().out
+    )
 
 
 def test_convert_a_model_without_a_manifest(tmp_path, capsys):

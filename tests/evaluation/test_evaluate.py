@@ -248,7 +248,7 @@ def test_what_is_not_recorded(own, monkeypatch, caplog):
     assert not caplog.records
     with caplog.at_level(logging.WARNING):
         measure(own, "dense", record=True)
-        assert "dense are not recorded, because it is not a folder with a drot.json" in caplog.text
+        assert "dense are not recorded, because it has no drot.json" in caplog.text
 
         def read_only(*args):
             raise PermissionError(13, "Permission denied", "drot.json")

@@ -70,7 +70,8 @@ def test_the_image_installs_what_exists() -> None:
     text = (ROOT / "Dockerfile").read_text()
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r"/src\[([\w,]+)\]", text)
-    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    # all that users of the image need; `docs` and `dev` are for the checkout
+    assert set(extras.split(",")) == set(project["optional-dependencies"]) - {"docs", "dev"}
     (torch,) = re.findall(r"^ARG TORCH=(2\.\d+)", text, flags=re.MULTILINE)
     (range_,) = (line for line in project["dependencies"] if line.startswith("torch>"))
     low, high = re.findall(r"2\.(\d+)", range_)
