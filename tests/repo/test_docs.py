@@ -30,7 +30,12 @@ NOT_RUN = ("pip", "make", "docker", "accelerate", "python", "git", "cd", "nvidia
 #: commands that take minutes, and the tests that run the same code
 LONG = {
     "drot demo": "tests/demo/test_demo.py",
-    "drot bench": "tests/bench/test_speed.py",
+    "drot bench --shape": "tests/bench/test_speed.py",
+}
+#: command → options behind its own, with which it takes seconds
+SHORTER = {
+    "finetune": ["--nsamples", "8"],  # in place of 4096
+    "bench": ["--batch", "1", "--repeats", "1"],
 }
 #: names of models in the documentation, which stand for a small random model here
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "MODEL")
@@ -45,9 +50,15 @@ def commands(page: str) -> Iterator[str]:
                 yield line
 
 
+def python_blocks(page: str) -> list[str]:
+    return re.findall(
+        r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+
+
 def test_every_page_with_commands_is_listed() -> None:
     pages = ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
-    assert {page for page in pages if any(commands(page))} <= set(PAGES)
+    assert {page for page in pages if any(commands(page)) or python_blocks(page)} <= set(PAGES)
 
 
 @pytest.fixture(scope="module")
@@ -99,10 +110,14 @@ def test_the_commands_of_the_pages_run(desk: Path, monkeypatch, capsys) -> None:
             ):  # a page may repeat a command of another page
                 out = Path(arguments[arguments.index("--out") + 1])
                 shutil.rmtree(out) if out.is_dir() else out.unlink(missing_ok=True)
-            if arguments[0] == "finetune":
-                arguments += ["--nsamples", "8"]  # in place of 4096
-            status = cli.run(arguments)
+            status = cli.run(arguments + SHORTER.get(arguments[0], []))
             assert status == 0, f"{page}: {line}\n{capsys.readouterr().err}"
+    blocks = [(page, code) for page in PAGES for code in python_blocks(page)]
+    assert len(blocks) > 1
+    for page, code in blocks:
+        for model in MODELS:
+            code = code.replace(f'"{model}"', repr(str(desk / "model")))
+        exec(compile(code, f"{page}, python", "exec"), {})
 
 
 @pytest.mark.parametrize("long", LONG)
