@@ -1,7 +1,8 @@
 """Accuracy in the tasks of lm_eval, with the metric that the literature on pruning reports for each task."""
 
-from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ def load_tasks(names: Sequence[str]) -> Tasks:
     for name in names:
         try:
             # get_task_dict is deprecated, but its successor TaskManager.load is not in lm_eval 0.4.11
-            with nullcontext() if (OWN_TASKS / f"{name}.yaml").exists() else quick_hub():
+            own = (OWN_TASKS / f"{name}.yaml").exists()
+            with _errors_only(), nullcontext() if own else quick_hub():
                 task = get_task_dict([name], manager).get(name)
         except Exception as error:  # a task is code and data of many authors, so any exception may come
             advice = "lm_eval's tasks need a network or a filled datasets cache"
@@ -105,16 +107,18 @@ def run_tasks(model: PreTrainedModel, tokenizer: Any, prepared: Tasks) -> dict[s
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    wrapped = HFLM(pretrained=model, tokenizer=tokenizer)
+    with _errors_only():
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer)
     scores: dict[str, Score] = {}
     for fewshot in sorted({FEWSHOT.get(name, 0) for name in prepared.tasks}):
         names = [name for name in prepared.tasks if FEWSHOT.get(name, 0) == fewshot]
-        outcome = lm_eval.simple_evaluate(
-            model=wrapped,
-            tasks=[prepared.tasks[name] for name in names],
-            num_fewshot=fewshot,
-            task_manager=prepared.manager,
-        )
+        with _errors_only():
+            outcome = lm_eval.simple_evaluate(
+                model=wrapped,
+                tasks=[prepared.tasks[name] for name in names],
+                num_fewshot=fewshot,
+                task_manager=prepared.manager,
+            )
         scores |= {name: score(name, outcome["results"][name], fewshot) for name in names}
     return {name: scores[name] for name in prepared.tasks}
 
@@ -143,6 +147,18 @@ def score(task: str, results: dict[str, Any], fewshot: int) -> Score:
             number = float(stderr) if isinstance(stderr, int | float) else None
             return Score(float(value), number, wanted, fewshot)
     raise _no_accuracy(task, results)
+
+
+@contextmanager
+def _errors_only() -> Iterator[None]:
+    """A block without the warnings of lm_eval, which are about how drot calls it and not about the model."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _no_accuracy(task: str, metrics: Iterable[str]) -> UserError:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import re
 import subprocess
@@ -42,7 +43,7 @@ metric_list:
 
 
 @pytest.mark.slow
-def test_accuracy_of_a_local_task(tmp_path, monkeypatch):
+def test_accuracy_of_a_local_task(tmp_path, monkeypatch, caplog):
     """The accuracy is the share of questions for which the model's logits make the right answer likelier."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
@@ -71,6 +72,9 @@ def test_accuracy_of_a_local_task(tmp_path, monkeypatch):
     assert (found.accuracy, found.metric, found.fewshot) == (pytest.approx(expected), "acc", 0)
     spread = (expected * (1 - expected) / (len(rows) - 1)) ** 0.5
     assert found.stderr == pytest.approx(spread)
+    # lm_eval's warnings are about its own arguments, which the user did not give
+    assert [record for record in caplog.records if record.name.startswith("lm_eval")] == []
+    assert logging.getLogger("lm_eval").level != logging.ERROR
 
 
 def test_accuracy_of_a_group(tmp_path, monkeypatch):
