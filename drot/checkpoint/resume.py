@@ -76,6 +76,14 @@ def read_journal(file: Path) -> dict[str, Any] | None:
     return {key: value for key, value in data.items() if key != DIGEST}
 
 
+#: fields of an identity that hold a hash → what the hash is of
+IN_WORDS = {
+    "calibration": "SHA-256 of the calibration tokens",
+    "weights.sha256": "SHA-256 of the model's weights",
+    "rotations": "SHA-256 of the file of rotations",
+}
+
+
 def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str) -> str:
     """Names each field that differs in two identities, with both values; empty if no field differs.
 
@@ -85,7 +93,7 @@ def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str
     missing = object()
     changed = [key for key in {**old, **new} if old.get(key, missing) != new.get(key, missing)]
     return ", ".join(
-        f"{key.removeprefix('recipe.')}: {_shown(old, key)} in {where}, {_shown(new, key)} now"
+        f"{IN_WORDS.get(key, key.removeprefix('recipe.'))}: {_shown(old, key)} in {where}, {_shown(new, key)} now"
         for key in changed
     )
 
