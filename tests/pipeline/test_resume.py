@@ -197,7 +197,8 @@ def test_a_run_is_known_by_its_weights_and_not_by_its_path(tmp_path, monkeypatch
     tensors["model.layers.2.mlp.up_proj.weight"][0, 0] += 1
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
-        UserError, match="weights.sha256: [0-9a-f]{64} in the unfinished run, [0-9a-f]{64} now"
+        UserError,
+        match="SHA-256 of the model's weights: [0-9a-f]{64} in the unfinished run, [0-9a-f]{64} now",
     ):
         prune(out, model=source, tokenizer=tokenizer, resume=True)
     file = tmp_path / "copy" / "config.json"
@@ -297,7 +298,10 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     for options, message in (
         (dict(chosen=recipe(damping=0.5)), "pruning.damping: 0.01 in the finished run, 0.5 now"),
         (dict(), "format: packed in the finished run, dense now"),
-        (dict(format="packed", model=small_model("llama", seed=1, head_dim=16)), "weights.sha256: "),
+        (
+            dict(format="packed", model=small_model("llama", seed=1, head_dim=16)),
+            "SHA-256 of the model's weights: ",
+        ),
     ):
         with pytest.raises(UserError, match=f"out is the result of another run: .*{message}"):
             prune(out, resume=True, **options)
