@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+import drot
 from drot.cli import app as cli
 from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
 
@@ -192,6 +193,15 @@ def test_the_page_explains_why_drot_cannot_be_imported(hooks) -> None:
         "was built for torch …",
     ):
         assert f"| `drot's native extension {reason}" in page
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^::: (\S+)\.(\w+)$", page, flags=re.MULTILINE)
+    assert all(hasattr(importlib.import_module(module), name) for module, name in documented)
+    names = {name for _, name in documented}
+    assert {name for name in drot.__all__ if name not in ("__version__", "ops")} <= names
+    assert {name for name in drot.ops.__all__ if not name.endswith("_ref")} <= names
 
 
 def options_of(command) -> set[str]:
