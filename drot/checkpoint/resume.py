@@ -92,9 +92,9 @@ def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str
     old, new = dict(_fields(before)), dict(_fields(json.loads(json.dumps(now))))
     missing = object()
     changed = [key for key in {**old, **new} if old.get(key, missing) != new.get(key, missing)]
+    names = {key: IN_WORDS.get(key, key.removeprefix("recipe.")) for key in changed}
     return ", ".join(
-        f"{IN_WORDS.get(key, key.removeprefix('recipe.'))}: {_shown(old, key)} in {where}, {_shown(new, key)} now"
-        for key in changed
+        f"{name}: {_shown(old, key)} in {where}, {_shown(new, key)} now" for key, name in names.items()
     )
 
 
