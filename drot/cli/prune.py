@@ -69,10 +69,18 @@ def prune(
     sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
     given = {name for name, source in sources.items() if source == "COMMANDLINE"}
     start, manifest = (Recipe(), {}) if recipe is None else read_recipe(recipe)
-    changed = start if quality is None else start.with_quality(quality)
-    changed = changed.replace(**recipe_fields({name: ctx.params[name] for name in given}))
+    fields = recipe_fields({name: ctx.params[name] for name in given})
+    changed = start.replace(**fields)
+    if quality is not None:  # which sets what the options do not
+        changed = changed.with_quality(quality).replace(**fields)
+    # steps that the quality sets may be without effect
+    without_options = start if "steps" in given else start.replace(steps=changed.rotation.steps)
     check_effects(
-        changed, start, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to
+        changed,
+        without_options,
+        measures=sensitivity,
+        rotations=rotations,
+        save_rotations_to=save_rotations_to,
     )
     if recipe is not None:
         tell_changes(start, changed, recipe)

@@ -23,6 +23,7 @@ from drot.cli.options import (
     TEXT_COLUMN,
     option,
 )
+from drot.config.recipe import FAST_STEPS
 from drot.devices import DTYPES
 
 
@@ -119,7 +120,7 @@ Quality = Annotated[
     str | None,
     option(
         PRUNING,
-        f"Sets --solve, --target and --recover. {quality_values()}",
+        f"Sets --solve, --target and --recover. {quality_values()} fast also sets --steps to {FAST_STEPS}.",
         choices=tuple(config.QUALITIES),
     ),
 ]
@@ -203,7 +204,11 @@ Optimizer = Annotated[
     ),
 ]
 Steps = Annotated[
-    int | None, option(ROTATION, f"Training steps for each layer. Default: {optimizer_defaults(0)}.")
+    int | None,
+    option(
+        ROTATION,
+        f"Training steps for each layer. Default: {optimizer_defaults(0)}; {FAST_STEPS} with --quality fast.",
+    ),
 ]
 Lr = Annotated[
     float | None,

@@ -21,6 +21,9 @@ QUALITIES: dict[str, dict[str, Any]] = {
     "balanced": {"solve": "admm", "target": "dense", "recover": "none"},
     "best": {"solve": "admm", "target": "dense", "recover": "block"},
 }
+#: Training steps of the quality `fast` with the optimizer `fast`. The pruned model is as good as after 100
+#: steps; with `balanced`, 100 are a little better (benchmarks/README.md).
+FAST_STEPS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,10 +145,17 @@ class Recipe:
         return rotation.mode == "none" or rotation.optimizer == "paper" or rotation.reference_compat
 
     def with_quality(self, quality: str) -> "Recipe":
-        """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`."""
+        """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`.
+
+        `fast` also sets the training steps of the optimizer `fast`, if the recipe rotates and sets none.
+        """
         if quality not in QUALITIES:
             raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {quality!r}")
-        return self.replace(**QUALITIES[quality])
+        fields, rotation = dict(QUALITIES[quality]), self.rotation
+        trains = rotation.mode != "none" and rotation.optimizer == "fast"
+        if quality == "fast" and trains and rotation.steps is None:
+            fields["steps"] = FAST_STEPS
+        return self.replace(**fields)
 
     def to_dict(self) -> dict[str, Any]:
         """The recipe in plain JSON types, with every default resolved. A round trip through JSON is exact."""

@@ -18,7 +18,7 @@ ProductDtype = Literal["auto", "float32", "bfloat16"]
 
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
-OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (60, 0.3), "paper": (2000, 0.01)}
+OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper": (2000, 0.01)}
 #: Optimizer → largest learning rate. The rate of `fast` is an angle, and π is half a turn. The rate of
 #: `paper` is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps
 #: nothing of A.

@@ -115,19 +115,23 @@ def metrics(sizes: Sizes, recipe: Recipe, groups: Collection[str]) -> float:
     return sum(factorisation(sizes.inputs(group)) + inverse[group] for group in groups)
 
 
-def evaluation(sizes: Sizes, recipe: Recipe, roles: Collection[str]) -> float:
-    """One evaluation of a layer's loss with its gradients in R1 and R2.
+def evaluation(sizes: Sizes, recipe: Recipe, roles: Collection[str], *, gradients: bool = True) -> float:
+    """One evaluation of a layer's loss.
 
-    roles: the linears of the layer that are pruned.
+    Args:
+        sizes: the sizes of the layer.
+        recipe: the settings of the run.
+        roles: the linears of the layer that are pruned.
+        gradients: whether the gradients in R1 and R2 are computed.
     """
     rotation, hidden, head = recipe.rotation, sizes.shapes["q_proj"][1], sizes.heads.head_dim
     block = hidden // rotation.equal_blocks
     total = 0.0
     for role in roles:
         out, width = sizes.shapes[role]
-        total += 4 * out * width * block  # the rotated weight, and the gradient in R1
+        total += (4 if gradients else 2) * out * width * block  # the rotated weight, and the gradient in R1
         if role in ("v_proj", "o_proj"):  # R2, its gradient, and the way back
-            total += 6 * out * width * head
+            total += (6 if gradients else 2) * out * width * head
     if recipe.pruning.method != "magnitude":
         for group in groups_of(roles):
             if group in ("attention", "mlp"):
@@ -154,13 +158,20 @@ def rotate(sizes: Sizes, recipe: Recipe, layers: Sequence[Collection[str]], step
     trained = [roles for roles in layers if roles]
     if not trained:
         return 0.0
-    once = sum(evaluation(sizes, recipe, roles) for roles in trained)
+    once, of_entropy = (
+        sum(evaluation(sizes, recipe, roles, gradients=gradients) for roles in trained)
+        for gradients in (True, False)
+    )
     share = min(1.0, (recipe.rotation.layers_per_step or len(trained)) / len(trained))
-    # the first and the last evaluation are of all layers, and so are the two entropies
-    evaluations = (steps - 1) * share + 4 if steps else 3
+    # the first and the last evaluation are of all layers, and so are the entropies
+    evaluations, entropies = (steps - 1) * share + 2 if steps else 1, 2
     if recipe.objective != "entropy" and share == 1:
-        evaluations += len({steps * part // 4 for part in (1, 2, 3)} - {0})
-    return evaluations * once + steps * optimizer_step(sizes, recipe.rotation, len(trained) * share)
+        entropies += len({steps * part // 4 for part in (1, 2, 3)} - {0})
+    return (
+        evaluations * once
+        + entropies * of_entropy
+        + steps * optimizer_step(sizes, recipe.rotation, len(trained) * share)
+    )
 
 
 def prune(sizes: Sizes, recipe: Recipe, roles: Collection[str], admm_iterations: Mapping[str, int]) -> float:

@@ -31,10 +31,11 @@ class _Sums:
     """The sums over the linears: the loss, d loss/d R1 [n, b, b] and d loss/d R2 [kv, h, h].
 
     dtype: dtype of the sums.
+    with_gradients: whether the gradients are summed; without them their products are not computed.
     """
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
+    def __init__(self, dtype: torch.dtype, *, with_gradients: bool = True) -> None:
+        self.dtype, self.with_gradients = dtype, with_gradients
         self.losses: list[Tensor] = []
         self.gradients: dict[str, Tensor] = {}
 
@@ -233,9 +234,22 @@ class LayerObjective:
 
         rounded: r1 and r2 in the dtype of the products, from a caller that has them; None computes them.
         """
-        sums = _Sums(self.loss_dtype)
         if rounded is None:
             rounded = r1.to(self.product_dtype), r2.to(self.product_dtype)
+        sums = self._evaluate(r1, r2, rounded, _Sums(self.loss_dtype))
+        r1_gradient, r2_gradient = (
+            sums.gradients[name] if name in sums.gradients else torch.zeros_like(matrix)
+            for name, matrix in (("r1", r1), ("r2", r2))
+        )
+        return sums.loss(), r1_gradient, r2_gradient
+
+    def value(self, r1: Tensor, r2: Tensor) -> Tensor:
+        """The loss (0-dim)."""
+        rounded = r1.to(self.product_dtype), r2.to(self.product_dtype)
+        return self._evaluate(r1, r2, rounded, _Sums(self.loss_dtype, with_gradients=False)).loss()
+
+    def _evaluate(self, r1: Tensor, r2: Tensor, rounded: tuple[Tensor, Tensor], sums: _Sums) -> _Sums:
+        """Adds all linears to `sums`, and returns it."""
         for group in ("attention", "mlp"):
             if group in self._stacks:
                 self._right_group(group, r1, *rounded, sums)
@@ -243,16 +257,9 @@ class LayerObjective:
             self._output_projection(r2, *rounded, sums)
         for down in self.down_projections:
             self._down_projection(down, rounded[0], sums)
-        loss = sums.loss() if sums.losses else r1.new_zeros(())
-        r1_gradient, r2_gradient = (
-            sums.gradients[name] if name in sums.gradients else torch.zeros_like(matrix)
-            for name, matrix in (("r1", r1), ("r2", r2))
-        )
-        return loss, r1_gradient, r2_gradient
-
-    def value(self, r1: Tensor, r2: Tensor) -> Tensor:
-        """The loss (0-dim)."""
-        return self.value_and_grad(r1, r2)[0]
+        if not sums.losses:
+            sums.losses.append(r1.new_zeros(()))
+        return sums
 
     def _right_group(self, group: str, r1: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums) -> None:
         """The linears that read the output of one norm: Y = W R1, and blockdiag(R2)ᵀ W R1 for v_proj.
@@ -271,12 +278,15 @@ class LayerObjective:
             y = rotate_left(r2_cast, u) if role == "v_proj" else u
             scale, sparsity = self._scales[role], self.sparsity[role]
             dy, dcolumn_scale = self._add_loss(role, scale, sparsity, y, column_scale.value, sums)
+            if not sums.with_gradients:
+                continue
             column_scale.add(dcolumn_scale)
             if role == "v_proj":
                 sums.add("r2", _left_factors(u, dy, len(r2_cast)))
                 dy = rotate_left(r2_cast.mT, dy)
             sums.add("r1", _right_factors(self.weights[role], dy, len(r1)))
-        column_scale.add_gradient(sums.gradients["r1"])
+        if sums.with_gradients:
+            column_scale.add_gradient(sums.gradients["r1"])
 
     def _output_projection(self, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums) -> None:
         """o_proj: Y = R1ᵀ W blockdiag(R2), with the R2 of its KV head for each query head."""
@@ -288,6 +298,8 @@ class LayerObjective:
         scale, sparsity = self._scales["o_proj"], self.sparsity["o_proj"]
         y = rotate_right(u, heads_r2_cast)
         dy, dcolumn_scale = self._add_loss("o_proj", scale, sparsity, y, column_scale.value, sums)
+        if not sums.with_gradients:
+            return
         column_scale.add(dcolumn_scale)
         gradient = product(*_right_factors(u, dy, len(heads_r2_cast)), self.loss_dtype)
         column_scale.add_gradient(gradient)
@@ -299,7 +311,8 @@ class LayerObjective:
         """down_proj: Y = R1ᵀ W, with a column_scale that does not depend on the rotations."""
         y = rotate_left(r1_cast, down.weight)
         dy, _ = self._add_loss("down_proj", down.scale, down.sparsity, y, down.column_scale, sums)
-        sums.add("r1", _left_factors(down.weight, dy, len(r1_cast)))
+        if sums.with_gradients:
+            sums.add("r1", _left_factors(down.weight, dy, len(r1_cast)))
 
     def _add_loss(
         self,

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from drot.config import DAMPING, QUALITIES, PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.config.recipe import FAST_STEPS
 from drot.errors import UserError
 
 
@@ -46,6 +47,13 @@ def test_a_quality_sets_three_fields_and_leaves_the_others(quality):
     assert (recipe.pruning.method, recipe.pruning.target_weight) == ("wanda", 0.5)
     assert recipe.recovery.recover_lr == 0.1
     assert json.loads(json.dumps(recipe.to_dict())) == recipe.to_dict()
+
+
+def test_fast_sets_the_steps_that_nothing_else_sets():
+    assert Recipe().with_quality("fast").rotation.steps == FAST_STEPS
+    assert Recipe().with_quality("best").rotation.steps is None
+    for rotation in (RotationConfig(steps=7), RotationConfig(optimizer="paper"), RotationConfig(mode="none")):
+        assert Recipe(rotation=rotation).with_quality("fast").rotation == rotation
 
 
 def test_the_default_is_balanced():
