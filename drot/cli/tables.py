@@ -46,7 +46,9 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     console = output()
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_row("model", str(manifest.get("base_model", "")))
-    damping = f", damping {pruning['damping']:g}" if pruning["method"] == "sparsegpt" else ""
+    average = pruning.get("damping_average", "mean")  # the only one before drot recorded it
+    share = f", damping {pruning['damping']:g} of the {average}"
+    damping = share if pruning["method"] == "sparsegpt" else ""
     # older manifests have neither sparsity_of nor keep
     patterns = [*pruning.get("sparsity_of", ()), *(f"{pattern} dense" for pattern in pruning.get("keep", ()))]
     mixed = "".join(f", {pattern}" for pattern in patterns)

@@ -94,8 +94,8 @@ class Recipe:
 
     @property
     def damping_average(self) -> str:
-        """The unit of `damping`: `mean` for a run that reproduces a published method, else `median`."""
-        return "mean" if self._published else "median"
+        """`damping_average` of the pruning, with None resolved."""
+        return self.pruning.damping_average or ("mean" if self._published else "median")
 
     def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
         """How many of the calibration sequences train the rotations: TRAINING_TOKENS for each channel.
@@ -160,7 +160,8 @@ class Recipe:
         out["rotation"]["steps"] = self.rotation.resolved_steps
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective
-        out["pruning"] |= {"solve": self.solve, "target": self.target, "damping": self.damping}
+        out["pruning"] |= {"solve": self.solve, "target": self.target}
+        out["pruning"] |= {"damping": self.damping, "damping_average": self.damping_average}
         out["pruning"]["block_size"] = self.pruning.resolved_block_size
         return out
 

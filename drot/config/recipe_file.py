@@ -20,7 +20,7 @@ BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {
         "hessians": "sequential",
         "product_dtype": "float32",
     },
-    "pruning": {"solve": "none", "target": "self"},
+    "pruning": {"solve": "none", "target": "self", "damping_average": "mean"},
 }
 #: values of `down_basis`, the name that `boundary` had in older manifests
 DOWN_BASIS = {"own": "input", "next": "residual"}

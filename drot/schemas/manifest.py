@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
+from drot.config.pruning import DampingAverage
 from drot.config.sparsity import Sparsity, parse_sparsity_of
 from drot.schemas.reading import Entries
 
@@ -24,6 +25,7 @@ class _Pruning(Entries):
     method: str
     sparsity: Annotated[str | float, AfterValidator(_parses_sparsity)]
     damping: float
+    damping_average: DampingAverage = "mean"
     keep: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     sparsity_of: Annotated[list[str], AfterValidator(_parses_sparsity_of)] = Field(default_factory=list)
     solve: str = "none"

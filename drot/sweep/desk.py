@@ -134,7 +134,7 @@ class Desk:
         if recipe.rotation.mode == "none" or recipe.rotation.resolved_hessians != "dense":
             return None
         settings = recipe.to_dict()
-        fields = ["method", "damping"]
+        fields = ["method", "damping", "damping_average"]
         if recipe.objective != "entropy" or recipe.pruning.mixed:
             fields += ["sparsity", "sparsity_of", "keep"]
         pruning = {field: settings["pruning"][field] for field in fields}

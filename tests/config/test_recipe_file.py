@@ -58,10 +58,20 @@ def test_a_manifest_without_later_fields_runs_as_it_did(tmp_path):
     recipe, manifest = read_recipe(tmp_path)
     assert (recipe.solve, recipe.target, recipe.rotation.early_stop) == ("none", "self", 0)
     assert recipe.rotation.boundary == "residual" and recipe.rotation.steps == 200
+    assert (recipe.damping, recipe.damping_average) == (0.01, "mean")
     assert manifest["base_model"] == "m"
     (tmp_path / "recipe.json").write_text(json.dumps({"pruning": old["pruning"]}))  # a recipe: defaults
     recipe, manifest = read_recipe(tmp_path / "recipe.json")
     assert (recipe.solve, recipe.target, manifest) == ("admm", "dense", {})
+    assert (recipe.damping, recipe.damping_average) == (0.01, "median")
+
+
+def test_a_changed_rotation_leaves_the_average_that_a_manifest_records(tmp_path):
+    """`mode="none"` alone has the mean, but the recorded share is one of the median."""
+    written = {"format_version": 1, "recipe": Recipe().to_dict()}
+    (tmp_path / "drot.json").write_text(json.dumps(written))
+    recipe = Recipe.from_file(tmp_path).replace(mode="none")
+    assert (recipe.damping, recipe.damping_average) == (0.3, "median")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +92,7 @@ def test_a_manifest_without_later_fields_runs_as_it_did(tmp_path):
         ("pruning: {sparsity_of: [3]}", "`sparsity_of` must be PATTERN=SPARSITY"),
         ("pruning: {sparsity: true}", "`sparsity` must be a ratio"),
         ("pruning: {damping: low}", "`damping` must be a finite number"),
+        ("pruning: {damping_average: mode}", "`damping_average` must be one of mean, median; got 'mode'"),
         ("pruning: {target_weight: null}", "`target_weight` must be"),
         ("recovery: {recover_lr: a}", "`recover_lr` must be a finite number above 0"),
         ("calibration: {source: 4}", "`source` must be a str; got 4"),

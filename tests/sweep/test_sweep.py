@@ -129,7 +129,13 @@ def test_rotations_of_the_dense_model_are_trained_once(desk, tmp_path, trainings
 
 
 @pytest.mark.parametrize(
-    "changed", ["method: [sparsegpt, wanda]", "sparsity: [2:4, 0.5]", "damping: [0.1, 1]"]
+    "changed",
+    [
+        "method: [sparsegpt, wanda]",
+        "sparsity: [2:4, 0.5]",
+        "damping: [0.1, 1]",
+        "damping_average: [mean, median]",
+    ],
 )
 def test_rotations_that_differ_are_not_shared(desk, tmp_path, trainings, changed):
     grid = f"grid: {{mode: [shared], {changed}}}"
