@@ -182,7 +182,10 @@ def evaluation_line(entry: dict[str, Any]) -> str:
         f"{figures['equal_tokens']:.1%} of next tokens as {original} on {Path(source).name}"
         for source, figures in entry["agreement"].items()
     ]
-    parts += [f"{task} {accuracy:.1%}" for task, accuracy in entry["tasks"].items()]
+    parts += [
+        f"{task} {'not finite' if accuracy is None else f'{accuracy:.1%}'}"
+        for task, accuracy in entry["tasks"].items()
+    ]
     return f"{'; '.join(parts)}; {entry['dtype']}, {entry['date'].partition('T')[0]}"
 
 
@@ -206,7 +209,7 @@ def _opens_as(manifest: dict[str, Any]) -> str:
 
 def _kept_weights_line(recipe: dict[str, Any]) -> str:
     """How the kept weights are computed and recovered. Manifests of older versions do not have the keys."""
-    pruning, recovery = recipe["pruning"], recipe.get("recovery", {})
+    pruning, recovery = recipe["pruning"], recipe.get("recovery") or {}
     solver = pruning.get("solve", "none")
     parts = [f"as {pruning['method']} leaves them" if solver == "none" else f"solved by {solver}"]
     if pruning.get("target") == "dense":

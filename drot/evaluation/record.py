@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.card import write_card
-from drot.checkpoint.manifest import MANIFEST, update_manifest
+from drot.checkpoint.manifest import MANIFEST, read_manifest, update_manifest
 from drot.environment import versions
 from drot.errors import UserError
 
@@ -44,6 +44,12 @@ def record(folder: str, figures: dict[str, Any]) -> bool:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
         return False
     return True
+
+
+def check_recordable(folder: str) -> None:
+    """Raises UserError for a folder with a broken manifest, to which `record` could add nothing."""
+    if (Path(folder) / MANIFEST).exists():
+        read_manifest(folder, recipe_needed=False)
 
 
 def _with_entry(manifest: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:

@@ -31,11 +31,18 @@ def read_json(file: Path) -> dict[str, Any]:
     that no file should hold.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{file} does not exist: copy the folder again") from None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
+    return parse_json(content, str(file))
+
+
+def parse_json(content: bytes, file: str) -> dict[str, Any]:
+    """The JSON object in `content`, as for `read_json`. Messages name it `file`."""
+    try:
+        data = json.loads(content.decode("utf-8"))
     except RecursionError:
         raise UserError(f"{file} is nested too deeply: copy it again") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
@@ -46,7 +53,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def _check_values(data: dict[str, Any], file: Path) -> None:
+def _check_values(data: dict[str, Any], file: str) -> None:
     waiting: list[tuple[str, Any, int]] = [("", data, 0)]
     while waiting:
         name, value, depth = waiting.pop()

@@ -1,6 +1,7 @@
 """Reading a grid file: the recipes of a sweep."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from drot.errors import UserError
 
 #: the keys of a grid file
 KEYS = ("model", "base", "grid", "cells", "texts", "tasks", "seqlen", "text_column")
+#: most combinations of a grid: far more than anybody runs
+MOST_CELLS = 10_000
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,8 @@ def _combinations(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
         raise UserError("it must hold grid or cells; got neither")
     for field in (*grid, *(field for cell in cells for field in cell)):
         known_field(field, SECTION_OF, "the recipe")
+    if (count := math.prod(map(len, grid.values())) + len(cells)) > MOST_CELLS:
+        raise UserError(f"grid must have at most {MOST_CELLS} combinations, got {count}: leave values out")
     if grid:
         for choice in itertools.product(*grid.values()):
             yield dict(zip(grid, choice, strict=True))
