@@ -55,8 +55,8 @@ def export_artifact(
     weight of the dense model. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint,
     "parts": what takes how many bytes}.
 
-    Raises UserError for a checkpoint that drot did not make or whose weights are damaged, and for another model
-    or other rotations than those of the checkpoint.
+    Raises UserError for a checkpoint that drot did not make or whose weights are damaged, and for another
+    model or other rotations than those of the checkpoint.
 
     Args:
         checkpoint: a folder that drot wrote, dense or packed.
