@@ -23,9 +23,10 @@ from torch import Tensor
 from drot.architectures import HeadShape
 from drot.artifact.coding import from_planes, to_planes
 from drot.checkpoint.integrity import recorded_files
+from drot.config.checks import shortened
 from drot.errors import UserError
 from drot.schemas.artifact import ArtifactIndex
-from drot.schemas.reading import check_schema, parse_json, shortened
+from drot.schemas.reading import check_schema, parse_json
 from drot.surgery.rotate import LayerRotation
 
 FORMAT_VERSION = 1

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drot.config.calibration import CalibrationConfig
-from drot.config.checks import is_a
+from drot.config.checks import is_a, shortened
 from drot.config.pruning import DAMPING, PUBLISHED_DAMPING, PruningConfig, RecoveryConfig
 from drot.config.rotation import TRAINING_TOKENS, RotationConfig
 from drot.errors import UserError
@@ -47,7 +47,7 @@ class Recipe:
         for name, values in data.items():
             make: Any = sections[known_field(name, sections, "the recipe")]
             if not isinstance(values, Mapping):
-                raise UserError(f"{name} must hold the fields of a section; got {values!r}")
+                raise UserError(f"{name} must hold the fields of a section; got {shortened(values)}")
             known = [part.name for part in dataclasses.fields(make)]
             parts[name] = make(**{known_field(key, known, name): value for key, value in values.items()})
         return cls(**parts)
@@ -144,7 +144,7 @@ class Recipe:
     def with_quality(self, quality: str) -> "Recipe":
         """This recipe with the fields that `quality` sets: `fast`, `balanced` or `best`."""
         if quality not in QUALITIES:
-            raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {quality!r}")
+            raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {shortened(quality)}")
         return self.replace(**QUALITIES[quality])
 
     def to_dict(self) -> dict[str, Any]:
@@ -180,4 +180,4 @@ def known_field(name: Any, known: Any, where: str) -> str:
         return str(name)
     near = difflib.get_close_matches(str(name), list(known), 1)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-    raise UserError(f"{where} has no field {name!r}: {hint}")
+    raise UserError(f"{where} has no field {shortened(name)}: {hint}")

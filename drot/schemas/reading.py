@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from drot.config.checks import shortened
 from drot.errors import UserError
 
 #: largest depth of nested lists and objects; no file that drot reads has more than 8 levels
@@ -94,15 +95,6 @@ def check_schema(schema: type[BaseModel], data: Any, where: str) -> None:
 def _printable(name: str) -> str:
     """The name of an entry: as it is, or as Python writes it if it is long or has control characters."""
     return name if name.isprintable() and len(name) <= LONGEST_QUOTE else shortened(name)
-
-
-def shortened(value: Any) -> str:
-    """`value` as Python writes it, cut off after 60 characters."""
-    try:
-        text = " ".join(repr(value).split())
-    except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
-        return f"a very long {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def quoted(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Recipes in files: a round trip, YAML, manifests of this and of older versions, and what is refused."""
 
+import itertools
 import json
 
 import pytest
@@ -74,6 +75,16 @@ def test_a_changed_rotation_leaves_the_average_that_a_manifest_records(tmp_path)
     assert (recipe.damping, recipe.damping_average) == (0.3, "median")
 
 
+#: a value of a few lines that stands for a list of 10**9 elements
+BOMB = (
+    "[&a [x, x, x, x, x, x, x, x, x, x], "
+    + ", ".join(
+        f"&{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in itertools.pairwise("abcdefghi")
+    )
+    + "]"
+)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -105,6 +116,14 @@ def test_a_changed_rotation_leaves_the_average_that_a_manifest_records(tmp_path)
         ("rotation: {steps: !!timestamp now}", "is not valid YAML"),
         ("rotation: {steps: !!bool maybe}", "is not valid YAML"),
         ("a: !!python/object/apply:os.system [exit]", "is not valid YAML"),
+        (f"pruning: {{sparsity: {10**400}}}", "`sparsity` must be a ratio"),
+        (f"rotation: {{lr: {10**400}}}", "`lr` must be a finite number"),
+        (f"rotation: {{steps: {BOMB}}}", "`steps` must be a whole number"),
+        (f"rotation: {BOMB}", "rotation must hold the fields of a section; got [['x', "),
+        (f"pruning: {{keep: [{BOMB}]}}", "`keep` must be patterns"),
+        (f"pruning: {{sparsity_of: {{q_proj: {BOMB}}}}}", "the sparsity in `sparsity_of` must be a ratio"),
+        (f"pruning: {{sparsity: {BOMB}}}", "`sparsity` must be a ratio"),
+        ("rotation: " + "x" * 100_000, "rotation must hold the fields of a section; got 'xxx"),
         ("rotation: {steps: 1000000000000}", "`steps` must be a whole number from 0 to 1000000"),
         ("recipe: 3", "holds no recipe"),
     ],
