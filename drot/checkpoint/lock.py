@@ -32,9 +32,9 @@ def locked(out: Path) -> Iterator[None]:
     """Locks `out` for the caller. Raises UserError at once if another run has the lock.
 
     The lock is the kernel's (flock), which ends with the process; `<out>.lock` names the host and the process
-    and is deleted at the end. A file that a killed run left behind is taken over. A link is refused, and so is
-    a file that is no lock of drot, such as poetry.lock for `out` poetry. On a file system without flock the
-    file alone is the lock: it counts while its process runs, and always if it names another host.
+    and is deleted at the end. A file that a killed run left behind is taken over. A link is refused, and so
+    is a file that is no lock of drot, such as poetry.lock for `out` poetry. On a file system without flock
+    the file alone is the lock: it counts while its process runs, and always if it names another host.
     """
     file = lock_file(out)
     with writing(file):

@@ -69,7 +69,7 @@ def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path, caplog):
 @pytest.mark.parametrize("content", ["[package]\nname = 'mine'\n", "{\n}", "\0", '{"hosts": 1}'])
 @pytest.mark.parametrize("kind", ["file", "link", "hard link"])
 def test_a_file_that_is_no_lock_stays_as_it_is(tmp_path, content, kind):
-    """`--out poetry` beside a poetry.lock, and a link that somebody laid out to have its target overwritten."""
+    """`--out poetry` beside a poetry.lock, and a link whose target would be overwritten."""
     (tmp_path / "mine").write_text(content)
     if kind == "link":
         lock_file(tmp_path / "out").symlink_to(tmp_path / "mine")
