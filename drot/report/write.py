@@ -79,9 +79,9 @@ def write_report(
     except UserError:
         raise
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-        names, files = ", ".join(map(str, paths)), f"{MANIFEST} or {FIGURES}"
+        names = ", ".join(map(str, paths))
         raise UserError(
-            f"{files} in {names} does not hold what drot wrote ({quoted(error)}): copy it again"
+            f"{names}: {MANIFEST} or {FIGURES} does not hold what drot wrote ({quoted(error)}): copy it again"
         ) from error
     files = []
     if figures is not None:
