@@ -200,6 +200,29 @@ def test_drot_json(recorded: Path, room: Path, changes: Any, cut: float | None) 
     survives(write_card, room)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["removed", [3]])
+def test_every_entry_of_drot_json(recorded: Path, room: Path, value: Any) -> None:
+    """Without one of its entries, or with another value there: of entries with one name, the first."""
+    file = fresh(recorded, room) / "drot.json"
+    original = json.loads(file.read_text())
+    seen = set()
+    for number, (_, name) in enumerate(places(original)):
+        if name in seen:
+            continue
+        seen.add(name)
+        changed = json.loads(json.dumps(original))
+        container, key = places(changed)[number]
+        if value == "removed":
+            del container[key]
+        else:
+            container[key] = value
+        file.write_text(json.dumps(changed))
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+            assert cli.run(["info", str(room)]) in (0, 2), (key, err.getvalue())
+        survives(write_card, room)
+
+
 @fuzzed_slowly
 @given(changes=edits())
 def test_reports_of_drot_json(recorded: Path, room: Path, changes: Any) -> None:
