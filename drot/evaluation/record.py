@@ -61,5 +61,5 @@ def _with_entry(manifest: dict[str, Any], entry: dict[str, Any]) -> dict[str, An
 
 def _measurement(entry: dict[str, Any]) -> Any:
     """What was measured: two entries with equal measurements differ by machine, versions or chance only."""
-    texts = {name: text["sha256"] for name, text in entry["texts"].items()}
+    texts = {name: text["sha256"] for name, text in entry.get("texts", {}).items()}
     return [entry["seqlen"], entry["dtype"], entry["against"], texts, sorted(entry["tasks"])]

@@ -171,7 +171,7 @@ class _Evaluation(Entries):
     dtype: str
     seqlen: int
     against: str | None
-    texts: dict[str, _EvaluatedText]
+    texts: dict[str, _EvaluatedText] = Field(default_factory=dict)
     perplexity: dict[str, float | None]
     agreement: dict[str, _Agreement]
     tasks: dict[str, float | None]
