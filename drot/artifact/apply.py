@@ -84,13 +84,13 @@ def _write(reader: Reader, source: Any, folder: Path, progress: Progress) -> Non
             file.write_bytes(reader.read(f"files/{name}"))
             continue
         header = reader.read(f"headers/{name}")
+        try:
+            tensors = tensors_of(header, record["bytes"])
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise reader.damaged(f"header of {name}: {error!r}") from None
         file.write_bytes(header)
         os.truncate(file, record["bytes"])
-        try:
-            for tensor, (dtype, shape, offset) in tensors_of(header).items():
-                stored[tensor] = file, dtype, shape, offset
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise reader.damaged(f"header of {name}: {error!r}") from None
+        stored |= {tensor: (file, *place) for tensor, place in tensors.items()}
     config = source.config
     rotations = None
     if index["rotated"]:
@@ -123,6 +123,8 @@ def _write_tensor(
             values = decode(parts, rows, tolerance, DTYPES[dtype]).contiguous()
             row_bytes = values.nbytes // len(values)
             _write_at(file, offset + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
+        except UserError:
+            raise
         except (ValueError, RuntimeError, LookupError, TypeError) as error:
             raise reader.damaged(f"{weight}: {error}") from None
 

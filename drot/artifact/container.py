@@ -23,11 +23,17 @@ from torch import Tensor
 from drot.architectures import HeadShape
 from drot.artifact.coding import from_planes, to_planes
 from drot.checkpoint.integrity import recorded_files
+from drot.config.checks import shortened
 from drot.errors import UserError
+from drot.schemas.artifact import ArtifactIndex
+from drot.schemas.reading import check_schema, parse_json
 from drot.surgery.rotate import LayerRotation
 
 FORMAT_VERSION = 1
 INDEX = "artifact.json"
+#: Bytes of the largest member that is read; a few compressed bytes can stand for as many as they like. The
+#: largest of drot, a rotation of a layer of 16384 channels or a piece of a tensor, has half as many.
+LARGEST_MEMBER = 2**31
 
 
 class Writer:
@@ -80,14 +86,16 @@ class Reader:
         except (OSError, zipfile.BadZipFile) as error:
             raise UserError(f"{path} is no artifact of drot ({error})") from None
         self._names = frozenset(self._zip.namelist())
-        try:
-            self.index: dict[str, Any] = json.loads(self.read(INDEX))
-            version = self.index["format_version"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise UserError(f"{path} is no artifact of drot ({error!r})") from None
-        if version != FORMAT_VERSION:
-            raise UserError(f"{path} must be of format_version {FORMAT_VERSION}, got {version}: update drot")
-        recorded_files({"files": self.index.get("files")}, path)  # raises for a name outside of the folder
+        if INDEX not in self._names:
+            raise UserError(f"{path} is no artifact of drot (it holds no {INDEX})")
+        where = f"{path}: {INDEX}"
+        self.index: dict[str, Any] = parse_json(self.read(INDEX), where)
+        if (version := self.index.get("format_version")) != FORMAT_VERSION:
+            raise UserError(
+                f"{path} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: update drot"
+            )
+        check_schema(ArtifactIndex, self.index, where)
+        recorded_files({"files": self.index["files"]}, path)  # raises for a name outside of the folder
 
     def __enter__(self) -> "Reader":
         return self
@@ -100,6 +108,8 @@ class Reader:
 
     def read(self, name: str) -> bytes:
         try:
+            if (size := self._zip.getinfo(name).file_size) > LARGEST_MEMBER:
+                raise self.damaged(f"{name} has {size} bytes")
             return self._zip.read(name)
         except (KeyError, OSError, zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
             raise self.damaged(error) from None
@@ -123,6 +133,8 @@ class Reader:
         try:
             numbers = from_planes(self.read(name), torch.float32)
             return torch.from_numpy(numbers.astype("uint32").view("float32")).reshape(size)
+        except UserError:
+            raise
         except (ValueError, RuntimeError) as error:
             raise self.damaged(f"{name}: {error}") from None
 
@@ -139,10 +151,22 @@ def header_bytes(file: Path) -> bytes:
         return start + handle.read(struct.unpack("<Q", start)[0])
 
 
-def tensors_of(header: bytes) -> dict[str, tuple[str, list[int], int]]:
-    """Name → dtype by safetensors' name, shape, and position in the file, of each tensor of a file."""
+def tensors_of(header: bytes, size: int) -> dict[str, tuple[str, list[int], int]]:
+    """Name → dtype by safetensors' name, shape, and position in the file, of each tensor of a file.
+
+    Raises ValueError, LookupError, TypeError, AttributeError or RecursionError for the header of another file
+    than of one of `size` bytes.
+    """
     entries = json.loads(header[8:])
     entries.pop("__metadata__", None)
+    places = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
+    end = 0
+    for first, last in places:
+        if first != end or last < first:
+            raise ValueError(f"a tensor begins at byte {first}, where {end} was expected")
+        end = last
+    if len(header) + end != size:
+        raise ValueError(f"the tensors end at byte {len(header) + end} of {size}")
     return {
         name: (entry["dtype"], entry["shape"], len(header) + entry["data_offsets"][0])
         for name, entry in entries.items()

@@ -16,7 +16,7 @@ from drot.artifact.prediction import Prediction, predictions, reported
 from drot.artifact.source import load_source
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.files import new_file
-from drot.checkpoint.integrity import folder_records, tensors_digest
+from drot.checkpoint.integrity import folder_records, tensors_digest, verified_while_loading
 from drot.checkpoint.load import load_config
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.rotations import load_rotations
@@ -55,8 +55,8 @@ def export_artifact(
     weight of the dense model. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint,
     "parts": what takes how many bytes}.
 
-    Raises UserError for a checkpoint that drot did not make, and for another model or other rotations than
-    those of the checkpoint.
+    Raises UserError for a checkpoint that drot did not make or whose weights are damaged, and for another
+    model or other rotations than those of the checkpoint.
 
     Args:
         checkpoint: a folder that drot wrote, dense or packed.
@@ -85,7 +85,7 @@ def export_artifact(
         if not holds_weights(path):
             continue
         header = headers[path.relative_to(folder).as_posix()] = header_bytes(path)
-        for tensor, (dtype, _, _) in tensors_of(header).items():
+        for tensor, (dtype, _, _) in tensors_of(header, path.stat().st_size).items():
             stored[tensor] = path, dtype
             dtypes |= {dtype} & SIGNIFICAND.keys()
     if given is not None:
@@ -102,7 +102,8 @@ def export_artifact(
         "boundary": place,
         "files": folder_records(folder, names),
     }
-    with new_file(out) as part, Writer(part) as writer:
+    # the hashes are compared before `part` gets the name `out`
+    with new_file(out) as part, verified_while_loading(folder), Writer(part) as writer:
         for file, path in zip(names, files, strict=True):
             if file in headers:
                 writer.add(f"headers/{file}", headers[file])

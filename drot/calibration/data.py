@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from drot.calibration.rows import one_line, texts
-from drot.config.checks import path_exists
+from drot.config.checks import path_exists, shortened
 from drot.errors import UserError
 from drot.hub import first_line, hub_access
 from drot.progress import Progress, ProgressEvent, silent
-from drot.schemas.reading import quoted, shortened
+from drot.schemas.reading import quoted
 
 #: Source on the hub with a short name → arguments of datasets.load_dataset. A streamed dataset is read row by
 #: row, and only as far as it is needed.

@@ -35,5 +35,5 @@ def load_figures(folder: Path | str) -> dict[str, np.ndarray]:
     try:
         with np.load(file, allow_pickle=False) as arrays:
             return {name: arrays[name] for name in arrays.files}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{file} is not a complete npz file ({error}): copy the checkpoint again") from None

@@ -218,6 +218,8 @@ def _one_line(problem: str, entries: dict[str, Any] | None = None) -> Iterator[N
         raise
     except Exception as error:  # a faulty config.json makes transformers raise exceptions of many classes
         reason = quoted(error)
+        if "trust_remote_code" in str(error):  # transformers advises to let the code run
+            reason = "it brings its own code, which drot never runs: name a model that transformers has"
         if isinstance(error, KeyError) and error.args:
             named = [name for name, value in _leaves(entries or {}) if value == error.args[0]]
             if named:

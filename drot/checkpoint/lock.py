@@ -18,6 +18,8 @@ logger = logging.getLogger("drot")
 
 #: errors of flock on file systems without locks, as some network file systems are
 NO_LOCKS = (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EINVAL)
+#: the first bytes of a lock file, or a part of them if its run was killed while it wrote
+BEGINS = b'{"host": '
 
 
 def lock_file(out: Path) -> Path:
@@ -30,8 +32,9 @@ def locked(out: Path) -> Iterator[None]:
     """Locks `out` for the caller. Raises UserError at once if another run has the lock.
 
     The lock is the kernel's (flock), which ends with the process; `<out>.lock` names the host and the process
-    and is deleted at the end. A file that a killed run left behind is taken over. On a file system without
-    flock the file alone is the lock: it counts while its process runs, and always if it names another host.
+    and is deleted at the end. A file that a killed run left behind is taken over. A link is refused, and so
+    is a file that is no lock of drot, such as poetry.lock for `out` poetry. On a file system without flock
+    the file alone is the lock: it counts while its process runs, and always if it names another host.
     """
     file = lock_file(out)
     with writing(file):
@@ -46,8 +49,15 @@ def locked(out: Path) -> Iterator[None]:
 def _acquire(out: Path, file: Path) -> int:
     """The descriptor of the locked file, in which this process is entered."""
     while True:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        if file.is_symlink():
+            raise UserError(f"{file} is a link: remove it or name another `out`")
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
         try:
+            begin = os.pread(descriptor, len(BEGINS), 0)
+            if not BEGINS.startswith(begin):
+                raise UserError(
+                    f"{file} is not a lock of drot, which needs this name: move it or name another `out`"
+                )
             _lock(descriptor, out, file)
             if not _is_file(descriptor, file):  # its owner deleted it between open and lock
                 os.close(descriptor)

@@ -17,11 +17,12 @@ from drot.calibration.data import calibration_hash
 from drot.checkpoint.files import write_json
 from drot.checkpoint.integrity import DIGEST, MANIFEST, digest_fits, folder_records, with_digest
 from drot.config import PruningConfig, Recipe
+from drot.config.checks import shortened
 from drot.devices import dtype_name
 from drot.environment import device_name, machine, versions
 from drot.errors import UserError
 from drot.schemas.manifest import FinetunedManifest, PrunedManifest
-from drot.schemas.reading import check_schema, read_json, shortened
+from drot.schemas.reading import check_schema, read_json
 from drot.sparse.packed import dense_linears
 
 logger = logging.getLogger("drot")

@@ -51,7 +51,8 @@ def _read_identity(folder: Path) -> dict[str, Any] | None:
     Raises UserError if run.json is damaged, or lost while there are parts.
     """
     if not (folder / IDENTITY).exists():
-        if (folder / JOURNAL).exists() or any(folder.glob("*.safetensors")):
+        # a run that is killed while it writes run.json leaves a .part file alone
+        if folder.exists() and (not folder.is_dir() or any(f.suffix != ".part" for f in folder.iterdir())):
             raise UserError(
                 f"cannot resume {folder}: its {IDENTITY} is missing, which says to which run the parts "
                 "belong; copy it back or remove the folder"

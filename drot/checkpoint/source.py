@@ -13,10 +13,11 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from drot.architectures import ARCHITECTURES
+from drot.config.checks import shortened
 from drot.errors import UserError
 from drot.hub import hub_access
 from drot.schemas.model import ModelConfig, RopeOfModel, WeightIndex
-from drot.schemas.reading import check_schema, quoted, read_json, shortened
+from drot.schemas.reading import check_schema, quoted, read_json
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"

@@ -5,6 +5,7 @@ for success, 1 for a fault of drot (--debug shows the traceback) or a model with
 mistake of the user, and 130 after Ctrl-C.
 """
 
+import errno
 import re
 import sys
 import traceback
@@ -15,6 +16,7 @@ import typer
 from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune, report, sweep
 from drot.cli.options import Command, Group, Interrupted
 from drot.cli.safe_text import safe_log_messages, visible
+from drot.config.checks import shortened
 from drot.config.recipe import SECTION_OF
 from drot.errors import BrokenModelError, UserError
 from drot.version import __version__
@@ -104,6 +106,8 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
         return 2, f"{format_message()} (drot --help lists the options)"
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of any option or argument
+        return 2, f"the name {shortened(error.filename)} is too long for a file: shorten it"
     return 1, f"{type(error).__name__}: {error}{'' if debug else ' (--debug shows where)'}"
 
 

@@ -47,7 +47,7 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
         lambda recipe, given: (
             recipe.pruning.method != "sparsegpt" and (recipe.solve, recipe.target) == ("none", "self")
         ),
-        ("damping",),
+        ("damping", "damping_average"),
     ),
     ("--target self", lambda recipe, given: recipe.target == "self", ("target_weight",)),
     (

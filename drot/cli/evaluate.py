@@ -104,6 +104,7 @@ def evaluate(
     from drot.evaluation import evaluate as evaluation
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    original = dense_original(models) if against is None else None
     with stdout_for_the_result(), progress_bar() as progress:
         results = evaluation.evaluate(
             models,
@@ -122,7 +123,7 @@ def evaluate(
         print_json(results[0] if len(results) == 1 else results)
     else:
         print_figures(results)
-    if against is None and results[0]["texts"] and (original := dense_original(models)):
+    if original is not None and results[0]["texts"]:
         hint = f"drot: --against {original} would compare the predictions with those of the dense original"
         print(hint, file=sys.stderr)
 

@@ -27,6 +27,7 @@ def prune(
     sparsity_of: options.SparsityOf = None,
     keep: options.Keep = None,
     damping: options.Damping = PRUNE.damping,
+    damping_average: options.DampingAverage = PRUNE.damping_average,
     block_size: options.BlockSize = PRUNE.block_size,
     quality: options.Quality = None,
     solve: options.Solve = None,

@@ -102,10 +102,19 @@ Damping = Annotated[
     float | None,
     option(
         PRUNING,
-        "Share of median(diag H) that is added to the diagonal of H before it is inverted. The larger the "
-        f"share is, the less the result depends on the calibration text. Default: {config.DAMPING:g}. With "
-        "--rotation none, --optimizer paper or --reference-compat it is the share of mean(diag H), and the "
-        f"default is SparseGPT's: {config.PUBLISHED_DAMPING:g}.",
+        "Share of the median or the mean of diag H that is added to the diagonal of H before it is inverted. "
+        "The larger the share is, the less the result depends on the calibration text. Default: "
+        f"{config.DAMPING:g}; with --rotation none, --optimizer paper or --reference-compat it is "
+        f"SparseGPT's: {config.PUBLISHED_DAMPING:g}.",
+    ),
+]
+DampingAverage = Annotated[
+    str | None,
+    option(
+        PRUNING,
+        "The average of diag H of which --damping is a share. Default: median; with --rotation none, "
+        "--optimizer paper or --reference-compat: mean.",
+        choices=get_args(config.DampingAverage),
     ),
 ]
 BlockSize = Annotated[

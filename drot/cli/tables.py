@@ -46,7 +46,9 @@ def print_manifest(manifest: dict[str, Any]) -> None:
     console = output()
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_row("model", str(manifest.get("base_model", "")))
-    damping = f", damping {pruning['damping']:g}" if pruning["method"] == "sparsegpt" else ""
+    average = pruning.get("damping_average", "mean")  # the only one before drot recorded it
+    share = f", damping {pruning['damping']:g} of the {average}"
+    damping = share if pruning["method"] == "sparsegpt" else ""
     # older manifests have neither sparsity_of nor keep
     patterns = [*pruning.get("sparsity_of", ()), *(f"{pattern} dense" for pattern in pruning.get("keep", ()))]
     mixed = "".join(f", {pattern}" for pattern in patterns)
@@ -180,7 +182,10 @@ def evaluation_line(entry: dict[str, Any]) -> str:
         f"{figures['equal_tokens']:.1%} of next tokens as {original} on {Path(source).name}"
         for source, figures in entry["agreement"].items()
     ]
-    parts += [f"{task} {accuracy:.1%}" for task, accuracy in entry["tasks"].items()]
+    parts += [
+        f"{task} {'not finite' if accuracy is None else f'{accuracy:.1%}'}"
+        for task, accuracy in entry["tasks"].items()
+    ]
     return f"{'; '.join(parts)}; {entry['dtype']}, {entry['date'].partition('T')[0]}"
 
 
@@ -204,7 +209,7 @@ def _opens_as(manifest: dict[str, Any]) -> str:
 
 def _kept_weights_line(recipe: dict[str, Any]) -> str:
     """How the kept weights are computed and recovered. Manifests of older versions do not have the keys."""
-    pruning, recovery = recipe["pruning"], recipe.get("recovery", {})
+    pruning, recovery = recipe["pruning"], recipe.get("recovery") or {}
     solver = pruning.get("solve", "none")
     parts = [f"as {pruning['method']} leaves them" if solver == "none" else f"solved by {solver}"]
     if pruning.get("target") == "dense":

@@ -9,6 +9,7 @@ from drot.config.finetune import FINETUNE_LR, FinetuneConfig
 from drot.config.pruning import (
     DAMPING,
     PUBLISHED_DAMPING,
+    DampingAverage,
     Method,
     PruningConfig,
     Recovery,
@@ -40,6 +41,7 @@ __all__ = [
     "Boundary",
     "BoundaryPlace",
     "CalibrationConfig",
+    "DampingAverage",
     "FinetuneConfig",
     "HessianSource",
     "Method",

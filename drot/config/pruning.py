@@ -13,6 +13,8 @@ Method = Literal["magnitude", "wanda", "sparsegpt"]
 Solver = Literal["auto", "none", "sparsegpt", "pcg", "admm"]
 Target = Literal["auto", "self", "dense"]
 Recovery = Literal["none", "block"]
+#: the average of diag H that is the unit of `damping` (`damping_unit` of drot/calibration/hessian.py)
+DampingAverage = Literal["mean", "median"]
 
 
 #: largest share of diag H that is added to the diagonal: H itself no longer counts beside it
@@ -27,11 +29,13 @@ class PruningConfig:
 
     method: the score of a weight: `magnitude`, `wanda` or `sparsegpt`.
     sparsity: the share of the weights that is removed, as n:m or as a ratio.
-    damping: the share of median(diag H) that is added to the Hessian's diagonal before the inversion. The
-        larger the share is, the less the result depends on the calibration text. If the Cholesky
+    damping: the share of an average of diag H that is added to the Hessian's diagonal before the inversion.
+        The larger the share is, the less the result depends on the calibration text. If the Cholesky
         factorisation fails, the share is multiplied by 10; the manifest records the final share. None is
-        DAMPING. A run that reproduces a published method (`mode="none"`, `optimizer="paper"` or
-        `reference_compat`) takes the share of mean(diag H), and None is PUBLISHED_DAMPING.
+        DAMPING, but PUBLISHED_DAMPING for a run that reproduces a published method: with `mode="none"`,
+        `optimizer="paper"` or `reference_compat`.
+    damping_average: the average, `mean` or `median`. None is `median`, but `mean` for a run that reproduces a
+        published method.
     block_size: the number of columns that SparseGPT prunes before it updates the columns right of them. It is
         rounded to a multiple of each m in n:m: `resolved_block_size`.
     solve: how the kept weights are computed on the mask that `method` chose. `none` leaves them as `method`
@@ -54,6 +58,7 @@ class PruningConfig:
     method: Method = "sparsegpt"
     sparsity: Sparsity = field(default_factory=lambda: Sparsity.parse("2:4"))
     damping: float | None = None
+    damping_average: DampingAverage | None = None
     block_size: int = 128
     solve: Solver = "auto"
     target: Target = "auto"
@@ -71,6 +76,8 @@ class PruningConfig:
         object.__setattr__(self, "sparsity", Sparsity.parse(self.sparsity))
         if self.damping is not None:
             at_least("damping", self.damping, 0, LARGEST_DAMPING)
+        if self.damping_average is not None:
+            one_of("damping_average", self.damping_average, DampingAverage)
         whole_number("block_size", self.block_size, 1)
         object.__setattr__(self, "keep", parse_patterns("keep", self.keep))
         object.__setattr__(self, "sparsity_of", parse_sparsity_of(self.sparsity_of))

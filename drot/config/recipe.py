@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drot.config.calibration import CalibrationConfig
-from drot.config.checks import is_a
+from drot.config.checks import is_a, shortened
 from drot.config.pruning import DAMPING, PUBLISHED_DAMPING, PruningConfig, RecoveryConfig
 from drot.config.rotation import TRAINING_TOKENS, RotationConfig
 from drot.errors import UserError
@@ -50,7 +50,7 @@ class Recipe:
         for name, values in data.items():
             make: Any = sections[known_field(name, sections, "the recipe")]
             if not isinstance(values, Mapping):
-                raise UserError(f"{name} must hold the fields of a section; got {values!r}")
+                raise UserError(f"{name} must hold the fields of a section; got {shortened(values)}")
             known = [part.name for part in dataclasses.fields(make)]
             parts[name] = make(**{known_field(key, known, name): value for key, value in values.items()})
         return cls(**parts)
@@ -97,8 +97,8 @@ class Recipe:
 
     @property
     def damping_average(self) -> str:
-        """The unit of `damping`: `mean` for a run that reproduces a published method, else `median`."""
-        return "mean" if self._published else "median"
+        """`damping_average` of the pruning, with None resolved."""
+        return self.pruning.damping_average or ("mean" if self._published else "median")
 
     def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
         """How many of the calibration sequences train the rotations: TRAINING_TOKENS for each channel.
@@ -150,7 +150,7 @@ class Recipe:
         `fast` also sets the training steps of the optimizer `fast`, if the recipe rotates and sets none.
         """
         if quality not in QUALITIES:
-            raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {quality!r}")
+            raise UserError(f"`quality` must be one of {', '.join(QUALITIES)}; got {shortened(quality)}")
         fields, rotation = dict(QUALITIES[quality]), self.rotation
         trains = rotation.mode != "none" and rotation.optimizer == "fast"
         if quality == "fast" and trains and rotation.steps is None:
@@ -170,7 +170,8 @@ class Recipe:
         out["rotation"]["steps"] = self.rotation.resolved_steps
         out["rotation"]["lr"] = self.rotation.resolved_lr
         out["rotation"]["objective"] = self.objective
-        out["pruning"] |= {"solve": self.solve, "target": self.target, "damping": self.damping}
+        out["pruning"] |= {"solve": self.solve, "target": self.target}
+        out["pruning"] |= {"damping": self.damping, "damping_average": self.damping_average}
         out["pruning"]["block_size"] = self.pruning.resolved_block_size
         return out
 
@@ -189,4 +190,4 @@ def known_field(name: Any, known: Any, where: str) -> str:
         return str(name)
     near = difflib.get_close_matches(str(name), list(known), 1)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
-    raise UserError(f"{where} has no field {name!r}: {hint}")
+    raise UserError(f"{where} has no field {shortened(name)}: {hint}")

@@ -20,7 +20,7 @@ BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {
         "hessians": "sequential",
         "product_dtype": "float32",
     },
-    "pruning": {"solve": "none", "target": "self"},
+    "pruning": {"solve": "none", "target": "self", "damping_average": "mean"},
 }
 #: values of `down_basis`, the name that `boundary` had in older manifests
 DOWN_BASIS = {"own": "input", "next": "residual"}
@@ -68,6 +68,8 @@ def settings_in(file: Path, what: str = "recipe") -> Any:
     if file.suffix == ".json":
         try:
             return json.loads(content)
+        except RecursionError:
+            raise UserError(f"{file} is nested too deeply") from None
         except ValueError as error:
             raise UserError(f"{file} is not valid JSON ({error})") from None
     return _yaml(content, file)
@@ -92,7 +94,10 @@ def _yaml(content: str, file: Path) -> Any:
         Loader.add_implicit_resolver(f"tag:yaml.org,2002:{tag}", re.compile(f"(?:{pattern})$"), None)
     try:
         return yaml.load(content, Loader)
-    except yaml.YAMLError as error:
+    except RecursionError:
+        raise UserError(f"{file} is nested too deeply") from None
+    except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
+        # a tag such as !!timestamp before another value, or a number such as 08, raises any of them
         raise UserError(f"{file} is not valid YAML ({' '.join(str(error).split())})") from None
 
 

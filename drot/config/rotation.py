@@ -16,6 +16,8 @@ BoundaryPlace = Literal["input", "residual"]
 Boundary = Literal["auto", "input", "residual"]
 ProductDtype = Literal["auto", "float32", "bfloat16"]
 
+#: largest number of training steps, of which the learning rates and losses are kept: 500 times the paper's
+MOST_STEPS = 1_000_000
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
 OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper": (2000, 0.01)}
@@ -89,7 +91,7 @@ class RotationConfig:
         for size in self.blocks if isinstance(self.blocks, tuple) else (self.blocks,):
             whole_number("blocks", size, 1)
         if self.steps is not None:
-            whole_number("steps", self.steps, 0)
+            whole_number("steps", self.steps, 0, MOST_STEPS)
         at_least("early_stop", self.early_stop, 0)
         if self.layers_per_step is not None:
             whole_number("layers_per_step", self.layers_per_step, 1)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from drot.config.checks import shortened
 from drot.errors import UserError
 
 
@@ -44,8 +45,8 @@ class Sparsity:
                 ratio = float(text)
             if not 0 <= ratio < 1:
                 raise ValueError
-        except (TypeError, ValueError):
-            raise UserError(f"{expected}; got {text!r}") from None
+        except (TypeError, ValueError, OverflowError):
+            raise UserError(f"{expected}; got {shortened(text)}") from None
         return cls(ratio=ratio)
 
     def __str__(self) -> str:
@@ -67,7 +68,9 @@ def parse_patterns(field: str, value: Any) -> tuple[str, ...]:
     patterns = (value,) if single else tuple(value)
     for pattern in patterns:
         if not isinstance(pattern, str) or not pattern:
-            raise UserError(f"`{field}` must be patterns such as layers.0.* or down_proj; got {pattern!r}")
+            raise UserError(
+                f"`{field}` must be patterns such as layers.0.* or down_proj; got {shortened(pattern)}"
+            )
     return patterns
 
 
@@ -82,13 +85,15 @@ def parse_sparsity_of(value: Any) -> tuple[tuple[str, Sparsity], ...]:
         pair = tuple(item.rpartition("=")[::2]) if isinstance(item, str) else item
         pair = tuple(pair) if isinstance(pair, tuple | list) else ()
         if len(pair) != 2 or not isinstance(pair[0], str) or not pair[0]:
-            raise UserError(f"`sparsity_of` must be PATTERN=SPARSITY such as down_proj=4:8; got {item!r}")
+            raise UserError(
+                f"`sparsity_of` must be PATTERN=SPARSITY such as down_proj=4:8; got {shortened(item)}"
+            )
         pattern, sparsity = pair
         try:
             pairs.append((pattern, Sparsity.parse(sparsity)))
         except UserError:
             raise UserError(
                 "the sparsity in `sparsity_of` must be a ratio in [0, 1) such as 0.5, or n:m with "
-                f"0 < n < m <= 32 such as 2:4; got {sparsity!r} for {pattern}"
+                f"0 < n < m <= 32 such as 2:4; got {shortened(sparsity)} for {pattern}"
             ) from None
     return tuple(pairs)

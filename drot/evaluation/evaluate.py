@@ -19,6 +19,7 @@ from drot.errors import BrokenModelError, UserError
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import Predictions, check_windows, predict, predict_streamed
+from drot.evaluation.record import check_recordable
 from drot.evaluation.record import record as record_figures
 from drot.evaluation.tasks import averages, expand, load_tasks, run_tasks
 from drot.progress import Progress, ProgressEvent, silent
@@ -83,6 +84,9 @@ def evaluate(
         raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
     if stream and tasks:
         raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
+    if record:
+        for name in models:
+            check_recordable(name)
     everyone = [*models] if against is None else [*models, against]
     configs = {name: load_config(name).get_text_config() for name in everyone}
     if stream:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.card import write_card
-from drot.checkpoint.manifest import MANIFEST, update_manifest
+from drot.checkpoint.manifest import MANIFEST, read_manifest, update_manifest
 from drot.environment import versions
 from drot.errors import UserError
 
@@ -46,6 +46,12 @@ def record(folder: str, figures: dict[str, Any]) -> bool:
     return True
 
 
+def check_recordable(folder: str) -> None:
+    """Raises UserError for a folder with a broken manifest, to which `record` could add nothing."""
+    if (Path(folder) / MANIFEST).exists():
+        read_manifest(folder, recipe_needed=False)
+
+
 def _with_entry(manifest: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
     """The manifest with `entry` in place of an earlier entry of the same measurement."""
     earlier = manifest.get(EVALUATIONS, [])
@@ -55,5 +61,5 @@ def _with_entry(manifest: dict[str, Any], entry: dict[str, Any]) -> dict[str, An
 
 def _measurement(entry: dict[str, Any]) -> Any:
     """What was measured: two entries with equal measurements differ by machine, versions or chance only."""
-    texts = {name: text["sha256"] for name, text in entry["texts"].items()}
+    texts = {name: text["sha256"] for name, text in entry.get("texts", {}).items()}
     return [entry["seqlen"], entry["dtype"], entry["against"], texts, sorted(entry["tasks"])]

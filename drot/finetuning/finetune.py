@@ -232,6 +232,11 @@ def _check_config(model_config: Any, config: FinetuneConfig) -> None:
     quantised = quantization_config_of(model_config)
     if quantised and (method := quantised.get("quant_method")) != QUANT_METHOD:
         raise UserError(f"this model is quantised ({method}): fine-tune its unquantised original")
+    if not config.full and config.rank > model_config.hidden_size:
+        raise UserError(
+            f"`rank` must be at most {model_config.hidden_size}, the hidden size of this model; "
+            f"got {config.rank}"
+        )
     if quantised.get("packed") and config.keep_adapter:
         raise UserError(
             "peft cannot open an adapter on packed weights: leave out `keep_adapter`, or make the model "

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from drot.checkpoint.figures import FIGURES
 from drot.checkpoint.files import new_file, writing
 from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.save import check_writable
@@ -12,6 +13,7 @@ from drot.errors import UserError
 from drot.progress import Progress, ProgressEvent, silent
 from drot.report.drawing import Chart, check_matplotlib
 from drot.report.reading import Run, read_runs
+from drot.schemas.reading import quoted
 
 #: name of the page in the folder of a run, and of a comparison in the current folder
 PAGE, COMPARISON = "report.html", "drot-report.html"
@@ -74,11 +76,13 @@ def write_report(
             progress(ProgressEvent(phase="draw", step=step, steps=len(chosen)))
             by_linear[linear] = linear_charts(runs[0], linear)
         html = page(runs, drawn, by_linear, left_out)
-    except (LookupError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        names = ", ".join(str(path / MANIFEST) for path in paths)
-        raise UserError(f"{names} does not hold what drot wrote ({error!r}): copy it again") from error
+    except UserError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
+        names = ", ".join(map(str, paths))
+        raise UserError(
+            f"{names}: {MANIFEST} or {FIGURES} does not hold what drot wrote ({quoted(error)}): copy it again"
+        ) from error
     files = []
     if figures is not None:
         folder = Path(figures)

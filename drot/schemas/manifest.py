@@ -1,9 +1,10 @@
 """Schema of the manifest, drot.json: the entries that drot reads."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
+from drot.config.pruning import DampingAverage
 from drot.config.sparsity import Sparsity, parse_sparsity_of
 from drot.schemas.reading import Entries
 
@@ -24,11 +25,18 @@ class _Pruning(Entries):
     method: str
     sparsity: Annotated[str | float, AfterValidator(_parses_sparsity)]
     damping: float
+    damping_average: DampingAverage = "mean"
     keep: list[Annotated[str, Field(min_length=1)]] = Field(default_factory=list)
     sparsity_of: Annotated[list[str], AfterValidator(_parses_sparsity_of)] = Field(default_factory=list)
     solve: str = "none"
     target: str = "self"
     target_weight: float = 0.0
+
+    @model_validator(mode="after")
+    def _target_has_its_weight(self) -> Self:
+        if self.target == "dense" and "target_weight" not in self.model_fields_set:
+            raise ValueError("target_weight must stand beside target: dense")
+        return self
 
 
 class _Rotation(Entries):
@@ -49,19 +57,20 @@ class _Calibration(Entries):
 
 
 class _Recovery(Entries):
-    recover: str = "none"
-    recover_epochs: int = 0
-    recover_lr: float = 0.0
+    recover: str
+    recover_epochs: int
+    recover_lr: float
 
 
 class _Recipe(Entries):
     pruning: _Pruning
     rotation: _Rotation
     calibration: _Calibration
-    recovery: _Recovery = _Recovery()
+    recovery: _Recovery | None = None
 
 
 class _Text(Entries):
+    sha256: str
     shape: Annotated[list[int], Field(min_length=2, max_length=2)]
 
 
@@ -95,6 +104,8 @@ class _Change(Entries):
 class _Shared(_Change):
     loss_before: float
     loss_after: float
+    entropy_before: float
+    entropy_after: float
     loss_curve: list[float]
 
 
@@ -126,8 +137,8 @@ class _FinetuneText(_Text):
 
 
 class _HeldOut(Entries):
-    perplexity_before: float | None
-    perplexity_after: float | None
+    perplexity_before: float
+    perplexity_after: float
 
 
 class _Finetune(Entries):
@@ -145,6 +156,27 @@ class _Finetune(Entries):
     start: Annotated[str, Field(alias="from")]
 
 
+class _EvaluatedText(Entries):
+    sha256: str
+
+
+class _Agreement(Entries):
+    equal_tokens: Share
+
+
+class _Evaluation(Entries):
+    """Figures that `drot eval` or `drot demo` recorded; null stands for one that is not finite."""
+
+    date: str
+    dtype: str
+    seqlen: int
+    against: str | None
+    texts: dict[str, _EvaluatedText] = Field(default_factory=dict)
+    perplexity: dict[str, float | None]
+    agreement: dict[str, _Agreement]
+    tasks: dict[str, float | None]
+
+
 class FinetunedManifest(Entries):
     """drot.json of a model that another program pruned and drot fine-tuned."""
 
@@ -154,6 +186,7 @@ class FinetunedManifest(Entries):
     stock_architecture: bool = True
     format: str = "dense"
     finetune: Annotated[list[_Finetune], Field(min_length=1)]
+    evaluations: list[_Evaluation] = Field(default_factory=list)
 
 
 class PrunedManifest(Entries):
@@ -175,5 +208,6 @@ class PrunedManifest(Entries):
     rotations_file: _File | None = None
     shared_rotation: _Shared | None = None
     finetune: list[_Finetune] = Field(default_factory=list)
+    evaluations: list[_Evaluation] = Field(default_factory=list)
     work: dict[str, dict[Unit, float]] | None = None
     peaks: _Peaks | None = None

@@ -7,6 +7,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from drot.config.checks import shortened
 from drot.errors import UserError
 
 #: largest depth of nested lists and objects; no file that drot reads has more than 8 levels
@@ -31,11 +32,18 @@ def read_json(file: Path) -> dict[str, Any]:
     that no file should hold.
     """
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        content = file.read_bytes()
     except FileNotFoundError:
         raise UserError(f"{file} does not exist: copy the folder again") from None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
+    return parse_json(content, str(file))
+
+
+def parse_json(content: bytes, file: str) -> dict[str, Any]:
+    """The JSON object in `content`, as for `read_json`. Messages name it `file`."""
+    try:
+        data = json.loads(content.decode("utf-8"))
     except RecursionError:
         raise UserError(f"{file} is nested too deeply: copy it again") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
@@ -46,7 +54,7 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
-def _check_values(data: dict[str, Any], file: Path) -> None:
+def _check_values(data: dict[str, Any], file: str) -> None:
     waiting: list[tuple[str, Any, int]] = [("", data, 0)]
     while waiting:
         name, value, depth = waiting.pop()
@@ -87,15 +95,6 @@ def check_schema(schema: type[BaseModel], data: Any, where: str) -> None:
 def _printable(name: str) -> str:
     """The name of an entry: as it is, or as Python writes it if it is long or has control characters."""
     return name if name.isprintable() and len(name) <= LONGEST_QUOTE else shortened(name)
-
-
-def shortened(value: Any) -> str:
-    """`value` as Python writes it, cut off after 60 characters."""
-    try:
-        text = " ".join(repr(value).split())
-    except (ValueError, RecursionError):  # a number of thousands of digits, or deep nesting
-        return f"a very long {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def quoted(error: BaseException) -> str:

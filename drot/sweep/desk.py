@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from drot.architectures import positions_of
 from drot.calibration.data import calibration_hash, load_calibration
 from drot.checkpoint.dtypes import cast_weights
-from drot.checkpoint.files import write_json
+from drot.checkpoint.files import write_json, writing
 from drot.checkpoint.integrity import json_digest, weights_record, with_digest
 from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.checkpoint.resume import read_journal
@@ -118,6 +118,9 @@ class Desk:
         before = read_journal(self.out / DENSE)
         if before is None or before["identity"] != self.identity:
             before = {"identity": self.identity, **self._measure(model)}
+            with writing(self.out):
+                for folder in (CELLS, ROTATIONS):
+                    (self.out / folder).mkdir(parents=True, exist_ok=True)
             write_json(self.out / DENSE, with_digest(before))
         return {figure: before[figure] for figure in ("perplexity", "accuracy")}
 
@@ -134,7 +137,7 @@ class Desk:
         if recipe.rotation.mode == "none" or recipe.rotation.resolved_hessians != "dense":
             return None
         settings = recipe.to_dict()
-        fields = ["method", "damping"]
+        fields = ["method", "damping", "damping_average"]
         if recipe.objective != "entropy" or recipe.pruning.mixed:
             fields += ["sparsity", "sparsity_of", "keep"]
         pruning = {field: settings["pruning"][field] for field in fields}

@@ -1,19 +1,22 @@
 """Reading a grid file: the recipes of a sweep."""
 
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from drot.config import Recipe
-from drot.config.checks import is_a
+from drot.config.checks import is_a, shortened
 from drot.config.recipe import SECTION_OF, known_field
 from drot.config.recipe_file import SUFFIXES, read_recipe, settings_in
 from drot.errors import UserError
 
 #: the keys of a grid file
 KEYS = ("model", "base", "grid", "cells", "texts", "tasks", "seqlen", "text_column")
+#: most combinations of a grid: far more than anybody runs
+MOST_CELLS = 10_000
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,11 @@ def _grid(data: dict[Any, Any]) -> Grid:
     texts = values.get("texts", ["wikitext2"])
     texts = [texts] if isinstance(texts, str) else texts
     if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
-        raise UserError(f"texts must be a list of texts, such as [wikitext2]; got {texts!r}")
+        raise UserError(f"texts must be a list of texts, such as [wikitext2]; got {shortened(texts)}")
     tasks = values.get("tasks", [])
     tasks = [tasks] if isinstance(tasks, str) else tasks
     if not (isinstance(tasks, list) and all(isinstance(task, str) for task in tasks)):
-        raise UserError(f"tasks must be a list of tasks, such as [paper]; got {tasks!r}")
+        raise UserError(f"tasks must be a list of tasks, such as [paper]; got {shortened(tasks)}")
     combinations = list(_combinations(values))
     fields = tuple(dict.fromkeys(field for combination in combinations for field in combination))
     cells, skipped = _cells(_base(values.get("base", {})), combinations)
@@ -123,7 +126,9 @@ def _base(base: Any) -> Recipe:
     if isinstance(base, str):
         return read_recipe(base)[0]
     if not isinstance(base, Mapping):
-        raise UserError(f"base must hold the sections of a recipe, or the path of a recipe; got {base!r}")
+        raise UserError(
+            f"base must hold the sections of a recipe, or the path of a recipe; got {shortened(base)}"
+        )
     return Recipe.from_dict(base)
 
 
@@ -131,13 +136,17 @@ def _combinations(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The values of each cell, by field: the product of `grid`, and then `cells`."""
     grid, cells = values.get("grid", {}), values.get("cells", [])
     if not isinstance(grid, Mapping) or not all(isinstance(each, list) and each for each in grid.values()):
-        raise UserError(f"grid must hold lists of values, as in steps: [100, 400]; got {grid}")
+        raise UserError(f"grid must hold lists of values, as in steps: [100, 400]; got {shortened(grid)}")
     if not isinstance(cells, list) or not all(isinstance(cell, Mapping) for cell in cells):
-        raise UserError(f"cells must be a list of fields with values, as in - steps: 100; got {cells}")
+        raise UserError(
+            f"cells must be a list of fields with values, as in - steps: 100; got {shortened(cells)}"
+        )
     if not grid and not cells:
         raise UserError("it must hold grid or cells; got neither")
     for field in (*grid, *(field for cell in cells for field in cell)):
         known_field(field, SECTION_OF, "the recipe")
+    if (count := math.prod(map(len, grid.values())) + len(cells)) > MOST_CELLS:
+        raise UserError(f"grid must have at most {MOST_CELLS} combinations, got {count}: leave values out")
     if grid:
         for choice in itertools.product(*grid.values()):
             yield dict(zip(grid, choice, strict=True))
@@ -149,7 +158,10 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
     cells: dict[str, Cell] = {}
     skipped = []
     for values in combinations:
-        label = ", ".join(f"{field} {value}" for field, value in values.items())
+        label = ", ".join(
+            f"{field} {shortened(value) if isinstance(value, list | dict) else value}"
+            for field, value in values.items()
+        )
         try:
             cell = Cell(base.replace(**values))
         except UserError as error:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import torch
 
-from drot.checkpoint.files import writing
 from drot.checkpoint.load import load_config
 from drot.checkpoint.lock import locked
 from drot.checkpoint.manifest import MANIFEST
@@ -19,7 +18,7 @@ from drot.pipeline.prepare import recipe_on
 from drot.pipeline.validation import check_recipe
 from drot.progress import Progress, ProgressEvent, silent
 from drot.report.drawing import PACKAGE, installed
-from drot.sweep.desk import CELLS, MODELS, ROTATIONS, Desk
+from drot.sweep.desk import CELLS, MODELS, Desk
 from drot.sweep.grid import Cell, Skipped, read_grid
 from drot.sweep.rows import Row, write_csv
 from drot.sweep.tables import paper_tables, write_tables
@@ -143,6 +142,3 @@ def _check_folder(out: Path) -> None:
     check_writable(out)
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / CELLS).is_dir())):
         raise UserError(f"{out} exists and is not the folder of a sweep: name another `out` or remove it")
-    with writing(out):
-        for folder in (CELLS, ROTATIONS):
-            (out / folder).mkdir(parents=True, exist_ok=True)

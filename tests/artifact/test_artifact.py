@@ -11,6 +11,7 @@ from small_models import random_tokens, small_model
 
 import drot
 from drot.artifact import apply as applying
+from drot.artifact import container
 from drot.artifact import prediction as predicting
 from drot.artifact.apply import apply_artifact
 from drot.artifact.export import export_artifact
@@ -187,6 +188,25 @@ def cut(part):
     return change
 
 
+def offsets(first):
+    """Moves the first tensor of the header."""
+    name = "headers/model.safetensors"
+    return lambda members: (
+        members | {name: members[name].replace(b'"data_offsets":[0,', b'"data_offsets":' + first)}
+    )
+
+
+def longer(name, size):
+    """A larger size of a file: one that takes hours to hash."""
+
+    def change(members):
+        index = json.loads(members["artifact.json"])
+        index["files"][name]["bytes"] = size
+        return members | {"artifact.json": json.dumps(index).encode()}
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -204,7 +224,18 @@ def cut(part):
             changed_index(files={"/evil": {"sha256": "", "bytes": 0}}),
             "hashes in its entry files are damaged",
         ),
-        (lambda members: {"artifact.json": b"["}, "is no artifact of drot"),
+        (lambda members: {"other.json": b"{}"}, "is no artifact of drot"),
+        (lambda members: {"artifact.json": b"["}, "artifact.json is not valid JSON"),
+        (lambda members: {"artifact.json": b"[" * 100_000}, "artifact.json is nested too deeply"),
+        (lambda members: {"artifact.json": b'{"format_version": 1}'}, "artifact.json lacks model"),
+        (changed_index(files={}), "files: .* at least 1 item"),
+        (changed_index(files={"a": {"sha256": "0", "bytes": -1}}), "files.a.bytes: .* greater than or equal"),
+        (changed_index(rotated=3), "rotated: Input should be a valid boolean, got 3"),
+        (changed_index(boundary="nope"), "boundary: .* got 'nope'"),
+        (changed_index(tolerances={"a": "x"}), "tolerances.a: Input should be a valid number, got 'x'"),
+        (offsets(b"[9,"), "header of model.safetensors"),
+        (offsets(b"[-8,"), "header of model.safetensors"),
+        (longer("model.safetensors", 10**15), "the tensors end at byte .* of 1000000000000000"),
     ],
 )
 def test_a_damaged_artifact_is_refused(made, tmp_path, change, message):
@@ -214,6 +245,25 @@ def test_a_damaged_artifact_is_refused(made, tmp_path, change, message):
         apply_artifact(file, tmp_path / "again", model=made.dense)
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.glob("again*")) and not list(tmp_path.parent.glob("evil"))
+
+
+def test_a_member_that_inflates_beyond_measure_is_not_read(made, tmp_path, monkeypatch):
+    monkeypatch.setattr(container, "LARGEST_MEMBER", 20_000)
+    file = shutil.copy(made.file, tmp_path)
+    rewrite(file, lambda members: members | {"files/config.json": bytes(20_001)})
+    with pytest.raises(UserError, match=r"is damaged \(files/config.json has 20001 bytes\)"):
+        apply_artifact(file, tmp_path / "again", model=made.dense)
+
+
+def test_a_damaged_checkpoint_is_not_exported(made, tmp_path):
+    folder = shutil.copytree(made.pruned, tmp_path / "pruned")
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="is not the file that drot.json describes: it has another SHA-256"):
+        export_artifact(folder, tmp_path / "b.drot", model=made.dense, rotations=made.rotations)
+    assert not list(tmp_path.glob("b.drot*"))
 
 
 def test_what_is_no_artifact(tmp_path):

@@ -201,18 +201,18 @@ def test_a_checkpoint_of_an_older_drot_opens(copy, capsys):
     drot.load(copy, device="cpu")
     status, lines, error = verify(capsys, copy)
     assert status == 2 and not lines and "drot.json holds no hashes, because an older drot wrote it" in error
-    assert "digest" in update_manifest(copy, lambda manifest: manifest | {"evaluations": [1]})
+    assert "digest" in update_manifest(copy, lambda manifest: manifest | {"counted": [1]})
     drot.load(copy, device="cpu")
-    assert read_manifest(copy)["evaluations"] == [1]
+    assert read_manifest(copy)["counted"] == [1]
 
 
 def test_programs_that_update_a_manifest_wait_for_each_other(copy, capsys):
     def append(number):
-        update_manifest(copy, lambda old: old | {"evaluations": [*old.get("evaluations", []), number]})
+        update_manifest(copy, lambda old: old | {"counted": [*old.get("counted", []), number]})
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(append, range(12)))
-    assert sorted(read_manifest(copy)["evaluations"]) == list(range(12))
+    assert sorted(read_manifest(copy)["counted"]) == list(range(12))
     assert verify(capsys, copy)[0] == 0
     (copy / "README.md").write_text("a new card")
     update_manifest(copy, lambda old: old, rewritten=["README.md"])

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -63,6 +64,20 @@ def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path, caplog):
     with locked(out):
         pass
     assert "was left by process 7 on elsewhere, which no longer holds the lock" in caplog.text
+
+
+@pytest.mark.parametrize("content", ["[package]\nname = 'mine'\n", "{\n}", "\0", '{"hosts": 1}'])
+@pytest.mark.parametrize("kind", ["file", "link", "hard link"])
+def test_a_file_that_is_no_lock_stays_as_it_is(tmp_path, content, kind):
+    """`--out poetry` beside a poetry.lock, and a link whose target would be overwritten."""
+    (tmp_path / "mine").write_text(content)
+    if kind == "link":
+        lock_file(tmp_path / "out").symlink_to(tmp_path / "mine")
+    else:
+        (shutil.copy if kind == "file" else os.link)(tmp_path / "mine", lock_file(tmp_path / "out"))
+    with pytest.raises(UserError, match="is a link" if kind == "link" else "is not a lock of drot"):
+        drot.prune("./no-model", out=tmp_path / "out")
+    assert lock_file(tmp_path / "out").read_text() == (tmp_path / "mine").read_text() == content
 
 
 def test_a_lock_file_that_its_owner_deletes_meanwhile_is_no_lock(tmp_path, monkeypatch):

@@ -184,7 +184,7 @@ def test_code_is_neither_asked_for_nor_run(model, capfd, tmp_path, monkeypatch):
     change_json(model / "tokenizer_config.json", auto_map=code, tokenizer_class="Custom")
     cli.run(["eval", str(model), "--ppl", str(model.parent / "text.txt"), "--seqlen", "8"])
     change_json(model / "config.json", model_type="custom")
-    refused(capfd, model)
+    assert "its own code, which drot never runs" in refused(capfd, model)
     assert not asked and not (tmp_path / "was-run").exists()
 
 
@@ -226,11 +226,20 @@ def test_what_is_no_model(model, capfd):
         (["--out", "x" * 300 + "/out"], "cannot write"),
         (["--save-rotations", "x" * 300], "cannot write"),
         (["--calibration", "x" * 300 + ".txt"], "is no such name and no file"),
+        (["--recipe", "x" * 300], "is too long for a file: shorten it"),
+        (["--steps", "1000000000000"], "--steps must be a whole number from 0 to 1000000"),
     ],
 )
 def test_numbers_and_names_that_no_run_can_have(model, capfd, options, message, monkeypatch):
     monkeypatch.chdir(model)
     assert message in refused(capfd, model, *options)
+
+
+@pytest.mark.parametrize("arguments", ["eval X", "export X --out a", "report X", "report . --out X"])
+def test_names_that_no_file_can_have(capsys, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(["x" * 300 if word == "X" else word for word in arguments.split()]) == 2
+    assert capsys.readouterr().err.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ def test_every_option_reaches_the_recipe(calls):
     text = (
         "prune m --out o --sparsity 4:8 --rotation shared --objective entropy "
         "--optimizer paper --steps 7 --lr 0.5 --hessians dense --layers-per-step 2 "
-        "--product-dtype bfloat16 --reference-compat --damping 0.1 --block-size 64 --calibration some.json "
+        "--product-dtype bfloat16 --reference-compat --damping 0.1 --damping-average median "
+        "--block-size 64 --calibration some.json "
         "--nsamples 3 --seqlen 9 --seed 5 --text-column body --save-rotations s.st --device cpu "
         "--dtype bfloat16 --resume --format packed"
     )
@@ -45,7 +46,9 @@ def test_every_option_reaches_the_recipe(calls):
             product_dtype="bfloat16",
             reference_compat=True,
         ),
-        pruning=PruningConfig(sparsity=Sparsity.parse("4:8"), damping=0.1, block_size=64),
+        pruning=PruningConfig(
+            sparsity=Sparsity.parse("4:8"), damping=0.1, damping_average="median", block_size=64
+        ),
         calibration=CalibrationConfig(source="some.json", nsamples=3, seqlen=9, seed=5, text_column="body"),
     )
     assert str(options["save_rotations_to"]) == "s.st"
@@ -92,6 +95,10 @@ def test_every_option_reaches_the_recipe(calls):
         (
             "--method magnitude --quality fast --damping 0.1",
             "--damping has no effect with --method other than sparsegpt, --solve none and --target self",
+        ),
+        (
+            "--method wanda --quality fast --damping-average mean",
+            "--damping-average has no effect with --method other than sparsegpt, --solve none and",
         ),
         ("--target-weight 0.5 --target self", "--target-weight has no effect with --target self"),
         (

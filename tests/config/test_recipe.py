@@ -30,10 +30,17 @@ def test_a_published_method_is_not_changed_unless_that_is_asked_for(rotation, ex
     recipe = Recipe(rotation=RotationConfig(**rotation))
     assert (recipe.solve, recipe.target, recipe.damping, recipe.damping_average) == expected
     written = recipe.to_dict()["pruning"]
-    assert (written["solve"], written["target"], written["damping"]) == expected[:3]
+    assert tuple(written[name] for name in ("solve", "target", "damping", "damping_average")) == expected
     asked = Recipe(rotation=recipe.rotation, pruning=PruningConfig(solve="pcg", target="dense", damping=0.5))
     assert (asked.solve, asked.target, asked.damping) == ("pcg", "dense", 0.5)
     assert asked.to_dict()["pruning"]["damping"] == 0.5
+
+
+@pytest.mark.parametrize("mode", ["layer", "none"])
+@pytest.mark.parametrize("average", ["mean", "median"])
+def test_the_average_of_the_damping_is_that_of_the_recipe(mode, average):
+    recipe = Recipe(rotation=RotationConfig(mode=mode), pruning=PruningConfig(damping_average=average))
+    assert recipe.damping_average == recipe.to_dict()["pruning"]["damping_average"] == average
 
 
 @pytest.mark.parametrize("quality", QUALITIES)

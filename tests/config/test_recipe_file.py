@@ -1,5 +1,6 @@
 """Recipes in files: a round trip, YAML, manifests of this and of older versions, and what is refused."""
 
+import itertools
 import json
 
 import pytest
@@ -58,10 +59,30 @@ def test_a_manifest_without_later_fields_runs_as_it_did(tmp_path):
     recipe, manifest = read_recipe(tmp_path)
     assert (recipe.solve, recipe.target, recipe.rotation.early_stop) == ("none", "self", 0)
     assert recipe.rotation.boundary == "residual" and recipe.rotation.steps == 200
+    assert (recipe.damping, recipe.damping_average) == (0.01, "mean")
     assert manifest["base_model"] == "m"
     (tmp_path / "recipe.json").write_text(json.dumps({"pruning": old["pruning"]}))  # a recipe: defaults
     recipe, manifest = read_recipe(tmp_path / "recipe.json")
     assert (recipe.solve, recipe.target, manifest) == ("admm", "dense", {})
+    assert (recipe.damping, recipe.damping_average) == (0.01, "median")
+
+
+def test_a_changed_rotation_leaves_the_average_that_a_manifest_records(tmp_path):
+    """`mode="none"` alone has the mean, but the recorded share is one of the median."""
+    written = {"format_version": 1, "recipe": Recipe().to_dict()}
+    (tmp_path / "drot.json").write_text(json.dumps(written))
+    recipe = Recipe.from_file(tmp_path).replace(mode="none")
+    assert (recipe.damping, recipe.damping_average) == (0.3, "median")
+
+
+#: a value of a few lines that stands for a list of 10**9 elements
+BOMB = (
+    "[&a [x, x, x, x, x, x, x, x, x, x], "
+    + ", ".join(
+        f"&{name} [{', '.join([f'*{before}'] * 10)}]" for before, name in itertools.pairwise("abcdefghi")
+    )
+    + "]"
+)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +92,7 @@ def test_a_manifest_without_later_fields_runs_as_it_did(tmp_path):
         ("prunning: {}", "the recipe has no field 'prunning': did you mean pruning?"),
         ("x: {}", "the recipe has no field 'x': it has rotation, pruning, recovery, calibration"),
         ("pruning: 2:4", "pruning must hold the fields of a section; got '2:4'"),
-        ("rotation: {steps: many}", "`steps` must be a whole number of at least 0; got 'many'"),
+        ("rotation: {steps: many}", "`steps` must be a whole number from 0 to 1000000; got 'many'"),
         ("rotation: {steps: true}", "`steps` must be a whole number"),
         ("rotation: {lr: fast}", "`lr` must be a finite number above 0 and at most 3.14159; got 'fast'"),
         ("rotation: {reference_compat: 1}", "`reference_compat` must be a bool; got 1"),
@@ -82,12 +103,28 @@ def test_a_manifest_without_later_fields_runs_as_it_did(tmp_path):
         ("pruning: {sparsity_of: [3]}", "`sparsity_of` must be PATTERN=SPARSITY"),
         ("pruning: {sparsity: true}", "`sparsity` must be a ratio"),
         ("pruning: {damping: low}", "`damping` must be a finite number"),
+        ("pruning: {damping_average: mode}", "`damping_average` must be one of mean, median; got 'mode'"),
         ("pruning: {target_weight: null}", "`target_weight` must be"),
         ("recovery: {recover_lr: a}", "`recover_lr` must be a finite number above 0"),
         ("calibration: {source: 4}", "`source` must be a str; got 4"),
         ("calibration: {text_column: null}", "`text_column` must be a str; got None"),
         ("- a\n- b", "must hold the sections of a recipe, got list"),
         ("a: [", "is not valid YAML"),
+        ("a: " + "[" * 5000, "is nested too deeply"),
+        ("rotation: {steps: 08}", "is not valid YAML"),
+        ("rotation: {steps: " + "9" * 5000 + "}", "is not valid YAML"),
+        ("rotation: {steps: !!timestamp now}", "is not valid YAML"),
+        ("rotation: {steps: !!bool maybe}", "is not valid YAML"),
+        ("a: !!python/object/apply:os.system [exit]", "is not valid YAML"),
+        (f"pruning: {{sparsity: {10**400}}}", "`sparsity` must be a ratio"),
+        (f"rotation: {{lr: {10**400}}}", "`lr` must be a finite number"),
+        (f"rotation: {{steps: {BOMB}}}", "`steps` must be a whole number"),
+        (f"rotation: {BOMB}", "rotation must hold the fields of a section; got [['x', "),
+        (f"pruning: {{keep: [{BOMB}]}}", "`keep` must be patterns"),
+        (f"pruning: {{sparsity_of: {{q_proj: {BOMB}}}}}", "the sparsity in `sparsity_of` must be a ratio"),
+        (f"pruning: {{sparsity: {BOMB}}}", "`sparsity` must be a ratio"),
+        ("rotation: " + "x" * 100_000, "rotation must hold the fields of a section; got 'xxx"),
+        ("rotation: {steps: 1000000000000}", "`steps` must be a whole number from 0 to 1000000"),
         ("recipe: 3", "holds no recipe"),
     ],
 )

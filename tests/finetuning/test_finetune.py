@@ -252,6 +252,8 @@ def test_nothing_is_written_after_a_refusal(folder, tmp_path, monkeypatch):
     out = tmp_path / "out"
     with pytest.raises(UserError, match=r"the training diverged: the loss is nan with `lr`, 1e\+30: lower"):
         run(folder, out, lr=1e30)
+    with pytest.raises(UserError, match="`rank` must be at most 32, the hidden size of this model; got 10"):
+        run(folder, out, rank=10**30)
     with pytest.raises(UserError, match="must have more rows than `held_out`, 10; got 10"):
         run(folder, out, held_out=10)
     with pytest.raises(UserError, match="must be auto, cpu or cuda"):

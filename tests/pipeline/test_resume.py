@@ -166,6 +166,19 @@ def test_a_lost_or_damaged_identity_is_refused_before_the_model_is_loaded(conten
     assert (file.parent / LAYERS[0]).exists()
 
 
+def test_files_of_others_in_the_folder_of_parts_are_kept(tmp_path):
+    """The folder of the parts is deleted at the end of a run, so it must not hold anything else."""
+    out, folder = tmp_path / "out", tmp_path / "out.partial"
+    folder.mkdir()
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match=r"cannot resume .*out\.partial: its run\.json is missing"):
+        prune(out, resume=True)
+    assert (folder / "notes.txt").read_text() == "mine"
+    (folder / "notes.txt").rename(folder / "run.json.part")  # of a run that was killed at its first file
+    prune(out, resume=True)
+    assert not folder.exists()
+
+
 def test_another_recipe_names_its_fields_with_both_values(tmp_path):
     out = tmp_path / "out"
     interrupted(out, before=1)

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import sys
+import zipfile
 
 import pytest
 
@@ -177,6 +178,17 @@ def test_wrong_input_is_refused(pruned, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=r"^a report needs the package matplotlib: pip install 'matplotlib"):
         write_report([run])
     assert not list(tmp_path.glob("**/*.html*"))
+
+
+def test_figures_that_need_more_memory_than_there_is_are_refused(pruned, tmp_path):
+    """A header of a few bytes can claim an array of any size."""
+    folder = shutil.copytree(pruned["plain"], tmp_path / "run")
+    header = b"{'descr': '<f8', 'fortran_order': False, 'shape': (100000000000000,), }"
+    with zipfile.ZipFile(folder / "drot-figures.npz", "w") as file:
+        length = (len(header) + 1).to_bytes(2, "little")
+        file.writestr("layers.0.q_proj.map_before.npy", b"\x93NUMPY\x01\x00" + length + header + b"\n")
+    with pytest.raises(UserError, match="is not a complete npz file"):
+        write_report([folder])
 
 
 def test_command(pruned, tmp_path, capsys):

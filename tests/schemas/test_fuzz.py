@@ -21,12 +21,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from small_checkpoints import save_small
-from small_models import random_tokens
+from small_models import random_text, random_tokens
 
 import drot
+from drot.checkpoint.card import write_card
+from drot.checkpoint.manifest import update_manifest
 from drot.cli import app as cli
-from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.errors import UserError
+from drot.evaluation.evaluate import evaluate
+from drot.report.write import write_report
 
 CASES = int(os.environ.get("DROT_FUZZ_CASES", "12"))
 fuzzed = settings(
@@ -36,6 +40,8 @@ fuzzed = settings(
     database=None,
     suppress_health_check=list(HealthCheck),
 )
+#: for a test that takes ten times as long
+fuzzed_slowly = settings(fuzzed, max_examples=max(1, CASES // 10))
 TOKENS = random_tokens(2, 8)
 QUICK = Recipe(rotation=RotationConfig(mode="none"), pruning=PruningConfig(method="magnitude"))
 
@@ -123,6 +129,30 @@ def packed(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def recorded(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose manifest has all that a manifest may hold: a rotation shared by the layers, a
+    recovery, an evaluation against the original, and a fine-tuning."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    recipe = Recipe(rotation=RotationConfig(mode="shared", steps=2), recovery=RecoveryConfig(recover="block"))
+    out = folder / "recorded"
+    drot.prune(dense, recipe, calibration=TOKENS, out=out, device="cpu")
+    (folder / "text.txt").write_text(random_text(100))
+    evaluate([str(out)], ppl=[str(folder / "text.txt")], against=str(dense), seqlen=16, device="cpu")
+    entry = {
+        "from": str(out),
+        "method": "lora",
+        "settings": {"lr": 1e-4, "rank": 8},
+        "text": {"source": "wikitext2", "sha256": "0", "shape": [4, 8]},
+        "held_out": {"perplexity_before": 9.0, "perplexity_after": 8.0},
+        "steps": 4,
+        "seconds": 1.0,
+        "dtype": "float32",
+    }
+    update_manifest(out, lambda manifest: manifest | {"finetune": [entry]})
+    return out
+
+
+@pytest.fixture(scope="module")
 def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz-case") / "model"
 
@@ -155,8 +185,8 @@ def test_quantization_config(packed: Path, room: Path, changes: Any) -> None:
 
 @fuzzed
 @given(changes=edits(), cut=st.none() | st.floats(0, 1))
-def test_drot_json(packed: Path, room: Path, changes: Any, cut: float | None) -> None:
-    file = fresh(packed, room) / "drot.json"
+def test_drot_json(recorded: Path, room: Path, changes: Any, cut: float | None) -> None:
+    file = fresh(recorded, room) / "drot.json"
     text = edited(json.loads(file.read_text()), changes)
     file.write_text(text if cut is None else text[: int(cut * len(text))])
     out, err = io.StringIO(), io.StringIO()
@@ -166,7 +196,40 @@ def test_drot_json(packed: Path, room: Path, changes: Any, cut: float | None) ->
     assert status in (0, 2), shown
     assert shown.replace("\n", "").isprintable(), shown
     assert (status == 2) == (out.getvalue() == ""), shown
-    survives(open_and_use, room)
+    survives(Recipe.from_file, room)
+    survives(write_card, room)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", ["removed", [3]])
+def test_every_entry_of_drot_json(recorded: Path, room: Path, value: Any) -> None:
+    """Without one of its entries, or with another value there: of entries with one name, the first."""
+    file = fresh(recorded, room) / "drot.json"
+    original = json.loads(file.read_text())
+    seen = set()
+    for number, (_, name) in enumerate(places(original)):
+        if name in seen:
+            continue
+        seen.add(name)
+        changed = json.loads(json.dumps(original))
+        container, key = places(changed)[number]
+        if value == "removed":
+            del container[key]
+        else:
+            container[key] = value
+        file.write_text(json.dumps(changed))
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+            assert cli.run(["info", str(room)]) in (0, 2), (key, err.getvalue())
+        survives(write_card, room)
+
+
+@fuzzed_slowly
+@given(changes=edits())
+def test_reports_of_drot_json(recorded: Path, room: Path, changes: Any) -> None:
+    file = fresh(recorded, room) / "drot.json"
+    file.write_text(edited(json.loads(file.read_text()), changes))
+    survives(write_report, [room], linears=["layers.0.self_attn.q_proj"])
+    survives(write_report, [room, recorded], out=room / "both.html")
 
 
 @fuzzed

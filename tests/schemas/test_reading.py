@@ -4,9 +4,10 @@ import json
 
 import pytest
 
+from drot.config.checks import shortened
 from drot.errors import UserError
 from drot.schemas.model import ModelConfig, QuantizationKeys, WeightIndex
-from drot.schemas.reading import check_schema, quoted, read_json, shortened
+from drot.schemas.reading import check_schema, quoted, read_json
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,13 @@ def test_rotations_of_the_dense_model_are_trained_once(desk, tmp_path, trainings
 
 
 @pytest.mark.parametrize(
-    "changed", ["method: [sparsegpt, wanda]", "sparsity: [2:4, 0.5]", "damping: [0.1, 1]"]
+    "changed",
+    [
+        "method: [sparsegpt, wanda]",
+        "sparsity: [2:4, 0.5]",
+        "damping: [0.1, 1]",
+        "damping_average: [mean, median]",
+    ],
 )
 def test_rotations_that_differ_are_not_shared(desk, tmp_path, trainings, changed):
     grid = f"grid: {{mode: [shared], {changed}}}"
@@ -309,6 +315,12 @@ def test_mistakes_leave_no_folder_changed(desk, tmp_path):
     with pytest.raises(UserError, match="is not the folder of a sweep"):
         sweep(file, out=tmp_path / "mine", model=desk / "model")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
+    with pytest.raises(UserError, match="there is no such folder"):
+        sweep(file, out=tmp_path / "out", model="./nope")
+    file.write_text(file.read_text().replace("held.txt", "none.txt"))
+    with pytest.raises(UserError, match="which is no such name and no file"):
+        sweep(file, out=tmp_path / "out", model=desk / "model")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_cell_without_a_finite_perplexity_is_a_row(desk, tmp_path, monkeypatch, caplog):

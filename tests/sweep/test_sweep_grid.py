@@ -74,6 +74,11 @@ def test_refused_and_equal_combinations_are_listed(tmp_path):
         ("seqlen: long\ngrid: {steps: [1]}", "`seqlen` must be a int"),
         ("- 1", "must hold the keys model, base, grid"),
         ("grid: [", "is not valid YAML"),
+        (
+            "grid: {steps: [&a [1, 1], &b [*a, *a], &c [*b, *b], [*c, *c]]}",
+            "steps [1, 1]: `steps` must be a whole number from 0 to 1000000; got [1, 1]",
+        ),
+        (f"grid: {{steps: {[*range(101)]}, seed: {[*range(100)]}}}", "at most 10000 combinations, got 10100"),
     ],
 )
 def test_mistakes_are_one_line(tmp_path, text, message):
