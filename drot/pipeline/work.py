@@ -14,8 +14,8 @@ from drot.config import Recipe, RotationConfig
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS
 
 #: n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), the polar factor (2 for
-#: the norm, 1 + 3 + 2 + 2 in its steps), the turn and one correction of rounding (rotation/retraction.py).
-FAST_PRODUCTS = 1 + 2 + 8 + 2 + 2
+#: the norm, 1 + 3 + 4 · 2 in its steps), the turn and one correction of rounding (rotation/retraction.py).
+FAST_PRODUCTS = 1 + 2 + 12 + 2 + 2
 #: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
 #: of QR (two products, and a triangular solve of n³)
 PAPER_PRODUCTS = 4 / 3 + 2 + 1 / 2

@@ -19,13 +19,15 @@ STEPS = (
     (1.97033, -0.53045, 0.0),
     (1.66907, -0.49574, 0.0),
 )
+#: Steps that then bring σ to within 0.3 % of 1. In bf16 they would only add rounding.
+LAST_STEPS = ((1.5, -0.5, 0.0), (1.5, -0.5, 0.0))
 
 
 def polar_of_skew(u: Tensor) -> Tensor:
     """The polar factor u (uᵀu)^(-1/2) of a skew-symmetric u [..., n, n], itself skew-symmetric.
 
-    Singular values of at least 1/100 of the largest become 1 to within 18 % (STEPS), smaller ones become
-    smaller. Odd polynomials of a skew-symmetric matrix are skew-symmetric. Directions in which u is 0, of
+    Singular values of at least 1/100 of the largest become 1 (STEPS, LAST_STEPS), smaller ones become smaller
+    than 1. Odd polynomials of a skew-symmetric matrix are skew-symmetric. Directions in which u is 0, of
     which an odd n always has one, stay 0.
     """
     tiny = torch.finfo(u.dtype).tiny
@@ -38,7 +40,7 @@ def polar_of_skew(u: Tensor) -> Tensor:
     a, b, c = STEPS[0]
     x, squared, fourth = x / norm, squared / norm**2, fourth / norm**4
     x = a * x + x @ (c * fourth - b * squared)
-    for a, b, c in STEPS[1:]:
+    for a, b, c in (*STEPS[1:], *LAST_STEPS):
         squared = x @ x
         x = a * x + x @ (c * (squared @ squared) - b * squared if c else -b * squared)
     return x
@@ -48,8 +50,7 @@ def turn(q: Tensor, j: Tensor, angle: float) -> Tensor:
     """q exp(-angle · j): every direction of a skew-symmetric, orthogonal j turns by the same angle.
 
     q: [..., n, n] orthogonal; j: [..., n, n] with j² = -1, or 0 in some directions, which then do not turn.
-    As j³ = -j, exp(-θ j) = 1 - sin θ · j + (1 - cos θ) · j². The result is orthogonal to rounding: what a j
-    with j² near -1 loses is corrected.
+    As j³ = -j, exp(-θ j) = 1 - sin θ · j + (1 - cos θ) · j². The result is orthogonal to rounding.
     """
     moved = q @ j
     q = q - math.sin(angle) * moved + (1 - math.cos(angle)) * (moved @ j)

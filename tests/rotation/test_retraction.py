@@ -39,7 +39,7 @@ def test_the_polynomials_bring_their_range_near_to_one() -> None:
 def test_polar_factor_of_a_known_spectrum(n: int, device: str) -> None:
     u, expected = with_spectrum(torch.logspace(-1.3, 0, n // 2, dtype=torch.float64))
     j = polar_of_skew(u.float().to(device)).double().cpu()
-    assert torch.linalg.matrix_norm(j - expected, 2) < 0.18
+    assert torch.linalg.matrix_norm(j - expected, 2) < 0.03
     assert torch.linalg.matrix_norm(j + j.T, 2) < 1e-4
 
 
@@ -76,12 +76,12 @@ def test_turn_stays_orthogonal(shape: tuple[int, ...], dtype: torch.dtype, devic
 
 @pytest.mark.parametrize("n", [2, 32, 256])
 def test_the_angle_does_not_depend_on_the_width(n: int, device: str) -> None:
-    """‖Q' - Q‖₂ = 2 sin(θ/2) for the first step, whatever n and the scale of the gradient are, to a fifth."""
+    """‖Q' - Q‖₂ = 2 sin(θ/2) for the first step, whatever n and the scale of the gradient are."""
     for scale in (1e-6, 1.0, 1e6):
         optimizer = FastOptimizer([torch.eye(n, device=device)], lr=0.3, steps=10)
         optimizer.step([scale * torch.randn(n, n, device=device)])
         change = torch.linalg.matrix_norm(optimizer.matrices[0].double() - torch.eye(n, device=device), 2)
-        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.2)
+        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.01)
 
 
 def test_many_steps_do_not_drift(device: str) -> None:
