@@ -43,6 +43,7 @@ def prune(
     steps: options.Steps = ROTATE.steps,
     lr: options.Lr = ROTATE.lr,
     early_stop: options.EarlyStop = ROTATE.early_stop,
+    training_tokens: options.TrainingTokens = ROTATE.training_tokens,
     hessians: options.Hessians = ROTATE.hessians,
     boundary: options.Boundary = ROTATE.boundary,
     layers_per_step: options.LayersPerStep = ROTATE.layers_per_step,

@@ -24,6 +24,7 @@ from drot.cli.options import (
     option,
 )
 from drot.config.recipe import FAST_STEPS
+from drot.config.rotation import TRAINING_TOKENS
 from drot.devices import DTYPES
 
 
@@ -231,6 +232,15 @@ EarlyStop = Annotated[
     option(
         ROTATION,
         "fast stops when the loss changes by less than this share in a step. 0 never stops early.",
+    ),
+]
+TrainingTokens = Annotated[
+    int | None,
+    option(
+        ROTATION,
+        "Calibration tokens for each channel of the hidden state with which the rotations are trained. 0: all "
+        f"tokens, which pruning always reads. Default: {TRAINING_TOKENS}; all with --optimizer paper and "
+        "--reference-compat.",
     ),
 ]
 Hessians = Annotated[

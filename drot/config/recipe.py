@@ -100,14 +100,18 @@ class Recipe:
         """`damping_average` of the pruning, with None resolved."""
         return self.pruning.damping_average or ("mean" if self._published else "median")
 
-    def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
-        """How many of the calibration sequences train the rotations: TRAINING_TOKENS for each channel.
+    @property
+    def training_tokens(self) -> int:
+        """`training_tokens` of the rotation, with None resolved."""
+        if self.rotation.training_tokens is not None:
+            return self.rotation.training_tokens
+        return 0 if self._published else TRAINING_TOKENS
 
-        A run that reproduces the paper trains them with all sequences.
-        """
-        if self._published:
+    def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
+        """How many of the calibration sequences train the rotations (`training_tokens`)."""
+        if not self.training_tokens:
             return nsamples
-        return min(nsamples, -(-TRAINING_TOKENS * hidden_size // seqlen))
+        return min(nsamples, -(-self.training_tokens * hidden_size // seqlen))
 
     @property
     def solve(self) -> str:
@@ -169,6 +173,7 @@ class Recipe:
         out["rotation"]["boundary"] = self.rotation.resolved_boundary
         out["rotation"]["steps"] = self.rotation.resolved_steps
         out["rotation"]["lr"] = self.rotation.resolved_lr
+        out["rotation"]["training_tokens"] = self.training_tokens
         out["rotation"]["objective"] = self.objective
         out["pruning"] |= {"solve": self.solve, "target": self.target}
         out["pruning"] |= {"damping": self.damping, "damping_average": self.damping_average}

@@ -19,6 +19,7 @@ BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {
         "boundary": "input",
         "hessians": "sequential",
         "product_dtype": "float32",
+        "training_tokens": 0,
     },
     "pruning": {"solve": "none", "target": "self", "damping_average": "mean"},
 }

@@ -26,8 +26,7 @@ OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper":
 #: nothing of A.
 LARGEST_LR = {"fast": math.pi, "paper": 100.0}
 
-#: Calibration tokens for each channel of the hidden state from which rotations are trained. With more the
-#: model is not better (benchmarks/README.md). The pruning takes the Hessians of all tokens.
+#: The default of `training_tokens`. With more the model is not better (benchmarks/README.md).
 TRAINING_TOKENS = 32
 
 
@@ -48,6 +47,9 @@ class RotationConfig:
         lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS. LARGEST_LR has its limit.
         early_stop: `fast` stops when the loss changes by less than this share of itself a step; 0 never
             stops early.
+        training_tokens: calibration tokens for each channel of the hidden state with which the rotations are
+            trained: the first sequences. 0 is all tokens. None is TRAINING_TOKENS, but all tokens for a run
+            that reproduces the paper. The pruning always takes the Hessians of all tokens.
         hessians: `sequential` computes a layer's Hessians after the layers before it were pruned. `dense`
             computes all Hessians in one pass of the dense model, so that layers train independently;
             `mode="shared"` always does so. `auto` is `dense` where `boundary` resolves to `residual` and the
@@ -73,6 +75,7 @@ class RotationConfig:
     steps: int | None = None
     lr: float | None = None
     early_stop: float = 1e-5
+    training_tokens: int | None = None
     hessians: HessianSource = "auto"
     boundary: Boundary = "auto"
     layers_per_step: int | None = None
@@ -93,6 +96,8 @@ class RotationConfig:
         if self.steps is not None:
             whole_number("steps", self.steps, 0, MOST_STEPS)
         at_least("early_stop", self.early_stop, 0)
+        if self.training_tokens is not None:
+            whole_number("training_tokens", self.training_tokens, 0)
         if self.layers_per_step is not None:
             whole_number("layers_per_step", self.layers_per_step, 1)
         if self.lr is not None:

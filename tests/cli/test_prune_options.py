@@ -56,8 +56,8 @@ def test_every_option_reaches_the_recipe(calls):
     assert options["format"] == "packed"
     assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--rotations", "r.st"]) == 0
     assert calls[1][1].pruning.method == "wanda" and str(calls[1][2]["rotations"]) == "r.st"
-    assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1"]) == 0
-    assert calls[2][1].rotation.early_stop == 0.1
+    assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1", "--training-tokens", "9"]) == 0
+    assert (calls[2][1].rotation.early_stop, calls[2][1].rotation.training_tokens) == (0.1, 9)
     text = "--keep layers.0.* --sparsity-of down_proj=4:8 --keep k_proj --sparsity-of layers.1.*=0.25"
     assert cli.run(["prune", "m", "--out", "o", *text.split()]) == 0
     assert calls[-1][1].pruning == PruningConfig(

@@ -58,6 +58,7 @@ def test_a_manifest_without_later_fields_runs_as_it_did(tmp_path):
     (tmp_path / "drot.json").write_text(json.dumps({"format_version": 1, "recipe": old, "base_model": "m"}))
     recipe, manifest = read_recipe(tmp_path)
     assert (recipe.solve, recipe.target, recipe.rotation.early_stop) == ("none", "self", 0)
+    assert recipe.training_tokens == 0  # all
     assert recipe.rotation.boundary == "residual" and recipe.rotation.steps == 200
     assert (recipe.damping, recipe.damping_average) == (0.01, "mean")
     assert manifest["base_model"] == "m"

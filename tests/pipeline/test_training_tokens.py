@@ -19,9 +19,12 @@ TOKENS = random_tokens(USED + 4, SEQLEN)
 )
 def test_the_number_of_sequences(nsamples: int, seqlen: int, hidden: int, expected: int) -> None:
     assert Recipe().training_nsamples(nsamples, seqlen, hidden) == expected
-    for published in ({"optimizer": "paper"}, {"reference_compat": True}):
-        recipe = Recipe(rotation=RotationConfig(**published))
+    for whole in ({"optimizer": "paper"}, {"reference_compat": True}, {"training_tokens": 0}):
+        recipe = Recipe(rotation=RotationConfig(**whole))
         assert recipe.training_nsamples(nsamples, seqlen, hidden) == nsamples
+        assert recipe.to_dict()["rotation"]["training_tokens"] == 0
+    asked = Recipe(rotation=RotationConfig(optimizer="paper", training_tokens=TRAINING_TOKENS))
+    assert asked.training_nsamples(nsamples, seqlen, hidden) == expected
 
 
 @pytest.mark.parametrize("hessians", ["sequential", "dense"])
