@@ -238,8 +238,8 @@ TrainingTokens = Annotated[
     int | None,
     option(
         ROTATION,
-        "Calibration tokens for each channel of the hidden state with which the rotations are trained. 0: all "
-        f"tokens, which pruning always reads. Default: {TRAINING_TOKENS}; all with --optimizer paper and "
+        "Calibration tokens for each channel of the hidden state with which the rotations are trained. 0: "
+        f"all tokens, which pruning always reads. Default: {TRAINING_TOKENS}; all with --optimizer paper and "
         "--reference-compat.",
     ),
 ]
