@@ -59,7 +59,7 @@ recipe(
 )
 for _steps in (50, 100, 200):
     recipe(f"fast {_steps}", "sparsegpt", "2:4", steps=_steps, early_stop=0.0)
-recipe("fast 100 lr 0.5", "sparsegpt", "2:4", lr=0.5, early_stop=0.0)
+recipe("fast 100 lr 0.5", "sparsegpt", "2:4", steps=100, lr=0.5, early_stop=0.0)
 for _steps in (50, 100, 200):
     recipe(f"shared {_steps}", "sparsegpt", "2:4", mode="shared", steps=_steps, early_stop=0.0)
 recipe("shared default", "sparsegpt", "2:4", mode="shared")
