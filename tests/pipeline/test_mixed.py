@@ -81,7 +81,7 @@ def test_equal_settings_in_all_their_forms():
     }
     written = Recipe(pruning=PruningConfig(**MIXED)).to_dict()
     assert json.loads(json.dumps(written)) == written
-    resolved = PruningConfig(**MIXED, solve="admm", target="dense", damping=DAMPING)
+    resolved = PruningConfig(**MIXED, solve="admm", target="dense", damping=DAMPING, damping_average="median")
     assert PruningConfig(**written["pruning"]) == resolved
     assert PruningConfig().for_linear("layers.0.mlp.up_proj") == PruningConfig()
     one = PruningConfig(damping=0.1, **MIXED).for_linear("layers.1.mlp.down_proj")

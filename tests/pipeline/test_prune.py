@@ -278,7 +278,8 @@ def test_an_unfinished_run_resumes_only_with_the_same_rotations(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         prune(small_model("llama"), chosen, rotations=file, out=out, progress=crash)
     with pytest.raises(
-        UserError, match="cannot resume .*: rotations: [0-9a-f]{64} in the unfinished run, None now"
+        UserError,
+        match="cannot resume .*: SHA-256 of the file of rotations: [0-9a-f]{64} in the unfinished run, None now",
     ):
         prune(small_model("llama"), chosen, out=out, resume=True)
     resumed = prune(small_model("llama"), chosen, rotations=file, out=out, resume=True)
