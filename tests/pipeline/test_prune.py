@@ -279,7 +279,7 @@ def test_an_unfinished_run_resumes_only_with_the_same_rotations(tmp_path):
         prune(small_model("llama"), chosen, rotations=file, out=out, progress=crash)
     with pytest.raises(
         UserError,
-        match="cannot resume .*: SHA-256 of the file of rotations: [0-9a-f]{64} in the unfinished run, None now",
+        match="cannot resume .*: SHA-256 of the file of rotations: [0-9a-f]{64} in the unfinished run, None",
     ):
         prune(small_model("llama"), chosen, out=out, resume=True)
     resumed = prune(small_model("llama"), chosen, rotations=file, out=out, resume=True)
