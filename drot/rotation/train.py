@@ -227,10 +227,8 @@ def train_rotation(
         quarters = set()
     entropies: list[list[float]] = []
     for step in range(steps + 1):
-        chosen, reports = (
-            total.choose(everything=step in (0, steps)),
-            step % REPORT_EVERY == 0 or step == steps,
-        )
+        chosen = total.choose(everything=step in (0, steps))
+        reports = step % REPORT_EVERY == 0 or step == steps
         if step in quarters:
             entropies.append([step, total.entropy(optimizer.matrices) / len(objectives)])
         if reports:
