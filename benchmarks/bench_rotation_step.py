@@ -144,8 +144,7 @@ def products_alone(objective: LayerObjective):
             weight.T @ (weight @ r1)
         for weight in left:
             weight @ (r1.T @ weight).T
-        for group in ("attention", "mlp"):
-            objective.metrics[group].matrix[0] @ r1
+        objective.r1_metric.matrix[0] @ r1  # the matrices M of both inputs, one below the other
 
     return step
 

@@ -12,10 +12,10 @@ namespace drot {
 // Side of a tile. A kernel reads a tile of the product and its mirror image together.
 constexpr int64_t kSkewTile = 32;
 
-// product, momentum [..., n, n] fp32; the momentum is contiguous, because it is written in place.
+// product, momentum [..., n, n] bf16; the momentum is contiguous, because it is written in place.
 inline void check_skew_momentum(const at::Tensor& product, const at::Tensor& momentum, double decay) {
   check_square(product, "product");
-  check_dtype(product, "product", {at::kFloat});
+  check_dtype(product, "product", {at::kBFloat16});
   check_same_shape(momentum, "momentum", product, "product");
   check_same_dtype(momentum, "momentum", product, "product");
   check_same_device(momentum, "momentum", product, "product");

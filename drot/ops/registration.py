@@ -71,7 +71,7 @@ def _(
 
 @register_fake("drot::skew_momentum")
 def _(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
-    return product.new_empty(product.shape, dtype=torch.bfloat16)
+    return product.new_empty(product.shape)
 
 
 @register_fake("drot::polar_start")

@@ -7,12 +7,15 @@ from torch import Tensor
 def skew_momentum(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
     """Nesterov's sum u = S + decay · m' of S = product - productᵀ and the new momentum m' = decay · m + S.
 
-    product: [..., n, n] fp32.
-    momentum: m [..., n, n] fp32, contiguous; it is replaced by m'.
+    S, m' and u are computed in fp32 and then rounded.
+
+    product: [..., n, n] bf16.
+    momentum: m [..., n, n] bf16, contiguous. Its elements above the diagonal are replaced by those of m'; as m
+        is skew-symmetric, the others are neither read nor written.
     decay: the factor of the old momentum.
 
-    Returns u [..., n, n] in bf16. Nothing here has a gradient. Raises ValueError for other shapes, dtypes or
-    strides, and for a decay that is not finite.
+    Returns u [..., n, n] in bf16, skew-symmetric. Nothing here has a gradient. Raises ValueError for other
+    shapes, dtypes or strides, and for a decay that is not finite.
     """
     with torch.no_grad():
         u: Tensor = torch.ops.drot.skew_momentum(product, momentum, decay)
@@ -22,6 +25,8 @@ def skew_momentum(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
 @torch.no_grad()
 def skew_momentum_ref(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
     """`skew_momentum` in plain PyTorch, in place too."""
-    s = product - product.mT
-    momentum.mul_(decay).add_(s)
-    return (s + decay * momentum).bfloat16()
+    s = product.float() - product.float().mT
+    updated = decay * momentum.float() + s
+    momentum.copy_(torch.where(torch.ones_like(s, dtype=torch.bool).triu(1), updated, momentum))
+    u = (s + decay * updated).triu(1)
+    return (u - u.mT).bfloat16()

@@ -9,10 +9,10 @@ from torch import Tensor
 logger = logging.getLogger("drot")
 
 #: A function that reads no value on the host. It reads and changes the same tensors in every call.
-Step = Callable[[], list[Tensor]]
-#: Records the kernels that a step launches; returns a function that launches them again, and the tensors to
-#: which they write the step's results.
-Capture = Callable[[Step], tuple[Callable[[], None], list[Tensor]]]
+Step = Callable[[], Tensor]
+#: Records the kernels that a step launches; returns a function that launches them again, and the tensor to
+#: which they write the step's result.
+Capture = Callable[[Step], tuple[Callable[[], None], Tensor]]
 
 #: Calls before the capture: libraries make handles and workspaces at their first calls.
 WARM_UP = 3
@@ -23,17 +23,17 @@ def capture_for(device: torch.device) -> Capture | None:
     if device.type != "cuda":
         return None
 
-    def capture(step: Step) -> tuple[Callable[[], None], list[Tensor]]:
+    def capture(step: Step) -> tuple[Callable[[], None], Tensor]:
         graph = torch.cuda.CUDAGraph()
         # threads that train on other GPUs may allocate memory meanwhile
         with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            outputs = step()
+            result = step()
 
         def replay() -> None:
             with torch.cuda.device(device):
                 graph.replay()
 
-        return replay, outputs
+        return replay, result
 
     return capture
 
@@ -50,15 +50,15 @@ class GraphedStep:
     def __init__(self, step: Step, capture: Capture | None) -> None:
         self._step, self._capture = step, capture
         self._calls = 0
-        self._outputs: list[Tensor] = []
         self._replay: Callable[[], None] | None = None
+        self._result: Tensor
 
-    def __call__(self) -> list[Tensor]:
-        """The results of the step, in new tensors."""
+    def __call__(self) -> Tensor:
+        """The result of the step, in a new tensor."""
         self._calls += 1
         if self._capture is not None and self._calls > WARM_UP and self._replay is None:
             try:
-                self._replay, self._outputs = self._capture(self._step)
+                self._replay, self._result = self._capture(self._step)
             except RuntimeError as error:
                 self._capture = None
                 logger.warning(
@@ -69,4 +69,4 @@ class GraphedStep:
         if self._replay is None:
             return self._step()
         self._replay()
-        return [tensor.clone() for tensor in self._outputs]
+        return self._result.clone()

@@ -14,6 +14,7 @@ from torch import Tensor
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.calibration.cholesky import cholesky_
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
+from drot.products import add_product
 
 #: The smallest share of the largest element of M's diagonal that is added to the diagonal, where M has no
 #: Cholesky factor without it. In 16 bits a smaller q could not be told from rounding.
@@ -57,13 +58,54 @@ class Metric:
         """diag(M) [in], which is q for R = I; None if column_scale is 1."""
         if self.matrix is None or self.matrix.dim() == 1:
             return self.matrix
-        if self.factored:
-            return self.matrix.float().square().sum(-2).reshape(-1)
         return self.matrix.diagonal(dim1=-2, dim2=-1).reshape(-1)
 
     def to(self, device: torch.device) -> "Metric":
         matrix = None if self.matrix is None else self.matrix.to(device)
         return Metric(matrix, self.inverse, self.factored)
+
+
+class ColumnScales:
+    """The column_scale of each of the inputs that one rotation R rotates, and the gradients of R in them.
+
+    metric: the matrices M of the inputs, or their factors U, one below the other in the blocks of R:
+        [n, inputs · b, b]. column_scale is q or 1/q for q = diag(RᵀMR).
+    blocks: the diagonal blocks [n, b, b] of R.
+    rounded: `blocks` in the dtype of the metric's matrix.
+    """
+
+    def __init__(self, metric: Metric, blocks: Tensor, rounded: Tensor) -> None:
+        self.metric = metric
+        if metric.matrix is None:
+            return
+        self._product = (metric.matrix @ rounded).unflatten(1, (-1, blocks.shape[-1]))
+        if metric.factored:
+            norms = torch.linalg.vector_norm(self._product, dim=2, dtype=torch.float32)
+            self._values = norms.pow(-2) if metric.inverse else norms.square()
+        else:
+            self._values = metric.column_scale((blocks[:, None] * self._product).sum(2))
+
+    def of_input(self, index: int) -> Tensor | None:
+        """column_scale [in] of an input; None if it is 1."""
+        return None if self.metric.matrix is None else self._values[:, index].flatten()
+
+    def add_gradient(self, rotation_gradient: Tensor, gradients: list[Tensor]) -> None:
+        """Adds 2 (M R) diag(dq) of all inputs to `rotation_gradient` [n, b, b].
+
+        gradients: d loss/d column_scale [in] for each input.
+        """
+        if self.metric.matrix is None:
+            return
+        stack = torch.stack(gradients) if len(gradients) > 1 else gradients[0][None]
+        dq = stack.unflatten(1, (len(rotation_gradient), -1)).transpose(0, 1)
+        dq = (dq * self._values.square() if self.metric.inverse else dq)[:, :, None]
+        sign = -1.0 if self.metric.inverse else 1.0
+        if self.metric.factored:
+            scaled = torch.mul(self._product, dq, out=torch.empty_like(self._product)).flatten(1, 2)
+            add_product(rotation_gradient, self.metric.matrix.mT, scaled, alpha=2 * sign)
+        else:
+            for index in range(len(gradients)):
+                rotation_gradient.addcmul_(self._product[:, index], dq[:, index], value=2 * sign)
 
 
 def upper_factor(matrix: Tensor) -> Tensor:

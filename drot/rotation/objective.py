@@ -12,6 +12,8 @@ Wᵀ dY + 2 (M R) diag(dq) for Y = W R, and W dYᵀ for Y = Rᵀ W.
 
 import copy
 import functools
+import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from drot import ops
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.config import Sparsity
 from drot.products import add_product, product
-from drot.rotation.importance import LayerMetrics, Metric, diagonal_blocks
+from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks
 from drot.surgery.rotate import LayerRotation, rotate_left, rotate_right
 
 
@@ -52,45 +54,10 @@ class _Sums:
         else:
             self.gradients[name] = product(*factors, self.dtype)
 
-
-class _ColumnScale:
-    """The column_scale of the linears that read one input, and its gradient in the rotation R of that input.
-
-    metric: the matrix M of the input, or its factor U, with column_scale q or 1/q for q = diag(RᵀMR).
-    blocks: the diagonal blocks [n, b, b] of R.
-    rounded: `blocks` in the dtype of the metric's matrix.
-    """
-
-    def __init__(self, metric: Metric, blocks: Tensor, rounded: Tensor) -> None:
-        self.metric = metric
-        self.value: Tensor | None = None
-        self.gradient: Tensor | None = None
-        if metric.matrix is None:
-            return
-        self._product = metric.matrix @ rounded
-        if metric.factored:
-            norms = torch.linalg.vector_norm(self._product, dim=1, dtype=torch.float32).flatten()
-            self.value = norms.pow(-2) if metric.inverse else norms.square()
-        else:
-            self.value = metric.column_scale((blocks * self._product).sum(1).flatten())
-
-    def add(self, gradient: Tensor) -> None:
-        """Adds the gradient in column_scale of one linear."""
-        if self.value is not None:
-            self.gradient = gradient if self.gradient is None else self.gradient.add_(gradient)
-
-    def add_gradient(self, rotation_gradient: Tensor) -> None:
-        """Adds 2 (M R) diag(dq) to `rotation_gradient` [n, b, b]."""
-        if self.value is None or self.gradient is None:
-            return
-        assert self.metric.matrix is not None
-        dq = self.gradient * self.value.square() if self.metric.inverse else self.gradient
-        dq, sign = dq.reshape(len(rotation_gradient), 1, -1), -1.0 if self.metric.inverse else 1.0
-        if self.metric.factored:
-            scaled = torch.mul(self._product, dq, out=torch.empty_like(self._product))
-            add_product(rotation_gradient, self.metric.matrix.mT, scaled, alpha=2 * sign)
-        else:
-            rotation_gradient.addcmul_(self._product, dq, value=2 * sign)
+    def add_sum(self, name: str, parts: Tensor) -> None:
+        """Adds the sum of parts [count, parts, b, b] over the parts to a gradient [count, b, b]."""
+        total = parts.sum(1)
+        self.gradients[name] = self.gradients[name].add_(total) if name in self.gradients else total
 
 
 @dataclass(frozen=True)
@@ -98,20 +65,16 @@ class DownProjection:
     """A down_proj whose output R1 rotates.
 
     Args:
-        weight: folded weight [d, ff].
+        weight: folded weight [d, ff], times a factor for `pruned` (LayerObjective).
         column_scale: the column_scale [ff] of its scores, which no rotation changes; None for 1.
-        scale: factor of its loss, for `pruned`.
         sparsity: its n:m or ratio, for `pruned`.
+        factor: the factor.
     """
 
     weight: Tensor
     column_scale: Tensor | None
-    scale: float
     sparsity: Sparsity
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> "DownProjection":
-        column_scale = None if self.column_scale is None else self.column_scale.to(device)
-        return DownProjection(self.weight.to(device, dtype), column_scale, self.scale, self.sparsity)
+    factor: float
 
 
 class LayerObjective:
@@ -156,31 +119,47 @@ class LayerObjective:
         self.device = weights["q_proj"].device
         self.weights: dict[str, Tensor] = {}
         self._stacks: dict[str, Tensor] = {}
+        #: role → the factor of its weight
+        self._factors: dict[str, float] = {}
         for group, roles in INPUT_GROUPS.items():
-            parts = {role: weights[role].to(product_dtype) for role in roles if role in self.sparsity}
+            parts = {}
+            for role in roles:
+                if role in self.sparsity:
+                    weight, metric = weights[role].to(self.loss_dtype), metrics.metrics[group]
+                    self._factors[role] = _factor(weight, metric) if objective == "pruned" else 1.0
+                    parts[role] = (weight * self._factors[role]).to(product_dtype)
             if parts:
                 self._keep(
                     group, torch.cat(list(parts.values())), list(map(len, parts.values())), list(parts)
                 )
-        self.metrics: dict[str, Metric] = {}
-        for group, metric in metrics.metrics.items():
-            if metric.matrix is not None and group in ("attention", "mlp"):
-                metric = Metric(diagonal_blocks(metric.matrix, blocks), metric.inverse)
-            self.metrics[group] = metric.rounded(self.loss_dtype if group == "down" else product_dtype)
-        self._scales = {
-            role: self._normaliser(role) if objective == "pruned" else 1.0 for role in self.weights
-        }
+        self._rotated_by_r1 = [group for group in ("attention", "mlp") if group in self._stacks]
+        self.r1_metric = self._stacked_metric([metrics.metrics[group] for group in self._rotated_by_r1])
+        self.o_metric = metrics.metrics["o"].rounded(product_dtype) if "o" in self._stacks else None
         self.down_projections = []
         if "down_proj" in self.weights:
-            weight, metric = self.weights.pop("down_proj"), self.metrics.pop("down")
+            weight, metric = self.weights.pop("down_proj"), metrics.metrics["down"].rounded(self.loss_dtype)
             column_scale = None if metric.matrix is None else metric.column_scale(metric.matrix)
-            scale = self._scales.pop("down_proj")
-            down = DownProjection(weight, column_scale, scale, self.sparsity["down_proj"])
-            self.down_projections = [down]
+            self.down_projections = [
+                DownProjection(
+                    weight, column_scale, self.sparsity["down_proj"], self._factors.pop("down_proj")
+                )
+            ]
             del self._stacks["down"]
 
+    def _stacked_metric(self, metrics: list[Metric]) -> Metric:
+        """The diagonal blocks of the metrics of inputs that R1 rotates, as ColumnScales takes them."""
+        if not metrics or metrics[0].matrix is None:
+            return Metric(None, False)
+        parts = [
+            Metric(diagonal_blocks(metric.matrix, self.blocks), metric.inverse).rounded(self.product_dtype)
+            for metric in metrics
+            if metric.matrix is not None
+        ]
+        stack = torch.cat([part.matrix for part in parts if part.matrix is not None], 1)
+        return Metric(stack, parts[0].inverse, parts[0].factored)
+
     def _keep(self, group: str, stack: Tensor, sizes: list[int], roles: list[str]) -> None:
-        """Keeps the weights of an input group as one matrix, so that one product rotates all of them.
+        """Keeps the weights of an input group as one matrix, which one product rotates.
 
         Args:
             group: the input group.
@@ -205,20 +184,42 @@ class LayerObjective:
     def offload(self, dtype: torch.dtype) -> "LayerObjective":
         """The objective in main memory, with weights in the smaller of `dtype` and the products' dtype.
 
-        With the checkpoint's dtype, `to` restores the weights exactly.
+        With the checkpoint's dtype, `to` restores the weights exactly: they are kept without their factor.
         """
         smaller = dtype if dtype.itemsize < self.product_dtype.itemsize else self.product_dtype
         return self._moved(torch.device("cpu"), smaller)
 
     def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerObjective":
+        """The objective on `device`, with weights in `dtype`: in the products' dtype with their factors, in a
+        smaller one without."""
         other = copy.copy(self)
         other.device, other._weights_dtype = device, dtype
         other.weights, other._stacks = {}, {}
-        for group, stack in self._stacks.items():
-            roles = [role for role in INPUT_GROUPS[group] if role in self.weights]
-            other._keep(group, stack.to(device, dtype), [len(self.weights[role]) for role in roles], roles)
-        other.metrics = {group: metric.to(device) for group, metric in self.metrics.items()}
-        other.down_projections = [down.to(device, dtype) for down in self.down_projections]
+        power = (dtype == self.product_dtype) - (self._weights_dtype == self.product_dtype)
+
+        def moved(weight: Tensor, factor: float) -> Tensor:
+            if power == 0:
+                return weight.to(device, dtype)
+            return (weight.to(device, self.loss_dtype) * factor**power).to(dtype)
+
+        for group in self._stacks:
+            parts = {
+                role: moved(self.weights[role], self._factors[role])
+                for role in INPUT_GROUPS[group]
+                if role in self.weights
+            }
+            other._keep(group, torch.cat(list(parts.values())), list(map(len, parts.values())), list(parts))
+        other.r1_metric = self.r1_metric.to(device)
+        other.o_metric = None if self.o_metric is None else self.o_metric.to(device)
+        other.down_projections = [
+            DownProjection(
+                moved(down.weight, down.factor),
+                None if down.column_scale is None else down.column_scale.to(device),
+                down.sparsity,
+                down.factor,
+            )
+            for down in self.down_projections
+        ]
         return other
 
     def identity(self) -> tuple[Tensor, Tensor]:
@@ -250,9 +251,13 @@ class LayerObjective:
 
     def _evaluate(self, r1: Tensor, r2: Tensor, rounded: tuple[Tensor, Tensor], sums: _Sums) -> _Sums:
         """Adds all linears to `sums`, and returns it."""
-        for group in ("attention", "mlp"):
-            if group in self._stacks:
-                self._right_group(group, r1, *rounded, sums)
+        column_scales = ColumnScales(self.r1_metric, r1, rounded[0])
+        gradients = [
+            self._right_group(group, column_scales.of_input(index), *rounded, sums)
+            for index, group in enumerate(self._rotated_by_r1)
+        ]
+        if sums.with_gradients and gradients:
+            column_scales.add_gradient(sums.gradients["r1"], gradients)
         if "o_proj" in self.weights:
             self._output_projection(r2, *rounded, sums)
         for down in self.down_projections:
@@ -261,73 +266,76 @@ class LayerObjective:
             sums.losses.append(r1.new_zeros(()))
         return sums
 
-    def _right_group(self, group: str, r1: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums) -> None:
+    def _right_group(
+        self, group: str, column_scale: Tensor | None, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums
+    ) -> Tensor:
         """The linears that read the output of one norm: Y = W R1, and blockdiag(R2)ᵀ W R1 for v_proj.
+
+        Linears of one sparsity that lie side by side are one Y. v_proj, which R2 rotates too, is its own.
 
         Args:
             group: the input group.
-            r1: R1 [n, b, b].
-            r1_cast: R1 in the dtype of the products.
+            column_scale: column_scale [in] of the group's input; None for 1.
+            r1_cast: R1 [n, b, b] in the dtype of the products.
             r2_cast: R2 [kv, h, h] in the dtype of the products.
             sums: sums of this evaluation.
+
+        Returns the gradient in column_scale [in].
         """
-        column_scale = _ColumnScale(self.metrics[group], r1, r1_cast)
         roles = [role for role in INPUT_GROUPS[group] if role in self.weights]
-        rotated = rotate_right(self._stacks[group], r1_cast)
-        for role, u in zip(roles, rotated.split([len(self.weights[role]) for role in roles]), strict=True):
-            y = rotate_left(r2_cast, u) if role == "v_proj" else u
-            scale, sparsity = self._scales[role], self.sparsity[role]
-            dy, dcolumn_scale = self._add_loss(role, scale, sparsity, y, column_scale.value, sums)
+        runs = [
+            list(run)
+            for _, run in itertools.groupby(roles, lambda role: (role == "v_proj", self.sparsity[role]))
+        ]
+        stack, sizes = self._stacks[group], [sum(len(self.weights[role]) for role in run) for run in runs]
+        rotated = rotate_right(stack, r1_cast)
+        gradient = None
+        for run, weight, u in zip(runs, stack.split(sizes), rotated.split(sizes), strict=True):
+            y = rotate_left(r2_cast, u) if run == ["v_proj"] else u
+            dy, dcolumn_scale = self._add_loss(run[0], self.sparsity[run[0]], y, column_scale, sums)
+            gradient = dcolumn_scale if gradient is None else gradient.add_(dcolumn_scale)
             if not sums.with_gradients:
                 continue
-            column_scale.add(dcolumn_scale)
-            if role == "v_proj":
+            if run == ["v_proj"]:
                 sums.add("r2", _left_factors(u, dy, len(r2_cast)))
                 dy = rotate_left(r2_cast.mT, dy)
-            sums.add("r1", _right_factors(self.weights[role], dy, len(r1)))
-        if sums.with_gradients:
-            column_scale.add_gradient(sums.gradients["r1"])
+            sums.add("r1", _right_factors(weight, dy, len(r1_cast)))
+        assert gradient is not None
+        return gradient
 
     def _output_projection(self, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums) -> None:
         """o_proj: Y = R1ᵀ W blockdiag(R2), with the R2 of its KV head for each query head."""
-        weight = self.weights["o_proj"]
+        weight, metric = self.weights["o_proj"], self.o_metric
+        assert metric is not None
         heads_r2_cast = r2_cast.repeat_interleave(self.shape.group, 0)
-        heads_r2 = heads_r2_cast if self.metrics["o"].factored else r2.repeat_interleave(self.shape.group, 0)
-        column_scale = _ColumnScale(self.metrics["o"], heads_r2, heads_r2_cast)
+        heads_r2 = heads_r2_cast if metric.factored else r2.repeat_interleave(self.shape.group, 0)
+        column_scales = ColumnScales(metric, heads_r2, heads_r2_cast)
         u = rotate_left(r1_cast, weight)
-        scale, sparsity = self._scales["o_proj"], self.sparsity["o_proj"]
         y = rotate_right(u, heads_r2_cast)
-        dy, dcolumn_scale = self._add_loss("o_proj", scale, sparsity, y, column_scale.value, sums)
+        dy, dcolumn_scale = self._add_loss(
+            "o_proj", self.sparsity["o_proj"], y, column_scales.of_input(0), sums
+        )
         if not sums.with_gradients:
             return
-        column_scale.add(dcolumn_scale)
         gradient = product(*_right_factors(u, dy, len(heads_r2_cast)), self.loss_dtype)
-        column_scale.add_gradient(gradient)
-        gradient = gradient.unflatten(0, (-1, self.shape.group)).sum(1)
-        sums.gradients["r2"] = sums.gradients["r2"] + gradient if "r2" in sums.gradients else gradient
+        column_scales.add_gradient(gradient, [dcolumn_scale])
+        sums.add_sum("r2", gradient.unflatten(0, (-1, self.shape.group)))
         sums.add("r1", _left_factors(weight, rotate_right(dy, heads_r2_cast.mT), len(r1_cast)))
 
     def _down_projection(self, down: DownProjection, r1_cast: Tensor, sums: _Sums) -> None:
         """down_proj: Y = R1ᵀ W, with a column_scale that does not depend on the rotations."""
         y = rotate_left(r1_cast, down.weight)
-        dy, _ = self._add_loss("down_proj", down.scale, down.sparsity, y, down.column_scale, sums)
+        dy, _ = self._add_loss("down_proj", down.sparsity, y, down.column_scale, sums)
         if sums.with_gradients:
             sums.add("r1", _left_factors(down.weight, dy, len(r1_cast)))
 
     def _add_loss(
-        self,
-        role: str,
-        scale: float,
-        sparsity: Sparsity,
-        y: Tensor,
-        column_scale: Tensor | None,
-        sums: _Sums,
+        self, role: str, sparsity: Sparsity, y: Tensor, column_scale: Tensor | None, sums: _Sums
     ) -> tuple[Tensor, Tensor]:
         """Adds the loss of a rotated weight y to `sums`; returns dY and the gradient in column_scale.
 
         Args:
             role: role of the linear.
-            scale: factor of the loss, for `pruned`.
             sparsity: n:m or ratio of the mask, for `pruned`.
             y: rotated weight [out, in].
             column_scale: column_scale [in] of y; None for 1.
@@ -341,25 +349,10 @@ class LayerObjective:
         else:
             prune, group = _removed_per_group(sparsity, y.shape[1])
             loss, dy, dcolumn_scale = ops.pruned_importance_and_grad(
-                y, column_scale, prune=prune, group=group, scale=scale
+                y, column_scale, prune=prune, group=group
             )
         sums.losses.append(loss)
         return dy, dcolumn_scale
-
-    def _normaliser(self, role: str) -> float:
-        """out_features / (sum of the scores at R = I).
-
-        The sum is not taken at the current R, because the training could then lower the loss by increasing
-        the sum.
-        """
-        weight = self.weights[role].to(self.loss_dtype)
-        group = next(group for group, roles in INPUT_GROUPS.items() if role in roles)
-        metric = self.metrics[group]
-        squares = weight.square().sum(0)
-        if (diagonal := metric.diagonal) is not None:
-            squares = squares * metric.column_scale(diagonal.to(self.loss_dtype))
-        total = float(squares.sum())
-        return weight.shape[0] / total if total > 0 else 0.0
 
     def entropy(self, rotation: LayerRotation | None) -> float:
         """The entropy (paper, equation 8) for either objective, under `rotation` (None: the identity)."""
@@ -375,6 +368,19 @@ class LayerObjective:
             return float(self.value(r1, r2))
         finally:
             self.objective = objective
+
+
+def _factor(weight: Tensor, metric: Metric) -> float:
+    """√(out_features / (sum of the scores at R = I)), the factor of a weight [out, in] for `pruned`.
+
+    A factor of the weight, not of the loss: so linears with different factors share one op. The sum is not
+    taken at the current R, because the training could then lower the loss by increasing the sum.
+    """
+    squares = weight.square().sum(0)
+    if (diagonal := metric.diagonal) is not None:
+        squares = squares * metric.column_scale(diagonal.to(squares))
+    total = float(squares.sum())
+    return math.sqrt(weight.shape[0] / total) if total > 0 else 1.0
 
 
 def _removed_per_group(sparsity: Sparsity, width: int) -> tuple[int, int]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.products import add_identity, add_product, identity_plus_product, product
+from drot.products import add_identity, add_product, identity_plus_product
 from drot.rotation.retraction import STEPS
 
 
@@ -57,7 +57,7 @@ class TensorCoreStep:
 
     def __init__(self, start: Tensor, decay: float) -> None:
         self._decay = decay
-        self._momentum = torch.zeros_like(start, memory_format=torch.contiguous_format)
+        self._momentum = torch.zeros(start.shape, dtype=torch.bfloat16, device=start.device)
         self._unit: Tensor | None = None
 
     def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None) -> None:
@@ -71,8 +71,7 @@ class TensorCoreStep:
         if self._unit is None:  # the first gradient is the unit, so that no power under- or overflows
             self._unit = torch.nan_to_num(1 / gradient.abs().amax(), posinf=1.0)
         high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
-        product_with_gradient = product(high.mT, _scaled(gradient, self._unit), torch.float32)
-        u = ops.skew_momentum(product_with_gradient, self._momentum, self._decay)
+        u = ops.skew_momentum(high.mT @ _scaled(gradient, self._unit), self._momentum, self._decay)
         turn(q, high, polar_factor(u), angle)
 
 

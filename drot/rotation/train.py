@@ -33,7 +33,7 @@ class TrainingRecord:
     best_step: the step whose rotations were kept: the best of every tenth step and the last.
     seconds: duration of the training.
     orthogonality_error: max |QᵀQ - 1| of the best matrices, before they were made orthogonal in fp64.
-    loss_curve, gradient_norm: value i belongs to the rotations after i steps.
+    loss_curve: value i belongs to the rotations after i steps.
     entropy_curve: [step, entropy], the mean over the layers, at a quarter, half and three quarters of the
         steps. Empty if the entropy is the objective, and with `layers_per_step`.
     """
@@ -44,7 +44,6 @@ class TrainingRecord:
     seconds: float
     orthogonality_error: float
     loss_curve: list[float] = field(repr=False)
-    gradient_norm: list[float] = field(repr=False)
     entropy_curve: list[list[float]] = field(repr=False)
 
 
@@ -158,14 +157,6 @@ def _has_converged(curve: list[Tensor], config: RotationConfig) -> bool:
     return float(high - low) < config.early_stop * EARLY_STOP_STEPS * float(low)
 
 
-def norm_of(tensors: list[Tensor]) -> Tensor:
-    """The norm of all elements of the tensors (0-dim)."""
-    if tensors[0].device.type == "cpu":
-        # row by row: the order of a sum over the whole matrix would depend on the number of threads
-        return torch.stack([tensor.square().sum(-1).sum() for tensor in tensors]).sum().sqrt()
-    return torch.stack([torch.linalg.vector_norm(tensor) for tensor in tensors]).norm()
-
-
 @torch.no_grad()
 def train_rotation(
     objectives: list[LayerObjective],
@@ -202,26 +193,19 @@ def train_rotation(
     total = _SummedObjective([objectives[index] for index in trained], r1, r1_count, config)
     optimizer = OPTIMIZERS[config.optimizer](start, lr=config.resolved_lr, steps=steps)
 
-    def evaluate(
-        matrices: list[Tensor], chosen: list[int], rounded: list[Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, list[Tensor | None]]:
-        """The loss, the norm of the gradient and the gradients."""
-        loss, gradients = total(matrices, chosen, rounded)
-        return loss, norm_of([g for g in gradients if g is not None]), gradients
-
     graphed = None
     if steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole:
         turn = optimizer.turn
 
-        def evaluate_and_turn() -> list[Tensor]:
+        def evaluate_and_turn() -> Tensor:
             rounded = total.rounded(optimizer.matrices)  # once, for the evaluation and the step
-            loss, norm, gradients = evaluate(optimizer.matrices, total.choose(everything=True), rounded)
+            loss, gradients = total(optimizer.matrices, total.choose(everything=True), rounded)
             turn(gradients, rounded)
-            return [loss, norm]
+            return loss
 
         graphed = GraphedStep(evaluate_and_turn, capture_for(device))
     best, best_loss, best_step = start, math.inf, 0
-    curve, norms = [], []
+    curve: list[Tensor] = []
     quarters = {steps * part // 4 for part in (1, 2, 3)} - {0}
     if not total.whole or objectives[0].objective == "entropy":
         quarters = set()
@@ -234,14 +218,13 @@ def train_rotation(
         if reports:
             candidate = [matrix.clone() for matrix in optimizer.matrices]
         if graphed is not None and isinstance(optimizer, FastOptimizer) and step < steps:
-            loss, norm = graphed()
+            loss = graphed()
             optimizer.count_step()
         else:
-            loss, norm, gradients = evaluate(optimizer.matrices, chosen)
+            loss, gradients = total(optimizer.matrices, chosen)
             if step < steps:
                 optimizer.step(gradients)
         curve.append(loss)
-        norms.append(norm)
         if reports:
             value = float(loss)
             if not math.isfinite(value):
@@ -268,7 +251,6 @@ def train_rotation(
         seconds=time.perf_counter() - started,
         orthogonality_error=max(orthogonality_error(matrix) for matrix in best),
         loss_curve=losses,
-        gradient_norm=torch.stack(norms).tolist(),
         entropy_curve=entropies,
     )
     return rotations, record

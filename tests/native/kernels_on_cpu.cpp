@@ -93,12 +93,12 @@ extern "C" const char* pruned_importance(const char* dtype, int multiprocessors,
 }
 
 // Args: the members of SkewMomentumProblem.
-extern "C" const char* skew_momentum(bool backwards, const float* product, float* momentum, void* out,
+extern "C" const char* skew_momentum(bool backwards, const void* product, void* momentum, void* out,
                                      int64_t count, int64_t n, float decay) {
-  return run("float32", backwards, [&](auto) {
+  return run("bfloat16", backwards, [&](auto) {
     on_cpu::Launcher launcher(/*multiprocessors=*/3, /*shared_memory=*/0, {});
-    drot::run_skew_momentum(launcher, {.product = product,
-                                       .momentum = momentum,
+    drot::run_skew_momentum(launcher, {.product = static_cast<const c10::BFloat16*>(product),
+                                       .momentum = static_cast<c10::BFloat16*>(momentum),
                                        .out = static_cast<c10::BFloat16*>(out),
                                        .count = count,
                                        .n = n,

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from drot.config import RotationConfig
 from drot.rotation import optimizers
-from drot.rotation.importance import RESOLUTION, Metric, upper_factor
-from drot.rotation.objective import _ColumnScale
+from drot.rotation.importance import RESOLUTION, ColumnScales, Metric, upper_factor
 from drot.rotation.train import train_rotation
 
 N = 256
@@ -45,16 +44,16 @@ def test_q_and_its_gradient_in_bf16(where: str, condition: float, inverse: bool,
     q = (r.double() * exact).sum(0)
     metric = Metric(matrix[None].to(device), inverse).rounded(torch.bfloat16)
     blocks = r[None].to(device)
-    scale = _ColumnScale(metric, blocks, blocks.bfloat16())
-    assert scale.value is not None
-    found = scale.value.double().cpu()
+    scales = ColumnScales(metric, blocks, blocks.bfloat16())
+    value = scales.of_input(0)
+    assert value is not None
+    found = value.double().cpu()
     found = 1 / found if inverse else found
     assert float(found.min()) > 0
     assert float((found / q - 1).abs().max()) < 0.15
     # the loss Σ log column_scale weighs all columns alike
-    scale.add(1 / scale.value)
     gradient = torch.zeros_like(blocks)
-    scale.add_gradient(gradient)
+    scales.add_gradient(gradient, [1 / value])
     expected = (-1 if inverse else 1) * 2 * exact / q
     assert float((gradient[0].double().cpu() - expected).norm() / expected.norm()) < 0.1
     if inverse and where == "eigenvectors" and condition >= 1e6:  # M in 16 bits gives a q below 0
@@ -81,7 +80,7 @@ def test_q_below_the_resolution_stays_positive(device: str) -> None:
     matrix = torch.eye(N, dtype=torch.float64) - v[:, :1] @ v[:, :1].T
     metric = Metric(matrix[None].float().to(device), True).rounded(torch.bfloat16)
     blocks = v[None].float().to(device)
-    value = _ColumnScale(metric, blocks, blocks.bfloat16()).value
+    value = ColumnScales(metric, blocks, blocks.bfloat16()).of_input(0)
     assert value is not None and bool((value > 0).all()) and bool(value.isfinite().all())
     assert float(value.max()) <= 1 / (0.1 * RESOLUTION)
 
@@ -106,7 +105,7 @@ def test_training_in_bf16_on_an_ill_conditioned_layer(
     for dtype in (torch.float32, torch.bfloat16):
         problem = build(weights, hessians, method, objective, "2:4", False, product_dtype=dtype)
         (rotation,), record = train_rotation([problem], RotationConfig(steps=50, early_stop=0.0))
-        assert torch.tensor(record.loss_curve + record.gradient_norm).isfinite().all()
+        assert torch.tensor(record.loss_curve).isfinite().all()
         losses[dtype] = float(exact.value(rotation.r1[None], rotation.r2))
         assert record.loss_after == pytest.approx(losses[dtype], rel=5e-3)
     before = float(exact.value(*exact.identity()))

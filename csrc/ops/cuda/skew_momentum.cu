@@ -16,14 +16,14 @@ at::Tensor skew_momentum_cuda(const at::Tensor& product, at::Tensor& momentum, d
   check_skew_momentum(product, momentum, decay);
   const c10::cuda::CUDAGuard guard(product.device());
   const at::Tensor in = product.contiguous();
-  at::Tensor out = at::empty(product.sizes(), in.options().dtype(at::kBFloat16));
+  at::Tensor out = at::empty(product.sizes(), in.options());
   if (product.numel() == 0) return out;
   const int64_t n = product.size(-1), count = product.numel() / (n * n), tiles = skew_tiles(n);
   TORCH_CHECK_VALUE(count * tiles * tiles <= INT32_MAX, "product must have less than 2^31 tiles of ",
                     kSkewTile, " x ", kSkewTile, ", got ", product.sizes());
   Launcher launcher(in);
-  run_skew_momentum(launcher, {.product = in.const_data_ptr<float>(),
-                               .momentum = momentum.mutable_data_ptr<float>(),
+  run_skew_momentum(launcher, {.product = in.const_data_ptr<at::BFloat16>(),
+                               .momentum = momentum.mutable_data_ptr<at::BFloat16>(),
                                .out = out.mutable_data_ptr<at::BFloat16>(),
                                .count = count,
                                .n = n,

@@ -13,15 +13,14 @@ constexpr int kTileSide = 32, kTileThreadRows = 8;
 
 // product, momentum and out: `count` matrices [n, n] each.
 struct SkewMomentumProblem {
-  const float* product;
-  float* momentum;
-  c10::BFloat16* out;
+  const c10::BFloat16* product;
+  c10::BFloat16 *momentum, *out;
   int64_t count, n;
   float decay;
 };
 
-// A block reads a tile above the diagonal and its mirror image, so that every element is read once, in whole
-// cache lines. Blocks below the diagonal have nothing to do.
+// A block reads a tile on or above the diagonal and its mirror image, and writes both, so that every element
+// is read once, in whole sectors of a cache line. Blocks below the diagonal have nothing to do.
 __global__ void __launch_bounds__(kTileSide* kTileThreadRows)
     skew_momentum_tiles(SkewMomentumProblem p, int64_t tiles) {
   __shared__ float upper[kTileSide][kTileSide + 1], lower[kTileSide][kTileSide + 1];
@@ -36,13 +35,18 @@ __global__ void __launch_bounds__(kTileSide* kTileThreadRows)
   }
   __syncthreads();
   for (int y = threadIdx.y; y < kTileSide; y += kTileThreadRows) {
-    if (row + y < p.n && column + x < p.n) {
+    if (row + y < p.n && column + x < p.n && row + y <= column + x) {
       const int64_t at = matrix + (row + y) * p.n + column + x;
-      p.out[at] = nesterov_sum(upper[y][x] - lower[x][y], p.decay, p.momentum[at]);
+      float u = upper[y][x] - lower[x][y];
+      if (row + y < column + x) u = nesterov_sum(u, p.decay, p.momentum[at]);
+      p.out[at] = u;
+      upper[y][x] = u;
     }
-    if (row != column && column + y < p.n && row + x < p.n) {
-      const int64_t at = matrix + (column + y) * p.n + row + x;
-      p.out[at] = nesterov_sum(lower[y][x] - upper[x][y], p.decay, p.momentum[at]);
+  }
+  __syncthreads();
+  for (int y = threadIdx.y; y < kTileSide; y += kTileThreadRows) {
+    if (column + y < p.n && row + x < p.n && row + x < column + y) {
+      p.out[matrix + (column + y) * p.n + row + x] = -upper[x][y];
     }
   }
 }
