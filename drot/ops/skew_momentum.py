@@ -10,8 +10,8 @@ def skew_momentum(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
     S, m' and u are computed in fp32 and then rounded.
 
     product: [..., n, n] bf16.
-    momentum: m [..., n, n] bf16, contiguous. Its elements above the diagonal are replaced by those of m'; as m
-        is skew-symmetric, the others are neither read nor written.
+    momentum: m [..., n, n] bf16, contiguous. Its elements above the diagonal are replaced by those of m'. The
+        others are neither read nor written, as m is skew-symmetric.
     decay: the factor of the old momentum.
 
     Returns u [..., n, n] in bf16, skew-symmetric. Nothing here has a gradient. Raises ValueError for other

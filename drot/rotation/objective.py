@@ -54,11 +54,6 @@ class _Sums:
         else:
             self.gradients[name] = product(*factors, self.dtype)
 
-    def add_sum(self, name: str, parts: Tensor) -> None:
-        """Adds the sum of parts [count, parts, b, b] over the parts to a gradient [count, b, b]."""
-        total = parts.sum(1)
-        self.gradients[name] = self.gradients[name].add_(total) if name in self.gradients else total
-
 
 @dataclass(frozen=True)
 class DownProjection:
@@ -250,7 +245,13 @@ class LayerObjective:
         return self._evaluate(r1, r2, rounded, _Sums(self.loss_dtype, with_gradients=False)).loss()
 
     def _evaluate(self, r1: Tensor, r2: Tensor, rounded: tuple[Tensor, Tensor], sums: _Sums) -> _Sums:
-        """Adds all linears to `sums`, and returns it."""
+        """Adds all linears to `sums`, and returns it.
+
+        o_proj comes first: its gradient of R2 is a sum over the query heads of each KV head, to which v_proj's
+        product is added without a launch of its own.
+        """
+        if "o_proj" in self.weights:
+            self._output_projection(r2, *rounded, sums)
         column_scales = ColumnScales(self.r1_metric, r1, rounded[0])
         gradients = [
             self._right_group(group, column_scales.of_input(index), *rounded, sums)
@@ -258,8 +259,6 @@ class LayerObjective:
         ]
         if sums.with_gradients and gradients:
             column_scales.add_gradient(sums.gradients["r1"], gradients)
-        if "o_proj" in self.weights:
-            self._output_projection(r2, *rounded, sums)
         for down in self.down_projections:
             self._down_projection(down, rounded[0], sums)
         if not sums.losses:
@@ -319,7 +318,7 @@ class LayerObjective:
             return
         gradient = product(*_right_factors(u, dy, len(heads_r2_cast)), self.loss_dtype)
         column_scales.add_gradient(gradient, [dcolumn_scale])
-        sums.add_sum("r2", gradient.unflatten(0, (-1, self.shape.group)))
+        sums.gradients["r2"] = gradient.unflatten(0, (-1, self.shape.group)).sum(1)
         sums.add("r1", _left_factors(weight, rotate_right(dy, heads_r2_cast.mT), len(r1_cast)))
 
     def _down_projection(self, down: DownProjection, r1_cast: Tensor, sums: _Sums) -> None:
