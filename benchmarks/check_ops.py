@@ -153,6 +153,38 @@ def step_cases(device: str) -> Iterator[Case]:
 
         yield f"polar_start {n}", start, 2**-6
 
+        def turned(j: Tensor = squared) -> tuple[Tensor, Tensor]:
+            angle = torch.tensor([-0.3, 0.07])
+            exact = ops.turn_start_ref(j.double(), angle.double())
+            return torch.cat(ops.turn_start(j.to(device), angle.to(device))).cpu(), torch.cat(exact)
+
+        yield f"turn_start {n}", turned, 2**-8
+
+
+def scale_cases(device: str) -> Iterator[Case]:
+    for shape in ((2, 5, 7), (2, 130, 64)):
+        product, gradient = torch.randn(shape).bfloat16(), torch.randn(shape[0], shape[2])
+        for inverse in (False, True):
+            exact = ops.column_scale_ref(product.double(), inverse)
+
+            def scale(
+                product: Tensor = product, inverse: bool = inverse, exact: Tensor = exact
+            ) -> tuple[Tensor, Tensor]:
+                return ops.column_scale(product.to(device), inverse).cpu(), exact
+
+            def back(
+                product: Tensor = product,
+                gradient: Tensor = gradient,
+                inverse: bool = inverse,
+                exact: Tensor = exact,
+            ) -> tuple[Tensor, Tensor]:
+                given = (t.to(device) for t in (product, exact.float(), gradient))
+                want = ops.column_scale_backward_ref(product.double(), exact, gradient.double(), inverse)
+                return ops.column_scale_backward(*given, inverse).cpu(), want
+
+            yield f"column_scale {shape} inverse={inverse}", scale, 2e-6
+            yield f"column_scale_backward {shape} inverse={inverse}", back, 2**-8
+
 
 def sweep_cases(device: str) -> Iterator[Case]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
@@ -227,6 +259,7 @@ def main() -> int:
         mask_cases,
         momentum_cases,
         step_cases,
+        scale_cases,
         sweep_cases,
         pack_cases,
         sparse_linear_cases,

@@ -30,6 +30,9 @@ TORCH_LIBRARY(drot, m) {
   m.def("skew_momentum(Tensor product, Tensor(a!) momentum, float decay) -> Tensor", tags);
   m.def("polar_start(Tensor squared, Tensor fourth, float a, float b, float c, float margin) -> Tensor",
         tags);
+  m.def("column_scale(Tensor product, bool inverse) -> Tensor", tags);
+  m.def("column_scale_backward(Tensor product, Tensor value, Tensor gradient, bool inverse) -> Tensor", tags);
+  m.def("turn_start(Tensor j, Tensor angle) -> (Tensor change, Tensor scaled)", tags);
   m.def("pack24(Tensor w) -> (Tensor values, Tensor positions)", tags);
   m.def("unpack24(Tensor values, Tensor positions) -> Tensor", tags);
   m.def(

@@ -5,6 +5,12 @@
 
 from drot.ops import registration as registration
 from drot.ops.batched_qr import batched_qr, batched_qr_backward, batched_qr_ref, cholesky_qr
+from drot.ops.column_scale import (
+    column_scale,
+    column_scale_backward,
+    column_scale_backward_ref,
+    column_scale_ref,
+)
 from drot.ops.entropy_loss import entropy_loss, entropy_loss_and_grad, entropy_loss_ref
 from drot.ops.nm_mask import nm_mask, nm_mask_ref
 from drot.ops.pack24 import pack24, pack24_ref, unpack24, unpack24_ref
@@ -17,12 +23,17 @@ from drot.ops.pruned_importance import (
 from drot.ops.skew_momentum import skew_momentum, skew_momentum_ref
 from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse24_linear_ref
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
+from drot.ops.turn_start import turn_start, turn_start_ref
 
 __all__ = [
     "batched_qr",
     "batched_qr_backward",
     "batched_qr_ref",
     "cholesky_qr",
+    "column_scale",
+    "column_scale_backward",
+    "column_scale_backward_ref",
+    "column_scale_ref",
     "entropy_loss",
     "entropy_loss_and_grad",
     "entropy_loss_ref",
@@ -42,6 +53,8 @@ __all__ = [
     "sparse24_linear_ref",
     "sparsegpt_sweep",
     "sparsegpt_sweep_ref",
+    "turn_start",
+    "turn_start_ref",
     "unpack24",
     "unpack24_ref",
 ]

@@ -5,7 +5,8 @@ imports this module, so that the import of any op registers all of them.
 
 The ops without a formula here have no gradient: `sparse24_linear` raises in a backward pass
 (csrc/bindings.cpp), and the results of `nm_mask`, `pack24`, `unpack24`, `sparse24_compress`, `skew_momentum`,
-`polar_start` and `cholesky_qr` do not require a gradient.
+`polar_start`, `column_scale`, `column_scale_backward`, `turn_start` and `cholesky_qr` do not require a
+gradient.
 """
 
 from typing import Any
@@ -77,6 +78,22 @@ def _(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
 @register_fake("drot::polar_start")
 def _(squared: Tensor, fourth: Tensor, a: float, b: float, c: float, margin: float) -> Tensor:
     return squared.new_empty(squared.shape)
+
+
+@register_fake("drot::column_scale")
+def _(product: Tensor, inverse: bool) -> Tensor:
+    count, _rows, n = product.shape
+    return product.new_empty((count, n), dtype=torch.float32)
+
+
+@register_fake("drot::column_scale_backward")
+def _(product: Tensor, value: Tensor, gradient: Tensor, inverse: bool) -> Tensor:
+    return product.new_empty(product.shape)
+
+
+@register_fake("drot::turn_start")
+def _(j: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+    return j.new_empty(j.shape), j.new_empty(j.shape)
 
 
 @register_fake("drot::pack24")
