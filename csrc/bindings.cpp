@@ -30,6 +30,10 @@ TORCH_LIBRARY(drot, m) {
   m.def("skew_momentum(Tensor product, Tensor(a!) momentum, float decay) -> Tensor", tags);
   m.def("polar_start(Tensor squared, Tensor fourth, float a, float b, float c, float margin) -> Tensor",
         tags);
+  m.def(
+      "spectral_step(Tensor(a!) q, Tensor(b!) momentum, Tensor gradient, Tensor unit, Tensor angle, float decay,"
+      " float[] polynomials, float margin) -> ()",
+      tags);
   m.def("pack24(Tensor w) -> (Tensor values, Tensor positions)", tags);
   m.def("unpack24(Tensor values, Tensor positions) -> Tensor", tags);
   m.def(

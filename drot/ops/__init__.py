@@ -17,6 +17,7 @@ from drot.ops.pruned_importance import (
 from drot.ops.skew_momentum import skew_momentum, skew_momentum_ref
 from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse24_linear_ref
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
+from drot.ops.spectral_step import spectral_step, spectral_step_ref
 
 __all__ = [
     "batched_qr",
@@ -42,6 +43,8 @@ __all__ = [
     "sparse24_linear_ref",
     "sparsegpt_sweep",
     "sparsegpt_sweep_ref",
+    "spectral_step",
+    "spectral_step_ref",
     "unpack24",
     "unpack24_ref",
 ]

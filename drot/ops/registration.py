@@ -4,7 +4,7 @@ A fake kernel returns the shapes and dtypes of the results; torch.compile needs 
 imports this module, so that the import of any op registers all of them.
 
 The ops without a formula here have no gradient: `sparse24_linear` raises in a backward pass
-(csrc/bindings.cpp), and the results of `nm_mask`, `pack24`, `unpack24`, `sparse24_compress`, `skew_momentum`,
+(csrc/bindings.cpp), `spectral_step` returns nothing, and the results of `nm_mask`, `pack24`, `unpack24`, `sparse24_compress`, `skew_momentum`,
 `polar_start` and `cholesky_qr` do not require a gradient.
 """
 
@@ -77,6 +77,20 @@ def _(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
 @register_fake("drot::polar_start")
 def _(squared: Tensor, fourth: Tensor, a: float, b: float, c: float, margin: float) -> Tensor:
     return squared.new_empty(squared.shape)
+
+
+@register_fake("drot::spectral_step")
+def _(
+    q: Tensor,
+    momentum: Tensor,
+    gradient: Tensor,
+    unit: Tensor,
+    angle: Tensor,
+    decay: float,
+    polynomials: list[float],
+    margin: float,
+) -> None:
+    return None
 
 
 @register_fake("drot::pack24")
