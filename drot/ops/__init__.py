@@ -23,6 +23,7 @@ from drot.ops.pruned_importance import (
 from drot.ops.skew_momentum import skew_momentum, skew_momentum_ref
 from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse24_linear_ref
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
+from drot.ops.spectral_step import spectral_step, spectral_step_ref
 from drot.ops.turn_start import turn_start, turn_start_ref
 
 __all__ = [
@@ -53,6 +54,8 @@ __all__ = [
     "sparse24_linear_ref",
     "sparsegpt_sweep",
     "sparsegpt_sweep_ref",
+    "spectral_step",
+    "spectral_step_ref",
     "turn_start",
     "turn_start_ref",
     "unpack24",

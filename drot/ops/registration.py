@@ -4,9 +4,9 @@ A fake kernel returns the shapes and dtypes of the results; torch.compile needs 
 imports this module, so that the import of any op registers all of them.
 
 The ops without a formula here have no gradient: `sparse24_linear` raises in a backward pass
-(csrc/bindings.cpp), and the results of `nm_mask`, `pack24`, `unpack24`, `sparse24_compress`, `skew_momentum`,
-`polar_start`, `column_scale`, `column_scale_backward`, `turn_start` and `cholesky_qr` do not require a
-gradient.
+(csrc/bindings.cpp), `spectral_step` returns nothing, and the results of `nm_mask`, `pack24`, `unpack24`,
+`sparse24_compress`, `skew_momentum`, `polar_start`, `column_scale`, `column_scale_backward`, `turn_start` and
+`cholesky_qr` do not require a gradient.
 """
 
 from typing import Any
@@ -94,6 +94,20 @@ def _(product: Tensor, value: Tensor, gradient: Tensor, inverse: bool) -> Tensor
 @register_fake("drot::turn_start")
 def _(j: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
     return j.new_empty(j.shape), j.new_empty(j.shape)
+
+
+@register_fake("drot::spectral_step")
+def _(
+    q: Tensor,
+    momentum: Tensor,
+    gradient: Tensor,
+    unit: Tensor,
+    angle: Tensor,
+    decay: float,
+    polynomials: list[float],
+    margin: float,
+) -> None:
+    return None
 
 
 @register_fake("drot::pack24")

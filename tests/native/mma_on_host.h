@@ -1,8 +1,9 @@
-// The tensor-core products of csrc/ops/cuda/sparse24_mma.cuh on the CPU, for test_sparse24_skinny.py:
-// mma.m16n8k16 and mma.sp.m16n8k32, with the operands of each lane as the PTX manual says. Included after
-// block_on_cpu.h.
+// The tensor-core products of csrc/ops/cuda/sparse24_mma.cuh on the CPU, for test_sparse24_skinny.py and
+// test_spectral_step_on_cpu.py: mma.m16n8k16 and mma.sp.m16n8k32, with the operands of each lane as the PTX
+// manual says. Included after block_on_cpu.h.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <stdexcept>
 
@@ -28,10 +29,14 @@ inline void all_lanes(uint32_t word, uint32_t (&of_lane)[kWarp]) {
   wait(State::kAtWarp);
 }
 
+// The words of A and of B of each lane in multiply_dense. Between two shuffles only lanes of one warp run.
+inline uint32_t words_of_lane[kWarp][6];
+
 // The counterpart of drot::Bf16Element.
 struct Bf16 {
   static float to_float(uint16_t bits) { return std::bit_cast<float>(static_cast<uint32_t>(bits) << 16); }
   static uint16_t from_float(float x) {
+    if (x != x) return 0x7fff;  // the sum below overflows for some NaNs
     const auto word = std::bit_cast<uint32_t>(x);
     return static_cast<uint16_t>((word + 0x7fffu + (word >> 16 & 1u)) >> 16);
   }
@@ -49,20 +54,22 @@ struct Bf16 {
   }
 
   static void multiply_dense(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    float left[16][16], right[16][8];
-    uint32_t word[kWarp];
-    for (int r = 0; r < 4; ++r) {
-      all_lanes(a[r], word);
-      for (int i = 0; i < 64; ++i) {
-        const int g = i / 8, t = i / 2 % 4;
-        left[g + 8 * (r % 2)][2 * t + i % 2 + 8 * (r / 2)] = part(word[i / 2], i % 2);
+    const int lane = static_cast<int>(current % kWarp), g = lane / 4, t = lane % 4;
+    uint32_t(&mine)[6] = words_of_lane[lane];
+    std::copy(a, a + 4, mine);
+    mine[4] = b0;
+    mine[5] = b1;
+    wait(State::kAtWarp);
+    for (int k = 0; k < 16; ++k) {
+      // column k of A and row k of B: lane 4 · (row or column) + k % 8 / 2 holds it
+      const int holder = k % 8 / 2;
+      for (int i = 0; i < 4; ++i) {
+        const int row = g, column = 2 * t + i % 2;
+        sum[i] += part(words_of_lane[4 * row + holder][i / 2 + 2 * (k / 8)], k % 2) *
+                  part(words_of_lane[4 * column + holder][4 + k / 8], k % 2);
       }
     }
-    for (int r = 0; r < 2; ++r) {
-      all_lanes(r ? b1 : b0, word);
-      for (int i = 0; i < 64; ++i) right[2 * (i / 2 % 4) + i % 2 + 8 * r][i / 8] = part(word[i / 2], i % 2);
-    }
-    add(sum, left, right);
+    wait(State::kAtWarp);
   }
 
   template <int kSelector>

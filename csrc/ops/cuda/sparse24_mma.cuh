@@ -1,5 +1,5 @@
-// Tensor-core products of 16-bit floats (mma and mma.sp) for the kernel of sparse24_skinny.cuh, and the
-// tables of which lane holds which element of an operand.
+// Tensor-core products of 16-bit floats (mma and mma.sp) for the kernels of sparse24_skinny.cuh and
+// spectral_step_block.cuh, and the tables of which lane holds which element of an operand.
 //
 // Both instructions compute D = A B + D by one warp. A lane has four elements of D, in fp32. Each of its
 // 32-bit registers of A and B has two elements, the first in the low half: neighbours in a row of A, in a
@@ -32,7 +32,7 @@
 //     t = 2 s + 1        row g, groups 4 … 7     row g + 8, groups 4 … 7
 //     the other two      ignored                 ignored
 //
-// The kernel multiplies 64 columns of W, 16 groups per row, by two products of mma.sp. The result does not
+// sparse24_skinny multiplies 64 columns of W, 16 groups per row, by two products of mma.sp. The result does not
 // depend on the order of the columns if A and B have the same order, so the order is chosen by what a lane
 // loads at once: 16 bytes of values, the non-zeros of groups 4 t … 4 t + 3 of W.
 //
@@ -78,7 +78,7 @@ namespace drot {
                : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])               \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
 
-// The element types of sparse24_skinny, with the conversions and products of their bit patterns.
+// The element types of both kernels, with the conversions and products of their bit patterns.
 
 struct Bf16Element {
   __device__ static float to_float(uint16_t bits) { return __bfloat162float(__ushort_as_bfloat16(bits)); }
