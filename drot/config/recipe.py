@@ -23,7 +23,7 @@ QUALITIES: dict[str, dict[str, Any]] = {
 }
 #: Training steps of the quality `fast` with the optimizer `fast`. SparseGPT's model is as good as after 100
 #: steps; with `balanced`, 100 are a little better (benchmarks/README.md).
-FAST_STEPS = 60
+FAST_STEPS = 50
 
 
 @dataclass(frozen=True, kw_only=True)

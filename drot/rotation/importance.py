@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from drot import ops
 from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.calibration.cholesky import cholesky_
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
@@ -80,8 +81,8 @@ class ColumnScales:
             return
         self._product = (metric.matrix @ rounded).unflatten(1, (-1, blocks.shape[-1]))
         if metric.factored:
-            norms = torch.linalg.vector_norm(self._product, dim=2, dtype=torch.float32)
-            self._values = norms.pow(-2) if metric.inverse else norms.square()
+            values = ops.column_scale(self._product.flatten(0, 1), metric.inverse)
+            self._values = values.unflatten(0, self._product.shape[:2])
         else:
             self._values = metric.column_scale((blocks[:, None] * self._product).sum(2))
 
@@ -98,14 +99,15 @@ class ColumnScales:
             return
         stack = torch.stack(gradients) if len(gradients) > 1 else gradients[0][None]
         dq = stack.unflatten(1, (len(rotation_gradient), -1)).transpose(0, 1)
-        dq = (dq * self._values.square() if self.metric.inverse else dq)[:, :, None]
-        sign = -1.0 if self.metric.inverse else 1.0
         if self.metric.factored:
-            scaled = torch.mul(self._product, dq, out=torch.empty_like(self._product)).flatten(1, 2)
-            add_product(rotation_gradient, self.metric.matrix.mT, scaled, alpha=2 * sign)
-        else:
-            for index in range(len(gradients)):
-                rotation_gradient.addcmul_(self._product[:, index], dq[:, index], value=2 * sign)
+            product, values, gradient = (t.flatten(0, 1) for t in (self._product, self._values, dq))
+            scaled = ops.column_scale_backward(product, values, gradient, self.metric.inverse)
+            scaled = scaled.unflatten(0, self._product.shape[:2]).flatten(1, 2)
+            add_product(rotation_gradient, self.metric.matrix.mT, scaled, alpha=2)
+            return
+        dq = -dq * self._values.square() if self.metric.inverse else dq
+        for index in range(len(gradients)):
+            rotation_gradient.addcmul_(self._product[:, index], dq[:, index, None], value=2)
 
 
 def upper_factor(matrix: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
 """Optimisers over orthogonal matrices.
 
-An optimiser holds `matrices`, a list of [n, n] or [batch, n, n]. `step` takes d loss/d Q of each of them, or
+An optimiser holds `matrices`, a list of [batch, n, n]. `step` takes d loss/d Q of each of them, or
 None to leave the matrix as it is. No optimiser builds an autograd graph.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +47,7 @@ class FastOptimizer:
 
     S = QᵀG - GᵀQ,  m ← μ m + S,  u = μ m + S (Nesterov),  J = the polar factor of u,  Q ← Q exp(-θ J).
 
-    θ is the learning rate, in radians, times a cosine decay. The gradients of all steps lie in the same space
+    θ falls from the learning rate, in radians, linearly to 0. The gradients of all steps lie in the same space
     so(n), so the momentum m needs no transport. The rate does not depend on n or on the scale of the loss.
     """
 
@@ -56,7 +55,7 @@ class FastOptimizer:
 
     def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:
         self.matrices = [matrix.clone() for matrix in start]
-        thetas = [lr * 0.5 * (1 + math.cos(math.pi * step / steps)) for step in range(steps)]
+        thetas = [lr * (1 - step / steps) for step in range(steps)]
         self._taken = 0
         self._turns: Sequence[Callable[..., None]]
         #: whether `turn` reads nothing on the host, as a CUDA graph needs

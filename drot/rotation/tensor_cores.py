@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.products import add_identity, add_product, identity_plus_product
+from drot.products import add_product, identity_plus_product
 from drot.rotation.retraction import STEPS
 
 
@@ -21,6 +21,8 @@ def on_tensor_cores(x: Tensor) -> bool:
     return x.device.type != "cpu" and x.dtype == torch.float32
 
 
+#: The largest matrices whose step is one kernel (ops.spectral_step).
+SMALL = 128
 #: The share of the range of STEPS that is used. At its end the first polynomials multiply rounding errors.
 MARGIN = 0.95
 
@@ -70,6 +72,13 @@ class TensorCoreStep:
         """
         if self._unit is None:  # the first gradient is the unit, so that no power under- or overflows
             self._unit = torch.nan_to_num(1 / gradient.abs().amax(), posinf=1.0)
+        n = q.shape[-1]
+        if q.device.type != "cpu" and n <= SMALL and n % 16 == 0:
+            polynomials = [factor for step in STEPS for factor in step]
+            ops.spectral_step(
+                q, self._momentum, gradient, self._unit, angle, self._decay, polynomials, MARGIN
+            )
+            return
         high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
         u = ops.skew_momentum(high.mT @ _scaled(gradient, self._unit), self._momentum, self._decay)
         turn(q, high, polar_factor(u), angle)
@@ -86,9 +95,9 @@ def turn(q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
     j: [n, b, b] in bf16.
     angle: a row [2] of `angles`.
     """
-    change = add_identity(torch.zeros_like(high), 0.5)
-    add_product(change, high.mT, high, alpha=-0.5)  # half of 1 - qᵀq
-    add_product(change, j, add_identity(_scaled(j, angle[1]), angle[0]))
+    change, scaled = ops.turn_start(j, angle)
+    add_product(change, high.mT, high, alpha=-0.5)
+    add_product(change, j, scaled)
     return add_product(q, high, change)
 
 

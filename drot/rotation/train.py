@@ -48,7 +48,7 @@ class TrainingRecord:
 
 
 class _R1Parameters:
-    """The matrices that are optimised for R1: R1 [n, b, b] itself, or one matrix for each unequal block."""
+    """The matrices that are optimised for R1: R1 [n, b, b] itself, or [1, b, b] for each unequal block."""
 
     def __init__(self, start: Tensor, blocks: int | tuple[int, ...]) -> None:
         self.size = start.shape[0] * start.shape[1]
@@ -62,13 +62,13 @@ class _R1Parameters:
             return [r1]
         dense, parts, start = r1[0], [], 0
         for size in self.sizes:
-            parts.append(dense[start : start + size, start : start + size])
+            parts.append(dense[None, start : start + size, start : start + size])
             start += size
         return parts
 
     def join(self, matrices: list[Tensor]) -> Tensor:
         """R1 [n, b, b] from the matrices that are optimised; the inverse of `split`."""
-        return torch.block_diag(*matrices)[None] if self.sizes else matrices[0]
+        return torch.block_diag(*(matrix[0] for matrix in matrices))[None] if self.sizes else matrices[0]
 
 
 class _SummedObjective:

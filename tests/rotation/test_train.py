@@ -6,6 +6,7 @@ from test_objective import SHAPE, D, build, entropy_reference, make_layer
 
 from drot.config import RotationConfig
 from drot.errors import UserError
+from drot.rotation import optimizers
 from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
 from drot.rotation.retraction import reorthogonalize
 from drot.rotation.train import train_rotation
@@ -128,6 +129,15 @@ def test_blocks_stay_blocks(blocks):
     assert dense.r1[~inside].abs().max() > 1e-3
     assert torch.allclose(rotation.r1.T @ rotation.r1, torch.eye(D, dtype=torch.float64), atol=1e-12)
     assert dense_record.loss_after < record.loss_after < record.loss_before
+
+
+def test_unequal_blocks_train_in_steps_on_tensor_cores(monkeypatch):
+    monkeypatch.setattr(optimizers, "on_tensor_cores", lambda x: True)
+    weights, hessians = make_layer(dtype=torch.float32)
+    problem = build(weights, hessians, "wanda", "pruned", "2:4", False, product_dtype=torch.bfloat16)
+    (rotation,), record = train_rotation([problem], config(blocks=(3, 9, 12), lr=0.3))
+    assert record.loss_after < 0.97 * record.loss_before
+    assert torch.equal(rotation.r1 != 0, torch.block_diag(*(torch.ones(n, n) for n in (3, 9, 12))) != 0)
 
 
 def test_equal_blocks_train_the_same_given_by_number_or_by_sizes():
