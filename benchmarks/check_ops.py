@@ -68,10 +68,10 @@ def retraction_cases(device: str) -> Iterator[Case]:
     u = u - u.mT
 
     def moved() -> tuple[Tensor, Tensor]:
-        exact = SpectralStep(q, 0.9)(q, u, 0.3)
-        start = q.float().to(device)
-        step = TensorCoreStep(start, 0.9)
-        return step(start, u.float().to(device), angles([0.3], start.device)[0]), exact
+        exact, start = q.clone(), q.float().to(device)
+        SpectralStep(exact, 0.9)(exact, u, 0.3)  # a step replaces its matrix
+        TensorCoreStep(start, 0.9)(start, u.float().to(device), angles([0.3], start.device)[0])
+        return start, exact
 
     yield "spectral step in bf16", moved, 5e-2
 

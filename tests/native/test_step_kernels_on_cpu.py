@@ -5,6 +5,7 @@ in both orders of the threads. They do not cover the arithmetic and the memory o
 """
 
 import ctypes
+import mmap
 
 import pytest
 import torch
@@ -82,6 +83,24 @@ def test_column_scale(shape: tuple[int, int, int], inverse: bool, aligned: bool,
     (scale,) = kernels("column_scale", [product], [torch.empty(shape[0], shape[2])], *shape, inverse=inverse)
     q = product.double().square().sum(1)
     torch.testing.assert_close(scale.double(), 1 / q if inverse else q, rtol=2e-6, atol=0)
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 40), (2, 65, 37)])
+def test_nothing_beyond_the_product_is_read(shape: tuple[int, int, int], kernels: Kernels) -> None:
+    """The product ends where a page begins that cannot be read: reading there would end the process."""
+    drawn = torch.randn(shape).bfloat16()
+    room = -(-drawn.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = torch.frombuffer(mmap.mmap(-1, room + mmap.PAGESIZE), dtype=BF16)
+    guard = ctypes.c_void_p(pages.data_ptr() + room)
+    protect = ctypes.CDLL(None, use_errno=True).mprotect
+    assert protect(guard, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    try:
+        product = pages[room // 2 - drawn.numel() : room // 2].view(shape).copy_(drawn)
+        result = torch.empty(shape[0], shape[2])
+        (scale,) = kernels("column_scale", [product], [result], *shape, inverse=False)
+    finally:
+        protect(guard, ctypes.c_size_t(mmap.PAGESIZE), mmap.PROT_READ | mmap.PROT_WRITE)
+    torch.testing.assert_close(scale.double(), drawn.double().square().sum(1), rtol=2e-6, atol=0)
 
 
 @pytest.mark.parametrize("n", [64, 67])
