@@ -4,11 +4,15 @@
 // The block keeps three bf16 matrices in shared memory. Every product has the form A Bᵀ, in which both
 // operands are read by rows:
 //
-//   S = qᵀg - gᵀq              qᵀ and gᵀ are transposed when they are loaded
-//   -x² = x xᵀ                 x is skew-symmetric but for rounding
-//   h², x p                    h and p are symmetric
-//   changeᵀ                    has products of the forms xᵀx and x xᵀ alone, and one Jᵀ, which is read by columns
-//   q · change                 change is stored transposed
+//   S = qᵀg - gᵀq     q and g are transposed when they are loaded
+//   -x² = x xᵀ        x is skew-symmetric
+//   h², x p           h and p are symmetric
+//   changeᵀ           has -J, and the products qᵀq and J Jᵀ
+//   q · change        has the transposed change that was stored
+//
+// Of S and of a product x p the elements above the diagonal are kept and mirrored. x is then skew-symmetric to
+// the last bit. Without that the polynomials would multiply what rounding adds to x + xᵀ, and q would lose its
+// orthogonality.
 //
 // A matrix is padded with zeros to kSide = 64 or 128 rows and columns. Padding stays apart: it is neither
 // read from global memory nor written to it.
@@ -127,6 +131,21 @@ struct WarpTile {
     }
   }
 
+  // Stores a skew-symmetric matrix, whose element above the diagonal is value(row, column, sum).
+  template <class Value>
+  __device__ void store_skew(SharedMatrix<kSide> to, Value value) {
+    const auto both = [&](int i, int j, float from) {
+      if (i > j) return;
+      const float x = i < j ? value(i, j, from) : 0.0f;
+      to.element(i, j) = E::from_float(x);
+      to.element(j, i) = E::from_float(-x);
+    };
+    each([&](int i, int j, float first, float second) {
+      both(i, j, first);
+      both(i, j + 1, second);
+    });
+  }
+
   // sum = a bᵀ.
   __device__ void product(SharedMatrix<kSide> a, SharedMatrix<kSide> b) {
     clear();
@@ -198,7 +217,7 @@ __device__ void polar_factor(const SpectralPolynomials& polynomials, WarpTile<E,
                              SharedMatrix<kSide>& third) {
   const auto multiply_x = [&](SharedMatrix<kSide> by, SharedMatrix<kSide>& to) {
     tile.product(x, by);
-    tile.store(to, 1, 0);
+    tile.store_skew(to, [](int, int, float element) { return element; });
     __syncthreads();
     const SharedMatrix<kSide> old = x;
     x = to;
@@ -251,21 +270,13 @@ __global__ void __launch_bounds__(2 * kSide) spectral_step(SpectralStepProblem p
   __syncthreads();
   tile.product(third, second);
   tile.each([](int, int, float& first, float& next) { first = -first, next = -next; });
-  tile.add_product(second, third);  // S, of which the elements above the diagonal are used
-  const auto nesterov = [&](int i, int j, float s) {
-    if (i > j) return;
-    float u = 0;
-    if (i < j && j < n) {
-      float m = E::to_float(momentum[i * n + j]);
-      u = nesterov_sum(s, p.decay, m);
-      momentum[i * n + j] = E::from_float(m);
-    }
-    x.element(i, j) = E::from_float(u);
-    x.element(j, i) = E::from_float(-u);
-  };
-  tile.each([&](int i, int j, float first, float next) {
-    nesterov(i, j, first);
-    nesterov(i, j + 1, next);
+  tile.add_product(second, third);
+  tile.store_skew(x, [&](int i, int j, float s) {
+    if (j >= n) return 0.0f;
+    float m = E::to_float(momentum[i * n + j]);
+    const float u = nesterov_sum(s, p.decay, m);
+    momentum[i * n + j] = E::from_float(m);
+    return u;
   });
   __syncthreads();
 
@@ -279,10 +290,11 @@ __global__ void __launch_bounds__(2 * kSide) spectral_step(SpectralStepProblem p
   tile.each([&](int, int, float& first, float& next) { first *= 2 * square, next *= 2 * square; });
   tile.add_product(second, second);
   tile.each([&](int i, int j, float& first, float& next) {
-    first = (i == j ? 0.5f : 0.0f) - 0.5f * first + linear * E::to_float(x.element(j, i));
-    next = (i == j + 1 ? 0.5f : 0.0f) - 0.5f * next + linear * E::to_float(x.element(j + 1, i));
+    const uint32_t pair = x.pair(i, j);
+    first = -0.5f * first - linear * E::to_float(static_cast<uint16_t>(pair));
+    next = -0.5f * next - linear * E::to_float(static_cast<uint16_t>(pair >> 16));
   });
-  tile.store(third, 1, 0);
+  tile.store(third, 1, 0.5f);
   __syncthreads();
   load<E>(q, n, second);
   __syncthreads();
