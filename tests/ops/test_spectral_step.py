@@ -1,0 +1,163 @@
+"""spectral_step: its input on every machine, its values where there is a GPU. tests/native has its values on a CPU."""
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from drot.ops import spectral_step, spectral_step_ref
+from drot.rotation.retraction import STEPS, SpectralStep, orthogonality_error
+from drot.rotation.tensor_cores import MARGIN, angles
+
+POLYNOMIALS = list(chain.from_iterable(STEPS))
+NUMBERS = (0.9, POLYNOMIALS, MARGIN)  # decay, polynomials, margin
+THETA = 0.3
+
+on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+
+def case(count: int, n: int, device: str = "cpu") -> list[Tensor]:
+    """q, momentum, gradient, unit and angle."""
+    q = torch.linalg.qr(torch.randn(count, n, n))[0].contiguous()
+    momentum = torch.randn(count, n, n).triu(1).bfloat16()
+    tensors = [q, momentum, torch.randn(count, n, n), torch.tensor(0.5), angles([THETA], q.device)[0]]
+    return [t.to(device) for t in tensors]
+
+
+@pytest.mark.parametrize(("n", "count"), [(16, 1), (48, 3), (64, 2), (80, 1), (112, 2), (128, 3), (128, 200)])
+@on_gpu
+def test_values_cuda(n: int, count: int) -> None:
+    tensors = case(count, n, "cuda")
+    exact = [t.double() for t in tensors]
+    before = exact[0].clone()
+    spectral_step_ref(*exact, *NUMBERS)
+    spectral_step(*tensors, *NUMBERS)
+    for found, expected, tolerance in (
+        (tensors[0].double() - before, exact[0] - before, 0.05),
+        (tensors[1].double().triu(1), exact[1].triu(1), 2**-7),
+    ):
+        error = (found - expected).flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+        assert float(error.max()) < tolerance
+    assert orthogonality_error(tensors[0]) < 0.01
+    assert not tensors[1].tril().any()
+
+
+@on_gpu
+def test_a_graph_repeats_the_step_cuda() -> None:
+    tensors, again = case(2, 64, "cuda"), case(2, 64, "cuda")
+    for mine, theirs in zip(tensors, again, strict=True):
+        theirs.copy_(mine)
+    start = [t.clone() for t in tensors[:2]]
+    graph = torch.cuda.CUDAGraph()
+    spectral_step(*tensors, *NUMBERS)  # loads the kernel, which a capture must not do
+    with torch.cuda.graph(graph):
+        spectral_step(*tensors, *NUMBERS)
+    for t, first in zip(tensors, start, strict=False):
+        t.copy_(first)
+    for _ in range(3):
+        graph.replay()
+        spectral_step(*again, *NUMBERS)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(tensors, again, strict=True))
+
+
+@on_gpu
+def test_nan_reaches_q_cuda() -> None:
+    tensors = case(3, 64, "cuda")
+    tensors[2][1, 5, 7] = torch.nan
+    spectral_step(*tensors, *NUMBERS)
+    assert tensors[0][1].isnan().all() and tensors[0][[0, 2]].isfinite().all()
+
+
+@on_gpu
+def test_other_strides_of_the_gradient_cuda() -> None:
+    tensors = case(2, 48, "cuda")
+    other = [t.clone() for t in tensors]
+    other[2] = tensors[2].mT.contiguous().mT
+    spectral_step(*tensors, *NUMBERS)
+    spectral_step(*other, *NUMBERS)
+    assert torch.equal(tensors[0], other[0])
+
+
+@on_gpu
+def test_no_matrices_cuda() -> None:
+    spectral_step(*case(0, 16, "cuda"), *NUMBERS)
+
+
+@on_gpu
+def test_torch_accepts_the_op_cuda() -> None:
+    torch.library.opcheck(torch.ops.drot.spectral_step.default, (*case(2, 48, "cuda"), *NUMBERS))
+
+
+def test_reference_follows_the_step_in_fp64() -> None:
+    """SpectralStep makes J with more polynomials, from another norm; for a narrow spectrum J is the same."""
+    q, _, gradient, unit, angle = (t.double() for t in case(2, 32))
+    basis = torch.linalg.qr(torch.randn(2, 32, 32).double())[0]
+    blocks = torch.block_diag(*[torch.tensor([[0.0, v], [-v, 0.0]]) for v in torch.linspace(0.9, 1, 16)])
+    gradient = q @ (basis @ blocks.double() @ basis.mT)
+    moved, other, momentum = q.clone(), q.clone(), torch.zeros_like(q)
+    exact = SpectralStep(other, 0.9)
+    for _ in range(2):
+        spectral_step_ref(moved, momentum, gradient, unit, angle, 0.9, [*POLYNOMIALS, 1.5, -0.5, 0.0], MARGIN)
+        exact(other, gradient, THETA)
+    assert (moved - other).norm() < 0.01 * (other - q).norm()
+    assert not momentum.tril().any() and momentum.any()
+
+
+def test_fake_kernel() -> None:
+    tensors = [t.to("meta") for t in case(2, 16)]
+    assert spectral_step(*tensors, *NUMBERS) is None
+
+
+def with_replaced(position: int, value: Any) -> list[Any]:
+    arguments = [*case(2, 16), *NUMBERS]
+    arguments[position] = value
+    return arguments
+
+
+def zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape)
+
+
+@pytest.mark.parametrize(
+    ("position", "value", "message"),
+    [
+        (0, zeros(16, 16), r"q must be \[count, n, n\], got \[16, 16\]"),
+        (0, zeros(2, 16, 32), r"q must be \[count, n, n\], got \[2, 16, 32\]"),
+        (0, zeros(2, 24, 24), "n must be a multiple of 16 from 16 to 128, got 24"),
+        (0, zeros(2, 0, 0), "n must be a multiple of 16 from 16 to 128, got 0"),
+        (0, zeros(2, 144, 144), "n must be a multiple of 16 from 16 to 128, got 144"),
+        (0, zeros(2, 16, 16).double(), "q must be one of Float, got Double"),
+        (0, zeros(2, 16, 16).mT, "q must be contiguous"),
+        (1, zeros(2, 16, 16), "momentum must be one of BFloat16, got Float"),
+        (1, zeros(3, 16, 16).bfloat16(), r"momentum must have the shape of q, \[2, 16, 16\], got \[3, 16, 16\]"),
+        (1, zeros(2, 16, 16).bfloat16().mT, "momentum must be contiguous"),
+        (2, zeros(2, 16, 16).half(), "gradient must be one of Float, got Half"),
+        (2, zeros(1, 16, 16), "gradient must have the shape of q"),
+        (3, zeros(1), r"unit must be a tensor of no dimensions, got \[1\]"),
+        (3, zeros().double(), "unit must be one of Float, got Double"),
+        (4, zeros(3), r"angle must be \[2\], got \[3\]"),
+        (4, zeros(2).double(), "angle must be one of Float, got Double"),
+        (5, float("nan"), "decay must be finite, got nan"),
+        (6, [], "polynomials must hold a, b and c of 1 to 8 polynomials, got 0 numbers"),
+        (6, [1.0, 2.0], "got 2 numbers"),
+        (6, [1.0] * 27, "got 27 numbers"),
+        (6, [1.0, float("inf"), 0.0], "polynomials must be finite"),
+        (6, [1.0, -1.0, -1.0, 1.0, -1.0, -1.0], "c of every polynomial but the first must be at least 0"),
+        (7, 0.0, "margin must be above 0 and finite, got 0"),
+        (7, float("inf"), "margin must be above 0 and finite, got inf"),
+    ],
+)
+def test_wrong_input(position: int, value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        spectral_step(*with_replaced(position, value))
+
+
+def test_a_cpu_is_refused_in_one_line() -> None:
+    tensors = case(2, 16)
+    before = [t.clone() for t in tensors]
+    with pytest.raises(ValueError, match=r"^q must be on a GPU, because .*, got cpu; .*") as caught:
+        spectral_step(*tensors, *NUMBERS)
+    assert "\n" not in str(caught.value)
+    assert all(torch.equal(t, was) for t, was in zip(tensors, before, strict=True))
