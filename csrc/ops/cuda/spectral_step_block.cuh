@@ -148,6 +148,9 @@ struct WarpTile {
 
   // sum = a bᵀ.
   __device__ void product(SharedMatrix<kSide> a, SharedMatrix<kSide> b) {
+    // Hides row and column from the compiler. It would otherwise compute the offsets and comparisons of all
+    // sums before the loop over the polynomials, and keep them in 100 registers.
+    asm volatile("" : "+r"(row), "+r"(column));
     clear();
     add_product(a, b);
   }
@@ -254,7 +257,7 @@ __device__ void polar_factor(const SpectralPolynomials& polynomials, WarpTile<E,
 
 // E: Bf16Element of sparse24_mma.cuh. One block of 2 kSide threads for each matrix.
 template <class E, int kSide>
-__global__ void __launch_bounds__(2 * kSide) spectral_step(SpectralStepProblem p) {
+__global__ void __launch_bounds__(2 * kSide, 1) spectral_step(SpectralStepProblem p) {
   extern __shared__ uint4 dynamic_shared[];
   __shared__ float sums[2][kSide];
   constexpr int kChunks = kSide * SharedMatrix<kSide>::kChunks;
