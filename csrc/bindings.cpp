@@ -34,8 +34,8 @@ TORCH_LIBRARY(drot, m) {
   m.def("column_scale_backward(Tensor product, Tensor value, Tensor gradient, bool inverse) -> Tensor", tags);
   m.def("turn_start(Tensor j, Tensor angle) -> (Tensor change, Tensor scaled)", tags);
   m.def(
-      "spectral_step(Tensor(a!) q, Tensor(b!) momentum, Tensor gradient, Tensor unit, Tensor angle, float decay,"
-      " float[] polynomials, float margin) -> ()",
+      "spectral_step(Tensor(a!) q, Tensor(b!) momentum, Tensor gradient, Tensor unit, Tensor angle,"
+      " float decay, float[] polynomials, float margin) -> ()",
       tags);
   m.def("pack24(Tensor w) -> (Tensor values, Tensor positions)", tags);
   m.def("unpack24(Tensor values, Tensor positions) -> Tensor", tags);

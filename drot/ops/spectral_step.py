@@ -18,14 +18,17 @@ def spectral_step(
     polynomials: Sequence[float],
     margin: float,
 ) -> None:
-    """Replaces q by q + q (½ (1 - qᵀq) + angle[0] J + angle[1] J²), the turn q exp(-θ J) for small rounding.
+    """Replaces q by q + q (½ (1 - qᵀq) + angle[0] J + angle[1] J²).
+
+    For an orthogonal q and J² = -1 that is q exp(-θ J). The term with qᵀq removes what earlier rounding left.
 
     J approximates the polar factor of u = S + decay · m', with S = qᵀg - gᵀq, g = unit · gradient and the new
     momentum m' = decay · m + S. It is made of the polynomials x (a + b xᵀx + c (xᵀx)²), one after the other.
     The first x is margin · u / ‖u‖; ‖u‖ is the fourth root of the largest row sum of |u⁴|.
 
-    Products are of bf16 operands with sums in fp32. Their results are rounded to bf16, but for S and the
-    change of q. u is exactly skew-symmetric. Nothing is read on the host, so a CUDA graph can hold the op.
+    Products are of bf16 operands with sums in fp32. Their results are rounded to bf16, except S and the
+    change of q. u, J and every x between them are skew-symmetric to the last bit. Nothing is read on the
+    host, so a CUDA graph can hold the op.
 
     Args:
         q: [count, n, n] fp32, contiguous, orthogonal but for rounding; it is replaced. n is a multiple of 16,
@@ -39,7 +42,7 @@ def spectral_step(
         polynomials: a, b and c of 1 to 8 polynomials, one after the other; c is at least 0, but in the first.
         margin: upper bound of the norm of the first x, above 0.
 
-    A gradient that is not finite makes the q of its matrix NaN. Nothing here has a gradient. Raises ValueError
+    A gradient that is not finite makes the q of its matrix NaN. No result has a gradient. Raises ValueError
     for other shapes, dtypes, strides or numbers, and for tensors that are not on a GPU.
     """
     with torch.no_grad():

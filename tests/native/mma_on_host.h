@@ -55,7 +55,7 @@ struct Bf16 {
 
   static void multiply_dense(float (&sum)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
     const int lane = static_cast<int>(current % kWarp), g = lane / 4, t = lane % 4;
-    uint32_t(&mine)[6] = words_of_lane[lane];
+    uint32_t (&mine)[6] = words_of_lane[lane];
     std::copy(a, a + 4, mine);
     mine[4] = b0;
     mine[5] = b1;

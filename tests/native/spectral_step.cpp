@@ -28,16 +28,16 @@ extern "C" const char* spectral_step(bool backwards, int64_t shared_memory, floa
   try {
     on_cpu::Launcher launcher(/*multiprocessors=*/3, shared_memory, drot::dynamic_shared);
     drot::run_spectral_step<on_cpu::Bf16>(
-        launcher, {.q = q,
-                   .momentum = momentum,
-                   .gradient = gradient,
-                   .unit = unit,
-                   .angle = angle,
-                   .count = count,
-                   .n = static_cast<int>(n),
-                   .decay = static_cast<float>(decay),
-                   .polynomials =
-                       drot::spectral_polynomials(coefficients, static_cast<size_t>(numbers), margin)});
+        launcher,
+        {.q = q,
+         .momentum = momentum,
+         .gradient = gradient,
+         .unit = unit,
+         .angle = angle,
+         .count = count,
+         .n = static_cast<int>(n),
+         .decay = static_cast<float>(decay),
+         .polynomials = drot::spectral_polynomials(coefficients, static_cast<size_t>(numbers), margin)});
   } catch (const std::exception& error) {
     message = error.what();
   }

@@ -1,4 +1,7 @@
-"""spectral_step: its input on every machine, its values where there is a GPU. tests/native has its values on a CPU."""
+"""spectral_step: its input on every machine, its values where there is a GPU.
+
+tests/native/test_spectral_step_on_cpu.py compares the values of its kernel on a CPU.
+"""
 
 from itertools import chain
 from typing import Any
@@ -91,7 +94,7 @@ def test_torch_accepts_the_op_cuda() -> None:
 
 
 def test_reference_follows_the_step_in_fp64() -> None:
-    """SpectralStep makes J with the same polynomials, but from another norm; for a narrow spectrum J is the same."""
+    """SpectralStep has the same polynomials but another norm. For a narrow spectrum J is the same."""
     q, _, _, unit, angle = (t.double() for t in case(2, 32))
     basis = torch.linalg.qr(torch.randn(2, 32, 32).double())[0]
     blocks = torch.block_diag(*[torch.tensor([[0.0, v], [-v, 0.0]]) for v in torch.linspace(0.9, 1, 16)])
@@ -131,7 +134,7 @@ def zeros(*shape: int) -> Tensor:
         (0, zeros(2, 16, 16).double(), "q must be one of Float, got Double"),
         (0, zeros(2, 16, 16).mT, "q must be contiguous"),
         (1, zeros(2, 16, 16), "momentum must be one of BFloat16, got Float"),
-        (1, zeros(3, 16, 16).bfloat16(), r"momentum must have the shape of q, \[2, 16, 16\], got \[3, 16, 16\]"),
+        (1, zeros(3, 16, 16).bfloat16(), r"momentum must have the shape of q, .*, got \[3, 16, 16\]"),
         (1, zeros(2, 16, 16).bfloat16().mT, "momentum must be contiguous"),
         (2, zeros(2, 16, 16).half(), "gradient must be one of Float, got Half"),
         (2, zeros(1, 16, 16), "gradient must have the shape of q"),

@@ -32,9 +32,9 @@
 //     t = 2 s + 1        row g, groups 4 … 7     row g + 8, groups 4 … 7
 //     the other two      ignored                 ignored
 //
-// sparse24_skinny multiplies 64 columns of W, 16 groups per row, by two products of mma.sp. The result does not
-// depend on the order of the columns if A and B have the same order, so the order is chosen by what a lane
-// loads at once: 16 bytes of values, the non-zeros of groups 4 t … 4 t + 3 of W.
+// sparse24_skinny multiplies 64 columns of W, 16 groups per row, by two products of mma.sp. The result does
+// not depend on the order of the columns if A and B have the same order, so the order is chosen by what a
+// lane loads at once: 16 bytes of values, the non-zeros of groups 4 t … 4 t + 3 of W.
 //
 //     operand                            groups of W in product 0         in product 1
 //                                        (selector 0)                     (selector 1)

@@ -1,12 +1,11 @@
 // spectral_step on the GPU: the op. Its kernel is in spectral_step_block.cuh.
-#include "ops/spectral_step.h"
-
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
 #include "common/cuda/launcher.cuh"
 #include "ops/cuda/sparse24_mma.cuh"
 #include "ops/cuda/spectral_step_block.cuh"
+#include "ops/spectral_step.h"
 
 namespace drot {
 namespace {

@@ -10,9 +10,9 @@
 //   changeᵀ           has -J, and the products qᵀq and J Jᵀ
 //   q · change        has the transposed change that was stored
 //
-// Of S and of a product x p the elements above the diagonal are kept and mirrored. x is then skew-symmetric to
-// the last bit. Without that the polynomials would multiply what rounding adds to x + xᵀ, and q would lose its
-// orthogonality.
+// Of S and of a product x p the elements above the diagonal are kept and mirrored. x is then skew-symmetric
+// to the last bit. Without that the polynomials would multiply what rounding adds to x + xᵀ, and q would lose
+// its orthogonality.
 //
 // A matrix is padded with zeros to kSide = 64 or 128 rows and columns. Padding stays apart: it is neither
 // read from global memory nor written to it.
@@ -43,8 +43,9 @@ struct SpectralStepProblem {
   SpectralPolynomials polynomials;
 };
 
-// A bf16 matrix [kSide, kSide] in shared memory, in chunks of 8 columns. The chunks of a row are permuted by a
-// number of the row, so that neither the loads of a product nor stores by rows or by columns meet in a bank.
+// A bf16 matrix [kSide, kSide] in shared memory, in chunks of 8 columns. The chunks of a row are permuted by
+// a number of the row, so that neither the loads of a product nor stores by rows or by columns conflict in
+// a bank.
 template <int kSide>
 struct SharedMatrix {
   static constexpr int kChunks = kSide / 8;
@@ -73,7 +74,8 @@ __device__ uint32_t packed_pair(float first, float second) {
 // has 2 kSide threads, has another part.
 template <class E, int kSide>
 struct WarpTile {
-  static constexpr int kRowBlocks = kSide / 32, kTiles = kSide / 16;  // tiles of 16 x 8 in half of the columns
+  static constexpr int kRowBlocks = kSide / 32;
+  static constexpr int kTiles = kSide / 16;  // tiles of 16 x 8 in half of the columns
 
   float sum[2][kTiles][4];
   int row, column;  // the first of the warp
@@ -261,7 +263,8 @@ __global__ void __launch_bounds__(2 * kSide, 1) spectral_step(SpectralStepProble
   extern __shared__ uint4 dynamic_shared[];
   __shared__ float sums[2][kSide];
   constexpr int kChunks = kSide * SharedMatrix<kSide>::kChunks;
-  SharedMatrix<kSide> x{dynamic_shared}, second{dynamic_shared + kChunks}, third{dynamic_shared + 2 * kChunks};
+  SharedMatrix<kSide> x{dynamic_shared};
+  SharedMatrix<kSide> second{dynamic_shared + kChunks}, third{dynamic_shared + 2 * kChunks};
   const int n = p.n;
   const int64_t matrix = static_cast<int64_t>(blockIdx.x) * n * n;
   float* q = p.q + matrix;
