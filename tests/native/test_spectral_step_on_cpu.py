@@ -15,8 +15,9 @@ import torch
 from compiled import compiled
 from torch import Tensor
 
-from drot.rotation.retraction import STEPS
-from drot.rotation.tensor_cores import MARGIN, angles
+from drot.ops import spectral_step_ref
+from drot.rotation.retraction import STEPS, orthogonality_error
+from drot.rotation.tensor_cores import MARGIN, TensorCoreStep, angles, polar_factor
 
 pytestmark = pytest.mark.slow
 POLYNOMIALS = tuple(itertools.chain.from_iterable(STEPS))
