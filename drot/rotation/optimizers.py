@@ -47,8 +47,8 @@ class FastOptimizer:
 
     S = QᵀG - GᵀQ,  m ← μ m + S,  u = μ m + S (Nesterov),  J = the polar factor of u,  Q ← Q exp(-θ J).
 
-    θ falls linearly from the learning rate, in radians, to 0. The gradients of all steps lie in the space so(n),
-    so the momentum m needs no transport. The rate does not depend on n or on the scale of the loss.
+    θ falls linearly from the learning rate, in radians, to 0. The gradients of all steps lie in the space
+    so(n), so the momentum m needs no transport. The rate does not depend on n or on the scale of the loss.
     """
 
     MOMENTUM = 0.9
