@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.retraction import SpectralStep
-from drot.rotation.tensor_cores import TensorCoreStep, angles
+from drot.rotation.retraction import STEPS, SpectralStep
+from drot.rotation.tensor_cores import MARGIN, TensorCoreStep, angles
 
 Case = tuple[str, Callable[[], tuple[Tensor, Tensor]], float]
 
@@ -186,6 +186,24 @@ def scale_cases(device: str) -> Iterator[Case]:
             yield f"column_scale_backward {shape} inverse={inverse}", back, 2**-8
 
 
+def spectral_step_cases(device: str) -> Iterator[Case]:
+    if device == "cpu":
+        return  # the op has no CPU kernel
+    polynomials = [coefficient for step in STEPS for coefficient in step]
+    for count, n in ((3, 16), (2, 64), (1, 80), (2, 128)):
+        q = torch.linalg.qr(torch.randn(count, n, n))[0].contiguous()
+        momentum = torch.randn(count, n, n).triu(1).bfloat16()
+        inputs = (q, momentum, torch.randn(count, n, n), torch.tensor(0.5), angles([0.3], q.device)[0])
+
+        def step(inputs: tuple[Tensor, ...] = inputs) -> tuple[Tensor, Tensor]:
+            mine, exact = [t.to(device) for t in inputs], [t.double() for t in inputs]
+            ops.spectral_step(*mine, 0.9, polynomials, MARGIN)
+            ops.spectral_step_ref(*exact, 0.9, polynomials, MARGIN)
+            return mine[0].cpu().double() - inputs[0], exact[0] - inputs[0]
+
+        yield f"spectral_step {count}x{n}", step, 0.05
+
+
 def sweep_cases(device: str) -> Iterator[Case]:
     for dtype, tolerance in ((torch.float32, 1e-4), (torch.float64, 1e-12)):
         for columns in (64, 200):  # 200 columns are swept in parts
@@ -259,6 +277,7 @@ def main() -> int:
         mask_cases,
         momentum_cases,
         step_cases,
+        spectral_step_cases,
         scale_cases,
         sweep_cases,
         pack_cases,
