@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -61,19 +62,22 @@ class LayerPass:
         """
         buffer = None
         keeps_inputs = group == "down" and self._room_for_inputs_of_down()
-        for index, (batch, hidden) in enumerate(self.stream.loaded_batches()):
-            seen = self._seen(batch, hidden, group)
-            if keeps_inputs:
-                self._down_inputs[index] = seen["input"]
-            rest = None
-            if residual and group in ADDED_TO_RESIDUAL:
-                rest = seen["residual"] if group == "o" else self._residual_of_mlp(batch, hidden, seen)
-            new = seen["input"] if group == "o" else seen.get("attended") if group != "attention" else None
-            if new is not None:
-                if buffer is None:
-                    buffer = self._buffer(new)
-                buffer[batch] = new.to(buffer.device)
-            yield seen["input"], rest
+        with self.stream.copies_home() as home:
+            for index, (batch, hidden, kept) in enumerate(self._batches()):
+                seen = self._seen(hidden, kept, group)
+                if keeps_inputs:
+                    self._down_inputs[index] = seen["input"]
+                rest = None
+                if residual and group in ADDED_TO_RESIDUAL:
+                    rest = seen["residual"] if group == "o" else self._residual_of_mlp(hidden, kept, seen)
+                new = (
+                    seen["input"] if group == "o" else seen.get("attended") if group != "attention" else None
+                )
+                if new is not None:
+                    if buffer is None:
+                        buffer = self._buffer(new)
+                    home.write(buffer[batch], new)
+                yield seen["input"], rest
         if buffer is not None:
             self._kept, self._kept_input = buffer, group == "o"
 
@@ -82,13 +86,21 @@ class LayerPass:
         """Replaces the hidden states of the stream by the output of the layer. The pass ends."""
         out = self._buffer(self.stream.hidden_states)
         mlp, down = module_at(self.layer, self.arch.mlp), self.linears["down_proj"]
-        for index, (batch, hidden) in enumerate(self.stream.loaded_batches()):
-            x = self._down_inputs.pop(index, None)
-            known = contextlib.nullcontext() if x is None else _returning(mlp, functools.partial(down, x))
-            with self._attention_known(batch), known:
-                output = self.layer(hidden, **self.stream.layer_kwargs[self.index])
-            out[batch] = output.to(out.device)
+        with self.stream.copies_home() as home:
+            for index, (batch, hidden, kept) in enumerate(self._batches()):
+                x = self._down_inputs.pop(index, None)
+                known = contextlib.nullcontext() if x is None else _returning(mlp, functools.partial(down, x))
+                with self._attention_known(kept), known:
+                    output = self.layer(hidden, **self.stream.layer_kwargs[self.index])
+                home.write(out[batch], output)
         self.stream.hidden_states, self._kept = out, None
+
+    def _batches(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
+        """The batches with their hidden states and, if there is a kept tensor, their part of it."""
+        kept: Iterable[Tensor | None]
+        kept = itertools.repeat(None) if self._kept is None else self.stream.loaded(self._kept)
+        for (batch, hidden), of_batch in zip(self.stream.loaded_batches(), kept, strict=False):
+            yield batch, hidden, of_batch
 
     def _room_for_inputs_of_down(self) -> bool:
         """Whether the inputs of down_proj may be kept."""
@@ -101,13 +113,12 @@ class LayerPass:
 
         A batch of the kept tensor is read before the same batch is written.
         """
-        hidden = self.stream.hidden_states
-        shape = (*hidden.shape[:2], like.shape[-1])
-        if self._kept is not None and self._kept.shape == shape and self._kept.dtype == like.dtype:
-            return self._kept
-        return torch.empty(shape, dtype=like.dtype, device=hidden.device)
+        kept, width = self._kept, like.shape[-1]
+        if kept is not None and kept.shape[-1] == width and kept.dtype == like.dtype:
+            return kept
+        return self.stream.buffer(width, like.dtype)
 
-    def _seen(self, batch: slice, hidden: Tensor, group: str) -> dict[str, Tensor]:
+    def _seen(self, hidden: Tensor, kept: Tensor | None, group: str) -> dict[str, Tensor]:
         """`input` of the group, the `residual` in front of the attention, and the output `attended` of o_proj
         if it was computed."""
         found: dict[str, Tensor] = {}
@@ -128,30 +139,27 @@ class LayerPass:
             self.linears[INPUT_GROUPS[group][0]].register_forward_pre_hook(see_input),
         ]
         try:
-            with self._attention_known(batch), contextlib.suppress(StopForward):
+            with self._attention_known(kept), contextlib.suppress(StopForward):
                 self.layer(hidden, **self.stream.layer_kwargs[self.index])
         finally:
             for handle in handles:
                 handle.remove()
         return found
 
-    def _residual_of_mlp(self, batch: slice, hidden: Tensor, seen: dict[str, Tensor]) -> Tensor:
+    def _residual_of_mlp(self, hidden: Tensor, kept: Tensor | None, seen: dict[str, Tensor]) -> Tensor:
         """The output of the layer without the output of its MLP."""
-        attended = seen.get("attended")
-        if attended is None:
-            assert self._kept is not None
-            attended = self._kept[batch].to(self.stream.device)
+        attended = seen.get("attended", kept)
+        assert attended is not None
         mlp = module_at(self.layer, self.arch.mlp)
         with self._attention_returns(lambda: attended), _returning(mlp, lambda: attended.new_zeros(())):
             output: Tensor = self.layer(hidden, **self.stream.layer_kwargs[self.index])
         return output
 
-    def _attention_known(self, batch: slice) -> contextlib.AbstractContextManager[None]:
-        """A context in which the attention returns its output for `batch` from the kept tensor, if there is
-        a kept tensor."""
-        if self._kept is None:
+    def _attention_known(self, kept: Tensor | None) -> contextlib.AbstractContextManager[None]:
+        """A context in which the attention returns its output for a batch from the batch's part of the kept
+        tensor, if there is a kept tensor."""
+        if kept is None:
             return contextlib.nullcontext()
-        kept = self._kept[batch].to(self.stream.device)
         if self._kept_input:
             return self._attention_returns(lambda: self.linears["o_proj"](kept))
         return self._attention_returns(lambda: kept)

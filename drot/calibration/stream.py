@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from drot.architectures import Architecture, decoder_layers, module_at
 from drot.calibration.hessian import HessianAccumulator
-from drot.calibration.transfer import ahead, empty_on_host
+from drot.calibration.transfer import CopiesHome, ahead, empty_on_host
 
 #: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
 #: tensors stay in its caches.
@@ -112,28 +112,39 @@ class CalibrationStream:
 
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""
-        hidden_states = empty_on_host(self.hidden_states, self.device).copy_(self.hidden_states)
-        return CalibrationStream(hidden_states, self.layer_kwargs, self.device)
+        hidden_states = empty_on_host(self.hidden_states.shape, self.hidden_states.dtype, self.device)
+        return CalibrationStream(hidden_states.copy_(self.hidden_states), self.layer_kwargs, self.device)
 
     def batch(self, sequences: slice | Tensor) -> Tensor:
         """The hidden states of some sequences, on `device`."""
         return self.hidden_states[sequences].to(self.device)
 
+    def buffer(self, width: int, dtype: torch.dtype) -> Tensor:
+        """An uninitialised tensor [nsamples, seqlen, width] where the hidden states lie."""
+        shape = (*self.hidden_states.shape[:2], width)
+        if self.hidden_states.device == self.device:
+            return torch.empty(shape, dtype=dtype, device=self.device)
+        return empty_on_host(shape, dtype, self.device)
+
     def _like_hidden_states(self) -> Tensor:
         """An uninitialised tensor with the shape, the dtype and the place of the hidden states."""
-        if self.hidden_states.device == self.device:
-            return torch.empty_like(self.hidden_states)
-        return empty_on_host(self.hidden_states, self.device)
+        return self.buffer(self.hidden_states.shape[-1], self.hidden_states.dtype)
 
     def loaded_batches(self) -> Iterator[tuple[slice, Tensor]]:
         """Each of the `batches` with its hidden states on `device`, which are copied ahead from main memory.
 
-        A batch that was yielded may be replaced in `hidden_states`.
+        A batch that was yielded may be replaced in `hidden_states` by a copy of `copies_home`.
         """
-        hidden_states = self.hidden_states
-        parts = (hidden_states[batch] for batch in self.batches())
-        loaded = parts if hidden_states.device == self.device else ahead(parts, self.device)
-        return zip(self.batches(), loaded, strict=True)
+        return zip(self.batches(), self.loaded(self.hidden_states), strict=True)
+
+    def loaded(self, states: Tensor) -> Iterator[Tensor]:
+        """Each of the `batches` of `states` [nsamples, seqlen, any width] on `device`, copied ahead."""
+        parts = (states[batch] for batch in self.batches())
+        return parts if states.device == self.device else ahead(parts, self.device)
+
+    def copies_home(self) -> CopiesHome:
+        """A context for copies from `device` to where the hidden states lie."""
+        return CopiesHome(self.device)
 
     def batches(self) -> Iterable[slice]:
         """Slices of the sequences, with at most TOKENS_PER_BATCH tokens or one sequence each."""
@@ -146,8 +157,9 @@ class CalibrationStream:
         """The output [nsamples, seqlen, d] of `layer`. The stream is not changed."""
         kwargs = self.layer_kwargs[index]
         out = self._like_hidden_states()
-        for batch, inputs in self.loaded_batches():
-            out[batch] = layer(inputs, **kwargs).to(out.device)
+        with self.copies_home() as home:
+            for batch, inputs in self.loaded_batches():
+                home.write(out[batch], layer(inputs, **kwargs))
         return out
 
     def advance(self, layer: nn.Module, index: int) -> None:
@@ -160,9 +172,9 @@ class CalibrationStream:
         dtype = self.hidden_states.dtype
         work = torch.promote_types(dtype, torch.float32)
         matrix = matrix.to(self.device, work)
-        for batch, inputs in self.loaded_batches():
-            rotated = (inputs.to(work) @ matrix).to(dtype)
-            self.hidden_states[batch] = rotated.to(self.hidden_states.device)
+        with self.copies_home() as home:
+            for batch, inputs in self.loaded_batches():
+                home.write(self.hidden_states[batch], (inputs.to(work) @ matrix).to(dtype))
 
     @torch.no_grad()
     def hessians(
@@ -199,12 +211,13 @@ class CalibrationStream:
             for name, (module, function) in readers.items()
         ]
         try:
-            for batch, inputs in self.loaded_batches():
-                remaining.update(readers)
-                with contextlib.suppress(StopForward):
-                    output = layer(inputs, **self.layer_kwargs[index])
-                    if out is not None:
-                        out[batch] = output.to(out.device)
+            with self.copies_home() as home:
+                for batch, inputs in self.loaded_batches():
+                    remaining.update(readers)
+                    with contextlib.suppress(StopForward):
+                        output = layer(inputs, **self.layer_kwargs[index])
+                        if out is not None:
+                            home.write(out[batch], output)
         finally:
             for handle in handles:
                 handle.remove()

@@ -76,9 +76,47 @@ def ahead(sources: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
         yield hand_over()
 
 
-def empty_on_host(like: Tensor, device: torch.device) -> Tensor:
-    """A tensor in main memory with the shape and the dtype of `like`, pinned for copies to a GPU `device`."""
-    return torch.empty_like(like, device="cpu", pin_memory=device.type == "cuda")
+class CopiesHome:
+    """Copies results of a GPU into tensors in main memory while the GPU computes the next results.
+
+    It is a context manager. The tensors hold the results when the context ends, also after an error. The
+    copies overlap with the work if the tensors are pinned (`empty_on_host`). A copy between tensors on one
+    device is done at once.
+
+    device: where the results are computed.
+    """
+
+    #: Copies that may be on their way. A result keeps its memory on the GPU until its copy is done.
+    MOST = 2
+
+    def __init__(self, device: torch.device) -> None:
+        self._copies, self._device = _copy_stream(device), device
+        self._under_way: list[torch.cuda.Event] = []
+
+    def __enter__(self) -> "CopiesHome":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._copies is not None:
+            self._copies.synchronize()
+
+    def write(self, place: Tensor, result: Tensor) -> None:
+        """Copies `result` to `place`, a tensor of the same shape, which may have another dtype."""
+        if self._copies is None or place.is_cuda:
+            place.copy_(result)
+            return
+        if len(self._under_way) == self.MOST:
+            self._under_way.pop(0).synchronize()
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):
+            place.copy_(result, non_blocking=True)
+            self._under_way.append(self._copies.record_event())
+        result.record_stream(self._copies)  # keeps the memory until the copy has read it
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised tensor in main memory, pinned for copies to and from a GPU `device`."""
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:

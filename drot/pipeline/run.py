@@ -208,7 +208,8 @@ class PruningRun:
         run.count("prune", work.prune(run.sizes, run.recipe, roles, iterations), torch.float32)
         if dense is not None and run.recipe.recovery.recover == "block":
             del layer_pass  # the recovery changes the attention too
-            targets = CalibrationStream(dense.outputs.clone(), stream.layer_kwargs, run.device)
+            outputs = CalibrationStream(dense.outputs, stream.layer_kwargs, run.device)
+            targets = outputs.offloaded_copy()
             if rotation is not None:
                 targets.rotate(rotation.r1 if boundary is None else boundary.next_r1)
             record["recovery"] = self._recover(layer, index, stream, targets)

@@ -1,5 +1,6 @@
-"""Layers and batches that are copied while the caller works: the order of the moves, and the values."""
+"""Layers, batches and results that are copied while the caller works: the order, and the values."""
 
+import contextlib
 import threading
 
 import pytest
@@ -7,8 +8,10 @@ import torch
 from small_models import random_tokens, small_model
 
 from drot.architectures import architecture_of, decoder_layers
+from drot.calibration import transfer
+from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
-from drot.calibration.transfer import ahead, empty_on_host, layers_on_device
+from drot.calibration.transfer import CopiesHome, ahead, empty_on_host, layers_on_device
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 
@@ -71,12 +74,113 @@ def test_layers_without_a_thread_left_behind():
 
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_tensors_arrive_in_order(count, device):
-    sources = [empty_on_host(torch.empty(64, 64), torch.device(device)).fill_(i) for i in range(count)]
+    sources = [empty_on_host((64, 64), torch.float32, torch.device(device)).fill_(i) for i in range(count)]
     found = []
     for tensor in ahead(iter(sources), torch.device(device)):
         assert tensor.device.type == device
         found.append(float((tensor @ tensor).mean()) / 64)
     assert found == [float(i * i) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_results_come_home(count, device):
+    where = torch.device(device)
+    places = [empty_on_host((64, 64), torch.bfloat16, where).zero_() for _ in range(count)]
+    with CopiesHome(where) as home:
+        for i, place in enumerate(places):
+            home.write(place, torch.full((64, 64), float(i), device=where).T)
+    assert [float(place.float().mean()) for place in places] == list(range(count))
+
+
+class RecordedStream:
+    """A stream for copies that only records what is asked of it, in `said`."""
+
+    def __init__(self, said):
+        self.said, self.events = said, 0
+
+    def wait_stream(self, worker):
+        self.said.append(f"waits for {worker}")
+
+    def record_event(self):
+        self.events += 1
+        return RecordedEvent(self.said, self.events)
+
+    def synchronize(self):
+        self.said.append("all done")
+
+
+class RecordedEvent:
+    def __init__(self, said, number):
+        self.said, self.number = said, number
+
+    def synchronize(self):
+        self.said.append(f"copy {self.number} done")
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is asked of a GPU's streams, with the CPU in the place of a GPU."""
+    said: list[str] = []
+    stream = RecordedStream(said)
+    monkeypatch.setattr(transfer, "_copy_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the worker")
+    copy = torch.Tensor.copy_
+
+    def copy_(place, source, non_blocking=False):
+        said.append("copies" if non_blocking else "copies at once")
+        return copy(place, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, used: said.append("keeps the result"))
+    return said
+
+
+def test_a_result_is_copied_while_the_caller_works_on(said):
+    """A copy begins when its result is computed. The third waits for the first: two are on their way."""
+    places = torch.zeros(3, 4)
+    with CopiesHome(CPU) as home:
+        for i in range(3):
+            home.write(places[i], torch.full((4,), float(i)))
+    started = ["waits for the worker", "copies", "keeps the result"]
+    assert said == [*started, *started, "copy 1 done", *started, "all done"]
+    assert places[:, 0].tolist() == [0, 1, 2]
+
+
+def test_the_copies_are_done_after_an_error(said):
+    def work():
+        with CopiesHome(CPU) as home:
+            home.write(torch.zeros(4), torch.ones(4))
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        work()
+    assert said[-1] == "all done"
+
+
+def test_no_pass_of_a_stream_waits_for_its_copies(said, monkeypatch):
+    """Not for its outputs, nor for rotated states, nor for what is kept of a layer."""
+    monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", {"cpu": 24})
+    model = small_model("llama")
+    arch = architecture_of(model.config)
+    stream = CalibrationStream.embed(model, arch, random_tokens(7, 12), CPU)
+    layer = decoder_layers(model, arch)[0]
+    readers = {"down": (layer.mlp.down_proj, None)}
+    passes = {
+        "outputs": lambda: stream.outputs(layer, 0),
+        "rotate": lambda: stream.rotate(torch.eye(32)),
+        "hessians": lambda: stream.hessians(layer, 0, readers, advance=True),
+        "inputs of o": lambda: list(kept.inputs("o")),
+        "outputs of o": lambda: list(kept.inputs("mlp")),
+        "advance": lambda: kept.advance(),
+    }
+    kept = LayerPass(layer, stream, 0, arch)
+    for name, work in passes.items():
+        said.clear()
+        work()
+        copies = [line for line in said if line.startswith("copies")]
+        assert (name, copies) == (name, 4 * ["copies"])  # 7 sequences in batches of 2
+        assert said[-1] == "all done"
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU")
