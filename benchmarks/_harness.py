@@ -115,6 +115,15 @@ def report(
         append_rows(save / f"{benchmark}.csv", rows)
 
 
+def compare(timings: Mapping[str, Timing], target: str, peer: str, at_least: float | None = None) -> None:
+    """Prints the speed of `target` relative to one more peer, and whether it is `at_least` as fast."""
+    ratio = timings[peer].median / timings[target].median
+    line = f"  {target} {ratio:6.2f} x {peer}" + ("  slower" if ratio < 1 else "")
+    if at_least is not None:
+        line += f"  target {at_least:g}: {'met' if ratio >= at_least else 'MISSED'}"
+    print(line)
+
+
 def append_rows(path: Path, rows: list[dict[str, object]]) -> None:
     """Appends rows to a CSV file. A new file gets a header."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,8 @@ model without loading and saving.
 The peer `paper` is the training of the same layer in the paper's formulation (bench_rotation_step.py): a few
 of its steps are measured, and their median is scaled up to its 2000 steps. For the whole layer, the peer
 takes drot's own seconds for everything but the training.
+
+On a GPU the figures of the two LLaMA-3 shapes with `--quality fast` are compared with the aims of one H100.
 """
 
 import copy
@@ -23,6 +25,7 @@ import drot
 from drot.architectures import head_shape
 from drot.bench.timing import Timing
 from drot.bench.variants import SHAPES
+from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.rows import one_line
 from drot.checkpoint.size import size_text
 from drot.cli.tables import rate_text
@@ -36,6 +39,13 @@ OWN_SHAPES: dict[str, dict[str, Any]] = {
     | dict(num_attention_heads=4, num_key_value_heads=2, num_hidden_layers=2),
 }
 VOCABULARY = 1024
+#: shape → the largest figures that are aimed at on one H100: seconds, and bytes of GPU memory
+AIMS = {
+    "llama-3-8b": {"one step": 0.010, "training of a layer": 0.8, "whole layer": 5.5, "Hessians": 0.3},
+    "llama-3-70b": {"whole layer": 45.0, "peak memory": 30e9},
+}
+#: tokens of one batch in a measurement of the Hessians alone
+BATCH = 8192
 PAPER_STEPS = OPTIMIZER_DEFAULTS["paper"][0]
 #: the phases that a model takes once for each layer
 PER_LAYER = ("calibrate", "rotate", "merge", "prune", "recover")
@@ -69,6 +79,31 @@ def paper_step(config: Any, dtype: torch.dtype, device: str, steps: int) -> floa
         return one_line(fault)
 
 
+def hessian_seconds(config: Any, dtype: torch.dtype, device: str, tokens: int) -> float:
+    """The median seconds of the Hessians of a layer's four inputs, without the forward pass."""
+    heads = head_shape(config)
+    widths = (config.hidden_size, heads.heads * heads.head_dim, config.hidden_size, config.intermediate_size)
+    batches = [torch.randn(min(tokens, BATCH), width, dtype=dtype, device=device) for width in widths]
+
+    def hessians() -> None:
+        for batch, width in zip(batches, widths, strict=True):
+            accumulator = HessianAccumulator(width, device)
+            for start in range(0, tokens, BATCH):
+                accumulator.add(batch[: tokens - start])
+            accumulator.hessian()
+
+    return interleaved({"hessians": hessians}, device=device, repeats=3, warmup=1)["hessians"].median
+
+
+def against_aim(shape: str, name: str, figure: float) -> str:
+    """Whether a figure of `shape` is at most the aim, as in '  target 0.8: met'; '' without an aim."""
+    aim = AIMS.get(shape, {}).get(name)
+    if aim is None:
+        return ""
+    text = size_text(int(aim)) if name == "peak memory" else f"{aim:g} s"
+    return f"  target {text}: {'met' if figure <= aim else 'MISSED'}"
+
+
 def timing_of(seconds: list[float]) -> Timing:
     cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else [seconds[0]] * 4
     return Timing(p20=cuts[0], median=statistics.median(seconds), p80=cuts[3])
@@ -99,18 +134,18 @@ def main() -> None:
     if options.steps is not None:
         recipe = recipe.replace(steps=options.steps)
     tokens = torch.randint(0, VOCABULARY, (options.nsamples, options.seqlen))
-    model = random_layer(config, dtype, device)
+    # as in a run from files, the model lies in main memory, and only its layer goes to the device
+    model = random_layer(config, dtype, device).to("cpu")
 
-    runs = []
-    for _ in range(options.repeats + 1):  # the first run warms up
-        result = drot.prune(copy.deepcopy(model), recipe, calibration=tokens, device=device)
-        runs.append(result.manifest)
-        del result
-    runs = runs[1:]
-    del model
+    def run(recipe: Recipe, tokens: torch.Tensor) -> dict[str, Any]:
+        return drot.prune(copy.deepcopy(model), recipe, calibration=tokens, device=device).manifest
+
+    run(recipe.replace(steps=2), tokens[: max(2, options.nsamples // 16)])  # warms up
+    runs = [run(recipe, tokens) for _ in range(options.repeats)]
     phases = {phase: timing_of([run["seconds"][phase] for run in runs]) for phase in PER_LAYER}
     layer = timing_of([sum(run["seconds"][phase] for phase in PER_LAYER) for run in runs])
     trained = len(runs[0]["layers"][0]["rotation"]["loss_curve"]) - 1
+    steps = [run["layers"][0]["rotation"]["seconds"] / max(trained, 1) for run in runs]
 
     case = (
         f"{options.shape} {dtype}, {options.nsamples} x {options.seqlen} tokens, --quality {options.quality}"
@@ -140,6 +175,13 @@ def main() -> None:
         )
     else:
         print(f"  paper: not measured: {paper}")
+    aimed = options.shape if on_gpu and options.quality == "fast" else ""
+    one_step = statistics.median(steps)
+    print(f"  one step of drot: {one_step * 1e3:.1f} ms{against_aim(aimed, 'one step', one_step)}")
+    for name, seconds in (("training of a layer", phases["rotate"].median), ("whole layer", layer.median)):
+        print(f"  {name}: {seconds:.2f} s{against_aim(aimed, name, seconds)}")
+    hessians = hessian_seconds(config, dtype, device, tokens.numel())
+    print(f"  Hessians of all inputs: {hessians:.3f} s{against_aim(aimed, 'Hessians', hessians)}")
     work = runs[0]["work"]
     for phase, timing in phases.items():
         if timing.median:
@@ -152,7 +194,8 @@ def main() -> None:
         }
         if peaks:
             phase = max(peaks, key=peaks.__getitem__)
-            print(f"  peak memory, {kind}: {size_text(peaks[phase])} ({phase})")
+            aim = against_aim(aimed, "peak memory", peaks[phase]) if kind == "gpu" else ""
+            print(f"  peak memory, {kind}: {size_text(peaks[phase])} ({phase}){aim}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import argparse
 from functools import partial
 
 import torch
-from _harness import arguments, interleaved, keep_pages, report
+from _harness import arguments, compare, interleaved, keep_pages, report
 from torch import Tensor
 
 from drot.ops import pruned_importance_and_grad, pruned_importance_ref
@@ -26,7 +26,7 @@ def by_topk(y: Tensor, column_scale: Tensor, prune: int, group: int) -> tuple[Te
 
 
 def bench(rows: int, columns: int, dtype: torch.dtype, options: argparse.Namespace) -> None:
-    device = options.device
+    device, on_gpu = options.device, torch.device(options.device).type == "cuda"
     y = torch.randn(rows, columns, device=device).to(dtype)
     column_scale = torch.rand(columns, device=device) + 0.1
     out = torch.empty_like(y)
@@ -51,7 +51,8 @@ def bench(rows: int, columns: int, dtype: torch.dtype, options: argparse.Namespa
             save=options.csv,
         )
         for peer in ("copy", "clone"):
-            print(f"  drot {timings[peer].median / timings['drot'].median:6.2f} x {peer}")
+            # a ratio is chosen over whole rows, which takes several passes
+            compare(timings, "drot", peer, 0.8 if on_gpu and group else None)
 
 
 def main() -> None:

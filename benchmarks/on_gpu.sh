@@ -76,11 +76,20 @@ else
 fi
 
 stage measure 60 "$python" -m drot info --measure --device cuda
-stage bench_prune_layer 120 "$python" benchmarks/bench_prune_layer.py --device cuda --shape llama-3-8b --csv "$folder"
+bench() { stage "bench_$1" 75 "$python" "benchmarks/bench_$1.py" --device cuda --repeats 20 --csv "$folder"; }
+# what has an aim on a GPU comes first
+bench entropy_loss
+bench pruned_importance
+prune_layer() {
+  local shape=$1
+  shift
+  stage "bench_prune_layer-$shape" 120 "$python" benchmarks/bench_prune_layer.py --device cuda --shape "$shape" "$@" --csv "$folder"
+}
+prune_layer llama-3-8b
+prune_layer llama-3-70b --repeats 1 --paper-steps 2
 for file in benchmarks/bench_*.py; do
   name=$(basename "$file" .py)
-  [[ $name != bench_prune_layer ]] || continue
-  stage "$name" 75 "$python" "$file" --device cuda --repeats 20 --csv "$folder"
+  [[ -e $folder/$name.log || $name == bench_prune_layer ]] || bench "${name#bench_}"
 done
 
 if sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2> /dev/null); then

@@ -3,6 +3,7 @@
 import csv
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,21 @@ def test_a_tiny_layer_is_measured_and_compared(tmp_path: Path) -> None:
     for phase in ("calibrate", "rotate", "prune"):
         assert re.search(rf"^  {phase} +\S+ s +\d+%  \S+ .FLOP/s$", done.stdout, re.MULTILINE), done.stdout
     assert "peak memory, process:" in done.stdout
+    one_step = float(re.search(r"^  one step of drot: (\S+) ms$", done.stdout, re.MULTILINE)[1])
+    assert (
+        0 < 3 * one_step <= training / 1e3 * 1.1
+    )  # the training has three steps, and is more than its steps
+    assert re.search(r"^  Hessians of all inputs: \S+ s$", done.stdout, re.MULTILINE)
+    assert "target" not in done.stdout.partition("scaled up")[2]  # a tiny shape has no aims
+
+
+@pytest.mark.skipif(not SCRIPT.exists(), reason="needs the checkout")
+@pytest.mark.slow
+def test_figures_against_the_aims(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    against_aim = runpy.run_path(str(SCRIPT))["against_aim"]
+    assert against_aim("llama-3-8b", "whole layer", 5.5) == "  target 5.5 s: met"
+    assert against_aim("llama-3-8b", "one step", 0.011) == "  target 0.01 s: MISSED"
+    assert against_aim("llama-3-70b", "peak memory", 29e9).endswith(": met")
+    assert against_aim("llama-3-70b", "peak memory", 31e9).endswith(": MISSED")
+    assert against_aim("small", "whole layer", 1.0) == against_aim("llama-3-70b", "one step", 1.0) == ""
