@@ -134,6 +134,13 @@ def test_a_choice_that_was_refused_is_replaced_for_this_process(process) -> None
     assert process().choose("a", times) == (CUSPARSELT_FOUND, 0)
 
 
+def test_what_is_refused_in_a_capture_is_measured_later(process) -> None:
+    first, times = process(), {CUSPARSELT: 1.0, DENSE: 2.0}
+    assert first.choose("a", times, may_measure=False) == (CUSPARSELT_DEFAULT, 0)
+    first.native.replace_by_dense(first.autotuner, b"a")
+    assert first.choose("a", times) == (CUSPARSELT_FOUND, 4)
+
+
 @pytest.mark.parametrize(
     ("most", "keys", "made"),
     [

@@ -115,10 +115,12 @@ class Autotuner {
     return choices_[key] = best.choice;
   }
 
-  // Replaces a choice whose algorithm failed, for this process only.
+  // Replaces a choice whose algorithm failed, for this process only. A choice that is not known stays
+  // unknown: an algorithm that failed before a measurement, while a CUDA graph was captured, says nothing
+  // about the others.
   void replace(const std::string& key, const Choice& choice) {
     const std::lock_guard<std::mutex> guard(mutex_);
-    choices_[key] = choice;
+    if (const auto known = choices_.find(key); known != choices_.end()) known->second = choice;
   }
 
  private:

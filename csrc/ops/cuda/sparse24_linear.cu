@@ -209,7 +209,7 @@ Chosen choose(const Problem& p) {
 }
 
 // Computes y with the chosen algorithm. A product that cuSPARSELt refuses is computed by the dense algorithm,
-// in this call and in later ones.
+// in this call and, outside of the capture of a CUDA graph, in later ones.
 void run_chosen(const Problem& p, at::Tensor& y) {
   const Chosen chosen = choose(p);
   try {
