@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drot.devices import check_gpu
 from drot.errors import UserError
 from drot.ops import pack24, sparse24_compress, sparse24_linear, unpack24
 
@@ -55,7 +56,12 @@ class SparseLinear(nn.Module):
         A GPU computes products of many tokens faster with it. It takes about as many bytes as the packed
         form. It is not saved. When the module moves or loads weights, it is computed again. `compressed`
         stays None if cuSPARSELt does not support the weight, as on the CPU.
+
+        Raises UserError for a GPU for which drot was not built: transformers has moved a weight there, and
+        no other part of drot has met the GPU before.
         """
+        if self.values.is_cuda:
+            check_gpu(self.values.device)
         compressed = sparse24_compress(self.values, self.positions)
         self.keeps_compressed, self.compressed = True, compressed if compressed.numel() else None
 

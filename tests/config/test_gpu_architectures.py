@@ -4,10 +4,12 @@ import logging
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 from drot import devices
 from drot.devices import kernel_problem, pick_device
 from drot.errors import UserError
+from drot.sparse.linear import SparseLinear
 
 DEFAULT = "8.0 9.0 10.0 12.0+PTX"
 
@@ -59,6 +61,22 @@ def test_a_gpu_without_kernels_is_refused_in_one_line(monkeypatch, name):
     assert pick_device("cpu") == torch.device("cpu")
     gpu(monkeypatch, (9, 0), DEFAULT)
     assert pick_device(name).type == "cuda"
+
+
+def test_a_packed_weight_on_a_gpu_without_kernels_is_refused_in_one_line(monkeypatch):
+    """Its compressed form is the first op that runs there when transformers loads a packed checkpoint."""
+    gpu(monkeypatch, (11, 0), DEFAULT)
+    compress = "drot.sparse.linear.sparse24_compress"
+    monkeypatch.setattr(compress, lambda values, positions: positions.new_empty(9))
+    with FakeTensorMode():
+        values = torch.empty(8, 16, dtype=torch.bfloat16, device="cuda")
+        linear = SparseLinear(values, torch.empty(8, 4, dtype=torch.uint8, device="cuda"))
+        with pytest.raises(UserError, match="^A GPU has compute capability 11.0, but drot was built for 8.0"):
+            linear.compress()
+        assert linear.compressed is None
+        gpu(monkeypatch, (9, 0), DEFAULT)
+        linear.compress()
+        assert linear.compressed is not None
 
 
 def test_a_build_without_cuda_warns_once(monkeypatch, caplog):
