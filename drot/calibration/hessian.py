@@ -1,6 +1,7 @@
 """The Hessian H = (2/n) Σ x xᵀ of a linear's reconstruction error, and the Cholesky factor of its inverse."""
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -93,9 +94,15 @@ def energy(weight: Tensor, hessian: Tensor) -> float:
     return float(rows.sum())
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether `tensor` holds neither NaN nor Inf. No tensor of its size is made, as `torch.isfinite` does."""
+    # the smallest and the largest element are NaN if an element is
+    return tensor.numel() == 0 or all(math.isfinite(float(bound)) for bound in tensor.aminmax())
+
+
 def check_finite(tensor: Tensor, name: str) -> None:
     """Raises UserError if `tensor` holds NaN or Inf, for which scores have no order."""
-    if not bool(torch.isfinite(tensor).all()):
+    if not is_finite(tensor):
         raise UserError(
             f"{name} must be finite, got NaN or Inf in a tensor of shape {list(tensor.shape)}: "
             "check the checkpoint, or load the model in bfloat16 or float32"
@@ -167,7 +174,7 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
         if cholesky_(damped):
             invert_lower_(damped)
             upper = damped.flip(0, 1)
-            if bool(torch.isfinite(upper).all()):
+            if is_finite(upper):
                 return HessianFactor(upper, damping, unit, dead_columns)
         largest = MAX_DAMPING * float(damping_unit(diagonal, "mean") / unit)
         if damping >= largest:
