@@ -87,6 +87,7 @@ prune_layer() {
 }
 prune_layer llama-3-8b
 prune_layer llama-3-70b --repeats 1 --paper-steps 2
+stage optimizers 60 "$python" benchmarks/optimizers.py --device cuda --synthetic 256 512 1024 2048 --steps 60 --csv "$folder"
 for file in benchmarks/bench_*.py; do
   name=$(basename "$file" .py)
   [[ -e $folder/$name.log || $name == bench_prune_layer ]] || bench "${name#bench_}"

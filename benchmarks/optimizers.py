@@ -4,7 +4,7 @@ Each line also shows the step at which the loss of `fast` falls below the final 
 
     python benchmarks/optimizers.py --csv                              layers 0 and 4 of the embedded model
     python benchmarks/optimizers.py MODEL --calibration TEXT --layers 0 3
-    python benchmarks/optimizers.py --synthetic 256 512 1024 --steps 60    whether a rate fits every width
+    python benchmarks/optimizers.py --synthetic 256 512 1024 2048 --steps 60  whether a rate fits every width
 
 A synthetic layer has random weights. The eigenvalues of its Hessians fall as a power law, and eight channels
 are 20 times as large as the others. `paper` is not run on it.
@@ -95,7 +95,14 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast")
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--csv", action="store_true", help="append rows to benchmarks/results/")
+    parser.add_argument(
+        "--csv",
+        type=Path,
+        nargs="?",
+        const=RESULTS,
+        metavar="FOLDER",
+        help="append rows to a file in FOLDER (default benchmarks/results/)",
+    )
     options = parser.parse_args()
     device = pick_device(options.device)
     objectives = real_objectives(options, device)
@@ -142,7 +149,7 @@ def main() -> None:
                 flush=True,
             )
             if options.csv:
-                append_rows(RESULTS / "optimizers.csv", [row])
+                append_rows(options.csv / "optimizers.csv", [row])
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ def test_everything_that_has_an_aim_is_measured(
     assert run[:4] == first + layers
     rest = {path.stem for path in BENCHMARKS.glob("bench_*.py")} - {name for name, _ in run[:4]}
     assert run[4:] == [(name, "") for name in sorted(rest)]
+    assert "optimizers.py --device cuda --synthetic 256 512 1024 2048 " in calls
     assert calls.count("info --measure") == 1
     assert calls.index("check_ops.py --device cuda") < calls.index("info --measure") < calls.index("bench_")
 
