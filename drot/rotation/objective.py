@@ -247,8 +247,8 @@ class LayerObjective:
     def _evaluate(self, r1: Tensor, r2: Tensor, rounded: tuple[Tensor, Tensor], sums: _Sums) -> _Sums:
         """Adds all linears to `sums`, and returns it.
 
-        o_proj comes first: its gradient of R2 is a sum over the query heads of a KV head. The product of v_proj
-        is then added to it.
+        o_proj comes first: its gradient of R2 is a sum over the query heads of a KV head. The product of
+        v_proj is then added to it.
         """
         if "o_proj" in self.weights:
             self._output_projection(r2, *rounded, sums)
