@@ -112,7 +112,8 @@ struct WarpTile {
   __device__ void add_product(SharedMatrix<kSide> a, SharedMatrix<kSide> b) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll 1
-    for (int at = t; at < kSide / 8; at += 4) {
+    for (int first = 0; first < kSide / 8; first += 4) {  // the same for all lanes, as mma requires
+      const int at = first + t;
       uint4 left[2][2];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
