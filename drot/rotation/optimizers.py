@@ -54,7 +54,7 @@ class FastOptimizer:
     MOMENTUM = 0.9
 
     def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:
-        self.matrices = [matrix.clone() for matrix in start]
+        self.matrices = [matrix.clone(memory_format=torch.contiguous_format) for matrix in start]
         thetas = [lr * (1 - step / steps) for step in range(steps)]
         self._taken = 0
         self._turns: Sequence[Callable[..., None]]
