@@ -5,8 +5,8 @@
 
 namespace drot {
 
-// Replaces the momentum by decay · momentum + s and returns Nesterov's sum s + decay · (the new momentum). The
-// sum takes the new momentum before it is rounded to M.
+// Replaces the momentum by decay · momentum + s and returns Nesterov's sum s + decay · (the new momentum).
+// The sum takes the new momentum before it is rounded to M.
 template <class T, class M>
 DROT_HOST_DEVICE T nesterov_sum(T s, T decay, M& momentum) {
   const T updated = decay * static_cast<T>(momentum) + s;
