@@ -28,6 +28,12 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     parser.add_argument("--repeats", type=int, default=30)
+    add_csv(parser)
+    return parser
+
+
+def add_csv(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--csv [FOLDER]`."""
     parser.add_argument(
         "--csv",
         type=Path,
@@ -36,7 +42,6 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="append rows to a file in FOLDER (default benchmarks/results/)",
     )
-    return parser
 
 
 def keep_pages() -> None:

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from _harness import RESULTS, append_rows, commit, machine
+from _harness import add_csv, append_rows, commit, machine
 from transformers import AutoModelForCausalLM
 
 from drot.architectures import INPUT_GROUPS, HeadShape, architecture_of, decoder_layers, head_shape
@@ -95,14 +95,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast")
     parser.add_argument("--device", default="auto")
-    parser.add_argument(
-        "--csv",
-        type=Path,
-        nargs="?",
-        const=RESULTS,
-        metavar="FOLDER",
-        help="append rows to a file in FOLDER (default benchmarks/results/)",
-    )
+    add_csv(parser)
     options = parser.parse_args()
     device = pick_device(options.device)
     objectives = real_objectives(options, device)

@@ -21,8 +21,8 @@ QUALITIES: dict[str, dict[str, Any]] = {
     "balanced": {"solve": "admm", "target": "dense", "recover": "none"},
     "best": {"solve": "admm", "target": "dense", "recover": "block"},
 }
-#: Training steps of the quality `fast` with the optimizer `fast`. SparseGPT's model is as good as after 100
-#: steps; with `balanced`, 100 are a little better (benchmarks/README.md).
+#: Training steps of the quality `fast` with the optimizer `fast`. What fewer and more
+#: steps cost and give stands in benchmarks/README.md.
 FAST_STEPS = 50
 
 

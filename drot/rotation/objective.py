@@ -63,7 +63,7 @@ class DownProjection:
         weight: folded weight [d, ff], times a factor for `pruned` (LayerObjective).
         column_scale: the column_scale [ff] of its scores, which no rotation changes; None for 1.
         sparsity: its n:m or ratio, for `pruned`.
-        factor: the factor.
+        factor: the factor that `weight` contains; 1 for the entropy.
     """
 
     weight: Tensor
@@ -114,7 +114,7 @@ class LayerObjective:
         self.device = weights["q_proj"].device
         self.weights: dict[str, Tensor] = {}
         self._stacks: dict[str, Tensor] = {}
-        #: role → the factor of its weight
+        #: role → the factor that its weight contains (_factor)
         self._factors: dict[str, float] = {}
         for group, roles in INPUT_GROUPS.items():
             parts = {}
@@ -185,30 +185,32 @@ class LayerObjective:
         return self._moved(torch.device("cpu"), smaller)
 
     def _moved(self, device: torch.device, dtype: torch.dtype) -> "LayerObjective":
-        """The objective on `device`, with weights in `dtype`: in the products' dtype with their factors, in a
-        smaller one without."""
+        """The objective on `device`, with weights in `dtype`.
+
+        Weights in the products' dtype contain their factors; weights in a smaller dtype do not.
+        """
         other = copy.copy(self)
         other.device, other._weights_dtype = device, dtype
         other.weights, other._stacks = {}, {}
         power = (dtype == self.product_dtype) - (self._weights_dtype == self.product_dtype)
 
-        def moved(weight: Tensor, factor: float) -> Tensor:
+        def moved(stack: Tensor, sizes: list[int], factors: list[float]) -> Tensor:
             if power == 0:
-                return weight.to(device, dtype)
-            return (weight.to(device, self.loss_dtype) * factor**power).to(dtype)
+                return stack.to(device, dtype)
+            wide = stack.to(device, self.loss_dtype, copy=True)
+            for part, factor in zip(wide.split(sizes), factors, strict=True):
+                part.mul_(factor**power)
+            return wide.to(dtype)
 
-        for group in self._stacks:
-            parts = {
-                role: moved(self.weights[role], self._factors[role])
-                for role in INPUT_GROUPS[group]
-                if role in self.weights
-            }
-            other._keep(group, torch.cat(list(parts.values())), list(map(len, parts.values())), list(parts))
+        for group, stack in self._stacks.items():
+            roles = [role for role in INPUT_GROUPS[group] if role in self.weights]
+            sizes = [len(self.weights[role]) for role in roles]
+            other._keep(group, moved(stack, sizes, [self._factors[role] for role in roles]), sizes, roles)
         other.r1_metric = self.r1_metric.to(device)
         other.o_metric = None if self.o_metric is None else self.o_metric.to(device)
         other.down_projections = [
             DownProjection(
-                moved(down.weight, down.factor),
+                moved(down.weight, [len(down.weight)], [down.factor]),
                 None if down.column_scale is None else down.column_scale.to(device),
                 down.sparsity,
                 down.factor,

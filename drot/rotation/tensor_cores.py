@@ -21,6 +21,8 @@ def on_tensor_cores(x: Tensor) -> bool:
     return x.device.type != "cpu" and x.dtype == torch.float32
 
 
+#: STEPS as ops.spectral_step takes them.
+POLYNOMIALS = [coefficient for step in STEPS for coefficient in step]
 #: The largest matrices whose step is one kernel (ops.spectral_step).
 SMALL = 128
 #: The share of the range of STEPS that is used. At its end the first polynomials multiply rounding errors.
@@ -74,9 +76,8 @@ class TensorCoreStep:
             self._unit = torch.nan_to_num(1 / gradient.abs().amax(), posinf=1.0)
         n = q.shape[-1]
         if q.device.type != "cpu" and n <= SMALL and n % 16 == 0:
-            polynomials = [factor for step in STEPS for factor in step]
             ops.spectral_step(
-                q, self._momentum, gradient, self._unit, angle, self._decay, polynomials, MARGIN
+                q, self._momentum, gradient, self._unit, angle, self._decay, POLYNOMIALS, MARGIN
             )
             return
         high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
