@@ -3,8 +3,10 @@
 Each line also shows the step at which the loss of `fast` falls below the final loss of `paper`.
 
     python benchmarks/optimizers.py --csv                              layers 0 and 4 of the embedded model
-    python benchmarks/optimizers.py MODEL --calibration TEXT --layers 0 3
+    python benchmarks/optimizers.py MODEL --calibration TEXT --layers 0 3 --optimizer adam fast
     python benchmarks/optimizers.py --synthetic 256 512 1024 2048 --steps 60  whether a rate fits every width
+
+`adam` is a peer that drot does not offer: Adam in the tangent space so(n), the first form of `fast`.
 
 A synthetic layer has random weights. The eigenvalues of its Hessians fall as a power law, and eight channels
 are 20 times as large as the others. `paper` is not run on it.
@@ -15,6 +17,7 @@ import dataclasses
 import datetime
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import torch
 from _harness import add_csv, append_rows, commit, machine
@@ -24,13 +27,38 @@ from drot.architectures import INPUT_GROUPS, HeadShape, architecture_of, decoder
 from drot.calibration.data import load_calibration
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.load import load_tokenizer
-from drot.config import OPTIMIZER_DEFAULTS, Recipe, RotationConfig, Sparsity
+from drot.config import OPTIMIZER_DEFAULTS, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.demo.demo import CALIBRATION, MODEL
 from drot.devices import pick_device
 from drot.pipeline.objective import layer_objective
 from drot.rotation.importance import LayerMetrics, layer_metrics
 from drot.rotation.objective import LayerObjective
+from drot.rotation.optimizers import OPTIMIZERS
 from drot.rotation.train import train_rotation
+
+
+class TangentAdam:
+    """Adam in so(n) with a half cosine of the rate: Q ← Q · cayley(Ω), with Adam's step Ω for QᵀG - GᵀQ."""
+
+    LR = 0.03
+    capturable = False
+
+    def __init__(self, start: list[torch.Tensor], *, lr: float, steps: int) -> None:
+        self.matrices = [matrix.clone() for matrix in start]
+        self._omegas = [torch.zeros_like(matrix, requires_grad=True) for matrix in start]
+        self._adam = torch.optim.Adam(self._omegas, lr=lr)
+        self._schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self._adam, T_max=max(steps, 1))
+
+    @torch.no_grad()
+    def step(self, gradients: list[torch.Tensor | None]) -> None:
+        for omega, gradient, q in zip(self._omegas, gradients, self.matrices, strict=True):
+            omega.grad = None if gradient is None else q.mT @ gradient - gradient.mT @ q
+            omega.zero_()
+        self._adam.step()
+        self._schedule.step()
+        for omega, q in zip(self._omegas, self.matrices, strict=True):
+            eye = torch.eye(q.shape[-1], dtype=q.dtype, device=q.device)
+            q.copy_(q @ torch.linalg.solve(eye - omega / 2, eye + omega / 2))
 
 
 def synthetic_objective(n: int, kind: str, device: torch.device) -> LayerObjective:
@@ -75,7 +103,7 @@ def real_objectives(
     for index, layer in enumerate(decoder_layers(model, arch)[: max(options.layers) + 1]):
         layer.to(device)
         for kind in options.objective if index in options.layers else ():
-            recipe = Recipe(rotation=RotationConfig(objective=kind))
+            recipe = Recipe(rotation=RotationConfig(objective=kind), pruning=options.pruning)
             objective, _ = layer_objective(layer, index, stream, arch, shape, recipe)
             yield Path(options.model).name, index, kind, objective
         stream.advance(layer, index)
@@ -93,10 +121,19 @@ def main() -> None:
     parser.add_argument(
         "--lr", type=float, nargs="+", default=[0.15, 0.3, 0.5], help="learning rates of fast"
     )
-    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast")
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast and of adam")
+    parser.add_argument(
+        "--optimizer", nargs="+", default=["paper", "fast"], choices=["paper", "adam", "fast"]
+    )
+    parser.add_argument(
+        "--damping", type=float, help="share of the mean of diag H, as SparseGPT's 0.01; default: drot's"
+    )
     parser.add_argument("--device", default="auto")
     add_csv(parser)
     options = parser.parse_args()
+    options.pruning = PruningConfig()
+    if options.damping is not None:
+        options.pruning = PruningConfig(damping=options.damping, damping_average="mean")
     device = pick_device(options.device)
     objectives = real_objectives(options, device)
     if options.synthetic:
@@ -106,19 +143,23 @@ def main() -> None:
             for kind in options.objective
         )
     for model, index, kind, objective in objectives:
-        paper = RotationConfig(objective=kind, optimizer="paper")
-        runs = [] if options.synthetic else [paper, dataclasses.replace(paper, steps=400)]
-        runs += [
-            RotationConfig(objective=kind, steps=steps, lr=lr, early_stop=0.0)
-            for steps in options.steps
-            for lr in options.lr
-        ]
+        runs = []
+        if "paper" in options.optimizer and not options.synthetic:
+            paper = RotationConfig(objective=kind, optimizer="paper")
+            runs = [("paper", paper), ("paper", dataclasses.replace(paper, steps=400))]
+        for steps in options.steps:
+            fast = RotationConfig(objective=kind, steps=steps, early_stop=0.0)
+            if "adam" in options.optimizer:
+                runs.append(("adam", dataclasses.replace(fast, lr=TangentAdam.LR)))
+            if "fast" in options.optimizer:
+                runs += [("fast", dataclasses.replace(fast, lr=lr)) for lr in options.lr]
         goal = None
-        for config in runs:
-            _, record = train_rotation([objective], config, device=device)
-            goal = record.loss_after if goal is None and not options.synthetic else goal
+        for optimizer, config in runs:
+            with mock.patch.dict(OPTIMIZERS, {"fast": TangentAdam} if optimizer == "adam" else {}):
+                _, record = train_rotation([objective], config, device=device)
+            goal = record.loss_after if goal is None and optimizer == "paper" else goal
             below = next((i for i, loss in enumerate(record.loss_curve) if goal and loss <= goal), None)
-            default = (config.resolved_steps, config.resolved_lr) == OPTIMIZER_DEFAULTS[config.optimizer]
+            default = (config.resolved_steps, config.resolved_lr) == OPTIMIZER_DEFAULTS.get(optimizer)
             row = {
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
                 "commit": commit(),
@@ -126,7 +167,7 @@ def main() -> None:
                 "model": model,
                 "layer": index,
                 "objective": kind,
-                "optimizer": config.optimizer,
+                "optimizer": optimizer,
                 "steps": config.resolved_steps,
                 "lr": config.resolved_lr,
                 "loss_before": f"{record.loss_before:.2f}",
@@ -136,7 +177,7 @@ def main() -> None:
             }
             against = "" if goal is None else f"  below paper's end at step {row['steps_to_paper']}"
             print(
-                f"{model} layer {index}  {kind:<8} {config.optimizer:<6} {config.resolved_steps:>5} steps"
+                f"{model} layer {index}  {kind:<8} {optimizer:<6} {config.resolved_steps:>5} steps"
                 f"  lr {config.resolved_lr:<5} loss {row['loss_before']} -> {row['loss_after']}{against}"
                 f"  {row['ms_per_step']} ms a step{'  (default)' if default else ''}",
                 flush=True,
