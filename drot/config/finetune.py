@@ -87,8 +87,18 @@ class FinetuneConfig:
         return FINETUNE_LR[self.method] if self.lr is None else self.lr
 
     def resolved_warmup_steps(self, steps: int) -> int:
-        """`warmup_steps`, or its default in a training of `steps` steps."""
-        return min(400, steps // 10) if self.warmup_steps is None else self.warmup_steps
+        """`warmup_steps`, or its default in a training of `steps` steps.
+
+        Raises UserError if the learning rate would not reach `lr` in them.
+        """
+        if self.warmup_steps is None:
+            return min(400, steps // 10)
+        if self.warmup_steps >= max(steps, 1):
+            raise UserError(
+                f"`warmup_steps` must be below the {steps} steps of this training; got {self.warmup_steps}: "
+                "lower it, or train for more epochs"
+            )
+        return self.warmup_steps
 
     def to_dict(self) -> dict[str, Any]:
         """The settings that have an effect, in plain JSON types, without `warmup_steps`."""

@@ -342,6 +342,12 @@ def test_the_papers_settings_are_the_defaults():
     assert FinetuneConfig(full=True).resolved_lr == FINETUNE_LR["full"]
 
 
+def test_a_warm_up_must_end_before_the_training():
+    assert FinetuneConfig(warmup_steps=49).resolved_warmup_steps(50) == 49
+    with pytest.raises(UserError, match=r"must be below the 50 steps of this training; got 50: lower it"):
+        FinetuneConfig(warmup_steps=50).resolved_warmup_steps(50)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
