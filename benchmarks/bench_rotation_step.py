@@ -123,7 +123,9 @@ def reference_step(problem: Problem, lr: float = 0.01):
 
 def analytic_step(objective: LayerObjective, optimizer_class, lr: float = 0.01):
     """A training step with drot's gradient."""
-    optimizer = optimizer_class(list(objective.identity()), lr=lr, steps=100_000)
+    optimizer = optimizer_class(
+        list(objective.identity()), lr=lr, steps=100_000, objective=objective.objective
+    )
 
     def step() -> None:
         _, g1, g2 = objective.value_and_grad(*optimizer.matrices)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.retraction import STEPS, SpectralStep
+from drot.rotation.retraction import DIRECTIONS, STEPS, SpectralStep
 from drot.rotation.tensor_cores import MARGIN, TensorCoreStep, angles
 
 Case = tuple[str, Callable[[], tuple[Tensor, Tensor]], float]
@@ -69,8 +69,10 @@ def retraction_cases(device: str) -> Iterator[Case]:
 
     def moved() -> tuple[Tensor, Tensor]:
         exact, start = q.clone(), q.float().to(device)
-        SpectralStep(exact, 0.9)(exact, u, 0.3)  # a step replaces its matrix
-        TensorCoreStep(start, 0.9)(start, u.float().to(device), angles([0.3], start.device)[0])
+        SpectralStep(exact, DIRECTIONS["pruned"])(exact, u, 0.3)  # a step replaces its matrix
+        TensorCoreStep(start, DIRECTIONS["pruned"])(
+            start, u.float().to(device), angles([0.3], start.device)[0]
+        )
         return start, exact
 
     yield "spectral step in bf16", moved, 5e-2
@@ -141,6 +143,15 @@ def momentum_cases(device: str) -> Iterator[Case]:
             return mine.cpu().double().triu(1), (0.9 * exact + s).triu(1)
 
         yield f"skew_momentum {shape}", step, 2**-8
+
+        def adam(product: Tensor = product, momentum: Tensor = momentum) -> tuple[Tensor, Tensor]:
+            moments = momentum.abs()
+            mine = ops.skew_momentum(product.to(device), moments.to(device), 0.9, 0.95)
+            s = (product.double() - product.double().mT).triu(1)
+            m, v = 0.9 * moments.double().triu(1) + s, 0.95 * moments.double().mT.triu(1) + s.square()
+            return mine.cpu().double().triu(1), torch.where(v > 0, m / v.sqrt(), 0)
+
+        yield f"skew_momentum with squares {shape}", adam, 2**-8
 
 
 def step_cases(device: str) -> Iterator[Case]:

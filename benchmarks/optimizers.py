@@ -36,6 +36,9 @@ from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS
 from drot.rotation.train import train_rotation
 
+#: objective → the rates of fast that are compared
+RATES = {"pruned": [0.15, 0.3, 0.5], "entropy": [0.4, 0.7, 1.0]}
+
 
 class TangentAdam:
     """Adam in so(n) with a half cosine of the rate: Q ← Q · cayley(Ω), with Adam's step Ω for QᵀG - GᵀQ."""
@@ -43,7 +46,7 @@ class TangentAdam:
     LR = 0.03
     capturable = False
 
-    def __init__(self, start: list[torch.Tensor], *, lr: float, steps: int) -> None:
+    def __init__(self, start: list[torch.Tensor], *, lr: float, steps: int, objective: str) -> None:
         self.matrices = [matrix.clone() for matrix in start]
         self._omegas = [torch.zeros_like(matrix, requires_grad=True) for matrix in start]
         self._adam = torch.optim.Adam(self._omegas, lr=lr)
@@ -119,7 +122,7 @@ def main() -> None:
     )
     parser.add_argument("--objective", nargs="+", default=["entropy", "pruned"])
     parser.add_argument(
-        "--lr", type=float, nargs="+", default=[0.15, 0.3, 0.5], help="learning rates of fast"
+        "--lr", type=float, nargs="+", help="learning rates of fast; default: three for each objective"
     )
     parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast and of adam")
     parser.add_argument(
@@ -152,14 +155,16 @@ def main() -> None:
             if "adam" in options.optimizer:
                 runs.append(("adam", dataclasses.replace(fast, lr=TangentAdam.LR)))
             if "fast" in options.optimizer:
-                runs += [("fast", dataclasses.replace(fast, lr=lr)) for lr in options.lr]
+                runs += [("fast", dataclasses.replace(fast, lr=lr)) for lr in options.lr or RATES[kind]]
         goal = None
         for optimizer, config in runs:
             with mock.patch.dict(OPTIMIZERS, {"fast": TangentAdam} if optimizer == "adam" else {}):
                 _, record = train_rotation([objective], config, device=device)
             goal = record.loss_after if goal is None and optimizer == "paper" else goal
             below = next((i for i, loss in enumerate(record.loss_curve) if goal and loss <= goal), None)
-            default = (config.resolved_steps, config.resolved_lr) == OPTIMIZER_DEFAULTS.get(optimizer)
+            default = optimizer in OPTIMIZERS and config == RotationConfig(
+                objective=kind, optimizer=config.optimizer, steps=OPTIMIZER_DEFAULTS[optimizer][0]
+            )
             row = {
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
                 "commit": commit(),

@@ -27,12 +27,13 @@ TORCH_LIBRARY(drot, m) {
   m.def("batched_qr(Tensor a) -> (Tensor q, Tensor r)", tags);
   m.def("batched_qr_backward(Tensor gq, Tensor q, Tensor r) -> Tensor", tags);
   m.def("cholesky_qr(Tensor a) -> (Tensor q, Tensor r, Tensor reliable)", tags);
-  m.def("skew_momentum(Tensor product, Tensor(a!) momentum, float decay) -> Tensor", tags);
+  m.def("skew_momentum(Tensor product, Tensor(a!) momentum, float decay, float? square_decay=None) -> Tensor",
+        tags);
   m.def("polar_start(Tensor squared, Tensor fourth, float a, float b, float c, float margin) -> Tensor",
         tags);
   m.def("column_scale(Tensor product, bool inverse) -> Tensor", tags);
   m.def("column_scale_backward(Tensor product, Tensor value, Tensor gradient, bool inverse) -> Tensor", tags);
-  m.def("turn_start(Tensor j, Tensor angle) -> (Tensor change, Tensor scaled)", tags);
+  m.def("turn_start(Tensor j, Tensor angle, Tensor? scale=None) -> (Tensor change, Tensor scaled)", tags);
   m.def(
       "spectral_step(Tensor(a!) q, Tensor(b!) momentum, Tensor gradient, Tensor unit, Tensor angle,"
       " float decay, float[] polynomials, float margin) -> ()",

@@ -224,7 +224,8 @@ Lr = Annotated[
     float | None,
     option(
         ROTATION,
-        f"Learning rate; of fast the angle of a step in radians. Default: {optimizer_defaults(1)}.",
+        f"Learning rate; of fast the largest angle of a step in radians. Default: {optimizer_defaults(1)}; "
+        f"{config.FAST_ENTROPY_LR} for fast with --objective entropy.",
     ),
 ]
 EarlyStop = Annotated[

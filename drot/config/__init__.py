@@ -19,6 +19,7 @@ from drot.config.pruning import (
 )
 from drot.config.recipe import QUALITIES, Recipe, WeightFormat
 from drot.config.rotation import (
+    FAST_ENTROPY_LR,
     OPTIMIZER_DEFAULTS,
     Boundary,
     BoundaryPlace,
@@ -33,6 +34,7 @@ from drot.config.sparsity import Sparsity, matches
 
 __all__ = [
     "DAMPING",
+    "FAST_ENTROPY_LR",
     "FINETUNE_LR",
     "OPTIMIZER_DEFAULTS",
     "PUBLISHED_DAMPING",

@@ -21,6 +21,8 @@ MOST_STEPS = 1_000_000
 #: Optimizer → default steps and learning rate. `paper` has the values of the paper (section 4). The values
 #: of `fast` were chosen by measurement (benchmarks/README.md).
 OPTIMIZER_DEFAULTS: dict[str, tuple[int, float]] = {"fast": (100, 0.3), "paper": (2000, 0.01)}
+#: The default learning rate of `fast` for the entropy, where it bounds the angles of a step.
+FAST_ENTROPY_LR = 0.7
 #: Optimizer → largest learning rate. The rate of `fast` is an angle, and π is half a turn. The rate of
 #: `paper` is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps
 #: nothing of A.
@@ -41,10 +43,12 @@ class RotationConfig:
             sizes of unequal blocks, which must add up to the hidden size.
         objective: `entropy` is the paper's. `pruned` is the importance of the weights that the mask removes.
             `auto` is `pruned`.
-        optimizer: `paper` is Adam on A with R = qr(A). `fast` takes spectral steps in so(n), and
-            its rate is the angle of the first step in radians.
+        optimizer: `paper` is Adam on A with R = qr(A). `fast` takes steps in so(n): spectral steps for
+            `pruned`, Adam's direction for `entropy`. Its rate is the largest angle of the first step in
+            radians.
         steps: training steps; None is the optimizer's value in OPTIMIZER_DEFAULTS.
-        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS. LARGEST_LR has its limit.
+        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS, but FAST_ENTROPY_LR for
+            `fast` with the entropy. LARGEST_LR has its limit.
         early_stop: `fast` stops when the loss changes by less than this share of itself a step; 0 never
             stops early.
         training_tokens: calibration tokens for each channel of the hidden state with which the rotations are
@@ -149,4 +153,6 @@ class RotationConfig:
         """`lr`, or its default."""
         if self.lr is not None:
             return self.lr
+        if self.optimizer == "fast" and self.objective == "entropy":
+            return FAST_ENTROPY_LR
         return OPTIMIZER_DEFAULTS[self.optimizer][1]

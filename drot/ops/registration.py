@@ -71,7 +71,7 @@ def _(
 
 
 @register_fake("drot::skew_momentum")
-def _(product: Tensor, momentum: Tensor, decay: float) -> Tensor:
+def _(product: Tensor, momentum: Tensor, decay: float, square_decay: float | None = None) -> Tensor:
     return product.new_empty(product.shape)
 
 
@@ -92,7 +92,7 @@ def _(product: Tensor, value: Tensor, gradient: Tensor, inverse: bool) -> Tensor
 
 
 @register_fake("drot::turn_start")
-def _(j: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+def _(j: Tensor, angle: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return j.new_empty(j.shape), j.new_empty(j.shape)
 
 

@@ -10,12 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from drot.architectures import INPUT_GROUPS, HeadShape
-from drot.config import Recipe, RotationConfig
+from drot.config import Recipe
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS
 
-#: n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), the polar factor (2 for
-#: the norm, 1 + 3 + 4 · 2 in its steps), the turn and one correction of rounding (rotation/retraction.py).
-FAST_PRODUCTS = 1 + 2 + 12 + 2 + 2
+#: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the
+#: norm, for `pruned` 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding
+#: (rotation/retraction.py).
+FAST_PRODUCTS = {"pruned": 1 + 2 + 12 + 2 + 2, "entropy": 1 + 2 + 2 + 2}
 #: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
 #: of QR (two products, and a triangular solve of n³)
 PAPER_PRODUCTS = 4 / 3 + 2 + 1 / 2
@@ -141,9 +142,10 @@ def evaluation(sizes: Sizes, recipe: Recipe, roles: Collection[str], *, gradient
     return total
 
 
-def optimizer_step(sizes: Sizes, rotation: RotationConfig, layers: float) -> float:
+def optimizer_step(sizes: Sizes, recipe: Recipe, layers: float) -> float:
     """One step of the optimizer on one R1 and on the R2 of `layers` layers."""
-    products = FAST_PRODUCTS if rotation.optimizer == "fast" else PAPER_PRODUCTS
+    rotation = recipe.rotation
+    products = FAST_PRODUCTS[recipe.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
     hidden, head = sizes.shapes["q_proj"][1], sizes.heads.head_dim
     blocks = rotation.blocks
     r1 = sum(b**3 for b in blocks) if isinstance(blocks, tuple) else hidden * (hidden // blocks) ** 2
@@ -170,7 +172,7 @@ def rotate(sizes: Sizes, recipe: Recipe, layers: Sequence[Collection[str]], step
     return (
         evaluations * once
         + entropies * of_entropy
-        + steps * optimizer_step(sizes, recipe.rotation, len(trained) * share)
+        + steps * optimizer_step(sizes, recipe, len(trained) * share)
     )
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.rotation.retraction import SpectralStep
+from drot.rotation.retraction import DIRECTIONS, SpectralStep
 from drot.rotation.tensor_cores import TensorCoreStep, angles, on_tensor_cores
 
 
@@ -19,12 +19,12 @@ class PaperOptimizer:
     """The optimiser of the paper: Q = qr(A), with Adam on A (section 3.3 and appendix D).
 
     The gradient norm is clipped to 1, as in the paper's code. diag(R) >= 0 fixes the signs of Q, which the
-    paper leaves open.
+    paper leaves open. The steps are the same for every objective.
     """
 
     CLIP = 1.0
 
-    def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:
+    def __init__(self, start: list[Tensor], *, lr: float, steps: int, objective: str) -> None:
         self._parameters = [matrix.clone().requires_grad_(True) for matrix in start]
         self._adam = torch.optim.Adam(self._parameters, lr=lr)
         self._factors: list[tuple[Tensor, Tensor]] = []
@@ -43,30 +43,29 @@ class PaperOptimizer:
 
 
 class FastOptimizer:
-    """Spectral steps in so(n): in every step all directions turn by the same angle θ.
+    """Steps in so(n), in which no direction turns by more than the angle θ: Q ← Q exp(-θ J).
 
-    S = QᵀG - GᵀQ,  m ← μ m + S,  u = μ m + S (Nesterov),  J = the polar factor of u,  Q ← Q exp(-θ J).
+    For the pruned importance every direction turns by θ (spectral steps): S = QᵀG - GᵀQ, m ← μ m + S, and J
+    is the polar factor of S + μ m. For the entropy J is Adam's direction, scaled (retraction.DIRECTIONS).
 
     θ falls linearly from the learning rate, in radians, to 0. The gradients of all steps lie in the space
-    so(n), so the momentum m needs no transport. The rate does not depend on n or on the scale of the loss.
+    so(n), so the moments need no transport. The rate does not depend on n or on the scale of the loss.
     """
 
-    MOMENTUM = 0.9
-
-    def __init__(self, start: list[Tensor], *, lr: float, steps: int) -> None:
+    def __init__(self, start: list[Tensor], *, lr: float, steps: int, objective: str) -> None:
         self.matrices = [matrix.clone(memory_format=torch.contiguous_format) for matrix in start]
         thetas = [lr * (1 - step / steps) for step in range(steps)]
         self._taken = 0
         self._turns: Sequence[Callable[..., None]]
         #: whether `turn` reads nothing on the host, as a CUDA graph needs
         self.capturable = on_tensor_cores(start[0])
+        kind = TensorCoreStep if self.capturable else SpectralStep
+        self._turns = [kind(matrix, DIRECTIONS[objective]) for matrix in self.matrices]
         if self.capturable:
-            self._turns = [TensorCoreStep(matrix, self.MOMENTUM) for matrix in start]
             # a captured step reads its angle where the first step does
             self._angles: Any = angles(thetas, start[0].device)
             self._angle: Any = self._angles[0].clone() if steps else None
         else:
-            self._turns = [SpectralStep(matrix, self.MOMENTUM) for matrix in start]
             self._angles, self._angle = thetas, thetas[0] if steps else None
 
     @torch.no_grad()

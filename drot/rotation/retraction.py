@@ -4,6 +4,7 @@ Everything is made of matrix products. `tensor_cores.py` has the same step in bf
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -51,6 +52,9 @@ def turn(q: Tensor, j: Tensor, angle: float) -> Tensor:
 
     q: [..., n, n] orthogonal; j: [..., n, n] with j² = -1, or 0 in some directions, which then do not turn.
     As j³ = -j, exp(-θ j) = 1 - sin θ · j + (1 - cos θ) · j². The result is orthogonal to rounding.
+
+    For a skew-symmetric j of a norm of at most 1 the result is between q and that, and orthogonal to about
+    θ⁸/340, since what the formula adds to qᵀq, at most (1 - cos θ)²/4, is removed to first order.
     """
     moved = q @ j
     q = q - math.sin(angle) * moved + (1 - math.cos(angle)) * (moved @ j)
@@ -59,22 +63,67 @@ def turn(q: Tensor, j: Tensor, angle: float) -> Tensor:
     return q - 0.5 * (q @ gram)
 
 
-class SpectralStep:
-    """The steps of one stack of orthogonal matrices [..., n, n], with their momentum.
+@dataclass(frozen=True)
+class Direction:
+    """How the direction J of a step follows from the skew-symmetric gradients S of the steps so far.
 
-    start: the first matrices.
-    decay: factor of the momentum from step to step.
+    With m ← momentum · m + S, J is the polar factor of S + momentum · m (Nesterov), or, with `squares`,
+    Adam's m/√v for v ← squares · v + S², scaled to a norm of at most 1. Every J has a norm of at most 1.
     """
 
-    def __init__(self, start: Tensor, decay: float) -> None:
-        self._momentum, self._decay = torch.zeros_like(start), decay
+    momentum: float
+    squares: float | None = None
+
+
+#: Objective → the direction of its steps. Whole turns along the many directions in which the entropy hardly
+#: changes add noise: on wide layers Adam's direction ends lower (benchmarks/README.md).
+DIRECTIONS = {"pruned": Direction(0.9), "entropy": Direction(0.9, squares=0.95)}
+
+
+class SpectralStep:
+    """The steps of one stack of orthogonal matrices [..., n, n], with their moments.
+
+    start: the first matrices.
+    """
+
+    def __init__(self, start: Tensor, direction: Direction) -> None:
+        self._direction = direction
+        self._momentum = torch.zeros_like(start)
+        self._squares = None if direction.squares is None else torch.zeros_like(start)
+        self._unit: Tensor | None = None
 
     def __call__(self, q: Tensor, gradient: Tensor, angle: float) -> None:
         """Replaces q by q exp(-angle · J) for the direction J of `gradient`, d loss/d q [..., n, n]."""
         s = q.mT @ gradient
         s = s - s.mT
-        self._momentum.mul_(self._decay).add_(s)
-        q.copy_(turn(q, polar_of_skew(s.add_(self._momentum, alpha=self._decay)), angle))
+        momentum, squares = self._direction.momentum, self._direction.squares
+        if squares is None or self._squares is None:
+            self._momentum.mul_(momentum).add_(s)
+            j = polar_of_skew(s.add_(self._momentum, alpha=momentum))
+        else:
+            if self._unit is None:
+                self._unit = unit_of(gradient)
+            s *= self._unit
+            self._momentum.mul_(momentum).add_(s)
+            self._squares.mul_(squares).addcmul_(s, s)
+            j = scaled_to_one(torch.where(self._squares > 0, self._momentum / self._squares.sqrt(), 0))
+        q.copy_(turn(q, j, angle))
+
+
+def unit_of(gradient: Tensor) -> Tensor:
+    """The factor (0-dim) that brings the largest element of a first gradient to 1, so that no power of an
+    element under- or overflows."""
+    return torch.nan_to_num(1 / gradient.abs().amax(), posinf=1.0)
+
+
+def scaled_to_one(a: Tensor) -> Tensor:
+    """A skew-symmetric a [..., n, n] over the fourth root of the largest row sum of |a⁴|; zeros stay zeros.
+
+    The root is at least the spectral norm of a and at most n^(1/8) times the norm: 2.8 times for n = 4096.
+    """
+    squared = a @ a
+    norm = (squared @ squared).abs().sum(-1, keepdim=True).amax(-2, keepdim=True).sqrt().sqrt()
+    return a / torch.where(norm > 0, norm, 1)
 
 
 def newton_schulz(x: Tensor) -> Tensor:

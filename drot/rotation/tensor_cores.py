@@ -1,4 +1,4 @@
-"""A spectral step in bf16, for a GPU: the same step as `retraction.py`, made of products on tensor cores.
+"""A step in bf16, for a GPU: the same step as `retraction.py`, made of products on tensor cores.
 
 A direction in so(n) and the turn along it are good to 8 bits. What rounding leaves of qᵀq - 1, about 1e-3, is
 measured in the next step and removed there, so it does not add up from step to step. It is not larger than
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drot import ops
 from drot.products import add_product, identity_plus_product
-from drot.rotation.retraction import STEPS
+from drot.rotation.retraction import STEPS, Direction, unit_of
 
 
 def on_tensor_cores(x: Tensor) -> bool:
@@ -52,15 +52,26 @@ def polar_factor(u: Tensor) -> Tensor:
     return x
 
 
+def inverse_norm(u: Tensor) -> Tensor:
+    """The factors [n] that scale matrices u [n, b, b] as `retraction.scaled_to_one` does, in bf16.
+
+    u has the limits of `polar_factor`.
+    """
+    squared = u @ u
+    fourth = squared @ squared
+    factor = ops.polar_start(fourth, fourth, 1.0, 0.0, 0.0, margin=1.0)  # a multiple of 1
+    return factor[:, 0, 0]
+
+
 class TensorCoreStep:
-    """The steps of one stack of orthogonal matrices [n, b, b] in fp32, with their momentum.
+    """The steps of one stack of orthogonal matrices [n, b, b] in fp32, with their moments.
 
     start: the first matrices.
-    decay: factor of the momentum from step to step.
     """
 
-    def __init__(self, start: Tensor, decay: float) -> None:
-        self._decay = decay
+    def __init__(self, start: Tensor, direction: Direction) -> None:
+        self._direction = direction
+        #: above the diagonal; below it the squares (ops.skew_momentum)
         self._momentum = torch.zeros(start.shape, dtype=torch.bfloat16, device=start.device)
         self._unit: Tensor | None = None
 
@@ -72,21 +83,23 @@ class TensorCoreStep:
         angle: a row [2] of `angles`.
         rounded: q in a smaller dtype, from a caller that has it. It is used if the dtype is bf16.
         """
-        if self._unit is None:  # the first gradient is the unit, so that no power under- or overflows
-            self._unit = torch.nan_to_num(1 / gradient.abs().amax(), posinf=1.0)
+        if self._unit is None:
+            self._unit = unit_of(gradient)
         n = q.shape[-1]
-        if q.device.type != "cpu" and n <= SMALL and n % 16 == 0:
-            ops.spectral_step(
-                q, self._momentum, gradient, self._unit, angle, self._decay, POLYNOMIALS, MARGIN
-            )
+        decay, squares = self._direction.momentum, self._direction.squares
+        if squares is None and q.device.type != "cpu" and n <= SMALL and n % 16 == 0:
+            ops.spectral_step(q, self._momentum, gradient, self._unit, angle, decay, POLYNOMIALS, MARGIN)
             return
         high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
-        u = ops.skew_momentum(high.mT @ _scaled(gradient, self._unit), self._momentum, self._decay)
-        turn(q, high, polar_factor(u), angle)
+        u = ops.skew_momentum(high.mT @ _scaled(gradient, self._unit), self._momentum, decay, squares)
+        if squares is None:
+            turn(q, high, polar_factor(u), angle)
+        else:
+            turn(q, high, u, angle, inverse_norm(u))
 
 
-def turn(q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
-    """Replaces q by q exp(-θ j), as in `retraction.turn`; returns q.
+def turn(q: Tensor, high: Tensor, j: Tensor, angle: Tensor, scale: Tensor | None = None) -> Tensor:
+    """Replaces q by q exp(-θ s j), as in `retraction.turn`; returns q.
 
     The same product removes what qᵀq - 1 was before. What rounding adds to it stays. A part of j that is not
     skew-symmetric does not turn q, and is such a rounding.
@@ -95,8 +108,9 @@ def turn(q: Tensor, high: Tensor, j: Tensor, angle: Tensor) -> Tensor:
     high: q in bf16.
     j: [n, b, b] in bf16.
     angle: a row [2] of `angles`.
+    scale: s for each matrix [n] in bf16; None for 1.
     """
-    change, scaled = ops.turn_start(j, angle)
+    change, scaled = ops.turn_start(j, angle, scale)
     add_product(change, high.mT, high, alpha=-0.5)
     add_product(change, j, scaled)
     return add_product(q, high, change)

@@ -191,7 +191,9 @@ def train_rotation(
     start = [*r1.split(eye), *(eye_r2 for _ in trained)]
     r1_count = len(start) - len(trained)
     total = _SummedObjective([objectives[index] for index in trained], r1, r1_count, config)
-    optimizer = OPTIMIZERS[config.optimizer](start, lr=config.resolved_lr, steps=steps)
+    optimizer = OPTIMIZERS[config.optimizer](
+        start, lr=config.resolved_lr, steps=steps, objective=objectives[0].objective
+    )
 
     graphed = None
     if steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole:

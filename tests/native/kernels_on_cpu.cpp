@@ -94,7 +94,7 @@ extern "C" const char* pruned_importance(const char* dtype, int multiprocessors,
 
 // Args: the members of SkewMomentumProblem.
 extern "C" const char* skew_momentum(bool backwards, const void* product, void* momentum, void* out,
-                                     int64_t count, int64_t n, float decay) {
+                                     int64_t count, int64_t n, float decay, bool adam, float square_decay) {
   return run("bfloat16", backwards, [&](auto) {
     on_cpu::Launcher launcher(/*multiprocessors=*/3, /*shared_memory=*/0, {});
     drot::run_skew_momentum(launcher, {.product = static_cast<const c10::BFloat16*>(product),
@@ -102,7 +102,9 @@ extern "C" const char* skew_momentum(bool backwards, const void* product, void* 
                                        .out = static_cast<c10::BFloat16*>(out),
                                        .count = count,
                                        .n = n,
-                                       .decay = decay});
+                                       .decay = decay,
+                                       .adam = adam,
+                                       .square_decay = square_decay});
   });
 }
 

@@ -72,11 +72,13 @@ extern "C" const char* column_scale_backward(bool backwards, const void* product
   });
 }
 
-extern "C" const char* turn_start(bool backwards, const void* j, const float* angle, void* change,
-                                  void* scaled, int64_t count, int64_t n) {
+extern "C" const char* turn_start(bool backwards, const void* j, const float* angle, const void* scale,
+                                  void* change, void* scaled, int64_t count, int64_t n, int64_t stride) {
   return run(backwards, [&](auto& launcher) {
     drot::run_turn_start(launcher, {.j = static_cast<const BF16*>(j),
                                     .angle = angle,
+                                    .scale = stride ? static_cast<const BF16*>(scale) : nullptr,
+                                    .stride = stride,
                                     .change = static_cast<BF16*>(change),
                                     .scaled = static_cast<BF16*>(scaled),
                                     .count = count,

@@ -58,10 +58,13 @@ class Kernels:
             "pruned_importance", y, column_scale, (self.multiprocessors, self.backwards), (mask,), options
         )
 
-    def skew_momentum(self, product: Tensor, momentum: Tensor, decay: float) -> Tensor:
+    def skew_momentum(
+        self, product: Tensor, momentum: Tensor, decay: float, square_decay: float | None = None
+    ) -> Tensor:
         u = torch.full((product.numel() + 128,), torch.nan, dtype=torch.bfloat16)
         size = (ctypes.c_int64(len(product)), ctypes.c_int64(product.shape[-1]))
-        self._call_on("skew_momentum", (product, momentum, u[64:-64]), [*size, ctypes.c_float(decay)])
+        decays = ctypes.c_float(decay), square_decay is not None, ctypes.c_float(square_decay or 0)
+        self._call_on("skew_momentum", (product, momentum, u[64:-64]), [*size, *decays])
         assert u[:64].isnan().all() and u[-64:].isnan().all()
         return u[64:-64].view(product.shape)
 
@@ -390,6 +393,24 @@ def test_skew_momentum(shape: tuple[int, ...], kernels: Kernels) -> None:
     torch.testing.assert_close(momentum.double()[above], expected[above], rtol=2**-8, atol=1e-6)
     assert momentum[~above].isnan().all()
     torch.testing.assert_close(u.double(), s + 0.9 * expected, rtol=2**-8, atol=1e-6)
+    assert all(t[:64].isnan().all() and t[-64:].isnan().all() for t in store)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 5), (1, 32, 32), (2, 33, 33), (2, 100, 100)])
+def test_skew_momentum_with_squares(shape: tuple[int, ...], kernels: Kernels) -> None:
+    store = [torch.full((math.prod(shape) + 128,), torch.nan, dtype=torch.bfloat16) for _ in range(2)]
+    product, momentum = (t[64:-64].view(shape).copy_(torch.randn(shape)) for t in store)
+    below = torch.ones(shape, dtype=torch.bool).tril(-1)
+    momentum[below] = momentum[below].abs()
+    momentum.diagonal(dim1=-2, dim2=-1).fill_(torch.nan)  # neither read nor written
+    s, before = product.double() - product.double().mT, momentum.double().nan_to_num()
+    m, v = 0.9 * before.triu(1) + s.triu(1), 0.95 * before.tril(-1).mT + s.square().triu(1)
+    u = kernels.skew_momentum(product, momentum, 0.9, 0.95)
+    torch.testing.assert_close(momentum.double()[below.mT], m[below.mT], rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(momentum.double()[below], v.mT[below], rtol=2**-8, atol=1e-6)
+    assert momentum.diagonal(dim1=-2, dim2=-1).isnan().all()
+    ratio = torch.where(v > 0, m / v.sqrt(), 0)
+    torch.testing.assert_close(u.double(), ratio - ratio.mT, rtol=2**-8, atol=1e-6)
     assert all(t[:64].isnan().all() and t[-64:].isnan().all() for t in store)
 
 

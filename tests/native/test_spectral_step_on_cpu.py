@@ -16,7 +16,7 @@ from compiled import compiled
 from torch import Tensor
 
 from drot.ops import spectral_step_ref
-from drot.rotation.retraction import STEPS, orthogonality_error
+from drot.rotation.retraction import DIRECTIONS, STEPS, orthogonality_error
 from drot.rotation.tensor_cores import MARGIN, TensorCoreStep, angles, polar_factor
 
 pytestmark = pytest.mark.slow
@@ -167,7 +167,7 @@ def test_many_steps_lose_no_more_orthogonality_than_the_path_of_products(library
     step = step_of(library, backwards=False)
     q = orthogonal(1, 48).float().contiguous()
     ours, theirs, momentum = q.clone(), q.clone(), torch.zeros(1, 48, 48, dtype=torch.bfloat16)
-    path = TensorCoreStep(q, 0.9)
+    path = TensorCoreStep(q, DIRECTIONS["pruned"])
     for _ in range(20):
         gradient = torch.randn(1, 48, 48)
         path(theirs, gradient, TURN)

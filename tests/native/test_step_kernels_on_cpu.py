@@ -139,14 +139,21 @@ def test_column_scale_backward(
     torch.testing.assert_close(found.double(), product.double() * d[:, None], rtol=HALF_ULP, atol=0)
 
 
+@pytest.mark.parametrize("stride", [0, 1, 3])  # 0: no scales
 @pytest.mark.parametrize("aligned", [True, False])
 @pytest.mark.parametrize("n", [1, 7, 8, 40, 67, 130, 136, 264])
-def test_turn_start(n: int, aligned: bool, kernels: Kernels) -> None:
+def test_turn_start(n: int, aligned: bool, stride: int, kernels: Kernels) -> None:
     j = between_nans(torch.randn(2, n, n).bfloat16(), aligned)
     j[1, n - 1, n - 1] = torch.nan
     angle = between_nans(torch.tensor([-0.3, 0.07]))
-    results = kernels("turn_start", [j, angle], [torch.empty(2, n, n, dtype=BF16)] * 2, 2, n)
+    scale = between_nans(torch.tensor([0.5, torch.nan, torch.nan, 3.0]).bfloat16())
+    if stride == 1:
+        scale[1] = 3
+    given = [j, angle, scale]
+    results = kernels("turn_start", given, [torch.empty(2, n, n, dtype=BF16)] * 2, 2, n, stride)
     first, second = angle.double()
-    wanted = 0.5 * torch.eye(n, dtype=torch.float64) + first * j.double(), second * j.double()
+    s = torch.tensor([0.5, 3.0] if stride else [1.0, 1.0], dtype=torch.float64)[:, None, None] * j.double()
+    squares = torch.tensor([0.5, 3.0] if stride else [1.0, 1.0], dtype=torch.float64)[:, None, None]
+    wanted = 0.5 * torch.eye(n, dtype=torch.float64) + first * s, second * squares * s
     for found, true in zip(results, wanted, strict=True):
         torch.testing.assert_close(found.double(), true, rtol=HALF_ULP, atol=1e-7, equal_nan=True)

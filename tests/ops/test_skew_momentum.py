@@ -1,4 +1,4 @@
-"""skew_momentum against fp64: the momentum in so(n) and Nesterov's sum, in one pass."""
+"""skew_momentum against fp64: the moments in so(n), and Nesterov's sum or Adam's ratio, in one pass."""
 
 import pytest
 import torch
@@ -32,6 +32,34 @@ def test_values(shape: tuple[int, ...], decay: float, device: str) -> None:
     by_torch = skew_momentum_ref(product, reference, decay)
     torch.testing.assert_close(reference.float(), momentum.float(), rtol=2**-7, atol=1e-6)
     torch.testing.assert_close(by_torch.float(), u.float(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_adams_ratio(shape: tuple[int, ...], device: str) -> None:
+    product, momentum = case(shape, device)
+    momentum = torch.where(torch.ones_like(momentum, dtype=torch.bool).tril(-1), momentum.abs(), momentum)
+    before, reference = momentum.clone(), momentum.clone()
+    s = product.double() - product.double().mT
+    m, v = 0.9 * before.double().triu(1) + s.triu(1), 0.95 * before.double().mT.triu(1) + s.square().triu(1)
+    ratio = torch.where(v > 0, m / v.sqrt(), 0)
+    u = skew_momentum(product, momentum, 0.9, 0.95)
+    tolerance = dict(rtol=2**-8, atol=1e-6)
+    torch.testing.assert_close(momentum.double().triu(1), m, **tolerance)
+    torch.testing.assert_close(momentum.double().mT.triu(1), v, **tolerance)
+    assert torch.equal(momentum.diagonal(dim1=-2, dim2=-1), before.diagonal(dim1=-2, dim2=-1))
+    torch.testing.assert_close(u.double(), ratio - ratio.mT, **tolerance)
+    by_torch = skew_momentum_ref(product, reference, 0.9, 0.95)
+    torch.testing.assert_close(reference.float(), momentum.float(), rtol=2**-7, atol=1e-6)
+    torch.testing.assert_close(by_torch.float(), u.float(), rtol=2**-7, atol=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-38, 1e-25, 1e-18, 1.0, 1e18])
+def test_adams_ratio_has_a_bound_at_every_scale(scale: float, device: str) -> None:
+    """|m|/√v is at most (Σ (0.9²/0.95)^k)^½ = 2.6, also where squares underflow: there it is 0 or small."""
+    momentum = torch.zeros(1, 40, 40, device=device, dtype=torch.bfloat16)
+    for _ in range(30):
+        u = skew_momentum((scale * torch.randn(1, 40, 40)).bfloat16().to(device), momentum, 0.9, 0.95)
+        assert u.abs().max() < 2.7
 
 
 def test_many_steps_stay_skew_symmetric(device: str) -> None:
@@ -89,17 +117,22 @@ def test_threads_do_not_change_the_bytes() -> None:
         (ZEROS, ZEROS.half(), 0.9, "momentum must have the dtype of product"),
         (ZEROS, ZEROS[:, :1].expand(2, 2), 0.9, "must be contiguous"),
         (ZEROS, ZEROS, float("inf"), "decay must be finite, got inf"),
+        (ZEROS, ZEROS, (0.9, 1.5), "square_decay must be between 0 and 1, got 1.5"),
+        (ZEROS, ZEROS, (0.9, float("nan")), "square_decay must be between 0 and 1, got nan"),
     ],
 )
-def test_wrong_input(product: Tensor, momentum: Tensor, decay: float, message: str) -> None:
+def test_wrong_input(
+    product: Tensor, momentum: Tensor, decay: float | tuple[float, float], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
-        skew_momentum(product, momentum, decay)
+        skew_momentum(product, momentum, *(decay if isinstance(decay, tuple) else (decay,)))
 
 
 @pytest.mark.slow
 def test_torch_accepts_the_op_and_compiles_it(device: str) -> None:
     product, momentum = case((2, 33, 33), device)
-    torch.library.opcheck(torch.ops.drot.skew_momentum.default, (product, momentum.clone(), 0.9))
+    for decays in ((0.9,), (0.9, 0.95)):
+        torch.library.opcheck(torch.ops.drot.skew_momentum.default, (product, momentum.abs(), *decays))
     compiled = torch.compile(lambda p, m: 2 * skew_momentum(p, m, 0.9), fullgraph=True, backend="aot_eager")
     mine, theirs = momentum.clone(), momentum.clone()
     assert torch.equal(compiled(product, mine), 2 * skew_momentum(product, theirs, 0.9))

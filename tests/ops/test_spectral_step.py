@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drot.ops import spectral_step, spectral_step_ref
-from drot.rotation.retraction import LAST_STEPS, STEPS, SpectralStep, orthogonality_error
+from drot.rotation.retraction import DIRECTIONS, LAST_STEPS, STEPS, SpectralStep, orthogonality_error
 from drot.rotation.tensor_cores import MARGIN, angles
 
 POLYNOMIALS = list(chain.from_iterable(STEPS))
@@ -100,7 +100,7 @@ def test_reference_follows_the_step_in_fp64() -> None:
     blocks = torch.block_diag(*[torch.tensor([[0.0, v], [-v, 0.0]]) for v in torch.linspace(0.9, 1, 16)])
     gradient = q @ (basis @ blocks.double() @ basis.mT)
     moved, other, momentum = q.clone(), q.clone(), torch.zeros_like(q)
-    exact, polynomials = SpectralStep(other, 0.9), list(chain(*STEPS, *LAST_STEPS))
+    exact, polynomials = SpectralStep(other, DIRECTIONS["pruned"]), list(chain(*STEPS, *LAST_STEPS))
     for _ in range(2):
         spectral_step_ref(moved, momentum, gradient, unit, angle, 0.9, polynomials, MARGIN)
         exact(other, gradient, THETA)

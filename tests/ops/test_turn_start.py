@@ -32,6 +32,20 @@ def test_values_are_rounded_once(n: int, count: int, device: str) -> None:
             torch.testing.assert_close(mine.double(), true, rtol=HALF_ULP, atol=1e-7)
 
 
+@pytest.mark.parametrize("n", [2, 7, 40])
+def test_each_matrix_has_its_scale(n: int, device: str) -> None:
+    j, angle = drawn(3, n, device)
+    store = torch.rand(3, 5, device=device).bfloat16()
+    scale = store[:, 2]
+    s = scale.double()[:, None, None]
+    first, second = angle.double()
+    eye = torch.eye(n, device=device, dtype=torch.float64)
+    wanted = 0.5 * eye + first * s * j.double(), second * s**2 * j.double()
+    for found in (turn_start(j, angle, scale), turn_start_ref(j, angle, scale)):
+        for mine, true in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine.double(), true, rtol=HALF_ULP, atol=1e-7)
+
+
 def test_the_two_matrices_make_a_turn(device: str) -> None:
     """By the matrix exponential in fp64, for a j with j² = -1 and an orthogonal q."""
     q, _ = torch.linalg.qr(torch.randn(24, 24, dtype=torch.float64))
@@ -115,6 +129,19 @@ J = torch.zeros(1, 2, 2, dtype=torch.bfloat16)
 def test_wrong_input(j: Tensor, angle: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         turn_start(j, angle)
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (torch.zeros(2).bfloat16(), r"scale must be \[1\], a factor for each matrix of j, got \[2\]"),
+        (torch.zeros(1, 1).bfloat16(), r"scale must be \[1\].* got \[1, 1\]"),
+        (torch.zeros(1), "scale must have the dtype of j"),
+    ],
+)
+def test_wrong_scale(scale: Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        turn_start(J, torch.zeros(2), scale)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

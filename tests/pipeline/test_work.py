@@ -93,12 +93,12 @@ def test_one_step_of_the_training(chosen):
     run = context(chosen)
     stream = CalibrationStream.embed(run.model, run.arch, TOKENS, run.device)
     objective, _ = layer_objective(run.layers[0], 0, stream, run.arch, run.shape, chosen)
-    optimizer = FastOptimizer(list(objective.identity()), lr=0.1, steps=4)
+    optimizer = FastOptimizer(list(objective.identity()), lr=0.1, steps=4, objective=objective.objective)
     _, *gradients = objective.value_and_grad(*optimizer.matrices)
     evaluation = counted(lambda: objective.value_and_grad(*optimizer.matrices))
     assert evaluation == pytest.approx(work.evaluation(run.sizes, chosen, run.pruned_roles(0)), rel=1e-12)
     step = counted(lambda: optimizer.step(gradients))
-    assert step == pytest.approx(work.optimizer_step(run.sizes, chosen.rotation, 1), rel=1e-12)
+    assert step == pytest.approx(work.optimizer_step(run.sizes, chosen, 1), rel=1e-12)
 
 
 def counted_by_phase(monkeypatch, chosen, **options) -> tuple[dict[str, float], dict]:

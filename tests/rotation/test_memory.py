@@ -53,7 +53,7 @@ def test_a_70b_layer_trains_within_30_gb(objective, optimizer, monkeypatch):
             sparsity=Sparsity.parse("2:4"),
             product_dtype=torch.bfloat16,
         )
-        training = OPTIMIZERS[optimizer](list(layer.identity()), lr=0.01, steps=10)
+        training = OPTIMIZERS[optimizer](list(layer.identity()), lr=0.01, steps=10, objective=objective)
         for _ in range(2):
             _, g1, g2 = layer.value_and_grad(*training.matrices)
             training.step([g1, g2])

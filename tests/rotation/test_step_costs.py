@@ -88,7 +88,8 @@ class Costs(TorchDispatchMode):
                 self._add("copy", 2 * _bytes(written[:1]))
         else:
             size = _bytes(tensors) + _bytes(written)
-            if func is torch.ops.drot.skew_momentum.default:  # half of the momentum is read and written
+            if func is torch.ops.drot.skew_momentum.default and not values.get("square_decay"):
+                # half of the momentum is read and written
                 size -= _bytes([values["momentum"]])
             self._add(func, size)
         return result

@@ -5,7 +5,7 @@ import torch
 from test_retraction import orthogonal, skew, with_spectrum
 
 from drot.products import add_identity, identity_plus_product
-from drot.rotation.retraction import SpectralStep, orthogonality_error, reorthogonalize
+from drot.rotation.retraction import DIRECTIONS, SpectralStep, orthogonality_error, reorthogonalize
 from drot.rotation.tensor_cores import TensorCoreStep, angles, polar_factor, turn
 
 SHAPES = [(1, 2, 2), (1, 7, 7), (3, 32, 32), (1, 130, 130)]
@@ -16,7 +16,7 @@ ROUNDING = 1e-2
 
 def step(q: torch.Tensor, gradient: torch.Tensor, theta: float = THETA) -> torch.Tensor:
     moved = q.clone()
-    TensorCoreStep(q, 0.9)(moved, gradient, angles([theta], q.device)[0])
+    TensorCoreStep(q, DIRECTIONS["pruned"])(moved, gradient, angles([theta], q.device)[0])
     return moved
 
 
@@ -61,7 +61,7 @@ def test_a_step_is_the_step_in_fp64_and_loses_no_orthogonality(
     assert moved.dtype == torch.float32 and orthogonality_error(moved) < rounding
     assert orthogonality_error(reorthogonalize(moved)) < 1e-14
     exact = q.double()
-    SpectralStep(exact, 0.9)(exact, gradient, THETA)
+    SpectralStep(exact, DIRECTIONS["pruned"])(exact, gradient, THETA)
     assert (moved - exact).norm() <= 0.25 * (exact - q).norm() + rounding
 
 
@@ -81,7 +81,7 @@ def test_many_steps_follow_the_fp64_steps_and_do_not_drift(device: str) -> None:
     if torch.linalg.det(q[0]) < 0:
         q[..., 0] *= -1
     exact = q.double()
-    ours, theirs = TensorCoreStep(q, 0.9), SpectralStep(exact, 0.9)
+    ours, theirs = TensorCoreStep(q, DIRECTIONS["pruned"]), SpectralStep(exact, DIRECTIONS["pruned"])
     thetas = [0.3 * (1 - i / 100) for i in range(100)]
     for theta, pair in zip(thetas, angles(thetas, q.device), strict=True):
         ours(q, -a, pair)
@@ -95,7 +95,7 @@ def test_many_steps_follow_the_fp64_steps_and_do_not_drift(device: str) -> None:
 @pytest.mark.parametrize("shape", [(8, 64, 64), (1, 300, 300)])
 def test_the_cpu_does_not_wait_for_the_gpu_cuda(shape: tuple[int, ...]) -> None:
     q, gradient = orthogonal(shape, torch.float32, "cuda"), skew(shape, torch.float32, "cuda")
-    turn, pair = TensorCoreStep(q, 0.9), angles([THETA], q.device)[0]
+    turn, pair = TensorCoreStep(q, DIRECTIONS["pruned"]), angles([THETA], q.device)[0]
     turn(q, gradient, pair)  # handles and workspaces, made at first use, may wait
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -25,7 +25,7 @@ def test_paper_optimizer_is_adam_through_qr():
     """Five steps against autograd through torch.linalg.qr, clipping to norm 1 and torch's Adam."""
     weights, hessians = make_layer()
     problem = objective()
-    ours = PaperOptimizer(list(problem.identity()), lr=0.01, steps=5)
+    ours = PaperOptimizer(list(problem.identity()), lr=0.01, steps=5, objective="entropy")
     a = [matrix.clone().requires_grad_() for matrix in problem.identity()]
     adam = torch.optim.Adam(a, lr=0.01)
     for _ in range(5):
@@ -62,7 +62,7 @@ def test_the_entropy_is_recorded_by_step():
     weights, hessians = make_layer()
     problem = objective("pruned")
     _, record = train_rotation([problem], config(optimizer="fast", steps=8))
-    steps = FastOptimizer(list(problem.identity()), lr=config().lr, steps=8)
+    steps = FastOptimizer(list(problem.identity()), lr=config().lr, steps=8, objective="pruned")
     expected = []
     for step in range(7):
         if step in (2, 4, 6):

@@ -12,8 +12,9 @@ namespace {
 
 static_assert(kTileSide == kSkewTile);
 
-at::Tensor skew_momentum_cuda(const at::Tensor& product, at::Tensor& momentum, double decay) {
-  check_skew_momentum(product, momentum, decay);
+at::Tensor skew_momentum_cuda(const at::Tensor& product, at::Tensor& momentum, double decay,
+                              std::optional<double> square_decay) {
+  check_skew_momentum(product, momentum, decay, square_decay);
   const c10::cuda::CUDAGuard guard(product.device());
   const at::Tensor in = product.contiguous();
   at::Tensor out = at::empty(product.sizes(), in.options());
@@ -27,7 +28,9 @@ at::Tensor skew_momentum_cuda(const at::Tensor& product, at::Tensor& momentum, d
                                .out = out.mutable_data_ptr<at::BFloat16>(),
                                .count = count,
                                .n = n,
-                               .decay = static_cast<float>(decay)});
+                               .decay = static_cast<float>(decay),
+                               .adam = square_decay.has_value(),
+                               .square_decay = static_cast<float>(square_decay.value_or(0))});
   return out;
 }
 

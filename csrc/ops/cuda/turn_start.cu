@@ -12,8 +12,8 @@
 namespace drot {
 namespace {
 
-std::tuple<at::Tensor, at::Tensor> turn_start_cuda(const at::Tensor& j, const at::Tensor& angle) {
-  check_turn_start(j, angle);
+std::tuple<at::Tensor, at::Tensor> turn_start_cuda(const at::Tensor& j, const at::Tensor& angle, const std::optional<at::Tensor>& scale) {
+  check_turn_start(j, angle, scale);
   const c10::cuda::CUDAGuard guard(j.device());
   const at::Tensor in = j.contiguous(), factors = angle.contiguous();
   at::Tensor change = at::empty(in.sizes(), in.options()), scaled = at::empty(in.sizes(), in.options());
@@ -24,6 +24,8 @@ std::tuple<at::Tensor, at::Tensor> turn_start_cuda(const at::Tensor& j, const at
   Launcher launcher(in);
   run_turn_start(launcher, {.j = in.const_data_ptr<at::BFloat16>(),
                             .angle = factors.const_data_ptr<float>(),
+                            .scale = scale ? scale->const_data_ptr<at::BFloat16>() : nullptr,
+                            .stride = scale ? scale->stride(0) : 0,
                             .change = change.mutable_data_ptr<at::BFloat16>(),
                             .scaled = scaled.mutable_data_ptr<at::BFloat16>(),
                             .count = count,

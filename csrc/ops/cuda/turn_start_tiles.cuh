@@ -11,10 +11,13 @@
 
 namespace drot {
 
-// j, change and scaled: `count` matrices [n, n]; angle: the factors of j in change and in scaled.
+// j, change and scaled: `count` matrices [n, n]; angle: the factors of j in change and in scaled; scale: the
+// factor of each matrix of j, `stride` elements apart, or null for 1.
 struct TurnStartProblem {
   const c10::BFloat16* j;
   const float* angle;
+  const c10::BFloat16* scale;
+  int64_t stride;
   c10::BFloat16 *change, *scaled;
   int64_t count, n;
 };
@@ -24,7 +27,8 @@ template <int kVec>
 __global__ void __launch_bounds__(kStackThreads) turn_start_tiles(TurnStartProblem p) {
   const StackTile<kVec> tile(p.n, p.n);
   if (!tile.inside) return;
-  const float factor = p.angle[0], second_factor = p.angle[1];
+  const float scale = p.scale ? static_cast<float>(p.scale[tile.matrix * p.stride]) : 1.0f;
+  const float factor = scale * p.angle[0], second_factor = scale * scale * p.angle[1];
 #pragma unroll 4
   for (int64_t row = tile.first; row < tile.last; row += tile.kStep) {
     const int64_t at = (tile.matrix * p.n + row) * p.n + tile.column;
