@@ -17,14 +17,14 @@ DROT_HOST_DEVICE T nesterov_sum(T s, T decay, M& momentum) {
 }
 
 // Replaces Adam's moments by decay · momentum + s and square_decay · square + s², and returns the ratio of
-// the new momentum to the root of the new square. Without squares the ratio is 0. The ratio takes the new
-// moments before they are rounded to M.
-template <class T, class M>
-DROT_HOST_DEVICE T adam_ratio(T s, T decay, T square_decay, M& momentum, M& square) {
+// the new momentum to the root of the new square. Where the new square is 0, so is the ratio. The ratio takes
+// the new moments before they are rounded to M and V.
+template <class T, class M, class V>
+DROT_HOST_DEVICE T adam_ratio(T s, T decay, T square_decay, M& momentum, V& square) {
   const T updated = decay * static_cast<T>(momentum) + s;
   const T squares = square_decay * static_cast<T>(square) + s * s;
   momentum = static_cast<M>(updated);
-  square = static_cast<M>(squares);
+  square = static_cast<V>(squares);
   return squares == 0 ? T(0) : updated / std::sqrt(squares);
 }
 

@@ -12,8 +12,8 @@ from torch import Tensor
 #: Coefficients a, b, c of σ (a + b σ² + c σ⁴), applied one after the other; with c = 0 a step is a product
 #: less. For singular values σ in [0.01, 1] each is the polynomial nearest to 1 on the range that the steps
 #: before it leave, widened by 3 % for rounding (Amsel et al. 2025, Polar Express). Together they bring σ to
-#: within 18 % of 1. On a narrower range they would come nearer to 1, but small singular values then fall
-#: behind, which costs more: the entropy has many.
+#: within 18 % of 1. On a narrower range they would come nearer to 1, but small singular values would fall
+#: behind.
 STEPS = (
     (7.86899, -21.65823, 15.08082),
     (3.56331, -2.51903, 0.46759),
@@ -53,8 +53,8 @@ def turn(q: Tensor, j: Tensor, angle: float) -> Tensor:
     q: [..., n, n] orthogonal; j: [..., n, n] with j² = -1, or 0 in some directions, which then do not turn.
     As j³ = -j, exp(-θ j) = 1 - sin θ · j + (1 - cos θ) · j². The result is orthogonal to rounding.
 
-    For a skew-symmetric j of a norm of at most 1 the result is between q and that, and orthogonal to about
-    θ⁸/340, since what the formula adds to qᵀq, at most (1 - cos θ)²/4, is removed to first order.
+    A direction in which the norm of a skew-symmetric j is below 1 turns by less. The formula then adds at most
+    (1 - cos θ)²/4 to qᵀq; the correction removes that to first order, and leaves about θ⁸/340.
     """
     moved = q @ j
     q = q - math.sin(angle) * moved + (1 - math.cos(angle)) * (moved @ j)
