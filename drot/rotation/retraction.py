@@ -53,7 +53,7 @@ def turn(q: Tensor, j: Tensor, angle: float) -> Tensor:
     q: [..., n, n] orthogonal; j: [..., n, n] with j² = -1, or 0 in some directions, which then do not turn.
     As j³ = -j, exp(-θ j) = 1 - sin θ · j + (1 - cos θ) · j². The result is orthogonal to rounding.
 
-    A direction in which the norm of a skew-symmetric j is below 1 turns by less. The formula then adds at most
+    A direction in which a skew-symmetric j has a norm below 1 turns by less. The formula then adds at most
     (1 - cos θ)²/4 to qᵀq; the correction removes that to first order, and leaves about θ⁸/340.
     """
     moved = q @ j

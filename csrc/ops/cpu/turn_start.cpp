@@ -9,7 +9,8 @@
 namespace drot {
 namespace {
 
-std::tuple<at::Tensor, at::Tensor> turn_start_cpu(const at::Tensor& j, const at::Tensor& angle, const std::optional<at::Tensor>& scale) {
+std::tuple<at::Tensor, at::Tensor> turn_start_cpu(const at::Tensor& j, const at::Tensor& angle,
+                                                  const std::optional<at::Tensor>& scale) {
   check_turn_start(j, angle, scale);
   const at::Tensor in = j.contiguous(), factors = angle.contiguous();
   at::Tensor change = at::empty(in.sizes(), in.options()), scaled = at::empty(in.sizes(), in.options());

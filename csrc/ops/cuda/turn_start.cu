@@ -12,7 +12,8 @@
 namespace drot {
 namespace {
 
-std::tuple<at::Tensor, at::Tensor> turn_start_cuda(const at::Tensor& j, const at::Tensor& angle, const std::optional<at::Tensor>& scale) {
+std::tuple<at::Tensor, at::Tensor> turn_start_cuda(const at::Tensor& j, const at::Tensor& angle,
+                                                   const std::optional<at::Tensor>& scale) {
   check_turn_start(j, angle, scale);
   const c10::cuda::CUDAGuard guard(j.device());
   const at::Tensor in = j.contiguous(), factors = angle.contiguous();
