@@ -63,6 +63,21 @@ def test_fast_sets_the_steps_that_nothing_else_sets():
         assert Recipe(rotation=rotation).with_quality("fast").rotation == rotation
 
 
+@pytest.mark.parametrize(
+    ("fields", "rate"),
+    [
+        ({}, 0.3),
+        ({"objective": "pruned"}, 0.3),
+        ({"objective": "entropy"}, 0.7),
+        ({"objective": "entropy", "optimizer": "paper"}, 0.01),
+        ({"objective": "entropy", "lr": 0.2}, 0.2),
+    ],
+)
+def test_the_rate_is_that_of_the_optimizer_and_the_objective(fields, rate):
+    recipe = Recipe(rotation=RotationConfig(**fields))
+    assert recipe.rotation.resolved_lr == recipe.to_dict()["rotation"]["lr"] == rate
+
+
 def test_the_default_is_balanced():
     assert Recipe().to_dict() == Recipe().with_quality("balanced").to_dict()
 
