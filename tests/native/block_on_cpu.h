@@ -10,6 +10,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -19,6 +20,7 @@
 #include <span>
 #include <stdexcept>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #define __global__
@@ -37,6 +39,8 @@ struct alignas(16) uint4 {
 };
 
 inline dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+using std::min;  // CUDA's min lies in no namespace
 
 namespace on_cpu {
 
@@ -201,4 +205,37 @@ T __shfl_sync(unsigned, T value, int lane) {
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int step) {
   return __shfl_sync(mask, value, static_cast<int>(on_cpu::current % 32) ^ step);
+}
+
+// A lane below `step` gets its own value.
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, int step) {
+  const int lane = static_cast<int>(on_cpu::current % 32);
+  return __shfl_sync(mask, value, lane < step ? lane : lane - step);
+}
+
+// Bit i is set where lane i has a predicate other than 0. Ends a turn as a shuffle does.
+inline unsigned __ballot_sync(unsigned, int predicate) {
+  on_cpu::threads[on_cpu::current].mail = predicate != 0;
+  on_cpu::wait(on_cpu::State::kAtWarp);
+  const size_t first = on_cpu::current / 32 * 32, last = std::min(first + 32, on_cpu::count);
+  unsigned lanes = 0;
+  for (size_t i = first; i < last; ++i) {
+    lanes |= static_cast<unsigned>(on_cpu::threads[i].mail != 0) << (i - first);
+  }
+  on_cpu::wait(on_cpu::State::kAtWarp);
+  return lanes;
+}
+
+inline int __popc(unsigned bits) { return std::popcount(bits); }
+
+// No turn ends within an atomic operation, so plain arithmetic is atomic. A missing atomic is not found.
+template <class T>
+T atomicAdd(T* sum, T value) {
+  return std::exchange(*sum, *sum + value);
+}
+
+template <class T>
+T atomicMin(T* least, T value) {
+  return std::exchange(*least, std::min(*least, value));
 }
