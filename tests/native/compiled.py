@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -84,3 +85,18 @@ def compiled(name: str, *flags: str, sources: tuple[Path, ...] = (), sanitizer: 
         if time.time() - old.stat().st_mtime > WEEK:
             old.unlink(missing_ok=True)
     return result
+
+
+def compiled_kernels(name: str) -> Path:
+    """Path of the library of tests/native/<name>.cpp, which runs CUDA kernels on a CPU (block_on_cpu.h).
+
+    A misaligned load, a wrong shift or a wrong index ends the process.
+    """
+    return compiled(
+        name,
+        *("-shared", "-fPIC"),
+        "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
+        "-fno-sanitize-recover=undefined",
+        *(f"-I{folder}" for folder in include_paths()),
+        sanitizer="undefined",
+    )

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compiled
+from compiled import compiled_kernels
 from torch import Tensor
-from torch.utils.cpp_extension import include_paths
 
 from drot.ops import nm_mask_ref, pruned_importance_ref
 
@@ -111,14 +110,7 @@ class Kernels:
 
 @pytest.fixture(scope="module")
 def library() -> Path:
-    return compiled(
-        "kernels_on_cpu",
-        *("-shared", "-fPIC"),
-        "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
-        "-fno-sanitize-recover=undefined",  # a misaligned load, shift or index ends the process
-        *(f"-I{folder}" for folder in include_paths()),
-        sanitizer="undefined",
-    )
+    return compiled_kernels("kernels_on_cpu")
 
 
 @pytest.fixture(params=[False, True], ids=["upwards", "backwards"])

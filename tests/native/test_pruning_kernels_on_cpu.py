@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from compiled import compiled
+from compiled import compiled_kernels
 from torch import Tensor
-from torch.utils.cpp_extension import include_paths
 
 from drot.ops import nm_mask_ref, pack24_ref, unpack24_ref
 
@@ -173,14 +172,7 @@ def as_bool(flags: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    path = compiled(
-        "pruning_kernels_on_cpu",
-        *("-shared", "-fPIC"),
-        "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
-        "-fno-sanitize-recover=undefined",  # a misaligned load, shift or index ends the process
-        *(f"-I{folder}" for folder in include_paths()),
-        sanitizer="undefined",
-    )
+    path = compiled_kernels("pruning_kernels_on_cpu")
     return ctypes.CDLL(str(path))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from compiled import compiled
+from compiled import compiled_kernels
 from torch import Tensor
 
 from drot.ops import spectral_step_ref
@@ -35,13 +35,7 @@ def between_nans(t: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    path = compiled(
-        "spectral_step",
-        *("-shared", "-fPIC", "-Wno-unknown-pragmas"),
-        "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
-        "-fno-sanitize-recover=undefined",
-        sanitizer="undefined",
-    )
+    path = compiled_kernels("spectral_step")
     library = ctypes.CDLL(str(path))
     library.spectral_step.restype = ctypes.c_char_p
     return library

@@ -9,9 +9,8 @@ import mmap
 
 import pytest
 import torch
-from compiled import compiled
+from compiled import compiled_kernels
 from torch import Tensor
-from torch.utils.cpp_extension import include_paths
 
 pytestmark = pytest.mark.slow
 BF16 = torch.bfloat16
@@ -50,14 +49,7 @@ class Kernels:
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    path = compiled(
-        "step_kernels_on_cpu",
-        *("-shared", "-fPIC"),
-        "-U_FORTIFY_SOURCE",  # its longjmp stays on one stack
-        "-fno-sanitize-recover=undefined",  # a misaligned load, shift or index ends the process
-        *(f"-I{folder}" for folder in include_paths()),
-        sanitizer="undefined",
-    )
+    path = compiled_kernels("step_kernels_on_cpu")
     return ctypes.CDLL(str(path))
 
 
