@@ -92,10 +92,11 @@ def test_many_steps_follow_the_fp64_steps_and_do_not_drift(device: str) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("objective", DIRECTIONS)
 @pytest.mark.parametrize("shape", [(8, 64, 64), (1, 300, 300)])
-def test_the_cpu_does_not_wait_for_the_gpu_cuda(shape: tuple[int, ...]) -> None:
+def test_the_cpu_does_not_wait_for_the_gpu_cuda(shape: tuple[int, ...], objective: str) -> None:
     q, gradient = orthogonal(shape, torch.float32, "cuda"), skew(shape, torch.float32, "cuda")
-    turn, pair = TensorCoreStep(q, DIRECTIONS["pruned"]), angles([THETA], q.device)[0]
+    turn, pair = TensorCoreStep(q, DIRECTIONS[objective]), angles([THETA], q.device)[0]
     turn(q, gradient, pair)  # handles and workspaces, made at first use, may wait
     torch.cuda.set_sync_debug_mode("error")
     try:
