@@ -19,7 +19,7 @@ VENV ?= .venv
 INSTALLED := $(shell cat $(VENV)/torch-installed 2> /dev/null)
 TORCH ?= $(or $(INSTALLED),torch==2.13.0)
 # Everything that the native module or the package's metadata is made from. The module holds the version.
-SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml drot/version.py
+SOURCES := $(shell find csrc cmake -type f) CMakeLists.txt setup.py pyproject.toml drot/core/version.py
 
 .PHONY: demo check test lint docs dist format clean
 

@@ -20,7 +20,7 @@ from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
 #: without the label of a wheel
-VERSION = runpy.run_path(str(ROOT / "drot" / "version.py"))["__version__"]
+VERSION = runpy.run_path(str(ROOT / "drot" / "core" / "version.py"))["__version__"]
 
 
 def tool(name: str) -> str:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import torch
 
-from drot.bench.timing import Timing
-from drot.bench.timing import interleaved as interleaved
-from drot.environment import processor_name
+from drot.machine.environment import processor_name
+from drot.speed.timing import Timing
+from drot.speed.timing import interleaved as interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,12 +10,12 @@ from functools import partial
 import torch
 from _harness import arguments, interleaved, report
 
-from drot.architectures import architecture_of, decoder_layers, layer_linears
-from drot.bench.variants import DENSE, SPARSE, model_variants
 from drot.checkpoint.load import load
 from drot.demo.demo import MODEL
+from drot.model.boundary import add_boundary_rotation
+from drot.model.families import architecture_of, decoder_layers, layer_linears
 from drot.ops import nm_mask
-from drot.surgery.boundary import add_boundary_rotation
+from drot.speed.variants import DENSE, SPARSE, model_variants
 
 PROMPT, NEW_TOKENS = 1, 128
 

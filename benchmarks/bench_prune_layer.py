@@ -22,14 +22,14 @@ from bench_rotation_step import Problem, reference_step
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import drot
-from drot.architectures import head_shape
-from drot.bench.timing import Timing
-from drot.bench.variants import SHAPES
 from drot.calibration.hessian import HessianAccumulator
-from drot.calibration.rows import one_line
 from drot.checkpoint.size import size_text
 from drot.cli.tables import rate_text
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
+from drot.model.families import head_shape
+from drot.speed.timing import Timing
+from drot.speed.variants import SHAPES
+from drot.text.rows import one_line
 
 #: shapes that a CPU prunes within minutes, and within a second
 OWN_SHAPES: dict[str, dict[str, Any]] = {

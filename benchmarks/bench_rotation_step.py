@@ -13,8 +13,8 @@ import torch
 from _harness import arguments, interleaved, report
 from torch.utils.flop_counter import FlopCounterMode
 
-from drot.architectures import HeadShape
 from drot.config import Sparsity
+from drot.model.families import HeadShape
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import FastOptimizer, PaperOptimizer

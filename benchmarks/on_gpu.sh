@@ -59,7 +59,7 @@ stage() {
 stage build 170 env DROT_WITH_CUDA=1 TORCH_CUDA_ARCH_LIST="$arch" "$python" setup.py build_ext --inplace
 if ! stage import 60 "$python" -c '
 import json
-from drot.environment import collect
+from drot.machine.environment import collect
 info = collect()
 print(json.dumps(info, indent=2))
 assert "cuda" in info["backends"], "drot was built without CUDA: " + str(info["no_cuda_reason"])'; then

@@ -23,18 +23,18 @@ import torch
 from _harness import add_csv, append_rows, commit, machine
 from transformers import AutoModelForCausalLM
 
-from drot.architectures import INPUT_GROUPS, HeadShape, architecture_of, decoder_layers, head_shape
-from drot.calibration.data import load_calibration
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.load import load_tokenizer
 from drot.config import OPTIMIZER_DEFAULTS, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.demo.demo import CALIBRATION, MODEL
-from drot.devices import pick_device
+from drot.machine.devices import pick_device
+from drot.model.families import INPUT_GROUPS, HeadShape, architecture_of, decoder_layers, head_shape
 from drot.pipeline.objective import layer_objective
 from drot.rotation.importance import LayerMetrics, layer_metrics
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS
 from drot.rotation.train import train_rotation
+from drot.text.source import load_calibration
 
 #: objective → the rates of fast that are compared
 RATES = {"pruned": [0.15, 0.3, 0.5], "entropy": [0.4, 0.7, 1.0]}

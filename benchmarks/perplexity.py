@@ -21,12 +21,12 @@ import transformers
 from _harness import RESULTS, append_rows, commit, machine
 
 import drot
-from drot.calibration.data import load_calibration
 from drot.checkpoint.load import load_tokenizer
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
-from drot.devices import pick_device
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.machine.devices import pick_device
+from drot.text.source import load_calibration
 
 PAPER = dict(objective="entropy", optimizer="paper")
 RECIPES: dict[str, Recipe] = {}

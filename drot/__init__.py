@@ -4,8 +4,8 @@ from importlib import import_module
 from typing import Any
 
 from drot import ops as ops  # registers fake kernels and autograd of torch.ops.drot.*
-from drot._transformers_hook import register_with_transformers
-from drot.version import __version__
+from drot.checkpoint.transformers_hook import register_with_transformers
+from drot.core.version import __version__
 
 #: public name -> the module that defines it, which is imported at first use so that `import drot` is fast
 _PUBLIC = {
@@ -19,7 +19,7 @@ _PUBLIC = {
     "RotationConfig": "drot.config",
     "SensitivityResult": "drot.pipeline.sensitivity",
     "Sparsity": "drot.config",
-    "UserError": "drot.errors",
+    "UserError": "drot.core.errors",
     "apply_artifact": "drot.artifact.apply",
     "export_artifact": "drot.artifact.export",
     "finetune": "drot.finetuning.finetune",

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from small_models import FAMILIES, random_tokens, small_model
 from torch import nn
 
-from drot.architectures import ARCHITECTURES
+from drot.model.families import ARCHITECTURES
 
 #: the plain members of FAMILIES, whose settings `settings_of_models` replaces
 BARE = sorted({family.partition("-")[0] for family in FAMILIES} & ARCHITECTURES.keys())

@@ -1,6 +1,6 @@
 // The tuning cache: a text file that keeps the results of measurements on this machine for later processes.
 // The autotuner of sparse24_linear (ops/cuda/sparse24_autotuner.h) and `drot info --measure`
-// (drot/environment.py) read and write it.
+// (drot/machine/environment.py) read and write it.
 //
 // Each line is a key, a tab and a value. Of several lines with one key the last is valid. To measure
 // everything again, delete the file.

@@ -7,18 +7,18 @@ from typing import Any
 
 import torch
 
-from drot.architectures import head_shape
 from drot.artifact.coding import decode
 from drot.artifact.container import Reader, tensors_of
 from drot.artifact.prediction import Prediction, predictions, reported
 from drot.artifact.source import load_source
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
-from drot.checkpoint.files import finish_folder, sync, writing
-from drot.checkpoint.integrity import damage, tensors_digest
-from drot.checkpoint.lock import locked
 from drot.checkpoint.save import check_output
-from drot.errors import UserError
-from drot.progress import Progress, silent
+from drot.core.errors import UserError
+from drot.core.events import Progress, silent
+from drot.core.files import finish_folder, sync, writing
+from drot.core.lock import locked
+from drot.manifest.integrity import damage, tensors_digest
+from drot.model.families import head_shape
 
 
 def apply_artifact(

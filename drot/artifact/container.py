@@ -20,14 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.architectures import HeadShape
 from drot.artifact.coding import from_planes, to_planes
-from drot.checkpoint.integrity import recorded_files
-from drot.config.checks import shortened
-from drot.errors import UserError
-from drot.schemas.artifact import ArtifactIndex
-from drot.schemas.reading import check_schema, parse_json
-from drot.surgery.rotate import LayerRotation
+from drot.artifact.schema import ArtifactIndex
+from drot.core.checks import shortened
+from drot.core.errors import UserError
+from drot.core.reading import check_schema, parse_json
+from drot.manifest.integrity import recorded_files
+from drot.model.families import HeadShape
+from drot.model.rotate import LayerRotation
 
 FORMAT_VERSION = 1
 INDEX = "artifact.json"

@@ -9,23 +9,23 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from drot.architectures import head_shape
 from drot.artifact.coding import encode
 from drot.artifact.container import FORMAT_VERSION, INDEX, Writer, header_bytes, tensors_of
 from drot.artifact.prediction import Prediction, predictions, reported
 from drot.artifact.source import load_source
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
-from drot.checkpoint.files import new_file
-from drot.checkpoint.integrity import folder_records, tensors_digest, verified_while_loading
 from drot.checkpoint.load import load_config
-from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.rotations import load_rotations
 from drot.checkpoint.save import check_writable
-from drot.environment import versions
-from drot.errors import UserError
-from drot.progress import Progress, silent
+from drot.core.errors import UserError
+from drot.core.events import Progress, silent
+from drot.core.files import new_file
+from drot.machine.environment import versions
+from drot.manifest.integrity import folder_records, tensors_digest, verified_while_loading
+from drot.manifest.manifest import read_manifest
+from drot.model.families import head_shape
+from drot.model.rotate import LayerRotation
 from drot.sparse.quantization_config import boundary_of
-from drot.surgery.rotate import LayerRotation
 
 logger = logging.getLogger("drot")
 

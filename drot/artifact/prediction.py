@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.architectures import architecture_of, decoder_layers, head_shape, module_at
 from drot.config import BoundaryPlace
-from drot.progress import Progress, ProgressEvent
-from drot.surgery.boundary import BoundaryRotation, set_boundary
-from drot.surgery.fold_norm import fold, norm_scale
-from drot.surgery.rotate import LayerRotation, rotate_layer
+from drot.core.events import Progress, ProgressEvent
+from drot.model.boundary import BoundaryRotation, set_boundary
+from drot.model.families import architecture_of, decoder_layers, head_shape, module_at
+from drot.model.fold_norm import fold, norm_scale
+from drot.model.rotate import LayerRotation, rotate_layer
 
 #: The elements of a piece, so that only a part of a large tensor is in fp64 at a time.
 PIECE = 2**24

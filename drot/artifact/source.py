@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.load import load_config, load_model
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.sparse.quantization_config import quantization_config_of
 
 

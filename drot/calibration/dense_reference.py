@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drot.architectures import INPUT_GROUPS
 from drot.calibration.hessian import HessianAccumulator, product_factor
 from drot.calibration.layer_pass import ADDED_TO_RESIDUAL, LayerPass
-from drot.products import add_product
+from drot.machine.products import add_product
+from drot.model.families import INPUT_GROUPS
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, invert_lower_
-from drot.errors import UserError
-from drot.products import add_product
+from drot.core.errors import UserError
+from drot.machine.products import add_product
 
 #: Device type → columns of a panel in `lower_panels`. A product with few columns leaves most of a large GPU
 #: idle: 2048 is an estimate from the tiles of 128 by 256 and the 132 multiprocessors of an H100.
@@ -66,7 +66,7 @@ class HessianAccumulator:
 
 
 def product_factor(x: Tensor) -> Tensor:
-    """Inputs x [..., in] as rows [tokens, in] for `add_product` (drot/products.py).
+    """Inputs x [..., in] as rows [tokens, in] for `add_product` (drot/machine/products.py).
 
     bf16 and fp16 stay as they are on a GPU, for which torch has products with sums in fp32. Elsewhere the
     rows are fp32.

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drot.architectures import INPUT_GROUPS, Architecture, layer_linears, module_at
 from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.stream import CalibrationStream, StopForward
-from drot.devices import total_memory
+from drot.machine.devices import total_memory
+from drot.model.families import INPUT_GROUPS, Architecture, layer_linears, module_at
 
 #: the largest share of a device's memory that the inputs of down_proj may take if they are kept
 KEPT_SHARE = 1 / 8

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drot.architectures import Architecture, decoder_layers, module_at
 from drot.calibration.hessian import HessianAccumulator
-from drot.calibration.transfer import CopiesHome, ahead, empty_on_host
+from drot.machine.transfer import CopiesHome, ahead, empty_on_host
+from drot.model.families import Architecture, decoder_layers, module_at
 
 #: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
 #: tensors stay in its caches.

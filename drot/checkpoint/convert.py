@@ -3,13 +3,13 @@
 from pathlib import Path
 from typing import Any
 
-from drot.checkpoint.figures import load_figures, save_figures
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, logger, wider_dtypes
-from drot.checkpoint.lock import locked
-from drot.checkpoint.manifest import MANIFEST, dense_linears_of, read_manifest
 from drot.checkpoint.save import check_output, save_checkpoint
-from drot.devices import dtype_name
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.core.lock import locked
+from drot.machine.devices import dtype_name
+from drot.manifest.importance import load_figures, save_figures
+from drot.manifest.manifest import MANIFEST, dense_linears_of, read_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, pack_model, unpack_model
 from drot.sparse.quantization_config import format_of

@@ -3,8 +3,8 @@
 import torch
 from transformers import PreTrainedModel
 
-from drot.devices import dtype_name
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine.devices import dtype_name
 
 
 @torch.no_grad()

@@ -4,17 +4,11 @@ from typing import Any
 
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 
-from drot.architectures import architecture_of, decoder_layers
 from drot.checkpoint.keep import keep_files
 from drot.checkpoint.load import check_files
 from drot.checkpoint.source import read_headers
-from drot.errors import UserError
-from drot.sparse.fused import unfuse
-from drot.sparse.linear import NOT_TRAINABLE, packed_linears
-from drot.sparse.packed import check_packed, compress_model, expect_packed, unpack_model
-from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig, quantization_config_of
-from drot.sparse.stored_config import write_stored_form
-from drot.surgery.boundary import (
+from drot.core.errors import UserError
+from drot.model.boundary import (
     NORM_PREFIX,
     add_boundary_rotation,
     apply_boundary_rotation,
@@ -22,6 +16,12 @@ from drot.surgery.boundary import (
     rotated_layers,
     rotation_place,
 )
+from drot.model.families import architecture_of, decoder_layers
+from drot.sparse.fused import unfuse
+from drot.sparse.linear import NOT_TRAINABLE, packed_linears
+from drot.sparse.packed import check_packed, compress_model, expect_packed, unpack_model
+from drot.sparse.quantization_config import QUANT_METHOD, DrotConfig, quantization_config_of
+from drot.sparse.stored_config import write_stored_form
 
 register_quantization_config(QUANT_METHOD)(DrotConfig)
 

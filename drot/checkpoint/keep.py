@@ -10,10 +10,10 @@ from pathlib import Path
 from types import MethodType
 from typing import Any
 
-from drot.checkpoint.card import CARD, save_card
-from drot.checkpoint.integrity import folder_records
-from drot.checkpoint.manifest import MANIFEST, write_manifest
-from drot.devices import dtype_name
+from drot.machine.devices import dtype_name
+from drot.manifest.card import CARD, save_card
+from drot.manifest.integrity import folder_records
+from drot.manifest.manifest import MANIFEST, write_manifest
 from drot.sparse.quantization_config import format_of
 
 #: attribute of a loaded model: the manifest, and the text of the card

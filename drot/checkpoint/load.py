@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drot.architectures import ARCHITECTURES
-from drot.checkpoint.integrity import is_loaded, verified_while_loading
 from drot.checkpoint.keep import keep_files
 from drot.checkpoint.source import (
     Header,
@@ -19,11 +17,13 @@ from drot.checkpoint.source import (
     read_headers,
     weight_files,
 )
-from drot.config.checks import is_a
-from drot.devices import parse_dtype, pick_device
-from drot.errors import UserError
-from drot.schemas.model import MOST_LAYERS
-from drot.schemas.reading import quoted
+from drot.core.checks import is_a
+from drot.core.errors import UserError
+from drot.core.reading import quoted
+from drot.machine.devices import parse_dtype, pick_device
+from drot.manifest.integrity import is_loaded, verified_while_loading
+from drot.model.families import ARCHITECTURES
+from drot.model.schema import MOST_LAYERS
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
@@ -103,7 +103,7 @@ def load_model(
     tensor of another shape than config.json says; and for a weight that is NaN or infinite. transformers
     itself would initialise a missing tensor at random and ignore a superfluous one. With `verify`, raises
     UserError too if the weights or config.json differ from their hashes in drot.json
-    (drot/checkpoint/integrity.py).
+    (drot/manifest/integrity.py).
     """
     is_a("model", path, str, Path)
     is_a("dtype", dtype, str, torch.dtype)

@@ -13,9 +13,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from drot.checkpoint.files import new_file, write_json, writing
-from drot.checkpoint.integrity import DIGEST, damage, digest_fits, file_record, tensors_digest, with_digest
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.core.files import new_file, write_json, writing
+from drot.manifest.integrity import DIGEST, damage, digest_fits, file_record, tensors_digest, with_digest
 
 logger = logging.getLogger("drot")
 
@@ -125,7 +125,7 @@ class RunState:
 
     out: the folder of the finished run.
     identity: the values that must be equal for the run to be resumed.
-    machine: what the bytes of the parts depend on beside `identity` (drot/environment.py). It is stored with
+    machine: what the bytes of the parts depend on beside `identity`, from `machine()`. It is stored with
         each part. A warning names what differs in the parts of an interrupted run; `other_machines` keeps the
         machines of these parts.
     """

@@ -9,12 +9,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from drot.architectures import HeadShape
-from drot.checkpoint.files import new_file
-from drot.checkpoint.integrity import DIGEST, json_digest, tensors_digest
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.core.files import new_file
+from drot.manifest.integrity import DIGEST, json_digest, tensors_digest
+from drot.model.families import HeadShape
+from drot.model.rotate import LayerRotation
 from drot.rotation.retraction import orthogonality_error, reorthogonalize
-from drot.surgery.rotate import LayerRotation
 
 #: largest allowed max |QᵀQ - I| of a stored matrix; rounding a large matrix to fp32 gives about 1e-6
 ORTHOGONALITY_TOLERANCE = 1e-3

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drot.checkpoint.card import save_card
-from drot.checkpoint.files import finish_folder, sync, writing
-from drot.checkpoint.integrity import folder_records
-from drot.checkpoint.manifest import write_manifest
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.core.files import finish_folder, sync, writing
+from drot.manifest.card import save_card
+from drot.manifest.integrity import folder_records
+from drot.manifest.manifest import write_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from torch import nn
 
-from drot.devices import dtype_name
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine.devices import dtype_name
 
 
 def weight_bytes(folder: str | Path) -> int | None:

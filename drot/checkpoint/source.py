@@ -12,12 +12,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from drot.architectures import ARCHITECTURES
-from drot.config.checks import shortened
-from drot.errors import UserError
-from drot.hub import hub_access
-from drot.schemas.model import ModelConfig, RopeOfModel, WeightIndex
-from drot.schemas.reading import check_schema, quoted, read_json
+from drot.core.checks import shortened
+from drot.core.errors import UserError
+from drot.core.hub import hub_access
+from drot.core.reading import check_schema, quoted, read_json
+from drot.model.families import ARCHITECTURES
+from drot.model.schema import ModelConfig, RopeOfModel, WeightIndex
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"

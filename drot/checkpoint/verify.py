@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from drot.checkpoint.integrity import MANIFEST, FileRecord, compare, digest_fits, files_in, recorded_files
-from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.manifest.integrity import MANIFEST, FileRecord, compare, digest_fits, files_in, recorded_files
+from drot.manifest.manifest import read_manifest
 
 
 @dataclass(frozen=True)

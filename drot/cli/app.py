@@ -16,10 +16,10 @@ import typer
 from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune, report, sweep
 from drot.cli.options import Command, Group, Interrupted
 from drot.cli.safe_text import safe_log_messages, visible
-from drot.config.checks import shortened
 from drot.config.recipe import SECTION_OF
-from drot.errors import BrokenModelError, UserError
-from drot.version import __version__
+from drot.core.checks import shortened
+from drot.core.errors import BrokenModelError, UserError
+from drot.core.version import __version__
 
 app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
 app.command(cls=Command, epilog=prune.EPILOG)(prune.prune)

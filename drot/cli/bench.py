@@ -8,7 +8,7 @@ from rich.table import Table
 
 from drot.cli.options import Device, Dtype, Json, option, print_json, stdout_for_the_result
 from drot.cli.tables import output, print_line
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 EPILOG = "Example: drot bench --shape llama-3-8b --batch 1,8"
 CASES = "Cases"
@@ -70,8 +70,8 @@ def bench(
 
     The column 'rate' is the FLOP/s of a prefill, counted as dense, or the weight bytes/s of a decode.
     """
-    from drot.bench.speed import measure_speed
     from drot.cli.progress_bars import progress_bar
+    from drot.speed.speed import measure_speed
 
     with stdout_for_the_result(), progress_bar() as progress:
         figures = measure_speed(
@@ -92,7 +92,7 @@ def bench(
 
 
 def _shapes() -> list[str]:
-    from drot.bench.variants import SHAPES
+    from drot.speed.variants import SHAPES
 
     return list(SHAPES)
 
@@ -134,7 +134,7 @@ def print_speed(data: dict[str, Any]) -> None:
 
 
 def _rate(row: dict[str, Any]) -> str:
-    """The figure `bound` of a row (drot/bench/figures.py) with its unit."""
+    """The figure `bound` of a row (drot/speed/figures.py) with its unit."""
     if row["phase"] == "decode":
         return f"{_three_digits(row['bound'] / 1e9)} GB/s"
     scale, unit = (1e12, "TFLOP/s") if row["bound"] >= 1e12 else (1e9, "GFLOP/s")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from drot.config import Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 #: fields of RotationConfig that matter for given rotations too
 NOT_TRAINING = ("mode", "blocks", "boundary")

@@ -22,7 +22,7 @@ from drot.cli.options import (
 )
 from drot.cli.tables import output, print_line
 from drot.config import CalibrationConfig
-from drot.devices import DTYPES
+from drot.machine.devices import DTYPES
 
 DEFAULTS = CalibrationConfig()
 
@@ -130,7 +130,7 @@ def evaluate(
 
 def dense_original(models: list[str]) -> str | None:
     """The local folder from which all `models` were pruned, if their manifests name one."""
-    from drot.checkpoint.manifest import MANIFEST, read_manifest
+    from drot.manifest.manifest import MANIFEST, read_manifest
 
     if not all((Path(model) / MANIFEST).exists() for model in models):
         return None

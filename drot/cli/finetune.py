@@ -18,8 +18,8 @@ from drot.cli.options import (
 )
 from drot.cli.tables import finetune_line, print_line
 from drot.config import FINETUNE_LR, CalibrationConfig, FinetuneConfig
-from drot.errors import UserError
-from drot.progress import silent
+from drot.core.errors import UserError
+from drot.core.events import silent
 
 DEFAULT = FinetuneConfig()
 TRAINING, TEXT = "Training", "Text"

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from drot.cli.options import OUTPUT, RUN, Json, option, print_json
 from drot.cli.tables import output, print_line, print_manifest, scaled
-from drot.config.checks import path_exists
-from drot.errors import UserError
+from drot.core.checks import path_exists
+from drot.core.errors import UserError
 
 EPILOG = "Example: drot info llama-2of4"
 
@@ -63,7 +63,7 @@ def info(
     if folder is None and (verify or accept):
         raise UserError(f"{'`verify`' if verify else '`accept`'} needs FOLDER: name a folder that drot wrote")
     if folder is None:
-        from drot.environment import collect
+        from drot.machine.environment import collect
 
         data = collect()
         if as_json:
@@ -71,7 +71,7 @@ def info(
         else:
             print_environment(data)
         return
-    from drot.checkpoint.manifest import read_manifest
+    from drot.manifest.manifest import read_manifest
 
     if not path_exists(folder) or not folder.is_dir():
         reason = "is a file" if path_exists(folder) else "does not exist"
@@ -91,9 +91,9 @@ def info(
 
 def _measure(name: str) -> None:
     """Measures a device and keeps its rates. Raises UserError if they cannot be kept."""
-    from drot.bench.peaks import measure_peaks
-    from drot.devices import pick_device
-    from drot.environment import store_peaks
+    from drot.machine.devices import pick_device
+    from drot.machine.environment import store_peaks
+    from drot.speed.peaks import measure_peaks
 
     device = pick_device(name)
     if not store_peaks(device, measure_peaks(device)):
@@ -124,14 +124,14 @@ def _verify(folder: Path, as_json: bool) -> None:
 
 
 def _accept(folder: Path) -> None:
-    from drot.checkpoint.manifest import accept_files
+    from drot.manifest.manifest import accept_files
 
     manifest = accept_files(folder)
     print_line(f"{len(manifest['files'])} files in {folder} are recorded as they are now")
 
 
 def print_environment(data: dict[str, Any]) -> None:
-    """Prints one line for each key of `drot.environment.collect` that has a value."""
+    """Prints one line for each key of `drot.machine.environment.collect` that has a value."""
     table = Table(show_header=False, box=None, pad_edge=False)
     peaks = {device: [_rate(*item) for item in rates.items()] for device, rates in data["peaks"].items()}
     data = data | {"peaks": peaks}

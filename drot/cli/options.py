@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from drot.config import SEQLEN
-from drot.devices import DTYPES
+from drot.machine.devices import DTYPES
 
 #: panels of `--help`
 ROTATION, PRUNING, RECOVERY = "Rotation", "Pruning", "Recovery"

@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn,
 from rich.text import Text
 
 from drot.cli.safe_text import SafeConsole
-from drot.progress import Progress as ProgressCallback
-from drot.progress import ProgressEvent
+from drot.core.events import Progress as ProgressCallback
+from drot.core.events import ProgressEvent
 
 #: the share of a layer's part of the bar that belongs to its training; the rest belongs to its pruning
 TRAINING_SHARE = 0.9

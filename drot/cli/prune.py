@@ -11,7 +11,7 @@ from drot.cli.recipe import check_rotations_file, recipe_fields, tell_changes, t
 from drot.cli.tables import print_line, print_manifest, saved_line
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.config.recipe_file import read_recipe
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 PRUNE, ROTATE, CALIBRATE, RECOVER = PruningConfig(), RotationConfig(), CalibrationConfig(), RecoveryConfig()
 EPILOG = "Example: drot prune meta-llama/Llama-3.1-8B --out llama-2of4 --calibration text.txt --format packed"

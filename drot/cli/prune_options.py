@@ -25,7 +25,7 @@ from drot.cli.options import (
 )
 from drot.config.recipe import FAST_STEPS
 from drot.config.rotation import TRAINING_TOKENS
-from drot.devices import DTYPES
+from drot.machine.devices import DTYPES
 
 
 def rotation_choices() -> list[str]:

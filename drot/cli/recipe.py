@@ -6,7 +6,7 @@ from typing import Any, cast, get_args
 
 from drot.config import Recipe, RotationMode
 from drot.config.recipe import SECTION_OF
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 logger = logging.getLogger("drot")
 

@@ -18,8 +18,8 @@ from drot.cli.options import (
     stdout_for_the_result,
 )
 from drot.cli.tables import output, print_line
-from drot.devices import DTYPES
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine.devices import DTYPES
 
 if TYPE_CHECKING:
     from drot.sweep.sweep import SweepResult

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from drot.config.checks import is_a, whole_number
-from drot.errors import UserError
+from drot.core.checks import is_a, whole_number
+from drot.core.errors import UserError
 
 #: Largest number of tokens, nsamples · seqlen. Their hidden states take terabytes in a model of 7B.
 LARGEST_TOKENS = 2**32

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from drot.config.calibration import CalibrationConfig
-from drot.config.checks import above_zero, at_least, is_a, whole_number
-from drot.errors import UserError
+from drot.core.checks import above_zero, at_least, is_a, whole_number
+from drot.core.errors import UserError
 
 #: LoRA or full → default learning rate of `drot.finetune`. LoRA's is the paper's (appendix, "Compatibility
 #: with LoRA"), the other was chosen by measurement (benchmarks/README.md).

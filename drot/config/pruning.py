@@ -5,9 +5,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from drot.config.checks import above_zero, at_least, one_of, whole_number
 from drot.config.sparsity import Sparsity, matches, parse_patterns, parse_sparsity_of
-from drot.errors import UserError
+from drot.core.checks import above_zero, at_least, one_of, whole_number
+from drot.core.errors import UserError
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
 Solver = Literal["auto", "none", "sparsegpt", "pcg", "admm"]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from drot.config.calibration import CalibrationConfig
-from drot.config.checks import is_a, shortened
 from drot.config.pruning import DAMPING, PUBLISHED_DAMPING, PruningConfig, RecoveryConfig
 from drot.config.rotation import TRAINING_TOKENS, RotationConfig
-from drot.errors import UserError
+from drot.core.checks import is_a, shortened
+from drot.core.errors import UserError
 
 WeightFormat = Literal["dense", "packed"]
 

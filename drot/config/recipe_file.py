@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from drot.config.recipe import Recipe
-from drot.errors import UserError
+from drot.core.errors import UserError
 
-#: the manifest in the folder of a checkpoint (drot/checkpoint/manifest.py)
+#: the manifest in the folder of a checkpoint (drot/manifest/manifest.py)
 MANIFEST = "drot.json"
 #: suffixes of a file of settings
 SUFFIXES = (".json", ".yaml", ".yml")

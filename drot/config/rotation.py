@@ -5,13 +5,13 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from drot.config.checks import above_zero, at_least, is_a, one_of, whole_number
+from drot.core.checks import above_zero, at_least, is_a, one_of, whole_number
 
 RotationMode = Literal["none", "layer", "shared"]
 Objective = Literal["auto", "entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
 HessianSource = Literal["auto", "sequential", "dense"]
-#: where the rotation between two layers acts (drot/surgery/boundary.py)
+#: where the rotation between two layers acts (drot/model/boundary.py)
 BoundaryPlace = Literal["input", "residual"]
 Boundary = Literal["auto", "input", "residual"]
 ProductDtype = Literal["auto", "float32", "bfloat16"]

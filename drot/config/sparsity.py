@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from drot.config.checks import shortened
-from drot.errors import UserError
+from drot.core.checks import shortened
+from drot.core.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.calibration.data import calibration_hash, load_calibration
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.resume import partial_folder
 from drot.checkpoint.save import check_output
 from drot.config import CalibrationConfig, Recipe, RotationConfig
-from drot.environment import machine_name
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.core.events import Progress, silent
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.record import record
+from drot.machine.environment import machine_name
 from drot.pipeline.prune import prune
-from drot.progress import Progress, silent
 from drot.report.drawing import installed
 from drot.report.write import write_report
+from drot.text.source import calibration_hash, load_calibration
 
 ASSETS = Path(__file__).parent / "assets"
 MODEL = ASSETS / "tiny-llama"

@@ -7,9 +7,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.perplexity import exp_of_loss
 from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions
-from drot.progress import Progress, ProgressEvent, silent
 
 #: ranges of positions in a window for which the agreement is given
 POSITION_RANGES = 8

@@ -8,22 +8,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.architectures import architecture_of, positions_of
-from drot.calibration.data import SPLITS, calibration_hash
 from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.config import default_seqlen
-from drot.config.checks import is_a
-from drot.devices import computing_dtype, dtype_name, parse_dtype, pick_device
-from drot.environment import machine_name
-from drot.errors import BrokenModelError, UserError
+from drot.core.checks import is_a
+from drot.core.errors import BrokenModelError, UserError
+from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import Predictions, check_windows, predict, predict_streamed
 from drot.evaluation.record import check_recordable
 from drot.evaluation.record import record as record_figures
 from drot.evaluation.tasks import averages, expand, load_tasks, run_tasks
-from drot.progress import Progress, ProgressEvent, silent
+from drot.machine.devices import computing_dtype, dtype_name, parse_dtype, pick_device
+from drot.machine.environment import machine_name
+from drot.model.families import architecture_of, positions_of
 from drot.sparse.packed import compress_model
+from drot.text.source import SPLITS, calibration_hash
 
 logger = logging.getLogger("drot")
 

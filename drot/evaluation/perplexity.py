@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drot.calibration.data import read_text, tokenize
-from drot.errors import BrokenModelError
+from drot.core.errors import BrokenModelError
+from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions, predict
-from drot.progress import Progress, ProgressEvent, silent
+from drot.text.source import read_text, tokenize
 
 #: exp of a larger loss overflows in fp64
 LARGEST_LOSS = 709.0

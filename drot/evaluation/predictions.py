@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drot.architectures import architecture_of, decoder_layers, module_at, positions_of
 from drot.calibration.stream import CalibrationStream
-from drot.calibration.transfer import layers_on_device
-from drot.errors import UserError
-from drot.progress import Progress, ProgressEvent, silent
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent, silent
+from drot.machine.transfer import layers_on_device
+from drot.model.families import architecture_of, decoder_layers, module_at, positions_of
 
 #: largest number of logits in fp32 at the same time; 64 Mi logits take 256 MiB
 LOGITS_AT_ONCE = 1 << 26
@@ -100,7 +100,7 @@ def predict_streamed(
     windows · seqlen · d numbers, lie in main memory, twice while a layer computes. The last norm and the head
     are copied to `device`, where they stay while the Predictions exist.
 
-    Raises UserError as `check_windows` does, and for a family that drot/architectures.py does not list.
+    Raises UserError as `check_windows` does, and for a family that drot/model/families.py does not list.
 
     Args:
         model: the model, dense, rotated, packed or fused, where it was loaded.

@@ -7,10 +7,10 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from drot.checkpoint.card import write_card
-from drot.checkpoint.manifest import MANIFEST, read_manifest, update_manifest
-from drot.environment import versions
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine.environment import versions
+from drot.manifest.card import write_card
+from drot.manifest.manifest import MANIFEST, read_manifest, update_manifest
 
 logger = logging.getLogger("drot")
 

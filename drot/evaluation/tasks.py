@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from drot.errors import UserError
-from drot.hub import first_line, quick_hub
+from drot.core.errors import UserError
+from drot.core.hub import first_line, quick_hub
 
 #: Name of a suite → its tasks. `paper`: the five zero-shot tasks of DenoiseRotator (section 4).
 SUITES = {

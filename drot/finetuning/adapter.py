@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from drot.architectures import architecture_of
 from drot.config import FinetuneConfig
+from drot.model.families import architecture_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,21 +13,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.architectures import architecture_of, decoder_layers, positions_of
-from drot.checkpoint.figures import load_figures, save_figures
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
-from drot.checkpoint.lock import locked
-from drot.checkpoint.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
-from drot.config.checks import is_a
-from drot.devices import dtype_name, pick_device
-from drot.errors import UserError
+from drot.core.checks import is_a
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
+from drot.machine.devices import dtype_name, pick_device
+from drot.manifest.importance import load_figures, save_figures
+from drot.manifest.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
+from drot.model.families import architecture_of, decoder_layers, positions_of
 from drot.pipeline.validation import check_tokens
-from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
 from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of

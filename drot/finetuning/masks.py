@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from drot.architectures import architecture_of, decoder_layers, layer_linears
+from drot.model.families import architecture_of, decoder_layers, layer_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers import TrainingArguments, set_seed
 
-from drot.calibration.data import calibration_hash
 from drot.config import FinetuneConfig
-from drot.devices import dtype_name
-from drot.environment import device_name, machine, versions
-from drot.errors import BrokenModelError, UserError
+from drot.core.errors import BrokenModelError, UserError
+from drot.core.events import Progress
 from drot.evaluation.perplexity import perplexity
 from drot.finetuning.masks import choose_full, frozen_zeros, removed_weights, round_weights
 from drot.finetuning.train import Reporter, check_loss, train, training_arguments
-from drot.progress import Progress
+from drot.machine.devices import dtype_name
+from drot.machine.environment import device_name, machine, versions
+from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
 

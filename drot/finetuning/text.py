@@ -4,10 +4,10 @@ from typing import Any
 
 from torch import Tensor
 
-from drot.calibration.data import as_token_ids, draw_sequences, read_text, tokenize
 from drot.config import FinetuneConfig
-from drot.errors import UserError
-from drot.progress import Progress, silent
+from drot.core.errors import UserError
+from drot.core.events import Progress, silent
+from drot.text.source import as_token_ids, draw_sequences, read_text, tokenize
 
 
 def split_text(

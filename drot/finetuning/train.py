@@ -11,8 +11,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from drot.config import FinetuneConfig
-from drot.errors import UserError
-from drot.progress import Progress, ProgressEvent
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent
 
 #: number of points of the loss curve in the manifest
 POINTS = 100

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import register_autograd, register_fake
 
-from drot import _extension as _extension  # registers the schemas
+from drot.machine import extension as extension  # registers the schemas
 
 
 @register_fake("drot::batched_qr")

@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.architectures import architecture_of, decoder_layers, head_shape, layer_linears
 from drot.config import Recipe
-from drot.devices import dtype_name
-from drot.environment import stored_peaks
+from drot.core.events import Progress, ProgressEvent
+from drot.machine.devices import dtype_name
+from drot.machine.environment import stored_peaks
+from drot.machine.memory import PeakMemory
+from drot.model.boundary import BoundaryRotation
+from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears
+from drot.model.rotate import LayerRotation
 from drot.pipeline import work
-from drot.pipeline.memory import PeakMemory
 from drot.pipeline.work import Sizes
-from drot.progress import Progress, ProgressEvent
 from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
-from drot.surgery.boundary import BoundaryRotation
-from drot.surgery.rotate import LayerRotation
 
 #: The phases whose time is measured. `load` is the model and the text, `merge` brings the rotations into the
 #: weights and the hidden states, and `save` writes the finished layers and the checkpoint.

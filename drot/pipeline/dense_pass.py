@@ -6,10 +6,10 @@ from typing import Any
 import torch
 
 from drot.calibration.stream import CalibrationStream
-from drot.calibration.transfer import layers_on_device
 from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import rotation_tensors, rotations_from
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine.transfer import layers_on_device
 from drot.pipeline import work
 from drot.pipeline.context import RunContext, Trained
 from drot.pipeline.objective import layer_objective

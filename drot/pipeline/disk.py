@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from drot.architectures import layer_linears, module_at
+from drot.model.families import layer_linears, module_at
 from drot.pipeline.context import RunContext
 from drot.pipeline.figures import figure_bytes
 from drot.sparse.packed import dense_linears

@@ -9,13 +9,13 @@ Y and H, in the rotated basis. The importance of a weight is the score of the re
 import torch
 from torch import Tensor
 
-from drot.architectures import HeadShape
 from drot.calibration.hessian import InputHessian
-from drot.checkpoint.figures import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.config import Recipe, Sparsity
+from drot.manifest.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
+from drot.model.families import HeadShape
+from drot.model.rotate import LayerRotation, rotated_hessian, rotated_weight
 from drot.pruning import removed_mask
 from drot.rotation.importance import column_scale
-from drot.surgery.rotate import LayerRotation, rotated_hessian, rotated_weight
 
 #: most rows and columns of a map
 MAP_SIZE = 32

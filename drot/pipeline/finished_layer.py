@@ -4,9 +4,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from drot.model.boundary import ROTATION_MODULE, add_boundary_rotation
+from drot.model.rotate import LayerRotation
 from drot.pipeline.context import RunContext
-from drot.surgery.boundary import ROTATION_MODULE, add_boundary_rotation
-from drot.surgery.rotate import LayerRotation
 
 #: names of R1 and R2 in the part of a layer, and the prefix of its figures' names
 R1, R2, FIGURE_PREFIX = "drot.r1", "drot.r2", "drot.figures."

@@ -3,11 +3,11 @@
 import json
 from typing import Any
 
-from drot.calibration.data import calibration_hash
-from drot.checkpoint.integrity import weights_record
-from drot.devices import dtype_name
+from drot.machine.devices import dtype_name
+from drot.manifest.integrity import weights_record
 from drot.pipeline.context import RunContext
 from drot.pipeline.rotation_files import GivenRotations
+from drot.text.source import calibration_hash
 
 #: keys of a model's config that say where it came from or what program wrote it, and not what it computes
 NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")

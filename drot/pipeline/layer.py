@@ -5,16 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.hessian import InputHessian
 from drot.calibration.layer_pass import LayerPass
 from drot.config import Recipe
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.model.boundary import BoundaryRotation
+from drot.model.families import INPUT_GROUPS, HeadShape
+from drot.model.rotate import LayerRotation
 from drot.pipeline.figures import GroupFigures
 from drot.pruning import dense_target, prune_once, solve_weight
-from drot.surgery.boundary import BoundaryRotation
-from drot.surgery.rotate import LayerRotation
 
 
 @torch.no_grad()

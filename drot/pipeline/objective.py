@@ -5,14 +5,14 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from drot.architectures import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
 from drot.calibration.stream import CalibrationStream, Reader
 from drot.config import Recipe
-from drot.devices import product_dtype
+from drot.machine.devices import product_dtype
+from drot.model.families import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
+from drot.model.fold_norm import reset_norm
+from drot.model.rotate import folded_weights
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
-from drot.surgery.fold_norm import reset_norm
-from drot.surgery.rotate import folded_weights
 
 
 @torch.no_grad()

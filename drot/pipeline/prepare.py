@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.architectures import positions_of
-from drot.calibration.data import load_calibration
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
-from drot.checkpoint.manifest import MANIFEST, patterns_of, read_manifest
 from drot.config import CalibrationConfig, Recipe
-from drot.config.checks import is_a
-from drot.devices import computing_dtype, parse_dtype, pick_devices, product_dtype
-from drot.errors import UserError
+from drot.core.checks import is_a
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent
+from drot.machine.devices import computing_dtype, parse_dtype, pick_devices, product_dtype
+from drot.manifest.manifest import MANIFEST, patterns_of, read_manifest
+from drot.model.families import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_architecture, check_recipe, check_seqlen, check_tokens
-from drot.progress import Progress, ProgressEvent
+from drot.text.source import load_calibration
 
 #: `source` in the manifest of a run that was given token ids in place of a text
 GIVEN_TOKENS = "tensor"

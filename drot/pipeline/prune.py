@@ -12,21 +12,22 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
-from drot.checkpoint.figures import save_figures
-from drot.checkpoint.files import WriteError
-from drot.checkpoint.integrity import file_record
 from drot.checkpoint.load import load_model
-from drot.checkpoint.lock import locked
-from drot.checkpoint.manifest import MANIFEST, read_manifest, zero_share
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import check_space, size_of
 from drot.config import Recipe
-from drot.config.checks import is_a
-from drot.devices import dtype_name
-from drot.environment import machine, versions
-from drot.errors import UserError
+from drot.core.checks import is_a
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.files import WriteError
+from drot.core.lock import locked
+from drot.machine.devices import dtype_name
+from drot.machine.environment import machine, versions
+from drot.manifest.importance import save_figures
+from drot.manifest.integrity import file_record
+from drot.manifest.manifest import MANIFEST, read_manifest, zero_share
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.identity import run_identity
 from drot.pipeline.prepare import prepare
@@ -38,7 +39,6 @@ from drot.pipeline.rotation_files import (
     read_given,
 )
 from drot.pipeline.run import PruningRun
-from drot.progress import Progress, ProgressEvent, silent
 from drot.sparse.packed import check_format, check_packable, dense_linears, pack_model
 from drot.sparse.quantization_config import format_of
 

@@ -22,10 +22,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from drot.architectures import Architecture, layer_linears, module_at
 from drot.calibration.stream import CalibrationStream
 from drot.config import RecoveryConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.model.families import Architecture, layer_linears, module_at
 
 #: share of the calibration sequences that the training does not see, at least one sequence
 HELD_OUT_SHARE = 1 / 8

@@ -11,10 +11,10 @@ from drot.checkpoint.resume import identity_differences, partial_folder
 from drot.checkpoint.rotations import load_rotations, read_rotations
 from drot.checkpoint.save import check_name, check_writable
 from drot.config import Recipe
-from drot.config.checks import path_exists
-from drot.errors import UserError
+from drot.core.checks import path_exists
+from drot.core.errors import UserError
+from drot.model.rotate import LayerRotation
 from drot.pipeline.context import RunContext
-from drot.surgery.rotate import LayerRotation
 
 
 @dataclass(frozen=True)

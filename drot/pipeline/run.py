@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drot.architectures import positions_of
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
-from drot.calibration.transfer import layers_on_device
-from drot.checkpoint.manifest import manifest, zero_share
 from drot.checkpoint.resume import RunState
+from drot.machine.transfer import layers_on_device
+from drot.manifest.manifest import manifest, zero_share
+from drot.model.boundary import BoundaryRotation, rotated_layers, set_boundary
+from drot.model.families import positions_of
+from drot.model.rotate import LayerRotation, rotate_ends, rotate_layer
 from drot.pipeline import work
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
 from drot.pipeline.finished_layer import layer_tensors, restore_layer
+from drot.pipeline.invariance import check_layer, check_model, check_outputs
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import held_out_sequences, recover_layer
 from drot.pipeline.rotation_files import GivenRotations
 from drot.sparse.quantization_config import describe_model
-from drot.surgery.boundary import BoundaryRotation, rotated_layers, set_boundary
-from drot.surgery.invariance import check_layer, check_model, check_outputs
-from drot.surgery.rotate import LayerRotation, rotate_ends, rotate_layer
 
 
 @dataclass
@@ -42,7 +42,7 @@ class PruningRun:
     """One run of `drot.prune` on a loaded model.
 
     Afterwards `rotations` holds the rotations of the layers, and `figures` the tensors of the plots
-    (checkpoint/figures.py).
+    (manifest/importance.py).
 
     context: the state of the run.
     given: rotations from a file; None trains the rotations.

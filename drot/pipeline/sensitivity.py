@@ -10,24 +10,24 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from drot.architectures import INPUT_GROUPS, Architecture, layer_linears
-from drot.calibration.data import calibration_hash
 from drot.calibration.hessian import InputHessian
 from drot.calibration.stream import CalibrationStream, Reader
-from drot.calibration.transfer import layers_on_device
 from drot.config import PruningConfig, Recipe, Sparsity
-from drot.config.checks import is_a
-from drot.devices import dtype_name
-from drot.environment import device_name
-from drot.errors import UserError
+from drot.core.checks import is_a
+from drot.core.errors import UserError
+from drot.core.events import Progress, silent
+from drot.machine.devices import dtype_name
+from drot.machine.environment import device_name
+from drot.machine.transfer import layers_on_device
+from drot.model.families import INPUT_GROUPS, Architecture, layer_linears
+from drot.model.rotate import LayerRotation, rotate_layer
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
+from drot.pipeline.invariance import check_model
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given
-from drot.progress import Progress, silent
 from drot.pruning import prune_weight
-from drot.surgery.invariance import check_model
-from drot.surgery.rotate import LayerRotation, rotate_layer
+from drot.text.source import calibration_hash
 
 #: the sparsities that are measured beside those of the recipe
 SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))

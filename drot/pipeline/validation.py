@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.architectures import (
+from drot.config import PruningConfig, Recipe, RotationConfig, matches
+from drot.core.errors import UserError
+from drot.model.families import (
     architecture_of,
     decoder_layers,
     head_shape,
@@ -14,8 +16,6 @@ from drot.architectures import (
     module_at,
     positions_of,
 )
-from drot.config import PruningConfig, Recipe, RotationConfig, matches
-from drot.errors import UserError
 from drot.sparse.packed import dense_linears
 from drot.sparse.quantization_config import QUANT_METHOD, quantization_config_of
 

@@ -9,8 +9,8 @@ tests/pipeline/test_work.py compares the formulas with the operations that torch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.config import Recipe
+from drot.model.families import INPUT_GROUPS, HeadShape
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS
 
 #: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from drot.config import Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.ops.nm_mask import nm_mask
 
 Scope = Literal["row", "matrix"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from drot.calibration.hessian import HessianFactor, check_finite, energy, factorize
 from drot.config import Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
 from drot.pruning.result import PruneOutcome, relative_error

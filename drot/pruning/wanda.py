@@ -5,7 +5,7 @@ from torch import Tensor
 
 from drot.calibration.hessian import check_finite
 from drot.config import Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
 

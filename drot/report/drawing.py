@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

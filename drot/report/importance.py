@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from drot.checkpoint.figures import HISTOGRAM_BINS, HISTOGRAM_LOG10
+from drot.manifest.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.report.drawing import LIGHT, Chart, blank, legend
 from drot.report.reading import Run
 

@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterator
 
-from drot.checkpoint.figures import FIGURES
+from drot.manifest.importance import FIGURES
 from drot.report.evaluations import Measured
 from drot.report.reading import Run, final_error, layer_means, mean, one_shot
 

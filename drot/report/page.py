@@ -10,6 +10,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from drot.core.version import __version__
 from drot.report import notes, tables
 from drot.report.charts import charts_of
 from drot.report.comparison import charts_of_several
@@ -17,7 +18,6 @@ from drot.report.drawing import COLOURS, Chart, data_uri
 from drot.report.evaluations import measurements
 from drot.report.importance import figure2, surface, surface_image
 from drot.report.reading import Run
-from drot.version import __version__
 
 TEMPLATES = Path(__file__).parent / "templates"
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from drot.architectures import ROLES
-from drot.checkpoint.figures import load_figures
-from drot.checkpoint.manifest import read_manifest
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.manifest.importance import load_figures
+from drot.manifest.manifest import read_manifest
+from drot.model.families import ROLES
 
 
 @dataclass(frozen=True)

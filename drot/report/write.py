@@ -4,16 +4,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drot.checkpoint.figures import FIGURES
-from drot.checkpoint.files import new_file, writing
-from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.save import check_writable
 from drot.config import matches
-from drot.errors import UserError
-from drot.progress import Progress, ProgressEvent, silent
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.files import new_file, writing
+from drot.core.reading import quoted
+from drot.manifest.importance import FIGURES
+from drot.manifest.manifest import MANIFEST
 from drot.report.drawing import Chart, check_matplotlib
 from drot.report.reading import Run, read_runs
-from drot.schemas.reading import quoted
 
 #: name of the page in the folder of a run, and of a comparison in the current folder
 PAGE, COMPARISON = "report.html", "drot-report.html"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.calibration.cholesky import cholesky_
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
-from drot.products import add_product
+from drot.machine.products import add_product
+from drot.model.families import INPUT_GROUPS, HeadShape
 
 #: The smallest share of the largest element of M's diagonal that is added to the diagonal, where M has no
 #: Cholesky factor without it. In 16 bits a smaller q could not be told from rounding.

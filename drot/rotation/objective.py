@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.architectures import INPUT_GROUPS, HeadShape
 from drot.config import Sparsity
-from drot.products import add_product, product
+from drot.machine.products import add_product, product
+from drot.model.families import INPUT_GROUPS, HeadShape
+from drot.model.rotate import LayerRotation, rotate_left, rotate_right
 from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks
-from drot.surgery.rotate import LayerRotation, rotate_left, rotate_right
 
 
 class _Sums:

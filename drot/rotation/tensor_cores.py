@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from drot import ops
-from drot.products import add_product, identity_plus_product
+from drot.machine.products import add_product, identity_plus_product
 from drot.rotation.retraction import STEPS, Direction, unit_of
 
 

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from drot.config import RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.model.rotate import LayerRotation
 from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer
 from drot.rotation.retraction import orthogonality_error, reorthogonalize
-from drot.surgery.rotate import LayerRotation
 
 #: Progress callback of the training: (step, steps, mean loss of a layer).
 OnStep = Callable[[int, int, float], None]

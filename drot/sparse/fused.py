@@ -2,7 +2,7 @@
 
 Starting a product takes about as long as computing it for a few tokens, on a CPU too. `fuse` merges these
 products in every decoder layer, where x is the input of the attention or of the MLP, r the residual beside
-the MLP, Q its rotation (drot/surgery/boundary.py) and a the input of down_proj:
+the MLP, Q its rotation (drot/model/boundary.py) and a the input of down_proj:
 
 | before                   | fused product   | modules after `fuse`                                        |
 |--------------------------|-----------------|-------------------------------------------------------------|
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, module_at
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.model.boundary import RotateAndAdd, rotation_place
+from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, module_at
 from drot.ops import sparse24_linear
 from drot.sparse.linear import SparseLinear, is_packed
-from drot.surgery.boundary import RotateAndAdd, rotation_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from drot.devices import check_gpu
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine.devices import check_gpu
 from drot.ops import pack24, sparse24_compress, sparse24_linear, unpack24
 
 #: for whoever trains a packed model, or adds adapters to it

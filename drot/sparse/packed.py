@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from drot.architectures import architecture_of, decoder_layers, layer_linears, module_at
 from drot.config import PruningConfig, Sparsity, WeightFormat
-from drot.devices import dtype_name
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine.devices import dtype_name
+from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
 from drot.sparse.fused import unfuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 from drot.sparse.quantization_config import describe_model

@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from drot.architectures import architecture_of, decoder_layers, module_at
 from drot.config import BoundaryPlace
-from drot.errors import UserError
-from drot.schemas.model import QuantizationKeys
-from drot.schemas.reading import check_schema
+from drot.core.errors import UserError
+from drot.core.reading import check_schema
+from drot.model.boundary import rotation_place
+from drot.model.families import architecture_of, decoder_layers, module_at
+from drot.model.schema import QuantizationKeys
 from drot.sparse.linear import is_packed
 from drot.sparse.stored_config import write_stored_form
-from drot.surgery.boundary import rotation_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 QUANT_METHOD = "drot"
-#: value of `down_basis` in the file -> place of the boundary rotation (drot/surgery/boundary.py)
+#: value of `down_basis` in the file -> place of the boundary rotation (drot/model/boundary.py)
 PLACES: dict[str, BoundaryPlace] = {"own": "input", "next": "residual"}
 
 

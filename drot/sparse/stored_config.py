@@ -13,7 +13,7 @@ it, and stop other engines and converters:
 | safetensors                              | only warn of another `model_type`                               |
 
 A program that reads none of these entries lacks tensors: a packed linear has no tensor `weight`, and a layer
-that holds a rotation has none of its attention norm (drot/surgery/boundary.py).
+that holds a rotation has none of its attention norm (drot/model/boundary.py).
 
 In memory, a model has the config of its family.
 """
@@ -24,8 +24,8 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from drot.architectures import ARCHITECTURES
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.model.families import ARCHITECTURES
 
 MODEL_TYPE = "drot"
 #: key of the family's `model_type`, such as `llama`

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from drot.checkpoint.files import writing
+from drot.core.files import writing
 from drot.report.drawing import LIGHT, SERIES, Chart, axes, legend
 from drot.sweep.tables import PaperTable
 

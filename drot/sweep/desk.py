@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.architectures import positions_of
-from drot.calibration.data import calibration_hash, load_calibration
 from drot.checkpoint.dtypes import cast_weights
-from drot.checkpoint.files import write_json, writing
-from drot.checkpoint.integrity import json_digest, weights_record, with_digest
 from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.checkpoint.resume import read_journal
 from drot.config import CalibrationConfig, Recipe, default_seqlen
-from drot.devices import computing_dtype, dtype_name
-from drot.environment import machine_name, versions
-from drot.errors import BrokenModelError, UserError
+from drot.core.errors import BrokenModelError, UserError
+from drot.core.events import Progress, ProgressEvent
+from drot.core.files import write_json, writing
 from drot.evaluation.evaluate import place, predict_on
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import check_windows
 from drot.evaluation.tasks import Tasks, expand, load_tasks, run_tasks
+from drot.machine.devices import computing_dtype, dtype_name
+from drot.machine.environment import machine_name, versions
+from drot.manifest.integrity import json_digest, weights_record, with_digest
+from drot.model.families import positions_of
 from drot.pipeline.prune import prune
 from drot.pipeline.validation import check_seqlen
-from drot.progress import Progress, ProgressEvent
 from drot.sweep.figures import figures_of
 from drot.sweep.grid import Cell, effective
+from drot.text.source import calibration_hash, load_calibration
 
 logger = logging.getLogger("drot")
 

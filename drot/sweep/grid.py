@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from drot.config import Recipe
-from drot.config.checks import is_a, shortened
 from drot.config.recipe import SECTION_OF, known_field
 from drot.config.recipe_file import SUFFIXES, read_recipe, settings_in
-from drot.errors import UserError
+from drot.core.checks import is_a, shortened
+from drot.core.errors import UserError
 
 #: the keys of a grid file
 KEYS = ("model", "base", "grid", "cells", "texts", "tasks", "seqlen", "text_column")

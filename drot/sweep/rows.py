@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drot.checkpoint.files import new_file
+from drot.core.files import new_file
 from drot.sweep.grid import Cell, Skipped
 
 #: Figures of a cell (figures.py) that have a column of their own. None has the name of a recipe's field.

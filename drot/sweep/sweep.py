@@ -7,16 +7,16 @@ from pathlib import Path
 import torch
 
 from drot.checkpoint.load import load_config
-from drot.checkpoint.lock import locked
-from drot.checkpoint.manifest import MANIFEST
 from drot.checkpoint.resume import read_journal
 from drot.checkpoint.save import check_writable
-from drot.config.checks import is_a
-from drot.devices import pick_devices
-from drot.errors import UserError
+from drot.core.checks import is_a
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.lock import locked
+from drot.machine.devices import pick_devices
+from drot.manifest.manifest import MANIFEST
 from drot.pipeline.prepare import recipe_on
 from drot.pipeline.validation import check_recipe
-from drot.progress import Progress, ProgressEvent, silent
 from drot.report.drawing import PACKAGE, installed
 from drot.sweep.desk import CELLS, MODELS, Desk
 from drot.sweep.grid import Cell, Skipped, read_grid

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from drot.checkpoint.files import new_file
 from drot.config.recipe import SECTION_OF
+from drot.core.files import new_file
 from drot.sweep.grid import Skipped
 from drot.sweep.rows import Row, not_rotated, short_names
 

@@ -15,11 +15,11 @@ from drot.artifact import container
 from drot.artifact import prediction as predicting
 from drot.artifact.apply import apply_artifact
 from drot.artifact.export import export_artifact
-from drot.checkpoint.integrity import tensors_digest
 from drot.checkpoint.load import load_model
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.manifest.integrity import tensors_digest
 
 WANDA = PruningConfig(method="wanda", solve="none", target="self")
 

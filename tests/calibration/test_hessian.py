@@ -7,7 +7,7 @@ from same_bytes import NUMBERS_OF_THREADS, threads
 
 from drot.calibration import hessian as hessians
 from drot.calibration.hessian import HessianAccumulator, InputHessian, damping_unit, energy, factorize
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 WIDTH = 16
 #: below, at and above a panel, and with several panels

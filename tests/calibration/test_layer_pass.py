@@ -6,12 +6,12 @@ import pytest
 import torch
 from small_models import FAMILIES, random_tokens, small_model
 
-from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, layer_linears
 from drot.calibration import layer_pass as passes
 from drot.calibration import stream as streams
 from drot.calibration.layer_pass import ADDED_TO_RESIDUAL, LayerPass
 from drot.calibration.stream import CalibrationStream
-from drot.surgery.boundary import add_boundary_rotation
+from drot.model.boundary import add_boundary_rotation
+from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, layer_linears
 
 LENGTH = 12
 

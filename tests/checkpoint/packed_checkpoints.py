@@ -2,9 +2,9 @@
 
 from safetensors.torch import load_file, save_file
 
-from drot.checkpoint.manifest import accept_files
 from drot.cli import app as cli
 from drot.demo.demo import HELD_OUT
+from drot.manifest.manifest import accept_files
 
 #: options of a quick `drot prune`, with which both formats have their rotations in the same place
 PRUNE = [

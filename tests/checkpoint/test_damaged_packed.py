@@ -10,10 +10,10 @@ from small_models import random_tokens
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.checkpoint.manifest import accept_files
 from drot.cli import app as cli
+from drot.core.errors import UserError
 from drot.demo.demo import HELD_OUT
-from drot.errors import UserError
+from drot.manifest.manifest import accept_files
 
 pytestmark = pytest.mark.slow  # they prune and open the embedded model
 

@@ -6,7 +6,7 @@ import pytest
 from small_models import small_model
 
 import drot
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path):

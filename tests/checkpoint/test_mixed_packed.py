@@ -11,17 +11,17 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.architectures import architecture_of
-from drot.bench.speed import measure_speed
-from drot.bench.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.checkpoint.convert import convert_checkpoint
-from drot.checkpoint.manifest import read_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.manifest.manifest import read_manifest
+from drot.model.families import architecture_of
 from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 from drot.sparse.quantization_config import DrotConfig
+from drot.speed.speed import measure_speed
+from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
 
 TOKENS = random_tokens(4, 40)
 #: leaves dense: all of layer 0, k_proj of layer 1, down_proj of layer 2 (4:8)

@@ -20,16 +20,16 @@ from transformers import (
 )
 
 import drot
-from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.cli import app as cli
 from drot.config import BoundaryPlace
+from drot.core.errors import UserError
 from drot.demo.demo import HELD_OUT, MODEL
-from drot.errors import UserError
+from drot.model.boundary import BoundaryRotation, rotated_layers, set_boundary
+from drot.model.families import architecture_of, decoder_layers, layer_linears
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
 from drot.sparse.quantization_config import describe_model
-from drot.surgery.boundary import BoundaryRotation, rotated_layers, set_boundary
 
 TOKENS = random_tokens(2, 12)
 ROTATION = "model.layers.1.residual_rotation.weight"
@@ -287,7 +287,7 @@ def test_the_tolerance_fits_the_dtype_of_the_file(stored, opened, tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rounding_stays_far_below_the_tolerance(size, dtype):
     """Against the full product in fp64, whose spectral norm bounds every probe."""
-    from drot.surgery.boundary import orthogonality_tolerance
+    from drot.model.boundary import orthogonality_tolerance
 
     q = orthogonal(size).to(dtype)
     deviation = q.double().T @ q.double() - torch.eye(size, dtype=torch.float64)

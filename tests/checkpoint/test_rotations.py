@@ -4,10 +4,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from drot.architectures import HeadShape
 from drot.checkpoint.rotations import load_rotations, rotation_tensors, save_rotations
-from drot.errors import UserError
-from drot.surgery.rotate import LayerRotation
+from drot.core.errors import UserError
+from drot.model.families import HeadShape
+from drot.model.rotate import LayerRotation
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=4)
 

@@ -4,8 +4,8 @@ import pytest
 from command_output import manifest
 from torch import nn
 
+from drot.core.events import ProgressEvent
 from drot.pipeline import prune as pipeline
-from drot.progress import ProgressEvent
 
 
 @pytest.fixture

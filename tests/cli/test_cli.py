@@ -59,7 +59,7 @@ def test_ctrl_c_prints_interrupted(monkeypatch, capsys):
     def interrupt(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("drot.environment.collect", interrupt)
+    monkeypatch.setattr("drot.machine.environment.collect", interrupt)
     assert cli.run(["info"]) == 130
     assert capsys.readouterr().err == "drot: interrupted\n"
 

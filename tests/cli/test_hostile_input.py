@@ -14,7 +14,7 @@ from small_checkpoints import change_json, save_small
 import drot
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 UP = "model.layers.1.mlp.up_proj.weight"
 

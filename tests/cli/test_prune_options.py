@@ -10,7 +10,7 @@ from drot.cli import app as cli
 from drot.cli.prune import prune as prune_command
 from drot.cli.recipe import parse_rotation
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 
 def test_defaults_are_those_of_the_recipe(calls, tmp_path):

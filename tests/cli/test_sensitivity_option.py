@@ -8,8 +8,8 @@ from command_output import one_line
 from drot.cli import app as cli
 from drot.cli.sensitivity import advice
 from drot.config import PruningConfig, Recipe
+from drot.core.events import ProgressEvent
 from drot.pipeline.sensitivity import SensitivityResult
-from drot.progress import ProgressEvent
 
 
 def result_of(errors, **pruning):

@@ -8,7 +8,7 @@ from rich.progress import Progress
 
 from drot.cli import progress_bars, tables
 from drot.config import Recipe, RotationConfig
-from drot.progress import ProgressEvent
+from drot.core.events import ProgressEvent
 
 
 def training(layer, layers, losses, steps=None):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from drot import devices
-from drot.devices import kernel_problem, pick_device
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine import devices
+from drot.machine.devices import kernel_problem, pick_device
 from drot.sparse.linear import SparseLinear
 
 DEFAULT = "8.0 9.0 10.0 12.0+PTX"

@@ -6,7 +6,7 @@ import pytest
 
 from drot.config import DAMPING, QUALITIES, PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.config.recipe import FAST_STEPS
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 
 @pytest.mark.parametrize("sparsity", ["2:4", "0.5"])

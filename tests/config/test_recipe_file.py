@@ -7,7 +7,7 @@ import pytest
 
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.config.recipe_file import read_recipe
-from drot.errors import UserError
+from drot.core.errors import UserError
 
 RICH = Recipe(
     rotation=RotationConfig(mode="layer", blocks=(24, 8), steps=7, lr=1e-3, hessians="dense"),

@@ -10,13 +10,13 @@ import torch
 from rich.console import Console
 
 import drot
-from drot.architectures import architecture_of, layer_linears
 from drot.checkpoint.load import load_tokenizer
 from drot.cli import app as cli
 from drot.cli import demo as command
+from drot.core.errors import UserError
 from drot.demo.demo import CALIBRATION, HELD_OUT, DemoResult, DemoRow, run_demo
-from drot.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.model.families import architecture_of, layer_linears
 
 pytestmark = pytest.mark.slow
 SMALL = dataclasses.replace(CALIBRATION, nsamples=16, seqlen=256)

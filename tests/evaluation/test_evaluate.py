@@ -10,14 +10,14 @@ import torch
 from small_models import random_text, random_tokens, save_small_model, small_model
 
 import drot
-from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.core.errors import BrokenModelError, UserError
 from drot.demo.demo import HELD_OUT, MODEL
-from drot.errors import BrokenModelError, UserError
 from drot.evaluation import evaluate as evaluation
 from drot.evaluation.evaluate import evaluate
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.manifest.manifest import read_manifest, update_manifest
 
 
 @pytest.mark.parametrize(

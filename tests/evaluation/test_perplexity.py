@@ -5,7 +5,7 @@ import math
 import pytest
 from small_models import random_tokens, small_model
 
-from drot.errors import BrokenModelError, UserError
+from drot.core.errors import BrokenModelError, UserError
 from drot.evaluation.perplexity import check_logits, perplexity
 
 

@@ -5,12 +5,12 @@ import torch
 from small_models import FAMILIES, random_tokens, small_model
 
 import drot
-from drot.architectures import architecture_of, decoder_layers
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import perplexity, perplexity_of
 from drot.evaluation.predictions import predict, predict_streamed
+from drot.model.families import architecture_of, decoder_layers
 from drot.sparse.fused import FusedLinear, FusedRotation, fuse
 
 TOKENS = random_tokens(1, 200)[0]

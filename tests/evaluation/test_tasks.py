@@ -13,8 +13,8 @@ import torch
 from small_models import letter_tokenizer, small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from drot.core.errors import UserError
 from drot.demo.demo import MODEL
-from drot.errors import UserError
 from drot.evaluation.own_tasks import continuation
 from drot.evaluation.tasks import OWN_TASKS, averages, expand, load_tasks, run_tasks, score
 

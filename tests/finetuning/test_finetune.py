@@ -16,13 +16,13 @@ import drot
 from drot import CalibrationConfig, FinetuneConfig, PruningConfig, Recipe, RotationConfig
 from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.load import load_model, load_tokenizer
-from drot.checkpoint.manifest import accept_files, read_manifest
 from drot.cli import app as cli
 from drot.cli.finetune import finetune as finetune_command
 from drot.config import FINETUNE_LR
+from drot.core.errors import UserError
 from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
-from drot.errors import UserError
 from drot.finetuning import finetune as module
+from drot.manifest.manifest import accept_files, read_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import unpack_model
 

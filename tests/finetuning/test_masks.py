@@ -5,7 +5,7 @@ import torch
 from small_models import random_tokens, small_model
 
 from drot.config import CalibrationConfig, FinetuneConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.finetuning.adapter import MaskedLora, add_adapter, merge_adapter
 from drot.finetuning.masks import choose_full, frozen_zeros, pruned_linears, removed_weights, round_weights
 from drot.finetuning.text import split_text

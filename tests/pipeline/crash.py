@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from drot.checkpoint.integrity import folder_records
 from drot.cli import app as cli
 from drot.demo.demo import HELD_OUT, MODEL
+from drot.manifest.integrity import folder_records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_models import small_model

@@ -9,20 +9,19 @@ from small_models import FAMILIES, random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.architectures import architecture_of, decoder_layers, head_shape, layer_linears
 from drot.checkpoint.rotations import load_rotations
 from drot.cli import app as cli
 from drot.cli.tables import print_manifest
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
-from drot.errors import UserError
-from drot.pipeline import dense_pass
+from drot.core.errors import UserError
+from drot.core.events import silent
+from drot.model.boundary import BoundaryRotation, rotation_place
+from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears
+from drot.model.rotate import folded_weights, rotate_layer
+from drot.pipeline import dense_pass, invariance
 from drot.pipeline.context import RunContext
-from drot.progress import silent
+from drot.pipeline.invariance import InvarianceError, check_model
 from drot.sparse.fused import FusedRotation
-from drot.surgery import invariance
-from drot.surgery.boundary import BoundaryRotation, rotation_place
-from drot.surgery.invariance import InvarianceError, check_model
-from drot.surgery.rotate import folded_weights, rotate_layer
 
 CPU = torch.device("cpu")
 TOKENS = random_tokens(8, 40)

@@ -12,7 +12,7 @@ from drot.calibration import hessian
 from drot.calibration.hessian import damping_unit
 from drot.checkpoint.resume import partial_folder
 from drot.config import PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.pipeline import run
 from drot.pruning import solve
 

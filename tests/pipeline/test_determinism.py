@@ -9,9 +9,9 @@ from same_bytes import NUMBERS_OF_THREADS, threads
 from small_models import random_tokens, small_model
 
 import drot
-from drot import environment
-from drot.checkpoint.manifest import read_manifest
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.machine import environment
+from drot.manifest.manifest import read_manifest
 
 #: multiples of 64, as the sizes of real models are
 SIZES = dict(

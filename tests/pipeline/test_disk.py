@@ -11,7 +11,7 @@ from small_models import random_tokens, small_model
 import drot
 from drot.checkpoint.size import size_text, weight_bytes
 from drot.config import PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.pipeline import prune as pipeline
 
 TOKENS = random_tokens(4, 32)

@@ -8,11 +8,11 @@ import pytest
 from small_models import random_tokens, small_model
 
 import drot
-from drot.checkpoint import files
-from drot.checkpoint.files import WriteError, writing
-from drot.checkpoint.integrity import folder_records
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core import files
+from drot.core.errors import UserError
+from drot.core.files import WriteError, writing
+from drot.manifest.integrity import folder_records
 
 TOKENS = random_tokens(4, 40)
 SEQUENTIAL, DENSE = (

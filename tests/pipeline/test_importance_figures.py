@@ -8,17 +8,17 @@ import torch
 from small_models import FAMILIES, random_tokens, small_model
 
 import drot
-from drot.architectures import INPUT_GROUPS, ROLES, architecture_of, head_shape
 from drot.calibration.hessian import InputHessian
 from drot.checkpoint.convert import convert_checkpoint
-from drot.checkpoint.figures import FIGURES, load_figures
 from drot.checkpoint.rotations import load_rotations
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.machine.memory import PeakMemory
+from drot.manifest.importance import FIGURES, load_figures
+from drot.model.boundary import BoundaryRotation
+from drot.model.families import INPUT_GROUPS, ROLES, architecture_of, head_shape
+from drot.model.rotate import LayerRotation, folded_weights, rotate_layer
 from drot.pipeline import figures
 from drot.pipeline.figures import GroupFigures, block_means, histogram
-from drot.pipeline.memory import PeakMemory
-from drot.surgery.boundary import BoundaryRotation
-from drot.surgery.rotate import LayerRotation, folded_weights, rotate_layer
 
 TOKENS = random_tokens(8, 40)
 DAMPING = 0.01

@@ -8,13 +8,13 @@ from safetensors.torch import load_file
 from small_models import random_tokens, small_model
 
 import drot
-from drot.architectures import ROLES, architecture_of, head_shape, layer_linears
 from drot.checkpoint.rotations import load_rotations
 from drot.config import DAMPING, CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.core.events import silent
+from drot.model.families import ROLES, architecture_of, head_shape, layer_linears
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import _objectives
-from drot.progress import silent
 
 TOKENS = random_tokens(8, 40)
 MIXED = dict(keep=("layers.0.*", "layers.2.mlp.up_proj"), sparsity_of={"down_proj": "4:8", "o_proj": "0.25"})

@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 import drot
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.core.errors import UserError
 from drot.demo.demo import MODEL
-from drot.errors import UserError
 from drot.evaluation.evaluate import evaluate
 from drot.pipeline import prepare
 

@@ -10,15 +10,15 @@ from counted_flops import counted_flops
 from small_models import random_tokens, small_model
 
 import drot
-from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, head_shape, layer_linears
 from drot.calibration import hessian as hessians
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, head_shape, layer_linears
+from drot.model.rotate import LayerRotation
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.rotation import importance
-from drot.surgery.rotate import LayerRotation
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = random_tokens(4, 40)  # one batch

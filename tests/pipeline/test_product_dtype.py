@@ -7,8 +7,8 @@ from small_models import random_tokens, small_model
 import drot
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.config.recipe_file import read_recipe
-from drot.devices import product_dtype
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.machine.devices import product_dtype
 from drot.pipeline.prepare import recipe_on
 
 TOKENS = random_tokens(4, 40)

@@ -14,14 +14,14 @@ from small_models import FAMILIES, random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.architectures import ROLES, architecture_of, layer_linears
-from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import RunState
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.manifest.manifest import read_manifest
+from drot.model.families import ROLES, architecture_of, layer_linears
 from drot.pipeline import layer as pipeline_layer
 from drot.pipeline import run
-from drot.surgery.invariance import InvarianceError
+from drot.pipeline.invariance import InvarianceError
 
 TOKENS = random_tokens(8, 40)
 

@@ -11,9 +11,9 @@ from random_models import build, relative_error, settings_of_models, tokens_for
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.checkpoint.convert import convert_checkpoint
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.model.families import architecture_of, decoder_layers, layer_linears
 from drot.sparse.packed import PACKED, unpack_model
 
 pytestmark = pytest.mark.slow

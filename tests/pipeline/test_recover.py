@@ -8,11 +8,11 @@ from small_models import random_tokens, small_model
 from torch.func import functional_call
 
 import drot
-from drot.architectures import architecture_of, decoder_layers, layer_linears
 from drot.calibration.stream import CalibrationStream
-from drot.checkpoint.manifest import read_manifest
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig, Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.manifest.manifest import read_manifest
+from drot.model.families import architecture_of, decoder_layers, layer_linears
 from drot.pipeline import recover
 from drot.pipeline.recover import recover_layer
 from drot.pruning import prune_magnitude

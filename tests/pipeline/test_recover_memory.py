@@ -7,7 +7,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from drot.architectures import architecture_of
+from drot.model.families import architecture_of
 from drot.pipeline.recover import _relative_error, _Training
 
 CONFIG = LlamaConfig(

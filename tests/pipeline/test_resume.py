@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
 
 import drot
-from drot.checkpoint import integrity
-from drot.checkpoint.integrity import folder_records, weights_record
-from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import RunState, identity_differences
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.manifest import integrity
+from drot.manifest.integrity import folder_records, weights_record
+from drot.manifest.manifest import read_manifest
 
 TOKENS = random_tokens(4, 40)
 

@@ -10,11 +10,11 @@ from transformers import AutoTokenizer
 
 import drot
 from drot.checkpoint.dtypes import cast_weights
-from drot.checkpoint.manifest import read_manifest
 from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.core.errors import UserError
 from drot.demo.demo import MODEL
-from drot.devices import computing_dtype
-from drot.errors import UserError
+from drot.machine.devices import computing_dtype
+from drot.manifest.manifest import read_manifest
 
 TOKENS = random_tokens(4, 32)
 

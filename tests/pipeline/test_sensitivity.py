@@ -7,12 +7,12 @@ import torch
 from small_models import random_tokens, small_model
 
 import drot
-from drot.architectures import architecture_of, decoder_layers, head_shape, layer_linears, module_at
 from drot.checkpoint.rotations import load_rotations
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears, module_at
+from drot.model.fold_norm import fold
 from drot.pipeline.sensitivity import SensitivityResult
-from drot.surgery.fold_norm import fold
 
 TOKENS = random_tokens(8, 40)
 

@@ -10,13 +10,13 @@ from small_models import random_tokens, small_model
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import drot
-from drot.architectures import INPUT_GROUPS
 from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.core.events import silent
+from drot.model.families import INPUT_GROUPS
 from drot.pipeline import work
 from drot.pipeline.context import RunContext
 from drot.pipeline.objective import layer_objective
-from drot.progress import silent
 from drot.rotation.optimizers import FastOptimizer
 
 SIZES = dict(hidden_size=64, intermediate_size=112, num_hidden_layers=2)

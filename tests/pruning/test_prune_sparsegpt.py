@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drot.calibration.hessian import factorize
 from drot.config import Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.pruning import output_error, prune_sparsegpt
 from drot.pruning.sparsegpt import tf32_products
 

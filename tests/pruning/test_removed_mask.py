@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from drot.config import Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.pruning import prune_magnitude, prune_wanda, removed_mask
 
 

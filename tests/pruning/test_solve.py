@@ -6,7 +6,7 @@ from torch import Tensor
 
 from drot.calibration.hessian import InputHessian
 from drot.config import PruningConfig, Sparsity
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.pruning import (
     PruneOutcome,
     prune_magnitude,

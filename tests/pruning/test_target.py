@@ -6,11 +6,11 @@ import pytest
 import torch
 from small_models import random_tokens, small_model
 
-from drot.architectures import INPUT_GROUPS, architecture_of, decoder_layers, layer_linears
 from drot.calibration.dense_reference import DenseReference, TargetStatistics
 from drot.calibration.hessian import factorize
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
+from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, layer_linears
 from drot.pruning import dense_target
 
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import drot
-from drot.bench import peaks
-from drot.bench.timing import Timing
 from drot.cli.app import run as run_drot
-from drot.environment import collect, stored_peaks
+from drot.machine.environment import collect, stored_peaks
+from drot.speed import peaks
+from drot.speed.timing import Timing
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(drot.__file__).resolve().parent

@@ -31,7 +31,7 @@ NOT_RUN = ("pip", "make", "docker", "accelerate", "python", "git", "cd", "nvidia
 #: commands that take minutes, and the tests that run the same code
 LONG = {
     "drot demo": "tests/demo/test_demo.py",
-    "drot bench --shape": "tests/bench/test_speed.py",
+    "drot bench --shape": "tests/speed/test_speed.py",
 }
 #: command → options behind its own, with which it takes seconds
 SHORTER = {
@@ -178,7 +178,7 @@ def test_the_messages_that_the_page_explains_exist(hooks) -> None:
              if isinstance(node, ast.Constant | ast.JoinedStr)]  # fmt: skip
     texts += [file.read_text() for file in (ROOT / "CMakeLists.txt", *(ROOT / "cmake").glob("*"))]
     for message in quoted:
-        # drot/_extension.py puts its four reasons behind the same words
+        # drot/machine/extension.py puts its four reasons behind the same words
         words = message.removeprefix("drot's native extension ").split("…")
         parts = [re.escape(part.strip()) for part in words if part.strip()]
         assert any(all(re.search(part, text) for part in parts) for text in texts), message

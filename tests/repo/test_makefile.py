@@ -40,11 +40,11 @@ DEMO = ["drot demo --out demo-output"]
 def make(tmp_path):
     """Runs make; returns its status, its output and what the stand-ins were called with."""
     shutil.copy(ROOT / "Makefile", tmp_path)
-    for folder in ("csrc", "cmake", "drot"):
+    for folder in ("csrc", "cmake", "drot", "drot/core"):
         (tmp_path / folder).mkdir()
     for name in ("CMakeLists.txt", "setup.py", "pyproject.toml", "csrc/a.cpp"):
         (tmp_path / name).touch()
-    for name in ("version.py", "a.py"):
+    for name in ("core/version.py", "a.py"):
         (tmp_path / "drot" / name).touch()
     stand_ins = {"python": PYTHON, "pip": PIP, "drot-command": DROT, "tool": TOOL}
     for name, text in stand_ins.items():
@@ -102,7 +102,7 @@ def test_a_half_built_environment_is_built_again(make) -> None:
 
 @pytest.mark.parametrize(
     ("changed", "installs"),
-    [("csrc/a.cpp", 1), ("pyproject.toml", 1), ("drot/version.py", 1), ("drot/a.py", 0)],
+    [("csrc/a.cpp", 1), ("pyproject.toml", 1), ("drot/core/version.py", 1), ("drot/a.py", 0)],
 )
 def test_only_native_sources_and_metadata_need_a_new_install(make, changed: str, installs: int) -> None:
     make("demo")

@@ -9,7 +9,7 @@ import zipfile
 import pytest
 
 from drot.cli import app as cli
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.report.drawing import COLOURS, SERIES
 from drot.report.reading import mean, one_shot, read_runs
 from drot.report.write import write_report

@@ -5,8 +5,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-from drot.architectures import HeadShape
 from drot.config import Sparsity
+from drot.model.families import HeadShape
 from drot.rotation import importance
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective

@@ -6,8 +6,8 @@ The reference follows appendix A literally: the full RᵀMR, a block-diagonal R2
 import pytest
 import torch
 
-from drot.architectures import ROLES, HeadShape
 from drot.config import Sparsity
+from drot.model.families import ROLES, HeadShape
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
 

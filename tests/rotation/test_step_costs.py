@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drot.architectures import HeadShape
 from drot.config import RotationConfig, Sparsity
+from drot.model.families import HeadShape
 from drot.ops import skew_momentum
 from drot.rotation import importance, train
 from drot.rotation.graph import WARM_UP, GraphedStep, Step

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_retraction import orthogonal, skew, with_spectrum
 
-from drot.products import add_identity, identity_plus_product
+from drot.machine.products import add_identity, identity_plus_product
 from drot.rotation.retraction import DIRECTIONS, SpectralStep, orthogonality_error, reorthogonalize
 from drot.rotation.tensor_cores import TensorCoreStep, angles, polar_factor, turn
 

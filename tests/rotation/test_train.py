@@ -5,7 +5,7 @@ import torch
 from test_objective import SHAPE, D, build, entropy_reference, make_layer
 
 from drot.config import RotationConfig
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.rotation import optimizers
 from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
 from drot.rotation.retraction import reorthogonalize

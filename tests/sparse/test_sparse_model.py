@@ -11,14 +11,14 @@ from small_models import FAMILIES, random_tokens, small_model
 from torch import nn
 
 import drot
-from drot.architectures import architecture_of, decoder_layers, layer_linears
-from drot.bench.variants import DENSE, ROTATED, SPARSE, model_variants
-from drot.errors import UserError
+from drot.core.errors import UserError
+from drot.model.boundary import BoundaryRotation, rotation_place, set_boundary
+from drot.model.families import architecture_of, decoder_layers, layer_linears
 from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
 from drot.sparse.linear import NOT_TRAINABLE, SparseLinear, is_packed, packed_linears
 from drot.sparse.packed import check_packed, compress_model, pack_model, unpack_model
-from drot.surgery.boundary import BoundaryRotation, rotation_place, set_boundary
+from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
 
 #: largest relative error of the logits; dense and packed models add up in different orders
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}

@@ -11,11 +11,10 @@ import torch
 from small_models import random_text, save_small_model, small_model
 
 import drot
-from drot.calibration.data import load_calibration
 from drot.checkpoint.load import load, load_tokenizer
 from drot.cli import app as cli
 from drot.config import Recipe
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.tasks import Score, Tasks
 from drot.sweep import desk as desk_module
@@ -23,6 +22,7 @@ from drot.sweep import sweep as sweep_module
 from drot.sweep.charts import chart_of
 from drot.sweep.sweep import sweep
 from drot.sweep.tables import paper_tables
+from drot.text.source import load_calibration
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from drot.config import Recipe
-from drot.errors import UserError
+from drot.core.errors import UserError
 from drot.sweep.grid import read_grid
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/paper-ablations.yaml"

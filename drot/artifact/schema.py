@@ -1,0 +1,24 @@
+"""Schema of artifact.json, the index of an artifact (drot/artifact/container.py)."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from drot.core.reading import Entries
+
+
+class _File(Entries):
+    sha256: str
+    bytes: Annotated[int, Field(ge=0)]
+
+
+class ArtifactIndex(Entries):
+    """The entries that drot reads."""
+
+    format_version: int
+    model: str
+    model_sha256: str
+    rotated: bool
+    boundary: Literal["input", "residual"] | None
+    files: Annotated[dict[str, _File], Field(min_length=1)]
+    tolerances: dict[str, Annotated[float, Field(ge=0)]]

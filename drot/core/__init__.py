@@ -1,0 +1,1 @@
+"""What every room uses: errors, events, files, locks. It knows nothing of models."""

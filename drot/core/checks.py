@@ -1,0 +1,84 @@
+"""Checks of single values, with the field's name in the message."""
+
+import math
+import reprlib
+import typing
+from pathlib import Path
+from typing import Any
+
+from drot.core.errors import UserError
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel = 3
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 10
+_SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
+
+
+def one_of(name: str, value: object, allowed: Any) -> None:
+    choices = typing.get_args(allowed)
+    if value not in choices:
+        raise UserError(f"`{name}` must be one of {', '.join(choices)}; got {shortened(value)}")
+
+
+def at_least(name: str, value: float, low: float, high: float = math.inf) -> None:
+    if not (_is_finite(value) and low <= value <= high):
+        allowed = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise UserError(f"`{name}` must be a finite number {allowed}; got {shortened(value)}")
+
+
+def above_zero(name: str, value: float, high: float = math.inf) -> None:
+    if not (_is_finite(value) and 0 < value <= high):
+        limit = "" if high == math.inf else f" and at most {high:g}"
+        raise UserError(f"`{name}` must be a finite number above 0{limit}; got {shortened(value)}")
+
+
+def whole_number(name: str, value: int, low: int, high: int | None = None) -> None:
+    if (
+        not isinstance(value, int)
+        or isinstance(value, bool)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise UserError(f"`{name}` must be a whole number {allowed}; got {shortened(value)}")
+
+
+def is_a(name: str, value: object, *types: type, or_none: bool = False) -> None:
+    """Raises UserError unless `value` is an instance of one of `types`, or None where `or_none` allows it.
+
+    A bool does not count as an int.
+    """
+    if (value is None and or_none) or (
+        isinstance(value, types) and not (isinstance(value, bool) and bool not in types)
+    ):
+        return
+    expected = " or ".join([*(kind.__name__ for kind in types), *(["None"] if or_none else [])])
+    raise UserError(f"`{name}` must be a {expected}; got {shortened(value)}, a {type(value).__name__}")
+
+
+def path_exists(path: Path) -> bool:
+    """Whether there is such a file or folder; False for a name that is too long for a file."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an int beyond the largest float
+        return False
+
+
+def shortened(value: object) -> str:
+    """`value` as Python writes it, in at most 60 characters.
+
+    Aliases let a YAML file of a few lines stand for lists of billions of elements, so that not the whole of a
+    value is written and then cut off.
+    """
+    try:
+        text = " ".join(_SHORT.repr(value).split())
+    except ValueError:  # a number of thousands of digits
+        return f"a very long {type(value).__name__}"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,90 @@
+"""Writing of files. A file is complete or does not exist, also after a power failure or on a full disk."""
+
+import contextlib
+import errno
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from drot.core.errors import UserError
+
+#: errors of fsync on the folders of file systems that cannot sync a folder
+CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+
+
+class WriteError(UserError):
+    """A file could not be written, as on a full disk."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns the exceptions of a failed write into a WriteError of one line that names `path`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise WriteError(f"cannot write {path}: {_reason(error)}") from error
+    except Exception as error:
+        # the package tokenizers raises a plain Exception, as in 'No space left on device (os error 28)'
+        if type(error) is not Exception or "os error" not in str(error):
+            raise
+        raise WriteError(f"cannot write {path}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[Path]:
+    """Yields a temporary path beside `path`. The file that the caller writes there replaces `path`.
+
+    The file is synced first and gets the permissions of the umask. If the caller or the sync fails, the
+    temporary file is deleted and `path` stays as it was. Raises WriteError if writing fails.
+    """
+    part = path.with_name(path.name + ".part")
+    with writing(path):
+        try:
+            part.unlink(missing_ok=True)
+            part.touch()
+            mode = part.stat().st_mode  # safetensors makes files that only their owner can read
+            yield part
+            part.chmod(mode)
+            sync(part)
+            os.replace(part, path)
+            sync(path.parent)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+
+
+def write_json(path: Path, data: dict[str, Any]) -> None:
+    """Writes `data` to the file `path`. Raises WriteError if writing fails."""
+    with new_file(path) as part:
+        part.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def sync(path: Path) -> None:
+    """Waits until the content of a file, or the entries of a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if not path.is_dir() or error.errno not in CANNOT_SYNC:
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def finish_folder(folder: Path) -> None:
+    """Syncs all files and folders in `folder`, and gives the files the permissions of the umask."""
+    mode = folder.stat().st_mode & 0o666  # mkdir made the folder with the umask
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            path.chmod(mode)
+        sync(path)
+    sync(folder)

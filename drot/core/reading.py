@@ -1,0 +1,109 @@
+"""Reading of JSON files, and the check of their content by a schema."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from drot.core.checks import shortened
+from drot.core.errors import UserError
+
+#: largest depth of nested lists and objects; no file that drot reads has more than 8 levels
+DEEPEST = 64
+#: largest whole number: that of an int64
+LARGEST = 2**63 - 1
+#: most characters of a library's message in a message of drot
+LONGEST_QUOTE = 300
+
+
+class Entries(BaseModel):
+    """Entries of a JSON object. Other entries may stand beside those that are declared."""
+
+    model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The JSON object in `file`, whose numbers are finite and within 64 bits.
+
+    Raises UserError that names the file, and the entry where there is one: for a file that is missing, not a
+    file, not UTF-8 or not JSON, for anything but an object, for deep nesting, and for NaN and other numbers
+    that no file should hold.
+    """
+    try:
+        content = file.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist: copy the folder again") from None
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    return parse_json(content, str(file))
+
+
+def parse_json(content: bytes, file: str) -> dict[str, Any]:
+    """The JSON object in `content`, as for `read_json`. Messages name it `file`."""
+    try:
+        data = json.loads(content.decode("utf-8"))
+    except RecursionError:
+        raise UserError(f"{file} is nested too deeply: copy it again") from None
+    except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
+        raise UserError(f"{file} is not valid JSON ({quoted(error)}): copy it again") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{file} must hold a JSON object, got {shortened(data)}: copy it again")
+    _check_values(data, file)
+    return data
+
+
+def _check_values(data: dict[str, Any], file: str) -> None:
+    waiting: list[tuple[str, Any, int]] = [("", data, 0)]
+    while waiting:
+        name, value, depth = waiting.pop()
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{file}: {name} must be a finite number, got {value}: copy the file again")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            raise UserError(f"{file}: {name} must be a number of 64 bits, got {shortened(value)}")
+        if isinstance(value, dict | list) and depth == DEEPEST:
+            raise UserError(f"{file} is nested more than {DEEPEST} levels deep: copy it again")
+        if isinstance(value, dict):
+            prefix = f"{name}." if name else ""
+            waiting += [(f"{prefix}{_printable(key)}", item, depth + 1) for key, item in value.items()]
+        elif isinstance(value, list):
+            waiting += [(f"{name}.{index}", item, depth + 1) for index, item in enumerate(value)]
+
+
+def check_schema(schema: type[BaseModel], data: Any, where: str) -> None:
+    """Raises UserError unless `data` fits the schema.
+
+    The message names `where`, the first wrong entry and its value.
+    """
+    try:
+        schema.model_validate(data)
+    except ValidationError as caught:
+        error = caught.errors(include_url=False)[0]
+        entry = _printable(".".join(str(part) for part in error["loc"]))
+        if error["type"] == "extra_forbidden":
+            raise UserError(
+                f"{where} has {entry}, which this version of drot does not support: update drot"
+            ) from None
+        if error["type"] == "missing":
+            raise UserError(f"{where} lacks {entry}: it was edited; copy it again") from None
+        problem = error["msg"].removeprefix("Value error, ").replace("`", "'")
+        got = shortened(error["input"])
+        raise UserError(f"{where}: {entry}: {problem}, got {got}: copy the file again") from None
+
+
+def _printable(name: str) -> str:
+    """The name of an entry: as it is, or as Python writes it if it is long or has control characters."""
+    return name if name.isprintable() and len(name) <= LONGEST_QUOTE else shortened(name)
+
+
+def quoted(error: BaseException) -> str:
+    """The message of a library's exception in one line that drot's own message can quote.
+
+    Backticks would name a field of drot (core/errors.py). The name of the class goes before a message that
+    says little without it, such as KeyError's.
+    """
+    text = " ".join(str(error).replace("`", "'").split())
+    if not text or isinstance(error, LookupError | ArithmeticError | TypeError | AttributeError):
+        text = f"{type(error).__name__}: {text}"
+    return text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 3] + "..."

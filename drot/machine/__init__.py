@@ -1,0 +1,1 @@
+"""The machine: devices, versions, memory, products and copies on them."""

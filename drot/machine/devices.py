@@ -1,0 +1,146 @@
+"""Parsing of the arguments `device` and `dtype`, which have the same values everywhere in drot."""
+
+import functools
+import logging
+import os
+import re
+
+import torch
+
+from drot.config.rotation import ProductDtype
+from drot.core.errors import UserError
+from drot.machine.extension import BUILD_COMMAND, BUILD_INFO
+
+logger = logging.getLogger("drot")
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def parse_dtype(name: str, field: str = "dtype") -> torch.dtype:
+    """The torch dtype named `float32`, `bfloat16` or `float16`. Raises UserError for another name.
+
+    field: the argument that holds `name`, for the error message.
+    """
+    if name not in DTYPES:
+        raise UserError(f"`{field}` must be auto or one of {', '.join(DTYPES)}; got {name!r}")
+    return DTYPES[name]
+
+
+def computing_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
+    """The dtype in which `drot prune` and `drot eval` compute on `device`.
+
+    `auto` is `float32` on a CPU, which computes faster and more exactly in it than in the 16-bit dtypes. On a
+    GPU `auto` stays `auto`, the checkpoint's own. Any other dtype is returned as it is.
+    """
+    return "float32" if dtype == "auto" and device.type == "cpu" else dtype
+
+
+def product_dtype(name: ProductDtype, device: torch.device) -> ProductDtype:
+    """The name of the dtype in which rotations are trained on `device`.
+
+    `auto` is `bfloat16` on a GPU, whose tensor cores multiply in it, and `float32` on a CPU. Any other name
+    is returned as it is.
+    """
+    return name if name != "auto" else "float32" if device.type == "cpu" else "bfloat16"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a dtype in manifests and messages: `bfloat16` for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.")
+
+
+def total_memory(device: torch.device) -> int:
+    """The bytes of memory that `device` has, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def pick_device(name: str | torch.device) -> torch.device:
+    """The device named `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU, or the CPU without a GPU.
+
+    Raises UserError for another name, for a GPU that torch does not find, and for a GPU for which drot was
+    not built (`check_gpu`).
+    """
+    device = _named_device(name)
+    if device.type == "cuda":
+        check_gpu(device)
+    return device
+
+
+def _named_device(name: str | torch.device) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UserError(f"`device` must be auto, cpu or cuda[:N]; got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UserError(f"`device` must be auto, cpu or cuda[:N]; got {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f'`device` is {name!r}, but torch finds no GPU: use `device="cpu"`')
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise UserError(f"`device` must be at most cuda:{last}, the last GPU that torch finds; got {name!r}")
+    return device
+
+
+def pick_devices(names: str | torch.device) -> list[torch.device]:
+    """The devices in a list separated by commas, such as `cuda:0,cuda:1`.
+
+    Raises UserError for a list with both a GPU and the CPU, and as `pick_device` does.
+    """
+    if isinstance(names, torch.device):
+        return [pick_device(names)]
+    devices = [pick_device(name.strip()) for name in names.split(",")]
+    if len({device.type for device in devices}) > 1:
+        raise UserError(f"`device` must name either GPUs or the CPU, not both; got {names!r}")
+    return devices
+
+
+@functools.cache
+def check_gpu(device: torch.device) -> None:
+    """Compares the GPU `device` with the architectures for which drot was built.
+
+    Raises UserError if drot was built with CUDA but not for this GPU, whose first op would end with 'no
+    kernel image'. Warns if drot was built without CUDA: models without packed weights run all the same.
+
+    This is done at the first use of a GPU and not by `import drot`: to ask for the GPU takes torch's start of
+    CUDA, about a second, after which a process cannot fork.
+    """
+    major, minor = torch.cuda.get_device_capability(device)
+    problem = kernel_problem((major, minor), BUILD_INFO["cuda_architectures"])
+    if problem is None:
+        return
+    line = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but drot {problem}"
+    if BUILD_INFO["cuda"]:
+        raise UserError(f'{line}; or use `device="cpu"`')
+    logger.warning("%s", line)
+
+
+def kernel_problem(capability: tuple[int, int], built: str) -> str | None:
+    """Says what to rebuild if drot's kernels do not run on a GPU; None if they do.
+
+    Machine code runs on GPUs of the same major number and the same or a later minor number, PTX on the same
+    and all later GPUs. Of an architecture with an `a`, both run on exactly that capability; with an `f`, on
+    GPUs of its major number from its minor number on (CUDA C++ Programming Guide, compute capabilities).
+
+    capability: the compute capability of the GPU.
+    built: the architectures of the build, separated by spaces, as in `8.0 9.0a 12.0+PTX`; "" without CUDA.
+    """
+    if any(_runs_on(capability, name) for name in built.split()):
+        return None
+    was_built = f"was built for {', '.join(built.split())}" if built else "was built without CUDA"
+    name = ".".join(map(str, capability))
+    return f"{was_built}: rebuild it with `TORCH_CUDA_ARCH_LIST={name} {BUILD_COMMAND}`"
+
+
+def _runs_on(capability: tuple[int, int], architecture: str) -> bool:
+    found = re.fullmatch(r"(\d+)\.(\d)([af]?)(\+PTX)?", architecture)
+    assert found is not None, f"{architecture} is no architecture"
+    major, minor, kind, ptx = int(found[1]), int(found[2]), found[3], found[4]
+    if kind == "a":
+        return capability == (major, minor)
+    if ptx and not kind:
+        return capability >= (major, minor)
+    return capability[0] == major and capability[1] >= minor

@@ -1,0 +1,177 @@
+"""The machine and the versions of the libraries, which `drot info` prints and manifests record."""
+
+import hashlib
+import json
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drot import _C
+from drot.core.version import __version__
+from drot.machine.extension import BUILD_INFO
+
+#: the rates that `drot info --measure` measures
+PEAKS = ("float32", "bfloat16", "copy")
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+#: environment variables that choose the instructions, and with them the order of sums, of torch, MKL,
+#: oneDNN and drot
+VARIABLES = (
+    "ATEN_CPU_CAPABILITY",
+    "DROT_SIMD",
+    "MKL_CBWR",
+    "MKL_DEBUG_CPU_TYPE",
+    "MKL_ENABLE_INSTRUCTIONS",
+    "ONEDNN_MAX_CPU_ISA",
+)
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of drot, the libraries that it uses, and Python; None for a package that is not installed."""
+    libraries = ("transformers", "tokenizers", "safetensors", "numpy")
+    return {
+        "drot": __version__,
+        "torch": torch.__version__,
+        **{name: _installed(name) for name in libraries},
+        "python": platform.python_version(),
+    }
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What the bytes of a result depend on beside the recipe and the versions, in plain JSON types.
+
+    processor, cpu_capability: the CPU's architecture and the vector instructions that torch uses.
+    threads: torch's threads for one operation.
+    gpu: name of the GPU; None on a CPU.
+    math_libraries: the lines of torch's build that name MKL and oneDNN; [] without them.
+    torch_build: SHA-256 of the description of torch's build, `torch.__config__.show()`.
+    variables: the environment variables among VARIABLES that are set.
+    """
+    build = torch.__config__.show()
+    return {
+        "processor": platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "math_libraries": [line.strip(" -") for line in build.splitlines() if "Intel(R)" in line],
+        "torch_build": hashlib.sha256(build.encode()).hexdigest(),
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The name of a GPU, or `cpu`."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def machine_name(device: torch.device) -> str:
+    """The name of a GPU, or the CPU's architecture, vector instructions and threads."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    capability = torch.backends.cpu.get_cpu_capability()
+    threads = torch.get_num_threads()
+    return f"{platform.machine()} CPU ({capability}), {threads} thread{'' if threads == 1 else 's'}"
+
+
+def processor_name() -> str:
+    """The name of the processor; its architecture where the system does not tell the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def _peaks_key(device: torch.device) -> str:
+    """The key of a device in the tuning cache: what its rates depend on."""
+    name = machine_name(device) if device.type == "cuda" else f"{processor_name()}, {machine_name(device)}"
+    return f"peaks of torch {torch.__version__}, {name}"
+
+
+def stored_peaks(device: torch.device) -> dict[str, float] | None:
+    """The rates of a device that `drot info --measure` has measured; None if it has not.
+
+    float32, bfloat16: operations a second of a matrix product. copy: bytes a second that a copy reads and
+    writes.
+    """
+    text = _C.tuning_cache_lookup(_peaks_key(device))
+    try:
+        peaks = json.loads(text or "null")
+        return {name: float(peaks[name]) for name in PEAKS} if peaks else None
+    except (ValueError, TypeError, KeyError):  # the line was cut off or edited
+        return None
+
+
+def store_peaks(device: torch.device, peaks: dict[str, float]) -> bool:
+    """Keeps the rates of a device in the tuning cache; returns whether that was possible."""
+    return bool(_C.tuning_cache_store(_peaks_key(device), json.dumps(peaks)))
+
+
+def _cusparselt() -> dict[str, Any]:
+    """The version of cuSPARSELt that torch finds, which needs no GPU, and the one drot was compiled with."""
+    found: int | None = None
+    try:
+        from torch.backends import cusparselt
+
+        found = cusparselt.version() if cusparselt.is_available() else None
+    except (ImportError, RuntimeError, AttributeError):
+        found = None
+    return {"found": found is not None, "version": found, "compiled": BUILD_INFO["cusparselt"] or None}
+
+
+def collect() -> dict[str, Any]:
+    """The versions, the compiled backends and the machine, in plain JSON types.
+
+    drot, python, torch, transformers, tokenizers, safetensors, numpy: versions.
+    built_with_torch: the torch that drot was compiled for.
+    backends: list of `cpu` and `cuda`; no_cuda_reason: why `cuda` was not compiled, or None.
+    cuda: {compiled, architectures, torch}; gpus: [{name, capability, memory_gib}].
+    cusparselt: {found, version, compiled}; cpu: {machine, capability, threads}.
+    tuning_cache: path of the file with the fastest measured algorithm of each GPU product, or None.
+    peaks: device → the rates that `drot info --measure` has measured there (`stored_peaks`).
+    """
+    gpus = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_gib": round(properties.total_memory / 2**30, 1),
+            }
+        )
+    return {
+        **versions(),
+        "built_with_torch": BUILD_INFO["torch"],
+        "backends": ["cpu", "cuda"] if BUILD_INFO["cuda"] else ["cpu"],
+        "no_cuda_reason": BUILD_INFO["no_cuda_reason"] or None,
+        "cuda": {
+            "compiled": BUILD_INFO["cuda"] or None,
+            "architectures": BUILD_INFO["cuda_architectures"].split(),
+            "torch": torch.version.cuda,
+        },
+        "gpus": gpus,
+        "cusparselt": _cusparselt(),
+        "cpu": {
+            "machine": platform.machine(),
+            "capability": torch.backends.cpu.get_cpu_capability(),
+            "threads": torch.get_num_threads(),
+        },
+        "tuning_cache": _C.tuning_cache_file() or None,
+        "peaks": {
+            str(device): peaks
+            for device in [torch.device("cpu"), *(torch.device("cuda", index) for index in range(len(gpus)))]
+            if (peaks := stored_peaks(device)) is not None
+        },
+    }

@@ -1,1 +1,0 @@
-"""Schemas of the JSON files that others may have written. A file is checked before its values are used."""

@@ -1,0 +1,110 @@
+"""The figures of a case of `drot bench`, from the times that were measured."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
+from drot.sparse.linear import packed_linears
+from drot.speed.cases import NEW_TOKENS, Case
+from drot.speed.timing import Timing
+from drot.speed.variants import DENSE
+
+#: fewest repetitions from which a verdict is given: fewer show nothing of the spread of the times
+FEWEST_REPEATS = 3
+#: a variant is 'as fast as dense' if its speedup differs from 1 by at most this much
+EQUAL = 0.03
+
+
+def rows_of(
+    case: Case, timings: Mapping[str, Timing], models: Mapping[str, PreTrainedModel], repeats: int
+) -> list[dict[str, Any]]:
+    """The row of each variant of a case. `measure_speed` describes the keys of a row.
+
+    timings, models: name of a variant → its times, and its model.
+    repeats: the number of calls behind each Timing.
+    """
+    steps = NEW_TOKENS if (case.what, case.phase) == ("model", "decode") else 1
+    dense = models[DENSE]
+    arch = architecture_of(dense.config)
+    products = sum(
+        linear.weight.numel()
+        for layer in decoder_layers(dense, arch)
+        for linear in layer_linears(layer, arch).values()
+    )
+    rows = []
+    for variant, timing in timings.items():
+        seconds = timing.median / steps
+        weights = weight_bytes(models[variant], case.what)
+        speedup = timings[DENSE].median / timing.median
+        if case.phase == "prefill":
+            bound = 2 * products * case.size / seconds
+        else:
+            bound = streamed_bytes(models[variant], case.what) / seconds
+        rows.append(
+            {
+                "what": case.what,
+                "phase": case.phase,
+                "size": case.size,
+                "variant": variant,
+                "milliseconds": 1e3 * seconds,
+                "p20": 1e3 * timing.p20 / steps,
+                "p80": 1e3 * timing.p80 / steps,
+                "tokens_per_second": case.size / seconds,
+                "bound": bound,
+                "weight_bytes": weights,
+                "speedup": None if variant == DENSE else speedup,
+                "verdict": None if variant == DENSE else verdict(timings[DENSE], timing, repeats),
+            }
+        )
+    return rows
+
+
+def verdict(dense: Timing, timing: Timing, repeats: int) -> str:
+    """Whether `timing` is faster than, slower than or as fast as `dense`, or why that cannot be told.
+
+    Faster or slower needs ranges from p20 to p80 that do not overlap.
+
+    repeats: the number of calls behind each Timing.
+    """
+    if repeats < FEWEST_REPEATS:
+        return "too few repeats"
+    speedup = dense.median / timing.median
+    if abs(speedup - 1) <= EQUAL:
+        return "as fast as dense"
+    if timing.p20 <= dense.p80 and dense.p20 <= timing.p80:
+        return "too noisy to tell"
+    return "faster than dense" if speedup > 1 else "slower than dense"
+
+
+def weight_bytes(model: PreTrainedModel, what: str) -> int:
+    """Bytes of the weights of one decoder layer (`what` is "layer"), or of the whole model ("model").
+
+    Layers that share their parameters (`stacked_variants`) count separately, as in a real model.
+    """
+    layers = decoder_layers(model, architecture_of(model.config))
+    if what == "layer":
+        return _bytes(layers[0])
+    inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
+    outside = (parameter.nbytes for parameter in model.parameters() if id(parameter) not in inside)
+    return sum(map(_bytes, layers)) + sum(outside)
+
+
+def _bytes(layer: nn.Module) -> int:
+    """Bytes of a layer's parameters and of the compressed forms of its weights."""
+    compressed = [linear.compressed for _, linear in packed_linears(layer)]
+    tensors = [*layer.parameters(), *(tensor for tensor in compressed if tensor is not None)]
+    return sum(tensor.nbytes for tensor in tensors)
+
+
+def streamed_bytes(model: PreTrainedModel, what: str) -> int:
+    """Bytes of the weights that a decode step reads.
+
+    An untied embedding does not count: a token reads one row of the embedding.
+    """
+    arch = architecture_of(model.config)
+    embedding, head = module_at(model, arch.embedding).weight, module_at(model, arch.lm_head).weight
+    untied = what == "model" and embedding is not head
+    return weight_bytes(model, what) - (embedding.nbytes if untied else 0)

@@ -1,0 +1,155 @@
+"""The variants that `drot bench` compares: the same layer or model dense, 2:4, and 2:4 with its rotations.
+
+Variants share the parameters in which they do not differ, so that all fit into memory at the same time.
+"""
+
+import copy
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from drot.core.errors import UserError
+from drot.model.boundary import add_boundary_rotation, remove_boundary_rotation, rotation_place
+from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
+from drot.ops import nm_mask
+from drot.sparse.fused import fuse, unfuse_rotations
+from drot.sparse.linear import is_packed
+from drot.sparse.packed import pack_model, unpack_model
+from drot.sparse.quantization_config import boundary_of
+
+DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
+
+_LLAMA = dict(model_type="llama", head_dim=128, tie_word_embeddings=False)
+#: name → configuration of a published model, for measurements with random weights
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _LLAMA
+    | dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32)
+    | dict(num_hidden_layers=32, vocab_size=32000),
+    "llama-3-8b": _LLAMA
+    | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    | dict(num_hidden_layers=32, vocab_size=128256),
+    "llama-3-70b": _LLAMA
+    | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
+    | dict(num_hidden_layers=80, vocab_size=128256),
+    "qwen2.5-7b": dict(model_type="qwen2", tie_word_embeddings=False)
+    | dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4)
+    | dict(num_hidden_layers=28, vocab_size=152064),
+    "qwen3-8b": dict(model_type="qwen3", head_dim=128, tie_word_embeddings=False)
+    | dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8)
+    | dict(num_hidden_layers=36, vocab_size=151936),
+}
+
+
+def shape_config(name: str) -> Any:
+    """The configuration of the model `name` in SHAPES. Raises UserError for another name."""
+    if name not in SHAPES:
+        raise UserError(f"`shape` must be one of {', '.join(SHAPES)}; got {name!r}")
+    return AutoConfig.for_model(**SHAPES[name])
+
+
+@torch.no_grad()
+def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> dict[str, PreTrainedModel]:
+    """Variant → model of one decoder layer in the dimensions of `config`, with random weights.
+
+    The vocabulary has 8 tokens, so that next to nothing but the layer takes memory. The boundary rotation
+    has the place that it has in the checkpoint of `config`, or acts on the input.
+    """
+    config = copy.deepcopy(config)
+    place = boundary_of(config) or "input"
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:1]
+    dense = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval().requires_grad_(False)
+    arch = architecture_of(config)
+    (layer,) = decoder_layers(dense, arch)
+    for linear in layer_linears(layer, arch).values():
+        linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
+    sparse = _sharing_copy(dense)
+    pack_model(sparse)
+    fuse(sparse)
+    rotated = _sharing_copy(sparse)
+    (layer,) = decoder_layers(rotated, arch)
+    d = config.hidden_size
+    rotation = add_boundary_rotation(layer, arch, place, d, dtype=dtype, device=device)
+    rotation.weight.normal_(0, d**-0.5)  # it takes the time of an orthogonal matrix, which is slow to make
+    fuse(rotated)
+    return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
+
+
+@torch.no_grad()
+def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[str, PreTrainedModel]:
+    """Variant → whole model in the dimensions of `config`, from the `layers` of `layer_variants`.
+
+    All decoder layers of a model share the parameters of its one layer, so that the decoder of any model in
+    SHAPES takes the memory of one layer. The first layer has no rotation. A model whose layers have their
+    own parameters takes the same time if a layer is larger than the processor's caches.
+    """
+    rows, d = config.vocab_size, config.hidden_size
+    like = next(layers[DENSE].parameters())
+    block = torch.randn(min(rows, 4096), d, dtype=like.dtype, device=like.device)
+    embedding, head = (
+        torch.nn.Parameter(block.roll(shift, 1).repeat(-(-rows // len(block)), 1)[:rows], False)
+        for shift in (0, 1)
+    )
+    models = {}
+    for name, model in layers.items():
+        models[name] = stacked = _sharing_copy(model)
+        arch = architecture_of(config)
+        stacked.config.num_hidden_layers, stacked.config.vocab_size = config.num_hidden_layers, rows
+        if getattr(stacked.config, "layer_types", None):
+            stacked.config.layer_types = stacked.config.layer_types * config.num_hidden_layers
+        module_at(stacked, arch.embedding).weight = embedding
+        module_at(stacked, arch.lm_head).weight = head
+        stack = decoder_layers(stacked, arch)
+        for index in range(1, config.num_hidden_layers):
+            layer, attention = _twin(stack[0]), _twin(module_at(stack[0], arch.attention))
+            attention.layer_idx = index  # the layer's index in the KV cache
+            setattr(layer, arch.attention, attention)
+            stack.append(layer)
+        if rotation_place(stack[0]) is not None:
+            stack[0] = _twin(stack[0])
+            remove_boundary_rotation(stack[0])
+    return models
+
+
+def _twin(module: Any) -> Any:
+    """A shallow copy of `module`, with the same children and parameters."""
+    twin = copy.copy(module)
+    twin.__dict__["_modules"] = dict(module._modules)
+    return twin
+
+
+def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) -> dict[str, PreTrainedModel]:
+    """Variant → model, from a 2:4 `model`, dense or packed. `dense_linears` names linears that are not 2:4.
+
+    DENSE has dense weights and no rotations, like the model before it was pruned. SPARSE is packed and has
+    no rotations. ROTATED is packed with the rotations; it is left out if `model` has none. A variant without
+    the rotations does not compute what `model` does, but takes the time of a model that does.
+
+    Raises UserError that names the layer, the linear and the row of a weight that is not 2:4.
+    """
+    packed = _sharing_copy(model)
+    if not is_packed(packed):
+        pack_model(packed, dense_linears)
+    fuse(packed)
+    plain = _sharing_copy(packed)
+    unfuse_rotations(plain)
+    layers = [
+        layer
+        for layer in decoder_layers(plain, architecture_of(plain.config))
+        if rotation_place(layer) is not None
+    ]
+    for layer in layers:
+        remove_boundary_rotation(layer)
+    dense = _sharing_copy(plain)
+    unpack_model(dense)
+    return {DENSE: dense, SPARSE: plain} | ({ROTATED: packed} if layers else {})
+
+
+def _sharing_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the modules of `model`, with the same parameters."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

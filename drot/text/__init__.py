@@ -1,0 +1,1 @@
+"""Text from files and from the hub, as token ids."""

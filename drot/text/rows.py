@@ -1,0 +1,67 @@
+"""The text in the rows of a dataset: a column of text, or of chats, which the chat template formats."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from drot.config import CalibrationConfig
+from drot.core.errors import UserError
+from drot.core.hub import first_line
+
+#: the column of a chat dataset, whose values are lists of {"role": ..., "content": ...}
+MESSAGES = "messages"
+
+
+def texts(rows: Iterable[Any], text_column: str, source: str, tokenizer: Any) -> Iterator[str]:
+    """The text of every row. Rows whose text is null, as for removed documents, are left out."""
+    for number, row in enumerate(rows):
+        column = text_column
+        if isinstance(row, dict) and column not in row:
+            if column != CalibrationConfig.text_column or MESSAGES not in row:
+                raise UserError(
+                    f"{source} has no column {text_column!r}; its columns are {', '.join(map(str, row))}: "
+                    "name one of them as `text_column`"
+                )
+            column = MESSAGES
+        text = row[column] if isinstance(row, dict) else row
+        if _is_chat(text):
+            yield _format_chat(text, tokenizer, f"{source}, row {number}")
+        elif isinstance(text, str):
+            yield text
+        elif text is not None:
+            where = f"column {column!r}" if isinstance(row, dict) else "a row"
+            raise UserError(
+                f"{source}: {where} must hold text or chats, got {type(text).__name__}: "
+                "name another column as `text_column`"
+            )
+
+
+def _is_chat(value: Any) -> bool:
+    """Whether `value` is a list of messages, each with a role and a content."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(message, dict) and {"role", "content"} <= message.keys() for message in value)
+    )
+
+
+def _format_chat(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> str:
+    """The messages in the format of the tokenizer's chat template.
+
+    where: the source and the row, for error messages.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise UserError(
+            f"{where} holds a chat, but the tokenizer of the model has no chat template: copy the "
+            "tokenizer's files of a chat model, or name a column of text as `text_column`"
+        )
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # the template is a program of the model's author
+        raise UserError(
+            f"{where}: the tokenizer's chat template refuses the chat ({first_line(error)}): leave it out"
+        ) from error
+
+
+def one_line(error: BaseException) -> str:
+    """An error's message without line breaks, at most 300 characters of it."""
+    return " ".join(str(error).split())[:300]

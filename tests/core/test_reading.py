@@ -1,0 +1,77 @@
+"""The reading of JSON files: what is refused, and messages that name the entry in one line."""
+
+import json
+
+import pytest
+
+from drot.core.checks import shortened
+from drot.core.errors import UserError
+from drot.core.reading import check_schema, quoted, read_json
+from drot.model.schema import ModelConfig, QuantizationKeys, WeightIndex
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "is not valid JSON"),
+        ("[]", "must hold a JSON object, got \\[\\]"),
+        ("\xe9", "is not valid JSON"),
+        ('{"a": {"b": [1, NaN]}}', "a.b.1 must be a finite number, got nan"),
+        ('{"a": 1e999}', "a must be a finite number, got inf"),
+        ('{"a": 18446744073709551616}', "a must be a number of 64 bits"),
+        ('{"a": ' + "9" * 5000 + "}", "is not valid JSON"),
+        ('{"a": ' * 100 + "1" + "}" * 100, "nested more than 64 levels"),
+        ('{"a": ' + "[" * 100_000, "nested too deeply"),
+        ('{"a\\nb": {"c": NaN}}', r"'a\\nb'.c must be a finite number"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, content, message):
+    file = tmp_path / "some.json"
+    file.write_text(content, encoding="latin1")
+    with pytest.raises(UserError, match=message) as caught:
+        read_json(file)
+    assert str(file) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_what_is_no_file(tmp_path):
+    with pytest.raises(UserError, match="cannot read .*: Is a directory"):
+        read_json(tmp_path)
+    with pytest.raises(UserError, match="does not exist"):
+        read_json(tmp_path / "no.json")
+
+
+def test_a_file_as_it_should_be(tmp_path):
+    data = {"a": [1, 2.5, None, True, {"b": "text"}], "c": -(2**63) + 1}
+    (tmp_path / "some.json").write_text(json.dumps(data))
+    assert read_json(tmp_path / "some.json") == data
+
+
+@pytest.mark.parametrize(
+    ("schema", "data", "message"),
+    [
+        (ModelConfig, {}, "^file lacks model_type: it was edited"),
+        (ModelConfig, {"model_type": "llama", "vocab_size": True}, "vocab_size: .* integer, got True"),
+        (ModelConfig, {"model_type": "llama", "vocab_size": 8.0}, "vocab_size: .* integer, got 8.0"),
+        (ModelConfig, {"model_type": "llama", "rms_norm_eps": 1}, "rms_norm_eps: .* less than 1, got 1"),
+        (QuantizationKeys, {"layers": 3}, "^file has layers, which this version of drot does not support"),
+        (QuantizationKeys, {"a\nb": 3}, r"^file has 'a\\nb', which this version"),
+        (
+            WeightIndex,
+            {"metadata": {}, "weight_map": {"a": "b/c"}},
+            "weight_map.a: must be the name of a file",
+        ),
+        (WeightIndex, {"metadata": {}, "weight_map": {}}, "weight_map: .* at least 1 item"),
+    ],
+)
+def test_schemas(schema, data, message):
+    with pytest.raises(UserError, match=message) as caught:
+        check_schema(schema, data, "file")
+    assert "\n" not in str(caught.value)
+
+
+def test_quotes_are_short_and_in_one_line():
+    assert quoted(KeyError("nope")) == "KeyError: 'nope'"
+    assert quoted(ValueError("`a` is\n  wrong")) == "'a' is wrong"
+    assert len(quoted(ValueError("x" * 1000))) == 300
+    assert len(shortened("x" * 1000)) == 60 and shortened("a\nb") == r"'a\nb'"
+    assert shortened(10**5000) == "a very long int"

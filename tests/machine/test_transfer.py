@@ -1,0 +1,201 @@
+"""Layers, batches and results that are copied while the caller works: the order, and the values."""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+
+from drot.calibration.layer_pass import LayerPass
+from drot.calibration.stream import CalibrationStream
+from drot.machine import transfer
+from drot.machine.transfer import CopiesHome, ahead, empty_on_host, layers_on_device
+from drot.model.families import architecture_of, decoder_layers
+
+CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
+
+
+class RecordedLayer:
+    """Records its moves; `fails` raises at the move to the device."""
+
+    def __init__(self, index, moves, fails=False):
+        self.index, self.moves, self.fails, self.place = index, moves, fails, CPU
+
+    def to(self, place):
+        if self.fails and place != CPU:
+            raise MemoryError("full")
+        if place != self.place:
+            self.moves.append((self.index, place.type, threading.current_thread().name.partition("_")[0]))
+        self.place = place
+
+
+def test_a_thread_moves_the_next_layer_while_the_caller_works():
+    moves, at_work = [], []
+    layers = [RecordedLayer(index, moves) for index in range(4)]
+    for index, layer in layers_on_device(layers, ELSEWHERE, CPU):
+        assert layer is layers[index] and layer.place == ELSEWHERE
+        at_work.append(index)
+        assert (
+            sum(other.place == ELSEWHERE for other in layers) <= 3
+        )  # the layer before may be on its way home
+    assert at_work == [0, 1, 2, 3] and all(layer.place == CPU for layer in layers)
+    assert {thread for _, _, thread in moves} == {"drot-layers"}
+    assert [move[:2] for move in moves] == [
+        (0, "meta"), (1, "meta"), (0, "cpu"), (2, "meta"), (1, "cpu"), (3, "meta"), (2, "cpu"), (3, "cpu"),
+    ]  # fmt: skip
+
+
+def test_all_layers_are_at_home_after_an_error():
+    layers = [RecordedLayer(index, [], fails=index == 2) for index in range(4)]
+    seen: list[int] = []
+    walk = layers_on_device(layers, ELSEWHERE, CPU)
+    with pytest.raises(MemoryError, match="full"):
+        seen.extend(index for index, _ in walk)
+    assert seen == [0, 1] and all(layer.place == CPU for layer in layers)
+    walk = layers_on_device(layers[:2], ELSEWHERE, CPU)
+    next(walk)
+    walk.close()  # as after an error of the caller
+    assert all(layer.place == CPU for layer in layers)
+
+
+def test_on_one_device_the_caller_moves_the_layers():
+    moves = []
+    layers = [RecordedLayer(index, moves) for index in range(2)]
+    assert [index for index, _ in layers_on_device(layers, CPU, CPU)] == [0, 1] and moves == []
+
+
+def test_layers_without_a_thread_left_behind():
+    before = threading.active_count()
+    list(layers_on_device([RecordedLayer(0, [])], ELSEWHERE, CPU))
+    list(layers_on_device([], ELSEWHERE, CPU))
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_tensors_arrive_in_order(count, device):
+    sources = [empty_on_host((64, 64), torch.float32, torch.device(device)).fill_(i) for i in range(count)]
+    found = []
+    for tensor in ahead(iter(sources), torch.device(device)):
+        assert tensor.device.type == device
+        found.append(float((tensor @ tensor).mean()) / 64)
+    assert found == [float(i * i) for i in range(count)]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_results_come_home(count, device):
+    where = torch.device(device)
+    places = [empty_on_host((64, 64), torch.bfloat16, where).zero_() for _ in range(count)]
+    with CopiesHome(where) as home:
+        for i, place in enumerate(places):
+            home.write(place, torch.full((64, 64), float(i), device=where).T)
+    assert [float(place.float().mean()) for place in places] == list(range(count))
+
+
+class RecordedStream:
+    """A stream for copies that only records what is asked of it, in `said`."""
+
+    def __init__(self, said):
+        self.said, self.events = said, 0
+
+    def wait_stream(self, worker):
+        self.said.append(f"waits for {worker}")
+
+    def record_event(self):
+        self.events += 1
+        return RecordedEvent(self.said, self.events)
+
+    def synchronize(self):
+        self.said.append("all done")
+
+
+class RecordedEvent:
+    def __init__(self, said, number):
+        self.said, self.number = said, number
+
+    def synchronize(self):
+        self.said.append(f"copy {self.number} done")
+
+
+@pytest.fixture
+def said(monkeypatch):
+    """What is asked of a GPU's streams, with the CPU in the place of a GPU."""
+    said: list[str] = []
+    stream = RecordedStream(said)
+    monkeypatch.setattr(transfer, "_copy_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the worker")
+    copy = torch.Tensor.copy_
+
+    def copy_(place, source, non_blocking=False):
+        said.append("copies" if non_blocking else "copies at once")
+        return copy(place, source)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, used: said.append("keeps the result"))
+    return said
+
+
+def test_a_result_is_copied_while_the_caller_works_on(said):
+    """A copy begins when its result is computed. The third waits for the first: two are on their way."""
+    places = torch.zeros(3, 4)
+    with CopiesHome(CPU) as home:
+        for i in range(3):
+            home.write(places[i], torch.full((4,), float(i)))
+    started = ["waits for the worker", "copies", "keeps the result"]
+    assert said == [*started, *started, "copy 1 done", *started, "all done"]
+    assert places[:, 0].tolist() == [0, 1, 2]
+
+
+def test_the_copies_are_done_after_an_error(said):
+    def work():
+        with CopiesHome(CPU) as home:
+            home.write(torch.zeros(4), torch.ones(4))
+            raise MemoryError
+
+    with pytest.raises(MemoryError):
+        work()
+    assert said[-1] == "all done"
+
+
+def test_no_pass_of_a_stream_waits_for_its_copies(said, monkeypatch):
+    """Not for its outputs, nor for rotated states, nor for what is kept of a layer."""
+    monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", {"cpu": 24})
+    model = small_model("llama")
+    arch = architecture_of(model.config)
+    stream = CalibrationStream.embed(model, arch, random_tokens(7, 12), CPU)
+    layer = decoder_layers(model, arch)[0]
+    readers = {"down": (layer.mlp.down_proj, None)}
+    passes = {
+        "outputs": lambda: stream.outputs(layer, 0),
+        "rotate": lambda: stream.rotate(torch.eye(32)),
+        "hessians": lambda: stream.hessians(layer, 0, readers, advance=True),
+        "inputs of o": lambda: list(kept.inputs("o")),
+        "outputs of o": lambda: list(kept.inputs("mlp")),
+        "advance": lambda: kept.advance(),
+    }
+    kept = LayerPass(layer, stream, 0, arch)
+    for name, work in passes.items():
+        said.clear()
+        work()
+        copies = [line for line in said if line.startswith("copies")]
+        assert (name, copies) == (name, 4 * ["copies"])  # 7 sequences in batches of 2
+        assert said[-1] == "all done"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="copies to a GPU")
+def test_an_offloaded_stream_computes_as_a_stream_on_the_gpu(monkeypatch):
+    monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", {"cpu": 24})
+    gpu = torch.device("cuda")
+    model = small_model("llama")
+    arch = architecture_of(model.config)
+    streams = [
+        CalibrationStream.embed(model, arch, random_tokens(7, 12), gpu, offload=offload)
+        for offload in (False, True)
+    ]
+    assert streams[1].hidden_states.is_pinned()
+    for index, layer in layers_on_device(list(decoder_layers(model, arch)), gpu, CPU):
+        for stream in streams:
+            stream.advance(layer, index)
+        assert torch.equal(*(stream.hidden_states.cpu() for stream in streams))
+    assert all(parameter.device == CPU for parameter in model.parameters())

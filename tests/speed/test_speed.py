@@ -1,0 +1,281 @@
+"""`drot bench`: its variants, its rows and its error messages, but no speed."""
+
+import json
+import time
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+from transformers import AutoModelForCausalLM
+
+import drot
+from drot.cli import app as cli
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.demo.demo import MODEL
+from drot.model.boundary import rotation_place
+from drot.sparse.fused import DeferredLinear
+from drot.sparse.linear import is_packed
+from drot.sparse.quantization_config import DrotConfig
+from drot.speed import figures, speed, variants
+from drot.speed.cases import NEW_TOKENS, Case
+from drot.speed.timing import Timing, interleaved
+from drot.speed.variants import (
+    DENSE,
+    ROTATED,
+    SPARSE,
+    layer_variants,
+    model_variants,
+    stacked_variants,
+)
+
+TINY = dict(
+    model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
+    num_hidden_layers=3, vocab_size=96, tie_word_embeddings=False,
+)  # fmt: skip
+CPU = torch.device("cpu")
+VERDICTS = (
+    *("slower than dense", "faster than dense", "as fast as dense", "too noisy to tell", "too few repeats"),
+)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, request):
+    mode, format = getattr(request, "param", ("layer", "packed"))
+    recipe = Recipe(
+        rotation=RotationConfig(mode=mode, steps=1),
+        pruning=PruningConfig(method="magnitude"),
+        calibration=CalibrationConfig(seqlen=16),
+    )
+    tokens = random_tokens(2, 16)
+    result = drot.prune(small_model("llama"), recipe, calibration=tokens, device="cpu", format=format)
+    result.model.save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    "checkpoint", [("layer", "packed"), ("layer", "dense"), ("shared", "packed"), ("none", "dense")],
+    indirect=True,
+)  # fmt: skip
+@pytest.mark.slow
+def test_rows_of_a_checkpoint(checkpoint, capsys):
+    options = ["--tokens", "8,16", "--batch", "1,3", "--repeats", "2", "--device", "cpu", "--json"]
+    assert cli.run(["bench", str(checkpoint), *options]) == 0
+    data = json.loads(capsys.readouterr().out)
+    rotated = "quantization_config" in json.loads((checkpoint / "config.json").read_text())
+    rotated = rotated and drot.load(checkpoint).config.quantization_config.residual_rotation
+    of_model = [DENSE, SPARSE, *([ROTATED] if rotated else [])]
+    assert data["variants"] == {"layer": [DENSE, SPARSE, ROTATED], "model": of_model}
+    seen = [(row["what"], row["phase"], row["size"], row["variant"]) for row in data["rows"]]
+    assert seen == [
+        (what, phase, size, variant)
+        for what in ("layer", "model")
+        for phase, sizes in (("prefill", (8, 16)), ("decode", (1, 3)))
+        for size in sizes
+        for variant in data["variants"][what]
+    ]
+    assert data["left_out"] == [] and data["dtype"] == "float32"
+    dense_ms = {}
+    for row in data["rows"]:
+        case = row["what"], row["phase"], row["size"]
+        dense_ms.setdefault(case, row["milliseconds"])
+        assert row["p20"] <= row["milliseconds"] <= row["p80"]
+        assert row["tokens_per_second"] == pytest.approx(1e3 * row["size"] / row["milliseconds"])
+        if row["variant"] == DENSE:
+            assert row["speedup"] is None and row["verdict"] is None
+        else:
+            assert row["speedup"] == pytest.approx(dense_ms[case] / row["milliseconds"])
+            assert row["verdict"] in VERDICTS
+
+
+def test_variants_of_a_checkpoint(checkpoint):
+    """ROTATED computes what the checkpoint computes, and DENSE what SPARSE computes."""
+    model = drot.load(checkpoint, device="cpu")
+    found = model_variants(model)
+    tokens = random_tokens(1, 8)
+    assert torch.equal(found[ROTATED](tokens).logits, model(tokens).logits)
+    torch.testing.assert_close(found[DENSE](tokens).logits, found[SPARSE](tokens).logits)
+    assert not torch.equal(found[SPARSE](tokens).logits, model(tokens).logits)
+    assert [is_packed(found[name]) for name in (DENSE, SPARSE, ROTATED)] == [False, True, True]
+    assert is_packed(model) and model.model.layers[1].residual_rotation is not None
+    assert found[DENSE].model.embed_tokens.weight is model.model.embed_tokens.weight
+
+
+def test_bytes_and_operations(checkpoint):
+    """Against counts by hand, for hidden size 32, intermediate size 48, 4 heads and 2 KV heads of 12."""
+    data = speed.measure_speed(checkpoint, tokens=[8], batches=[2], repeats=1, device="cpu")
+    weights = 32 * (48 + 24 + 24 + 48 + 3 * 48)
+    dense, packed, rotated, norms = 4 * weights, 4 * weights * 17 // 32, 4 * 32 * 32, 4 * 2 * 32
+    ends = 4 * 96 * 32  # the embedding; lm_head has as many bytes
+    held = {(row["what"], row["variant"]): row["weight_bytes"] for row in data["rows"]}
+    assert held["layer", DENSE] == dense + norms
+    assert held["layer", SPARSE] == packed + norms
+    assert held["layer", ROTATED] == packed + norms + rotated
+    assert held["model", ROTATED] == 3 * (packed + norms) + 2 * rotated + 2 * ends + norms // 2
+    for row in data["rows"]:
+        layers, seconds = (1 if row["what"] == "layer" else 3), row["milliseconds"] / 1e3
+        if row["phase"] == "prefill":
+            assert row["bound"] * seconds == pytest.approx(2 * weights * 8 * layers)
+        else:
+            read = row["weight_bytes"] - (ends if row["what"] == "model" else 0)
+            assert row["bound"] * seconds == pytest.approx(read)
+
+
+@pytest.mark.slow
+def test_shape(monkeypatch, capsys):
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+    assert cli.run(["bench", "--shape", "tiny", "--batch", "1,2", "--repeats", "1", "--device", "cpu"]) == 0
+    captured = capsys.readouterr()
+    for text in ("tiny, bfloat16", "layer decode 2", "model decode 2", "2:4 + rotation", " dense\n", "GB/s"):
+        assert text in "".join(line.rstrip() + "\n" for line in captured.out.splitlines()), text
+    assert "prefill" not in captured.out and "measured case 4 of 4" in captured.err
+    assert max(map(len, captured.out.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
+    """Logits, generated tokens and bytes are those of a model with a copy of the weights in each layer."""
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY | {"model_type": model_type})
+    config = variants.shape_config("tiny")
+    layer = layer_variants(config, dtype=torch.float32, device=CPU)
+    stacks = stacked_variants(layer, config)
+    separate = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    separate.load_state_dict(stacks[DENSE].state_dict())
+    tokens = random_tokens(2, 7)
+    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+    for name in (DENSE, SPARSE):
+        torch.testing.assert_close(stacks[name](tokens).logits, separate(tokens).logits)
+        written = stacks[name].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        assert torch.equal(
+            written, separate.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+        )
+    weight = {name: figures.weight_bytes(model, "model") for name, model in stacks.items()}
+    assert weight[DENSE] == sum(parameter.nbytes for parameter in separate.parameters())
+    saved = weight[DENSE] - weight[SPARSE]
+    assert saved == 3 * (
+        figures.weight_bytes(layer[DENSE], "layer") - figures.weight_bytes(layer[SPARSE], "layer")
+    )
+    assert weight[ROTATED] - weight[SPARSE] == 2 * 4 * 32 * 32
+    assert [rotation_place(each) is not None for each in stacks[ROTATED].model.layers] == [False, True, True]
+    assert rotation_place(layer[ROTATED].model.layers[0])
+    stacks[ROTATED].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+
+
+def test_the_expected_time_of_a_model_comes_from_its_layer():
+    layer, model = (Case(what, "decode", 2, 1) for what in ("layer", "model"))
+    smaller = Case("model", "prefill", 100, 0)
+    assert speed._expected(model, {}, 8) == 0
+    assert speed._expected(model, {layer: 0.5}, 8) == 0.5 * 8 * NEW_TOKENS
+    assert speed._expected(Case("model", "prefill", 300, 1), {layer: 0.5, smaller: 2.0}, 8) == 6
+
+
+def test_cases_that_do_not_fit_the_time_are_named(monkeypatch, capsys):
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+    monkeypatch.setattr(speed, "TOKENS", (4, 10**9))
+    monkeypatch.setattr(speed, "BATCHES", (1, 2))
+    assert cli.run(["bench", "--shape", "tiny", "--repeats", "1", "--device", "cpu"]) == 0
+    assert "Left out to end in time" in (out := capsys.readouterr().out)
+    assert out.strip().endswith(": layer prefill 1000000000, model prefill 1000000000")
+
+
+def test_no_case_is_measured_beyond_the_time(monkeypatch, capsys):
+    """Neither the first case of its kind, about which nothing is known, nor the making of a whole model."""
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+
+    def refuse(*args, **options):
+        raise AssertionError("this takes time")
+
+    monkeypatch.setattr(speed, "layer_variants", refuse)
+    monkeypatch.setattr(speed, "stacked_variants", refuse)
+    data = speed.measure_speed(None, "tiny", tokens=[4], batches=[1], device="cpu", minutes=0.0)
+    assert data["left_out"] == ["layer prefill 4", "layer decode 1", "model prefill 4", "model decode 1"]
+    assert data["rows"] == []
+    assert cli.run(["bench", "--shape", "tiny", "--batch", "1", "--minutes", "0", "--device", "cpu"]) == 0
+    assert " ".join(capsys.readouterr().out.split()).startswith("Left out to end in time")
+
+
+def test_one_call_tells_whether_a_case_fits_the_time(monkeypatch):
+    """A call of 0.1 s, 3 variants and 101 rounds make 30 s. With 10 s, only the one call is made."""
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+    calls = []
+
+    def call(model, case, device):
+        return lambda: (calls.append(str(case)), time.sleep(0.1))
+
+    monkeypatch.setattr(speed, "call_of", call)
+    data = speed.measure_speed(None, "tiny", batches=[1, 2], repeats=100, device="cpu", minutes=20 / 60)
+    assert data["left_out"] == ["layer decode 1", "layer decode 2", "model decode 1", "model decode 2"]
+    assert calls == ["layer decode 1"]
+
+
+def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
+    one = Timing(1.0, 1.0, 1.0), Timing(0.1, 0.1, 0.1)
+    assert [figures.verdict(*one, repeats) for repeats in (1, 2)] == ["too few repeats"] * 2
+    assert figures.verdict(*one, 3) == "faster than dense"
+    assert cli.run(["bench", "--shape", "tiny", "--batch", "1", "--repeats", "1", "--device", "cpu"]) == 0
+    assert "too few repeats" in (out := capsys.readouterr().out)
+    assert "than dense" not in out and "as fast" not in out
+
+
+def test_mistakes(capsys, tmp_path, checkpoint):
+    cases = [
+        ([], "name either a checkpoint or a --shape; got neither"),
+        ([checkpoint, "--shape", "llama-3-8b"], "name either a checkpoint or a --shape"),
+        (["--shape", "llama-3-8b", "--batch", "1000000"], "--batch must be at most 4096; got 1000000"),
+        (["--shape", "gpt-2"], "--shape must be one of llama-2-7b, llama-3-8b"),
+        ([checkpoint, "--tokens", "0"], "--tokens must be whole numbers above 0; got 0"),
+        ([checkpoint, "--batch", "1,x"], "--batch must be whole numbers separated by commas; got '1,x'"),
+        ([checkpoint, "--repeats", "0"], "--repeats must be at least 1; got 0"),
+        ([tmp_path / "nothing"], "there is no such folder"),
+        ([MODEL], "layer 0, q_proj: w must hold at most 2 non-zeros"),
+    ]
+    capsys.readouterr()  # discards the output of saving the checkpoint
+    for arguments, message in cases:
+        assert cli.run(["bench", *map(str, arguments), "--device", "cpu"]) == 2
+        captured = capsys.readouterr()
+        assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("name", variants.SHAPES)
+def test_shapes_are_models(name):
+    """The dimensions of each shape can be packed, and a smaller model of its family gives layer variants."""
+    config = variants.shape_config(name)
+    heads = config.num_attention_heads * config.head_dim if hasattr(config, "head_dim") else 0
+    assert not any(size % 8 for size in (config.hidden_size, config.intermediate_size, heads))
+    config.hidden_size, config.intermediate_size, config.head_dim = 64, 96, 16
+    layer = layer_variants(config, dtype=torch.float32, device=torch.device("cpu"))
+    assert len(layer[ROTATED].model.layers) == 1
+
+
+@pytest.mark.parametrize(
+    ("p20", "median", "p80", "words"),
+    [
+        (1.9, 2.0, 2.1, "slower than dense"),
+        (1.03, 1.04, 1.05, "slower than dense"),
+        (0.98, 1.02, 1.05, "as fast as dense"),
+        (0.5, 0.98, 2.0, "as fast as dense"),
+        (0.9, 0.95, 0.98, "faster than dense"),
+        (0.4, 0.5, 0.99, "too noisy to tell"),
+        (1.0, 1.5, 2.0, "too noisy to tell"),
+    ],
+)
+def test_verdict(p20, median, p80, words):
+    assert figures.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
+
+
+def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():
+    config = small_model("llama").config
+    entries = {basis: DrotConfig(residual_rotation=True, down_basis=basis) for basis in ("own", "next")}
+    for basis, entry in [*entries.items(), *((basis, entry.to_dict()) for basis, entry in entries.items())]:
+        config.quantization_config = entry
+        layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
+        assert rotation_place(layer) == {"own": "input", "next": "residual"}[basis]
+        assert isinstance(layer.mlp.down_proj, DeferredLinear) == (basis == "next")
+
+
+def test_interleaved_takes_turns():
+    calls = []
+    functions = {name: lambda name=name: (calls.append(name), time.sleep(0.001)) for name in "ab"}
+    timings = interleaved(functions, device="cpu", repeats=3, warmup=1)
+    assert calls == ["a", "b"] * 4
+    assert all(0.001 <= t.p20 <= t.median <= t.p80 for t in timings.values())
