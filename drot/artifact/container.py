@@ -27,7 +27,7 @@ from drot.core.errors import UserError
 from drot.core.reading import check_schema, parse_json
 from drot.manifest.integrity import recorded_files
 from drot.model.families import HeadShape
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 
 FORMAT_VERSION = 1
 INDEX = "artifact.json"

@@ -24,7 +24,7 @@ from drot.machine.environment import versions
 from drot.manifest.integrity import folder_records, tensors_digest, verified_while_loading
 from drot.manifest.manifest import read_manifest
 from drot.model.families import head_shape
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 from drot.sparse.quantization_config import boundary_of
 
 logger = logging.getLogger("drot")

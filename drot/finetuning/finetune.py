@@ -25,8 +25,9 @@ from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
 from drot.machine.devices import dtype_name, pick_device
 from drot.manifest.importance import load_figures, save_figures
-from drot.manifest.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
-from drot.model.families import architecture_of, decoder_layers, positions_of
+from drot.manifest.manifest import FORMAT_VERSION, MANIFEST, read_manifest
+from drot.model.decoder import DecoderModel
+from drot.model.families import family_of, positions_of
 from drot.pipeline.validation import check_tokens
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
@@ -144,7 +145,7 @@ def _finetune(
     packed = is_packed(loaded)
     if packed:
         loaded.dequantize()
-    share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
+    share = DecoderModel(loaded).zero_share()
     if manifest is None and share < LEAST_ZEROS:
         raise UserError(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
@@ -228,7 +229,7 @@ def _manifest_of(model: str | Path) -> dict[str, Any] | None:
 
 def _check_config(model_config: Any, config: FinetuneConfig) -> None:
     """Raises UserError for a model that cannot be fine-tuned, before its weights are loaded."""
-    architecture_of(model_config)
+    family_of(model_config)
     quantised = quantization_config_of(model_config)
     if quantised and (method := quantised.get("quant_method")) != QUANT_METHOD:
         raise UserError(f"this model is quantised ({method}): fine-tune its unquantised original")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drot.config import PruningConfig, Recipe
 from drot.core.checks import shortened
@@ -21,7 +21,6 @@ from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
 from drot.manifest.integrity import DIGEST, MANIFEST, digest_fits, folder_records, with_digest
 from drot.manifest.schema import FinetunedManifest, PrunedManifest
-from drot.model.families import Architecture, layer_linears
 from drot.sparse.packed import dense_linears
 from drot.text.source import calibration_hash
 
@@ -168,13 +167,3 @@ def manifest(
         "calibration": {"sha256": calibration_hash(tokens), "shape": list(tokens.shape)},
         **figures,
     }
-
-
-def zero_share(layers: nn.ModuleList, arch: Architecture) -> float:
-    """The share of zeros among the weights of the pruned linears, in [0, 1]."""
-    zeros = total = 0
-    for layer in layers:
-        for linear in layer_linears(layer, arch).values():
-            zeros += int((linear.weight == 0).sum())
-            total += linear.weight.numel()
-    return zeros / total

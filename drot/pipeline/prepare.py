@@ -19,7 +19,7 @@ from drot.machine.devices import computing_dtype, parse_dtype, pick_devices, pro
 from drot.manifest.manifest import MANIFEST, patterns_of, read_manifest
 from drot.model.families import positions_of
 from drot.pipeline.context import RunContext
-from drot.pipeline.validation import check_architecture, check_recipe, check_seqlen, check_tokens
+from drot.pipeline.validation import check_recipe, check_seqlen, check_tokens
 from drot.text.source import load_calibration
 
 #: `source` in the manifest of a run that was given token ids in place of a text
@@ -108,10 +108,11 @@ def prepare(
                 cast_weights(model, parse_dtype(dtype) if isinstance(dtype, str) else dtype)
     else:
         own = model.dtype
-    check_architecture(model)
     model.eval()  # dropout would change the Hessians
+    context = RunContext(model, recipe, tokens, devices, progress)
+    context.model.check()
     return Prepared(
-        RunContext(model, recipe, tokens, devices, progress),
+        context,
         source,
         tokenizer,
         own if isinstance(save_dtype, str) else save_dtype,

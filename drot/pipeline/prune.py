@@ -20,17 +20,19 @@ from drot.checkpoint.size import check_space, size_of
 from drot.config import Recipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
-from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.events import Progress, silent
 from drot.core.files import WriteError
 from drot.core.lock import locked
 from drot.machine.devices import dtype_name
 from drot.machine.environment import machine, versions
 from drot.manifest.importance import save_figures
 from drot.manifest.integrity import file_record
-from drot.manifest.manifest import MANIFEST, read_manifest, zero_share
+from drot.manifest.manifest import MANIFEST, manifest, read_manifest
+from drot.model.families import positions_of
 from drot.pipeline.disk import disk_needs
+from drot.pipeline.events import StepBegan
 from drot.pipeline.identity import run_identity
-from drot.pipeline.prepare import prepare
+from drot.pipeline.prepare import Prepared, prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.rotation_files import (
     check_rotations_output,
@@ -151,83 +153,119 @@ def prune(
             progress=progress,
         )
         context = prepared.context
-        context.seconds["load"] = time.perf_counter() - started
-        if not isinstance(model, PreTrainedModel):
-            context.count("load", sum(tensor.nbytes for tensor in context.model.parameters()), "bytes")
+        context.clock.seconds["load"] = time.perf_counter() - started
         if recipe.recovery.recover == "block":
             check_sequences(len(context.tokens))
         given = None if rotations is None else read_given(context, Path(rotations))
         run = PruningRun(context, given)
-        dense = []
+        dense = dense_linears(context.model.config, recipe.pruning) if format == "packed" else []
         if format == "packed":
-            dense = dense_linears(context.model.config, recipe.pruning)
-            check_packable(context.model, dense)
-        written = out is not None or rotations_out is not None
-        identity = run_identity(context, given) if written else {}
+            check_packable(context.model.model, dense)
+        identity = run_identity(context, given) if out is not None or rotations_out is not None else None
         if rotations_out is not None and rotations_out.exists():
-            check_same_rotations(rotations_out, identity)
-        if out is not None and finished:
-            return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
+            check_same_rotations(rotations_out, identity or {})
         state = None
-        if out is not None:
+        if out is not None and identity is not None:
+            if finished:
+                return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
             state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
             check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
         with _told_how_to_resume(state):
-            manifest = run.execute(state)
-            manifest |= {"base_model": prepared.source, "compute_dtype": dtype_name(context.dtype)}
+            run.execute(state)
             if prepared.save_dtype != context.dtype:
-                cast_weights(context.model, prepared.save_dtype, "save_dtype")
-                manifest |= {
-                    "dtype": dtype_name(prepared.save_dtype),
-                    "sparsity": zero_share(context.layers, context.arch),
-                }
-            if written:
-                manifest["identity"] = identity
+                cast_weights(context.model.model, prepared.save_dtype, "save_dtype")
+            manifest = _manifest(prepared, run, identity, state)
             if format == "packed":
-                pack_model(context.model, dense)
-            manifest |= format_of(context.model)
-            if state is not None and state.other_machines:
-                manifest["other_machines"] = state.other_machines
+                pack_model(context.model.model, dense)
+            manifest |= format_of(context.model.model)
+            manifest = _write(prepared, run, manifest, out, rotations_out, state, started)
+        return PruneResult(context.model.model, manifest, out)
 
-            def write_rotations(file: Path) -> None:
-                save_rotations(file, run.rotations, {"model": prepared.source, **identity})
 
-            inside = path_inside(rotations_out, out)
-            if rotations_out is not None and inside is None:
-                write_rotations(rotations_out)
-                manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
+def _manifest(
+    prepared: Prepared, run: PruningRun, identity: dict[str, Any] | None, state: RunState | None
+) -> dict[str, Any]:
+    """The manifest of a run whose layers are finished, without its times and files."""
+    context = prepared.context
+    entries = manifest(
+        context.recipe,
+        context.tokens,
+        context.device,
+        prepared.save_dtype,
+        positions=positions_of(context.model.config),
+        untied_lm_head=run.untied,
+        relative_logit_error=run.logit_error,
+        sparsity=context.model.zero_share(),
+        shared_rotation=run.shared_record,
+        rotations_file=None if run.given is None else run.given.entry,
+        layers=run.layers,
+        base_model=prepared.source,
+        compute_dtype=dtype_name(context.dtype),
+    )
+    if identity is not None:
+        entries["identity"] = identity
+    if state is not None and state.other_machines:
+        entries["other_machines"] = state.other_machines
+    return entries
 
-            before_saving = time.perf_counter()
 
-            def times(folder: Path | None = None) -> dict[str, Any]:
-                """The entries of the manifest about time; `folder` holds the checkpoint that was written."""
-                now = time.perf_counter()
-                if folder is not None:
-                    context.seconds["save"] += now - before_saving
-                    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                    context.count("save", written, "bytes")
-                return context.times(now - started)
+def _write(
+    prepared: Prepared,
+    run: PruningRun,
+    manifest: dict[str, Any],
+    out: Path | None,
+    rotations_out: Path | None,
+    state: RunState | None,
+    started: float,
+) -> dict[str, Any]:
+    """Writes the rotations and the checkpoint, where they are wanted; returns the whole manifest.
 
-            def write_more(folder: Path) -> None:
-                save_figures(folder, run.figures)
-                if inside is not None:
-                    write_rotations(folder / inside)
+    started: when the run began, by time.perf_counter().
+    """
+    context = prepared.context
+    rotations = list(run.rotations.values())
 
-            if out is not None and state is not None:
-                progress(ProgressEvent(phase="save"))
-                manifest = save_checkpoint(
-                    context.model,
-                    prepared.tokenizer,
-                    manifest,
-                    out,
-                    scratch=state.folder,
-                    write_more=write_more,
-                    last_entries=times,
-                )
-                state.discard()
-            else:
-                manifest |= times()
-        return PruneResult(context.model, manifest, out)
+    def write_rotations(file: Path) -> None:
+        save_rotations(file, rotations, {"model": prepared.source, **manifest["identity"]})
+
+    inside = path_inside(rotations_out, out)
+    if rotations_out is not None and inside is None:
+        write_rotations(rotations_out)
+        manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
+
+    def times() -> dict[str, Any]:
+        total = time.perf_counter() - started
+        return {
+            "seconds": {**context.clock.seconds, "total": total},
+            "peak_memory": context.memory.peak.peaks,
+        }
+
+    if out is None or state is None:
+        return manifest | times()
+
+    def write_more(folder: Path) -> None:
+        save_figures(folder, run.maps)
+        if inside is not None:
+            write_rotations(folder / inside)
+
+    before_saving = time.perf_counter()
+
+    def last_entries(folder: Path) -> dict[str, Any]:
+        context.clock.seconds["save"] += time.perf_counter() - before_saving
+        return times()
+
+    context.listeners[-1](StepBegan(step="save", announced=True))
+    written = save_checkpoint(
+        context.model.model,
+        prepared.tokenizer,
+        manifest,
+        out,
+        scratch=state.folder,
+        write_more=write_more,
+        last_entries=last_entries,
+    )
+    state.discard()
+    return written
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from drot.config import RotationConfig
 from drot.core.errors import UserError
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer

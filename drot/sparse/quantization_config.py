@@ -102,7 +102,7 @@ def describe_model(model: "PreTrainedModel") -> None:
         if dense := [
             name
             for index, layer in enumerate(layers)
-            for name, (_, path) in zip(arch.linear_names(index).values(), arch.linears, strict=True)
+            for name, (_, path) in zip(arch.linear_names(index).values(), arch.pairs, strict=True)
             if isinstance(module_at(layer, path), nn.Linear)
         ]:
             keys["dense_linears"] = dense
