@@ -10,8 +10,8 @@ from torch import Tensor
 from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.stream import CalibrationStream
 from drot.machine.devices import total_memory
-from drot.model.decoder import DecoderLayer, Output
 from drot.model.families import InputGroup
+from drot.model.layer import DecoderLayer, Output
 
 #: the largest share of a device's memory that the inputs of the MLP's last linear may take if they are kept
 KEPT_SHARE = 1 / 8

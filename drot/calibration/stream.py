@@ -8,8 +8,9 @@ from torch import Tensor
 
 from drot.calibration.hessian import HessianAccumulator
 from drot.machine.transfer import CopiesHome, ahead, empty_on_host
-from drot.model.decoder import DecoderLayer, DecoderModel
+from drot.model.decoder import DecoderModel
 from drot.model.families import InputGroup
+from drot.model.layer import DecoderLayer
 
 #: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
 #: tensors stay in its caches.

@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from drot.config import Recipe
 from drot.core.events import Progress
-from drot.model.decoder import DecoderLayer, DecoderModel
+from drot.model.decoder import DecoderModel
+from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases
 from drot.pipeline.events import (
     Event,

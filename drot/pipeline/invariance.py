@@ -15,8 +15,9 @@ from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
 from drot.core.errors import UserError
-from drot.model.decoder import DecoderLayer, DecoderModel, rotate_head
+from drot.model.decoder import DecoderModel, rotate_head
 from drot.model.families import HeadShape
+from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases, Boundary, LayerRotation
 
 #: Largest accepted error ‖rotated − original‖ / ‖original‖, in fp32.

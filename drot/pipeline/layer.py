@@ -10,8 +10,8 @@ from drot.calibration.hessian import InputHessian
 from drot.calibration.layer_pass import LayerPass
 from drot.config import Recipe
 from drot.core.errors import UserError
-from drot.model.decoder import Linear
 from drot.model.families import InputGroup
+from drot.model.layer import Linear
 from drot.model.rotation import LayerRotation
 from drot.pipeline.importance import GroupImportance
 from drot.pruning import dense_target, prune_once, solve_weight

@@ -6,7 +6,7 @@ from torch import Tensor
 from drot.calibration.stream import CalibrationStream
 from drot.config import Recipe
 from drot.machine.devices import product_dtype
-from drot.model.decoder import DecoderLayer
+from drot.model.layer import DecoderLayer
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
 

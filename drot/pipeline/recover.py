@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from drot.calibration.stream import CalibrationStream
 from drot.config import RecoveryConfig
 from drot.core.errors import UserError
-from drot.model.decoder import DecoderLayer
+from drot.model.layer import DecoderLayer
 
 #: share of the calibration sequences that the training does not see, at least one sequence
 HELD_OUT_SHARE = 1 / 8

@@ -18,7 +18,7 @@ from drot.core.events import Progress, silent
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name
 from drot.machine.transfer import on_device
-from drot.model.decoder import DecoderLayer
+from drot.model.layer import DecoderLayer
 from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_model

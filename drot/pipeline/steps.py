@@ -14,7 +14,7 @@ from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
 from drot.model.boundary import ROTATION_MODULE, add_boundary_rotation
-from drot.model.decoder import DecoderLayer
+from drot.model.layer import DecoderLayer
 from drot.model.rotation import Boundary, LayerRotation
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced
