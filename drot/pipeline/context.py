@@ -13,6 +13,7 @@ from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases
 from drot.pipeline.events import (
+    Announced,
     Event,
     Listener,
     MemoryWatch,
@@ -70,15 +71,10 @@ class RunContext:
     ) -> Iterator[None]:
         """A context that emits the beginning and the end of `step`; `device` is the run's first if None."""
         index = None if layer is None else layer.index
-        self.emit(StepBegan(step=step, layer=index, announced=announced))
+        if announced:
+            self.emit(Announced(step=step, layer=index))
+        self.emit(StepBegan(step=step, layer=index))
         try:
             yield
         finally:
             self.emit(StepEnded(step=step, layer=index, device=device or self.device))
-
-    def prunes(self, layer: DecoderLayer) -> list[str]:
-        """The names of the linears of a layer that the recipe prunes."""
-        pruning = self.recipe.pruning
-        return [
-            name for name, linear in layer.linears.items() if pruning.sparsity_for(linear.full_name).ratio > 0
-        ]

@@ -26,9 +26,7 @@ class Event:
 
 @dataclass(frozen=True, kw_only=True)
 class StepBegan(Event):
-    """announced: whether the step is told to the caller; a step of many parts is told once."""
-
-    announced: bool = False
+    """A step begins. A step of many parts begins several times for a layer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +34,11 @@ class StepEnded(Event):
     """device: where the step computed."""
 
     device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announced(Event):
+    """The work of a step that the caller of a run is told of begins."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,5 +102,5 @@ class ProgressReports:
         at = dict(phase=event.step, layer=event.layer or 0, layers=self._layers)
         if isinstance(event, Advanced):
             self._progress(ProgressEvent(**at, step=event.done, steps=event.total, loss=event.loss))  # type: ignore[arg-type]
-        elif isinstance(event, StepBegan) and event.announced:
+        elif isinstance(event, Announced):
             self._progress(ProgressEvent(**at))  # type: ignore[arg-type]

@@ -14,8 +14,7 @@ from transformers import PreTrainedModel
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_model
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
-from drot.checkpoint.rotations import save_rotations
-from drot.checkpoint.save import check_output, save_checkpoint
+from drot.checkpoint.save import check_output
 from drot.checkpoint.size import check_space, size_of
 from drot.config import Recipe
 from drot.core.checks import is_a
@@ -25,24 +24,19 @@ from drot.core.files import WriteError
 from drot.core.lock import locked
 from drot.machine.devices import dtype_name
 from drot.machine.environment import machine, versions
-from drot.manifest.importance import save_figures
-from drot.manifest.integrity import file_record
-from drot.manifest.manifest import MANIFEST, manifest, read_manifest
-from drot.model.families import positions_of
+from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.events import StepBegan
 from drot.pipeline.identity import run_identity
-from drot.pipeline.prepare import Prepared, prepare
+from drot.pipeline.output import manifest_of, write_result
+from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.rotation_files import (
     check_rotations_output,
     check_same_rotations,
-    path_inside,
     read_given,
 )
 from drot.pipeline.run import PruningRun
 from drot.sparse.packed import check_format, check_packable, dense_linears, pack_model
-from drot.sparse.quantization_config import format_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -57,15 +51,15 @@ class PruneResult:
     """
 
     model: PreTrainedModel
-    manifest: dict[str, Any]
+    manifest: Manifest
     out: Path | None
     finished_before: bool = False
 
     def __repr__(self) -> str:
         facts = [
             f"out={str(self.out)!r}" if self.out else "out=None",
-            f"sparsity={self.manifest['sparsity']:.2%}",
-            f"layers={len(self.manifest['layers'])}",
+            f"sparsity={self.manifest.sparsity:.2%}",
+            f"layers={len(self.manifest.layers)}",
             size_of(self.model),
         ]
         return f"PruneResult({', '.join(facts)})"
@@ -174,98 +168,12 @@ def prune(
             run.execute(state)
             if prepared.save_dtype != context.dtype:
                 cast_weights(context.model.model, prepared.save_dtype, "save_dtype")
-            manifest = _manifest(prepared, run, identity, state)
+            sparsity = context.model.zero_share()
             if format == "packed":
                 pack_model(context.model.model, dense)
-            manifest |= format_of(context.model.model)
-            manifest = _write(prepared, run, manifest, out, rotations_out, state, started)
+            manifest = manifest_of(prepared, run, identity, state, sparsity)
+            manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
         return PruneResult(context.model.model, manifest, out)
-
-
-def _manifest(
-    prepared: Prepared, run: PruningRun, identity: dict[str, Any] | None, state: RunState | None
-) -> dict[str, Any]:
-    """The manifest of a run whose layers are finished, without its times and files."""
-    context = prepared.context
-    entries = manifest(
-        context.recipe,
-        context.tokens,
-        context.device,
-        prepared.save_dtype,
-        positions=positions_of(context.model.config),
-        untied_lm_head=run.untied,
-        relative_logit_error=run.logit_error,
-        sparsity=context.model.zero_share(),
-        shared_rotation=run.shared_record,
-        rotations_file=None if run.given is None else run.given.entry,
-        layers=run.layers,
-        base_model=prepared.source,
-        compute_dtype=dtype_name(context.dtype),
-    )
-    if identity is not None:
-        entries["identity"] = identity
-    if state is not None and state.other_machines:
-        entries["other_machines"] = state.other_machines
-    return entries
-
-
-def _write(
-    prepared: Prepared,
-    run: PruningRun,
-    manifest: dict[str, Any],
-    out: Path | None,
-    rotations_out: Path | None,
-    state: RunState | None,
-    started: float,
-) -> dict[str, Any]:
-    """Writes the rotations and the checkpoint, where they are wanted; returns the whole manifest.
-
-    started: when the run began, by time.perf_counter().
-    """
-    context = prepared.context
-    rotations = list(run.rotations.values())
-
-    def write_rotations(file: Path) -> None:
-        save_rotations(file, rotations, {"model": prepared.source, **manifest["identity"]})
-
-    inside = path_inside(rotations_out, out)
-    if rotations_out is not None and inside is None:
-        write_rotations(rotations_out)
-        manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
-
-    def times() -> dict[str, Any]:
-        total = time.perf_counter() - started
-        return {
-            "seconds": {**context.clock.seconds, "total": total},
-            "peak_memory": context.memory.peak.peaks,
-        }
-
-    if out is None or state is None:
-        return manifest | times()
-
-    def write_more(folder: Path) -> None:
-        save_figures(folder, run.maps)
-        if inside is not None:
-            write_rotations(folder / inside)
-
-    before_saving = time.perf_counter()
-
-    def last_entries(folder: Path) -> dict[str, Any]:
-        context.clock.seconds["save"] += time.perf_counter() - before_saving
-        return times()
-
-    context.listeners[-1](StepBegan(step="save", announced=True))
-    written = save_checkpoint(
-        context.model.model,
-        prepared.tokenizer,
-        manifest,
-        out,
-        scratch=state.folder,
-        write_more=write_more,
-        last_entries=last_entries,
-    )
-    state.discard()
-    return written
 
 
 @contextlib.contextmanager
@@ -294,13 +202,9 @@ def _finished_result(
         rotations: the file in which the caller wants the rotations.
     """
     manifest = read_manifest(out)
-    if "finetune" in manifest:
+    if manifest.finetune:
         raise UserError(f"{out} holds a model that was fine-tuned after its run: name another `out`")
-    if "identity" not in manifest:
-        raise UserError(
-            f"{out} was finished by an older drot, which did not record its run: name another `out`"
-        )
-    before = manifest["identity"] | {"format": manifest["format"], "save_dtype": manifest["dtype"]}
+    before = (manifest.identity or {}) | {"format": manifest.format, "save_dtype": manifest.dtype}
     now = identity | {"format": format, "save_dtype": dtype_name(save_dtype)}
     if changed := identity_differences(before, now, "the finished run"):
         raise UserError(f"{out} is the result of another run: {changed}; name another `out`")
