@@ -15,7 +15,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_model, check_outputs
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.steps import LayerWork
-from drot.pipeline.training import train_dense
+from drot.pipeline.training import train_layers, train_shared
 from drot.sparse.quantization_config import describe_model
 
 
@@ -92,11 +92,12 @@ class PruningRun:
             return dict(enumerate(self.given.rotations)), {}
         if not run.rotates or run.recipe.rotation.resolved_hessians != "dense":
             return {}, {}
-        trained, self.shared_record = train_dense(run, state)
-        rotations, records = zip(*trained, strict=True)
-        return dict(enumerate(rotations)), {
-            index: {"rotation": record} for index, record in enumerate(records)
-        }
+        if run.recipe.rotation.mode == "shared":
+            rotations, self.shared_record = train_shared(run, state)
+            return dict(enumerate(rotations)), {}
+        trained = dict(enumerate(train_layers(run, state)))
+        records = {index: {"rotation": record} for index, (_, record) in trained.items()}
+        return {index: rotation for index, (rotation, _) in trained.items()}, records
 
     def _check(self, known: Mapping[int, LayerRotation]) -> None:
         """Proves on one sequence that rotations leave the logits as they are, and that outputs are finite."""

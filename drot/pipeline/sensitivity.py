@@ -24,7 +24,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_model
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given
-from drot.pipeline.training import train_dense
+from drot.pipeline.training import train_layers, train_shared
 from drot.pruning import prune_weight
 from drot.text.source import calibration_hash
 
@@ -123,7 +123,10 @@ def sensitivity(
     error = None
     if run.rotates:
         if used is None:
-            used = [rotation for rotation, _ in train_dense(run, None)[0]]
+            if recipe.rotation.mode == "shared":
+                used, _ = train_shared(run, None)
+            else:
+                used = [rotation for rotation, _ in train_layers(run, None)]
         with run.during("check"):
             error = check_model(run.model, run.tokens[:1], run.device, run.bases, used)
     figures = {
