@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.config import Recipe
+from drot.config import ResolvedRecipe
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.devices import dtype_name
 from drot.machine.environment import stored_peaks
@@ -47,7 +47,7 @@ class RunContext:
     def __init__(
         self,
         model: PreTrainedModel,
-        recipe: Recipe,
+        recipe: ResolvedRecipe,
         tokens: Tensor,
         devices: list[torch.device],
         progress: Progress,
@@ -134,7 +134,7 @@ class RunContext:
 
         rotations: the rotation of each layer.
         """
-        place = self.recipe.rotation.resolved_boundary
+        place = self.recipe.rotation.boundary
         if place != "residual" or index + 1 == len(rotations):
             return None
         return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)

@@ -34,7 +34,7 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[Trained]
     if saved is not None:
         tensors, (records, record) = saved
         return list(zip(rotations_from(tensors, len(run.layers)), records, strict=True)), record
-    offload = run.recipe.rotation.layers_per_step is not None
+    offload = run.recipe.rotation.layers_per_step > 0
     objectives, records = [], []
     for _, objective, damping in _objectives(run):
         objectives.append(objective.offload(run.dtype) if offload else objective)

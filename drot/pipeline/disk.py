@@ -38,7 +38,7 @@ def disk_needs(run: RunContext, save_dtype: torch.dtype, format: str, partial: P
     parts = sum(p.nbytes for layer in layers for p in layer.parameters())
     if run.rotates:
         of_a_layer = 8 * (hidden**2 + run.shape.kv_heads * run.shape.head_dim**2)
-        copies = 2 if rotation.resolved_hessians == "dense" else 1
+        copies = 2 if rotation.hessians == "dense" else 1
         parts += copies * len(layers) * of_a_layer
         if rotation.boundary == "residual":  # the other place is added after the last layer
             parts += boundaries * run.dtype.itemsize

@@ -8,7 +8,7 @@ from torch import Tensor
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.hessian import InputHessian
 from drot.calibration.layer_pass import LayerPass
-from drot.config import Recipe
+from drot.config import ResolvedRecipe
 from drot.core.errors import UserError
 from drot.model.boundary import BoundaryRotation
 from drot.model.families import INPUT_GROUPS, HeadShape
@@ -21,7 +21,7 @@ from drot.pruning import dense_target, prune_once, solve_weight
 def prune_layer(
     layer_pass: LayerPass,
     shape: HeadShape,
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     *,
     dense: DenseReference | None = None,
     rotation: LayerRotation | None = None,
@@ -55,6 +55,7 @@ def prune_layer(
         boundary: the rotation of the residual that the layer holds; None for a layer without it.
     """
     config, linears, index = recipe.pruning, layer_pass.linears, layer_pass.index
+    damping, average = config.damping, config.damping_average
     names = layer_pass.arch.linear_names(index)
     figures: dict[str, dict[str, Any]] = {}
     tensors: dict[str, Tensor] = {}
@@ -67,10 +68,10 @@ def prune_layer(
         if not len(layer_pass.stream.hidden_states):
             assert config.method == "magnitude", f"{config.method} needs calibration tokens"
         elif dense is None:
-            hessian = InputHessian(layer_pass.hessian(group), recipe.damping, recipe.damping_average)
+            hessian = InputHessian(layer_pass.hessian(group), damping, average)
         else:
             statistics = dense.statistics(layer_pass, group)
-            hessian = InputHessian(statistics.hessian, recipe.damping, recipe.damping_average)
+            hessian = InputHessian(statistics.hessian, damping, average)
         importance: GroupFigures | None = None
         for role in (role for role in roles if role not in kept):
             weight, of_linear = linears[role].weight, config.for_linear(names[role])
@@ -82,7 +83,7 @@ def prune_layer(
                 outcome = first = prune_once(target, hessian, of_linear)
                 one_shot: dict[str, dict[str, float | None]] = {}
                 if hessian is not None:
-                    outcome = solve_weight(first, target, hessian, of_linear, recipe.solve)
+                    outcome = solve_weight(first, target, hessian, of_linear, recipe.pruning.solve)
                     if importance is None:  # after the first linear, whose pruning checks the Hessian
                         down_r1 = None if boundary is None else boundary.next_r1
                         importance = GroupFigures(group, hessian, recipe, shape, rotation, down_r1)

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.calibration.stream import CalibrationStream, Reader
-from drot.config import Recipe
-from drot.machine.devices import product_dtype
+from drot.config import ResolvedRecipe
 from drot.model.families import INPUT_GROUPS, Architecture, HeadShape, layer_linears, module_at
 from drot.model.fold_norm import reset_norm
 from drot.model.rotate import folded_weights
@@ -22,7 +21,7 @@ def layer_objective(
     stream: CalibrationStream,
     arch: Architecture,
     shape: HeadShape,
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     *,
     advance: bool = False,
 ) -> tuple[LayerObjective, dict[str, float]]:
@@ -43,7 +42,7 @@ def layer_objective(
     weights = folded_weights(layer, arch)
     device = stream.device
     method = recipe.pruning.method
-    with_down = recipe.objective == "pruned"
+    with_down = recipe.rotation.objective == "pruned"
     sparsity = {
         role: recipe.pruning.sparsity_for(name)
         for role, name in arch.linear_names(index).items()
@@ -68,8 +67,8 @@ def layer_objective(
         method,
         hessians,
         shape,
-        damping=recipe.damping,
-        average=recipe.damping_average,
+        damping=recipe.pruning.damping,
+        average=recipe.pruning.damping_average,
         reference_compat=recipe.rotation.reference_compat,
         with_down=with_down,
         groups=groups,
@@ -78,9 +77,9 @@ def layer_objective(
         {role: weight.to(device) for role, weight in weights.items()},
         metrics,
         shape,
-        objective=recipe.objective,
+        objective=recipe.rotation.objective,
         sparsity=sparsity,
-        product_dtype=getattr(torch, product_dtype(recipe.rotation.product_dtype, device)),
+        product_dtype=getattr(torch, recipe.rotation.product_dtype),
         blocks=recipe.rotation.equal_blocks,
     )
     return objective, metrics.damping

@@ -65,12 +65,12 @@ class PruningRun:
         records: list[dict[str, Any]] = [{} for _ in run.layers]
         error = None
         if run.rotates:
-            if rotations is None and run.recipe.rotation.resolved_hessians == "dense":
+            if rotations is None and run.recipe.rotation.hessians == "dense":
                 trained, self.shared_record = train_dense(run, state)
                 rotations = [rotation for rotation, _ in trained]
                 records = [record for _, record in trained]
             with run.clock("check"):
-                place = run.recipe.rotation.resolved_boundary
+                place = run.recipe.rotation.boundary
                 error = check_model(
                     run.model, run.arch, run.shape, run.tokens[:1], run.device, rotations, place
                 )
@@ -109,7 +109,7 @@ class PruningRun:
         records: the record of the training of each rotation; {} for a rotation that is not trained yet.
         """
         run = self.context
-        needs_dense = run.recipe.target == "dense" or run.recipe.recovery.recover == "block"
+        needs_dense = run.recipe.pruning.target == "dense" or run.recipe.recovery.recover == "block"
         with run.clock("calibrate"):
             stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
             dense_stream = stream.offloaded_copy() if needs_dense else None
@@ -190,7 +190,7 @@ class PruningRun:
         run.event("prune", index)
         with run.clock("prune"):
             reference = None
-            if dense is not None and run.recipe.target == "dense":
+            if dense is not None and run.recipe.pruning.target == "dense":
                 inputs = dense.inputs.offloaded_copy()
                 if rotation is not None:
                     inputs.rotate(rotation.r1)
@@ -203,7 +203,7 @@ class PruningRun:
         iterations = {role: figure.get("admm_iterations", 0) for role, figure in record["linears"].items()}
         roles = run.pruned_roles(index)
         groups = work.groups_of(roles)
-        to_dense = groups if run.recipe.target == "dense" else ()
+        to_dense = groups if run.recipe.pruning.target == "dense" else ()
         run.count("prune", work.hessians(run.sizes, groups, to_dense), run.dtype)
         run.count("prune", work.prune(run.sizes, run.recipe, roles, iterations), torch.float32)
         if dense is not None and run.recipe.recovery.recover == "block":
@@ -267,7 +267,7 @@ class PruningRun:
         """
         run = self.context
         untied = rotate_ends(run.model, run.arch, rotations[0].r1, rotations[-1].r1)
-        place = run.recipe.rotation.resolved_boundary
+        place = run.recipe.rotation.boundary
         if run.recipe.rotation.mode == "shared":
             # all boundary rotations are the identity, so the model keeps its stock architecture
             assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)

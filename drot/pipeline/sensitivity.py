@@ -1,7 +1,6 @@
 """`drot.sensitivity`, which measures how much the output of each linear changes at each n:m or ratio."""
 
 import copy
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import PreTrainedModel
 
 from drot.calibration.hessian import InputHessian
 from drot.calibration.stream import CalibrationStream, Reader
-from drot.config import PruningConfig, Recipe, Sparsity
+from drot.config import PruningConfig, Recipe, ResolvedPruning, ResolvedRecipe, Sparsity, resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -43,7 +42,7 @@ class SensitivityResult:
     figures: further facts for `to_dict`.
     """
 
-    recipe: Recipe
+    recipe: ResolvedRecipe
     errors: dict[str, dict[str, float | None]]
     figures: dict[str, Any]
 
@@ -106,8 +105,11 @@ def sensitivity(
     is_a("recipe", recipe, Recipe, or_none=True)
     recipe = recipe or Recipe()
     if recipe.rotation.mode == "layer" and rotations is None:
-        recipe = dataclasses.replace(recipe, rotation=dataclasses.replace(recipe.rotation, hessians="dense"))
-    recipe = recipe.for_format("dense", rotations_given=rotations is not None)
+        recipe = recipe.replace(hessians="dense")
+    measured = {
+        sparsity: resolve(recipe.replace(sparsity=sparsity, keep=(), sparsity_of=())).pruning
+        for sparsity in measured_sparsities(recipe.pruning)
+    }
     prepared = prepare(
         model,
         recipe,
@@ -126,7 +128,7 @@ def sensitivity(
         if used is None:
             used = [rotation for rotation, _ in train_dense(run, None)[0]]
         with run.clock("check"):
-            place = recipe.rotation.resolved_boundary
+            place = run.recipe.rotation.boundary
             error = check_model(run.model, run.arch, run.shape, run.tokens[:1], run.device, used, place)
     figures = {
         "base_model": prepared.source,
@@ -135,22 +137,24 @@ def sensitivity(
         "dtype": dtype_name(run.dtype),
         "relative_logit_error": error,
     }
-    return SensitivityResult(run.recipe, _errors(run, used), figures)
+    return SensitivityResult(run.recipe, _errors(run, used, measured), figures)
 
 
-def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str, dict[str, float | None]]:
+def _errors(
+    run: RunContext, rotations: list[LayerRotation] | None, measured: dict[Sparsity, ResolvedPruning]
+) -> dict[str, dict[str, float | None]]:
     """SensitivityResult.errors, from one pass of the dense model.
 
     rotations: the rotation of each layer; None for a model that is not rotated.
+    measured: sparsity → how to prune a linear to it.
     """
     stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
-    sparsities = measured_sparsities(run.recipe.pruning)
     errors: dict[str, dict[str, float | None]] = {}
     for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
         run.event("sensitivity", index)
         with run.clock("prune"):
             rotated, inputs = _rotated(run, index, layer, stream, rotations)
-            errors |= _output_errors(rotated, index, inputs, run.arch, run.recipe, sparsities)
+            errors |= _output_errors(rotated, index, inputs, run.arch, measured)
         stream.advance(layer, index)
     return errors
 
@@ -194,8 +198,7 @@ def _output_errors(
     index: int,
     stream: CalibrationStream,
     arch: Architecture,
-    recipe: Recipe,
-    sparsities: list[Sparsity],
+    measured: dict[Sparsity, ResolvedPruning],
 ) -> dict[str, dict[str, float | None]]:
     """The relative output error of each linear of a layer, pruned alone. No weight is changed.
 
@@ -207,24 +210,23 @@ def _output_errors(
         index: number of the layer.
         stream: inputs of the layer.
         arch: family of the model.
-        recipe: the settings of the run. Its `sparsity`, `keep` and `sparsity_of` are not used.
-        sparsities: the sparsities to prune to.
+        measured: sparsity → how to prune a linear to it.
     """
     linears, names = layer_linears(layer, arch), arch.linear_names(index)
     readers: dict[str, Reader] = {group: (linears[roles[0]], None) for group, roles in INPUT_GROUPS.items()}
     hessians = stream.hessians(layer, index, readers)
     errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
+    first = next(iter(measured.values()))  # all have one damping
     for group, roles in INPUT_GROUPS.items():
-        hessian = InputHessian(hessians.pop(group), recipe.damping, recipe.damping_average)
+        hessian = InputHessian(hessians.pop(group), first.damping, first.damping_average)
         for role in roles:
             weight, of_linear, total = linears[role].weight, errors[names[role]], None
-            for sparsity in sparsities:
+            for sparsity, pruning in measured.items():
                 of_linear[str(sparsity)] = None
                 if sparsity.structured and weight.shape[1] % sparsity.m:
                     continue
-                alone = dataclasses.replace(recipe.pruning, sparsity=sparsity, keep=(), sparsity_of=())
                 try:
-                    outcome = prune_weight(weight, hessian, alone, recipe.solve, total=total)
+                    outcome = prune_weight(weight, hessian, pruning, pruning.solve, total=total)
                 except UserError as error:
                     raise UserError(f"layer {index}, {role}: {error}") from None
                 of_linear[str(sparsity)], total = outcome.output_error, outcome.energy

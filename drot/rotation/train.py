@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drot.config import RotationConfig
+from drot.config import ResolvedRotation
 from drot.core.errors import UserError
 from drot.model.rotate import LayerRotation
 from drot.rotation.graph import GraphedStep, capture_for
@@ -82,7 +82,7 @@ class _SummedObjective:
     """
 
     def __init__(
-        self, objectives: list[LayerObjective], r1: _R1Parameters, r1_count: int, config: RotationConfig
+        self, objectives: list[LayerObjective], r1: _R1Parameters, r1_count: int, config: ResolvedRotation
     ) -> None:
         self._objectives, self._r1, self._r1_count = objectives, r1, r1_count
         self._per_step = min(config.layers_per_step or len(objectives), len(objectives))
@@ -144,7 +144,7 @@ class _SummedObjective:
         return loss, [*self._r1.split(r1_gradient), *r2_gradients]
 
 
-def _has_converged(curve: list[Tensor], config: RotationConfig) -> bool:
+def _has_converged(curve: list[Tensor], config: ResolvedRotation) -> bool:
     """Whether early stopping applies: the loss changes by less than its share `early_stop` in a step.
 
     The change is the spread of the last steps, not the difference of the first and the last of them, because
@@ -160,7 +160,7 @@ def _has_converged(curve: list[Tensor], config: RotationConfig) -> bool:
 @torch.no_grad()
 def train_rotation(
     objectives: list[LayerObjective],
-    config: RotationConfig,
+    config: ResolvedRotation,
     on_step: OnStep = lambda step, steps, loss: None,
     device: torch.device | None = None,
 ) -> tuple[list[LayerRotation], TrainingRecord]:
@@ -184,7 +184,7 @@ def train_rotation(
     """
     started = time.perf_counter()
     device = device or objectives[0].device
-    steps = 0 if all(objective.empty for objective in objectives) else config.resolved_steps
+    steps = 0 if all(objective.empty for objective in objectives) else config.steps
     trained = [index for index, objective in enumerate(objectives) if not (steps and objective.empty)]
     eye, eye_r2 = (matrix.to(device) for matrix in objectives[0].identity())
     r1 = _R1Parameters(eye, config.blocks)
@@ -192,7 +192,7 @@ def train_rotation(
     r1_count = len(start) - len(trained)
     total = _SummedObjective([objectives[index] for index in trained], r1, r1_count, config)
     optimizer = OPTIMIZERS[config.optimizer](
-        start, lr=config.resolved_lr, steps=steps, objective=objectives[0].objective
+        start, lr=config.lr, steps=steps, objective=objectives[0].objective
     )
 
     graphed = None
