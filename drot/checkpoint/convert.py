@@ -17,9 +17,9 @@ from drot.sparse.quantization_config import format_of
 def convert_checkpoint(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
     """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
 
-    Returns the manifest; None for a model that drot did not prune. Raises UserError for an unknown format, for
-    the format that the checkpoint has already, for a weight that is not 2:4, and for files that do not fit
-    their hashes in the manifest. A linear to which the manifest gives another sparsity stays dense.
+    Returns the manifest; None for a model that drot did not prune. Raises UserError for an unknown format,
+    for the format that the checkpoint has already, for a weight that is not 2:4, and for files that do not
+    fit their hashes in the manifest. A linear to which the manifest gives another sparsity stays dense.
     """
     check_format(format)
     check_output(out)

@@ -37,7 +37,7 @@ def disk_needs(run: RunContext, save_dtype: torch.dtype, format: str, partial: P
     parts = sum(p.nbytes for layer in model.layers for p in layer.module.parameters())
     if run.rotates:
         of_a_layer = 8 * (hidden**2 + model.heads.kv_heads * model.heads.head_dim**2)
-        copies = 2 if rotation.resolved_hessians == "dense" else 1
+        copies = 2 if rotation.hessians == "dense" else 1
         parts += copies * layers * of_a_layer
         if run.bases.place == "residual":  # the other place is added after the last layer
             parts += boundaries * run.dtype.itemsize

@@ -119,7 +119,6 @@ def prune(
     is_a("resume", resume, bool)
     recipe = recipe or Recipe()
     check_format(format, recipe.pruning)
-    recipe = recipe.for_format(format, rotations_given=rotations is not None)
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
     finished = False

@@ -51,7 +51,7 @@ class PruningRun:
             self._check(known)
         with run.during("calibrate"):
             stream = CalibrationStream.embed(run.model, run.tokens, run.device)
-            needs_dense = recipe.target == "dense" or recipe.recovery.recover == "block"
+            needs_dense = recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
             dense = stream.offloaded_copy() if needs_dense else None
 
         for layer in on_device(run.model.layers, run.device, run.home):
@@ -90,7 +90,7 @@ class PruningRun:
         run = self.context
         if self.given is not None:
             return dict(enumerate(self.given.rotations)), {}
-        if not run.rotates or run.recipe.rotation.resolved_hessians != "dense":
+        if not run.rotates or run.recipe.rotation.hessians != "dense":
             return {}, {}
         if run.recipe.rotation.mode == "shared":
             rotations, self.shared_record = train_shared(run, state)

@@ -106,7 +106,7 @@ def prune(run: RunContext, work: LayerWork) -> None:
     """Prunes the linears of the layer, and solves for the weights that are kept."""
     with run.during("prune", work.layer, announced=True):
         reference = None
-        if run.recipe.target == "dense":
+        if run.recipe.pruning.target == "dense":
             assert work.dense is not None
             inputs = work.dense.offloaded_copy()
             if work.rotation is not None:

@@ -74,7 +74,7 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
         tensors, record = saved
         kept = [LayerRotation.from_tensors(tensors, f"layers.{i}.") for i in range(run.bases.layers)]
         return kept, record
-    offload = run.recipe.rotation.layers_per_step is not None
+    offload = run.recipe.rotation.layers_per_step > 0
     objectives, dampings = [], []
     for _, objective, damping in _objectives(run):
         objectives.append(objective.offload(run.dtype) if offload else objective)

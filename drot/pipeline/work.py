@@ -9,7 +9,7 @@ tests/pipeline/test_work.py compares the formulas with the operations that torch
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from drot.config import Recipe
+from drot.config import ResolvedRecipe
 from drot.model.families import INPUT_GROUPS, HeadShape
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS
 
@@ -73,14 +73,14 @@ def factorisation(n: int) -> float:
     return 2 / 3 * n**3
 
 
-def trained_groups(recipe: Recipe, roles: Collection[str]) -> list[str]:
+def trained_groups(recipe: ResolvedRecipe, roles: Collection[str]) -> list[str]:
     """The input groups whose Hessians the training of a rotation needs.
 
     roles: the linears of the layer that are pruned.
     """
     if recipe.pruning.method == "magnitude":
         return []
-    return [group for group in groups_of(roles) if group != "down" or recipe.objective == "pruned"]
+    return [group for group in groups_of(roles) if group != "down" or recipe.rotation.objective == "pruned"]
 
 
 def hessians(sizes: Sizes, groups: Collection[str], to_dense: Collection[str] = ()) -> float:
@@ -106,7 +106,7 @@ def rest_of_forward(sizes: Sizes, groups: Collection[str]) -> float:
     return forward(sizes) - (_forward_before(sizes, list(groups)[-1]) if groups else 0.0)
 
 
-def metrics(sizes: Sizes, recipe: Recipe, groups: Collection[str]) -> float:
+def metrics(sizes: Sizes, recipe: ResolvedRecipe, groups: Collection[str]) -> float:
     """What the training of a rotation makes of the Hessians of `groups`: H⁻¹ by SparseGPT's score."""
     if recipe.pruning.method != "sparsegpt":
         return 0.0
@@ -116,7 +116,9 @@ def metrics(sizes: Sizes, recipe: Recipe, groups: Collection[str]) -> float:
     return sum(factorisation(sizes.inputs(group)) + inverse[group] for group in groups)
 
 
-def evaluation(sizes: Sizes, recipe: Recipe, roles: Collection[str], *, gradients: bool = True) -> float:
+def evaluation(
+    sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], *, gradients: bool = True
+) -> float:
     """One evaluation of a layer's loss.
 
     Args:
@@ -142,17 +144,17 @@ def evaluation(sizes: Sizes, recipe: Recipe, roles: Collection[str], *, gradient
     return total
 
 
-def optimizer_step(sizes: Sizes, recipe: Recipe, layers: float) -> float:
+def optimizer_step(sizes: Sizes, recipe: ResolvedRecipe, layers: float) -> float:
     """One step of the optimizer on one R1 and on the R2 of `layers` layers."""
     rotation = recipe.rotation
-    products = FAST_PRODUCTS[recipe.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
+    products = FAST_PRODUCTS[recipe.rotation.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
     hidden, head = sizes.shapes["q_proj"][1], sizes.heads.head_dim
     blocks = rotation.blocks
     r1 = sum(b**3 for b in blocks) if isinstance(blocks, tuple) else hidden * (hidden // blocks) ** 2
     return products * 2.0 * (r1 + layers * sizes.heads.kv_heads * head**3)
 
 
-def rotate(sizes: Sizes, recipe: Recipe, layers: Sequence[Collection[str]], steps: int) -> float:
+def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str]], steps: int) -> float:
     """The training of one R1 in `steps` steps, with the entropy before, meanwhile and after.
 
     layers: the pruned linears of each layer that shares R1.
@@ -167,7 +169,7 @@ def rotate(sizes: Sizes, recipe: Recipe, layers: Sequence[Collection[str]], step
     share = min(1.0, (recipe.rotation.layers_per_step or len(trained)) / len(trained))
     # the first and the last evaluation are of all layers, and so are the entropies
     evaluations, entropies = (steps - 1) * share + 2 if steps else 1, 2
-    if recipe.objective != "entropy" and share == 1:
+    if recipe.rotation.objective != "entropy" and share == 1:
         entropies += len({steps * part // 4 for part in (1, 2, 3)} - {0})
     return (
         evaluations * once
@@ -176,7 +178,9 @@ def rotate(sizes: Sizes, recipe: Recipe, layers: Sequence[Collection[str]], step
     )
 
 
-def prune(sizes: Sizes, recipe: Recipe, roles: Collection[str], admm_iterations: Mapping[str, int]) -> float:
+def prune(
+    sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], admm_iterations: Mapping[str, int]
+) -> float:
     """The pruning of one layer from its Hessians: one factorisation for each input, sweeps and solvers.
 
     roles: the linears of the layer that are pruned.
@@ -184,7 +188,7 @@ def prune(sizes: Sizes, recipe: Recipe, roles: Collection[str], admm_iterations:
     """
     if not sizes.tokens:
         return 0.0
-    total, to_dense, solver = 0.0, recipe.target == "dense", recipe.solve
+    total, to_dense, solver = 0.0, recipe.pruning.target == "dense", recipe.pruning.solve
     sweeps = "sparsegpt" in (recipe.pruning.method, solver)
     for group in groups_of(roles):
         n, members = sizes.inputs(group), [role for role in INPUT_GROUPS[group] if role in roles]

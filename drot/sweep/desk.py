@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.checkpoint.resume import read_journal
-from drot.config import CalibrationConfig, Recipe, default_seqlen
+from drot.config import CalibrationConfig, ResolvedRecipe, default_seqlen
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
@@ -86,18 +86,17 @@ class Desk:
         if names:
             self.tasks = load_tasks(expand(names))
 
-    def read_calibration(self, recipe: Recipe) -> None:
+    def read_calibration(self, recipe: ResolvedRecipe) -> None:
         """Reads the calibration tokens of a recipe, if no cell before it has the same."""
         settings = recipe.calibration
         if not recipe.reads_calibration or settings in self.calibration:
             return
-        seqlen = settings.resolved_seqlen(positions_of(self.config))
-        check_seqlen(seqlen, self.config)
+        check_seqlen(settings.seqlen, self.config)
         self.calibration[settings] = load_calibration(
             settings.source,
             self.tokenizer,
             nsamples=settings.nsamples,
-            seqlen=seqlen,
+            seqlen=settings.seqlen,
             seed=settings.seed,
             text_column=settings.text_column,
             progress=self.progress,
@@ -126,19 +125,21 @@ class Desk:
 
     def key(self, cell: Cell) -> str:
         """The name of a cell: a hash of all that its figures depend on."""
-        settings = effective(cell.recipe)
-        return _short_digest([settings | {"calibration": self._calibration_hash(cell.recipe)}, self.identity])
+        settings = effective(cell.resolved)
+        return _short_digest(
+            [settings | {"calibration": self._calibration_hash(cell.resolved)}, self.identity]
+        )
 
-    def rotations_key(self, recipe: Recipe) -> str | None:
+    def rotations_key(self, recipe: ResolvedRecipe) -> str | None:
         """A hash of all that the rotations of a recipe depend on; None if they depend on pruned layers.
 
         The entropy does not depend on the sparsity, unless some linears are kept dense.
         """
-        if recipe.rotation.mode == "none" or recipe.rotation.resolved_hessians != "dense":
+        if recipe.rotation.mode == "none" or recipe.rotation.hessians != "dense":
             return None
         settings = recipe.to_dict()
         fields = ["method", "damping", "damping_average"]
-        if recipe.objective != "entropy" or recipe.pruning.mixed:
+        if recipe.rotation.objective != "entropy" or recipe.pruning.mixed:
             fields += ["sparsity", "sparsity_of", "keep"]
         pruning = {field: settings["pruning"][field] for field in fields}
         same = {"weights": self.identity["weights"], "dtype": self.identity["dtype"]}
@@ -163,7 +164,7 @@ class Desk:
             # the manifest of a checkpoint names its calibration text, so that the text is read again
             kept = {"out": self.out / MODELS / key, "resume": True}
         else:
-            kept = {"calibration": self.calibration.get(cell.recipe.calibration)}
+            kept = {"calibration": self.calibration.get(cell.resolved.calibration)}
         result = prune(
             self.model,
             cell.recipe,
@@ -189,9 +190,9 @@ class Desk:
         if cell.recipe.rotation.mode != "none":
             by = trained["cell"] if reused and trained is not None else key
         record = {
-            "recipe": cell.recipe.to_dict(),
+            "recipe": cell.resolved.to_dict(),
             "identity": self.identity,
-            "calibration": self._calibration_hash(cell.recipe),
+            "calibration": self._calibration_hash(cell.resolved),
             **self._measure(result.model, cell),
             **figures,
             "trained_by": by,
@@ -202,7 +203,7 @@ class Desk:
         write_json(self.out / CELLS / f"{key}.json", with_digest(plain))
         return plain
 
-    def _calibration_hash(self, recipe: Recipe) -> str | None:
+    def _calibration_hash(self, recipe: ResolvedRecipe) -> str | None:
         tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
         return None if tokens is None else calibration_hash(tokens)
 

@@ -9,14 +9,15 @@ import torch
 from drot.checkpoint.load import load_config
 from drot.checkpoint.resume import read_journal
 from drot.checkpoint.save import check_writable
+from drot.config import resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.lock import locked
 from drot.machine.devices import pick_devices
 from drot.manifest.manifest import MANIFEST
-from drot.pipeline.prepare import recipe_on
-from drot.pipeline.validation import check_recipe
+from drot.model.families import positions_of
+from drot.pipeline.validation import check_config, check_recipe
 from drot.report.drawing import PACKAGE, installed
 from drot.sweep.desk import CELLS, MODELS, Desk
 from drot.sweep.grid import Cell, Skipped, read_grid
@@ -94,12 +95,14 @@ def sweep(
     out = Path(out)
     _check_folder(out)
     devices, config = pick_devices(device), load_config(model)
+    check_config(config)
     cells, skipped = [], list(content.skipped)
     for cell in content.cells:
         try:
-            check_recipe(config, cell.recipe, devices)
             # a sweep that goes on elsewhere computes cells of another dtype again
-            cells.append(Cell(recipe_on(cell.recipe, devices[0])))
+            resolved = resolve(cell.recipe, positions=positions_of(config), device=devices[0].type)
+            check_recipe(config, resolved, devices)
+            cells.append(Cell(cell.recipe, resolved))
         except UserError as error:
             skipped.append(Skipped(cell.label(content.fields), str(error)))
     if not cells:
@@ -109,17 +112,17 @@ def sweep(
         desk.read_texts(content.texts)
         desk.load_tasks(content.tasks)
         for cell in cells:
-            desk.read_calibration(cell.recipe)
+            desk.read_calibration(cell.resolved)
         dense = desk.dense_figures()
         keys = {desk.key(cell): cell for cell in cells}
-        shared = [desk.rotations_key(cell.recipe) for cell in cells]
+        shared = [desk.rotations_key(cell.resolved) for cell in cells]
         rows: list[Row] = []
         computed = 0
         for number, (key, cell) in enumerate(keys.items(), 1):
             record = read_journal(out / CELLS / f"{key}.json")
             if record is None or (keep_models and not (out / MODELS / key / MANIFEST).exists()):
                 progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
-                rotations = desk.rotations_key(cell.recipe)
+                rotations = desk.rotations_key(cell.resolved)
                 record = desk.run(cell, key, rotations if shared.count(rotations) > 1 else None)
                 computed += 1
             rows.append(Row(key, cell, record, dense["perplexity"], dense["accuracy"]))
