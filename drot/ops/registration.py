@@ -124,29 +124,25 @@ class _OnceDifferentiable(torch.autograd.Function):
         raise NotImplementedError(f"{ctx.name} is differentiable once; use {ctx.name}_ref for more")
 
 
-def _register_loss_autograd(name: str) -> None:
-    """Registers the formula of an op (y, column_scale, ...) -> (loss, dy, dcolumn_scale).
+def _save_gradients(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict, output: tuple) -> None:
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(*output[1:])
 
-    The loss is differentiable once in y and column_scale.
-    """
 
-    def save_gradients(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict, output: tuple) -> None:
-        _loss, dy, dcolumn_scale = output
-        ctx.has_column_scale = inputs[1] is not None
-        ctx.mark_non_differentiable(dy, dcolumn_scale)
-        ctx.save_for_backward(dy, dcolumn_scale)
+def _loss_backward(name: str) -> Callable[..., tuple[Tensor | None, ...]]:
+    """The formula of an op (y, column_scale, ...) -> (loss, dy, dcolumn_scale)."""
 
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor | None) -> tuple[Tensor | None, ...]:
-        dy, dcolumn_scale = ctx.saved_tensors
-        grads = [grad_loss * dy, grad_loss * dcolumn_scale if ctx.has_column_scale else None]
+        saved = zip(ctx.saved_tensors, ctx.needs_input_grad, strict=False)
+        grads = [grad_loss * gradient if needed else None for gradient, needed in saved]
         if torch.is_grad_enabled():
             # create_graph=True: without the anchor the results would be constants for the next derivative
             anchor = torch.zeros((), requires_grad=True)
             grads = [None if g is None else _OnceDifferentiable.apply(g, anchor, name) for g in grads]
         return tuple(grads)
 
-    register_autograd(f"drot::{name}", backward, setup_context=save_gradients)
+    return backward
 
 
-_register_loss_autograd("entropy_loss")
-_register_loss_autograd("pruned_importance")
+for name in ("entropy_loss", "pruned_importance"):
+    register_autograd(f"drot::{name}", _loss_backward(name), setup_context=_save_gradients)
