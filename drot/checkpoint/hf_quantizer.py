@@ -67,7 +67,7 @@ class DrotQuantizer(HfQuantizer):
             for layer in rotated_layers(decoder_layers(model, arch), place):
                 apply_boundary_rotation(layer, arch, place)  # in a file of an older version of drot
         check_packed(model)
-        check_boundary_rotations(model, arch)
+        check_boundary_rotations(decoder_layers(model, arch), arch.layers)
         # transformers makes every floating-point parameter trainable
         for _, linear in packed_linears(model):
             linear.requires_grad_(False)

@@ -16,7 +16,7 @@ from drot.config import CalibrationConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.evaluation.record import record
+from drot.evaluation.record import gap_closed, record
 from drot.machine.environment import machine_name
 from drot.pipeline.prune import prune
 from drot.report.drawing import installed
@@ -33,8 +33,8 @@ CALIBRATION = CalibrationConfig(source=str(ASSETS / "python-calibration.txt"), n
 class DemoRow:
     """The figures of one model.
 
-    gap_closed: (pruned - rotated) / (pruned - dense), in perplexities: the share of SparseGPT's damage that
-        drot undoes. None for the dense model and for SparseGPT alone.
+    gap_closed: the share of SparseGPT's damage that drot undoes (`gap_closed` of evaluation/record.py). None
+        for the dense model and for SparseGPT alone, and if SparseGPT does no damage.
     sparsity: the share of zeros in the linears of the decoder layers.
     seconds: the time of the pruning; None for the dense model.
     """
@@ -112,12 +112,12 @@ def run_demo(
         )  # fmt: skip
         seconds = time.perf_counter() - started
         cast_weights(result.model, torch.float32)  # it has the dtype of the checkpoint
-        return measure(result.model), result.manifest["sparsity"], seconds
+        return measure(result.model), result.manifest.sparsity, seconds
 
     dense = measure(load(MODEL, device="cpu", dtype="float32"))
     plain, plain_sparsity, plain_seconds = pruned(RotationConfig(mode="none"), None)
     rotated, sparsity, seconds = pruned(RotationConfig(steps=steps), out)
-    share = (plain - rotated) / (plain - dense)
+    share = gap_closed(dense, plain, rotated)
     _record(out, held_out, seqlen, rotated, {"dense": dense, "not_rotated": plain})
     report = write_report([out], progress=progress).page if installed() else None
     rows = [
@@ -149,6 +149,7 @@ def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dic
         "seqlen": seqlen,
         "dtype": "float32",
         "machine": machine_name(torch.device("cpu")),
+        "streamed": False,
         "texts": {
             text: {
                 "split": None,
@@ -162,12 +163,14 @@ def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dic
         "against": None,
         "agreement": {},
         "tasks": {},
+        "task_details": {},
+        "averages": {},
     }
     record(str(out), figures)
 
 
-def _sentence(share: float) -> str:
-    if share <= 0:
+def _sentence(share: float | None) -> str:
+    if share is None or share <= 0:
         return "drot did not help. That is a fault of drot: it should reduce the damage of pruning."
     return (
         "Removing half of the weights makes the model worse. Rotating it first, and solving for the weights "

@@ -16,7 +16,6 @@ compute with weights of another basis.
 """
 
 import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +23,8 @@ from torch import Tensor, nn
 
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
-from drot.model.families import Architecture, decoder_layers, module_at
+from drot.model.families import Family
+from drot.model.rotation import Boundary
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 ROTATION_MODULE = "residual_rotation"
@@ -34,27 +34,6 @@ NORM_PREFIX = "rotated_"
 PROBES = 4
 #: largest ‖QᵀQx - x‖ / ‖x‖ of a rotation in fp32; rounding gives about 1e-7
 FP32_TOLERANCE = 1e-3
-
-
-@dataclass(frozen=True)
-class BoundaryRotation:
-    """Q = R1(l)ᵀ R1(l+1) at the boundary of layers l and l + 1.
-
-    place: where Q acts, see above.
-    r1: R1 [d, d] of layer l.
-    next_r1: R1 [d, d] of layer l + 1.
-    """
-
-    place: BoundaryPlace
-    r1: Tensor
-    next_r1: Tensor
-
-    def matrix(self) -> Tensor:
-        """Q [d, d] in fp64."""
-        return self.r1.double().T @ self.next_r1.double()
-
-    def to(self, device: torch.device | str) -> "BoundaryRotation":
-        return BoundaryRotation(self.place, self.r1.to(device), self.next_r1.to(device))
 
 
 class RotateAndAdd(nn.Module):
@@ -72,14 +51,14 @@ class _Rotated:
     arguments of `_rotated_class` instead.
     """
 
-    architecture: Architecture
+    architecture: Family
 
     def __reduce__(self) -> Any:
         stock_class, place = type(self).__bases__[1], rotation_place(self)
         return _new_rotated, (stock_class, self.architecture, place), self.__getstate__()
 
 
-def _new_rotated(stock_class: Any, arch: Architecture, place: BoundaryPlace) -> Any:
+def _new_rotated(stock_class: Any, arch: Family, place: BoundaryPlace) -> Any:
     cls = _rotated_class(stock_class, arch, place)
     return cls.__new__(cls)
 
@@ -104,10 +83,10 @@ class _RotatesResidual(_Rotated):
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
         arch = self.architecture
-        normed = getattr(self, arch.attention_norm)(hidden_states)
+        normed = getattr(self, arch.first_norm)(hidden_states)
         attended, _ = getattr(self, arch.attention)(hidden_states=normed, **kwargs)
         residual = hidden_states + attended
-        normed = getattr(self, arch.mlp_norm)(residual)
+        normed = getattr(self, arch.norms[1])(residual)
         out: Tensor = getattr(self, arch.mlp)(normed)
         if isinstance(self.residual_rotation, RotateAndAdd):
             layer_output: Tensor = self.residual_rotation(residual, out)
@@ -116,18 +95,18 @@ class _RotatesResidual(_Rotated):
 
 
 @functools.cache
-def _rotated_class(stock_class: Any, arch: Architecture, place: BoundaryPlace) -> Any:
+def _rotated_class(stock_class: Any, arch: Family, place: BoundaryPlace) -> Any:
     """The class of a layer that rotates its input or its residual.
 
     The class has the name of the stock class, because accelerate and transformers find the layers that must
     not be split across devices by the names of their classes. The stock forward finds the attention norm
     under its stock name through a property.
     """
-    name = NORM_PREFIX + arch.attention_norm
+    name = NORM_PREFIX + arch.first_norm
     attributes = {
         "__module__": stock_class.__module__,
         "architecture": arch,
-        arch.attention_norm: property(lambda layer: getattr(layer, name)),
+        arch.first_norm: property(lambda layer: getattr(layer, name)),
     }
     mixin = _RotatesResidual if place == "residual" else _RotatesInput
     return type(stock_class.__name__, (mixin, stock_class), attributes)
@@ -149,7 +128,7 @@ def rotated_layers(layers: nn.ModuleList, place: BoundaryPlace) -> nn.ModuleList
 
 def add_boundary_rotation(
     layer: nn.Module,
-    arch: Architecture,
+    arch: Family,
     place: BoundaryPlace,
     hidden_size: int,
     *,
@@ -178,23 +157,23 @@ def add_boundary_rotation(
     return rotation
 
 
-def apply_boundary_rotation(layer: nn.Module, arch: Architecture, place: BoundaryPlace) -> None:
+def apply_boundary_rotation(layer: nn.Module, arch: Family, place: BoundaryPlace) -> None:
     """Changes the class of a layer that has a rotation to a class that applies the rotation.
 
     The name of the attention norm gets NORM_PREFIX. A layer that has the class already is not changed.
     """
     if rotation_place(layer) is None:
         stock_class: Any = type(layer)
-        norm = getattr(layer, arch.attention_norm)
-        delattr(layer, arch.attention_norm)
-        setattr(layer, NORM_PREFIX + arch.attention_norm, norm)
+        norm = getattr(layer, arch.first_norm)
+        delattr(layer, arch.first_norm)
+        setattr(layer, NORM_PREFIX + arch.first_norm, norm)
         layer.__class__ = _rotated_class(stock_class, arch, place)
 
 
 def remove_boundary_rotation(layer: nn.Module) -> None:
     """Undoes `add_boundary_rotation`: the layer has its stock class and the stock name of its norm again."""
     assert isinstance(layer, _Rotated)
-    name = layer.architecture.attention_norm
+    name = layer.architecture.first_norm
     norm = getattr(layer, NORM_PREFIX + name)
     layer.__class__ = type(layer).__bases__[1]
     delattr(layer, NORM_PREFIX + name)
@@ -203,17 +182,19 @@ def remove_boundary_rotation(layer: nn.Module) -> None:
 
 
 @torch.no_grad()
-def check_boundary_rotations(model: nn.Module, arch: Architecture) -> None:
-    """Raises UserError that names the first boundary rotation of `model` that is not orthogonal.
+def check_boundary_rotations(layers: nn.ModuleList, path: str) -> None:
+    """Raises UserError that names the first boundary rotation of `layers` that is not orthogonal.
 
     A matrix Q with NaN or infinity is not orthogonal either. QᵀQ would take d³ operations a layer, minutes
     for 80 layers of d = 8192 on a CPU. So ‖QᵀQx - x‖ / ‖x‖ is measured, in fp32, for PROBES random vectors x.
     A rotation that is offloaded to disk is not checked.
+
+    path: the path of the layers in their model, for the message.
     """
-    for index, layer in enumerate(decoder_layers(model, arch)):
+    for index, layer in enumerate(layers):
         if rotation_place(layer) is None:
             continue
-        q: Tensor = module_at(layer, f"{ROTATION_MODULE}.weight")
+        q: Tensor = layer.residual_rotation.weight  # type: ignore[assignment, union-attr]
         if q.is_meta:
             continue
         x = torch.randn(q.shape[0], PROBES, generator=torch.Generator().manual_seed(0)).to(q.device)
@@ -221,7 +202,7 @@ def check_boundary_rotations(model: nn.Module, arch: Architecture) -> None:
         error = float(((q32.T @ (q32 @ x) - x).norm(dim=0) / x.norm(dim=0)).amax())
         if not error < orthogonality_tolerance(q):  # error may be NaN
             raise UserError(
-                f"{arch.layers}.{index}.{ROTATION_MODULE}.weight must be orthogonal, got ‖QᵀQx - x‖ / ‖x‖ = "
+                f"{path}.{index}.{ROTATION_MODULE}.weight must be orthogonal, got ‖QᵀQx - x‖ / ‖x‖ = "
                 f"{error:.1e}: the file is damaged; copy it again"
             )
 
@@ -239,7 +220,7 @@ def orthogonality_tolerance(q: Tensor) -> float:
 
 
 @torch.no_grad()
-def set_boundary(layer: nn.Module, arch: Architecture, boundary: BoundaryRotation) -> None:
+def set_boundary(layer: nn.Module, arch: Family, boundary: Boundary) -> None:
     """Adds the rotation Q to `layer`, in the dtype and on the device of the layer's weights."""
     weight = next(layer.parameters())
     d = boundary.r1.shape[0]

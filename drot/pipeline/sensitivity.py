@@ -1,31 +1,30 @@
 """`drot.sensitivity`, which measures how much the output of each linear changes at each n:m or ratio."""
 
-import copy
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.calibration.hessian import InputHessian
-from drot.calibration.stream import CalibrationStream, Reader
+from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe, Sparsity
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name
-from drot.machine.transfer import layers_on_device
-from drot.model.families import INPUT_GROUPS, Architecture, layer_linears
-from drot.model.rotate import LayerRotation, rotate_layer
+from drot.machine.transfer import on_device
+from drot.model.layer import DecoderLayer
+from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
-from drot.pipeline.dense_pass import train_dense
 from drot.pipeline.invariance import check_model
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given
+from drot.pipeline.training import train_dense
 from drot.pruning import prune_weight
 from drot.text.source import calibration_hash
 
@@ -125,9 +124,8 @@ def sensitivity(
     if run.rotates:
         if used is None:
             used = [rotation for rotation, _ in train_dense(run, None)[0]]
-        with run.clock("check"):
-            place = recipe.rotation.resolved_boundary
-            error = check_model(run.model, run.arch, run.shape, run.tokens[:1], run.device, used, place)
+        with run.during("check"):
+            error = check_model(run.model, run.tokens[:1], run.device, run.bases, used)
     figures = {
         "base_model": prepared.source,
         "calibration": {"sha256": calibration_hash(run.tokens), "shape": list(run.tokens.shape)},
@@ -143,15 +141,14 @@ def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str,
 
     rotations: the rotation of each layer; None for a model that is not rotated.
     """
-    stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
+    stream = CalibrationStream.embed(run.model, run.tokens, run.device)
     sparsities = measured_sparsities(run.recipe.pruning)
     errors: dict[str, dict[str, float | None]] = {}
-    for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
-        run.event("sensitivity", index)
-        with run.clock("prune"):
-            rotated, inputs = _rotated(run, index, layer, stream, rotations)
-            errors |= _output_errors(rotated, index, inputs, run.arch, run.recipe, sparsities)
-        stream.advance(layer, index)
+    for layer in on_device(run.model.layers, run.device, run.home):
+        with run.during("sensitivity", layer, announced=True):
+            rotated, inputs = _rotated(run, layer, stream, rotations)
+            errors |= _output_errors(rotated, inputs, run.recipe, sparsities)
+        stream.advance(layer)
     return errors
 
 
@@ -162,27 +159,20 @@ def measured_sparsities(pruning: PruningConfig) -> list[Sparsity]:
 
 def _rotated(
     run: RunContext,
-    index: int,
-    layer: nn.Module,
+    layer: DecoderLayer,
     stream: CalibrationStream,
     rotations: list[LayerRotation] | None,
-) -> tuple[nn.Module, CalibrationStream]:
-    """A rotated copy of the layer, and a rotated copy of the layer's inputs.
+) -> tuple[DecoderLayer, CalibrationStream]:
+    """A rotated copy of the layer, and a rotated copy of its inputs in the dense model.
 
     Without rotations, `layer` and `stream` themselves.
-
-    Args:
-        run: the state of the run.
-        index: number of the layer.
-        layer: the decoder layer.
-        stream: inputs of the layer in the dense model.
-        rotations: the rotation of each layer; None for a model that is not rotated.
     """
     if rotations is None:
         return layer, stream
-    rotation, boundary = rotations[index], run.residual_boundary(rotations, index)
-    layer = copy.deepcopy(layer)
-    rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
+    rotation = rotations[layer.index]
+    boundary = run.bases.held(layer.index, rotations) if run.bases.place == "residual" else None
+    layer = layer.copy()
+    layer.rotate(rotation.to(run.device), boundary)
     stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
     stream.rotate(rotation.r1)
     return layer, stream
@@ -190,34 +180,22 @@ def _rotated(
 
 @torch.no_grad()
 def _output_errors(
-    layer: nn.Module,
-    index: int,
-    stream: CalibrationStream,
-    arch: Architecture,
-    recipe: Recipe,
-    sparsities: list[Sparsity],
+    layer: DecoderLayer, stream: CalibrationStream, recipe: Recipe, sparsities: list[Sparsity]
 ) -> dict[str, dict[str, float | None]]:
     """The relative output error of each linear of a layer, pruned alone. No weight is changed.
 
-    Returns name of a linear → sparsity, as in `2:4` → error. The error is None where n:m does not divide the
-    inputs of the linear.
+    Returns full name of a linear → sparsity, as in `2:4` → error. The error is None where n:m does not divide
+    the inputs of the linear.
 
-    Args:
-        layer: a decoder layer.
-        index: number of the layer.
-        stream: inputs of the layer.
-        arch: family of the model.
-        recipe: the settings of the run. Its `sparsity`, `keep` and `sparsity_of` are not used.
-        sparsities: the sparsities to prune to.
+    stream: inputs of the layer.
+    recipe: the settings of the run. Its `sparsity`, `keep` and `sparsity_of` are not used.
     """
-    linears, names = layer_linears(layer, arch), arch.linear_names(index)
-    readers: dict[str, Reader] = {group: (linears[roles[0]], None) for group, roles in INPUT_GROUPS.items()}
-    hessians = stream.hessians(layer, index, readers)
-    errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
-    for group, roles in INPUT_GROUPS.items():
-        hessian = InputHessian(hessians.pop(group), recipe.damping, recipe.damping_average)
-        for role in roles:
-            weight, of_linear, total = linears[role].weight, errors[names[role]], None
+    hessians = stream.hessians(layer, layer.groups)
+    errors: dict[str, dict[str, float | None]] = {linear.full_name: {} for linear in layer.linears.values()}
+    for group in layer.groups:
+        hessian = InputHessian(hessians.pop(group.name), recipe.damping, recipe.damping_average)
+        for linear in layer.linears_of(group):
+            weight, of_linear, total = linear.weight, errors[linear.full_name], None
             for sparsity in sparsities:
                 of_linear[str(sparsity)] = None
                 if sparsity.structured and weight.shape[1] % sparsity.m:
@@ -226,6 +204,6 @@ def _output_errors(
                 try:
                     outcome = prune_weight(weight, hessian, alone, recipe.solve, total=total)
                 except UserError as error:
-                    raise UserError(f"layer {index}, {role}: {error}") from None
+                    raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
                 of_linear[str(sparsity)], total = outcome.output_error, outcome.energy
     return errors

@@ -220,12 +220,12 @@ def _rotated_downs(model: "PreTrainedModel") -> list[tuple[Any, str]]:
     """Each decoder layer that rotates the residual beside its MLP, with the path of its down_proj."""
     arch = architecture_of(model.config)
     layers = (layer for layer in decoder_layers(model, arch) if rotation_place(layer) == "residual")
-    return [(layer, dict(arch.linears)["down_proj"]) for layer in layers]
+    return [(layer, dict(arch.pairs)["down_proj"]) for layer in layers]
 
 
 def _groups(model: "PreTrainedModel") -> list[tuple[nn.Module, list[str]]]:
     """Each decoder layer with the paths of linears that have the same input, once for each such group."""
     arch = architecture_of(model.config)
-    paths = dict(arch.linears)
+    paths = dict(arch.pairs)
     groups = [[paths[role] for role in roles] for roles in INPUT_GROUPS.values() if len(roles) > 1]
     return [(layer, group) for layer in decoder_layers(model, arch) for group in groups]

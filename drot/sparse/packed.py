@@ -62,7 +62,7 @@ def _linears_to_pack(
     arch = architecture_of(model.config)
     for index, layer in enumerate(decoder_layers(model, arch)):
         names, linears = arch.linear_names(index), layer_linears(layer, arch)
-        for role, path in arch.linears:
+        for role, path in arch.pairs:
             if names[role] not in dense:
                 yield layer, path, linears[role], f"layer {index}, {role}"
 
@@ -123,7 +123,7 @@ def unpack_model(model: "PreTrainedModel") -> None:
     unfuse(model)
     arch = architecture_of(model.config)
     for layer in decoder_layers(model, arch):
-        for _, path in arch.linears:
+        for _, path in arch.pairs:
             if isinstance(linear := module_at(layer, path), SparseLinear):
                 layer.set_submodule(path, linear.to_linear())
     describe_model(model)

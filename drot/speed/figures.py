@@ -105,6 +105,6 @@ def streamed_bytes(model: PreTrainedModel, what: str) -> int:
     An untied embedding does not count: a token reads one row of the embedding.
     """
     arch = architecture_of(model.config)
-    embedding, head = module_at(model, arch.embedding).weight, module_at(model, arch.lm_head).weight
+    embedding, head = module_at(model, arch.embedding).weight, module_at(model, arch.head).weight
     untied = what == "model" and embedding is not head
     return weight_bytes(model, what) - (embedding.nbytes if untied else 0)

@@ -103,7 +103,7 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
         if getattr(stacked.config, "layer_types", None):
             stacked.config.layer_types = stacked.config.layer_types * config.num_hidden_layers
         module_at(stacked, arch.embedding).weight = embedding
-        module_at(stacked, arch.lm_head).weight = head
+        module_at(stacked, arch.head).weight = head
         stack = decoder_layers(stacked, arch)
         for index in range(1, config.num_hidden_layers):
             layer, attention = _twin(stack[0]), _twin(module_at(stack[0], arch.attention))

@@ -2,10 +2,11 @@
 
 import math
 import statistics
-from typing import Any
+
+from drot.manifest.manifest import Manifest
 
 
-def figures_of(manifest: dict[str, Any]) -> dict[str, float | None]:
+def figures_of(manifest: Manifest) -> dict[str, float | None]:
     """The figures of a run. A figure that the run did not record, or that is not finite, is None.
 
     zeros: share of zeros in the linears of the decoder layers.
@@ -15,33 +16,28 @@ def figures_of(manifest: dict[str, Any]) -> dict[str, float | None]:
     removed_importance_before, removed_importance_after: share of the importance of a linear's weights that
         pruning in one shot removes, before and after the rotation, mean over the pruned linears.
     """
-    shared = manifest.get("shared_rotation")
-    trained = (
-        [shared] if shared else [layer["rotation"] for layer in manifest["layers"] if "rotation" in layer]
-    )
-    trained = [record for record in trained if "loss_curve" in record]
-    steps = sum(len(record["loss_curve"]) - 1 for record in trained)
-    linears = [
-        linear["one_shot"]
-        for layer in manifest["layers"]
-        for linear in layer["linears"].values()
-        if linear["sparsity"] > 0
+    shared = manifest.shared_rotation
+    trained = [shared] if shared else [layer.rotation for layer in manifest.layers if layer.rotation]
+    steps = sum(len(record.loss_curve) - 1 for record in trained)
+    shots = [
+        linear.one_shot
+        for layer in manifest.layers
+        for linear in layer.linears.values()
+        if linear.sparsity > 0
     ]
     figures = {
-        "zeros": manifest["sparsity"],
-        "seconds": manifest["seconds"]["total"] - manifest["seconds"].get("load", 0.0),
-        "seconds_per_step": manifest["seconds"]["rotate"] / steps if steps else None,
-        "entropy_before": _mean([record.get("entropy_before") for record in trained]),
-        "entropy_after": _mean([record.get("entropy_after") for record in trained]),
+        "zeros": manifest.sparsity,
+        "seconds": manifest.seconds.total - manifest.seconds.phases.get("load", 0.0),
+        "seconds_per_step": manifest.seconds.phases["rotate"] / steps if steps else None,
+        "entropy_before": _mean([record.entropy_before for record in trained]),
+        "entropy_after": _mean([record.entropy_after for record in trained]),
+        "removed_importance_before": _mean([s.before.removed_importance for s in shots if s.before]),
+        "removed_importance_after": _mean([s.after.removed_importance for s in shots if s.after]),
     }
-    for basis in ("before", "after"):
-        shares = [shot[basis]["removed_importance"] for shot in linears if basis in shot]
-        figures[f"removed_importance_{basis}"] = _mean(shares)
     return {
         name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()
     }
 
 
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+def _mean(values: list[float]) -> float | None:
+    return statistics.fmean(values) if values else None

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.core.files import new_file
+from drot.evaluation.record import gap_closed
 from drot.sweep.grid import Cell, Skipped
 
 #: Figures of a cell (figures.py) that have a column of their own. None has the name of a recipe's field.
@@ -94,17 +95,12 @@ def not_rotated(row: Row, rows: Sequence[Row]) -> Row | None:
     return None
 
 
-def gap_closed(row: Row, rows: Sequence[Row], text: str) -> float | None:
-    """(plain - rotated) / (plain - dense), in perplexities: the share of the damage that the rotation undoes.
-
-    plain is the row of `not_rotated`. None without that row, and if its pruning does no damage.
-    """
+def gap_closed_on(row: Row, rows: Sequence[Row], text: str) -> float | None:
+    """The share of the damage that the rotation undoes, beside the row of `not_rotated`; None without it."""
     other = not_rotated(row, rows)
-    plain = None if other is None else other.perplexity(text)
-    own, dense = row.perplexity(text), row.dense[text]
-    if plain is None or own is None or plain <= dense:
-        return None
-    return (plain - own) / (plain - dense)
+    return (
+        None if other is None else gap_closed(row.dense[text], other.perplexity(text), row.perplexity(text))
+    )
 
 
 def columns(row: Row, rows: Sequence[Row], fields: Sequence[str]) -> dict[str, Any]:
@@ -114,7 +110,7 @@ def columns(row: Row, rows: Sequence[Row], fields: Sequence[str]) -> dict[str, A
         found |= {
             f"perplexity {text}": row.perplexity(text),
             f"dense {text}": dense,
-            f"gap closed {text}": gap_closed(row, rows, text),
+            f"gap closed {text}": gap_closed_on(row, rows, text),
         }
     for task, accuracy in row.dense_accuracy.items():
         found |= {f"accuracy {task}": row.accuracy(task), f"dense accuracy {task}": accuracy}

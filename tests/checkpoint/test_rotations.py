@@ -7,7 +7,7 @@ from safetensors.torch import save_file
 from drot.checkpoint.rotations import load_rotations, rotation_tensors, save_rotations
 from drot.core.errors import UserError
 from drot.model.families import HeadShape
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=4)
 

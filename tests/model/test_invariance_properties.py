@@ -10,7 +10,7 @@ from random_models import build, relative_error, settings_of_models, tokens_for
 
 from drot.model.boundary import BoundaryRotation, rotated_layers, set_boundary
 from drot.model.families import architecture_of, decoder_layers, head_shape
-from drot.model.rotate import LayerRotation, rotate_ends, rotate_layer
+from drot.model.rotation import LayerRotation, rotate_ends, rotate_layer
 from drot.pipeline.invariance import random_rotation
 
 #: dtype → largest relative error of the logits. fp64 is exact to 15 digits, fp32 to 7. In bf16 each weight of

@@ -7,7 +7,7 @@ from small_models import FAMILIES, random_tokens, small_model
 from drot.core.errors import UserError
 from drot.model.boundary import BoundaryRotation, set_boundary
 from drot.model.families import ARCHITECTURES, architecture_of, decoder_layers, head_shape
-from drot.model.rotate import LayerRotation, rotate_ends, rotate_layer
+from drot.model.rotation import LayerRotation, rotate_ends, rotate_layer
 from drot.pipeline import invariance
 from drot.pipeline.invariance import InvarianceError, check_model, random_rotation
 from drot.pipeline.validation import check_architecture

@@ -17,7 +17,7 @@ from drot.core.errors import UserError
 from drot.core.events import silent
 from drot.model.boundary import BoundaryRotation, rotation_place
 from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears
-from drot.model.rotate import folded_weights, rotate_layer
+from drot.model.rotation import folded_weights, rotate_layer
 from drot.pipeline import dense_pass, invariance
 from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import InvarianceError, check_model

@@ -16,7 +16,7 @@ from drot.machine.memory import PeakMemory
 from drot.manifest.importance import FIGURES, load_figures
 from drot.model.boundary import BoundaryRotation
 from drot.model.families import INPUT_GROUPS, ROLES, architecture_of, head_shape
-from drot.model.rotate import LayerRotation, folded_weights, rotate_layer
+from drot.model.rotation import LayerRotation, folded_weights, rotate_layer
 from drot.pipeline import figures
 from drot.pipeline.figures import GroupFigures, block_means, histogram
 

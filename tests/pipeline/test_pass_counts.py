@@ -15,7 +15,7 @@ from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, head_shape, layer_linears
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.rotation import importance

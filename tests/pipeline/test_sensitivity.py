@@ -11,7 +11,7 @@ from drot.checkpoint.rotations import load_rotations
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears, module_at
-from drot.model.fold_norm import fold
+from drot.model.decoder import fold
 from drot.pipeline.sensitivity import SensitivityResult
 
 TOKENS = random_tokens(8, 40)
@@ -62,7 +62,7 @@ def test_against_the_outputs_in_fp64(boundary, role, tmp_path):
     arch, shape = architecture_of(model.config), head_shape(model.config)
     rotations, _ = load_rotations(file, layers=3, hidden_size=32, shape=shape)
     layer = decoder_layers(model, arch)[1]
-    path = dict(arch.linears)[role]
+    path = dict(arch.pairs)[role]
     x, weight = inputs_of(model, f"model.layers.1.{path}"), module_at(layer, path).weight.double()
     if role == "down_proj":
         weight = rotations[2 if boundary == "residual" else 1].r1.T @ weight
