@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, logger, wider_dtypes
+from drot.checkpoint.quantization_config import format_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.core.errors import UserError
 from drot.core.lock import locked
@@ -12,7 +13,6 @@ from drot.manifest.importance import load_figures, save_figures
 from drot.manifest.manifest import MANIFEST, dense_linears_of, read_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, pack_model, unpack_model
-from drot.sparse.quantization_config import format_of
 
 
 def convert_checkpoint(path: str | Path, out: Path, format: str) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drot.checkpoint.keep import keep_files
+from drot.checkpoint.quantization_config import boundary_of, quantization_config_of
 from drot.checkpoint.source import (
-    Header,
+    DENSE_DTYPES,
+    check_headers,
     check_layers,
     model_folder,
     read_config,
@@ -27,7 +28,6 @@ from drot.model.schema import MOST_LAYERS
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
-from drot.sparse.quantization_config import boundary_of, quantization_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,8 +36,6 @@ logger = logging.getLogger("drot")
 
 #: what it means that a GPU keeps no compressed form
 UNCOMPRESSED = "products of many tokens unpack the weight at each call, which is slower than a dense model"
-#: the dtypes in safetensors files that a dense weight may have
-DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 def load(
@@ -111,6 +109,8 @@ def load_model(
         dtype = parse_dtype(dtype)
     config = load_config(path)
     from transformers import AutoModelForCausalLM
+
+    from drot.checkpoint.hf_model import keep_files  # it imports transformers too
 
     folder = model_folder(path, weights=True)
     headers = read_headers(weight_files(folder))
@@ -251,42 +251,3 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         its_logging.set_verbosity(before)
-
-
-def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
-    """Checks the headers of safetensors `files` against an empty model of a checkpoint that drot wrote.
-
-    Raises UserError as `check_headers` does, and for a file that is not complete.
-    """
-    check_headers(model, read_headers(files), dtypes=("BF16", "F16", "F32"))
-
-
-def check_headers(
-    model: "PreTrainedModel", headers: dict[str, Header], dtypes: Sequence[str] = tuple(DENSE_DTYPES)
-) -> None:
-    """Checks `headers` against the tensors of an empty model, whose weights may be of `dtypes`.
-
-    Raises UserError that names the first tensor with another shape or dtype, with both shapes, and the first
-    that is missing. A missing tensor outside of the base model is no error: lm_head may be tied to the
-    embedding, and any other head may not be trained yet. transformers itself would initialise some of these
-    tensors at random and cast others.
-    """
-    prefix = f"{model.base_model_prefix}."
-    without_head = not any(name.startswith(prefix) for name in headers)  # a saved base model has no prefix
-    for key, tensor in model.state_dict().items():
-        header = headers.get(key.removeprefix(prefix) if without_head else key)
-        if header is None and not key.startswith(prefix):
-            continue
-        if header is None:
-            raise UserError(f"{key} is missing from the checkpoint: convert or copy the checkpoint again")
-        if header.shape != list(tensor.shape):
-            raise UserError(
-                f"{key} must be {list(tensor.shape)} by the model's config, got {header.shape} in "
-                f"{header.file.name}: convert or copy the checkpoint again"
-            )
-        kinds = ("U8",) if tensor.dtype == torch.uint8 else tuple(dtypes)
-        if header.dtype not in kinds:
-            raise UserError(
-                f"{key} must be of dtype {' or '.join(kinds)}, got {header.dtype}: "
-                "convert or copy the checkpoint again"
-            )

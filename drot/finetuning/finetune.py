@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
+from drot.checkpoint.quantization_config import QUANT_METHOD, format_of, quantization_config_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
@@ -30,7 +32,6 @@ from drot.model.families import architecture_of, decoder_layers, positions_of
 from drot.pipeline.validation import check_tokens
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
-from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
 
 logger = logging.getLogger("drot")
 
@@ -176,8 +177,8 @@ def _finetune(
     record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
     if packed:
         pack_model(trained)
-    elif not config.keep_adapter:
-        describe_model(trained)
+    if not config.keep_adapter:
+        as_drot_model(trained)
     manifest = manifest or {"format_version": FORMAT_VERSION, "base_model": str(model), "sparsity": share}
     manifest |= {} if config.keep_adapter else format_of(trained) | {"dtype": record["dtype"]}
     manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}

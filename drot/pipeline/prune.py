@@ -12,7 +12,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
+from drot.checkpoint.quantization_config import format_of
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import check_output, save_checkpoint
@@ -40,7 +42,6 @@ from drot.pipeline.rotation_files import (
 )
 from drot.pipeline.run import PruningRun
 from drot.sparse.packed import check_format, check_packable, dense_linears, pack_model
-from drot.sparse.quantization_config import format_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -185,6 +186,7 @@ def prune(
                 manifest["identity"] = identity
             if format == "packed":
                 pack_model(context.model, dense)
+            as_drot_model(context.model)
             manifest |= format_of(context.model)
             if state is not None and state.other_machines:
                 manifest["other_machines"] = state.other_machines

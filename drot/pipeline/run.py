@@ -27,7 +27,6 @@ from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import held_out_sequences, recover_layer
 from drot.pipeline.rotation_files import GivenRotations
-from drot.sparse.quantization_config import describe_model
 
 
 @dataclass
@@ -276,5 +275,4 @@ class PruningRun:
             for holder, rotation, next_rotation in zip(holders, rotations, rotations[1:], strict=False):
                 boundary = BoundaryRotation(place, rotation.r1, next_rotation.r1)
                 set_boundary(holder, run.arch, boundary.to(run.device))
-        describe_model(run.model)
         return untied

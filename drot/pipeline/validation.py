@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drot.checkpoint.quantization_config import QUANT_METHOD, quantization_config_of
 from drot.config import PruningConfig, Recipe, RotationConfig, matches
 from drot.core.errors import UserError
 from drot.model.families import (
@@ -17,7 +18,6 @@ from drot.model.families import (
     positions_of,
 )
 from drot.sparse.packed import dense_linears
-from drot.sparse.quantization_config import QUANT_METHOD, quantization_config_of
 
 
 def check_recipe(

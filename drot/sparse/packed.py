@@ -19,7 +19,6 @@ from drot.machine.devices import dtype_name
 from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
 from drot.sparse.fused import unfuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
-from drot.sparse.quantization_config import describe_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -100,7 +99,7 @@ def compress_model(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
-    """Packs the seven linears of every decoder layer, in place, and records that in the model's config.
+    """Packs the seven linears of every decoder layer, in place.
 
     dense: names of linears that stay dense, such as `layers.0.mlp.down_proj`.
 
@@ -114,7 +113,6 @@ def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
         except ValueError as error:
             raise UserError(f'{name}: {error}: prune with `sparsity="2:4"` first') from None
         layer.set_submodule(path, packed)
-    describe_model(model)
 
 
 @torch.no_grad()
@@ -126,7 +124,6 @@ def unpack_model(model: "PreTrainedModel") -> None:
         for _, path in arch.linears:
             if isinstance(linear := module_at(layer, path), SparseLinear):
                 layer.set_submodule(path, linear.to_linear())
-    describe_model(model)
 
 
 # ---- from files ----------------------------------------------------------------------------------
