@@ -2,8 +2,8 @@
 
 transformers has registries, but no entry point by which it would import an installed package: somebody must
 import the modules of drot that register themselves. `import drot` must be fast, so it cannot import
-transformers, which takes seconds. It installs an import hook instead. Right after the program itself imports a
-module of transformers that holds a registry, the hook imports the module of drot that registers itself there.
+transformers, which takes seconds. It installs an import hook instead. Right after the program itself imports
+a module of transformers that holds a registry, the hook imports the module of drot that registers there.
 """
 
 import importlib

@@ -17,7 +17,6 @@ compute with weights of another basis.
 
 import functools
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -109,10 +108,11 @@ def _new_rotated(stock_class: Any, arch: Architecture) -> Any:
 @functools.cache
 def _rotated_class(stock_class: Any, arch: Architecture) -> Any:
     """RotatedLayer in front of `stock_class`, whose forward finds the attention norm under its stock name."""
+    name = NORM_PREFIX + arch.attention_norm
     attributes = {
         "__module__": stock_class.__module__,
         "architecture": arch,
-        arch.attention_norm: property(attrgetter(NORM_PREFIX + arch.attention_norm)),
+        arch.attention_norm: property(lambda layer: getattr(layer, name)),
     }
     return type(stock_class.__name__, (RotatedLayer, stock_class), attributes)
 
