@@ -21,7 +21,7 @@ from drot.checkpoint.source import (
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.reading import quoted
-from drot.machine.devices import parse_dtype, pick_device
+from drot.machine.devices import dtype_name, parse_dtype, pick_device
 from drot.manifest.integrity import is_loaded, verified_while_loading
 from drot.model.families import ARCHITECTURES
 from drot.model.schema import MOST_LAYERS
@@ -179,18 +179,15 @@ def has_tokenizer(path: str | Path) -> bool:
     return not Path(path).is_dir() or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*"))
 
 
-def wider_dtypes(folder: str | Path, dtype: torch.dtype) -> list[str]:
-    """The floating-point dtypes in a folder's safetensors files that `dtype` cannot represent exactly.
-
-    The dtypes have the names of the safetensors format, as in `F32`.
-    """
+def warn_of_rounding(folder: str | Path, dtype: torch.dtype) -> None:
+    """Logs a warning if the files in `folder` hold weights that `dtype` cannot represent exactly."""
     files = [file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name)]
-    found = {header.dtype for header in read_headers(files).values()}
-    return sorted(
-        name
-        for name in found & DENSE_DTYPES.keys()
-        if torch.promote_types(DENSE_DTYPES[name], dtype) != dtype
-    )
+    held = {header.dtype for header in read_headers(files).values()} & DENSE_DTYPES.keys()
+    if wider := sorted(name for name in held if torch.promote_types(DENSE_DTYPES[name], dtype) != dtype):
+        logger.warning(
+            "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
+            folder, ", ".join(wider), dtype_name(dtype), dtype_name(dtype),
+        )  # fmt: skip
 
 
 def load_tokenizer(path: str | Path) -> Any:

@@ -37,8 +37,8 @@ def rotations_from(tensors: dict[str, Tensor], layers: int) -> list[LayerRotatio
 def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str, Any]) -> None:
     """Writes the rotations of all layers in fp32. Raises WriteError if writing fails.
 
-    record: the recipe, the model and the calibration, which are stored in the file's metadata with the digest
-        of the tensors and of the record.
+    record: the recipe, the model and the calibration. The file's metadata holds it, and a digest of it and of
+        the tensors.
     """
     tensors = rotation_tensors(rotations, torch.float32)
     # one key only: safetensors writes several keys in a random order, and equal runs write equal files
@@ -55,8 +55,7 @@ def _digest(tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
 def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the record of a rotation file, as they are in the file.
 
-    Raises UserError if the file is missing or broken, or does not fit its digest. Files of an older drot have
-    no digest.
+    Raises UserError if the file is missing or broken, or does not fit its digest.
     """
     try:
         with safe_open(path, framework="pt") as handle:
@@ -70,8 +69,7 @@ def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(
             f"{path}: its record must be a JSON object, got {type(record).__name__}: copy it again"
         )
-    digest = record.pop(DIGEST, None)
-    if digest is not None and digest != _digest(tensors, record):
+    if record.pop(DIGEST, None) != _digest(tensors, record):
         raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
     return tensors, record
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.hf_model import as_drot_model
-from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
+from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
 from drot.checkpoint.quantization_config import QUANT_METHOD, format_of, quantization_config_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
@@ -25,7 +25,7 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
-from drot.machine.devices import dtype_name, pick_device
+from drot.machine.devices import pick_device
 from drot.manifest.importance import load_figures, save_figures
 from drot.manifest.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
 from drot.model.families import architecture_of, decoder_layers, positions_of
@@ -151,11 +151,7 @@ def _finetune(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
-    if wider := wider_dtypes(model, loaded.dtype):
-        logger.warning(
-            "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
-            model, ", ".join(wider), dtype_name(loaded.dtype), dtype_name(loaded.dtype),
-        )  # fmt: skip
+    warn_of_rounding(model, loaded.dtype)
     from drot.finetuning.run import run_finetuning  # it imports accelerate, which takes seconds
 
     try:
