@@ -2,16 +2,22 @@
 
 from pathlib import Path
 
-from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, logger, wider_dtypes
+from drot.checkpoint.load import (
+    has_tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    logger,
+    warn_of_rounding,
+)
+from drot.checkpoint.quantization_config import format_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.core.errors import UserError
 from drot.core.lock import locked
-from drot.machine.devices import dtype_name
 from drot.manifest.importance import load_figures, save_figures
 from drot.manifest.manifest import MANIFEST, CheckpointManifest, dense_linears_of, read_any_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, pack_model, unpack_model
-from drot.sparse.quantization_config import format_of
 
 
 def convert_checkpoint(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
@@ -36,11 +42,7 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     else:  # a model that was pruned from Python with token ids has no tokenizer
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
     model = load_model(path)
-    if wider := wider_dtypes(path, model.dtype):
-        logger.warning(
-            "%s holds tensors of %s, but the dtype in its config.json is %s: they are written as %s",
-            path, ", ".join(wider), dtype_name(model.dtype), dtype_name(model.dtype),
-        )  # fmt: skip
+    warn_of_rounding(path, model.dtype)
     if is_packed(model) == (format == "packed"):
         raise UserError(f"{path} is {format} already: name the other `format`")
     if format == "packed":

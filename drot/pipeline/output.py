@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.quantization_config import format_of
 from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import save_checkpoint
@@ -19,7 +20,6 @@ from drot.pipeline.events import Announced
 from drot.pipeline.prepare import Prepared
 from drot.pipeline.rotation_files import path_inside
 from drot.pipeline.run import PruningRun
-from drot.sparse.quantization_config import format_of
 from drot.text.source import calibration_hash
 
 

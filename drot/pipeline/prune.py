@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.save import check_output
@@ -170,6 +171,7 @@ def prune(
             sparsity = context.model.zero_share()
             if format == "packed":
                 pack_model(context.model.model, dense)
+            as_drot_model(context.model.model)
             manifest = manifest_of(prepared, run, identity, state, sparsity)
             manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
         return PruneResult(context.model.model, manifest, out)

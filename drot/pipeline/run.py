@@ -16,7 +16,6 @@ from drot.pipeline.invariance import check_model, check_outputs
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.steps import LayerWork
 from drot.pipeline.training import train_layers, train_shared
-from drot.sparse.quantization_config import describe_model
 
 
 class PruningRun:
@@ -127,4 +126,3 @@ class PruningRun:
             for layer in run.model.layers:
                 if (boundary := run.bases.held(layer.index, rotations)) is not None:
                     layer.hold(boundary)
-        describe_model(run.model.model)

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.checkpoint.quantization_config import QUANT_METHOD, quantization_config_of
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.model.families import family_of, positions_of, widths_of
 from drot.sparse.packed import dense_linears
-from drot.sparse.quantization_config import QUANT_METHOD, quantization_config_of
 
 #: width of a linear's inputs → what it is in a model's config
 INPUT_IN_WORDS = {

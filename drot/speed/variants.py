@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from drot.checkpoint.quantization_config import boundary_of
 from drot.core.errors import UserError
 from drot.model.boundary import add_boundary_rotation, remove_boundary_rotation, rotation_place
 from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
@@ -17,7 +18,6 @@ from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotations
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model, unpack_model
-from drot.sparse.quantization_config import boundary_of
 
 DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
 

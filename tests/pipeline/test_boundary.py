@@ -251,8 +251,8 @@ def test_values_are_checked(tmp_path):
         recipe(boundary="previous")
     prune(small_model("llama"), out=tmp_path / "out")
     file = tmp_path / "out" / "config.json"
-    file.write_text(file.read_text().replace('"next"', '"previous"'))
-    with pytest.raises(UserError, match="down_basis: .* 'own' or 'next', got 'previous'"):
+    file.write_text(file.read_text().replace('"residual"', '"previous"'))
+    with pytest.raises(UserError, match="boundary: .* 'input' or 'residual', got 'previous'"):
         drot.load(tmp_path / "out", device="cpu")
 
 

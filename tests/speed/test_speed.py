@@ -9,13 +9,13 @@ from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import MODEL
 from drot.model.boundary import rotation_place
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
-from drot.sparse.quantization_config import DrotConfig
 from drot.speed import figures, speed, variants
 from drot.speed.cases import NEW_TOKENS, Case
 from drot.speed.timing import Timing, interleaved
@@ -62,7 +62,7 @@ def test_rows_of_a_checkpoint(checkpoint, capsys):
     assert cli.run(["bench", str(checkpoint), *options]) == 0
     data = json.loads(capsys.readouterr().out)
     rotated = "quantization_config" in json.loads((checkpoint / "config.json").read_text())
-    rotated = rotated and drot.load(checkpoint).config.quantization_config.residual_rotation
+    rotated = rotated and drot.load(checkpoint).config.quantization_config.boundary
     of_model = [DENSE, SPARSE, *([ROTATED] if rotated else [])]
     assert data["variants"] == {"layer": [DENSE, SPARSE, ROTATED], "model": of_model}
     seen = [(row["what"], row["phase"], row["size"], row["variant"]) for row in data["rows"]]
@@ -265,12 +265,12 @@ def test_verdict(p20, median, p80, words):
 
 def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():
     config = small_model("llama").config
-    entries = {basis: DrotConfig(residual_rotation=True, down_basis=basis) for basis in ("own", "next")}
-    for basis, entry in [*entries.items(), *((basis, entry.to_dict()) for basis, entry in entries.items())]:
+    entries = {place: DrotConfig(boundary=place) for place in ("input", "residual")}
+    for place, entry in [*entries.items(), *((place, entry.to_dict()) for place, entry in entries.items())]:
         config.quantization_config = entry
         layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
-        assert rotation_place(layer) == {"own": "input", "next": "residual"}[basis]
-        assert isinstance(layer.mlp.down_proj, DeferredLinear) == (basis == "next")
+        assert rotation_place(layer) == place
+        assert isinstance(layer.mlp.down_proj, DeferredLinear) == (place == "residual")
 
 
 def test_interleaved_takes_turns():
