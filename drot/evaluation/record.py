@@ -7,29 +7,39 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from drot.core.errors import UserError
 from drot.machine.environment import versions
 from drot.manifest.card import write_card
 from drot.manifest.manifest import MANIFEST, read_manifest, update_manifest
+from drot.text.source import SPLITS, calibration_hash
 
 logger = logging.getLogger("drot")
 
-#: key of the list of evaluations in a manifest
-EVALUATIONS = "evaluations"
+
+def text_record(source: str, tokens: Tensor, seqlen: int) -> dict[str, Any]:
+    """What an evaluation says of a text with the token ids `tokens` [n]."""
+    return {
+        "split": "test" if source in SPLITS["test"] else None,
+        "tokens": len(tokens),
+        "windows": len(tokens) // seqlen,
+        "sha256": calibration_hash(tokens),
+    }
 
 
-def record(folder: str, figures: dict[str, Any]) -> bool:
+def record(folder: str, figures: dict[str, Any]) -> None:
     """Adds `figures`, the result of `evaluate` for one model, to the manifest and the card in `folder`.
 
     The entry has the date, the versions and the figures without the model's name. Infinity and NaN become
     null. An earlier entry of the same measurement (`_measurement`) is replaced.
 
-    Returns whether the entry was written. A folder without a manifest, a hub name, and a folder that cannot
-    be written are left as they are, and a warning says so.
+    A folder without a manifest, a hub name, and a folder that cannot be written are left as they are, and a
+    warning says so.
     """
     if not (Path(folder) / MANIFEST).exists():
         logger.warning("the figures of %s are not recorded, because it has no %s", folder, MANIFEST)
-        return False
+        return
     packages = {"lm_eval": metadata.version("lm_eval")} if figures["tasks"] else {}
     entry = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -42,8 +52,6 @@ def record(folder: str, figures: dict[str, Any]) -> bool:
         write_card(folder)
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
-        return False
-    return True
 
 
 def check_recordable(folder: str) -> None:
@@ -54,9 +62,9 @@ def check_recordable(folder: str) -> None:
 
 def _with_entry(manifest: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
     """The manifest with `entry` in place of an earlier entry of the same measurement."""
-    earlier = manifest.get(EVALUATIONS, [])
+    earlier = manifest.get("evaluations", [])
     kept = [other for other in earlier if _measurement(other) != _measurement(entry)]
-    return manifest | {EVALUATIONS: [*kept, entry]}
+    return manifest | {"evaluations": [*kept, entry]}
 
 
 def _measurement(entry: dict[str, Any]) -> Any:

@@ -16,10 +16,10 @@ from drot.config import CalibrationConfig, Recipe, default_seqlen
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
-from drot.evaluation.evaluate import place, predict_on
+from drot.evaluation.evaluate import move_models
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
-from drot.evaluation.predictions import check_windows
-from drot.evaluation.tasks import Tasks, expand, load_tasks, run_tasks
+from drot.evaluation.predictions import check_windows, predict
+from drot.evaluation.tasks import Tasks, load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name
 from drot.machine.environment import machine_name, versions
 from drot.manifest.integrity import json_digest, weights_record, with_digest
@@ -84,7 +84,7 @@ class Desk:
     def load_tasks(self, names: list[str]) -> None:
         """Loads the tasks of the accuracy."""
         if names:
-            self.tasks = load_tasks(expand(names))
+            self.tasks = load_tasks(names)
 
     def read_calibration(self, recipe: Recipe) -> None:
         """Reads the calibration tokens of a recipe, if no cell before it has the same."""
@@ -213,14 +213,15 @@ class Desk:
 
         If its loss is not finite, the figures of a cell's model are None, and a warning says so.
         """
-        streamed = place([model], self.model, self.devices[0], stream=False)
+        streamed = move_models([model], self.model, self.devices[0], stream=False)
         if streamed and self.tasks is not None:
             raise UserError(
                 f"tasks need the whole of {self.model} on {self.devices[0]}, where it does not fit"
             )
         found: dict[str, float | None] = {}
         for source, tokens in self.texts.items():
-            predictions = predict_on(model, tokens, self.seqlen, self.devices[0], streamed, self.progress)
+            stream_to = self.devices[0] if streamed else None
+            predictions = predict(model, tokens, self.seqlen, stream_to, self.progress)
             try:
                 found[source] = perplexity_of(predictions, progress=self.progress)
             except BrokenModelError as error:
