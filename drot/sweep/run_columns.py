@@ -1,12 +1,12 @@
-"""The figures of a run that a sweep compares, from the manifest of the run."""
+"""The columns of a sweep that come from the manifest of a run."""
 
 import math
 import statistics
 from typing import Any
 
 
-def figures_of(manifest: dict[str, Any]) -> dict[str, float | None]:
-    """The figures of a run. A figure that the run did not record, or that is not finite, is None.
+def run_columns(manifest: dict[str, Any]) -> dict[str, float | None]:
+    """Heading → value. A value that the run did not record, or that is not finite, is None.
 
     zeros: share of zeros in the linears of the decoder layers.
     seconds: time of the run, without the loading of the model and the text.
@@ -27,7 +27,7 @@ def figures_of(manifest: dict[str, Any]) -> dict[str, float | None]:
         for linear in layer["linears"].values()
         if linear["sparsity"] > 0
     ]
-    figures = {
+    columns = {
         "zeros": manifest["sparsity"],
         "seconds": manifest["seconds"]["total"] - manifest["seconds"].get("load", 0.0),
         "seconds_per_step": manifest["seconds"]["rotate"] / steps if steps else None,
@@ -36,12 +36,13 @@ def figures_of(manifest: dict[str, Any]) -> dict[str, float | None]:
     }
     for basis in ("before", "after"):
         shares = [shot[basis]["removed_importance"] for shot in linears if basis in shot]
-        figures[f"removed_importance_{basis}"] = _mean(shares)
+        columns[f"removed_importance_{basis}"] = _mean(shares)
     return {
-        name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()
+        name: None if value is None or not math.isfinite(value) else value for name, value in columns.items()
     }
 
 
 def _mean(values: list[float | None]) -> float | None:
+    """The mean of the values that are known."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None
