@@ -16,7 +16,8 @@ from drot.config import CalibrationConfig, Recipe, RotationConfig, default_seqle
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.evaluation.record import gap_closed, record
+from drot.evaluation.gap import gap_closed
+from drot.evaluation.record import record
 from drot.machine.environment import machine_name
 from drot.pipeline.prune import prune
 from drot.report.drawing import installed

@@ -126,17 +126,7 @@ def _finetune(
     target: torch.device,
     progress: Progress,
 ) -> FinetuneResult:
-    """`finetune` after its arguments were checked and `out` was locked.
-
-    Args:
-        model: the checkpoint, as for `finetune`.
-        config: the settings.
-        out: the folder of the checkpoint; None writes no checkpoint.
-        tokenizer: the tokenizer for the text; None is the tokenizer of `model`.
-        tokens: token ids [n, seqlen], which replace the text; None reads the text of `config`.
-        target: the device.
-        progress: the callback for ProgressEvents.
-    """
+    """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
     _check_config(model_config, config)
     manifest = _manifest_of(model)
@@ -208,11 +198,8 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-# ---- checks ------------------------------------------------------------------------------------------
-
-
 def _packages(config: FinetuneConfig) -> list[str]:
-    """The packages that the training imports, beside those of every run."""
+    """The packages that the training imports, besides those of every run."""
     return ["accelerate"] if config.full else ["accelerate", "peft"]
 
 

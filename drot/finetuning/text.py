@@ -25,12 +25,7 @@ def split_text(
 
     Raises UserError for a text that is missing, unreadable or too short.
 
-    Args:
-        config: the settings, with the text.
-        tokenizer: the tokenizer of the model.
-        tokens: token ids [n, seqlen], which replace the text.
-        positions: the most tokens that the model reads in one sequence; None if there is no limit.
-        progress: receives the events of `read_text` and `tokenize`.
+    positions: the most tokens that the model reads in one sequence; None if there is no limit.
     """
     held_out, text = config.held_out, config.text
     if tokens is not None:

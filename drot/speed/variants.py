@@ -21,24 +21,20 @@ from drot.sparse.packed import pack_model, unpack_model
 
 DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
 
-_LLAMA = dict(model_type="llama", head_dim=128, tie_word_embeddings=False)
+_DIMENSIONS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("num_hidden_layers", "vocab_size"),
+)
 #: name → configuration of a published model, for measurements with random weights
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-2-7b": _LLAMA
-    | dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32)
-    | dict(num_hidden_layers=32, vocab_size=32000),
-    "llama-3-8b": _LLAMA
-    | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
-    | dict(num_hidden_layers=32, vocab_size=128256),
-    "llama-3-70b": _LLAMA
-    | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
-    | dict(num_hidden_layers=80, vocab_size=128256),
-    "qwen2.5-7b": dict(model_type="qwen2", tie_word_embeddings=False)
-    | dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4)
-    | dict(num_hidden_layers=28, vocab_size=152064),
-    "qwen3-8b": dict(model_type="qwen3", head_dim=128, tie_word_embeddings=False)
-    | dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8)
-    | dict(num_hidden_layers=36, vocab_size=151936),
+    name: dict(zip(_DIMENSIONS, values, strict=True), head_dim=128, tie_word_embeddings=False)
+    for name, *values in (
+        ("llama-2-7b", "llama", 4096, 11008, 32, 32, 32, 32000),
+        ("llama-3-8b", "llama", 4096, 14336, 32, 8, 32, 128256),
+        ("llama-3-70b", "llama", 8192, 28672, 64, 8, 80, 128256),
+        ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 4, 28, 152064),
+        ("qwen3-8b", "qwen3", 4096, 12288, 32, 8, 36, 151936),
+    )
 }
 
 
@@ -53,8 +49,8 @@ def shape_config(name: str) -> Any:
 def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> dict[str, PreTrainedModel]:
     """Variant → model of one decoder layer in the dimensions of `config`, with random weights.
 
-    The vocabulary has 8 tokens, so that next to nothing but the layer takes memory. The boundary rotation
-    has the place that it has in the checkpoint of `config`, or acts on the input.
+    The vocabulary has 8 tokens, so that hardly anything but the layer takes memory. The boundary rotation has
+    the place that it has in the checkpoint of `config`, or acts on the input.
     """
     config = copy.deepcopy(config)
     place = boundary_of(config) or "input"

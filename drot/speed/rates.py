@@ -1,4 +1,4 @@
-"""The figures of a case of `drot bench`, from the times that were measured."""
+"""The rows of `drot bench`: times, rates and verdicts of the variants of a case."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -27,22 +27,18 @@ def rows_of(
     repeats: the number of calls behind each Timing.
     """
     steps = NEW_TOKENS if (case.what, case.phase) == ("model", "decode") else 1
-    dense = models[DENSE]
-    arch = architecture_of(dense.config)
+    dense = timings[DENSE]
+    arch = architecture_of(models[DENSE].config)
     products = sum(
         linear.weight.numel()
-        for layer in decoder_layers(dense, arch)
+        for layer in decoder_layers(models[DENSE], arch)
         for linear in layer_linears(layer, arch).values()
     )
     rows = []
     for variant, timing in timings.items():
-        seconds = timing.median / steps
-        weights = weight_bytes(models[variant], case.what)
-        speedup = timings[DENSE].median / timing.median
-        if case.phase == "prefill":
-            bound = 2 * products * case.size / seconds
-        else:
-            bound = streamed_bytes(models[variant], case.what) / seconds
+        seconds, model = timing.median / steps, models[variant]
+        work = 2 * products * case.size if case.phase == "prefill" else streamed_bytes(model, case.what)
+        compared = variant != DENSE
         rows.append(
             {
                 "what": case.what,
@@ -53,10 +49,10 @@ def rows_of(
                 "p20": 1e3 * timing.p20 / steps,
                 "p80": 1e3 * timing.p80 / steps,
                 "tokens_per_second": case.size / seconds,
-                "bound": bound,
-                "weight_bytes": weights,
-                "speedup": None if variant == DENSE else speedup,
-                "verdict": None if variant == DENSE else verdict(timings[DENSE], timing, repeats),
+                "bound": work / seconds,
+                "weight_bytes": weight_bytes(model, case.what),
+                "speedup": dense.median / timing.median if compared else None,
+                "verdict": verdict(dense, timing, repeats) if compared else None,
             }
         )
     return rows
@@ -66,8 +62,6 @@ def verdict(dense: Timing, timing: Timing, repeats: int) -> str:
     """Whether `timing` is faster than, slower than or as fast as `dense`, or why that cannot be told.
 
     Faster or slower needs ranges from p20 to p80 that do not overlap.
-
-    repeats: the number of calls behind each Timing.
     """
     if repeats < FEWEST_REPEATS:
         return "too few repeats"
@@ -100,10 +94,7 @@ def _bytes(layer: nn.Module) -> int:
 
 
 def streamed_bytes(model: PreTrainedModel, what: str) -> int:
-    """Bytes of the weights that a decode step reads.
-
-    An untied embedding does not count: a token reads one row of the embedding.
-    """
+    """Bytes of the weights that a decode step reads, of which an untied embedding gives one row a token."""
     arch = architecture_of(model.config)
     embedding, head = module_at(model, arch.embedding).weight, module_at(model, arch.head).weight
     untied = what == "model" and embedding is not head
