@@ -103,7 +103,7 @@ class BarProgress:
         self.completed, self.total, self.layer = completed, total, event.layer
 
     def _position(self, event: ProgressEvent) -> tuple[float, float, str]:
-        """The completed part of the bar, the total, and the text beside the bar."""
+        """The completed part of the bar, the total, and the text next to the bar."""
         share = event.step / event.steps if event.steps else 0.0
         loss = "" if event.loss is None else f"  {self.label} {event.loss:.4g}"
         if event.phase in ("read", "tokenize"):

@@ -39,7 +39,7 @@ class RotationConfig:
     Args:
         mode: `layer` trains one R1 for each layer, as the paper does. `shared` trains one R1 for the whole
             model, and the result is a stock checkpoint. `none` rotates nothing.
-        blocks: the number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A tuple gives the
+        blocks: the number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense. A tuple gives the
             sizes of unequal blocks, which must add up to the hidden size.
         objective: `entropy` is the paper's. `pruned` is the importance of the weights that the mask removes.
             `auto` is `pruned`.

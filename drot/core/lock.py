@@ -23,7 +23,7 @@ BEGINS = b'{"host": '
 
 
 def lock_file(out: Path) -> Path:
-    """The file beside `out` that is locked while a run writes to `out`."""
+    """The file next to `out` that is locked while a run writes to `out`."""
     return out.with_name(out.name + ".lock")
 
 

@@ -72,7 +72,7 @@ def run_demo(
 ) -> DemoResult:
     """Measures the perplexity of the three models on held-out text, and saves the rotated model to `out`.
 
-    The perplexities are recorded in its manifest, and a report is written beside it.
+    The perplexities are recorded in its manifest, and a report is written into its folder.
 
     All computation is in float32 on the CPU, so that the figures are the same on every machine.
 

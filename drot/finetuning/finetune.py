@@ -199,7 +199,7 @@ def is_main_process() -> bool:
 
 
 def _packages(config: FinetuneConfig) -> list[str]:
-    """The packages that the training imports, beside those of every run."""
+    """The packages that the training imports, in addition to those of every run."""
     return ["accelerate"] if config.full else ["accelerate", "peft"]
 
 

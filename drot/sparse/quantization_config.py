@@ -55,8 +55,7 @@ class DrotConfig(QuantizationConfigMixin):
         check_schema(QuantizationKeys, keys, "config.json: quantization_config")
         if dense_linears and not packed:
             raise UserError(
-                "config.json: dense_linears must stand beside packed: true; got packed: false: copy the file "
-                "again"
+                "config.json: dense_linears needs packed: true; got packed: false: copy the file again"
             )
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]  # transformers has an enum of its methods
         self.residual_rotation, self.down_basis, self.packed = residual_rotation, down_basis, packed
