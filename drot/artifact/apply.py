@@ -63,7 +63,8 @@ def apply_artifact(
                 if problem := damage(part / name, record):
                     raise UserError(
                         f"{name} came out different from the file that {artifact} stands for: it {problem}; "
-                        "the artifact is damaged, or this machine computes wrong; nothing was written"
+                        "the artifact is damaged, or fp64 results on this machine exceed the recorded "
+                        "tolerance; nothing was written"
                     )
             finish_folder(part)
             if out.exists():

@@ -118,7 +118,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if (folder / ADAPTER).exists():
         raise UserError(
-            f"{folder} holds an adapter beside a model, which transformers would load too: move {ADAPTER} "
+            f"{folder} holds an adapter next to a model, which transformers would load too: move {ADAPTER} "
             "out of the folder, or merge the adapter with peft"
         )
     return config

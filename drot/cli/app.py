@@ -47,7 +47,7 @@ OPTIONS = {
 #: command → options that replace those of OPTIONS in its messages
 COMMAND_OPTIONS = {
     "finetune": {"source": "--text"},
-    # fields of a recipe stand in the grid file, under their own names
+    # a grid file has the fields of a recipe, under their own names
     "sweep": {"ppl": "texts", **{name: name for name in SECTION_OF}},
 }
 #: a field in the message of a UserError: `hessians`, `hessians="dense"`, `resume=True`, `layers_per_step=4`

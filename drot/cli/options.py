@@ -19,7 +19,7 @@ CALIBRATION, OUTPUT, RUN = "Calibration", "Output", "Run"
 
 
 class Command(TyperCommand):
-    """A command whose `--help` shows no value beside an option that takes none, such as --resume.
+    """A command whose `--help` shows no value for an option that takes none, such as --resume.
 
     typer itself would show `--resume <bool>`.
     """

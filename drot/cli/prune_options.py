@@ -60,7 +60,7 @@ Recipe = Annotated[
     option(
         PRUNING,
         "Take the settings from this file, a recipe in YAML or JSON or the drot.json of a checkpoint, or "
-        "from the folder of a checkpoint. Options beside it replace single settings.",
+        "from the folder of a checkpoint. Options next to it replace single settings.",
         metavar="[FILE|DIR]",
     ),
 ]
@@ -260,7 +260,7 @@ Boundary = Annotated[
     option(
         ROTATION,
         "Where the rotation between two layers acts. input: on the input of the later layer. residual: "
-        "beside the MLP of the earlier layer, where a packed model computes it together with down_proj; "
+        "on the residual of the earlier layer, where a packed model computes it together with down_proj; "
         "needs --hessians dense or --rotations. auto: residual with --format packed and one rotation a "
         "layer, unless --hessians is sequential; otherwise input.",
         choices=get_args(config.Boundary),

@@ -22,7 +22,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class Entries(BaseModel):
-    """Entries of a JSON object. Other entries may stand beside those that are declared."""
+    """Entries of a JSON object. Entries that are not declared are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 

@@ -1,4 +1,4 @@
-"""The rotation at the boundary of two decoder layers that have different bases (paper, section 4.4).
+"""The rotation at the boundary of two decoder layers that have different bases (paper, section 4.3).
 
 The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [d, d]. It has one of two places:
 

@@ -27,7 +27,7 @@ from drot.pipeline.training import train_layers, train_shared
 from drot.pruning import prune_weight
 from drot.text.source import calibration_hash
 
-#: the sparsities that are measured beside those of the recipe
+#: the sparsities that are measured in addition to those of the recipe
 SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
 
 

@@ -95,7 +95,7 @@ def hessians(sizes: Sizes, groups: Collection[str], to_dense: Collection[str] = 
     total += sum(sizes.tokens * sizes.inputs(group) ** 2 for group in groups)
     if to_dense:
         total += _forward_before(sizes, list(to_dense)[-1])
-    for group in to_dense:  # (x_dense - x) xᵀ, and (r_dense - r) xᵀ beside the residual stream
+    for group in to_dense:  # (x_dense - x) xᵀ, and (r_dense - r) xᵀ of the residual stream
         n, out = sizes.inputs(group), sizes.shapes[INPUT_GROUPS[group][0]][0]
         total += 2 * sizes.tokens * n * (n + (out if group in ("o", "down") else 0))
     return total

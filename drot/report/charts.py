@@ -88,7 +88,7 @@ def entropy_by_step(run: Run) -> Chart | None:
 def entropy(run: Run) -> Chart | None:
     """The entropy of each layer before and after its training.
 
-    A shared rotation has no such chart: it has one entropy before and one after, which stand in the table.
+    A shared rotation has no such chart: it has one entropy before and one after, in the table.
     """
     records = dict(run.trainings())
     if run.manifest.get("shared_rotation"):

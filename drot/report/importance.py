@@ -167,7 +167,7 @@ def _maps(run: Run, linear: str) -> list[np.ndarray]:
 
 
 def _limits(maps: list[np.ndarray]) -> tuple[float, float]:
-    """Limits of the colours: the largest mean of a block, and a hundredth of it or more."""
+    """Limits of the colours: the largest mean of a block, and a thousandth of it or more."""
     values = np.concatenate([values.ravel() for values in maps])
     high = max(float(values.max()), 1e-3)
     low = float(np.quantile(values, 0.02))

@@ -2,7 +2,7 @@
 
 A packed checkpoint holds `<linear>.values` and `<linear>.positions` in place of `<linear>.weight` for the
 seven linears of every decoder layer, and `quantization_config` in its config.json has `packed: true`. All
-other tensors are those of the dense checkpoint. Linears that are not 2:4 stay dense beside packed ones;
+other tensors are those of the dense checkpoint. Linears that are not 2:4 stay dense next to packed ones;
 `dense_linears` in `quantization_config` names them.
 """
 

@@ -231,6 +231,6 @@ def test_a_faulty_list_of_dense_linears(packed, value, message):
 
 
 def test_dense_linears_need_packed():
-    with pytest.raises(UserError, match="dense_linears must stand beside packed: true"):
+    with pytest.raises(UserError, match="dense_linears needs packed: true"):
         DrotConfig(dense_linears=["layers.0.mlp.up_proj"])
     assert len(list(packed_linears(small_model("llama")))) == 0
