@@ -90,8 +90,3 @@ def tokens_for(
 ) -> torch.Tensor:
     """Token ids [rows, length] in the model's vocabulary."""
     return random_tokens(rows, length, seed=seed, vocab=settings["vocab_size"])
-
-
-def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖got - expected‖ / ‖expected‖, in fp64."""
-    return float((got.double() - expected.double()).norm() / expected.double().norm())

@@ -98,3 +98,8 @@ def save_small_model(model: nn.Module, folder: Path) -> Path:
 def random_text(length: int, seed: int = 0) -> str:
     """Random letters, of which `letter_tokenizer` makes one token each."""
     return "".join(chr(32 + i) for i in random_tokens(1, length, seed=seed, vocab=95)[0].tolist())
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found - expected‖ / ‖expected‖, in fp64."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())

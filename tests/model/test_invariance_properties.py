@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import build, relative_error, settings_of_models, tokens_for
-from small_models import random_rotations, rotate_model
+from random_models import build, settings_of_models, tokens_for
+from small_models import random_rotations, relative_error, rotate_model
 
 from drot.model.rotation import LayerRotation
 
