@@ -15,7 +15,7 @@ from drot.demo.demo import MODEL
 from drot.model.boundary import rotation_place
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
-from drot.sparse.quantization_config import DrotConfig
+from drot.checkpoint.quantization_config import DrotConfig
 from drot.speed import rates, speed, variants
 from drot.speed.cases import NEW_TOKENS, Case
 from drot.speed.timing import Timing, interleaved
