@@ -11,7 +11,8 @@ from torch import nn
 import drot
 from drot.config import PruningConfig, Recipe
 from drot.core.events import ProgressEvent
-from drot.model.decoder import DecoderModel, Linear
+from drot.model.decoder import DecoderModel
+from drot.model.layer import Linear
 
 #: calibration tokens
 TOKENS = random_tokens(8, 40)

@@ -7,7 +7,8 @@ import torch
 from small_models import FAMILIES, random_rotations, random_tokens, rotate_model, small_model
 
 from drot.core.errors import UserError
-from drot.model.decoder import DecoderLayer, DecoderModel
+from drot.model.decoder import DecoderModel
+from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases, LayerRotation
 from drot.pipeline import invariance
 from drot.pipeline.invariance import InvarianceError
