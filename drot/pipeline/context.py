@@ -13,14 +13,10 @@ from transformers import PreTrainedModel
 
 from drot.config import ResolvedRecipe
 from drot.core.events import Progress, ProgressEvent
-from drot.machine.devices import dtype_name
-from drot.machine.environment import stored_peaks
 from drot.machine.memory import PeakMemory
 from drot.model.boundary import BoundaryRotation
-from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears
+from drot.model.families import architecture_of, decoder_layers, head_shape
 from drot.model.rotate import LayerRotation
-from drot.pipeline import work
-from drot.pipeline.work import Sizes
 from drot.rotation.objective import LayerObjective
 from drot.rotation.train import train_rotation
 
@@ -61,12 +57,8 @@ class RunContext:
         self.dtype = next(model.parameters()).dtype
         self.rotates = recipe.rotation.mode != "none"
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.work: dict[str, dict[str, float]] = {}
         self.memory = PeakMemory(devices)
-        linears = layer_linears(self.layers[0], self.arch)
-        shapes = {role: (linear.out_features, linear.in_features) for role, linear in linears.items()}
-        self.sizes = Sizes(shapes, self.shape, tokens=tokens.numel(), seqlen=tokens.shape[1])
-        count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=shapes["q_proj"][1])
+        count = recipe.training_nsamples(len(tokens), tokens.shape[1], model.config.hidden_size)
         self.training_tokens = tokens[:count]
         self._lock = threading.Lock()
         #: phase → the number of threads in it, and the time at which the first of them began
@@ -102,28 +94,6 @@ class RunContext:
                 else:
                     self.seconds[phase] += time.perf_counter() - started
 
-    def count(self, phase: str, amount: float, unit: torch.dtype | str) -> None:
-        """Adds to the work of `phase`, which the manifest records.
-
-        unit: `bytes`, or the dtype of floating-point operations (drot/pipeline/work.py).
-        """
-        name = unit if isinstance(unit, str) else dtype_name(unit)
-        with self._lock:
-            of_phase = self.work.setdefault(phase, {})
-            of_phase[name] = of_phase.get(name, 0.0) + amount
-
-    def count_calibration(self, index: int, *, advance: bool) -> None:
-        """Counts the work of the objective of layer `index`: a forward pass, Hessians and factorisations.
-
-        advance: whether the stream goes on to the outputs of the layer.
-        """
-        groups = work.trained_groups(self.recipe, self.pruned_roles(index))
-        sizes = dataclasses.replace(self.sizes, tokens=self.training_tokens.numel())
-        self.count("calibrate", work.hessians(sizes, groups), self.dtype)
-        if advance:
-            self.count("calibrate", work.rest_of_forward(sizes, groups), self.dtype)
-        self.count("calibrate", work.metrics(sizes, self.recipe, groups), torch.float32)
-
     def pruned_roles(self, index: int) -> list[str]:
         """The linears of layer `index` that the recipe prunes."""
         names = self.arch.linear_names(index)
@@ -140,14 +110,12 @@ class RunContext:
         return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
 
     def times(self, total: float) -> dict[str, Any]:
-        """The entries of the manifest about time, work and memory.
+        """The entries of the manifest about time and memory.
 
         total: seconds of the whole run.
         """
         return {
             "seconds": {**self.seconds, "total": total},
-            "work": self.work,
-            "peaks": stored_peaks(self.device),
             "peak_memory": self.memory.peaks,
         }
 
@@ -186,10 +154,5 @@ class RunContext:
             record.best_step: entropies["entropy_after"],
         }
         record = dataclasses.replace(record, entropy_curve=[list(point) for point in sorted(known.items())])
-        layers = [index] if len(objectives) == 1 else range(len(objectives))
-        roles = [self.pruned_roles(layer) for layer in layers]
-        steps = len(record.loss_curve) - 1
-        flops = work.rotate(self.sizes, self.recipe, roles, steps)
-        self.count("rotate", flops, objectives[0].product_dtype)
         figures = dataclasses.asdict(record) | entropies | {"nsamples": len(self.training_tokens)}
         return [rotation.to("cpu") for rotation in rotations], figures

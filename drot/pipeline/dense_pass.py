@@ -10,7 +10,6 @@ from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import rotation_tensors, rotations_from
 from drot.core.errors import UserError
 from drot.machine.transfer import layers_on_device
-from drot.pipeline import work
 from drot.pipeline.context import RunContext, Trained
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.parallel import train_in_parallel
@@ -99,14 +98,11 @@ def _objectives(
                 objective, damping = layer_objective(
                     layer, index, stream, run.arch, run.shape, run.recipe, advance=True
                 )
-                run.count_calibration(index, advance=True)
                 if on_residual:  # each down_proj is trained with the layer whose R1 it takes
                     down = objective.down_projections
                     objective.down_projections = previous_down + ([] if down_takes_next_r1 else down)
                     previous_down = down if down_takes_next_r1 else []
             else:
                 stream.advance(layer, index)
-                tokens = run.training_tokens.numel()
-                run.count("calibrate", work.forward(run.sizes, tokens=tokens), run.dtype)
         if index not in done:
             yield index, objective, damping

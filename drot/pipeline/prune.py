@@ -16,7 +16,7 @@ from drot.checkpoint.load import load_model
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import check_output, save_checkpoint
-from drot.checkpoint.size import check_space, size_of
+from drot.checkpoint.size import check_space, size_of, weight_bytes
 from drot.config import Recipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
@@ -29,6 +29,7 @@ from drot.manifest.importance import save_figures
 from drot.manifest.integrity import file_record
 from drot.manifest.manifest import MANIFEST, read_manifest, zero_share
 from drot.pipeline.disk import disk_needs
+from drot.pipeline.estimate import sizes_of
 from drot.pipeline.identity import run_identity
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
@@ -151,8 +152,6 @@ def prune(
         )
         context = prepared.context
         context.seconds["load"] = time.perf_counter() - started
-        if not isinstance(model, PreTrainedModel):
-            context.count("load", sum(tensor.nbytes for tensor in context.model.parameters()), "bytes")
         if recipe.recovery.recover == "block":
             check_sequences(len(context.tokens))
         given = None if rotations is None else read_given(context, Path(rotations))
@@ -170,7 +169,10 @@ def prune(
         state = None
         if out is not None:
             state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
-            check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
+            sizes = sizes_of(context.model, *context.tokens.shape)
+            checkpoint, parts = disk_needs(sizes, context.recipe, context.dtype, prepared.save_dtype)
+            written_before = weight_bytes(state.folder) or 0
+            check_space(out, checkpoint, max(0, parts - written_before))
         with _told_how_to_resume(state):
             manifest = run.execute(state)
             manifest |= {"base_model": prepared.source, "compute_dtype": dtype_name(context.dtype)}
@@ -203,8 +205,6 @@ def prune(
                 now = time.perf_counter()
                 if folder is not None:
                     context.seconds["save"] += now - before_saving
-                    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                    context.count("save", written, "bytes")
                 return context.times(now - started)
 
             def write_more(folder: Path) -> None:

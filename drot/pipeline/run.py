@@ -18,14 +18,13 @@ from drot.manifest.manifest import manifest, zero_share
 from drot.model.boundary import BoundaryRotation, rotated_layers, set_boundary
 from drot.model.families import positions_of
 from drot.model.rotate import LayerRotation, rotate_ends, rotate_layer
-from drot.pipeline import work
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import train_dense
 from drot.pipeline.finished_layer import layer_tensors, restore_layer
 from drot.pipeline.invariance import check_layer, check_model, check_outputs
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
-from drot.pipeline.recover import held_out_sequences, recover_layer
+from drot.pipeline.recover import recover_layer
 from drot.pipeline.rotation_files import GivenRotations
 from drot.sparse.quantization_config import describe_model
 
@@ -121,7 +120,6 @@ class PruningRun:
             if dense_stream is not None:  # while the layer is dense
                 with run.clock("calibrate"):
                     dense = _DenseStates(dense_stream, dense_stream.outputs(layer, index))
-                    run.count("calibrate", work.forward(run.sizes), run.dtype)
             saved = state.load(f"layer_{index:05d}") if state else None
             if saved is not None:
                 rotation, record, figures = restore_layer(run, layer, saved)
@@ -130,7 +128,6 @@ class PruningRun:
                         stream.rotate(rotation.r1)
                 with run.clock("calibrate"):
                     stream.advance(layer, index)
-                    run.count("calibrate", work.forward(run.sizes), run.dtype)
             else:
                 rotation, record, figures = self._rotate_and_prune(
                     layer, index, stream, dense, rotation, records[index], boundary
@@ -139,7 +136,6 @@ class PruningRun:
                     with run.clock("save"):
                         tensors = layer_tensors(layer, rotation, figures)
                         state.save(f"layer_{index:05d}", tensors, record)
-                        run.count("save", sum(tensor.nbytes for tensor in tensors.values()), "bytes")
             names = run.arch.linear_names(index)
             for key, values in figures.items():
                 role, _, kind = key.partition(".")
@@ -200,12 +196,6 @@ class PruningRun:
                 layer_pass, run.shape, run.recipe, dense=reference, rotation=rotation, boundary=boundary
             )
             del reference
-        iterations = {role: figure.get("admm_iterations", 0) for role, figure in record["linears"].items()}
-        roles = run.pruned_roles(index)
-        groups = work.groups_of(roles)
-        to_dense = groups if run.recipe.pruning.target == "dense" else ()
-        run.count("prune", work.hessians(run.sizes, groups, to_dense), run.dtype)
-        run.count("prune", work.prune(run.sizes, run.recipe, roles, iterations), torch.float32)
         if dense is not None and run.recipe.recovery.recover == "block":
             del layer_pass  # the recovery changes the attention too
             outputs = CalibrationStream(dense.outputs, stream.layer_kwargs, run.device)
@@ -215,11 +205,9 @@ class PruningRun:
             record["recovery"] = self._recover(layer, index, stream, targets)
             with run.clock("calibrate"):
                 stream.advance(layer, index)
-                run.count("calibrate", work.forward(run.sizes), run.dtype)
         else:
             with run.clock("calibrate"):
                 layer_pass.advance()
-                run.count("calibrate", work.rest_of_forward(run.sizes, groups), run.dtype)
         record["seconds"] = time.perf_counter() - started
         return rotation, record, figures
 
@@ -234,9 +222,6 @@ class PruningRun:
 
         with run.clock("recover"):
             record = recover_layer(layer, index, stream, targets, run.arch, run.recipe.recovery, on_epoch)
-        held_out = held_out_sequences(len(stream.hidden_states))
-        flops = work.recover(run.sizes, len(record.train_curve), held_out)
-        run.count("recover", flops, run.dtype)
         return dataclasses.asdict(record)
 
     def _train(
@@ -248,7 +233,6 @@ class PruningRun:
         with run.clock("calibrate"):
             first = stream.first_samples(len(run.training_tokens))
             objective, damping = layer_objective(layer, index, first, run.arch, run.shape, run.recipe)
-            run.count_calibration(index, advance=False)
         (rotation,), trained = run.train([objective], index)
         with run.clock("check"):
             sample = stream.first_samples(1)

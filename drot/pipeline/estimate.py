@@ -1,16 +1,31 @@
-"""The floating-point operations that the phases of a run need, by formulas from the shapes.
+"""What a run needs, by formulas from the shapes of the model: operations, main memory and device memory.
 
 A multiplication and an addition are two operations. Counted are the matrix products and the factorisations
 that a phase cannot do without; element-wise work is not counted, nor what is computed for the figures of a
 report. Half of a symmetric product is enough, so a Hessian of n inputs takes n² operations a token.
-tests/pipeline/test_work.py compares the formulas with the operations that torch counts.
+tests/pipeline/test_estimate.py compares the formulas with the operations that torch counts.
 """
 
+import dataclasses
+from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from transformers import PreTrainedModel
+
 from drot.config import ResolvedRecipe
-from drot.model.families import INPUT_GROUPS, HeadShape
+from drot.machine.devices import dtype_name
+from drot.model.families import (
+    INPUT_GROUPS,
+    HeadShape,
+    architecture_of,
+    decoder_layers,
+    head_shape,
+    layer_linears,
+    module_at,
+)
+from drot.pipeline.recover import held_out_sequences
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS
 
 #: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the
@@ -20,25 +35,177 @@ FAST_PRODUCTS = {"pruned": 1 + 2 + 12 + 2 + 2, "entropy": 1 + 2 + 2 + 2}
 #: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
 #: of QR (two products, and a triangular solve of n³)
 PAPER_PRODUCTS = 4 / 3 + 2 + 1 / 2
+#: iterations after which ADMM's mask usually stops moving: 30 to 60 (drot/pruning/solve.py)
+USUAL_ADMM_ITERATIONS = 45
+#: Fp32 copies of the largest Hessian and of its weight on the device while a layer is pruned, without and
+#: with ADMM or a dense target: the 28 and 49 GB of a 70B layer (docs/hardware.md).
+COPIES, COPIES_OF_SOLVERS = 6.6, 11.5
+#: bytes of device memory for a weight of a layer that is recovered (docs/hardware.md)
+RECOVERY_BYTES = 15
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of one decoder layer and of its calibration.
+    """The sizes of a model and of its calibration. All decoder layers have the same shapes.
 
-    shapes: role → (out, in) of each linear.
+    shapes: role → (out, in) of each linear of a layer.
+    names: for each layer, role → name of the linear.
     heads: attention sizes of the model.
-    tokens, seqlen: calibration tokens in all, and in one sequence.
+    layer_weights: numbers in the parameters of a layer.
+    weights: numbers in all parameters of the model.
+    tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
+    nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     """
 
     shapes: Mapping[str, tuple[int, int]]
+    names: Sequence[Mapping[str, str]]
     heads: HeadShape
-    tokens: int
+    layer_weights: int
+    weights: int
+    tied_head: int
+    nsamples: int
     seqlen: int
+
+    @property
+    def tokens(self) -> int:
+        """Calibration tokens in all."""
+        return self.nsamples * self.seqlen
+
+    @property
+    def hidden(self) -> int:
+        """The size of a hidden state."""
+        return self.shapes["q_proj"][1]
 
     def inputs(self, group: str) -> int:
         """The number of inputs of an input group."""
         return self.shapes[INPUT_GROUPS[group][0]][1]
+
+    def pruned(self, recipe: ResolvedRecipe) -> list[list[str]]:
+        """For each layer, the roles of the linears that the recipe prunes."""
+        return [
+            [role for role, name in names.items() if recipe.pruning.sparsity_for(name).ratio > 0]
+            for names in self.names
+        ]
+
+
+def sizes_of(model: PreTrainedModel, nsamples: int, seqlen: int) -> Sizes:
+    """The sizes of a model, which may lie on the device `meta`."""
+    arch = architecture_of(model.config)
+    layers = decoder_layers(model, arch)
+    linears = layer_linears(layers[0], arch)
+    embedding, head = (module_at(model, path).weight for path in (arch.embedding, arch.lm_head))
+    return Sizes(
+        shapes={role: (linear.out_features, linear.in_features) for role, linear in linears.items()},
+        names=[arch.linear_names(index) for index in range(len(layers))],
+        heads=head_shape(model.config),
+        layer_weights=sum(parameter.numel() for parameter in layers[0].parameters()),
+        weights=sum(parameter.numel() for parameter in model.parameters()),
+        tied_head=head.numel() if head is embedding else 0,
+        nsamples=nsamples,
+        seqlen=seqlen,
+    )
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------
+
+
+def run_work(
+    sizes: Sizes,
+    recipe: ResolvedRecipe,
+    dtype: torch.dtype,
+    *,
+    trains: bool = True,
+    admm_iterations: int = USUAL_ADMM_ITERATIONS,
+) -> dict[str, dict[str, float]]:
+    """Phase → dtype → operations of a run that stops no training early.
+
+    Args:
+        sizes: the sizes of the model and of its calibration.
+        recipe: the settings of the run.
+        dtype: dtype of the computation.
+        trains: whether the rotations are trained, and not loaded from a file.
+        admm_iterations: iterations of ADMM for each linear.
+    """
+    work: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    calibrate, prunes = work["calibrate"], work["prune"]
+    own, fp32 = dtype_name(dtype), "float32"
+    layers = sizes.pruned(recipe)
+    if trains and recipe.rotation.mode != "none":
+        training = training_sizes(sizes, recipe)
+        for roles in layers:
+            groups = trained_groups(recipe, roles)
+            calibrate[own] += hessians(training, groups)
+            if recipe.rotation.hessians == "dense":
+                calibrate[own] += rest_of_forward(training, groups)
+            calibrate[fp32] += metrics(training, recipe, groups)
+        together = [layers] if recipe.rotation.mode == "shared" else [[roles] for roles in layers]
+        work["rotate"][recipe.rotation.product_dtype] = sum(rotate(sizes, recipe, part) for part in together)
+    recovers, to_dense = recipe.recovery.recover == "block", recipe.pruning.target == "dense"
+    for roles in layers:
+        groups = groups_of(roles)
+        if recovers or to_dense:
+            calibrate[own] += forward(sizes)
+        prunes[own] += hessians(sizes, groups, groups if to_dense else ())
+        prunes[fp32] += prune(sizes, recipe, roles, admm_iterations)
+        if recovers:
+            work["recover"][own] += recover(
+                sizes, recipe.recovery.recover_epochs, held_out_sequences(sizes.nsamples)
+            )
+        calibrate[own] += forward(sizes) if recovers else rest_of_forward(sizes, groups)
+    return {phase: dict(by_dtype) for phase, by_dtype in work.items()}
+
+
+def training_sizes(sizes: Sizes, recipe: ResolvedRecipe) -> Sizes:
+    """The sizes with the sequences that train the rotations."""
+    nsamples = recipe.training_nsamples(sizes.nsamples, sizes.seqlen, sizes.hidden)
+    return dataclasses.replace(sizes, nsamples=nsamples)
+
+
+def seconds_at(work: Mapping[str, Mapping[str, float]], peaks: Mapping[str, float]) -> float:
+    """The seconds of all work at the rates of `peaks` (`stored_peaks`), which no run reaches."""
+    rates = {"float16": peaks["bfloat16"], **peaks}
+    return sum(amount / rates[dtype] for phase in work.values() for dtype, amount in phase.items())
+
+
+def main_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """The bytes of main memory for the model, the hidden states of the calibration and the rotations.
+
+    dtype: dtype of the computation.
+    """
+    states = sizes.tokens * sizes.hidden * dtype.itemsize
+    keeps_dense = recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
+    rotations = 0
+    if recipe.rotation.mode != "none":
+        rotations = len(sizes.names) * rotation_bytes(sizes)
+    return (
+        (sizes.weights + sizes.tied_head * bool(rotations)) * dtype.itemsize
+        + rotations
+        + (3 * states if keeps_dense else states)
+    )
+
+
+def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer.
+
+    dtype: dtype of the computation.
+    """
+    wide = max(sizes.inputs(group) for group in INPUT_GROUPS)
+    rows = max(out for out, width in sizes.shapes.values() if width == wide)
+    solves = recipe.pruning.solve == "admm" or recipe.pruning.target == "dense"
+    pruning = (COPIES_OF_SOLVERS if solves else COPIES) * 4 * wide * (wide + rows)
+    if not sizes.tokens:  # no Hessian
+        pruning = 4 * wide * rows
+    if recipe.recovery.recover == "block":
+        pruning = max(pruning, RECOVERY_BYTES * sizes.layer_weights)
+    return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
+
+
+def rotation_bytes(sizes: Sizes) -> int:
+    """The bytes of the rotation of one layer, R1 and the R2 of each head of keys, in fp64."""
+    return 8 * (sizes.hidden**2 + sizes.heads.kv_heads * sizes.heads.head_dim**2)
+
+
+# ---- the parts of a run ----------------------------------------------------------------------------------
 
 
 def forward(sizes: Sizes, groups: Collection[str] = tuple(INPUT_GROUPS), tokens: int | None = None) -> float:
@@ -127,7 +294,7 @@ def evaluation(
         roles: the linears of the layer that are pruned.
         gradients: whether the gradients in R1 and R2 are computed.
     """
-    rotation, hidden, head = recipe.rotation, sizes.shapes["q_proj"][1], sizes.heads.head_dim
+    rotation, hidden, head = recipe.rotation, sizes.hidden, sizes.heads.head_dim
     block = hidden // rotation.equal_blocks
     total = 0.0
     for role in roles:
@@ -148,17 +315,18 @@ def optimizer_step(sizes: Sizes, recipe: ResolvedRecipe, layers: float) -> float
     """One step of the optimizer on one R1 and on the R2 of `layers` layers."""
     rotation = recipe.rotation
     products = FAST_PRODUCTS[recipe.rotation.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
-    hidden, head = sizes.shapes["q_proj"][1], sizes.heads.head_dim
+    hidden, head = sizes.hidden, sizes.heads.head_dim
     blocks = rotation.blocks
     r1 = sum(b**3 for b in blocks) if isinstance(blocks, tuple) else hidden * (hidden // blocks) ** 2
     return products * 2.0 * (r1 + layers * sizes.heads.kv_heads * head**3)
 
 
-def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str]], steps: int) -> float:
-    """The training of one R1 in `steps` steps, with the entropy before, meanwhile and after.
+def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str]]) -> float:
+    """The training of one R1 in all its steps, with the entropy before, meanwhile and after.
 
     layers: the pruned linears of each layer that shares R1.
     """
+    steps = recipe.rotation.steps
     trained = [roles for roles in layers if roles]
     if not trained:
         return 0.0
@@ -178,13 +346,11 @@ def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str
     )
 
 
-def prune(
-    sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], admm_iterations: Mapping[str, int]
-) -> float:
+def prune(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], admm_iterations: int) -> float:
     """The pruning of one layer from its Hessians: one factorisation for each input, sweeps and solvers.
 
     roles: the linears of the layer that are pruned.
-    admm_iterations: role → iterations of ADMM; a role that is missing had none.
+    admm_iterations: iterations of ADMM for each linear.
     """
     if not sizes.tokens:
         return 0.0
@@ -203,9 +369,8 @@ def prune(
             total += (1 + PCG_ITERATIONS) * product
         if solver == "admm":  # T H, and conjugate gradients for the new mask
             total += (2 + PCG_ITERATIONS) * product
-            for role in members:
-                count = admm_iterations.get(role, 0)
-                total += count * 2 * sizes.shapes[role][0] * n**2 + (1 + count // ADMM_INTERVAL) * n**3
+            inversions = len(members) * (1 + admm_iterations // ADMM_INTERVAL)
+            total += admm_iterations * product + inversions * n**3
     return total
 
 
