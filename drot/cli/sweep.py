@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from drot.cli.commands import Interrupted
 from drot.cli.options import (
     COMPUTE_DTYPE,
     OUTPUT,
     RUN,
     Device,
-    Interrupted,
     Json,
     option,
     print_json,

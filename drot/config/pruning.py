@@ -80,13 +80,13 @@ class PruningConfig:
         description="SparseGPT only: columns to prune before the columns right of them are updated, rounded "
         "to a multiple of m in n:m.",
     )
-    solve: Solver | Literal["auto"] = Field(
+    solve: Literal["auto"] | Solver = Field(
         default="auto",
         description="How the kept weights are computed. none: as `method` leaves them. sparsegpt: by "
         "SparseGPT's sweep. pcg: with the smallest error of the outputs, by conjugate gradients. admm: the "
         f"same, and the mask moves too. auto: admm, but none {PUBLISHED}, which reproduce published methods.",
     )
-    target: Target | Literal["auto"] = Field(
+    target: Literal["auto"] | Target = Field(
         default="auto",
         description="Outputs that a linear should have. self: its dense outputs on its inputs in the pruned "
         "model. dense: nearer to its outputs in the dense model. auto: dense, but self where `solve` auto is "

@@ -59,7 +59,7 @@ class RotationConfig:
         description="The number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A list gives "
         "the sizes of unequal blocks, which must add up to the hidden size.",
     )
-    objective: Objective | Literal["auto"] = Field(
+    objective: Literal["auto"] | Objective = Field(
         default="auto",
         description="What the training minimises. pruned: the importance of the weights to remove. entropy: "
         "the paper's, which prunes better with `reference_compat` if `method` is sparsegpt. auto: pruned.",
@@ -94,14 +94,14 @@ class RotationConfig:
         "trained: the first sequences. 0: all tokens, which pruning always reads. Default: "
         f"{TRAINING_TOKENS}; all with `optimizer` paper and `reference_compat`.",
     )
-    hessians: HessianSource | Literal["auto"] = Field(
+    hessians: Literal["auto"] | HessianSource = Field(
         default="auto",
         description="The layer inputs from which the training computes its Hessians. sequential: inputs that "
         "went through the pruned layers before. dense: inputs in the dense model, so that layers train "
         "independently of each other. auto: dense with `boundary` residual or `mode` shared, otherwise "
         "sequential.",
     )
-    boundary: BoundaryPlace | Literal["auto"] = Field(
+    boundary: Literal["auto"] | BoundaryPlace = Field(
         default="auto",
         description="Where the rotation between two layers acts. input: on the input of the later layer. "
         "residual: beside the MLP of the earlier layer, where a packed model computes it together with "
@@ -115,7 +115,7 @@ class RotationConfig:
         description="With `mode` shared: the number of layers in the loss of one step. The other layers are "
         "offloaded to main memory. 0: all layers.",
     )
-    product_dtype: ProductDtype | Literal["auto"] = Field(
+    product_dtype: Literal["auto"] | ProductDtype = Field(
         default="auto",
         description="Dtype of the matrix products of the training. auto is bfloat16 on a GPU, and float32 on "
         "a CPU.",

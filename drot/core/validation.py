@@ -47,12 +47,12 @@ def file_error(error: ValidationError, where: str) -> UserError:
 
 def expected(field: FieldInfo) -> str:
     """What a value of the field must be, as in `a whole number from 0 to 1000000`."""
-    kind, bounds = _first_type(field.annotation), list(field.metadata)
+    if choices := choices_of(field.annotation):
+        return f"one of {', '.join(choices)}"
+    kind, bounds = members_of(field.annotation)[0], list(field.metadata)
     if typing.get_origin(kind) is typing.Annotated:
         kind, *annotations = typing.get_args(kind)
         bounds += [bound for each in annotations for bound in getattr(each, "metadata", ())]
-    if typing.get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, typing.get_args(kind)))}"
     if kind not in (int, float):
         return f"a {getattr(kind, '__name__', kind)}"
     number = "a whole number" if kind is int else "a finite number"
@@ -68,10 +68,17 @@ def expected(field: FieldInfo) -> str:
     return " ".join([number, " and ".join(f"{words[name]} {limit}" for name, limit in limits.items())])
 
 
-def _first_type(annotation: Any) -> Any:
-    """The first member of a union, such as int in `int | None`; another annotation as it is."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return typing.get_args(annotation)[0] if is_union else annotation
+def members_of(annotation: Any) -> list[Any]:
+    """The members of a union without None; of another type, the type alone."""
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return [annotation]
+    return [member for member in typing.get_args(annotation) if member is not type(None)]
+
+
+def choices_of(annotation: Any) -> list[str]:
+    """The values of a Literal, or of a union of them; [] for another type."""
+    literals = [member for member in members_of(annotation) if typing.get_origin(member) is Literal]
+    return [str(value) for literal in literals for value in typing.get_args(literal)]
 
 
 def printable(name: str) -> str:

@@ -122,7 +122,7 @@ def prepare(
     is_a("dtype", dtype, str, torch.dtype)
     is_a("save_dtype", save_dtype, str, torch.dtype)
     # a mistake in a dtype is found before the text is read
-    dtype, save_dtype = _parsed("dtype", dtype), _parsed("save_dtype", save_dtype)
+    dtype, save_dtype = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
     tokens = None if calibration is None else as_token_ids(calibration)
     planned = plan(
         model,
@@ -158,7 +158,7 @@ def prepare(
     )
 
 
-def _parsed(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:
+def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:
     """The dtype with a name; `auto` as it is."""
     return parse_dtype(dtype, argument) if isinstance(dtype, str) and dtype != "auto" else dtype
 
