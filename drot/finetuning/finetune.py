@@ -24,7 +24,7 @@ from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
 from drot.machine.devices import dtype_name, pick_device
-from drot.manifest.importance import load_figures, save_figures
+from drot.manifest.importance import load_importance_maps, save_importance_maps
 from drot.manifest.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -138,7 +138,7 @@ def _finetune(
     """
     model_config = load_config(model)
     _check_config(model_config, config)
-    manifest = _manifest_of(model)
+    manifest, maps = _manifest_of(model), load_importance_maps(model)
     if tokenizer is None and has_tokenizer(model):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and tokens is None:
@@ -201,7 +201,11 @@ def _finetune(
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
-            trained, tokenizer, manifest, out, write_more=lambda part: save_figures(part, load_figures(model))
+            trained,
+            tokenizer,
+            manifest,
+            out,
+            write_more=lambda part: save_importance_maps(part, maps),
         )
     return FinetuneResult(trained, manifest, out)
 

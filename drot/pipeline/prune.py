@@ -26,7 +26,7 @@ from drot.core.hashes import file_record
 from drot.core.lock import locked
 from drot.machine.devices import dtype_name
 from drot.machine.environment import machine, versions
-from drot.manifest.importance import save_figures
+from drot.manifest.importance import save_importance_maps
 from drot.manifest.manifest import MANIFEST, Manifest, read_manifest, zero_share
 from drot.manifest.records import MemoryPeak, Seconds
 from drot.pipeline.disk import disk_needs
@@ -214,7 +214,7 @@ def prune(
                 }
 
             def write_more(folder: Path) -> None:
-                save_figures(folder, run.figures)
+                save_importance_maps(folder, run.figures)
                 if inside is not None:
                     write_rotations(folder / inside)
 

@@ -98,9 +98,8 @@ def not_rotated(row: Row, rows: Sequence[Row]) -> Row | None:
 def gap_closed_on(row: Row, rows: Sequence[Row], text: str) -> float | None:
     """The share of the damage that the rotation undoes, beside the row of `not_rotated`; None without it."""
     other = not_rotated(row, rows)
-    return (
-        None if other is None else gap_closed(row.dense[text], other.perplexity(text), row.perplexity(text))
-    )
+    plain = None if other is None else other.perplexity(text)
+    return gap_closed(row.dense[text], plain, row.perplexity(text))
 
 
 def columns(row: Row, rows: Sequence[Row], fields: Sequence[str]) -> dict[str, Any]:
