@@ -14,7 +14,7 @@ from drot.checkpoint.quantization_config import format_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.core.errors import UserError
 from drot.core.lock import locked
-from drot.manifest.importance import load_figures, save_figures
+from drot.manifest.importance import load_importance_maps, save_importance_maps
 from drot.manifest.manifest import MANIFEST, CheckpointManifest, dense_linears_of, read_any_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, pack_model, unpack_model
@@ -52,5 +52,9 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     if manifest is not None:
         manifest.format, manifest.stock_architecture = format_of(model)
     return save_checkpoint(
-        model, tokenizer, manifest, out, write_more=lambda folder: save_figures(folder, load_figures(path))
+        model,
+        tokenizer,
+        manifest,
+        out,
+        write_more=lambda folder: save_importance_maps(folder, load_importance_maps(path)),
     )

@@ -26,7 +26,7 @@ from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
 from drot.machine.devices import pick_device
-from drot.manifest.importance import load_figures, save_figures
+from drot.manifest.importance import load_importance_maps, save_importance_maps
 from drot.manifest.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -188,7 +188,11 @@ def _finetune(
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
-            trained, tokenizer, manifest, out, write_more=lambda part: save_figures(part, load_figures(model))
+            trained,
+            tokenizer,
+            manifest,
+            out,
+            write_more=lambda part: save_importance_maps(part, load_importance_maps(model)),
         )
     return FinetuneResult(trained, manifest, out)
 

@@ -38,7 +38,5 @@ def disk_needs(
         if rotation.boundary == "residual":  # the other place is added after the last layer
             parts += boundaries * dtype.itemsize
     if sizes.tokens:
-        parts += sum(
-            map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0
-        )
+        parts += sum(map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0)
     return checkpoint, parts

@@ -70,7 +70,9 @@ def run_needs(
     saved = _dtype(saved, own)
     text = resolved.calibration
     sizes = sizes_of(
-        DecoderModel(without_weights(planned.config)), text.nsamples if resolved.reads_calibration else 0, text.seqlen
+        DecoderModel(without_weights(planned.config)),
+        text.nsamples if resolved.reads_calibration else 0,
+        text.seqlen,
     )
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen

@@ -206,9 +206,7 @@ def rotation_bytes(sizes: Sizes) -> int:
 # ---- the parts of a run ----------------------------------------------------------------------------------
 
 
-def forward(
-    sizes: Sizes, groups: Collection[InputGroup] | None = None, tokens: int | None = None
-) -> float:
+def forward(sizes: Sizes, groups: Collection[InputGroup] | None = None, tokens: int | None = None) -> float:
     """A forward pass of the linears of `groups`, with the attention if its last linear is among them.
 
     groups: None for all. tokens: the number of tokens; None for all.
@@ -247,9 +245,7 @@ def trained_groups(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str])
     return [group for group in sizes.groups_of(roles) if unrotated or group.input is not None]
 
 
-def hessians(
-    sizes: Sizes, groups: Sequence[InputGroup], to_dense: Sequence[InputGroup] = ()
-) -> float:
+def hessians(sizes: Sizes, groups: Sequence[InputGroup], to_dense: Sequence[InputGroup] = ()) -> float:
     """A forward pass up to the last of `groups`, and the Hessian of the input of each of them.
 
     to_dense: the groups for which the layer that is not pruned sees the same tokens too

@@ -11,7 +11,7 @@ from drot.checkpoint.save import save_checkpoint
 from drot.core.hashes import file_record
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
-from drot.manifest.importance import save_figures
+from drot.manifest.importance import save_importance_maps
 from drot.manifest.manifest import FORMAT_VERSION, Manifest
 from drot.manifest.records import MemoryPeak, SavedRotations, Seconds
 from drot.model.families import positions_of
@@ -97,7 +97,7 @@ def write_result(
         return manifest.model_copy(update=_times(context, time.perf_counter() - started))
 
     def write_more(folder: Path) -> None:
-        save_figures(folder, run.maps)
+        save_importance_maps(folder, run.maps)
         if inside is not None:
             write_rotations(folder / inside)
 

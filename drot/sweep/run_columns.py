@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Iterable
 
 from drot.manifest.manifest import Manifest
 
@@ -29,15 +30,16 @@ def run_columns(manifest: Manifest) -> dict[str, float | None]:
         "zeros": manifest.sparsity,
         "seconds": manifest.seconds.total - manifest.seconds.phases.get("load", 0.0),
         "seconds_per_step": manifest.seconds.phases["rotate"] / steps if steps else None,
-        "entropy_before": _mean([record.entropy_before for record in trained]),
-        "entropy_after": _mean([record.entropy_after for record in trained]),
-        "removed_importance_before": _mean([s.before.removed_importance for s in shots if s.before]),
-        "removed_importance_after": _mean([s.after.removed_importance for s in shots if s.after]),
+        "entropy_before": _mean(record.entropy_before for record in trained),
+        "entropy_after": _mean(record.entropy_after for record in trained),
+        "removed_importance_before": _mean(shot.before.removed_importance for shot in shots),
+        "removed_importance_after": _mean(shot.after.removed_importance for shot in shots),
     }
     return {
         name: None if value is None or not math.isfinite(value) else value for name, value in columns.items()
     }
 
 
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None
