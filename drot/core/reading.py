@@ -8,14 +8,12 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drot.core.checks import shortened
-from drot.core.errors import UserError
+from drot.core.errors import LONGEST_QUOTE, UserError, quoted
 
 #: largest depth of nested lists and objects; no file that drot reads has more than 8 levels
 DEEPEST = 64
 #: largest whole number: that of an int64
 LARGEST = 2**63 - 1
-#: most characters of a library's message in a message of drot
-LONGEST_QUOTE = 300
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -97,15 +95,3 @@ def check_schema(schema: type[Schema], data: Any, where: str) -> Schema:
 def _printable(name: str) -> str:
     """The name of an entry: as it is, or as Python writes it if it is long or has control characters."""
     return name if name.isprintable() and len(name) <= LONGEST_QUOTE else shortened(name)
-
-
-def quoted(error: BaseException) -> str:
-    """The message of a library's exception in one line that drot's own message can quote.
-
-    Backticks would name a field of drot (core/errors.py). The name of the class goes before a message that
-    says little without it, such as KeyError's.
-    """
-    text = " ".join(str(error).replace("`", "'").split())
-    if not text or isinstance(error, LookupError | ArithmeticError | TypeError | AttributeError):
-        text = f"{type(error).__name__}: {text}"
-    return text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 3] + "..."

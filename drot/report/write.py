@@ -6,10 +6,9 @@ from pathlib import Path
 
 from drot.checkpoint.save import check_writable
 from drot.config import matches
-from drot.core.errors import UserError
+from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import new_file, writing
-from drot.core.reading import quoted
 from drot.manifest.importance import FIGURES
 from drot.manifest.manifest import MANIFEST
 from drot.report.drawing import Chart, check_matplotlib
