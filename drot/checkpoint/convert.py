@@ -41,6 +41,7 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
         tokenizer = load_tokenizer(path)
     else:  # a model that was pruned from Python with token ids has no tokenizer
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
+    maps = load_importance_maps(path)
     model = load_model(path)
     warn_of_rounding(path, model.dtype)
     if is_packed(model) == (format == "packed"):
@@ -52,9 +53,5 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     if manifest is not None:
         manifest.format, manifest.stock_architecture = format_of(model)
     return save_checkpoint(
-        model,
-        tokenizer,
-        manifest,
-        out,
-        write_more=lambda folder: save_importance_maps(folder, load_importance_maps(path)),
+        model, tokenizer, manifest, out, write_more=lambda folder: save_importance_maps(folder, maps)
     )

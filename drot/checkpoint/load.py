@@ -19,9 +19,9 @@ from drot.checkpoint.source import (
     weight_files,
 )
 from drot.core.checks import is_a
-from drot.core.errors import UserError
-from drot.core.reading import quoted
+from drot.core.errors import UserError, quoted
 from drot.machine.devices import dtype_name, parse_dtype, pick_device
+from drot.machine.finite import is_finite
 from drot.manifest.integrity import is_loaded, verified_while_loading
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
@@ -161,10 +161,8 @@ def _refuse_superfluous(path: str | Path, names: Any) -> None:
 def _check_finite(path: str | Path, model: "PreTrainedModel") -> None:
     """Raises UserError that names a weight with NaN or infinity."""
     for name, tensor in model.state_dict().items():
-        if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
-            continue  # a meta tensor is offloaded to disk
-        low, high = torch.aminmax(tensor)  # both are NaN if an element is
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+        # a meta tensor is offloaded to disk
+        if tensor.is_floating_point() and not tensor.is_meta and not is_finite(tensor):
             narrow = ', or choose another `dtype` than "float16"' if tensor.dtype == torch.float16 else ""
             raise UserError(
                 f"{path}: {name} must hold finite numbers, got NaN or infinity: copy the model again{narrow}"

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drot.core.checks import shortened
-from drot.core.errors import UserError
+from drot.core.errors import UserError, quoted
 from drot.core.hub import HUB_NAME, hub_access
-from drot.core.reading import check_schema, quoted, read_json
+from drot.core.reading import check_schema, read_json
 from drot.model.families import FAMILIES
 from drot.model.schema import ModelConfig, RopeOfModel, WeightIndex
 

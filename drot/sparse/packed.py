@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from drot.config import PruningConfig, Sparsity, WeightFormat
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
+from drot.machine.finite import is_finite
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
 from drot.model.layer import Linear
@@ -155,8 +156,7 @@ def check_packed(model: nn.Module) -> None:
         values, positions = module.values, module.positions
         if positions.is_meta:
             continue  # the weight is offloaded to disk
-        # aminmax is NaN if an element is, and needs no tensor of the size of `values`
-        if values.numel() and not all(bool(bound.isfinite()) for bound in values.aminmax()):
+        if not is_finite(values):
             raise UserError(
                 f"{name}.values must be finite, got NaN or infinity: the file is damaged; copy or convert it "
                 "again"

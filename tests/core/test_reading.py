@@ -5,8 +5,8 @@ import json
 import pytest
 
 from drot.core.checks import shortened
-from drot.core.errors import UserError
-from drot.core.reading import check_schema, quoted, read_json
+from drot.core.errors import UserError, quoted
+from drot.core.reading import check_schema, read_json
 from drot.model.schema import ModelConfig, QuantizationKeys, WeightIndex
 
 
