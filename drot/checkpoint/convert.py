@@ -40,7 +40,7 @@ def _convert(path: str | Path, out: Path, format: str) -> dict[str, Any]:
     tokenizer = None
     if has_tokenizer(path):
         tokenizer = load_tokenizer(path)
-    else:  # a model that was pruned from Python with token ids has no tokenizer
+    else:  # a model that was pruned from Python with token ids has none
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
     model = load_model(path)
     warn_of_rounding(path, model.dtype)

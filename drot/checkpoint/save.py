@@ -15,7 +15,6 @@ from drot.manifest.manifest import write_manifest
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 #: Bytes of the longest name of a file or folder to write. File systems allow 255, and the longest suffix,
 #: that of the temporary folder of tempfile, takes 14.
 LONGEST_NAME = 240
@@ -69,19 +68,16 @@ def save_checkpoint(
 ) -> dict[str, Any]:
     """Writes the model, the tokenizer and the manifest to a temporary folder and renames it to `out`.
 
-    So `out` is complete if it exists. Returns the manifest with the hashes of all files, as it was written;
-    {} for an empty manifest, which is not written. Raises WriteError if writing fails, as on a full disk.
+    So `out` is complete if it exists. Returns the manifest with the hashes of all files, as it was written.
+    Raises WriteError if writing fails, as on a full disk.
 
-    Args:
-        model: the model.
-        tokenizer: the tokenizer; None writes no tokenizer.
-        manifest: the manifest; {} writes no manifest.
-        out: the folder, which must be new or empty.
-        scratch: an existing folder on the same file system for the temporary folder, which a killed process
-            leaves behind; None is the parent of `out`.
-        write_more: writes further files into the folder that it is called with.
-        last_entries: gives further entries of the manifest. It is called with the folder when all else is
-            written and synced.
+    tokenizer: None writes no tokenizer.
+    manifest: {} writes no manifest.
+    out: a folder that is new or empty.
+    scratch: an existing folder on the same file system for the temporary folder, which a killed process
+        leaves behind; None is the parent of `out`.
+    write_more: writes further files into the folder that it is called with.
+    last_entries: gives further entries of the manifest, when all else is written to its folder and synced.
     """
     beside = {"dir": out.parent, "prefix": out.name + "."} if scratch is None else {"dir": scratch}
     with writing(out), tempfile.TemporaryDirectory(suffix=".part", **beside) as temporary:

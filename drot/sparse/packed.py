@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from drot.config import PruningConfig, Sparsity, WeightFormat
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
-from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
+from drot.model.families import architecture_of, decoder_layers, layer_linears
 from drot.sparse.fused import unfuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 
@@ -116,14 +116,13 @@ def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
 
 
 @torch.no_grad()
-def unpack_model(model: "PreTrainedModel") -> None:
-    """The inverse of `pack_model`, in place: every linear is a dense nn.Linear again."""
+def unpack_model(model: "PreTrainedModel") -> list[str]:
+    """The inverse of `pack_model`, in place. Returns the names of the linears that were packed."""
     unfuse(model)
-    arch = architecture_of(model.config)
-    for layer in decoder_layers(model, arch):
-        for _, path in arch.linears:
-            if isinstance(linear := module_at(layer, path), SparseLinear):
-                layer.set_submodule(path, linear.to_linear())
+    packed = dict(packed_linears(model))
+    for name, linear in packed.items():
+        model.set_submodule(name, linear.to_linear())
+    return list(packed)
 
 
 # ---- from files ----------------------------------------------------------------------------------
