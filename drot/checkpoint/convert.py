@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import (
     has_tokenizer,
     load_config,
@@ -50,6 +51,7 @@ def _convert(path: str | Path, out: Path, format: str) -> dict[str, Any]:
         pack_model(model, dense_linears_of(path, model.config))
     else:
         unpack_model(model)
+    as_drot_model(model)
     if manifest:
         manifest |= format_of(model)
     return save_checkpoint(

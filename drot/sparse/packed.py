@@ -101,6 +101,8 @@ def compress_model(model: nn.Module) -> None:
 def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
     """Packs the seven linears of every decoder layer, in place.
 
+    The model's config does not say so until `as_drot_model` (drot/checkpoint/hf_model.py) is called.
+
     dense: names of linears that stay dense, such as `layers.0.mlp.down_proj`.
 
     Raises UserError that names the layer, the linear and the row of a weight that is not 2:4. The linears
