@@ -9,8 +9,7 @@ import torch
 
 from drot.artifact.coding import decode
 from drot.artifact.container import Reader, tensors_of
-from drot.artifact.prediction import Prediction, predictions, reported
-from drot.artifact.source import load_source
+from drot.artifact.prediction import Prediction, load_source, predictions, reported
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.save import check_output
 from drot.core.errors import UserError
@@ -63,7 +62,8 @@ def apply_artifact(
                 if problem := damage(part / name, record):
                     raise UserError(
                         f"{name} came out different from the file that {artifact} stands for: it {problem}; "
-                        "the artifact is damaged, or this machine computes wrong; nothing was written"
+                        "the artifact is damaged, or fp64 results on this machine exceed the recorded "
+                        "tolerance; nothing was written"
                     )
             finish_folder(part)
             if out.exists():
