@@ -19,9 +19,10 @@ from drot.checkpoint.save import check_writable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.core.files import new_file
+from drot.core.hashes import tensors_digest
 from drot.machine.environment import versions
-from drot.manifest.integrity import folder_records, tensors_digest, verified_while_loading
-from drot.manifest.manifest import read_manifest
+from drot.manifest.integrity import folder_records, verified_while_loading
+from drot.manifest.manifest import Manifest, read_manifest
 from drot.model.families import head_shape
 from drot.model.rotate import LayerRotation
 from drot.sparse.quantization_config import boundary_of
@@ -71,7 +72,7 @@ def export_artifact(
         raise UserError(f"{out} exists: name another `out` or remove it")
     check_writable(out)
     files = _files(folder, manifest)
-    name = model or manifest["base_model"]
+    name = model or manifest.base_model
     if not name:
         raise UserError("drot.json names no model: name the dense model as `model`")
     source = load_source(name)
@@ -94,7 +95,7 @@ def export_artifact(
         "model_sha256": tensors_digest(source.state_dict()),
         "rotated": given is not None,
         "boundary": place,
-        "files": folder_records(folder, files),
+        "files": {file: record.model_dump() for file, record in folder_records(folder, files).items()},
     }
     # the hashes are compared before `part` gets the name `out`
     with new_file(out) as part, verified_while_loading(folder), Writer(part) as writer:
@@ -118,16 +119,15 @@ def export_artifact(
     return {"bytes": out.stat().st_size, "checkpoint_bytes": size, "parts": parts}
 
 
-def _files(folder: Path, manifest: dict[str, Any]) -> dict[str, Path]:
+def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
     """Name → path of the files of a checkpoint that belong into its artifact.
 
     Other files are left out, with a warning: they might hold weights of the dense model.
     """
-    known = manifest.get("files") or {}
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = path.relative_to(folder).as_posix()
-        if holds_weights(path) or path.suffix in TEXTS or name in known:
+        if holds_weights(path) or path.suffix in TEXTS or name in manifest.files:
             files[name] = path
         else:
             logger.warning("%s is left out of the artifact: it is no part of the checkpoint", path)
@@ -136,11 +136,8 @@ def _files(folder: Path, manifest: dict[str, Any]) -> dict[str, Path]:
     return files
 
 
-def _rotations_of(
-    manifest: dict[str, Any], file: str | Path | None, source: Any
-) -> list[LayerRotation] | None:
-    mode = manifest["recipe"]["rotation"]["mode"]
-    if mode == "none":
+def _rotations_of(manifest: Manifest, file: str | Path | None, source: Any) -> list[LayerRotation] | None:
+    if manifest.recipe.rotation.mode == "none":
         if file is not None:
             raise UserError("this checkpoint is not rotated: leave out `rotations`")
         return None

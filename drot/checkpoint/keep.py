@@ -3,17 +3,17 @@
 transformers' methods write the weights and the config, and nothing of what else is in the folder.
 """
 
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from types import MethodType
 from typing import Any
 
+from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
 from drot.manifest.card import CARD, save_card
 from drot.manifest.integrity import folder_records
-from drot.manifest.manifest import MANIFEST, write_manifest
+from drot.manifest.manifest import MANIFEST, read_any_manifest, write_manifest
 from drot.sparse.quantization_config import format_of
 
 #: attribute of a loaded model: the manifest, and the text of the card
@@ -41,8 +41,8 @@ def keep_files(model: Any, path: str | Path) -> None:
     if file is None:
         return
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:  # the commands that need the manifest say so
+        manifest = read_any_manifest(file.parent)
+    except UserError:  # the commands that need the manifest say so
         return
     text = find(CARD)
     setattr(model, ATTRIBUTE, (manifest, "" if text is None else text.read_text(encoding="utf-8")))
@@ -94,12 +94,15 @@ def push_to_hub(
 
 def _write_files(model: Any, folder: Path, name: str = "", tags: Sequence[str] = ()) -> None:
     """Writes the card and drot.json of `model`, which was saved to `folder`."""
-    manifest, before = getattr(model, ATTRIBUTE)
-    manifest = manifest | format_of(model) | {"dtype": dtype_name(model.dtype)}
+    kept, before = getattr(model, ATTRIBUTE)
+    manifest = kept.model_copy()
+    manifest.format, manifest.stock_architecture = format_of(model)
+    manifest.dtype = dtype_name(model.dtype)
     if not (folder / CARD).exists() and before:
         (folder / CARD).write_text(before, encoding="utf-8")
     save_card(folder, manifest, name, tags)
-    write_manifest(folder, manifest | {"files": folder_records(folder)})
+    manifest.files = folder_records(folder)
+    write_manifest(folder, manifest)
 
 
 def _upload(folder: Path, repo_id: str, *, private: bool | None = None, **arguments: Any) -> Any:

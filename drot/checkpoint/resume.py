@@ -15,7 +15,15 @@ from safetensors.torch import save_file
 
 from drot.core.errors import UserError
 from drot.core.files import new_file, write_json, writing
-from drot.manifest.integrity import DIGEST, damage, digest_fits, file_record, tensors_digest, with_digest
+from drot.core.hashes import (
+    DIGEST,
+    FileRecord,
+    damage,
+    digest_fits,
+    file_record,
+    tensors_digest,
+    with_digest,
+)
 
 logger = logging.getLogger("drot")
 
@@ -72,7 +80,7 @@ def read_journal(file: Path) -> dict[str, Any] | None:
         data = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    if not isinstance(data, dict) or DIGEST not in data or not digest_fits(data):
+    if not isinstance(data, dict) or not digest_fits(data):
         return None
     return {key: value for key, value in data.items() if key != DIGEST}
 
@@ -183,7 +191,11 @@ class RunState:
         contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
         with new_file(file) as part:
             save_file(contiguous, part, metadata={"record": json.dumps(record)})
-        entry = {**file_record(file), "tensors": tensors_digest(contiguous), "machine": self._machine}
+        entry = {
+            **file_record(file).model_dump(),
+            "tensors": tensors_digest(contiguous),
+            "machine": self._machine,
+        }
         with self._lock:
             parts = self._parts | {name: entry}
             if name in self._parts and self._parts[name]["tensors"] != entry["tensors"]:
@@ -219,7 +231,7 @@ class RunState:
         file, entry = self._file(name), self._parts.get(name)
         if entry is None:
             return None  # a file without an entry was cut off between the writing of the two
-        problem = damage(file, {"sha256": entry["sha256"], "bytes": entry["bytes"]})
+        problem = damage(file, FileRecord(sha256=entry["sha256"], bytes=entry["bytes"]))
         if problem is not None:
             logger.warning("%s %s: it is computed again", file, problem)
             return None

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drot.core.errors import UserError
 from drot.core.files import new_file
-from drot.manifest.integrity import DIGEST, json_digest, tensors_digest
+from drot.core.hashes import DIGEST, json_digest, tensors_digest
 from drot.model.families import HeadShape
 from drot.model.rotate import LayerRotation
 from drot.rotation.retraction import orthogonality_error, reorthogonalize
@@ -55,8 +55,7 @@ def _digest(tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
 def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the record of a rotation file, as they are in the file.
 
-    Raises UserError if the file is missing or broken, or does not fit its digest. Files of an older drot have
-    no digest.
+    Raises UserError if the file is missing or broken, or does not fit its digest.
     """
     try:
         with safe_open(path, framework="pt") as handle:
@@ -70,8 +69,7 @@ def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(
             f"{path}: its record must be a JSON object, got {type(record).__name__}: copy it again"
         )
-    digest = record.pop(DIGEST, None)
-    if digest is not None and digest != _digest(tensors, record):
+    if record.pop(DIGEST, None) != _digest(tensors, record):
         raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
     return tensors, record
 

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from drot.core.checks import shortened
 from drot.core.errors import UserError
-from drot.core.hub import hub_access
+from drot.core.hub import HUB_NAME, hub_access
 from drot.core.reading import check_schema, quoted, read_json
 from drot.model.families import ARCHITECTURES
 from drot.model.schema import ModelConfig, RopeOfModel, WeightIndex
@@ -27,8 +27,6 @@ INDEX = WEIGHTS + ".index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 #: what is fetched from the hub before the weights: the config and the tokenizer
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
-#: a name on the hub: MODEL or OWNER/MODEL
-HUB_NAME = re.compile(r"(?=.{1,96}$)(\w[\w.-]*/)?\w[\w.-]*")
 #: part of a tensor's name that holds the number of its decoder layer
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
 

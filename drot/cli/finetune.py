@@ -158,9 +158,9 @@ def finetune(
     if not finetuning.is_main_process():
         return
     if as_json:
-        print_json({"out": str(out), **result.manifest})
+        print_json({"out": str(out), **result.manifest.to_dict()})
     else:
-        print_line(finetune_line(result.manifest["finetune"][-1]))
+        print_line(finetune_line(result.manifest.finetune[-1]))
         print_line(f"Saved to {out}")
 
 

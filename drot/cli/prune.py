@@ -7,10 +7,15 @@ import typer
 from drot.cli import prune_options as options
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import Interrupted, Json, print_json, stdout_for_the_result
-from drot.cli.recipe import check_rotations_file, recipe_fields, tell_changes, tell_other_input
+from drot.cli.recipe import (
+    check_rotations_file,
+    recipe_and_manifest,
+    recipe_fields,
+    tell_changes,
+    tell_other_input,
+)
 from drot.cli.tables import print_line, print_manifest, saved_line
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig
-from drot.config.recipe_file import read_recipe
 from drot.core.errors import UserError
 
 PRUNE, ROTATE, CALIBRATE, RECOVER = PruningConfig(), RotationConfig(), CalibrationConfig(), RecoveryConfig()
@@ -70,7 +75,7 @@ def prune(
     # and a member of one is never equal to a member of the other.
     sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
     given = {name for name, source in sources.items() if source == "COMMANDLINE"}
-    start, manifest = (Recipe(), {}) if recipe is None else read_recipe(recipe)
+    start, manifest = (Recipe(), None) if recipe is None else recipe_and_manifest(recipe)
     fields = recipe_fields({name: ctx.params[name] for name in given})
     changed = start.replace(**fields)
     if quality is not None:  # which sets what the options do not
@@ -87,7 +92,7 @@ def prune(
     if recipe is not None:
         tell_changes(start, changed, recipe)
     if model is None:
-        model = manifest.get("base_model")
+        model = manifest.base_model if manifest else None
     if not model:
         raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as `recipe`")
     label = changed.objective if changed.objective == "entropy" else "loss"
@@ -107,10 +112,9 @@ def prune(
     if out is None:
         raise UserError("`out` is missing: name the folder to write, or use `sensitivity=True`")
     if manifest:
-        format = format if "format" in given else manifest.get("format", format)
-        if "dtype" not in given:  # a manifest without compute_dtype is older: both dtypes were the same
-            dtype = manifest.get("compute_dtype", manifest.get("dtype", dtype))
-        save_dtype = save_dtype if "save_dtype" in given else manifest.get("dtype", save_dtype)
+        format = format if "format" in given else manifest.format
+        dtype = dtype if "dtype" in given else manifest.compute_dtype
+        save_dtype = save_dtype if "save_dtype" in given else manifest.dtype
         check_rotations_file(manifest, rotations)
     from drot.cli.progress_bars import progress_bar
     from drot.pipeline import prune as pipeline
@@ -136,7 +140,7 @@ def prune(
     if manifest and changed.calibration == start.calibration:
         tell_other_input(manifest, result.manifest)
     if as_json:
-        print_json({"out": str(out), **result.manifest})
+        print_json({"out": str(out), **result.manifest.to_dict()})
     else:
         print_manifest(result.manifest)
         before = "was finished already: nothing to do"

@@ -2,13 +2,29 @@
 
 import logging
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from drot.config import Recipe, RotationMode
 from drot.config.recipe import SECTION_OF
+from drot.config.recipe_file import read_recipe
 from drot.core.errors import UserError
 
+if TYPE_CHECKING:
+    from drot.manifest.manifest import Manifest
+
 logger = logging.getLogger("drot")
+
+
+def recipe_and_manifest(file: Path) -> "tuple[Recipe, Manifest | None]":
+    """The recipe in `file`, and the manifest that holds it; None if the file is no manifest.
+
+    Raises UserError as `read_recipe` does, and for a manifest with wrong entries.
+    """
+    from drot.core.reading import check_schema
+    from drot.manifest.manifest import Manifest
+
+    recipe, entries = read_recipe(file)
+    return recipe, check_schema(Manifest, entries, str(file)) if entries else None
 
 
 def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -55,18 +71,22 @@ def tell_changes(start: Recipe, changed: Recipe, file: Path) -> None:
         logger.warning("the command line replaces settings of %s: %s", file, ", ".join(differing))
 
 
-def check_rotations_file(manifest: dict[str, Any], rotations: Path | None) -> None:
+def check_rotations_file(manifest: "Manifest", rotations: Path | None) -> None:
     """Raises UserError if the run of `manifest` used a file of rotations and none is given now."""
-    if (used := manifest.get("rotations_file")) and rotations is None:
+    if (used := manifest.rotations_file) and rotations is None:
         raise UserError(
-            f"the run of this recipe used the rotations in {used['file']} (SHA-256 {used['sha256'][:12]}…): "
+            f"the run of this recipe used the rotations in {used.file} (SHA-256 {used.sha256[:12]}…): "
             "name that file as `rotations`"
         )
 
 
-def tell_other_input(before: dict[str, Any], now: dict[str, Any]) -> None:
+def tell_other_input(before: "Manifest", now: "Manifest") -> None:
     """Logs a warning if the run whose manifest is `before` had other calibration tokens or rotations."""
-    for entry, what in (("calibration", "calibration tokens"), ("rotations_file", "rotations")):
-        old, new = ((manifest.get(entry) or {}).get("sha256") for manifest in (before, now))
-        if old is not None and old != new:
+    old, new = before.rotations_file, now.rotations_file
+    changed = {
+        "calibration tokens": before.calibration.sha256 != now.calibration.sha256,
+        "rotations": old is not None and (new is None or old.sha256 != new.sha256),
+    }
+    for what, differ in changed.items():
+        if differ:
             logger.warning("the %s differ from those of the run that is repeated: so does the result", what)

@@ -3,7 +3,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -16,6 +16,8 @@ DEEPEST = 64
 LARGEST = 2**63 - 1
 #: most characters of a library's message in a message of drot
 LONGEST_QUOTE = 300
+
+Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class Entries(BaseModel):
@@ -71,13 +73,13 @@ def _check_values(data: dict[str, Any], file: str) -> None:
             waiting += [(f"{name}.{index}", item, depth + 1) for index, item in enumerate(value)]
 
 
-def check_schema(schema: type[BaseModel], data: Any, where: str) -> None:
-    """Raises UserError unless `data` fits the schema.
+def check_schema(schema: type[Schema], data: Any, where: str) -> Schema:
+    """`data` as an instance of its schema. Raises UserError unless it fits.
 
     The message names `where`, the first wrong entry and its value.
     """
     try:
-        schema.model_validate(data)
+        return schema.model_validate(data)
     except ValidationError as caught:
         error = caught.errors(include_url=False)[0]
         entry = _printable(".".join(str(part) for part in error["loc"]))

@@ -12,7 +12,8 @@ from torch import Tensor
 from drot.core.errors import UserError
 from drot.machine.environment import versions
 from drot.manifest.card import write_card
-from drot.manifest.manifest import MANIFEST, read_manifest, update_manifest
+from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, update_manifest
+from drot.manifest.records import EvaluationRecord
 from drot.text.source import SPLITS, calibration_hash
 
 logger = logging.getLogger("drot")
@@ -46,9 +47,14 @@ def record(folder: str, figures: dict[str, Any]) -> None:
         "versions": versions() | packages,
         **{key: value for key, value in figures.items() if key != "model"},
     }
-    entry = json.loads(json.dumps(entry), parse_constant=lambda constant: None)
+    new = EvaluationRecord.model_validate(json.loads(json.dumps(entry), parse_constant=lambda constant: None))
+
+    def add(manifest: CheckpointManifest) -> None:
+        kept = [old for old in manifest.evaluations if _measurement(old) != _measurement(new)]
+        manifest.evaluations = [*kept, new]
+
     try:
-        update_manifest(folder, lambda manifest: _with_entry(manifest, entry))
+        update_manifest(folder, add)
         write_card(folder)
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
@@ -57,17 +63,10 @@ def record(folder: str, figures: dict[str, Any]) -> None:
 def check_recordable(folder: str) -> None:
     """Raises UserError for a folder with a broken manifest, to which `record` could add nothing."""
     if (Path(folder) / MANIFEST).exists():
-        read_manifest(folder, recipe_needed=False)
+        read_any_manifest(folder)
 
 
-def _with_entry(manifest: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with `entry` in place of an earlier entry of the same measurement."""
-    earlier = manifest.get("evaluations", [])
-    kept = [other for other in earlier if _measurement(other) != _measurement(entry)]
-    return manifest | {"evaluations": [*kept, entry]}
-
-
-def _measurement(entry: dict[str, Any]) -> Any:
+def _measurement(entry: EvaluationRecord) -> Any:
     """What was measured: two entries with equal measurements differ by machine, versions or chance only."""
-    texts = {name: text["sha256"] for name, text in entry.get("texts", {}).items()}
-    return [entry["seqlen"], entry["dtype"], entry["against"], texts, sorted(entry["tasks"])]
+    texts = {name: text.sha256 for name, text in entry.texts.items()}
+    return [entry.seqlen, entry.dtype, entry.against, texts, sorted(entry.tasks)]

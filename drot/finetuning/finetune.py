@@ -24,8 +24,15 @@ from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
 from drot.machine.devices import dtype_name, pick_device
-from drot.manifest.importance import load_figures, save_figures
-from drot.manifest.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
+from drot.manifest.importance import load_importance_maps, save_importance_maps
+from drot.manifest.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    CheckpointManifest,
+    read_any_manifest,
+    zero_share,
+)
+from drot.manifest.records import FinetuneRecord
 from drot.model.families import architecture_of, decoder_layers, positions_of
 from drot.pipeline.validation import check_tokens
 from drot.sparse.linear import is_packed
@@ -50,15 +57,15 @@ class FinetuneResult:
     """
 
     model: Any
-    manifest: dict[str, Any]
+    manifest: CheckpointManifest
     out: Path | None
 
     def __repr__(self) -> str:
-        held_out = self.manifest["finetune"][-1]["held_out"]
+        held_out = self.manifest.finetune[-1].held_out
         facts = [
             f"out={str(self.out)!r}" if self.out else "out=None",
-            f"sparsity={self.manifest['sparsity']:.2%}",
-            f"held-out perplexity={held_out['perplexity_before']:.4g} -> {held_out['perplexity_after']:.4g}",
+            f"sparsity={self.manifest.sparsity:.2%}",
+            f"held-out perplexity={held_out.perplexity_before:.4g} -> {held_out.perplexity_after:.4g}",
             size_of(self.model),
         ]
         return f"FinetuneResult({', '.join(facts)})"
@@ -121,7 +128,7 @@ def _finetune(
     """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
     _check_config(model_config, config)
-    manifest = _manifest_of(model)
+    manifest, maps = _manifest_of(model), load_importance_maps(model)
     if tokenizer is None and has_tokenizer(model):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and tokens is None:
@@ -162,20 +169,33 @@ def _finetune(
             f"the GPU has too little memory for `batch_size`, {config.batch_size}, and sequences of "
             f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
         ) from None
-    record = {"from": str(model), **record}
     record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
+    finetuning = FinetuneRecord.model_validate({"from": str(model), **record})
     if packed:
         pack_model(trained)
     elif not config.keep_adapter:
         describe_model(trained)
-    manifest = manifest or {"format_version": FORMAT_VERSION, "base_model": str(model), "sparsity": share}
-    manifest |= {} if config.keep_adapter else format_of(trained) | {"dtype": record["dtype"]}
-    manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
-    manifest.pop("evaluations", None)  # figures of the weights before the training
+    manifest = manifest or CheckpointManifest(
+        format_version=FORMAT_VERSION,
+        base_model=str(model),
+        sparsity=share,
+        dtype=finetuning.dtype,
+        format="dense",
+        stock_architecture=True,
+    )
+    if not config.keep_adapter:
+        manifest.format, manifest.stock_architecture = format_of(trained)
+        manifest.dtype = finetuning.dtype
+    manifest.finetune = [*manifest.finetune, finetuning]
+    manifest.evaluations = []  # figures of the weights before the training
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
-            trained, tokenizer, manifest, out, write_more=lambda part: save_figures(part, load_figures(model))
+            trained,
+            tokenizer,
+            manifest,
+            out,
+            write_more=lambda part: save_importance_maps(part, maps),
         )
     return FinetuneResult(trained, manifest, out)
 
@@ -206,11 +226,11 @@ def _pick_device(device: str | torch.device) -> torch.device:
     return target
 
 
-def _manifest_of(model: str | Path) -> dict[str, Any] | None:
+def _manifest_of(model: str | Path) -> CheckpointManifest | None:
     """The manifest of a checkpoint that drot wrote; None for another model."""
     if not (Path(model) / MANIFEST).exists():
         return None
-    return read_manifest(model, recipe_needed=False)
+    return read_any_manifest(model)
 
 
 def _check_config(model_config: Any, config: FinetuneConfig) -> None:

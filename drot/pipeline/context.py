@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from drot.config import Recipe
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.devices import dtype_name
-from drot.machine.environment import stored_peaks
 from drot.machine.memory import PeakMemory
 from drot.model.boundary import BoundaryRotation
 from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears
@@ -140,14 +139,12 @@ class RunContext:
         return BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
 
     def times(self, total: float) -> dict[str, Any]:
-        """The entries of the manifest about time, work and memory.
+        """The entries of the manifest about time and memory.
 
         total: seconds of the whole run.
         """
         return {
             "seconds": {**self.seconds, "total": total},
-            "work": self.work,
-            "peaks": stored_peaks(self.device),
             "peak_memory": self.memory.peaks,
         }
 

@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
+from drot.core.hashes import weights_record
 from drot.machine.devices import dtype_name
-from drot.manifest.integrity import weights_record
 from drot.pipeline.context import RunContext
 from drot.pipeline.rotation_files import GivenRotations
 from drot.text.source import calibration_hash

@@ -16,7 +16,7 @@ from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.devices import computing_dtype, parse_dtype, pick_devices, product_dtype
-from drot.manifest.manifest import MANIFEST, patterns_of, read_manifest
+from drot.manifest.manifest import MANIFEST, read_manifest
 from drot.model.families import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_architecture, check_recipe, check_seqlen, check_tokens
@@ -170,6 +170,5 @@ def _refuse_pruned(folder: Path) -> None:
     """Raises UserError for a checkpoint that was pruned by drot."""
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
-        if any(sparsity.ratio > 0 for sparsity in patterns_of(manifest).sparsities):
-            original = manifest["base_model"]
-            raise UserError(f"{folder} was pruned already: prune its dense original, {original}")
+        if any(sparsity.ratio > 0 for sparsity in manifest.recipe.pruning.sparsities):
+            raise UserError(f"{folder} was pruned already: prune its dense original, {manifest.base_model}")

@@ -22,12 +22,13 @@ from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import WriteError
+from drot.core.hashes import file_record
 from drot.core.lock import locked
 from drot.machine.devices import dtype_name
 from drot.machine.environment import machine, versions
-from drot.manifest.importance import save_figures
-from drot.manifest.integrity import file_record
-from drot.manifest.manifest import MANIFEST, read_manifest, zero_share
+from drot.manifest.importance import save_importance_maps
+from drot.manifest.manifest import MANIFEST, Manifest, read_manifest, zero_share
+from drot.manifest.records import MemoryPeak, Seconds
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.identity import run_identity
 from drot.pipeline.prepare import prepare
@@ -55,15 +56,15 @@ class PruneResult:
     """
 
     model: PreTrainedModel
-    manifest: dict[str, Any]
+    manifest: Manifest
     out: Path | None
     finished_before: bool = False
 
     def __repr__(self) -> str:
         facts = [
             f"out={str(self.out)!r}" if self.out else "out=None",
-            f"sparsity={self.manifest['sparsity']:.2%}",
-            f"layers={len(self.manifest['layers'])}",
+            f"sparsity={self.manifest.sparsity:.2%}",
+            f"layers={len(self.manifest.layers)}",
             size_of(self.model),
         ]
         return f"PruneResult({', '.join(facts)})"
@@ -173,21 +174,20 @@ def prune(
             state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
             check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
         with _told_how_to_resume(state):
-            manifest = run.execute(state)
-            manifest |= {"base_model": prepared.source, "compute_dtype": dtype_name(context.dtype)}
+            entries = run.execute(state) | {"base_model": prepared.source}
             if prepared.save_dtype != context.dtype:
                 cast_weights(context.model, prepared.save_dtype, "save_dtype")
-                manifest |= {
+                entries |= {
                     "dtype": dtype_name(prepared.save_dtype),
                     "sparsity": zero_share(context.layers, context.arch),
                 }
             if written:
-                manifest["identity"] = identity
+                entries["identity"] = identity
             if format == "packed":
                 pack_model(context.model, dense)
-            manifest |= format_of(context.model)
+            entries["format"], entries["stock_architecture"] = format_of(context.model)
             if state is not None and state.other_machines:
-                manifest["other_machines"] = state.other_machines
+                entries["other_machines"] = state.other_machines
 
             def write_rotations(file: Path) -> None:
                 save_rotations(file, run.rotations, {"model": prepared.source, **identity})
@@ -195,21 +195,26 @@ def prune(
             inside = path_inside(rotations_out, out)
             if rotations_out is not None and inside is None:
                 write_rotations(rotations_out)
-                manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
+                entries["saved_rotations"] = {
+                    "file": rotations_out.name,
+                    **file_record(rotations_out).model_dump(),
+                }
 
             before_saving = time.perf_counter()
+            manifest = Manifest.model_validate(entries | context.times(before_saving - started))
 
-            def times(folder: Path | None = None) -> dict[str, Any]:
-                """The entries of the manifest about time; `folder` holds the checkpoint that was written."""
+            def finish(manifest: Manifest) -> None:
+                """Sets the entries about time, when all else is written."""
                 now = time.perf_counter()
-                if folder is not None:
-                    context.seconds["save"] += now - before_saving
-                    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                    context.count("save", written, "bytes")
-                return context.times(now - started)
+                context.seconds["save"] += now - before_saving
+                times = context.times(now - started)
+                manifest.seconds = Seconds.model_validate(times["seconds"])
+                manifest.peak_memory = {
+                    phase: MemoryPeak.model_validate(peak) for phase, peak in times["peak_memory"].items()
+                }
 
             def write_more(folder: Path) -> None:
-                save_figures(folder, run.figures)
+                save_importance_maps(folder, run.figures)
                 if inside is not None:
                     write_rotations(folder / inside)
 
@@ -222,11 +227,9 @@ def prune(
                     out,
                     scratch=state.folder,
                     write_more=write_more,
-                    last_entries=times,
+                    finish=finish,
                 )
                 state.discard()
-            else:
-                manifest |= times()
         return PruneResult(context.model, manifest, out)
 
 
@@ -256,13 +259,9 @@ def _finished_result(
         rotations: the file in which the caller wants the rotations.
     """
     manifest = read_manifest(out)
-    if "finetune" in manifest:
+    if manifest.finetune:
         raise UserError(f"{out} holds a model that was fine-tuned after its run: name another `out`")
-    if "identity" not in manifest:
-        raise UserError(
-            f"{out} was finished by an older drot, which did not record its run: name another `out`"
-        )
-    before = manifest["identity"] | {"format": manifest["format"], "save_dtype": manifest["dtype"]}
+    before = (manifest.identity or {}) | {"format": manifest.format, "save_dtype": manifest.dtype}
     now = identity | {"format": format, "save_dtype": dtype_name(save_dtype)}
     if changed := identity_differences(before, now, "the finished run"):
         raise UserError(f"{out} is the result of another run: {changed}; name another `out`")

@@ -13,8 +13,10 @@ from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
+from drot.machine.devices import dtype_name
+from drot.machine.environment import device_name, machine, versions
 from drot.machine.transfer import layers_on_device
-from drot.manifest.manifest import manifest, zero_share
+from drot.manifest.manifest import FORMAT_VERSION, zero_share
 from drot.model.boundary import BoundaryRotation, rotated_layers, set_boundary
 from drot.model.families import positions_of
 from drot.model.rotate import LayerRotation, rotate_ends, rotate_layer
@@ -28,6 +30,7 @@ from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import held_out_sequences, recover_layer
 from drot.pipeline.rotation_files import GivenRotations
 from drot.sparse.quantization_config import describe_model
+from drot.text.source import calibration_hash
 
 
 @dataclass
@@ -56,7 +59,7 @@ class PruningRun:
         self.figures: dict[str, Tensor] = {}
 
     def execute(self, state: RunState | None) -> dict[str, Any]:
-        """Rotates and prunes the model in place. Returns its manifest, without RunContext.times.
+        """Rotates and prunes the model in place. Returns the entries of its manifest that are known then.
 
         state: the saved parts of the run; None saves nothing.
         """
@@ -69,6 +72,9 @@ class PruningRun:
                 trained, self.shared_record = train_dense(run, state)
                 rotations = [rotation for rotation, _ in trained]
                 records = [record for _, record in trained]
+                if self.shared_record is not None:
+                    self.shared_record["damping"] = [record["damping"] for record in records]
+                    records = [{} for _ in records]
             with run.clock("check"):
                 place = run.recipe.rotation.resolved_boundary
                 error = check_model(
@@ -79,19 +85,23 @@ class PruningRun:
                 check_outputs(run.model, run.arch, run.tokens[:1], run.device)
         layers, self.rotations = self._prune_layers(state, rotations, records)
         untied = self._finish_rotation(self.rotations) if run.rotates else False
-        return manifest(
-            run.recipe,
-            run.tokens,
-            run.device,
-            run.dtype,
-            positions=positions_of(run.model.config),
-            untied_lm_head=untied,
-            relative_logit_error=error,
-            sparsity=zero_share(run.layers, run.arch),
-            shared_rotation=self.shared_record,
-            rotations_file=None if self.given is None else self.given.entry,
-            layers=layers,
-        )
+        return {
+            "format_version": FORMAT_VERSION,
+            "recipe": run.recipe.to_dict(),
+            "calibration": {"sha256": calibration_hash(run.tokens), "shape": list(run.tokens.shape)},
+            "positions": positions_of(run.model.config),
+            "layers": layers,
+            "shared_rotation": self.shared_record,
+            "rotations_file": None if self.given is None else self.given.entry,
+            "untied_lm_head": untied,
+            "relative_logit_error": error,
+            "sparsity": zero_share(run.layers, run.arch),
+            "versions": versions(),
+            "device": device_name(run.device),
+            "machine": machine(run.device),
+            "compute_dtype": dtype_name(run.dtype),
+            "dtype": dtype_name(run.dtype),
+        }
 
     # ---- the pruning pass ----------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from drot.config import BoundaryPlace
+from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
 from drot.model.boundary import rotation_place
@@ -115,9 +115,6 @@ def describe_model(model: "PreTrainedModel") -> None:
         del model.config.quantization_config
 
 
-def format_of(model: "PreTrainedModel") -> dict[str, Any]:
+def format_of(model: "PreTrainedModel") -> tuple[WeightFormat, bool]:
     """The manifest's entries `format` and `stock_architecture`: whether the model opens without drot."""
-    return {
-        "format": "packed" if is_packed(model) else "dense",
-        "stock_architecture": not hasattr(model.config, "quantization_config"),
-    }
+    return "packed" if is_packed(model) else "dense", not hasattr(model.config, "quantization_config")

@@ -2,10 +2,12 @@
 
 import math
 import statistics
-from typing import Any
+from collections.abc import Iterable
+
+from drot.manifest.manifest import Manifest
 
 
-def run_columns(manifest: dict[str, Any]) -> dict[str, float | None]:
+def run_columns(manifest: Manifest) -> dict[str, float | None]:
     """Heading → value. A value that the run did not record, or that is not finite, is None.
 
     zeros: share of zeros in the linears of the decoder layers.
@@ -15,34 +17,30 @@ def run_columns(manifest: dict[str, Any]) -> dict[str, float | None]:
     removed_importance_before, removed_importance_after: share of the importance of a linear's weights that
         pruning in one shot removes, before and after the rotation, mean over the pruned linears.
     """
-    shared = manifest.get("shared_rotation")
-    trained = (
-        [shared] if shared else [layer["rotation"] for layer in manifest["layers"] if "rotation" in layer]
-    )
-    trained = [record for record in trained if "loss_curve" in record]
-    steps = sum(len(record["loss_curve"]) - 1 for record in trained)
-    linears = [
-        linear["one_shot"]
-        for layer in manifest["layers"]
-        for linear in layer["linears"].values()
-        if linear["sparsity"] > 0
+    shared = manifest.shared_rotation
+    trained = [shared] if shared else [layer.rotation for layer in manifest.layers if layer.rotation]
+    steps = sum(len(record.loss_curve) - 1 for record in trained)
+    shots = [
+        linear.one_shot
+        for layer in manifest.layers
+        for linear in layer.linears.values()
+        if linear.sparsity > 0
     ]
     columns = {
-        "zeros": manifest["sparsity"],
-        "seconds": manifest["seconds"]["total"] - manifest["seconds"].get("load", 0.0),
-        "seconds_per_step": manifest["seconds"]["rotate"] / steps if steps else None,
-        "entropy_before": _mean([record.get("entropy_before") for record in trained]),
-        "entropy_after": _mean([record.get("entropy_after") for record in trained]),
+        "zeros": manifest.sparsity,
+        "seconds": manifest.seconds.total - manifest.seconds.phases.get("load", 0.0),
+        "seconds_per_step": manifest.seconds.phases["rotate"] / steps if steps else None,
+        "entropy_before": _mean(record.entropy_before for record in trained),
+        "entropy_after": _mean(record.entropy_after for record in trained),
+        "removed_importance_before": _mean(shot.before.removed_importance for shot in shots),
+        "removed_importance_after": _mean(shot.after.removed_importance for shot in shots),
     }
-    for basis in ("before", "after"):
-        shares = [shot[basis]["removed_importance"] for shot in linears if basis in shot]
-        columns[f"removed_importance_{basis}"] = _mean(shares)
     return {
         name: None if value is None or not math.isfinite(value) else value for name, value in columns.items()
     }
 
 
-def _mean(values: list[float | None]) -> float | None:
+def _mean(values: Iterable[float | None]) -> float | None:
     """The mean of the values that are known."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None

@@ -18,13 +18,13 @@ from drot.config import CalibrationConfig, Recipe, default_seqlen
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
+from drot.core.hashes import json_digest, weights_record, with_digest
 from drot.evaluation.evaluate import move_models
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.tasks import load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name
 from drot.machine.environment import machine_name, versions
-from drot.manifest.integrity import json_digest, weights_record, with_digest
 from drot.model.families import positions_of
 from drot.pipeline.prune import prune
 from drot.pipeline.validation import check_seqlen
