@@ -128,9 +128,7 @@ def run_demo(
     )
 
 
-def _record(
-    out: Path, tokens: Tensor, seqlen: int, dense: DemoRow, plain: DemoRow, rotated: DemoRow
-) -> None:
+def _record(out: Path, tokens: Tensor, seqlen: int, dense: DemoRow, plain: DemoRow, rotated: DemoRow) -> None:
     """Adds the perplexities on the held-out text `tokens` [n] to the evaluations in the manifest."""
     text = HELD_OUT.name
     figures = {
