@@ -1,7 +1,7 @@
 // The rule by which scores of a group are removed, for the CPU and the CUDA kernels of nm_mask,
 // pruned_importance and sparsegpt_sweep.
 //
-// The `prune` smallest scores are removed. Of equal scores the one with the lower index is removed first.
+// The `prune` smallest scores are removed. If scores are equal, the lowest index is removed first.
 // -0 equals 0, and NaN is larger than every number.
 #pragma once
 
@@ -66,20 +66,6 @@ DROT_HOST_DEVICE uint32_t removed_bits(const T (&score)[kGroup], int prune) {
   }
   DROT_UNROLL
   for (int i = 0; i < kGroup; ++i) bits |= static_cast<uint32_t>(rank[i] < prune) << i;
-  return bits;
-}
-
-// The same mask for a group of 1 to kMaxGroup scores whose size the compiler does not know.
-template <class T>
-DROT_HOST_DEVICE uint32_t removed_bits(const T* score, int group, int prune) {
-  uint32_t bits = 0;
-  for (int i = 0; i < group; ++i) {
-    const OrderedKey<T> key = ordered_key(score[i]);
-    int rank = 0;
-    for (int j = 0; j < i; ++j) rank += goes_before(ordered_key(score[j]), key);
-    for (int j = i + 1; j < group; ++j) rank += !goes_before(key, ordered_key(score[j]));
-    bits |= static_cast<uint32_t>(rank < prune) << i;
-  }
   return bits;
 }
 

@@ -25,7 +25,7 @@ from drot.core.checks import shortened
 from drot.core.errors import UserError
 from drot.core.reading import check_schema, parse_json
 from drot.model.families import HeadShape
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 
 FORMAT_VERSION = 1
 INDEX = "artifact.json"

@@ -12,7 +12,7 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.resume import partial_folder
 from drot.checkpoint.save import check_output
-from drot.config import CalibrationConfig, Recipe, RotationConfig
+from drot.config import CalibrationConfig, Recipe, RotationConfig, default_seqlen
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.evaluation.gap import gap_closed
@@ -87,7 +87,7 @@ def run_demo(
     if (partial := partial_folder(out)).exists():
         raise UserError(f"{partial} was left by an interrupted demo: remove it or name another `out`")
     tokenizer = load_tokenizer(MODEL)
-    seqlen = calibration.resolved_seqlen(None)
+    seqlen = calibration.seqlen or default_seqlen(None)
     tokens = load_calibration(
         calibration.source,
         tokenizer,

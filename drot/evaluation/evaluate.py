@@ -22,7 +22,7 @@ from drot.evaluation.record import record as record_figures
 from drot.evaluation.tasks import Tasks, averages, load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name, parse_dtype, pick_device
 from drot.machine.environment import machine_name
-from drot.model.families import architecture_of, positions_of
+from drot.model.families import family_of, positions_of
 from drot.sparse.packed import compress_model
 
 logger = logging.getLogger("drot")
@@ -102,7 +102,7 @@ def evaluate(
     everyone = [*models] if against is None else [*models, against]
     configs = {name: load_config(name).get_text_config() for name in everyone}
     for config in configs.values() if stream else ():
-        architecture_of(config)
+        family_of(config)
     if seqlen is None:
         seqlen = min(default_seqlen(positions_of(config)) for config in configs.values())
     tokenizers = {name: load_tokenizer(name) for name in everyone}

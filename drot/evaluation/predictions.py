@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from drot.calibration.stream import CalibrationStream
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.machine.transfer import layers_on_device
-from drot.model.families import architecture_of, decoder_layers, module_at, positions_of
+from drot.machine.transfer import on_device
+from drot.model.decoder import DecoderModel
+from drot.model.families import positions_of
 
 #: largest number of logits in fp32 at the same time; 64 Mi logits take 256 MiB
 LOGITS_AT_ONCE = 1 << 26
@@ -105,13 +106,12 @@ def _streamed(
     model: PreTrainedModel, windows: Tensor, device: torch.device, progress: Progress
 ) -> Callable[[slice], Tensor]:
     """The function `logits` of the Predictions of a streamed model."""
-    arch, home = architecture_of(model.config), next(model.parameters()).device
-    stream = CalibrationStream.embed(model, arch, windows, device, offload=True)
-    layers = decoder_layers(model, arch)
-    for index, layer in layers_on_device(list(layers), device, home):
-        stream.advance(layer, index)
-        progress(ProgressEvent(phase="stream", layer=index, layers=len(layers)))
-    norm, head = (_on(module_at(model, path), device) for path in (arch.final_norm, arch.lm_head))
+    decoder = DecoderModel(model)
+    stream = CalibrationStream.embed(decoder, windows, device, offload=True)
+    for layer in on_device(decoder.layers, device, decoder.device):
+        stream.advance(layer)
+        progress(ProgressEvent(phase="stream", layer=layer.index, layers=len(decoder.layers)))
+    norm, head = (_on(module, device) for module in (decoder.final_norm, decoder.head))
 
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:

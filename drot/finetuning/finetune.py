@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
+from drot.checkpoint.hf_model import as_drot_model
+from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
+from drot.checkpoint.quantization_config import QUANT_METHOD, format_of, quantization_config_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
@@ -23,21 +25,20 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
-from drot.machine.devices import dtype_name, pick_device
+from drot.machine.devices import pick_device
 from drot.manifest.importance import load_importance_maps, save_importance_maps
 from drot.manifest.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     CheckpointManifest,
     read_any_manifest,
-    zero_share,
 )
 from drot.manifest.records import FinetuneRecord
-from drot.model.families import architecture_of, decoder_layers, positions_of
+from drot.model.decoder import DecoderModel
+from drot.model.families import family_of, positions_of
 from drot.pipeline.validation import check_tokens
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
-from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
 
 logger = logging.getLogger("drot")
 
@@ -128,7 +129,7 @@ def _finetune(
     """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
     _check_config(model_config, config)
-    manifest, maps = _manifest_of(model), load_importance_maps(model)
+    manifest = _manifest_of(model)
     if tokenizer is None and has_tokenizer(model):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and tokens is None:
@@ -141,17 +142,13 @@ def _finetune(
     packed = is_packed(loaded)
     if packed:
         loaded.dequantize()
-    share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
+    share = DecoderModel(loaded).zero_share()
     if manifest is None and share < LEAST_ZEROS:
         raise UserError(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
-    if wider := wider_dtypes(model, loaded.dtype):
-        logger.warning(
-            "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
-            model, ", ".join(wider), dtype_name(loaded.dtype), dtype_name(loaded.dtype),
-        )  # fmt: skip
+    warn_of_rounding(model, loaded.dtype)
     from drot.finetuning.run import run_finetuning  # it imports accelerate, which takes seconds
 
     try:
@@ -173,8 +170,8 @@ def _finetune(
     finetuning = FinetuneRecord.model_validate({"from": str(model), **record})
     if packed:
         pack_model(trained)
-    elif not config.keep_adapter:
-        describe_model(trained)
+    if not config.keep_adapter:
+        as_drot_model(trained)
     manifest = manifest or CheckpointManifest(
         format_version=FORMAT_VERSION,
         base_model=str(model),
@@ -195,7 +192,7 @@ def _finetune(
             tokenizer,
             manifest,
             out,
-            write_more=lambda part: save_importance_maps(part, maps),
+            write_more=lambda part: save_importance_maps(part, load_importance_maps(model)),
         )
     return FinetuneResult(trained, manifest, out)
 
@@ -235,7 +232,7 @@ def _manifest_of(model: str | Path) -> CheckpointManifest | None:
 
 def _check_config(model_config: Any, config: FinetuneConfig) -> None:
     """Raises UserError for a model that cannot be fine-tuned, before its weights are loaded."""
-    architecture_of(model_config)
+    family_of(model_config)
     quantised = quantization_config_of(model_config)
     if quantised and (method := quantised.get("quant_method")) != QUANT_METHOD:
         raise UserError(f"this model is quantised ({method}): fine-tune its unquantised original")

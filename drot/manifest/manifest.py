@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
-from torch import nn
 
 from drot.config.recipe_file import MANIFEST
 from drot.core.checks import shortened
@@ -33,7 +32,6 @@ from drot.manifest.records import (
     TokensRecord,
     Versions,
 )
-from drot.model.families import Architecture, layer_linears
 from drot.sparse.packed import dense_linears
 
 logger = logging.getLogger("drot")
@@ -223,13 +221,3 @@ def dense_linears_of(path: Path | str, config: Any) -> list[str]:
         return []
     pruning = read_manifest(path).recipe.pruning
     return dense_linears(config, pruning) if pruning.mixed else []
-
-
-def zero_share(layers: nn.ModuleList, arch: Architecture) -> float:
-    """The share of zeros among the weights of the pruned linears, in [0, 1]."""
-    zeros = total = 0
-    for layer in layers:
-        for linear in layer_linears(layer, arch).values():
-            zeros += int((linear.weight == 0).sum())
-            total += linear.weight.numel()
-    return zeros / total

@@ -22,13 +22,12 @@ Machine = dict[str, Any]
 Finite = float | None
 
 
-def _resolved(value: Any) -> Any:
-    recipe = Recipe.from_dict(value) if isinstance(value, Mapping) else value
-    return Recipe.from_dict(recipe.to_dict()) if isinstance(recipe, Recipe) else recipe
+def _from_sections(value: Any) -> Any:
+    return Recipe.from_dict(value) if isinstance(value, Mapping) else value
 
 
 #: the settings of the run, with every default resolved
-StoredRecipe = Annotated[Recipe, BeforeValidator(_resolved), PlainSerializer(Recipe.to_dict)]
+StoredRecipe = Annotated[Recipe, BeforeValidator(_from_sections), PlainSerializer(Recipe.to_dict)]
 
 
 # ---- what was done -----------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ def pruned_importance(
 ) -> Tensor:
     """scale · Σ of the `prune` smallest scores s = y² · column_scale of every group of columns of a row.
 
-    Of equal scores the one in the lower column is removed first, as by `nm_mask`. The scores must be finite
-    in the loss's dtype.
+    If scores are equal, the lowest column is removed first, as by `nm_mask`. The scores must be finite in the
+    loss's dtype.
 
     Args:
         y: [r, c], bf16, fp16, fp32 or fp64: the weight.
@@ -28,10 +28,10 @@ def pruned_importance(
     column_scale raise ValueError too; on a GPU they make the loss NaN, because the CPU does not wait for the
     values.
     """
-    loss: Tensor = torch.ops.drot.pruned_importance(y, column_scale, prune=prune, group=group, scale=scale)[0]
-    return loss
+    return torch.ops.drot.pruned_importance(y, column_scale, prune=prune, group=group, scale=scale)[0]
 
 
+@torch.no_grad()
 def pruned_importance_and_grad(
     y: Tensor, column_scale: Tensor | None = None, *, prune: int, group: int, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,11 +39,7 @@ def pruned_importance_and_grad(
 
     Returns loss (0-dim), dy [r, c] in y's dtype and dcolumn_scale [c] in column_scale's dtype, [0] for None.
     """
-    with torch.no_grad():
-        loss, dy, dcolumn_scale = torch.ops.drot.pruned_importance(
-            y, column_scale, prune=prune, group=group, scale=scale
-        )
-    return loss, dy, dcolumn_scale
+    return torch.ops.drot.pruned_importance(y, column_scale, prune=prune, group=group, scale=scale)
 
 
 def pruned_importance_ref(

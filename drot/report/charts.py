@@ -99,7 +99,7 @@ def _by_step(
 def entropy(run: Run) -> Chart | None:
     """The entropy of each layer before and after its training.
 
-    A shared rotation has no such chart: it has one entropy before and one after, which stand in the table.
+    A shared rotation has no such chart: it has one entropy before and one after, in the table.
     """
     if not run.rotations:
         return None

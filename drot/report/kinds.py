@@ -104,7 +104,7 @@ def grid(
 
 
 def _label_grid(axis: "Axes", layers: list[int], roles: list[str]) -> None:
-    """Labels the cells of a grid: at most about 8 layers below it, and every role beside it."""
+    """Labels the cells of a grid: at most about 8 layers below it, and every role at its left."""
     every = max(1, len(layers) // 8)
     axis.set_xticks([i + 0.5 for i in range(0, len(layers), every)], [str(i) for i in layers[::every]])
     axis.set_yticks([i + 0.5 for i in range(len(roles))], [role.removesuffix("_proj") for role in roles])

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs nothing beside it and loads nothing."""
+"""The page: one HTML file that needs no other file and loads nothing."""
 
 import base64
 import hashlib

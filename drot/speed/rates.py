@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
+from drot.model.decoder import DecoderModel
 from drot.sparse.linear import packed_linears
 from drot.speed.cases import NEW_TOKENS, Case
 from drot.speed.timing import Timing
@@ -28,11 +28,10 @@ def rows_of(
     """
     steps = NEW_TOKENS if (case.what, case.phase) == ("model", "decode") else 1
     dense = timings[DENSE]
-    arch = architecture_of(models[DENSE].config)
     products = sum(
         linear.weight.numel()
-        for layer in decoder_layers(models[DENSE], arch)
-        for linear in layer_linears(layer, arch).values()
+        for layer in DecoderModel(models[DENSE]).layers
+        for linear in layer.linears.values()
     )
     rows = []
     for variant, timing in timings.items():
@@ -78,7 +77,7 @@ def weight_bytes(model: PreTrainedModel, what: str) -> int:
 
     Layers that share their parameters (`stacked_variants`) count separately, as in a real model.
     """
-    layers = decoder_layers(model, architecture_of(model.config))
+    layers = DecoderModel(model).layer_modules
     if what == "layer":
         return _bytes(layers[0])
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -95,7 +94,7 @@ def _bytes(layer: nn.Module) -> int:
 
 def streamed_bytes(model: PreTrainedModel, what: str) -> int:
     """Bytes of the weights that a decode step reads, of which an untied embedding gives one row a token."""
-    arch = architecture_of(model.config)
-    embedding, head = module_at(model, arch.embedding).weight, module_at(model, arch.lm_head).weight
+    decoder = DecoderModel(model)
+    embedding, head = decoder.embedding.weight, decoder.head.weight
     untied = what == "model" and embedding is not head
     return weight_bytes(model, what) - (embedding.nbytes if untied else 0)

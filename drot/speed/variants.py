@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from drot.checkpoint.quantization_config import boundary_of
 from drot.core.errors import UserError
-from drot.model.boundary import add_boundary_rotation, remove_boundary_rotation, rotation_place
-from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
+from drot.model.boundary import remove_boundary_rotation, rotation_place
+from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotations
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model, unpack_model
-from drot.sparse.quantization_config import boundary_of
 
 DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
 
@@ -60,18 +60,18 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
     dense = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval().requires_grad_(False)
-    arch = architecture_of(config)
-    (layer,) = decoder_layers(dense, arch)
-    for linear in layer_linears(layer, arch).values():
+    (layer,) = DecoderModel(dense).layers
+    for linear in layer.linears.values():
         linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
     sparse = _sharing_copy(dense)
     pack_model(sparse)
     fuse(sparse)
     rotated = _sharing_copy(sparse)
-    (layer,) = decoder_layers(rotated, arch)
-    d = config.hidden_size
-    rotation = add_boundary_rotation(layer, arch, place, d, dtype=dtype, device=device)
-    rotation.weight.normal_(0, d**-0.5)  # it takes the time of an orthogonal matrix, which is slow to make
+    (layer,) = DecoderModel(rotated).layers
+    rotation = layer.expect_boundary(place)
+    rotation.weight.normal_(
+        0, config.hidden_size**-0.5
+    )  # it takes the time of an orthogonal matrix, which is slow to make
     fuse(rotated)
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
 
@@ -94,17 +94,16 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
     models = {}
     for name, model in layers.items():
         models[name] = stacked = _sharing_copy(model)
-        arch = architecture_of(config)
         stacked.config.num_hidden_layers, stacked.config.vocab_size = config.num_hidden_layers, rows
         if getattr(stacked.config, "layer_types", None):
             stacked.config.layer_types = stacked.config.layer_types * config.num_hidden_layers
-        module_at(stacked, arch.embedding).weight = embedding
-        module_at(stacked, arch.lm_head).weight = head
-        stack = decoder_layers(stacked, arch)
+        decoder = DecoderModel(stacked)
+        decoder.embedding.weight, decoder.head.weight = embedding, head
+        stack, attention_path = decoder.layer_modules, decoder.family.attention
         for index in range(1, config.num_hidden_layers):
-            layer, attention = _twin(stack[0]), _twin(module_at(stack[0], arch.attention))
+            layer, attention = _twin(stack[0]), _twin(stack[0].get_submodule(attention_path))
             attention.layer_idx = index  # the layer's index in the KV cache
-            setattr(layer, arch.attention, attention)
+            setattr(layer, attention_path, attention)
             stack.append(layer)
         if rotation_place(stack[0]) is not None:
             stack[0] = _twin(stack[0])
@@ -134,11 +133,7 @@ def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) 
     fuse(packed)
     plain = _sharing_copy(packed)
     unfuse_rotations(plain)
-    layers = [
-        layer
-        for layer in decoder_layers(plain, architecture_of(plain.config))
-        if rotation_place(layer) is not None
-    ]
+    layers = [layer for layer in DecoderModel(plain).layer_modules if rotation_place(layer) is not None]
     for layer in layers:
         remove_boundary_rotation(layer)
     dense = _sharing_copy(plain)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drot.config import Recipe
-from drot.config.recipe import SECTION_OF, known_field
-from drot.config.recipe_file import SUFFIXES, read_recipe, settings_in
+from drot.config import Recipe, ResolvedRecipe, resolve
+from drot.config.recipe import SECTION_OF, known_field, read_recipe
+from drot.config.recipe_file import SUFFIXES, settings_in
 from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError
 
@@ -21,13 +21,14 @@ MOST_CELLS = 10_000
 
 @dataclass(frozen=True)
 class Cell:
-    """One recipe of a sweep."""
+    """One recipe of a sweep: as the grid wishes it, and as it runs."""
 
     recipe: Recipe
+    resolved: ResolvedRecipe
 
     def value(self, field: str) -> Any:
-        """The value of a field of the recipe in plain JSON types, with its default resolved."""
-        return self.recipe.to_dict()[SECTION_OF[field]][field]
+        """The value of a field of the resolved recipe, in plain JSON types."""
+        return self.resolved.to_dict()[SECTION_OF[field]][field]
 
     def label(self, fields: tuple[str, ...]) -> str:
         """The values of `fields`, as in `steps 100, lr 0.01`."""
@@ -162,11 +163,12 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
             for field, value in values.items()
         )
         try:
-            cell = Cell(base.replace(**values))
+            recipe = base.replace(**values)
+            cell = Cell(recipe, resolve(recipe))
         except UserError as error:
             skipped.append(Skipped(label, str(error)))
             continue
-        key = str(effective(cell.recipe))
+        key = str(effective(cell.resolved))
         if key in cells:
             same = cells[key].label(tuple(values))
             skipped.append(Skipped(label, f"its run is that of the cell {same}", refused=False))
@@ -175,7 +177,7 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
     return list(cells.values()), skipped
 
 
-def effective(recipe: Recipe) -> dict[str, Any]:
+def effective(recipe: ResolvedRecipe) -> dict[str, Any]:
     """The settings that a run reads, in plain JSON types: without a rotation, none of its training."""
     settings = recipe.to_dict()
     if recipe.rotation.mode == "none":

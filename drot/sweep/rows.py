@@ -80,7 +80,7 @@ def not_rotated(row: Row, rows: Sequence[Row]) -> Row | None:
     return None
 
 
-def gap_closed_on(row: Row, rows: Sequence[Row], text: str) -> float | None:
+def row_gap_closed(row: Row, rows: Sequence[Row], text: str) -> float | None:
     """The share of the damage on a text that the rotation undoes, against the row of `not_rotated`."""
     plain = not_rotated(row, rows)
     baseline = None if plain is None else plain.perplexity(text)
@@ -94,7 +94,7 @@ def columns(row: Row, rows: Sequence[Row], fields: Sequence[str]) -> dict[str, A
         found |= {
             f"perplexity {text}": row.perplexity(text),
             f"dense {text}": dense,
-            f"gap closed {text}": gap_closed_on(row, rows, text),
+            f"gap closed {text}": row_gap_closed(row, rows, text),
         }
     for task, dense in row.dense_accuracy.items():
         found |= {f"accuracy {task}": row.record["accuracy"][task], f"dense accuracy {task}": dense}

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.checkpoint.resume import read_journal
-from drot.config import CalibrationConfig, Recipe, default_seqlen
+from drot.config import CalibrationConfig, ResolvedRecipe, default_seqlen
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
@@ -75,22 +75,21 @@ class CellRunner:
         self.tasks = load_tasks(grid.tasks) if grid.tasks else None
         self.calibration: dict[CalibrationConfig, Tensor] = {}
         for cell in cells:
-            self._read_calibration(cell.recipe)
+            self._read_calibration(cell.resolved)
         #: what the figures of every cell depend on besides its recipe
         self.identity: dict[str, Any] = {}
         self.dense = self._measure_dense()
 
-    def _read_calibration(self, recipe: Recipe) -> None:
+    def _read_calibration(self, recipe: ResolvedRecipe) -> None:
         settings = recipe.calibration
         if not recipe.reads_calibration or settings in self.calibration:
             return
-        seqlen = settings.resolved_seqlen(positions_of(self.config))
-        check_seqlen(seqlen, self.config)
+        check_seqlen(settings.seqlen, self.config)
         self.calibration[settings] = load_calibration(
             settings.source,
             self.tokenizer,
             nsamples=settings.nsamples,
-            seqlen=seqlen,
+            seqlen=settings.seqlen,
             seed=settings.seed,
             text_column=settings.text_column,
             progress=self.progress,
@@ -120,19 +119,19 @@ class CellRunner:
 
     def key(self, cell: Cell) -> str:
         """The name of a cell: a hash of all that its figures depend on."""
-        settings = effective(cell.recipe) | {"calibration": self._calibration_hash(cell.recipe)}
+        settings = effective(cell.resolved) | {"calibration": self._calibration_hash(cell.resolved)}
         return json_digest([settings, self.identity])[:KEY_DIGITS]
 
-    def rotations_key(self, recipe: Recipe) -> str | None:
+    def rotations_key(self, recipe: ResolvedRecipe) -> str | None:
         """A hash of all that the rotations of a recipe depend on; None if they depend on pruned layers.
 
         The entropy does not depend on the sparsity, unless some linears are kept dense.
         """
-        if recipe.rotation.mode == "none" or recipe.rotation.resolved_hessians != "dense":
+        if recipe.rotation.mode == "none" or recipe.rotation.hessians != "dense":
             return None
         settings = recipe.to_dict()
         fields = ["method", "damping", "damping_average"]
-        if recipe.objective != "entropy" or recipe.pruning.mixed:
+        if recipe.rotation.objective != "entropy" or recipe.pruning.mixed:
             fields += ["sparsity", "sparsity_of", "keep"]
         pruning = {field: settings["pruning"][field] for field in fields}
         same = {"weights": self.identity["weights"], "dtype": self.identity["dtype"]}
@@ -163,10 +162,10 @@ class CellRunner:
             rotations=None if earlier is None else file,
             save_rotations_to=file if saves else None,
             progress=self.progress,
-            **kept if self.keep_models else {"calibration": self.calibration.get(cell.recipe.calibration)},
+            **kept if self.keep_models else {"calibration": self.calibration.get(cell.resolved.calibration)},
         )
         columns: dict[str, Any] = run_columns(result.manifest)
-        columns["trained_by"] = key if cell.recipe.rotation.mode != "none" else None
+        columns["trained_by"] = key if cell.resolved.rotation.mode != "none" else None
         if earlier is not None:
             columns |= {**earlier["training"], "trained_by": earlier["cell"]}
         elif saves:
@@ -176,9 +175,9 @@ class CellRunner:
         if self.dtype != "auto":  # the result has the dtype of the checkpoint
             cast_weights(result.model, getattr(torch, self.dtype))
         record = {
-            "recipe": cell.recipe.to_dict(),
+            "recipe": cell.resolved.to_dict(),
             "identity": self.identity,
-            "calibration": self._calibration_hash(cell.recipe),
+            "calibration": self._calibration_hash(cell.resolved),
             **self._measure(result.model, may_be_broken=True),
             **columns,
             "machine": machine_name(self.devices[0]),
@@ -188,7 +187,7 @@ class CellRunner:
         write_json(self.out / CELLS / f"{key}.json", with_digest(plain))
         return plain
 
-    def _calibration_hash(self, recipe: Recipe) -> str | None:
+    def _calibration_hash(self, recipe: ResolvedRecipe) -> str | None:
         tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
         return None if tokens is None else calibration_hash(tokens)
 

@@ -10,14 +10,15 @@ import torch
 from drot.checkpoint.load import load_config
 from drot.checkpoint.resume import read_journal
 from drot.checkpoint.save import check_writable
+from drot.config import resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.lock import locked
 from drot.machine.devices import pick_devices
 from drot.manifest.manifest import MANIFEST
-from drot.pipeline.prepare import recipe_on
-from drot.pipeline.validation import check_recipe
+from drot.model.families import positions_of
+from drot.pipeline.validation import check_config, check_recipe
 from drot.report.drawing import PACKAGE, installed
 from drot.sweep.grid import Cell, Grid, Skipped, read_grid
 from drot.sweep.rows import Row, write_csv
@@ -125,12 +126,14 @@ def sweep(
 def _cells_for(model: str, grid: Grid, devices: list[torch.device]) -> tuple[list[Cell], list[Skipped]]:
     """The cells that fit the model and the devices, and those that do not."""
     config = load_config(model)
+    check_config(config)
     cells, refused = [], []
     for cell in grid.cells:
         try:
-            check_recipe(config, cell.recipe, devices)
             # a sweep that goes on elsewhere computes cells of another dtype again
-            cells.append(Cell(recipe_on(cell.recipe, devices[0])))
+            resolved = resolve(cell.recipe, positions=positions_of(config), device=devices[0].type)
+            check_recipe(config, resolved, devices)
+            cells.append(Cell(cell.recipe, resolved))
         except UserError as error:
             refused.append(Skipped(cell.label(grid.fields), str(error)))
     return cells, refused
@@ -139,14 +142,14 @@ def _cells_for(model: str, grid: Grid, devices: list[torch.device]) -> tuple[lis
 def _run_cells(runner: CellRunner, cells: list[Cell], fields: tuple[str, ...]) -> tuple[list[Row], int]:
     """The rows of all cells, and how many of them were not finished before. Writes the CSV after each row."""
     keys = {runner.key(cell): cell for cell in cells}
-    shared = Counter(runner.rotations_key(cell.recipe) for cell in cells)
+    shared = Counter(runner.rotations_key(cell.resolved) for cell in cells)
     rows: list[Row] = []
     computed = 0
     for number, (key, cell) in enumerate(keys.items(), 1):
         record = read_journal(runner.out / CELLS / f"{key}.json")
         if record is None or (runner.keep_models and not (runner.out / MODELS / key / MANIFEST).exists()):
             runner.progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
-            rotations = runner.rotations_key(cell.recipe)
+            rotations = runner.rotations_key(cell.resolved)
             record = runner.run(cell, key, rotations if shared[rotations] > 1 else None)
             computed += 1
         rows.append(Row(key, cell, record, runner.dense["perplexity"], runner.dense["accuracy"]))

@@ -71,7 +71,7 @@ def _groups(rows: Sequence[Row], own: tuple[str, ...]) -> Iterator[list[Row]]:
     """The rotated rows that are equal but for the fields `own`, by which they are sorted."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        settings = row.cell.recipe.to_dict()
+        settings = row.cell.resolved.to_dict()
         for name in own:
             del settings[SECTION_OF[name]][name]
         if row.rotated:

@@ -9,13 +9,13 @@ from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import MODEL
 from drot.model.boundary import rotation_place
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
-from drot.sparse.quantization_config import DrotConfig
 from drot.speed import rates, speed, variants
 from drot.speed.cases import NEW_TOKENS, Case
 from drot.speed.timing import Timing, interleaved
