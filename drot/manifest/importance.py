@@ -19,7 +19,7 @@ HISTOGRAM_BINS = 60
 
 
 def save_figures(folder: Path, figures: Mapping[str, Tensor | np.ndarray]) -> None:
-    """Writes `figures`, name → tensor on the CPU (pipeline/figures.py), compressed. An empty one writes no
+    """Writes `figures`, name → tensor on the CPU (pipeline/importance.py), compressed. An empty one writes no
     file."""
     if figures:
         # sorted and in C order, since the parts of a resumed run have them in another order
