@@ -13,7 +13,7 @@ from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.rotations import load_rotations
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.machine.memory import PeakMemory
-from drot.manifest.importance import FIGURES, load_figures
+from drot.manifest.importance import IMPORTANCE_MAPS, load_importance_maps
 from drot.model.boundary import BoundaryRotation
 from drot.model.families import INPUT_GROUPS, ROLES, architecture_of, head_shape
 from drot.model.rotate import LayerRotation, folded_weights, rotate_layer
@@ -92,13 +92,13 @@ def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
     rotations, _ = load_rotations(tmp_path / "r", layers=3, hidden_size=32, shape=head_shape(model.config))
     r1 = rotations[0].r1
     bases = {"before": (weight, hessian), "after": (weight @ r1, r1.T @ hessian @ r1)}
-    saved = load_figures(tmp_path / "out")
-    shares = result.manifest["layers"][0]["linears"]["q_proj"]["one_shot"]
+    saved = load_importance_maps(tmp_path / "out")
+    shares = result.manifest.layers[0].linears["q_proj"].one_shot
     total = scores(*bases["before"], method).sum()
     for basis, (matrix, of_inputs) in bases.items():
         score = scores(matrix, of_inputs, method)
         removed = smallest(score, sparsity)
-        assert shares[basis]["removed_importance"] == pytest.approx(
+        assert getattr(shares, basis).removed_importance == pytest.approx(
             float(score[removed].sum() / total), rel=1e-4
         )
         relative = score / (total / score.numel())
@@ -119,28 +119,26 @@ def test_pruned_shares_add_up_to_the_loss_of_the_training():
     that the pruning sees the inputs of the training. A rotation changes the median of diag H, so the damping
     is as good as 0."""
     kept = (*INPUT_GROUPS["o"], *INPUT_GROUPS["mlp"], *INPUT_GROUPS["down"])
-    layer = prune(recipe(keep=kept, damping=1e-6)).manifest["layers"][0]
+    layer = prune(recipe(keep=kept, damping=1e-6)).manifest.layers[0]
     rows = {"q_proj": 48, "k_proj": 24, "v_proj": 24}
     for basis in ("before", "after"):
         total = sum(
-            rows[role] * layer["linears"][role]["one_shot"][basis]["removed_importance"] for role in rows
+            rows[role] * getattr(layer.linears[role].one_shot, basis).removed_importance for role in rows
         )
-        assert total == pytest.approx(layer["rotation"][f"loss_{basis}"], rel=1e-4)
-    assert "one_shot" not in layer["linears"]["o_proj"]
+        assert total == pytest.approx(getattr(layer.rotation, f"loss_{basis}"), rel=1e-4)
+    assert layer.linears["o_proj"].one_shot.before.removed_importance is None
 
 
 def test_error_before_the_rotation_is_the_error_of_a_run_without_rotation():
     """Without damping, because the damping of a run without rotation is that of norms that are not folded."""
-    rotated = prune(recipe(solve="admm", target="dense", damping=0.0)).manifest["layers"][0]["linears"]
-    plain = prune(recipe("none", damping=0.0)).manifest["layers"][0]["linears"]
+    rotated = prune(recipe(solve="admm", target="dense", damping=0.0)).manifest.layers[0].linears
+    plain = prune(recipe("none", damping=0.0)).manifest.layers[0].linears
     for role in INPUT_GROUPS["attention"]:  # the other linears read what pruned linears computed
-        before = rotated[role]["one_shot"]["before"]
-        assert before["output_error"] == pytest.approx(plain[role]["output_error"], rel=1e-3)
-        assert before["output_error"] == pytest.approx(
-            plain[role]["one_shot"]["before"]["output_error"], rel=1e-3
-        )
-        assert list(plain[role]["one_shot"]) == ["before"]
-        assert rotated[role]["output_error"] < rotated[role]["one_shot"]["after"]["output_error"]
+        before = rotated[role].one_shot.before
+        assert before.output_error == pytest.approx(plain[role].output_error, rel=1e-3)
+        assert before.output_error == pytest.approx(plain[role].one_shot.before.output_error, rel=1e-3)
+        assert plain[role].one_shot.after.output_error is None
+        assert rotated[role].output_error < rotated[role].one_shot.after.output_error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -184,12 +182,12 @@ def test_a_resumed_run_has_the_same_figures(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         prune(recipe(), out=tmp_path / "out", progress=crash)
     resumed = prune(recipe(), out=tmp_path / "out", resume=True)
-    whole, out = load_figures(tmp_path / "whole"), load_figures(tmp_path / "out")
+    whole, out = load_importance_maps(tmp_path / "whole"), load_importance_maps(tmp_path / "out")
     assert whole.keys() == out.keys() and len(whole) == 3 * len(ROLES) * 4
     for name, values in whole.items():
         assert np.array_equal(values, out[name]) and values.dtype == out[name].dtype
-    one_shot = resumed.manifest["layers"][0]["linears"]["up_proj"]["one_shot"]
-    assert set(one_shot) == {"before", "after"}
+    one_shot = resumed.manifest.layers[0].linears["up_proj"].one_shot
+    assert one_shot.before.output_error and one_shot.after.output_error
 
 
 def test_block_means_and_histogram_of_awkward_sizes():
@@ -220,6 +218,6 @@ def test_phases_that_overlap_keep_their_peaks(monkeypatch):
 def test_a_converted_checkpoint_keeps_its_figures(tmp_path):
     result = prune(recipe("none"), out=tmp_path / "dense")
     convert_checkpoint(tmp_path / "dense", tmp_path / "packed", "packed")
-    dense, packed = load_figures(tmp_path / "dense"), load_figures(tmp_path / "packed")
+    dense, packed = load_importance_maps(tmp_path / "dense"), load_importance_maps(tmp_path / "packed")
     assert dense.keys() == packed.keys() and all(np.array_equal(dense[name], packed[name]) for name in dense)
-    assert FIGURES in result.manifest["files"]
+    assert IMPORTANCE_MAPS in result.manifest.files

@@ -12,6 +12,7 @@ from drot.checkpoint.rotations import load_rotations
 from drot.config import DAMPING, CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.core.errors import UserError
 from drot.core.events import silent
+from drot.manifest.records import LinearRecord
 from drot.model.families import ROLES, architecture_of, head_shape, layer_linears
 from drot.pipeline.context import RunContext
 from drot.pipeline.dense_pass import _objectives
@@ -152,22 +153,22 @@ def test_every_linear_has_its_own_pattern(mode, method):
     result = prune(model, chosen)
     assert_patterns(result.model, chosen.pruning)
     zeros = total = 0
-    for index, layer in enumerate(result.manifest["layers"]):
-        assert list(layer["linears"]) == list(ROLES)
-        for role, figures in layer["linears"].items():
+    for index, layer in enumerate(result.manifest.layers):
+        assert list(layer.linears) == list(ROLES)
+        for role, figures in layer.linears.items():
             name = architecture_of(model.config).linear_names(index)[role]
             kept = chosen.pruning.keeps(name)
             assert kept == (index == 0 or (index, role) == (2, "up_proj"))
             if kept:
-                assert figures == {"sparsity": 0.0, "output_error": 0.0, "damping": None}
+                assert figures == LinearRecord(sparsity=0.0, output_error=0.0, damping=None)
             else:
-                assert figures["output_error"] > 0
+                assert figures.output_error > 0
             if kept and mode == "none":
                 assert torch.equal(linears(result.model)[name].weight, dense[name].weight)
             weight = linears(result.model)[name].weight
             zeros, total = zeros + int((weight == 0).sum()), total + weight.numel()
-    assert result.manifest["sparsity"] == zeros / total
-    json.dumps(result.manifest, allow_nan=False)
+    assert result.manifest.sparsity == zeros / total
+    json.dumps(result.manifest.to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("boundary", ["input", "residual"])
@@ -196,9 +197,9 @@ def test_kept_weights_are_the_dense_ones_rotated(boundary, tmp_path):
 def test_a_layer_that_is_kept_takes_no_training_step():
     events = []
     manifest = prune(small_model("llama"), recipe(), progress=events.append).manifest
-    trained = manifest["layers"][0]["rotation"]
-    assert (trained["loss_curve"], trained["entropy_before"], trained["damping"]) == ([0.0], 0.0, {})
-    assert len(manifest["layers"][1]["rotation"]["loss_curve"]) == 6
+    trained = manifest.layers[0].rotation
+    assert (trained.loss_curve, trained.entropy_before, trained.damping) == ([0.0], 0.0, {})
+    assert len(manifest.layers[1].rotation.loss_curve) == 6
     assert not [event for event in events if (event.phase, event.layer) == ("rotate", 0) and event.step]
 
 
@@ -208,9 +209,9 @@ def test_a_shared_rotation_is_trained_without_the_kept_layers(optimizer, layers_
     """The loss is that of the other layers, and it falls; R2 of a kept layer stays the identity."""
     rotation = dict(optimizer=optimizer, layers_per_step=layers_per_step)
     result = prune(small_model("llama"), recipe("shared", rotation=rotation, steps=20))
-    trained = result.manifest["shared_rotation"]
-    assert 0 < trained["loss_after"] < trained["loss_before"]
-    assert all(loss > 0 for loss in trained["loss_curve"])
+    trained = result.manifest.shared_rotation
+    assert 0 < trained.loss_after < trained.loss_before
+    assert all(loss > 0 for loss in trained.loss_curve)
     assert_patterns(result.model, recipe().pruning)
 
 
@@ -221,25 +222,25 @@ def test_a_model_that_is_kept_whole_does_not_change(mode, objective):
     before = model(tokens).logits
     result = prune(model, recipe(mode, rotation=dict(objective=objective), keep=("*",)))
     assert float((result.model(tokens).logits - before).norm() / before.norm()) < 1e-5
-    assert result.manifest["sparsity"] == 0
+    assert result.manifest.sparsity == 0
 
 
 def test_only_one_linear_is_pruned():
     chosen = recipe(sparsity=0, sparsity_of={"down_proj": "2:4"})
     result = prune(small_model("mistral"), chosen)
     assert_patterns(result.model, chosen.pruning)
-    for layer in result.manifest["layers"]:
-        assert list(layer["rotation"]["damping"]) == ["down"]
-        assert [role for role, figures in layer["linears"].items() if figures["damping"]] == ["down_proj"]
-        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
+    for layer in result.manifest.layers:
+        assert list(layer.rotation.damping) == ["down"]
+        assert [role for role, figures in layer.linears.items() if figures.damping] == ["down_proj"]
+        assert layer.rotation.loss_after < layer.rotation.loss_before
 
 
 def test_without_any_sparsity_a_rotation_is_trained():
     manifest = prune(
         small_model("llama"), recipe(method="wanda", rotation=dict(objective="entropy"), sparsity=0.0)
     ).manifest
-    for layer in manifest["layers"]:
-        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
+    for layer in manifest.layers:
+        assert layer.rotation.loss_after < layer.rotation.loss_before
 
 
 def test_a_kept_down_proj_is_trained_with_no_layer():

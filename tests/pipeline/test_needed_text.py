@@ -41,8 +41,8 @@ def test_sequences_are_as_long_as_the_model_reads(tmp_path):
     calibration = CalibrationConfig(source=text_file(tmp_path), nsamples=2)
     chosen = dataclasses.replace(recipe(), calibration=calibration)
     manifest = drot.prune(model, chosen, device="cpu").manifest
-    assert manifest["calibration"]["shape"] == [2, 128] and manifest["positions"] == 128
-    assert manifest["recipe"]["calibration"]["seqlen"] == 128
+    assert manifest.calibration.shape == [2, 128] and manifest.positions == 128
+    assert manifest.recipe.calibration.seqlen == 128
     assert CalibrationConfig().resolved_seqlen(4096) == CalibrationConfig().resolved_seqlen(None) == 2048
     assert CalibrationConfig(seqlen=9).resolved_seqlen(4) == 9  # which check_tokens refuses
 
@@ -73,9 +73,9 @@ def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prepare, "load_calibration", refuse)
     result = drot.prune(model, recipe(method="magnitude"), device="cpu", out=tmp_path / "out")
-    assert result.manifest["calibration"]["shape"][0] == 0
-    for layer in result.manifest["layers"]:
-        assert {linear["output_error"] for linear in layer["linears"].values()} == {None}
+    assert result.manifest.calibration.shape[0] == 0
+    for layer in result.manifest.layers:
+        assert {linear.output_error for linear in layer.linears.values()} == {None}
     weight = small_model("llama", vocab_size=4096).model.layers[0].mlp.up_proj.weight
     kept = weight.abs().reshape(-1, 4).argsort(-1)[:, 2:]
     expected = torch.zeros(len(kept), 4).scatter_(1, kept, 1).bool().reshape(weight.shape)
@@ -91,7 +91,7 @@ def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
 def test_magnitude_without_a_rotation_reads_a_text_that_is_named():
     """For the output errors."""
     result = drot.prune(small_model("llama"), recipe(method="magnitude"), calibration=TOKENS, device="cpu")
-    assert all(linear["output_error"] > 0 for linear in result.manifest["layers"][0]["linears"].values())
+    assert all(linear.output_error > 0 for linear in result.manifest.layers[0].linears.values())
     named = CalibrationConfig(source="some.txt")
     assert not recipe(method="magnitude").reads_calibration
     assert Recipe(

@@ -42,7 +42,7 @@ def test_the_manifest_records_the_dtype_that_was_used(tmp_path):
     again, _ = read_recipe(tmp_path / "auto")
     assert again.rotation.product_dtype == "float32"
     manifest = prune(recipe(product_dtype="bfloat16")).manifest
-    assert manifest["recipe"]["rotation"]["product_dtype"] == "bfloat16"
+    assert manifest.recipe.rotation.product_dtype == "bfloat16"
 
 
 def test_a_run_is_not_resumed_in_another_dtype(tmp_path):
@@ -58,7 +58,7 @@ def test_a_run_is_not_resumed_in_another_dtype(tmp_path):
     with pytest.raises(UserError, match="product_dtype"):
         prune(recipe(), out=out, resume=True)
     resumed = prune(recipe(product_dtype="bfloat16"), out=out, resume=True)
-    assert resumed.manifest["recipe"]["rotation"]["product_dtype"] == "bfloat16"
+    assert resumed.manifest.recipe.rotation.product_dtype == "bfloat16"
 
 
 def test_a_file_with_a_dtype_keeps_it_and_one_without_is_auto(tmp_path):

@@ -54,11 +54,11 @@ def test_every_family_keeps_the_pattern_and_survives_saving(family, mode, tmp_pa
     result = prune(small_model(family), recipe(mode), out=tmp_path / "out")
     for linear in linears(result.model):
         assert ((groups_of(linear.weight, 4) != 0).sum(-1) <= 2).all()
-    assert result.manifest["sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert result.manifest.sparsity == pytest.approx(0.5, abs=0.01)
     tokens = random_tokens(2, 30, seed=5)
     loaded = drot.load(tmp_path / "out", device="cpu")
     assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
-    assert read_manifest(tmp_path / "out") == json.loads(json.dumps(result.manifest))
+    assert read_manifest(tmp_path / "out") == result.manifest
     assert not list(tmp_path.glob("*.part*"))
 
 
@@ -72,12 +72,12 @@ def test_methods_and_sparsities(method, sparsity):
         assert float(zeros.float().mean()) == pytest.approx(parsed.ratio, abs=0.02)
         if parsed.structured:
             assert (groups_of(zeros, parsed.m).sum(-1) == parsed.m - parsed.n).all()
-    for layer in result.manifest["layers"]:
-        assert set(layer["linears"]) == set(ROLES)
-        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
-        assert layer["rotation"]["invariance_error"] < 1e-5
-    assert result.manifest["relative_logit_error"] < 1e-5
-    json.dumps(result.manifest)
+    for layer in result.manifest.layers:
+        assert set(layer.linears) == set(ROLES)
+        assert layer.rotation.loss_after < layer.rotation.loss_before
+        assert layer.rotation.invariance_error < 1e-5
+    assert result.manifest.relative_logit_error < 1e-5
+    json.dumps(result.manifest.to_dict())
 
 
 def test_without_sparsity_the_logits_do_not_change():
@@ -143,8 +143,8 @@ def test_layers_trained_in_parallel_are_the_same(tmp_path):
     for key, value in serial.model.state_dict().items():
         assert torch.equal(value, result.model.state_dict()[key]), key
     keys = ("loss_curve", "entropy_after", "damping", "best_step")
-    for expected, layer in zip(serial.manifest["layers"], result.manifest["layers"], strict=True):
-        assert all(expected["rotation"][key] == layer["rotation"][key] for key in keys)
+    for expected, layer in zip(serial.manifest.layers, result.manifest.layers, strict=True):
+        assert all(getattr(expected.rotation, key) == getattr(layer.rotation, key) for key in keys)
 
 
 @pytest.mark.parametrize("rotation", [dict(mode="layer"), dict(mode="shared"), dict(mode="none")])
@@ -166,7 +166,7 @@ def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), result.model(tokens).logits)
-    assert result.manifest["stock_architecture"] is True
+    assert result.manifest.stock_architecture is True
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
@@ -372,8 +372,8 @@ def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
         progress=lambda event: events.append(event.phase),
     )
     assert "rotate" not in events
-    assert again.manifest["rotations_file"]["file"] == "rotations.safetensors"
-    assert again.manifest["rotations_file"]["trained_with"]["recipe"]["pruning"]["sparsity"] == "2:4"
+    assert again.manifest.rotations_file.file == "rotations.safetensors"
+    assert again.manifest.rotations_file.trained_with["recipe"]["pruning"]["sparsity"] == "2:4"
     same = prune(small_model("llama"), recipe(mode, hessians="dense").with_quality("fast"), rotations=file)
     pairs = zip(linears(first.model), linears(same.model), strict=True)
     equal = torch.cat([((a.weight == 0) == (b.weight == 0)).flatten() for a, b in pairs])

@@ -13,9 +13,10 @@ import drot
 from drot.checkpoint.resume import RunState, identity_differences
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.core import hashes
 from drot.core.errors import UserError
-from drot.manifest import integrity
-from drot.manifest.integrity import folder_records, weights_record
+from drot.core.hashes import weights_record
+from drot.manifest.integrity import folder_records
 from drot.manifest.manifest import read_manifest
 
 TOKENS = random_tokens(4, 40)
@@ -221,7 +222,7 @@ def test_a_run_is_known_by_its_weights_and_not_by_its_path(tmp_path, monkeypatch
 
 
 def test_large_weights_are_hashed_at_the_ends_of_each_tensor(monkeypatch):
-    monkeypatch.setattr(integrity, "SAMPLE_BYTES", 40)
+    monkeypatch.setattr(hashes, "SAMPLE_BYTES", 40)
     tensors = {"a": torch.arange(100.0), "b": torch.zeros((), dtype=torch.bfloat16), "c": torch.empty(0)}
     whole, ends = weights_record(tensors), weights_record(tensors, bound=100)
     assert (whole["hashed"], ends["hashed"]) == ("all bytes", "40 bytes at both ends of each tensor")
@@ -258,11 +259,11 @@ def test_rotations_inside_out_and_of_a_resumed_run(tmp_path):
         assert not file.exists() and not out.exists()
         prune(out, save_rotations_to=file, resume=True)
         assert file.read_bytes() == (tmp_path / f"whole-{name}.safetensors").read_bytes()
-        files, saved = (read_manifest(out).get(key, {}) for key in ("files", "saved_rotations"))
-        record = files.get("sub/r.safetensors") or {key: saved[key] for key in ("sha256", "bytes")}
-        assert record == integrity.file_record(file)
+        manifest, now = read_manifest(out), hashes.file_record(file)
+        record = manifest.files.get("sub/r.safetensors") or manifest.saved_rotations
+        assert (record.sha256, record.bytes) == (now.sha256, now.bytes)
         drot.load(out, device="cpu")
-    assert read_manifest(tmp_path / "beside")["saved_rotations"]["file"] == "r.safetensors"
+    assert read_manifest(tmp_path / "beside").saved_rotations.file == "r.safetensors"
     for wrong in ("model.safetensors", "drot.json", ""):
         with pytest.raises(UserError, match="inside `out` must be a .safetensors file whose name"):
             prune(tmp_path / "new", save_rotations_to=tmp_path / "new" / wrong)

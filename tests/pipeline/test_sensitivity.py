@@ -113,7 +113,7 @@ def test_the_first_layer_is_pruned_with_this_error():
         pruned = drot.prune(small_model("llama"), chosen, calibration=TOKENS, device="cpu").manifest
         found = measure(small_model("llama"), chosen)
         for role in ("q_proj", "k_proj", "v_proj"):
-            expected = pruned["layers"][0]["linears"][role]["output_error"]
+            expected = pruned.layers[0].linears[role].output_error
             assert found.errors[f"layers.0.self_attn.{role}"]["2:4"] == pytest.approx(expected, rel=1e-6)
 
 
