@@ -65,9 +65,9 @@ def test_entropy_as_in_the_papers_code():
         "sparsegpt", "2:4", objective="entropy", optimizer="paper", steps=100, lr=0.01, reference_compat=True
     )
     row = golden("sparsegpt", "2:4", 100, "fp32")
-    layers = [layer["rotation"] for layer in result.manifest["layers"]]
+    layers = [layer.rotation for layer in result.manifest.layers]
     for figure in ("entropy_before", "entropy_after"):
-        mean = sum(layer[figure] for layer in layers) / len(layers)
+        mean = sum(getattr(layer, figure) for layer in layers) / len(layers)
         assert mean == pytest.approx(row[figure], rel=2e-3)
     for name, expected in row["perplexity"].items():
         assert measure(result.model, name) <= expected * 1.004

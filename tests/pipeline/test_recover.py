@@ -162,10 +162,10 @@ def test_every_method_keeps_its_pattern_in_the_saved_checkpoint(method, mode, sp
     loaded = drot.load(tmp_path / "out", device="cpu")
     assert_patterns(loaded, chosen.pruning)
     manifest = read_manifest(tmp_path / "out")
-    assert manifest["sparsity"] == pytest.approx(0.5, abs=0.02)
-    for layer in manifest["layers"]:
-        assert layer["recovery"]["error_after"] <= layer["recovery"]["error_before"]
-    assert manifest["seconds"]["recover"] > 0
+    assert manifest.sparsity == pytest.approx(0.5, abs=0.02)
+    for layer in manifest.layers:
+        assert layer.recovery.error_after <= layer.recovery.error_before
+    assert manifest.seconds.phases["recover"] > 0
     tokens = random_tokens(2, 30, seed=5)
     assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
 

@@ -37,8 +37,8 @@ def test_what_the_last_sequences_change(optimizer: str, hessians: str) -> None:
         prune(small_model("llama", head_dim=16), chosen, calibration=tokens).manifest
         for tokens in (TOKENS, other)
     )
-    trained, again = (manifest["layers"][0]["rotation"] for manifest in (first, second))
-    assert trained["nsamples"] == (USED if optimizer == "fast" else len(TOKENS))
-    assert (trained["loss_curve"] == again["loss_curve"]) == (optimizer == "fast")
-    pruned, pruned_again = (manifest["layers"][0]["linears"]["q_proj"] for manifest in (first, second))
+    trained, again = (manifest.layers[0].rotation for manifest in (first, second))
+    assert trained.nsamples == (USED if optimizer == "fast" else len(TOKENS))
+    assert (trained.loss_curve == again.loss_curve) == (optimizer == "fast")
+    pruned, pruned_again = (manifest.layers[0].linears["q_proj"] for manifest in (first, second))
     assert pruned["output_error"] != pruned_again["output_error"]
