@@ -16,7 +16,7 @@ import torch
 
 from drot.calibration.hessian import lower_panels
 from drot.config.rotation import TRAINING_TOKENS
-from drot.pipeline.figures import MAP_SIZE
+from drot.pipeline.importance import MAP_SIZE
 
 
 def operations(

@@ -8,6 +8,10 @@
 #include <torch/library.h>
 
 #include "common/tuning_cache.h"
+#include "ops/polar_start.h"
+#include "ops/skew_momentum.h"
+#include "ops/spectral_step.h"
+#include "ops/turn_start.h"
 
 TORCH_LIBRARY(drot, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
@@ -45,6 +49,17 @@ TORCH_LIBRARY(drot, m) {
       " Tensor? rotation=None, Tensor? compressed=None) -> Tensor",
       tags);
   m.def("sparse24_compress(Tensor values, Tensor positions) -> Tensor", tags);
+
+  // The checks of the ops whose CPU kernel is their reference in Python (drot/ops/registration.py).
+  m.def("check_skew_momentum(Tensor product, Tensor momentum, float decay, float? square_decay=None) -> ()",
+        &drot::check_skew_momentum);
+  m.def("check_polar_start(Tensor squared, Tensor fourth, float a, float b, float c, float margin) -> ()",
+        &drot::check_polar_start);
+  m.def("check_turn_start(Tensor j, Tensor angle, Tensor? scale=None) -> ()", &drot::check_turn_start);
+  m.def(
+      "check_spectral_step(Tensor q, Tensor momentum, Tensor gradient, Tensor unit, Tensor angle,"
+      " float decay, float[] polynomials, float margin) -> ()",
+      &drot::check_spectral_step);
 }
 
 // sparse24_linear raises in a backward pass. The formula is registered here because one registered in Python

@@ -94,7 +94,7 @@ def _text(text: str) -> str:
 def messages() -> str:
     """The messages of drot's exceptions, as a list for each room."""
     import drot
-    from drot.cli.app import in_options
+    from drot.cli.messages import flag, in_options
 
     package = Path(drot.__file__).parent
     trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in sorted(package.rglob("*.py"))}
@@ -105,7 +105,7 @@ def messages() -> str:
         for message in errors_of(tree, constants):
             if not re.search(r"\w", message):  # a name before the message of another exception
                 continue
-            text = in_options(message).replace("`", "").replace("\n", " ")
+            text = in_options(message, flag).replace("`", "").replace("\n", " ")
             rooms.setdefault(room, []).append(text)
     lines: list[str] = []
     for room, found in rooms.items():

@@ -69,18 +69,4 @@ DROT_HOST_DEVICE uint32_t removed_bits(const T (&score)[kGroup], int prune) {
   return bits;
 }
 
-// The same mask for a group of 1 to kMaxGroup scores whose size the compiler does not know.
-template <class T>
-DROT_HOST_DEVICE uint32_t removed_bits(const T* score, int group, int prune) {
-  uint32_t bits = 0;
-  for (int i = 0; i < group; ++i) {
-    const OrderedKey<T> key = ordered_key(score[i]);
-    int rank = 0;
-    for (int j = 0; j < i; ++j) rank += goes_before(ordered_key(score[j]), key);
-    for (int j = i + 1; j < group; ++j) rank += !goes_before(key, ordered_key(score[j]));
-    bits |= static_cast<uint32_t>(rank < prune) << i;
-  }
-  return bits;
-}
-
 }  // namespace drot

@@ -1,4 +1,4 @@
-// The arithmetic of polar_start, for its CPU and CUDA kernels.
+// The arithmetic of polar_start, for its CUDA kernels and that of spectral_step.
 #pragma once
 
 #include <cmath>

@@ -11,7 +11,7 @@
 
 namespace drot {
 
-// Side of a tile. A kernel reads a tile of the product and its mirror image together.
+// Side of a tile. The kernel reads a tile of the product and its mirror image together.
 constexpr int64_t kSkewTile = 32;
 
 // product, momentum [..., n, n] bf16; the momentum is contiguous, because it is written in place.

@@ -1,4 +1,4 @@
-// The arithmetic of one element in skew_momentum, for its CPU and CUDA kernels.
+// The arithmetic of one element in skew_momentum, for its CUDA kernel.
 #pragma once
 
 #include <cmath>

@@ -1,4 +1,4 @@
-// The arithmetic of turn_start, for its CPU and CUDA kernels.
+// The arithmetic of turn_start, for its CUDA kernel.
 #pragma once
 
 #include "common/host_device.h"

@@ -16,8 +16,8 @@ from drot.checkpoint.save import check_output
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.core.files import finish_folder, sync, writing
+from drot.core.hashes import damage, tensors_digest
 from drot.core.lock import locked
-from drot.manifest.integrity import damage, tensors_digest
 from drot.model.families import head_shape
 
 
@@ -46,10 +46,10 @@ def apply_artifact(
     check_output(out)
     with locked(out), Reader(Path(artifact)) as reader:
         index = reader.index
-        source = load_source(model or index["model"])
-        if tensors_digest(source.state_dict()) != index["model_sha256"]:
+        source = load_source(model or index.model)
+        if tensors_digest(source.state_dict()) != index.model_sha256:
             raise UserError(
-                f"{model or index['model']} has other weights than {index['model']} had when {artifact} was "
+                f"{model or index.model} has other weights than {index.model} had when {artifact} was "
                 "made: name that model, in the same revision"
             )
         with (
@@ -59,7 +59,7 @@ def apply_artifact(
             part = Path(beside) / out.name
             part.mkdir()
             _write(reader, source, part, progress)
-            for name, record in index["files"].items():
+            for name, record in index.files.items():
                 if problem := damage(part / name, record):
                     raise UserError(
                         f"{name} came out different from the file that {artifact} stands for: it {problem}; "
@@ -71,14 +71,14 @@ def apply_artifact(
                 out.rmdir()  # check_output made sure that it is empty
             os.replace(part, out)
             sync(out.parent)
-    return {"files": index["files"]}
+    return {"files": {name: record.model_dump() for name, record in index.files.items()}}
 
 
 def _write(reader: Reader, source: Any, folder: Path, progress: Progress) -> None:
     """Writes all files of the checkpoint to `folder`."""
     index = reader.index
     stored: dict[str, tuple[Path, str, list[int], int]] = {}
-    for name, record in index["files"].items():
+    for name, record in index.files.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         if not holds_weights(file):
@@ -86,17 +86,17 @@ def _write(reader: Reader, source: Any, folder: Path, progress: Progress) -> Non
             continue
         header = reader.read(f"headers/{name}")
         try:
-            tensors = tensors_of(header, record["bytes"])
+            tensors = tensors_of(header, record.bytes)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
             raise reader.damaged(f"header of {name}: {error!r}") from None
         file.write_bytes(header)
-        os.truncate(file, record["bytes"])
+        os.truncate(file, record.bytes)
         stored |= {tensor: (file, *place) for tensor, place in tensors.items()}
     config = source.config
     rotations = None
-    if index["rotated"]:
+    if index.rotated:
         rotations = reader.rotations(config.num_hidden_layers, config.hidden_size, head_shape(config))
-    found = predictions(source, rotations, index["boundary"])
+    found = predictions(source, rotations, index.boundary)
     for prediction in reported(found, "apply", config.num_hidden_layers, progress):
         if names := stored_names(prediction.name, stored):
             _write_tensor(reader, prediction, names, stored)
@@ -109,7 +109,7 @@ def _write_tensor(
     stored: dict[str, tuple[Path, str, list[int], int]],
 ) -> None:
     weight, positions = names
-    tolerance = reader.index["tolerances"].get(prediction.name, 0.0)
+    tolerance = reader.index.tolerances.get(prediction.name, 0.0)
     for number, first, rows in numbered(prediction):
         member = f"tensors/{prediction.name}/{number}"
         try:

@@ -15,7 +15,6 @@ import zipfile
 import zlib
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +24,8 @@ from drot.artifact.schema import ArtifactIndex
 from drot.core.checks import shortened
 from drot.core.errors import UserError
 from drot.core.reading import check_schema, parse_json
-from drot.manifest.integrity import recorded_files
 from drot.model.families import HeadShape
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 
 FORMAT_VERSION = 1
 INDEX = "artifact.json"
@@ -89,13 +87,12 @@ class Reader:
         if INDEX not in self._names:
             raise UserError(f"{path} is no artifact of drot (it holds no {INDEX})")
         where = f"{path}: {INDEX}"
-        self.index: dict[str, Any] = parse_json(self.read(INDEX), where)
-        if (version := self.index.get("format_version")) != FORMAT_VERSION:
+        data = parse_json(self.read(INDEX), where)
+        if (version := data.get("format_version")) != FORMAT_VERSION:
             raise UserError(
                 f"{path} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: update drot"
             )
-        check_schema(ArtifactIndex, self.index, where)
-        recorded_files({"files": self.index["files"]}, path)  # raises for a name outside of the folder
+        self.index = check_schema(ArtifactIndex, data, where)
 
     def __enter__(self) -> "Reader":
         return self

@@ -15,17 +15,18 @@ from drot.artifact.prediction import Prediction, predictions, reported
 from drot.artifact.source import load_source
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.load import load_config
+from drot.checkpoint.quantization_config import boundary_of
 from drot.checkpoint.rotations import load_rotations
 from drot.checkpoint.save import check_writable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.core.files import new_file
+from drot.core.hashes import tensors_digest
 from drot.machine.environment import versions
-from drot.manifest.integrity import folder_records, tensors_digest, verified_while_loading
-from drot.manifest.manifest import read_manifest
+from drot.manifest.integrity import folder_records, verified_while_loading
+from drot.manifest.manifest import Manifest, read_manifest
 from drot.model.families import head_shape
-from drot.model.rotate import LayerRotation
-from drot.sparse.quantization_config import boundary_of
+from drot.model.rotation import LayerRotation
 
 logger = logging.getLogger("drot")
 
@@ -72,7 +73,7 @@ def export_artifact(
         raise UserError(f"{out} exists: name another `out` or remove it")
     check_writable(out)
     files = _files(folder, manifest)
-    name = model or manifest["base_model"]
+    name = model or manifest.base_model
     if not name:
         raise UserError("drot.json names no model: name the dense model as `model`")
     source = load_source(name)
@@ -100,7 +101,7 @@ def export_artifact(
         "model_sha256": tensors_digest(source.state_dict()),
         "rotated": given is not None,
         "boundary": place,
-        "files": folder_records(folder, names),
+        "files": {file: record.model_dump() for file, record in folder_records(folder, names).items()},
     }
     # the hashes are compared before `part` gets the name `out`
     with new_file(out) as part, verified_while_loading(folder), Writer(part) as writer:
@@ -124,17 +125,18 @@ def export_artifact(
     return {"bytes": out.stat().st_size, "checkpoint_bytes": size, "parts": parts}
 
 
-def _files(folder: Path, manifest: dict[str, Any]) -> list[Path]:
+def _files(folder: Path, manifest: Manifest) -> list[Path]:
     """The files of a checkpoint that belong into its artifact.
 
     Other files are left out, with a warning: they might hold weights of the dense model.
     """
     found = sorted(path for path in folder.rglob("*") if path.is_file())
-    known = manifest.get("files") or {}
     files = [
         path
         for path in found
-        if holds_weights(path) or path.suffix in TEXTS or path.relative_to(folder).as_posix() in known
+        if holds_weights(path)
+        or path.suffix in TEXTS
+        or path.relative_to(folder).as_posix() in manifest.files
     ]
     if not any(map(holds_weights, files)):
         raise UserError(f"{folder} holds no model.safetensors: name a folder that drot prune wrote")
@@ -143,11 +145,8 @@ def _files(folder: Path, manifest: dict[str, Any]) -> list[Path]:
     return files
 
 
-def _rotations_of(
-    manifest: dict[str, Any], file: str | Path | None, source: Any
-) -> list[LayerRotation] | None:
-    mode = manifest["recipe"]["rotation"]["mode"]
-    if mode == "none":
+def _rotations_of(manifest: Manifest, file: str | Path | None, source: Any) -> list[LayerRotation] | None:
+    if manifest.recipe.rotation.mode == "none":
         if file is not None:
             raise UserError("this checkpoint is not rotated: leave out `rotations`")
         return None

@@ -4,7 +4,6 @@ An artifact stores how the checkpoint differs from these tensors. Two machines m
 in another order, so their fp64 products differ in the last places. `Prediction.tolerance` bounds that.
 """
 
-import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,10 +13,8 @@ from torch import Tensor
 
 from drot.config import BoundaryPlace
 from drot.core.events import Progress, ProgressEvent
-from drot.model.boundary import BoundaryRotation, set_boundary
-from drot.model.families import architecture_of, decoder_layers, head_shape, module_at
-from drot.model.fold_norm import fold, norm_scale
-from drot.model.rotate import LayerRotation, rotate_layer
+from drot.model.decoder import DecoderModel
+from drot.model.rotation import Bases, LayerRotation
 
 #: The elements of a piece, so that only a part of a large tensor is in fp64 at a time.
 PIECE = 2**24
@@ -58,44 +55,37 @@ def predictions(
         rotations: the rotation of each layer; None predicts the dense model itself.
         place: the place of the rotations between the layers; None if the checkpoint has none.
     """
-    arch, shape = architecture_of(model.config), head_shape(model.config)
-    layers = decoder_layers(model, arch)
-    ends = {f"{path}.weight" for path in (arch.embedding, arch.lm_head, arch.final_norm)}
+    decoder = DecoderModel(model)
+    family, bases = decoder.family, Bases(place, len(decoder.layers))
+    ends = {f"{path}.weight" for path in (family.embedding, family.head, family.final_norm)}
     for name, tensor in model.state_dict().items():
-        if name.startswith(f"{arch.layers}."):
+        if name.startswith(f"{family.layers}."):
             continue
         if rotations is None or name not in ends:
             yield Prediction(name, _split(tensor), 0.0)
     if rotations is not None:
-        norm, head = module_at(model, arch.final_norm), module_at(model, arch.lm_head)
-        embedding = module_at(model, arch.embedding).weight
-        scale = norm_scale(norm, arch.norm_offset)
+        norm, head, embedding = decoder.final_norm.weight, decoder.head.weight, decoder.embedding.weight
+        scale = norm.detach().double()
         first, last = rotations[0].r1.double(), rotations[-1].r1.double()
+        yield Prediction(f"{family.final_norm}.weight", _split(torch.ones_like(norm)), 0.0)
         yield Prediction(
-            f"{arch.final_norm}.weight", _split(torch.full_like(norm.weight, 1 - arch.norm_offset)), 0.0
+            f"{family.embedding}.weight", (rows @ first for rows in _split(embedding)), _tolerance(embedding)
         )
         yield Prediction(
-            f"{arch.embedding}.weight", (rows @ first for rows in _split(embedding)), _tolerance(embedding)
+            f"{family.head}.weight",
+            ((rows.double() * scale) @ last for rows in _split(head)),
+            _tolerance(head) * float(scale.abs().max()),
         )
-        yield Prediction(
-            f"{arch.lm_head}.weight",
-            (fold(rows, scale) @ last for rows in _split(head.weight)),
-            _tolerance(head.weight) * float(scale.abs().max()),
-        )
-    for index, layer in enumerate(layers):
-        layer, prefix = copy.deepcopy(layer).double(), f"{arch.layers}.{index}"
+    for dense in decoder.layers:
+        layer, prefix = dense.copy(dtype=torch.float64), f"{family.layers}.{dense.index}"
         if rotations is not None:
-            boundary = None
-            if place == "residual" and index + 1 < len(layers):
-                boundary = BoundaryRotation(place, rotations[index].r1, rotations[index + 1].r1)
-            rotate_layer(layer, arch, shape, rotations[index], boundary)
-            if place == "input" and index > 0:
-                set_boundary(
-                    layer, arch, BoundaryRotation(place, rotations[index - 1].r1, rotations[index].r1)
-                )
-        for name, tensor in layer.state_dict().items():
+            boundary = bases.held(layer.index, rotations)
+            layer.rotate(rotations[layer.index], boundary if place == "residual" else None)
+            if place == "input" and boundary is not None:
+                layer.hold(boundary)
+        for name, tensor in layer.module.state_dict().items():
             tolerance = 0.0 if rotations is None else _tolerance(tensor)
-            yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance, index)
+            yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance, layer.index)
 
 
 def _split(tensor: Tensor) -> Iterator[Tensor]:

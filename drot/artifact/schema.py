@@ -5,11 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from drot.core.reading import Entries
-
-
-class _File(Entries):
-    sha256: str
-    bytes: Annotated[int, Field(ge=0)]
+from drot.manifest.integrity import Files
 
 
 class ArtifactIndex(Entries):
@@ -20,5 +16,5 @@ class ArtifactIndex(Entries):
     model_sha256: str
     rotated: bool
     boundary: Literal["input", "residual"] | None
-    files: Annotated[dict[str, _File], Field(min_length=1)]
+    files: Annotated[Files, Field(min_length=1)]
     tolerances: dict[str, Annotated[float, Field(ge=0)]]

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import HessianAccumulator, product_factor
-from drot.calibration.layer_pass import ADDED_TO_RESIDUAL, LayerPass
+from drot.calibration.layer_pass import LayerPass
 from drot.machine.products import add_product
-from drot.model.families import INPUT_GROUPS
+from drot.model.families import InputGroup
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class DenseReference:
     dense: LayerPass
 
     @torch.no_grad()
-    def statistics(self, pruned: LayerPass, group: str) -> TargetStatistics:
+    def statistics(self, pruned: LayerPass, group: InputGroup) -> TargetStatistics:
         """The statistics of the linears of an input group.
 
         pruned: the pass through the layer that is being pruned. Both passes go on to this group.
         group: the input group; E is of its first linear.
         """
-        linear = pruned.linears[INPUT_GROUPS[group][0]]
-        size, device = linear.in_features, pruned.stream.device
+        out, size = pruned.layer.shape_of(group.linears[0])
+        device = pruned.stream.device
         hessian = HessianAccumulator(size, device)
         change = torch.zeros(size, size, device=device)
         residual = None
-        if group in ADDED_TO_RESIDUAL:
-            residual = torch.zeros(linear.out_features, size, device=device)
+        if group.writes_residual:
+            residual = torch.zeros(out, size, device=device)
         batches = (of_model.inputs(group, residual=True) for of_model in (pruned, self.dense))
         for (x, rest), (x_dense, rest_dense) in zip(*batches, strict=True):
             hessian.add(x)

@@ -1,55 +1,24 @@
 """The hidden states of the calibration tokens, which are passed through one layer after the other."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from drot.calibration.hessian import HessianAccumulator
 from drot.machine.transfer import CopiesHome, ahead, empty_on_host
-from drot.model.families import Architecture, decoder_layers, module_at
+from drot.model.decoder import DecoderModel
+from drot.model.families import InputGroup
+from drot.model.layer import DecoderLayer
 
 #: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
 #: tensors stay in its caches.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
 
 
-class _Recorder(nn.Module):
-    """Replaces a decoder layer in a forward pass: records the arguments and returns the input."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self._layer = [layer]  # the list keeps the layer from becoming a submodule
-        self.kwargs: dict[str, Any] = {}
-        self.hidden_states: Tensor
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_layer"][0], name)
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        self.hidden_states, self.kwargs = hidden_states, kwargs
-        return hidden_states
-
-
-#: A module, and a function of its inputs or None for the inputs themselves.
-Reader = tuple[nn.Module, Callable[[Tensor], Tensor] | None]
-
-
-class StopForward(Exception):
-    """Ends a forward pass when the inputs of all linears have been seen."""
-
-
 class CalibrationStream:
     """The input [nsamples, seqlen, d] of one decoder layer, and the keyword arguments of all layers.
-
-    `embed` records the keyword arguments in the model's own forward pass, so that masks, RoPE and sliding
-    windows are right for every family.
 
     hidden_states: [nsamples, seqlen, d]. It may lie in main memory: a batch of it is copied to `device`.
     layer_kwargs: the keyword arguments of each layer, on `device`.
@@ -64,46 +33,20 @@ class CalibrationStream:
         self.device = device or hidden_states.device
 
     @classmethod
-    @torch.no_grad()
     def embed(
-        cls,
-        model: PreTrainedModel,
-        arch: Architecture,
-        tokens: Tensor,
-        device: torch.device,
-        *,
-        offload: bool = False,
+        cls, model: DecoderModel, tokens: Tensor, device: torch.device, *, offload: bool = False
     ) -> "CalibrationStream":
         """The first layer's input for `tokens` [nsamples, seqlen]. The model is not moved.
 
         With no sequences (nsamples 0), the stream is empty, and so are the keyword arguments of the layers.
 
-        Args:
-            model: the model with its embedding, on any device.
-            arch: family of the model.
-            tokens: token ids.
-            device: the device of the layers.
-            offload: whether the hidden states lie in main memory instead of on `device`.
+        offload: whether the hidden states lie in main memory instead of on `device`.
         """
-        layers = decoder_layers(model, arch)
         if not len(tokens):
-            empty = torch.empty(*tokens.shape, model.config.hidden_size, dtype=model.dtype, device=device)
-            return cls(empty, [{} for _ in layers])
-        recorders = [_Recorder(layer) for layer in layers]
-        parent, _, name = arch.layers.rpartition(".")
-        backbone = module_at(model, parent)
-        embedding_device = module_at(model, arch.embedding).weight.device
-        hidden_states = []
-        home = torch.device("cpu") if offload else device
-        setattr(backbone, name, nn.ModuleList(recorders))
-        try:
-            for row in tokens:
-                backbone(row[None].to(embedding_device), use_cache=False)
-                hidden_states.append(recorders[0].hidden_states.to(home))
-        finally:
-            setattr(backbone, name, layers)
-        kwargs = [_to_device(recorder.kwargs, device) for recorder in recorders]
-        stream = cls(torch.cat(hidden_states), kwargs, device)
+            empty = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
+            return cls(empty, [{} for _ in model.layers])
+        hidden_states, kwargs = model.record(tokens, torch.device("cpu") if offload else device)
+        stream = cls(hidden_states, [_to_device(of_layer, device) for of_layer in kwargs], device)
         return stream.offloaded_copy() if offload and device.type == "cuda" else stream
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
@@ -153,18 +96,17 @@ class CalibrationStream:
         return (slice(start, start + step) for start in range(0, count, step))
 
     @torch.no_grad()
-    def outputs(self, layer: nn.Module, index: int) -> Tensor:
+    def outputs(self, layer: DecoderLayer) -> Tensor:
         """The output [nsamples, seqlen, d] of `layer`. The stream is not changed."""
-        kwargs = self.layer_kwargs[index]
         out = self._like_hidden_states()
         with self.copies_home() as home:
             for batch, inputs in self.loaded_batches():
-                home.write(out[batch], layer(inputs, **kwargs))
+                home.write(out[batch], layer(inputs, self.layer_kwargs[layer.index]))
         return out
 
-    def advance(self, layer: nn.Module, index: int) -> None:
+    def advance(self, layer: DecoderLayer) -> None:
         """Replaces the hidden states by the output of `layer`."""
-        self.hidden_states = self.outputs(layer, index)
+        self.hidden_states = self.outputs(layer)
 
     @torch.no_grad()
     def rotate(self, matrix: Tensor) -> None:
@@ -178,52 +120,38 @@ class CalibrationStream:
 
     @torch.no_grad()
     def hessians(
-        self, layer: nn.Module, index: int, readers: Mapping[str, Reader], *, advance: bool = False
+        self,
+        layer: DecoderLayer,
+        groups: Collection[InputGroup],
+        *,
+        folded: bool = False,
+        advance: bool = False,
     ) -> dict[str, Tensor]:
-        """Name → H [in, in], fp32, of the inputs of the given modules of `layer`, from one pass.
+        """Name of a group → H [in, in], fp32, of its inputs, from one pass.
 
-        Args:
-            layer: a decoder layer.
-            index: number of the layer.
-            readers: name → module, whose inputs are taken, and a function of them or None. With a function,
-                H is of its results.
-            advance: whether the hidden states are replaced by the output of the layer. Without it the pass
-                stops in front of the last of the modules.
+        folded: whether the inputs are those without the weights of norms, as in `DecoderLayer.reading`.
+        advance: whether the hidden states are replaced by the output of the layer. Without it the pass stops
+            in front of the last of the groups.
         """
         accumulators: dict[str, HessianAccumulator] = {}
-        remaining: set[str] = set()
 
-        def hook(name: str, function: Callable[[Tensor], Tensor] | None) -> Callable[..., None]:
-            def collect(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                x = args[0] if function is None else function(args[0])
-                if name not in accumulators:
-                    accumulators[name] = HessianAccumulator(x.shape[-1], self.device)
-                accumulators[name].add(x)
-                remaining.discard(name)
-                if not remaining and not advance:
-                    raise StopForward
-
-            return collect
+        def read(group: InputGroup, x: Tensor) -> None:
+            if group.name not in accumulators:
+                accumulators[group.name] = HessianAccumulator(x.shape[-1], self.device)
+            accumulators[group.name].add(x)
 
         out = self._like_hidden_states() if advance else None
-        handles = [
-            module.register_forward_pre_hook(hook(name, function))
-            for name, (module, function) in readers.items()
-        ]
-        try:
-            with self.copies_home() as home:
-                for batch, inputs in self.loaded_batches():
-                    remaining.update(readers)
-                    with contextlib.suppress(StopForward):
-                        output = layer(inputs, **self.layer_kwargs[index])
-                        if out is not None:
-                            home.write(out[batch], output)
-        finally:
-            for handle in handles:
-                handle.remove()
+        with (
+            layer.reading(groups, read, folded=folded, to_end=advance) as forward,
+            self.copies_home() as home,
+        ):
+            for batch, inputs in self.loaded_batches():
+                output = forward(inputs, self.layer_kwargs[layer.index])
+                if out is not None and output is not None:
+                    home.write(out[batch], output)
         if out is not None:
             self.hidden_states = out
-        return {name: accumulators[name].hessian() for name in readers}
+        return {group.name: accumulators[group.name].hessian() for group in groups}
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

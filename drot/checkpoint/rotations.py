@@ -11,36 +11,24 @@ from torch import Tensor
 
 from drot.core.errors import UserError
 from drot.core.files import new_file
-from drot.manifest.integrity import DIGEST, json_digest, tensors_digest
+from drot.core.hashes import DIGEST, json_digest, tensors_digest
 from drot.model.families import HeadShape
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 from drot.rotation.retraction import orthogonality_error, reorthogonalize
 
 #: largest allowed max |QᵀQ - I| of a stored matrix; rounding a large matrix to fp32 gives about 1e-6
 ORTHOGONALITY_TOLERANCE = 1e-3
 
 
-def rotation_tensors(rotations: list[LayerRotation], dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-    """Copies on the CPU: `layers.<i>.r1` [d, d] and `layers.<i>.r2` [kv_heads, head_dim, head_dim]."""
-    tensors = {}
-    for index, rotation in enumerate(rotations):
-        tensors[f"layers.{index}.r1"] = rotation.r1.to("cpu", dtype, copy=True).contiguous()
-        tensors[f"layers.{index}.r2"] = rotation.r2.to("cpu", dtype, copy=True).contiguous()
-    return tensors
-
-
-def rotations_from(tensors: dict[str, Tensor], layers: int) -> list[LayerRotation]:
-    """The inverse of `rotation_tensors`, for a model with `layers` layers."""
-    return [LayerRotation(tensors[f"layers.{i}.r1"], tensors[f"layers.{i}.r2"]) for i in range(layers)]
-
-
 def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str, Any]) -> None:
     """Writes the rotations of all layers in fp32. Raises WriteError if writing fails.
 
-    record: the recipe, the model and the calibration, which are stored in the file's metadata with the digest
-        of the tensors and of the record.
+    record: the recipe, the model and the calibration. The file's metadata holds it, and a digest of it and of
+        the tensors.
     """
-    tensors = rotation_tensors(rotations, torch.float32)
+    tensors: dict[str, Tensor] = {}
+    for index, rotation in enumerate(rotations):
+        tensors |= rotation.tensors(f"layers.{index}.", torch.float32)
     # one key only: safetensors writes several keys in a random order, and equal runs write equal files
     metadata = {"record": json.dumps(record | {DIGEST: _digest(tensors, record)})}
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -55,8 +43,7 @@ def _digest(tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
 def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the record of a rotation file, as they are in the file.
 
-    Raises UserError if the file is missing or broken, or does not fit its digest. Files of an older drot have
-    no digest.
+    Raises UserError if the file is missing or broken, or does not fit its digest.
     """
     try:
         with safe_open(path, framework="pt") as handle:
@@ -70,8 +57,7 @@ def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(
             f"{path}: its record must be a JSON object, got {type(record).__name__}: copy it again"
         )
-    digest = record.pop(DIGEST, None)
-    if digest is not None and digest != _digest(tensors, record):
+    if record.pop(DIGEST, None) != _digest(tensors, record):
         raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
     return tensors, record
 
@@ -106,4 +92,5 @@ def load_rotations(
                 f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
                 "the file is damaged; copy it again"
             )
-    return rotations_from({name: reorthogonalize(tensor) for name, tensor in tensors.items()}, layers), record
+    tensors = {name: reorthogonalize(tensor) for name, tensor in tensors.items()}
+    return [LayerRotation.from_tensors(tensors, f"layers.{index}.") for index in range(layers)], record

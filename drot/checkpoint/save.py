@@ -4,18 +4,19 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from drot.core.errors import UserError
 from drot.core.files import finish_folder, sync, writing
 from drot.manifest.card import save_card
 from drot.manifest.integrity import folder_records
-from drot.manifest.manifest import write_manifest
+from drot.manifest.manifest import CheckpointManifest, write_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
+#: the class of the manifest of a checkpoint; None for a model that drot neither pruned nor fine-tuned
+AnyManifest = TypeVar("AnyManifest", bound=CheckpointManifest | None)
 #: Bytes of the longest name of a file or folder to write. File systems allow 255, and the longest suffix,
 #: that of the temporary folder of tempfile, takes 14.
 LONGEST_NAME = 240
@@ -60,28 +61,27 @@ def check_writable(file: Path) -> None:
 def save_checkpoint(
     model: "PreTrainedModel",
     tokenizer: Any,
-    manifest: dict[str, Any],
+    manifest: AnyManifest,
     out: Path,
     *,
     scratch: Path | None = None,
     write_more: Callable[[Path], None] | None = None,
-    last_entries: Callable[[Path], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
+    finish: Callable[[AnyManifest], None] | None = None,
+) -> AnyManifest:
     """Writes the model, the tokenizer and the manifest to a temporary folder and renames it to `out`.
 
-    So `out` is complete if it exists. Returns the manifest with the hashes of all files, as it was written;
-    {} for an empty manifest, which is not written. Raises WriteError if writing fails, as on a full disk.
+    So `out` is complete if it exists. Returns the manifest as it was written, with the hashes of all files.
+    Raises WriteError if writing fails, as on a full disk.
 
     Args:
         model: the model.
         tokenizer: the tokenizer; None writes no tokenizer.
-        manifest: the manifest; {} writes no manifest.
+        manifest: the manifest; None writes none.
         out: the folder, which must be new or empty.
         scratch: an existing folder on the same file system for the temporary folder, which a killed process
             leaves behind; None is the parent of `out`.
         write_more: writes further files into the folder that it is called with.
-        last_entries: gives further entries of the manifest. It is called with the folder when all else is
-            written and synced.
+        finish: sets the last entries of the manifest, when all else is written and synced.
     """
     beside = {"dir": out.parent, "prefix": out.name + "."} if scratch is None else {"dir": scratch}
     with writing(out), tempfile.TemporaryDirectory(suffix=".part", **beside) as temporary:
@@ -93,17 +93,16 @@ def save_checkpoint(
             tokenizer.save_pretrained(part)
         if write_more is not None:
             write_more(part)
-        written = {}
-        if manifest:
+        if manifest is not None:
             save_card(part, manifest)
-            manifest = manifest | {"files": folder_records(part)}
-            if last_entries is not None:
+            manifest.files = folder_records(part)
+            if finish is not None:
                 finish_folder(part)
-                manifest |= last_entries(part)
-            written = write_manifest(part, manifest)
+                finish(manifest)
+            manifest = write_manifest(part, manifest)
         finish_folder(part)
         if out.exists():
             out.rmdir()  # check_output made sure that it is empty
         os.replace(part, out)
         sync(out.parent)
-    return written
+    return manifest

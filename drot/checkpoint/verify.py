@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal
-from drot.core.errors import UserError
-from drot.manifest.integrity import MANIFEST, FileRecord, compare, digest_fits, files_in, recorded_files
-from drot.manifest.manifest import read_manifest
+from drot.core.hashes import FileRecord, digest_fits
+from drot.core.reading import read_json
+from drot.manifest.integrity import compare, files_in, recorded_files
+from drot.manifest.manifest import MANIFEST, read_any_manifest
 
 
 @dataclass(frozen=True)
@@ -31,14 +32,9 @@ def verify_folder(folder: Path) -> Verification:
     """
     if (folder / JOURNAL).exists() and not (folder / MANIFEST).exists():
         return _unfinished_run(folder)
-    manifest = read_manifest(folder, recipe_needed=False)
-    files = recorded_files(manifest, folder / MANIFEST)
-    if files is None:
-        raise UserError(
-            f"{folder / MANIFEST} holds no hashes, because an older drot wrote it: its files cannot be "
-            "verified"
-        )
-    own = {} if digest_fits(manifest) else {MANIFEST: "does not fit its digest"}
+    read_any_manifest(folder)  # refuses a folder that drot did not write
+    files = recorded_files(folder)
+    own = {} if digest_fits(read_json(folder / MANIFEST)) else {MANIFEST: "does not fit its digest"}
     return _verification(folder, files, own, [MANIFEST])
 
 
@@ -50,7 +46,7 @@ def _unfinished_run(folder: Path) -> Verification:
     }
     parts = read_journal(folder / JOURNAL) or {}
     files: dict[str, FileRecord] = {
-        f"{name}.safetensors": {"sha256": part["sha256"], "bytes": part["bytes"]}
+        f"{name}.safetensors": FileRecord(sha256=part["sha256"], bytes=part["bytes"])
         for name, part in parts.items()
     }
     return _verification(folder, files, own, [IDENTITY, JOURNAL])

@@ -44,7 +44,7 @@ def convert(
             {
                 "out": str(out),
                 "weight_bytes": {"before": weight_bytes(model), "after": weight_bytes(out)},
-                **manifest,
+                **(manifest.to_dict() if manifest else {}),
             }
         )
     else:

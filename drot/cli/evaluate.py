@@ -12,8 +12,6 @@ from drot.cli.options import (
     COMPUTE_DTYPE,
     OUTPUT,
     RUN,
-    SEQLEN_DEFAULT,
-    TEXT_COLUMN,
     Device,
     Json,
     option,
@@ -22,6 +20,7 @@ from drot.cli.options import (
 )
 from drot.cli.tables import output, print_line
 from drot.config import CalibrationConfig
+from drot.config.calibration import SEQLEN_DEFAULT, TEXT_COLUMN
 from drot.machine.devices import DTYPES
 
 DEFAULTS = CalibrationConfig()
@@ -130,13 +129,13 @@ def evaluate(
 
 def dense_original(models: list[str]) -> str | None:
     """The local folder from which all `models` were pruned, if their manifests name one."""
-    from drot.manifest.manifest import MANIFEST, read_manifest
+    from drot.manifest.manifest import MANIFEST, read_any_manifest
 
     if not all((Path(model) / MANIFEST).exists() for model in models):
         return None
-    originals = {str(read_manifest(model, recipe_needed=False).get("base_model")) for model in models}
+    originals = {read_any_manifest(model).base_model for model in models}
     original = originals.pop()
-    return original if not originals and Path(original).is_dir() else None
+    return original if original and not originals and Path(original).is_dir() else None
 
 
 def print_figures(results: list[dict[str, Any]]) -> None:

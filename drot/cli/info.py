@@ -71,7 +71,7 @@ def info(
         else:
             print_environment(data)
         return
-    from drot.manifest.manifest import read_manifest
+    from drot.manifest.manifest import read_any_manifest
 
     if not path_exists(folder) or not folder.is_dir():
         reason = "is a file" if path_exists(folder) else "does not exist"
@@ -82,11 +82,11 @@ def info(
         _verify(folder, as_json)
     if verify or accept:
         return
-    data = read_manifest(folder, recipe_needed=False)
+    manifest = read_any_manifest(folder)
     if as_json:
-        print_json(data)
+        print_json(manifest.to_dict())
         return
-    print_manifest(data)
+    print_manifest(manifest)
 
 
 def _measure(name: str) -> None:
@@ -127,7 +127,7 @@ def _accept(folder: Path) -> None:
     from drot.manifest.manifest import accept_files
 
     manifest = accept_files(folder)
-    print_line(f"{len(manifest['files'])} files in {folder} are recorded as they are now")
+    print_line(f"{len(manifest.files)} files in {folder} are recorded as they are now")
 
 
 def print_environment(data: dict[str, Any]) -> None:

@@ -1,12 +1,15 @@
 """Access to the Hugging Face hub, with one quick request in place of many slow retries without a network."""
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
 
 from drot.core.errors import UserError
 
+#: the name of a model on the hub: MODEL or OWNER/MODEL
+HUB_NAME = re.compile(r"(?=.{1,96}$)(\w[\w.-]*/)?\w[\w.-]*")
 #: seconds in which the hub must answer
 PATIENCE = 5.0
 

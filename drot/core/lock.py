@@ -1,4 +1,10 @@
-"""The lock on the output of a run, so that two runs never write to the same folder."""
+"""The lock on the output of a run, so that two runs never write to the same folder.
+
+The package filelock is not used: it would take over one call of flock, but breaks three promises of `locked`.
+Its refusal does not name the other process. It locks a file of any content, and its SoftFileLock deletes a
+file of another program after two seconds. It falls back to that lock for ENOSYS alone, while network file
+systems give ENOLCK or ENOTSUP.
+"""
 
 import contextlib
 import errno
@@ -23,7 +29,7 @@ BEGINS = b'{"host": '
 
 
 def lock_file(out: Path) -> Path:
-    """The file next to `out` that is locked while a run writes to `out`."""
+    """The file that is locked while a run writes to `out`."""
     return out.with_name(out.name + ".lock")
 
 
@@ -51,37 +57,18 @@ def _acquire(out: Path, file: Path) -> int:
     while True:
         if file.is_symlink():
             raise UserError(f"{file} is a link: remove it or name another `out`")
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-        try:
-            begin = os.pread(descriptor, len(BEGINS), 0)
-            if not BEGINS.startswith(begin):
-                raise UserError(
-                    f"{file} is not a lock of drot, which needs this name: move it or name another `out`"
-                )
+        with contextlib.ExitStack() as opened:
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+            opened.callback(os.close, descriptor)
             _lock(descriptor, out, file)
-            if not _is_file(descriptor, file):  # its owner deleted it between open and lock
-                os.close(descriptor)
-                continue
-            _enter(descriptor, file)
-            return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-
-
-def _enter(descriptor: int, file: Path) -> None:
-    """Writes this host and this process to the locked file, which is deleted if the disk is full."""
-    owner = {"host": socket.gethostname(), "pid": os.getpid()}
-    try:
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-    except OSError:
-        file.unlink(missing_ok=True)
-        raise
+            if os.fstat(descriptor).st_nlink > 0:  # 0: its owner deleted it between open and lock
+                _enter(descriptor, file)
+                opened.pop_all()
+                return descriptor
 
 
 def _lock(descriptor: int, out: Path, file: Path) -> None:
-    owner = _owner(descriptor)
+    owner = _owner(descriptor, file)
     host, pid = owner.get("host"), owner.get("pid")
     who = f"process {pid} on {host}" if owner else "another process"
     elsewhere = bool(owner) and host != socket.gethostname()
@@ -93,7 +80,7 @@ def _lock(descriptor: int, out: Path, file: Path) -> None:
         if error.errno not in NO_LOCKS:
             raise
         logger.warning("the file system of %s has no locks: only %s guards it", out, file)
-        if elsewhere or (owner and _runs(pid)):
+        if elsewhere or _runs(pid):
             raise UserError(
                 f"by {file}, {who} writes to {out}: wait for its end, or delete the file if that process has "
                 "ended"
@@ -103,31 +90,34 @@ def _lock(descriptor: int, out: Path, file: Path) -> None:
             logger.warning("%s was left by %s, which no longer holds the lock: this run goes on", file, who)
 
 
-def _owner(descriptor: int) -> dict[str, Any]:
-    """The content of a lock file; {} if it is empty or broken."""
+def _owner(descriptor: int, file: Path) -> dict[str, Any]:
+    """The content of a lock file; {} if its run was killed while it wrote."""
+    content = os.pread(descriptor, 4096, 0)
+    if not BEGINS.startswith(content[: len(BEGINS)]):
+        raise UserError(f"{file} is not a lock of drot, which needs this name: move it or name another `out`")
     try:
-        owner = json.loads(os.pread(descriptor, 4096, 0))
+        return json.loads(content)
     except ValueError:
         return {}
-    return owner if isinstance(owner, dict) else {}
 
 
 def _runs(pid: Any) -> bool:
     """Whether a process of this host has the number `pid`."""
-    if not isinstance(pid, int) or pid <= 0:
-        return False
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except PermissionError:  # the process of another user
+        return True
+    except (OSError, OverflowError, TypeError):
         return False
-    except OSError:
-        return True  # the process of another user
-    return True
+    return pid > 0  # 0 and negative numbers are groups of processes
 
 
-def _is_file(descriptor: int, file: Path) -> bool:
-    """Whether the open file is still the file of that name."""
+def _enter(descriptor: int, file: Path) -> None:
+    """Writes this host and this process to the locked file, which is deleted if the disk is full."""
+    owner = {"host": socket.gethostname(), "pid": os.getpid()}
     try:
-        return os.path.samestat(os.fstat(descriptor), file.stat())
-    except FileNotFoundError:
-        return False
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(owner).encode(), 0)
+    except OSError:
+        file.unlink(missing_ok=True)
+        raise

@@ -12,9 +12,10 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.resume import partial_folder
 from drot.checkpoint.save import check_output
-from drot.config import CalibrationConfig, Recipe, RotationConfig
+from drot.config import CalibrationConfig, Recipe, RotationConfig, default_seqlen
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
+from drot.evaluation.gap import gap_closed
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.record import record
 from drot.machine.environment import machine_name
@@ -33,8 +34,8 @@ CALIBRATION = CalibrationConfig(source=str(ASSETS / "python-calibration.txt"), n
 class DemoRow:
     """The figures of one model.
 
-    gap_closed: (pruned - rotated) / (pruned - dense), in perplexities: the share of SparseGPT's damage that
-        drot undoes. None for the dense model and for SparseGPT alone.
+    gap_closed: the share of SparseGPT's damage that drot undoes (`gap_closed` of evaluation/gap.py). None
+        for the dense model and for SparseGPT alone, and if SparseGPT does no damage.
     sparsity: the share of zeros in the linears of the decoder layers.
     seconds: the time of the pruning; None for the dense model.
     """
@@ -87,7 +88,7 @@ def run_demo(
     if (partial := partial_folder(out)).exists():
         raise UserError(f"{partial} was left by an interrupted demo: remove it or name another `out`")
     tokenizer = load_tokenizer(MODEL)
-    seqlen = calibration.resolved_seqlen(None)
+    seqlen = calibration.seqlen or default_seqlen(None)
     tokens = load_calibration(
         calibration.source,
         tokenizer,
@@ -112,12 +113,12 @@ def run_demo(
         )  # fmt: skip
         seconds = time.perf_counter() - started
         cast_weights(result.model, torch.float32)  # it has the dtype of the checkpoint
-        return measure(result.model), result.manifest["sparsity"], seconds
+        return measure(result.model), result.manifest.sparsity, seconds
 
     dense = measure(load(MODEL, device="cpu", dtype="float32"))
     plain, plain_sparsity, plain_seconds = pruned(RotationConfig(mode="none"), None)
     rotated, sparsity, seconds = pruned(RotationConfig(steps=steps), out)
-    share = (plain - rotated) / (plain - dense)
+    share = gap_closed(dense, plain, rotated)
     _record(out, held_out, seqlen, rotated, {"dense": dense, "not_rotated": plain})
     report = write_report([out], progress=progress).page if installed() else None
     rows = [
@@ -149,6 +150,7 @@ def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dic
         "seqlen": seqlen,
         "dtype": "float32",
         "machine": machine_name(torch.device("cpu")),
+        "streamed": False,
         "texts": {
             text: {
                 "split": None,
@@ -162,12 +164,14 @@ def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dic
         "against": None,
         "agreement": {},
         "tasks": {},
+        "task_details": {},
+        "averages": {},
     }
     record(str(out), figures)
 
 
-def _sentence(share: float) -> str:
-    if share <= 0:
+def _sentence(share: float | None) -> str:
+    if share is None or share <= 0:
         return "drot did not help. That is a fault of drot: it should reduce the damage of pruning."
     return (
         "Removing half of the weights makes the model worse. Rotating it first, and solving for the weights "

@@ -7,59 +7,66 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from drot.core.errors import UserError
 from drot.machine.environment import versions
 from drot.manifest.card import write_card
-from drot.manifest.manifest import MANIFEST, read_manifest, update_manifest
+from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, update_manifest
+from drot.manifest.records import EvaluationRecord
+from drot.text.source import SPLITS, calibration_hash
 
 logger = logging.getLogger("drot")
 
-#: key of the list of evaluations in a manifest
-EVALUATIONS = "evaluations"
+
+def text_record(source: str, tokens: Tensor, seqlen: int) -> dict[str, Any]:
+    """What an evaluation says of a text with the token ids `tokens` [n]."""
+    return {
+        "split": "test" if source in SPLITS["test"] else None,
+        "tokens": len(tokens),
+        "windows": len(tokens) // seqlen,
+        "sha256": calibration_hash(tokens),
+    }
 
 
-def record(folder: str, figures: dict[str, Any]) -> bool:
+def record(folder: str, figures: dict[str, Any]) -> None:
     """Adds `figures`, the result of `evaluate` for one model, to the manifest and the card in `folder`.
 
     The entry has the date, the versions and the figures without the model's name. Infinity and NaN become
     null. An earlier entry of the same measurement (`_measurement`) is replaced.
 
-    Returns whether the entry was written. A folder without a manifest, a hub name, and a folder that cannot
-    be written are left as they are, and a warning says so.
+    A folder without a manifest, a hub name, and a folder that cannot be written are left as they are, and a
+    warning says so.
     """
     if not (Path(folder) / MANIFEST).exists():
         logger.warning("the figures of %s are not recorded, because it has no %s", folder, MANIFEST)
-        return False
+        return
     packages = {"lm_eval": metadata.version("lm_eval")} if figures["tasks"] else {}
     entry = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions() | packages,
         **{key: value for key, value in figures.items() if key != "model"},
     }
-    entry = json.loads(json.dumps(entry), parse_constant=lambda constant: None)
+    new = EvaluationRecord.model_validate(json.loads(json.dumps(entry), parse_constant=lambda constant: None))
+
+    def add(manifest: CheckpointManifest) -> None:
+        kept = [old for old in manifest.evaluations if _measurement(old) != _measurement(new)]
+        manifest.evaluations = [*kept, new]
+
     try:
-        update_manifest(folder, lambda manifest: _with_entry(manifest, entry))
+        update_manifest(folder, add)
         write_card(folder)
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
-        return False
-    return True
 
 
 def check_recordable(folder: str) -> None:
     """Raises UserError for a folder with a broken manifest, to which `record` could add nothing."""
     if (Path(folder) / MANIFEST).exists():
-        read_manifest(folder, recipe_needed=False)
+        read_any_manifest(folder)
 
 
-def _with_entry(manifest: dict[str, Any], entry: dict[str, Any]) -> dict[str, Any]:
-    """The manifest with `entry` in place of an earlier entry of the same measurement."""
-    earlier = manifest.get(EVALUATIONS, [])
-    kept = [other for other in earlier if _measurement(other) != _measurement(entry)]
-    return manifest | {EVALUATIONS: [*kept, entry]}
-
-
-def _measurement(entry: dict[str, Any]) -> Any:
+def _measurement(entry: EvaluationRecord) -> Any:
     """What was measured: two entries with equal measurements differ by machine, versions or chance only."""
-    texts = {name: text["sha256"] for name, text in entry.get("texts", {}).items()}
-    return [entry["seqlen"], entry["dtype"], entry["against"], texts, sorted(entry["tasks"])]
+    texts = {name: text.sha256 for name, text in entry.texts.items()}
+    return [entry.seqlen, entry.dtype, entry.against, texts, sorted(entry.tasks)]

@@ -11,7 +11,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from drot.config import FinetuneConfig
-from drot.model.families import architecture_of
+from drot.model.families import family_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,7 +66,7 @@ def add_adapter(model: "PreTrainedModel", config: FinetuneConfig) -> PeftModel:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it by r
         lora_dropout=config.dropout,
-        target_modules=[path for _, path in architecture_of(model.config).linears],
+        target_modules=[linear.path for linear in family_of(model.config).linears],
     )
     if not config.keep_adapter:
         settings._register_custom_module({nn.Linear: MaskedLora})

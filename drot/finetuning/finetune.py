@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
+from drot.checkpoint.hf_model import as_drot_model
+from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
+from drot.checkpoint.quantization_config import QUANT_METHOD, format_of, quantization_config_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
@@ -23,14 +25,20 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
-from drot.machine.devices import dtype_name, pick_device
-from drot.manifest.importance import load_figures, save_figures
-from drot.manifest.manifest import FORMAT_VERSION, MANIFEST, read_manifest, zero_share
-from drot.model.families import architecture_of, decoder_layers, positions_of
+from drot.machine.devices import pick_device
+from drot.manifest.importance import load_importance_maps, save_importance_maps
+from drot.manifest.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    CheckpointManifest,
+    read_any_manifest,
+)
+from drot.manifest.records import FinetuneRecord
+from drot.model.decoder import DecoderModel
+from drot.model.families import family_of, positions_of
 from drot.pipeline.validation import check_tokens
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
-from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
 
 logger = logging.getLogger("drot")
 
@@ -50,15 +58,15 @@ class FinetuneResult:
     """
 
     model: Any
-    manifest: dict[str, Any]
+    manifest: CheckpointManifest
     out: Path | None
 
     def __repr__(self) -> str:
-        held_out = self.manifest["finetune"][-1]["held_out"]
+        held_out = self.manifest.finetune[-1].held_out
         facts = [
             f"out={str(self.out)!r}" if self.out else "out=None",
-            f"sparsity={self.manifest['sparsity']:.2%}",
-            f"held-out perplexity={held_out['perplexity_before']:.4g} -> {held_out['perplexity_after']:.4g}",
+            f"sparsity={self.manifest.sparsity:.2%}",
+            f"held-out perplexity={held_out.perplexity_before:.4g} -> {held_out.perplexity_after:.4g}",
             size_of(self.model),
         ]
         return f"FinetuneResult({', '.join(facts)})"
@@ -118,17 +126,7 @@ def _finetune(
     target: torch.device,
     progress: Progress,
 ) -> FinetuneResult:
-    """`finetune` after its arguments were checked and `out` was locked.
-
-    Args:
-        model: the checkpoint, as for `finetune`.
-        config: the settings.
-        out: the folder of the checkpoint; None writes no checkpoint.
-        tokenizer: the tokenizer for the text; None is the tokenizer of `model`.
-        tokens: token ids [n, seqlen], which replace the text; None reads the text of `config`.
-        target: the device.
-        progress: the callback for ProgressEvents.
-    """
+    """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
     _check_config(model_config, config)
     manifest = _manifest_of(model)
@@ -144,17 +142,13 @@ def _finetune(
     packed = is_packed(loaded)
     if packed:
         loaded.dequantize()
-    share = zero_share(decoder_layers(loaded, arch := architecture_of(loaded.config)), arch)
+    share = DecoderModel(loaded).zero_share()
     if manifest is None and share < LEAST_ZEROS:
         raise UserError(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
-    if wider := wider_dtypes(model, loaded.dtype):
-        logger.warning(
-            "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
-            model, ", ".join(wider), dtype_name(loaded.dtype), dtype_name(loaded.dtype),
-        )  # fmt: skip
+    warn_of_rounding(model, loaded.dtype)
     from drot.finetuning.run import run_finetuning  # it imports accelerate, which takes seconds
 
     try:
@@ -172,20 +166,33 @@ def _finetune(
             f"the GPU has too little memory for `batch_size`, {config.batch_size}, and sequences of "
             f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
         ) from None
-    record = {"from": str(model), **record}
     record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
+    finetuning = FinetuneRecord.model_validate({"from": str(model), **record})
     if packed:
         pack_model(trained)
-    elif not config.keep_adapter:
-        describe_model(trained)
-    manifest = manifest or {"format_version": FORMAT_VERSION, "base_model": str(model), "sparsity": share}
-    manifest |= {} if config.keep_adapter else format_of(trained) | {"dtype": record["dtype"]}
-    manifest = manifest | {"finetune": [*manifest.get("finetune", []), record]}
-    manifest.pop("evaluations", None)  # figures of the weights before the training
+    if not config.keep_adapter:
+        as_drot_model(trained)
+    manifest = manifest or CheckpointManifest(
+        format_version=FORMAT_VERSION,
+        base_model=str(model),
+        sparsity=share,
+        dtype=finetuning.dtype,
+        format="dense",
+        stock_architecture=True,
+    )
+    if not config.keep_adapter:
+        manifest.format, manifest.stock_architecture = format_of(trained)
+        manifest.dtype = finetuning.dtype
+    manifest.finetune = [*manifest.finetune, finetuning]
+    manifest.evaluations = []  # figures of the weights before the training
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
-            trained, tokenizer, manifest, out, write_more=lambda part: save_figures(part, load_figures(model))
+            trained,
+            tokenizer,
+            manifest,
+            out,
+            write_more=lambda part: save_importance_maps(part, load_importance_maps(model)),
         )
     return FinetuneResult(trained, manifest, out)
 
@@ -195,11 +202,8 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-# ---- checks ------------------------------------------------------------------------------------------
-
-
 def _packages(config: FinetuneConfig) -> list[str]:
-    """The packages that the training imports, in addition to those of every run."""
+    """The packages that the training imports, besides those of every run."""
     return ["accelerate"] if config.full else ["accelerate", "peft"]
 
 
@@ -219,16 +223,16 @@ def _pick_device(device: str | torch.device) -> torch.device:
     return target
 
 
-def _manifest_of(model: str | Path) -> dict[str, Any] | None:
+def _manifest_of(model: str | Path) -> CheckpointManifest | None:
     """The manifest of a checkpoint that drot wrote; None for another model."""
     if not (Path(model) / MANIFEST).exists():
         return None
-    return read_manifest(model, recipe_needed=False)
+    return read_any_manifest(model)
 
 
 def _check_config(model_config: Any, config: FinetuneConfig) -> None:
     """Raises UserError for a model that cannot be fine-tuned, before its weights are loaded."""
-    architecture_of(model_config)
+    family_of(model_config)
     quantised = quantization_config_of(model_config)
     if quantised and (method := quantised.get("quant_method")) != QUANT_METHOD:
         raise UserError(f"this model is quantised ({method}): fine-tune its unquantised original")

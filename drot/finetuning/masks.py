@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from drot.model.families import architecture_of, decoder_layers, layer_linears
+from drot.model.decoder import DecoderModel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -16,10 +16,9 @@ if TYPE_CHECKING:
 
 def pruned_linears(model: "PreTrainedModel") -> Iterator[tuple[str, nn.Linear]]:
     """The name and the module of each of the seven linears of every decoder layer."""
-    arch = architecture_of(model.config)
-    for index, layer in enumerate(decoder_layers(model, arch)):
-        for role, linear in layer_linears(layer, arch).items():
-            yield f"layer {index}, {role}", linear
+    for layer in DecoderModel(model).layers:
+        for linear in layer.linears.values():
+            yield f"layer {layer.index}, {linear.name}", linear.plain
 
 
 def removed_weights(model: "PreTrainedModel") -> dict[str, Tensor]:

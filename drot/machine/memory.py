@@ -1,10 +1,8 @@
 """The peak memory of each phase of a run."""
 
-import contextlib
 import resource
 import sys
 import threading
-from collections.abc import Iterator
 
 import torch
 
@@ -26,18 +24,16 @@ class PeakMemory:
         self._active: list[str] = []
         self._lock = threading.Lock()
 
-    @contextlib.contextmanager
-    def of(self, phase: str) -> Iterator[None]:
-        """A context manager that measures `phase`. Several threads may measure at the same time."""
+    def begin(self, phase: str) -> None:
+        """Starts to measure `phase`. Several threads may measure at the same time."""
         with self._lock:
             self._read()  # torch's peak is set back for the new phase
             self._active.append(phase)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._read()
-                self._active.remove(phase)
+
+    def end(self, phase: str) -> None:
+        with self._lock:
+            self._read()
+            self._active.remove(phase)
 
     def _read(self) -> None:
         """Adds the peaks since the last call to the phases that are active, and sets torch's peaks back."""

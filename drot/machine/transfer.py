@@ -2,15 +2,23 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
-def layers_on_device(
-    layers: Sequence[nn.Module], device: torch.device, home: torch.device
-) -> Iterator[tuple[int, nn.Module]]:
-    """Yields index and layer, with the layer on `device`. When the caller goes on, the layer returns `home`.
+class Movable(Protocol):
+    """What `on_device` moves: an nn.Module, or a handle to one."""
+
+    def to(self, device: torch.device) -> Any: ...
+
+
+Layer = TypeVar("Layer", bound=Movable)
+
+
+def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device) -> Iterator[Layer]:
+    """Yields each layer on `device`. When the caller goes on, the layer returns `home`.
 
     If the devices are of two types, a thread copies the next layer to `device`, and the layer before back
     home, while the caller works. So two layers lie on `device`. At the end all layers lie at home, also after
@@ -19,14 +27,14 @@ def layers_on_device(
     layers: the layers, at home. device: where the caller works. home: where the layers lie.
     """
     if device.type == home.type:
-        for index, layer in enumerate(layers):
+        for layer in layers:
             layer.to(device)
-            yield index, layer
+            yield layer
             layer.to(home)
         return
     copies = _copy_stream(device)
 
-    def move(layer: nn.Module, place: torch.device) -> None:
+    def move(layer: Movable, place: torch.device) -> None:
         with torch.cuda.stream(copies):
             layer.to(place)
         if copies is not None:
@@ -38,7 +46,7 @@ def layers_on_device(
         for index, layer in enumerate(layers):
             coming.pop().result()
             coming = [thread.submit(move, following, device) for following in layers[index + 1 : index + 2]]
-            yield index, layer
+            yield layer
             if copies is not None:  # the move frees memory that the caller's stream may still read
                 torch.cuda.current_stream(device).synchronize()
             thread.submit(move, layer, home)

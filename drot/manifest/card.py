@@ -4,19 +4,23 @@ The card is made from drot.json. Text that a user writes above or below drot's p
 card is written again, and so do entries of the metadata that drot does not write.
 """
 
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from drot.core.files import new_file
-from drot.manifest.manifest import MANIFEST, read_manifest, update_manifest
+from drot.core.hub import HUB_NAME
+from drot.manifest.manifest import (
+    MANIFEST,
+    CheckpointManifest,
+    Manifest,
+    read_any_manifest,
+    update_manifest,
+)
 
 CARD = "README.md"
 #: what surrounds drot's part of the card
 BEGIN, END = "<!-- drot: begin -->", "<!-- drot: end -->"
-#: the form of a name on the hub, as in meta-llama/Llama-3.1-8B
-HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 #: entries of the metadata that are taken from the card of the base model
 LICENSE = ("license", "license_name", "license_link")
 #: seconds to wait for the card of the base model
@@ -29,16 +33,16 @@ def write_card(folder: str | Path) -> None:
     Raises UserError if the manifest is missing or broken, and if nothing can be written.
     """
     folder = Path(folder)
-    save_card(folder, read_manifest(folder, recipe_needed=False))
-    update_manifest(folder, lambda manifest: manifest, [CARD])
+    save_card(folder, read_any_manifest(folder))
+    update_manifest(folder, lambda manifest: None, [CARD])
 
 
-def save_card(folder: Path, manifest: dict[str, Any], name: str = "", tags: Sequence[str] = ()) -> None:
+def save_card(folder: Path, manifest: CheckpointManifest, name: str = "", tags: Sequence[str] = ()) -> None:
     """Writes README.md for `manifest` to `folder`. The hash of the file is not recorded.
 
     Args:
         folder: the folder of the checkpoint. A card that is there is brought up to date.
-        manifest: the content of drot.json.
+        manifest: the manifest of the checkpoint.
         name: the name of the model; "" is the name of the folder.
         tags: further tags.
     """
@@ -48,11 +52,9 @@ def save_card(folder: Path, manifest: dict[str, Any], name: str = "", tags: Sequ
         part.write_text(card(manifest, name or folder.resolve().name, before, tags), encoding="utf-8")
 
 
-def card(manifest: dict[str, Any], name: str, before: str = "", tags: Sequence[str] = ()) -> str:
+def card(manifest: CheckpointManifest, name: str, before: str = "", tags: Sequence[str] = ()) -> str:
     """The text of a card.
 
-    manifest: the content of drot.json.
-    name: the name of the model.
     before: the card that is brought up to date; "" makes a new card.
     tags: further tags.
     """
@@ -60,18 +62,18 @@ def card(manifest: dict[str, Any], name: str, before: str = "", tags: Sequence[s
 
     old = ModelCard(before, ignore_metadata_errors=True) if before.startswith("---") else None
     kept = old.data.to_dict() if old is not None else {}
-    if "license" not in kept:
-        kept |= license_of(str(base)) if (base := manifest.get("base_model")) else {}
-    adapter = bool(manifest.get("finetune")) and manifest["finetune"][-1]["settings"].get("keep_adapter")
+    if "license" not in kept and manifest.base_model:
+        kept |= license_of(manifest.base_model)
+    adapter = bool(manifest.finetune) and manifest.finetune[-1].settings.keep_adapter
     new: dict[str, Any] = {
         "library_name": "peft" if adapter else "transformers",
         "pipeline_tag": "text-generation",
         "tags": list(dict.fromkeys([*(kept.get("tags") or []), *_tags(manifest), *tags])),
     }
-    if on_hub := base_name(manifest):
-        new["base_model"] = on_hub
+    if on_hub(manifest.base_model):
+        new["base_model"] = manifest.base_model
     kept.pop("model-index", None)
-    if results := _results(manifest):
+    if results := list(_results(manifest)):
         new |= {"eval_results": results, "model_name": name}
     data = ModelCardData(**(kept | new))
     text = f"{BEGIN}\n\n{_body(manifest, name)}\n{END}"
@@ -83,10 +85,9 @@ def card(manifest: dict[str, Any], name: str, before: str = "", tags: Sequence[s
     return f"---\n{data.to_yaml()}\n---\n\n{text.strip()}\n"
 
 
-def base_name(manifest: dict[str, Any]) -> str | None:
-    """The base model's name on the hub; None for a local folder, whose path is nobody's business."""
-    base = str(manifest.get("base_model") or "")
-    return base if HUB_NAME.fullmatch(base) and not Path(base).exists() else None
+def on_hub(model: str) -> bool:
+    """Whether `model` is OWNER/MODEL on the hub, and not a local folder, whose path is nobody's business."""
+    return "/" in model and HUB_NAME.fullmatch(model) is not None and not Path(model).exists()
 
 
 def license_of(model: str) -> dict[str, Any]:
@@ -96,7 +97,7 @@ def license_of(model: str) -> dict[str, Any]:
     file: Path | str = Path(model) / CARD
     try:
         if not Path(file).exists():
-            if not HUB_NAME.fullmatch(model) or Path(model).exists():
+            if not on_hub(model):
                 return {}
             file = hf_hub_download(model, CARD, etag_timeout=PATIENCE)
         data = ModelCard.load(file, ignore_metadata_errors=True).data.to_dict()
@@ -105,79 +106,75 @@ def license_of(model: str) -> dict[str, Any]:
     return {key: data[key] for key in LICENSE if data.get(key)}
 
 
-def _tags(manifest: dict[str, Any]) -> list[str]:
+def _tags(manifest: CheckpointManifest) -> list[str]:
     tags = ["drot", "pruned", "sparse"]
-    if "recipe" in manifest:
-        pruning = manifest["recipe"]["pruning"]
-        tags += [pruning["method"], str(pruning["sparsity"])]
-        if manifest["recipe"]["rotation"]["mode"] != "none":
-            tags.append("denoiserotator")
+    if isinstance(manifest, Manifest):
+        recipe = manifest.recipe
+        tags += [recipe.pruning.method, str(recipe.pruning.sparsity)]
+        tags += ["denoiserotator"] * (recipe.rotation.mode != "none")
     return tags
 
 
-def _results(manifest: dict[str, Any]) -> list[Any]:
+def _results(manifest: CheckpointManifest) -> Iterator[Any]:
     """The recorded evaluations for the metadata. A figure that is not finite is left out."""
     from huggingface_hub import EvalResult
 
-    results: list[tuple[str, str, Any, dict[str, Any] | None]] = []
-    for entry in manifest.get("evaluations", []):
-        for source, value in entry.get("perplexity", {}).items():
-            results.append(("perplexity", Path(source).name, value, {"windows": entry.get("seqlen")}))
-        for task, value in entry.get("tasks", {}).items():
-            results.append(("accuracy", task, value, None))
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=dataset,
-            dataset_name=dataset,
-            metric_type=metric,
-            metric_value=value,
-            metric_args=arguments,
-        )
-        for metric, dataset, value, arguments in results
-        if isinstance(value, int | float)
-    ]
+    for entry in manifest.evaluations:
+        windows = {"windows": entry.seqlen}
+        figures = [
+            *(("perplexity", Path(text).name, value, windows) for text, value in entry.perplexity.items()),
+            *(("accuracy", task, value, None) for task, value in entry.tasks.items()),
+        ]
+        for metric, dataset, value, arguments in figures:
+            if value is not None:
+                yield EvalResult(
+                    task_type="text-generation",
+                    dataset_type=dataset,
+                    dataset_name=dataset,
+                    metric_type=metric,
+                    metric_value=value,
+                    metric_args=arguments,
+                )
 
 
-def _body(manifest: dict[str, Any], name: str) -> str:
-    base = str(manifest.get("base_model") or "a model that was loaded in Python")
-    shown = base if base_name(manifest) else Path(base).name
+def _body(manifest: CheckpointManifest, name: str) -> str:
+    base = manifest.base_model or "a model that was loaded in Python"
+    shown = base if on_hub(base) else Path(base).name
     parts = [
         f"# {name}\n",
-        f"{shown}, with {manifest['sparsity']:.1%} of the weights of its decoder layers' linears set to zero "
+        f"{shown}, with {manifest.sparsity:.1%} of the weights of its decoder layers' linears set to zero "
         f"by drot ([DenoiseRotator](https://arxiv.org/abs/2505.23049)).\n",
         "## Load it\n",
         _loading(manifest, name),
         *_figures(manifest),
         "## How it was made\n",
-        *_making(manifest, base if base_name(manifest) else shown),
+        *_making(manifest, shown),
     ]
     return "\n".join(parts)
 
 
-def _loading(manifest: dict[str, Any], name: str) -> str:
-    stock = manifest.get("stock_architecture", False)
-    first = "" if stock else "import drot  # without drot the model cannot be opened\n"
+def _loading(manifest: CheckpointManifest, name: str) -> str:
+    first = "import drot  # without drot the model cannot be opened\n"
     return (
-        f"```python\n{first}from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f"```python\n{'' if manifest.stock_architecture else first}"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
         f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'
     )
 
 
-def _figures(manifest: dict[str, Any]) -> list[str]:
+def _figures(manifest: CheckpointManifest) -> list[str]:
     """The section with the recorded evaluations; empty if there are none."""
     rows = []
-    for entry in manifest.get("evaluations", []):
-        what = f"{entry.get('dtype')}, {str(entry.get('date')).partition('T')[0]}"
-        for source, value in entry.get("perplexity", {}).items():
-            shown = "not finite" if value is None else f"{value:.3f}"
-            measure = f"perplexity on {Path(source).name}, windows of {entry.get('seqlen')} tokens"
-            rows.append((measure, shown, what))
-        for source, figures in entry.get("agreement", {}).items():
-            measure = f"next tokens as {Path(str(entry.get('against'))).name} on {Path(source).name}"
-            rows.append((measure, f"{figures['equal_tokens']:.1%}", what))
-        for task, value in entry.get("tasks", {}).items():
+    for entry in manifest.evaluations:
+        what = f"{entry.dtype}, {entry.date.partition('T')[0]}"
+        for text, value in entry.perplexity.items():
+            measure = f"perplexity on {Path(text).name}, windows of {entry.seqlen} tokens"
+            rows.append((measure, "not finite" if value is None else f"{value:.3f}", what))
+        for text, agreement in entry.agreement.items():
+            measure = f"next tokens as {Path(entry.against or '').name} on {Path(text).name}"
+            rows.append((measure, f"{agreement.equal_tokens:.1%}", what))
+        for task, value in entry.tasks.items():
             rows.append((f"accuracy in {task}", "not finite" if value is None else f"{value:.2%}", what))
     if not rows:
         return []
@@ -189,33 +186,29 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", r"\|").split())
 
 
-def _making(manifest: dict[str, Any], base: str) -> list[str]:
+def _making(manifest: CheckpointManifest, base: str) -> list[str]:
     parts = []
-    if "recipe" in manifest:
+    if isinstance(manifest, Manifest):
         import yaml
 
-        recipe = yaml.safe_dump(manifest["recipe"], sort_keys=False, allow_unicode=True).strip()
-        rotations = " --rotations FILE" if manifest.get("rotations_file") else ""
-        calibration = manifest["calibration"]
-        shape = " × ".join(map(str, calibration["shape"]))
+        recipe = yaml.safe_dump(manifest.recipe.to_dict(), sort_keys=False, allow_unicode=True).strip()
+        rotations = " --rotations FILE" if manifest.rotations_file else ""
+        shape = " × ".join(map(str, manifest.calibration.shape))
         parts += [
             f"```\ndrot prune {base} --recipe {MANIFEST}{rotations} --out FOLDER\n```\n",
             f"repeats the run with its recipe, which {MANIFEST} holds:\n",
             f"```yaml\n{recipe}\n```\n",
-            f"Calibration: {shape} tokens, SHA-256 {calibration['sha256']}.\n",
+            f"Calibration: {shape} tokens, SHA-256 {manifest.calibration.sha256}.\n",
         ]
+        versions = manifest.versions
     else:
         parts.append("The model was pruned by another program and fine-tuned by drot.\n")
-    for record in manifest.get("finetune", []):
-        text = record["text"]
+        versions = manifest.finetune[-1].versions
+    for record in manifest.finetune:
+        perplexities = f"{record.held_out.perplexity_before:.3f} → {record.held_out.perplexity_after:.3f}"
         parts.append(
-            f"Fine-tuned ({record['method']}) in {record['steps']} steps on {Path(text['source']).name}; "
-            f"held-out perplexity {record['held_out']['perplexity_before']:.3f} → "
-            f"{record['held_out']['perplexity_after']:.3f}.\n"
+            f"Fine-tuned ({record.method}) in {record.steps} steps on {Path(record.text.source).name}; "
+            f"held-out perplexity {perplexities}.\n"
         )
-    versions = manifest.get("versions") or (manifest.get("finetune") or [{}])[-1].get("versions", {})
     listed = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
-    parts.append(
-        f"Weights: {manifest.get('format', 'dense')}, {manifest.get('dtype')}. Made with {listed}.\n"
-    )
-    return parts
+    return [*parts, f"Weights: {manifest.format}, {manifest.dtype}. Made with {listed}.\n"]

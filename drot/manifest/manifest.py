@@ -1,80 +1,196 @@
-"""The manifest of a checkpoint, drot.json: the recipe, the machine, the versions and the figures."""
+"""The manifest of a checkpoint, drot.json: its typed class, and how it is read, written and updated."""
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-import torch
-from torch import Tensor, nn
+from pydantic import Field
 
-from drot.config import PruningConfig, Recipe
+from drot.config.recipe_file import MANIFEST
 from drot.core.checks import shortened
 from drot.core.errors import UserError
 from drot.core.files import write_json
-from drot.core.reading import check_schema, read_json
-from drot.machine.devices import dtype_name
-from drot.machine.environment import device_name, machine, versions
-from drot.manifest.integrity import DIGEST, MANIFEST, digest_fits, folder_records, with_digest
-from drot.manifest.schema import FinetunedManifest, PrunedManifest
-from drot.model.families import Architecture, layer_linears
+from drot.core.hashes import DIGEST, digest_fits, with_digest
+from drot.core.reading import Entries, check_schema, read_json
+from drot.manifest.integrity import Files, folder_records
+from drot.manifest.records import (
+    EvaluationRecord,
+    FinetuneRecord,
+    GivenRotations,
+    LayerRecord,
+    Machine,
+    MemoryPeak,
+    SavedRotations,
+    Seconds,
+    Share,
+    SharedRotationRecord,
+    StoredRecipe,
+    TokensRecord,
+    Versions,
+)
 from drot.sparse.packed import dense_linears
-from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 
 
-def write_manifest(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Writes drot.json with a digest of its own content; returns what was written, in plain JSON types.
+class CheckpointManifest(Entries):
+    """drot.json of any checkpoint that drot wrote. Entries that drot does not know are kept.
 
-    Raises WriteError if writing fails.
+    A model that drot pruned has a Manifest. A model that another program pruned and drot fine-tuned has the
+    entries of this class only.
+
+    base_model: hub name or folder of the dense model; empty for a model that was made in Python.
+    sparsity: the share of zeros in the decoder layers' linears.
+    dtype: of the weights.
+    stock_architecture: whether the model opens without drot.
+    files: path → hash of every other file of the folder; empty for a model that was not written.
+    digest: SHA-256 of all other entries; empty for a manifest that was not written.
     """
-    written: dict[str, Any] = json.loads(json.dumps(with_digest(manifest)))
-    write_json(folder / MANIFEST, written)
-    return written
+
+    format_version: Literal[1]
+    base_model: str
+    sparsity: Share
+    dtype: str
+    format: Literal["dense", "packed"]
+    stock_architecture: bool
+    finetune: list[FinetuneRecord] = Field(default_factory=list)
+    evaluations: list[EvaluationRecord] = Field(default_factory=list)
+    files: Files = Field(default_factory=dict)
+    digest: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the file, in plain JSON types."""
+        return self.model_dump(by_alias=True, exclude_defaults=True)
+
+
+class Manifest(CheckpointManifest):
+    """drot.json of a model that drot pruned.
+
+    What was asked: recipe.
+    What was done:
+        calibration: the calibration tokens. positions: the largest number of tokens that the model reads;
+            None if it has no limit.
+        layers: of each decoder layer in turn.
+        shared_rotation: the training of `mode="shared"`.
+        rotations_file, saved_rotations: files of rotations that the run used, and wrote outside of `out`.
+        untied_lm_head: whether lm_head was tied to the embedding in the dense model.
+    What came out, beyond the entries of CheckpointManifest:
+        relative_logit_error: of the rotated dense model; None for a model that is not rotated.
+    With what:
+        machine: the machine of the run. other_machines: those of the interrupted runs that it continued, each
+            with its versions.
+        compute_dtype: the dtype of the computation.
+        identity: the values that must be equal for the run to be resumed (pipeline/identity.py).
+        peak_memory: by phase.
+    """
+
+    recipe: StoredRecipe
+    calibration: TokensRecord
+    positions: int | None
+    layers: Annotated[list[LayerRecord], Field(min_length=1)]
+    shared_rotation: SharedRotationRecord | None
+    rotations_file: GivenRotations | None
+    saved_rotations: SavedRotations | None = None
+    untied_lm_head: bool
+    relative_logit_error: float | None
+    versions: Versions
+    device: str
+    machine: Machine
+    other_machines: list[Machine] = Field(default_factory=list)
+    compute_dtype: str
+    identity: dict[str, Any] | None = None
+    seconds: Seconds
+    peak_memory: dict[str, MemoryPeak]
+
+
+#: the class of a manifest that a function takes and returns
+Kind = TypeVar("Kind", bound=CheckpointManifest)
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    """The manifest of a model that drot pruned.
+
+    Raises UserError as `read_any_manifest` does, and for a model that another program pruned.
+    """
+    manifest = read_any_manifest(folder)
+    if not isinstance(manifest, Manifest):
+        raise UserError(f"{folder} was pruned by another program and fine-tuned by drot: name its original")
+    return manifest
+
+
+def read_any_manifest(folder: Path | str) -> CheckpointManifest:
+    """The manifest of a checkpoint: a Manifest, or a CheckpointManifest if another program pruned the model.
+
+    Raises UserError if drot.json is missing, or lacks an entry, or holds a wrong one. Logs a warning if its
+    digest does not fit its content.
+    """
+    file = Path(folder) / MANIFEST
+    if not file.exists():
+        raise UserError(f"{folder} holds no {MANIFEST}: name a folder that drot prune wrote")
+    data = read_json(file)
+    if (version := data.get("format_version")) != FORMAT_VERSION:
+        raise UserError(
+            f"{file} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: "
+            "use the version of drot that wrote it"
+        )
+    pruned_elsewhere = "recipe" not in data and "finetune" in data
+    manifest = check_schema(CheckpointManifest if pruned_elsewhere else Manifest, data, str(file))
+    if not digest_fits(data):
+        logger.warning("%s was edited or damaged: its content does not fit its %s", file, DIGEST)
+    return manifest
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, manifest: Kind) -> Kind:
+    """Writes drot.json; returns the manifest with the digest of its content. Raises WriteError."""
+    data = with_digest(manifest.to_dict())
+    write_json(folder / MANIFEST, data)
+    return manifest.model_copy(update={DIGEST: data[DIGEST]})
 
 
 def update_manifest(
-    folder: Path | str, change: Callable[[dict[str, Any]], dict[str, Any]], rewritten: Iterable[str] = ()
-) -> dict[str, Any]:
-    """Replaces the manifest of a checkpoint by `change(manifest)` and returns it. The digest is made anew.
+    folder: Path | str, change: Callable[[CheckpointManifest], None], rewritten: Iterable[str] = ()
+) -> CheckpointManifest:
+    """Changes the manifest of a checkpoint and returns it. The digest is made anew.
 
     Programs that update the same manifest wait for each other. Raises UserError for a manifest that is broken
     or whose digest does not fit, because a new digest would hide the damage.
 
     folder: the checkpoint.
-    change: makes the new manifest from the old, as in `lambda old: old | {"evaluations": figures}`.
+    change: sets entries of the manifest.
     rewritten: names of files that the caller has written into the folder, whose hashes are recorded.
     """
     folder = Path(folder)
     with _turn(folder):
-        manifest = read_manifest(folder, recipe_needed=False)
-        if not digest_fits(manifest):
+        manifest = read_any_manifest(folder)
+        if not digest_fits(read_json(folder / MANIFEST)):
             raise UserError(f"{folder / MANIFEST} was edited or damaged: it is not updated; copy it again")
-        return _write_records(folder, change(manifest), rewritten)
+        change(manifest)
+        manifest.files = manifest.files | folder_records(folder, rewritten)
+        return write_manifest(folder, manifest)
 
 
-def accept_files(folder: Path | str) -> dict[str, Any]:
+def accept_files(folder: Path | str) -> CheckpointManifest:
     """Records the hashes of all files of a checkpoint as they are now; returns the manifest.
 
     For a checkpoint that was changed on purpose. Raises UserError if it holds no readable manifest.
     """
     folder = Path(folder)
     with _turn(folder):
-        manifest = read_manifest(folder, recipe_needed=False) | {"files": {}}
-        return _write_records(folder, manifest, None)
-
-
-def _write_records(folder: Path, manifest: dict[str, Any], names: Iterable[str] | None) -> dict[str, Any]:
-    if "files" in manifest:  # a checkpoint of an older drot has no hashes
-        manifest = manifest | {"files": manifest["files"] | folder_records(folder, names)}
-    return write_manifest(folder, manifest)
+        manifest = read_any_manifest(folder)
+        manifest.files = folder_records(folder)
+        return write_manifest(folder, manifest)
 
 
 @contextlib.contextmanager
@@ -92,46 +208,7 @@ def _turn(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def read_manifest(path: Path | str, *, recipe_needed: bool = True) -> dict[str, Any]:
-    """The manifest in the checkpoint folder `path`, checked by its schema (drot/manifest/schema.py).
-
-    Raises UserError if the manifest is missing or broken.
-
-    Logs a warning if the digest of the manifest does not fit its content.
-
-    recipe_needed: whether to refuse the manifest of a model that another program pruned and drot fine-tuned.
-    """
-    file = Path(path) / MANIFEST
-    if not file.exists():
-        raise UserError(f"{path} holds no {MANIFEST}: name a folder that drot prune wrote")
-    manifest = read_json(file)
-    if (version := manifest.get("format_version")) != FORMAT_VERSION:
-        raise UserError(
-            f"{file} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: "
-            "use the version of drot that wrote it"
-        )
-    elsewhere = "recipe" not in manifest and "finetune" in manifest
-    check_schema(FinetunedManifest if elsewhere else PrunedManifest, manifest, str(file))
-    if not digest_fits(manifest):
-        logger.warning("%s was edited or damaged: its content does not fit its %s", file, DIGEST)
-    if elsewhere and recipe_needed:
-        raise UserError(f"{path} was pruned by another program and fine-tuned by drot: name its original")
-    return manifest
-
-
-def patterns_of(manifest: dict[str, Any]) -> PruningConfig:
-    """The sparsity of every linear of the model that `manifest` belongs to.
-
-    The other settings of the pruning are not those of the manifest. Manifests of older versions have neither
-    `keep` nor `sparsity_of`.
-    """
-    pruning = manifest["recipe"]["pruning"]
-    return PruningConfig(
-        method="magnitude",  # with which any m goes
-        sparsity=pruning["sparsity"],
-        keep=pruning.get("keep", ()),
-        sparsity_of=pruning.get("sparsity_of", ()),
-    )
+# ---- what a manifest says of the weights -------------------------------------------------------------
 
 
 def dense_linears_of(path: Path | str, config: Any) -> list[str]:
@@ -142,39 +219,5 @@ def dense_linears_of(path: Path | str, config: Any) -> list[str]:
     """
     if not (Path(path) / MANIFEST).exists():
         return []
-    pruning = patterns_of(read_manifest(path))
+    pruning = read_manifest(path).recipe.pruning
     return dense_linears(config, pruning) if pruning.mixed else []
-
-
-def manifest(
-    recipe: Recipe, tokens: Tensor, device: torch.device, dtype: torch.dtype, **figures: Any
-) -> dict[str, Any]:
-    """The manifest of a run in plain JSON types.
-
-    Args:
-        recipe: the settings of the run.
-        tokens: the calibration tokens, of which the manifest records the shape and the SHA-256.
-        device: the device that the run used.
-        dtype: dtype of the saved weights.
-        figures: further entries, such as the figures of each layer.
-    """
-    return {
-        "format_version": FORMAT_VERSION,
-        "versions": versions(),
-        "device": device_name(device),
-        "machine": machine(device),
-        "dtype": dtype_name(dtype),
-        "recipe": recipe.to_dict(),
-        "calibration": {"sha256": calibration_hash(tokens), "shape": list(tokens.shape)},
-        **figures,
-    }
-
-
-def zero_share(layers: nn.ModuleList, arch: Architecture) -> float:
-    """The share of zeros among the weights of the pruned linears, in [0, 1]."""
-    zeros = total = 0
-    for layer in layers:
-        for linear in layer_linears(layer, arch).values():
-            zeros += int((linear.weight == 0).sum())
-            total += linear.weight.numel()
-    return zeros / total

@@ -3,7 +3,7 @@
 `registration` holds the fake kernels and autograd formulas of all ops.
 """
 
-from drot.ops import registration as registration
+from drot.ops import registration
 from drot.ops.batched_qr import batched_qr, batched_qr_backward, batched_qr_ref, cholesky_qr
 from drot.ops.column_scale import (
     column_scale,
@@ -25,39 +25,3 @@ from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse2
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
 from drot.ops.spectral_step import spectral_step, spectral_step_ref
 from drot.ops.turn_start import turn_start, turn_start_ref
-
-__all__ = [
-    "batched_qr",
-    "batched_qr_backward",
-    "batched_qr_ref",
-    "cholesky_qr",
-    "column_scale",
-    "column_scale_backward",
-    "column_scale_backward_ref",
-    "column_scale_ref",
-    "entropy_loss",
-    "entropy_loss_and_grad",
-    "entropy_loss_ref",
-    "nm_mask",
-    "nm_mask_ref",
-    "pack24",
-    "pack24_ref",
-    "polar_start",
-    "polar_start_ref",
-    "pruned_importance",
-    "pruned_importance_and_grad",
-    "pruned_importance_ref",
-    "skew_momentum",
-    "skew_momentum_ref",
-    "sparse24_compress",
-    "sparse24_linear",
-    "sparse24_linear_ref",
-    "sparsegpt_sweep",
-    "sparsegpt_sweep_ref",
-    "spectral_step",
-    "spectral_step_ref",
-    "turn_start",
-    "turn_start_ref",
-    "unpack24",
-    "unpack24_ref",
-]

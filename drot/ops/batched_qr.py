@@ -17,8 +17,7 @@ def batched_qr(a: Tensor) -> tuple[Tensor, Tensor]:
     Differentiable once in q. Raises ValueError for other shapes or dtypes, and in a backward pass
     RuntimeError for a gradient of r or a second derivative.
     """
-    q, r = torch.ops.drot.batched_qr(a)
-    return q, r
+    return torch.ops.drot.batched_qr(a)
 
 
 def batched_qr_backward(gq: Tensor, q: Tensor, r: Tensor) -> Tensor:
@@ -27,8 +26,7 @@ def batched_qr_backward(gq: Tensor, q: Tensor, r: Tensor) -> Tensor:
     gq, q, r: [..., n, n], fp32 or fp64, with r invertible. Returns [..., n, n]. Raises ValueError for other
     shapes or dtypes, and where the three differ in shape, dtype or device.
     """
-    ga: Tensor = torch.ops.drot.batched_qr_backward(gq, q, r)
-    return ga
+    return torch.ops.drot.batched_qr_backward(gq, q, r)
 
 
 def cholesky_qr(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -38,8 +36,7 @@ def cholesky_qr(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     that q is not orthogonal to fp32 accuracy (for fp64 input: to 1e-10); use `batched_qr` there. The CPU does
     not wait for the GPU. Not differentiable. Raises ValueError for other shapes or dtypes.
     """
-    q, r, reliable = torch.ops.drot.cholesky_qr(a)
-    return q, r, reliable
+    return torch.ops.drot.cholesky_qr(a)
 
 
 def batched_qr_ref(a: Tensor) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()
 def column_scale(product: Tensor, inverse: bool) -> Tensor:
     """q [count, n] with q_j = Σ_i P_ij², or 1/q if `inverse`.
 
@@ -16,11 +17,10 @@ def column_scale(product: Tensor, inverse: bool) -> Tensor:
     threads, and on a GPU the op is one kernel. A NaN or inf in a column of P stays in the q of this column.
     The result has no gradient: `column_scale_backward` has it. Raises ValueError for other shapes and dtypes.
     """
-    with torch.no_grad():
-        scale: Tensor = torch.ops.drot.column_scale(product, inverse)
-    return scale
+    return torch.ops.drot.column_scale(product, inverse)
 
 
+@torch.no_grad()
 def column_scale_backward(product: Tensor, value: Tensor, gradient: Tensor, inverse: bool) -> Tensor:
     """P diag(d) [count, rows, n] with d = d loss/d q, so that d loss/d R is 2 Uᵀ P diag(d) for P = U R.
 
@@ -34,9 +34,7 @@ def column_scale_backward(product: Tensor, value: Tensor, gradient: Tensor, inve
     The result is in bf16, computed in fp32 and rounded once; on a GPU the op is one kernel. The result has no
     gradient. Raises ValueError for other shapes and dtypes.
     """
-    with torch.no_grad():
-        scaled: Tensor = torch.ops.drot.column_scale_backward(product, value, gradient, inverse)
-    return scaled
+    return torch.ops.drot.column_scale_backward(product, value, gradient, inverse)
 
 
 @torch.no_grad()

@@ -31,10 +31,10 @@ def entropy_loss(
     and a negative column_scale raise ValueError too; on a GPU they make the loss NaN, because the CPU does
     not wait for the values.
     """
-    loss: Tensor = torch.ops.drot.entropy_loss(y, column_scale, rows=rows, columns=columns, scale=scale)[0]
-    return loss
+    return torch.ops.drot.entropy_loss(y, column_scale, rows=rows, columns=columns, scale=scale)[0]
 
 
+@torch.no_grad()
 def entropy_loss_and_grad(
     y: Tensor,
     column_scale: Tensor | None = None,
@@ -47,11 +47,7 @@ def entropy_loss_and_grad(
 
     Returns loss (0-dim), dy [r, c] in y's dtype and dcolumn_scale [c] in column_scale's dtype, [0] for None.
     """
-    with torch.no_grad():
-        loss, dy, dcolumn_scale = torch.ops.drot.entropy_loss(
-            y, column_scale, rows=rows, columns=columns, scale=scale
-        )
-    return loss, dy, dcolumn_scale
+    return torch.ops.drot.entropy_loss(y, column_scale, rows=rows, columns=columns, scale=scale)
 
 
 def entropy_loss_ref(

@@ -15,8 +15,7 @@ def pack24(w: Tensor) -> tuple[Tensor, Tensor]:
     Raises ValueError for other shapes or dtypes, and for a weight that is not 2:4, naming its first faulty
     row.
     """
-    values, positions = torch.ops.drot.pack24(w)
-    return values, positions
+    return torch.ops.drot.pack24(w)
 
 
 def unpack24(values: Tensor, positions: Tensor) -> Tensor:
@@ -25,8 +24,7 @@ def unpack24(values: Tensor, positions: Tensor) -> Tensor:
     Raises ValueError for other shapes or dtypes, and for positions that do not ascend in a group, naming the
     first faulty row.
     """
-    w: Tensor = torch.ops.drot.unpack24(values, positions)
-    return w
+    return torch.ops.drot.unpack24(values, positions)
 
 
 def pack24_ref(w: Tensor) -> tuple[Tensor, Tensor]:

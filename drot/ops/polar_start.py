@@ -7,6 +7,7 @@ from torch import Tensor
 SMALLEST_FOURTH = 1e-34
 
 
+@torch.no_grad()
 def polar_start(squared: Tensor, fourth: Tensor, a: float, b: float, c: float, margin: float) -> Tensor:
     """p with u p = x (a + b xᵀx + c (xᵀx)²) for a skew-symmetric u and x = margin · u / ‖u‖.
 
@@ -24,14 +25,14 @@ def polar_start(squared: Tensor, fourth: Tensor, a: float, b: float, c: float, m
     Returns p [count, n, n] in bf16, computed in fp32 and rounded once. The result has no gradient. Raises
     ValueError for other shapes and dtypes, and for numbers that are not finite.
     """
-    with torch.no_grad():
-        p: Tensor = torch.ops.drot.polar_start(squared, fourth, a, b, c, margin)
-    return p
+    return torch.ops.drot.polar_start(squared, fourth, a, b, c, margin)
 
 
 @torch.no_grad()
 def polar_start_ref(squared: Tensor, fourth: Tensor, a: float, b: float, c: float, margin: float) -> Tensor:
     """`polar_start` in plain PyTorch."""
+    if squared.numel() == 0:
+        return squared.clone()
     rows = fourth.float().abs().sum(-1, keepdim=True)
     s = margin / rows.amax(-2, keepdim=True).clamp_min(SMALLEST_FOURTH).sqrt().sqrt()
     p = c * (s**2 * (s**2 * fourth.float())) - b * (s**2 * squared.float())

@@ -28,10 +28,10 @@ def pruned_importance(
     column_scale raise ValueError too; on a GPU they make the loss NaN, because the CPU does not wait for the
     values.
     """
-    loss: Tensor = torch.ops.drot.pruned_importance(y, column_scale, prune=prune, group=group, scale=scale)[0]
-    return loss
+    return torch.ops.drot.pruned_importance(y, column_scale, prune=prune, group=group, scale=scale)[0]
 
 
+@torch.no_grad()
 def pruned_importance_and_grad(
     y: Tensor, column_scale: Tensor | None = None, *, prune: int, group: int, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,11 +39,7 @@ def pruned_importance_and_grad(
 
     Returns loss (0-dim), dy [r, c] in y's dtype and dcolumn_scale [c] in column_scale's dtype, [0] for None.
     """
-    with torch.no_grad():
-        loss, dy, dcolumn_scale = torch.ops.drot.pruned_importance(
-            y, column_scale, prune=prune, group=group, scale=scale
-        )
-    return loss, dy, dcolumn_scale
+    return torch.ops.drot.pruned_importance(y, column_scale, prune=prune, group=group, scale=scale)
 
 
 def pruned_importance_ref(

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()
 def skew_momentum(
     product: Tensor, momentum: Tensor, decay: float, square_decay: float | None = None
 ) -> Tensor:
@@ -25,9 +26,7 @@ def skew_momentum(
     Returns u [..., n, n] in bf16, skew-symmetric. Nothing here has a gradient. Raises ValueError for other
     shapes, dtypes or strides, for a decay that is not finite, and for a square_decay outside of its range.
     """
-    with torch.no_grad():
-        u: Tensor = torch.ops.drot.skew_momentum(product, momentum, decay, square_decay)
-    return u
+    return torch.ops.drot.skew_momentum(product, momentum, decay, square_decay)
 
 
 @torch.no_grad()

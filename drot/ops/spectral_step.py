@@ -8,6 +8,7 @@ from torch import Tensor
 from drot.ops.polar_start import SMALLEST_FOURTH
 
 
+@torch.no_grad()
 def spectral_step(
     q: Tensor,
     momentum: Tensor,
@@ -26,8 +27,8 @@ def spectral_step(
     momentum m' = decay · m + S. It is made of the polynomials x (a + b xᵀx + c (xᵀx)²), one after the other.
     The first x is margin · u / ‖u‖; ‖u‖ is the fourth root of the largest row sum of |u⁴|.
 
-    Products are of bf16 operands with sums in fp32. Their results are rounded to bf16, except S and the
-    change of q. u, J and every x between them are skew-symmetric to the last bit. Nothing is read on the
+    On a GPU products are of bf16 operands with sums in fp32. Their results are rounded to bf16, except S and
+    the change of q. u, J and every x between them are skew-symmetric to the last bit. Nothing is read on the
     host, so a CUDA graph can hold the op.
 
     Args:
@@ -43,10 +44,9 @@ def spectral_step(
         margin: upper bound of the norm of the first x, above 0.
 
     A gradient that is not finite makes the q of its matrix NaN. No result has a gradient. Raises ValueError
-    for other shapes, dtypes, strides or numbers, and for tensors that are not on a GPU.
+    for other shapes, dtypes, strides or numbers.
     """
-    with torch.no_grad():
-        torch.ops.drot.spectral_step(q, momentum, gradient, unit, angle, decay, polynomials, margin)
+    torch.ops.drot.spectral_step(q, momentum, gradient, unit, angle, decay, polynomials, margin)
 
 
 @torch.no_grad()

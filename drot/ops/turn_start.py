@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 
+@torch.no_grad()
 def turn_start(j: Tensor, angle: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """½ · 1 + angle₀ s · j and angle₁ s² · j, both [count, n, n] in bf16.
 
@@ -17,9 +18,7 @@ def turn_start(j: Tensor, angle: Tensor, scale: Tensor | None = None) -> tuple[T
     Both results are computed in fp32 and rounded once; on a GPU the op is one kernel. They have no gradient.
     Raises ValueError for other shapes and dtypes.
     """
-    with torch.no_grad():
-        change, scaled = torch.ops.drot.turn_start(j, angle, scale)
-    return change, scaled
+    return torch.ops.drot.turn_start(j, angle, scale)
 
 
 @torch.no_grad()

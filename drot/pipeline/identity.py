@@ -3,8 +3,8 @@
 import json
 from typing import Any
 
+from drot.core.hashes import weights_record
 from drot.machine.devices import dtype_name
-from drot.manifest.integrity import weights_record
 from drot.pipeline.context import RunContext
 from drot.pipeline.rotation_files import GivenRotations
 from drot.text.source import calibration_hash
@@ -25,13 +25,13 @@ def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any
     del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path
     config = json.loads(run.model.config.to_json_string(use_diff=False))
     identity = {
-        "weights": weights_record(run.model.state_dict()),
+        "weights": weights_record(run.model.model.state_dict()),
         "config": {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL},
         "recipe": recipe,
         "rotations": None if given is None else given.entry["sha256"],
         "calibration": calibration_hash(run.tokens),
         "dtype": dtype_name(run.dtype),
-        "layers": len(run.layers),
+        "layers": run.bases.layers,
     }
     plain: dict[str, Any] = json.loads(json.dumps(identity))
     return plain

@@ -8,20 +8,17 @@ rotations if all of them are known before the pruning starts. Otherwise it uses 
 import copy
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
-from drot.config import BoundaryPlace
 from drot.core.errors import UserError
-from drot.model.boundary import BoundaryRotation
-from drot.model.families import Architecture, HeadShape, decoder_layers, module_at
-from drot.model.rotate import LayerRotation, rotate_ends, rotate_layer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from drot.model.decoder import DecoderModel, rotate_head
+from drot.model.families import HeadShape
+from drot.model.layer import DecoderLayer
+from drot.model.rotation import Bases, Boundary, LayerRotation
 
 #: Largest accepted error ‖rotated − original‖ / ‖original‖, in fp32.
 TOLERANCE = 1e-4
@@ -46,54 +43,52 @@ def random_rotation(
     return LayerRotation(draw(d, d), draw(shape.kv_heads, shape.head_dim, shape.head_dim))
 
 
-def _random_rotations(count: int, d: int, shape: HeadShape, device: torch.device) -> Iterator[LayerRotation]:
-    """`count` random rotations, the same at every call. They are drawn one by one, to save memory."""
+def _random_rotations(model: DecoderModel, device: torch.device) -> Iterator[LayerRotation]:
+    """A random rotation of each layer, the same at every call. They are drawn one by one, to save memory."""
     generator = torch.Generator().manual_seed(0)
-    for _ in range(count):
-        yield random_rotation(d, shape, generator, device)
+    for _ in model.layers:
+        yield random_rotation(model.hidden_size, model.heads, generator, device)
 
 
-def _check_finite(hidden_states: Tensor, index: int) -> None:
-    """Raises UserError if the norm of the outputs of layer `index` of the original model is not finite."""
+def _check_finite(hidden_states: Tensor, layer: DecoderLayer) -> None:
+    """Raises UserError if the norm of the original layer's outputs is not finite."""
     norm = float(hidden_states.norm())
     if not math.isfinite(norm):
         raise UserError(
-            f"layer {index}: the model's outputs on the calibration text must have a finite norm, got {norm} "
-            "in fp32: the weights are damaged; copy the model again"
+            f"layer {layer.index}: the model's outputs on the calibration text must have a finite norm, got "
+            f"{norm} in fp32: the weights are damaged; copy the model again"
         )
-
-
-@torch.no_grad()
-def check_outputs(model: "PreTrainedModel", arch: Architecture, tokens: Tensor, device: torch.device) -> None:
-    """Raises UserError if a layer's outputs on `tokens` [1, seqlen] are not finite in fp32.
-
-    `check_model` checks the same for a model that is rotated. `model` is not changed.
-    """
-    stream = CalibrationStream.embed(model, arch, tokens, device)
-    stream.hidden_states = stream.hidden_states.float()
-    for index, layer in enumerate(decoder_layers(model, arch)):
-        stream.advance(_float_copy(layer, device), index)
-        _check_finite(stream.hidden_states, index)
 
 
 def _relative_error(got: Tensor, expected: Tensor) -> float:
     return float((got - expected).norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
 
 
-def _float_copy(module: nn.Module, device: torch.device) -> nn.Module:
-    return copy.deepcopy(module).to(device=device, dtype=torch.float32)
+def _embedded(model: DecoderModel, tokens: Tensor, device: torch.device) -> CalibrationStream:
+    stream = CalibrationStream.embed(model, tokens, device)
+    stream.hidden_states = stream.hidden_states.float()
+    return stream
+
+
+@torch.no_grad()
+def check_outputs(model: DecoderModel, tokens: Tensor, device: torch.device) -> None:
+    """Raises UserError if a layer's outputs on `tokens` [1, seqlen] are not finite in fp32.
+
+    `check_model` checks the same for a model that is rotated.
+    """
+    stream = _embedded(model, tokens, device)
+    for layer in model.layers:
+        stream.advance(layer.copy(device, torch.float32))
+        _check_finite(stream.hidden_states, layer)
 
 
 @torch.no_grad()
 def check_layer(
-    layer: nn.Module,
-    index: int,
+    layer: DecoderLayer,
     stream: CalibrationStream,
-    arch: Architecture,
-    shape: HeadShape,
     rotation: LayerRotation,
     rotated_stream: CalibrationStream | None = None,
-    boundary: BoundaryRotation | None = None,
+    boundary: Boundary | None = None,
 ) -> float:
     """Relative error, in fp32, of the rotated layer's output on `stream`. `layer` is not changed.
 
@@ -102,112 +97,78 @@ def check_layer(
 
     Args:
         layer: a decoder layer.
-        index: number of the layer.
         stream: input of the layer; afterwards its output.
-        arch: family of the model.
-        shape: attention sizes of the model.
         rotation: R1 and R2 of the layer.
         rotated_stream: input of the rotated layer, in the basis R1; afterwards its output. None computes it
             from `stream`.
-        boundary: the rotation of the residual that the rotated layer holds, after which `rotated_stream` is
-            in the basis next_r1. None if the layer holds no such rotation.
+        boundary: the boundary of the residual that the rotated layer holds; None if it holds none.
     """
     device = stream.hidden_states.device
     r1 = rotation.r1.to(device)
     if rotated_stream is None:
         rotated_stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
         rotated_stream.rotate(r1)
-    layer_copy = _float_copy(layer, device)
-    stream.advance(layer_copy, index)
-    _check_finite(stream.hidden_states, index)
-    rotate_layer(layer_copy, arch, shape, rotation.to(device), boundary)
-    rotated_stream.advance(layer_copy, index)
+    rotated = layer.copy(device, torch.float32)
+    stream.advance(rotated)
+    _check_finite(stream.hidden_states, layer)
+    rotated.rotate(rotation.to(device), boundary)
+    rotated_stream.advance(rotated)
     output_r1 = r1 if boundary is None else boundary.next_r1.to(device)
     output = rotated_stream.hidden_states @ output_r1.T.to(rotated_stream.hidden_states.dtype)
     error = _relative_error(output, stream.hidden_states)
     if not error <= TOLERANCE:
         raise InvarianceError(
-            f"layer {index}: the rotated layer's output differs from the original output by {error:.2e} "
-            f"(relative, fp32), above {TOLERANCE:g}; nothing was written"
+            f"layer {layer.index}: the rotated layer's output differs from the original output by "
+            f"{error:.2e} (relative, fp32), above {TOLERANCE:g}; nothing was written"
         )
     return error
 
 
 @torch.no_grad()
 def check_model(
-    model: "PreTrainedModel",
-    arch: Architecture,
-    shape: HeadShape,
+    model: DecoderModel,
     tokens: Tensor,
     device: torch.device,
+    bases: Bases,
     rotations: Sequence[LayerRotation] | None = None,
-    place: BoundaryPlace = "input",
 ) -> float:
-    """Relative error, in fp32, of the rotated model's logits on `tokens`. `model` is not changed.
+    """Relative error, in fp32, of the rotated model's logits on `tokens` [1, seqlen]. `model` is not changed.
 
     Raises InvarianceError if the logits or the output of a layer have an error above TOLERANCE.
 
-    Args:
-        model: a causal language model.
-        arch: family of the model.
-        shape: attention sizes of the model.
-        tokens: token ids [1, seqlen].
-        device: device of the computation, to which one layer at a time is copied.
-        rotations: the rotation of each layer; None draws random rotations.
-        place: place of the boundary rotations.
+    device: where the check computes, to which one layer at a time is copied.
+    rotations: the rotation of each layer; None draws random rotations.
     """
-    d, layers = model.config.hidden_size, decoder_layers(model, arch)
-    stream = CalibrationStream.embed(model, arch, tokens, device)
-    stream.hidden_states = stream.hidden_states.float()
-    remaining = iter(rotations or _random_rotations(len(layers), d, shape, device))
-    rotation = next(remaining)
-    first_r1 = last_r1 = rotation.r1.to(device)
+    place = bases.place or "input"  # the boundary matrices of a shared R1 are the identity
+    bases = Bases(place, bases.layers)
+    stream = _embedded(model, tokens, device)
+    remaining = iter(rotations or _random_rotations(model, device))
+    known = {0: next(remaining)}
     rotated_stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
-    rotated_stream.rotate(first_r1)
-    for index, layer in enumerate(layers):
-        next_rotation = next(remaining, None)
-        if next_rotation is None:
-            check_layer(layer, index, stream, arch, shape, rotation, rotated_stream)
-            break
-        boundary = BoundaryRotation(place, rotation.r1, next_rotation.r1).to(device)
-        if place == "residual":
-            check_layer(layer, index, stream, arch, shape, rotation, rotated_stream, boundary)
-        else:
-            check_layer(layer, index, stream, arch, shape, rotation, rotated_stream)
-            rotated_stream.rotate(boundary.matrix())
-        rotation, last_r1 = next_rotation, boundary.next_r1
-    ends = _Ends(model, arch, device)
-    expected = ends.logits(stream.hidden_states)
-    rotate_ends(ends, arch, first_r1, last_r1)
-    got = ends.logits(rotated_stream.hidden_states)
-    error = _relative_error(got, expected)
+    rotated_stream.rotate(known[0].r1.to(device))
+    for layer in model.layers:
+        index = layer.index
+        if (following := next(remaining, None)) is not None:
+            known[index + 1] = following
+        boundary = bases.held(index, known)
+        if place == "input":
+            if boundary is not None:
+                rotated_stream.rotate(boundary.to(device).matrix())
+            boundary = None
+        check_layer(layer, stream, known[index], rotated_stream, boundary and boundary.to(device))
+        known.pop(index - 1, None)
+    last_r1 = known[bases.layers - 1].r1.to(device)
+    norm, head = _float_copy(model.final_norm, device), _float_copy(model.head, device)
+    expected = head(norm(stream.hidden_states))
+    rotate_head(norm, head, last_r1)
+    error = _relative_error(head(norm(rotated_stream.hidden_states)), expected)
     if not error <= TOLERANCE:
         raise InvarianceError(
-            f"{arch.lm_head}: the rotated model's logits differ from the original logits by {error:.2e} "
+            f"{model.family.head}: the rotated model's logits differ from the original logits by {error:.2e} "
             f"(relative, fp32), above {TOLERANCE:g}; nothing was written"
         )
     return error
 
 
-class _Ends(nn.Module):
-    """fp32 copies of a model's embedding, final norm and lm_head, under the same paths as in the model."""
-
-    def __init__(self, model: "PreTrainedModel", arch: Architecture, device: torch.device) -> None:
-        super().__init__()
-        self.arch = arch
-        self.config = copy.copy(model.config)
-        for path in (arch.embedding, arch.final_norm, arch.lm_head):
-            self._set_module(path, _float_copy(module_at(model, path), device))
-
-    def _set_module(self, path: str, module: nn.Module) -> None:
-        *parents, name = path.split(".")
-        node: nn.Module = self
-        for parent in parents:
-            if not hasattr(node, parent):
-                setattr(node, parent, nn.Module())
-            node = getattr(node, parent)
-        setattr(node, name, module)
-
-    def logits(self, hidden_states: Tensor) -> Tensor:
-        normed = module_at(self, self.arch.final_norm)(hidden_states)
-        return module_at(self, self.arch.lm_head)(normed)
+def _float_copy(module: Any, device: torch.device) -> Any:
+    return copy.deepcopy(module).to(device=device, dtype=torch.float32)

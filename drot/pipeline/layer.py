@@ -1,38 +1,37 @@
-"""The pruning of one decoder layer, with its figures for the manifest and for plots."""
+"""The pruning of one decoder layer, with its figures for the manifest and the maps of its importance."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drot.calibration.dense_reference import DenseReference
+from drot.calibration.dense_reference import DenseReference, TargetStatistics
 from drot.calibration.hessian import InputHessian
 from drot.calibration.layer_pass import LayerPass
-from drot.config import Recipe
+from drot.config import ResolvedRecipe
 from drot.core.errors import UserError
-from drot.model.boundary import BoundaryRotation
-from drot.model.families import INPUT_GROUPS, HeadShape
-from drot.model.rotate import LayerRotation
-from drot.pipeline.figures import GroupFigures
+from drot.model.families import InputGroup
+from drot.model.layer import Linear
+from drot.model.rotation import LayerRotation
+from drot.pipeline.importance import GroupImportance
 from drot.pruning import dense_target, prune_once, solve_weight
 
 
 @torch.no_grad()
 def prune_layer(
     layer_pass: LayerPass,
-    shape: HeadShape,
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     *,
     dense: DenseReference | None = None,
     rotation: LayerRotation | None = None,
-    boundary: BoundaryRotation | None = None,
+    output_r1: Tensor | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """Prunes the seven linears of a layer in place.
+    """Prunes the linears of a layer in place.
 
     The Hessian of an input group is computed after the groups before it are pruned, and factorised once for
     all its linears. A linear with a sparsity of 0 is not changed, and has only the first three figures.
 
-    Returns two dicts. The first is role → figures for the manifest:
+    Returns two dicts. The first is name of a linear → figures for the manifest:
         sparsity: the share of zeros.
         output_error: relative error of the outputs on the calibration inputs; None without such inputs.
         damping: the damping of the inverted Hessian; None for a method that inverts no Hessian.
@@ -40,7 +39,7 @@ def prune_layer(
             share of the importance, and output_error, the error of the method alone, without a solver.
             Empty without calibration inputs.
         admm_iterations: iterations of ADMM.
-    The second is `<role>.<name>` → the tensors of GroupFigures.importance.
+    The second is `<name>.<map>` → the tensors of GroupImportance.
 
     Output errors compare with the outputs of the target weight, which differs from the weight of the layer
     for `target="dense"`. The error `before` the rotation of a rotated layer always compares with the outputs
@@ -48,64 +47,91 @@ def prune_layer(
 
     Args:
         layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
-        shape: attention sizes of the model.
         recipe: the settings of the run.
         dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
         rotation: the rotation that was merged into the layer; None for a layer that is not rotated.
-        boundary: the rotation of the residual that the layer holds; None for a layer without it.
+        output_r1: R1 [d, d] of the basis in which the layer writes.
     """
-    config, linears, index = recipe.pruning, layer_pass.linears, layer_pass.index
-    names = layer_pass.arch.linear_names(index)
+    layer, pruning = layer_pass.layer, recipe.pruning
     figures: dict[str, dict[str, Any]] = {}
-    tensors: dict[str, Tensor] = {}
-    for group, roles in INPUT_GROUPS.items():
-        kept = [role for role in roles if config.sparsity_for(names[role]).ratio == 0]
-        figures |= {role: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for role in kept}
-        if len(kept) == len(roles):
+    maps: dict[str, Tensor] = {}
+    for group in layer.groups:
+        linears = layer.linears_of(group)
+        pruned = [linear for linear in linears if pruning.sparsity_for(linear.full_name).ratio > 0]
+        for linear in linears:
+            if linear not in pruned:
+                figures[linear.name] = {"sparsity": 0.0, "output_error": 0.0, "damping": None}
+        if not pruned:
             continue
-        hessian: InputHessian | None = None
-        if not len(layer_pass.stream.hidden_states):
-            assert config.method == "magnitude", f"{config.method} needs calibration tokens"
-        elif dense is None:
-            hessian = InputHessian(layer_pass.hessian(group), recipe.damping, recipe.damping_average)
-        else:
-            statistics = dense.statistics(layer_pass, group)
-            hessian = InputHessian(statistics.hessian, recipe.damping, recipe.damping_average)
-        importance: GroupFigures | None = None
-        for role in (role for role in roles if role not in kept):
-            weight, of_linear = linears[role].weight, config.for_linear(names[role])
+        writes_in = output_r1 if layer.ends_layer(group) else None
+        of_group = _PrunedGroup(layer_pass, group, recipe, dense, rotation, writes_in)
+        for linear in pruned:
             try:
-                target = weight
-                if dense is not None:
-                    assert hessian is not None
-                    target = dense_target(weight, statistics, hessian.factor, share=config.target_weight)
-                outcome = first = prune_once(target, hessian, of_linear)
-                one_shot: dict[str, dict[str, float | None]] = {}
-                if hessian is not None:
-                    outcome = solve_weight(first, target, hessian, of_linear, recipe.solve)
-                    if importance is None:  # after the first linear, whose pruning checks the Hessian
-                        down_r1 = None if boundary is None else boundary.next_r1
-                        importance = GroupFigures(group, hessian, recipe, shape, rotation, down_r1)
-                    unrotated = importance.unrotated(role, weight)
-                    shares, plotted = importance.importance(weight, unrotated, of_linear.sparsity)
-                    errors = {list(shares)[-1]: first.output_error}
-                    if importance.rotated:
-                        total = first.energy if dense is None else None  # a rotation does not change it
-                        before = prune_once(unrotated, importance.hessian, of_linear, total=total)
-                        errors["before"] = before.output_error
-                    one_shot = {
-                        basis: {"removed_importance": share, "output_error": errors[basis]}
-                        for basis, share in shares.items()
-                    }
-                    tensors |= {f"{role}.{name}": values for name, values in plotted.items()}
+                figures[linear.name] = of_group.prune(linear, maps)
             except UserError as error:
-                raise UserError(f"layer {index}, {role}: {error}") from None
-            weight.copy_(outcome.weight)
-            figures[role] = {
-                "sparsity": float((weight == 0).float().mean()),
-                "output_error": outcome.output_error,
-                "damping": outcome.damping,
-                "one_shot": one_shot,
-                "admm_iterations": outcome.admm_iterations,
+                raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
+    return {name: figures[name] for name in layer.linears}, maps
+
+
+class _PrunedGroup:
+    """The Hessian of an input group and what follows from it, for the pruning of its linears."""
+
+    def __init__(
+        self,
+        layer_pass: LayerPass,
+        group: InputGroup,
+        recipe: ResolvedRecipe,
+        dense: DenseReference | None,
+        rotation: LayerRotation | None,
+        output_r1: Tensor | None,
+    ) -> None:
+        self._recipe, self._group, self._heads = recipe, group, layer_pass.layer.heads
+        self._rotation, self._output_r1 = rotation, output_r1
+        self._hessian: InputHessian | None = None
+        self._statistics: TargetStatistics | None = None
+        self._importance: GroupImportance | None = None
+        if not len(layer_pass.stream.hidden_states):
+            assert recipe.pruning.method == "magnitude", f"{recipe.pruning.method} needs calibration tokens"
+            return
+        if dense is None:
+            matrix = layer_pass.hessian(group)
+        else:
+            self._statistics = dense.statistics(layer_pass, group)
+            matrix = self._statistics.hessian
+        self._hessian = InputHessian(matrix, recipe.pruning.damping, recipe.pruning.damping_average)
+
+    def prune(self, linear: Linear, maps: dict[str, Tensor]) -> dict[str, Any]:
+        """Prunes a linear in place; returns its figures, and adds the maps of its importance to `maps`."""
+        weight, config = linear.weight, self._recipe.pruning.for_linear(linear.full_name)
+        target = weight
+        if self._statistics is not None and self._hessian is not None:
+            share = config.target_weight
+            target = dense_target(weight, self._statistics, self._hessian.factor, share=share)
+        outcome = first = prune_once(target, self._hessian, config)
+        one_shot: dict[str, dict[str, float | None]] = {}
+        if self._hessian is not None:
+            outcome = solve_weight(first, target, self._hessian, config, self._recipe.pruning.solve)
+            if self._importance is None:  # after the first linear, whose pruning checks the Hessian
+                self._importance = GroupImportance(
+                    self._group, self._hessian, self._recipe, self._heads, self._rotation, self._output_r1
+                )
+            unrotated = self._importance.unrotated(linear.spec, weight)
+            shares, found = self._importance.of_weight(weight, unrotated, config.sparsity)
+            errors = {list(shares)[-1]: first.output_error}
+            if self._importance.rotated:
+                total = first.energy if self._statistics is None else None  # a rotation does not change it
+                before = prune_once(unrotated, self._importance.hessian, config, total=total)
+                errors["before"] = before.output_error
+            one_shot = {
+                basis: {"removed_importance": share, "output_error": errors[basis]}
+                for basis, share in shares.items()
             }
-    return {role: figures[role] for role in linears}, tensors
+            maps |= {f"{linear.name}.{name}": values for name, values in found.items()}
+        weight.copy_(outcome.weight)
+        return {
+            "sparsity": float((weight == 0).float().mean()),
+            "output_error": outcome.output_error,
+            "damping": outcome.damping,
+            "one_shot": one_shot,
+            "admm_iterations": outcome.admm_iterations,
+        }

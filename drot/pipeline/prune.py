@@ -12,35 +12,33 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
-from drot.checkpoint.rotations import save_rotations
-from drot.checkpoint.save import check_output, save_checkpoint
-from drot.checkpoint.size import check_space, size_of
+from drot.checkpoint.save import check_output
+from drot.checkpoint.size import check_space, size_of, weight_bytes
 from drot.config import Recipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
-from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.events import Progress, silent
 from drot.core.files import WriteError
 from drot.core.lock import locked
 from drot.machine.devices import dtype_name
 from drot.machine.environment import machine, versions
-from drot.manifest.importance import save_figures
-from drot.manifest.integrity import file_record
-from drot.manifest.manifest import MANIFEST, read_manifest, zero_share
+from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.pipeline.disk import disk_needs
+from drot.pipeline.estimate import sizes_of
 from drot.pipeline.identity import run_identity
+from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.rotation_files import (
     check_rotations_output,
     check_same_rotations,
-    path_inside,
     read_given,
 )
 from drot.pipeline.run import PruningRun
 from drot.sparse.packed import check_format, check_packable, dense_linears, pack_model
-from drot.sparse.quantization_config import format_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -55,15 +53,15 @@ class PruneResult:
     """
 
     model: PreTrainedModel
-    manifest: dict[str, Any]
+    manifest: Manifest
     out: Path | None
     finished_before: bool = False
 
     def __repr__(self) -> str:
         facts = [
             f"out={str(self.out)!r}" if self.out else "out=None",
-            f"sparsity={self.manifest['sparsity']:.2%}",
-            f"layers={len(self.manifest['layers'])}",
+            f"sparsity={self.manifest.sparsity:.2%}",
+            f"layers={len(self.manifest.layers)}",
             size_of(self.model),
         ]
         return f"PruneResult({', '.join(facts)})"
@@ -123,7 +121,6 @@ def prune(
     is_a("resume", resume, bool)
     recipe = recipe or Recipe()
     check_format(format, recipe.pruning)
-    recipe = recipe.for_format(format, rotations_given=rotations is not None)
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
     finished = False
@@ -151,83 +148,36 @@ def prune(
             progress=progress,
         )
         context = prepared.context
-        context.seconds["load"] = time.perf_counter() - started
-        if not isinstance(model, PreTrainedModel):
-            context.count("load", sum(tensor.nbytes for tensor in context.model.parameters()), "bytes")
+        context.clock.seconds["load"] = time.perf_counter() - started
         if recipe.recovery.recover == "block":
             check_sequences(len(context.tokens))
         given = None if rotations is None else read_given(context, Path(rotations))
         run = PruningRun(context, given)
-        dense = []
+        dense = dense_linears(context.model.config, recipe.pruning) if format == "packed" else []
         if format == "packed":
-            dense = dense_linears(context.model.config, recipe.pruning)
-            check_packable(context.model, dense)
-        written = out is not None or rotations_out is not None
-        identity = run_identity(context, given) if written else {}
+            check_packable(context.model.model, dense)
+        identity = run_identity(context, given) if out is not None or rotations_out is not None else None
         if rotations_out is not None and rotations_out.exists():
-            check_same_rotations(rotations_out, identity)
-        if out is not None and finished:
-            return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
+            check_same_rotations(rotations_out, identity or {})
         state = None
-        if out is not None:
+        if out is not None and identity is not None:
+            if finished:
+                return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
             state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
-            check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
+            sizes = sizes_of(context.model, *context.tokens.shape)
+            checkpoint, parts = disk_needs(sizes, context.recipe, context.dtype, prepared.save_dtype)
+            check_space(out, checkpoint, max(0, parts - (weight_bytes(state.folder) or 0)))
         with _told_how_to_resume(state):
-            manifest = run.execute(state)
-            manifest |= {"base_model": prepared.source, "compute_dtype": dtype_name(context.dtype)}
+            run.execute(state)
             if prepared.save_dtype != context.dtype:
-                cast_weights(context.model, prepared.save_dtype, "save_dtype")
-                manifest |= {
-                    "dtype": dtype_name(prepared.save_dtype),
-                    "sparsity": zero_share(context.layers, context.arch),
-                }
-            if written:
-                manifest["identity"] = identity
+                cast_weights(context.model.model, prepared.save_dtype, "save_dtype")
+            sparsity = context.model.zero_share()
             if format == "packed":
-                pack_model(context.model, dense)
-            manifest |= format_of(context.model)
-            if state is not None and state.other_machines:
-                manifest["other_machines"] = state.other_machines
-
-            def write_rotations(file: Path) -> None:
-                save_rotations(file, run.rotations, {"model": prepared.source, **identity})
-
-            inside = path_inside(rotations_out, out)
-            if rotations_out is not None and inside is None:
-                write_rotations(rotations_out)
-                manifest["saved_rotations"] = {"file": rotations_out.name, **file_record(rotations_out)}
-
-            before_saving = time.perf_counter()
-
-            def times(folder: Path | None = None) -> dict[str, Any]:
-                """The entries of the manifest about time; `folder` holds the checkpoint that was written."""
-                now = time.perf_counter()
-                if folder is not None:
-                    context.seconds["save"] += now - before_saving
-                    written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-                    context.count("save", written, "bytes")
-                return context.times(now - started)
-
-            def write_more(folder: Path) -> None:
-                save_figures(folder, run.figures)
-                if inside is not None:
-                    write_rotations(folder / inside)
-
-            if out is not None and state is not None:
-                progress(ProgressEvent(phase="save"))
-                manifest = save_checkpoint(
-                    context.model,
-                    prepared.tokenizer,
-                    manifest,
-                    out,
-                    scratch=state.folder,
-                    write_more=write_more,
-                    last_entries=times,
-                )
-                state.discard()
-            else:
-                manifest |= times()
-        return PruneResult(context.model, manifest, out)
+                pack_model(context.model.model, dense)
+            as_drot_model(context.model.model)
+            manifest = manifest_of(prepared, run, identity, state, sparsity)
+            manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
+        return PruneResult(context.model.model, manifest, out)
 
 
 @contextlib.contextmanager
@@ -256,13 +206,9 @@ def _finished_result(
         rotations: the file in which the caller wants the rotations.
     """
     manifest = read_manifest(out)
-    if "finetune" in manifest:
+    if manifest.finetune:
         raise UserError(f"{out} holds a model that was fine-tuned after its run: name another `out`")
-    if "identity" not in manifest:
-        raise UserError(
-            f"{out} was finished by an older drot, which did not record its run: name another `out`"
-        )
-    before = manifest["identity"] | {"format": manifest["format"], "save_dtype": manifest["dtype"]}
+    before = (manifest.identity or {}) | {"format": manifest.format, "save_dtype": manifest.dtype}
     now = identity | {"format": format, "save_dtype": dtype_name(save_dtype)}
     if changed := identity_differences(before, now, "the finished run"):
         raise UserError(f"{out} is the result of another run: {changed}; name another `out`")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from drot.calibration.stream import CalibrationStream
 from drot.config import RecoveryConfig
 from drot.core.errors import UserError
-from drot.model.families import Architecture, layer_linears, module_at
+from drot.model.layer import DecoderLayer
 
 #: share of the calibration sequences that the training does not see, at least one sequence
 HELD_OUT_SHARE = 1 / 8
@@ -76,11 +76,9 @@ def held_out_sequences(nsamples: int) -> int:
 
 
 def recover_layer(
-    layer: nn.Module,
-    index: int,
+    layer: DecoderLayer,
     stream: CalibrationStream,
     targets: CalibrationStream,
-    arch: Architecture,
     config: RecoveryConfig,
     on_epoch: OnEpoch = lambda step, steps, loss: None,
 ) -> RecoveryRecord:
@@ -95,22 +93,21 @@ def recover_layer(
 
     Args:
         layer: the pruned layer.
-        index: number of the layer.
         stream: inputs of the layer, computed by the pruned layers before it.
         targets: the outputs that the layer should have, in the basis of its outputs.
-        arch: family of the model.
         config: the settings of the recovery.
         on_epoch: the progress callback, called before the first and after each epoch.
     """
     started = time.perf_counter()
-    training = _Training(layer, arch)
+    training = _Training(layer)
     count = len(stream.hidden_states)
     held_out = range(count - held_out_sequences(count), count)
     trained, steps = held_out.start, config.recover_epochs * math.ceil(held_out.start / config.recover_batch)
+    index = layer.index
     generator = torch.Generator().manual_seed(index)
 
     def error(sequences: Tensor | slice) -> Tensor:
-        output = layer(stream.batch(sequences), **stream.layer_kwargs[index])
+        output = layer(stream.batch(sequences), stream.layer_kwargs[index])
         return _relative_error(output, targets.batch(sequences))
 
     @torch.no_grad()
@@ -183,11 +180,10 @@ class _Training:
     known, and only one gradient is in memory at a time.
     """
 
-    def __init__(self, layer: nn.Module, arch: Architecture) -> None:
+    def __init__(self, layer: DecoderLayer) -> None:
         self.rate = 0.0
-        weights = [linear.weight for linear in layer_linears(layer, arch).values()]
-        norms = [module_at(layer, path).weight for path in (arch.attention_norm, arch.mlp_norm)]
-        self._parameters = [*weights, *norms]
+        weights = [module.weight for module in layer.modules_of_linears]
+        self._parameters = [*weights, *(norm.weight for norm in layer.norms)]
         self._kept = {weight: weight != 0 for weight in weights}
 
     @contextlib.contextmanager

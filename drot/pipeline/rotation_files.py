@@ -13,7 +13,7 @@ from drot.checkpoint.save import check_name, check_writable
 from drot.config import Recipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
 
 
@@ -40,7 +40,7 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
             '`rotations` need `mode="layer"` or `mode="shared"`; got `mode="none"`, which rotates nothing'
         )
     rotations, record = load_rotations(
-        path, layers=len(run.layers), hidden_size=run.model.config.hidden_size, shape=run.shape
+        path, layers=run.bases.layers, hidden_size=run.model.hidden_size, shape=run.model.heads
     )
     equal = all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
     if run.recipe.rotation.mode == "shared" and not equal:

@@ -1,31 +1,29 @@
 """`drot.sensitivity`, which measures how much the output of each linear changes at each n:m or ratio."""
 
-import copy
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.calibration.hessian import InputHessian
-from drot.calibration.stream import CalibrationStream, Reader
-from drot.config import PruningConfig, Recipe, Sparsity
+from drot.calibration.stream import CalibrationStream
+from drot.config import PruningConfig, Recipe, ResolvedPruning, ResolvedRecipe, Sparsity, resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name
-from drot.machine.transfer import layers_on_device
-from drot.model.families import INPUT_GROUPS, Architecture, layer_linears
-from drot.model.rotate import LayerRotation, rotate_layer
+from drot.machine.transfer import on_device
+from drot.model.layer import DecoderLayer
+from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
-from drot.pipeline.dense_pass import train_dense
 from drot.pipeline.invariance import check_model
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given
+from drot.pipeline.training import train_layers, train_shared
 from drot.pruning import prune_weight
 from drot.text.source import calibration_hash
 
@@ -43,7 +41,7 @@ class SensitivityResult:
     figures: further facts for `to_dict`.
     """
 
-    recipe: Recipe
+    recipe: ResolvedRecipe
     errors: dict[str, dict[str, float | None]]
     figures: dict[str, Any]
 
@@ -106,8 +104,11 @@ def sensitivity(
     is_a("recipe", recipe, Recipe, or_none=True)
     recipe = recipe or Recipe()
     if recipe.rotation.mode == "layer" and rotations is None:
-        recipe = dataclasses.replace(recipe, rotation=dataclasses.replace(recipe.rotation, hessians="dense"))
-    recipe = recipe.for_format("dense", rotations_given=rotations is not None)
+        recipe = recipe.replace(hessians="dense")
+    measured = {
+        sparsity: resolve(recipe.replace(sparsity=sparsity, keep=(), sparsity_of=())).pruning
+        for sparsity in measured_sparsities(recipe.pruning)
+    }
     prepared = prepare(
         model,
         recipe,
@@ -124,10 +125,12 @@ def sensitivity(
     error = None
     if run.rotates:
         if used is None:
-            used = [rotation for rotation, _ in train_dense(run, None)[0]]
-        with run.clock("check"):
-            place = recipe.rotation.resolved_boundary
-            error = check_model(run.model, run.arch, run.shape, run.tokens[:1], run.device, used, place)
+            if recipe.rotation.mode == "shared":
+                used, _ = train_shared(run, None)
+            else:
+                used = [rotation for rotation, _ in train_layers(run, None)]
+        with run.during("check"):
+            error = check_model(run.model, run.tokens[:1], run.device, run.bases, used)
     figures = {
         "base_model": prepared.source,
         "calibration": {"sha256": calibration_hash(run.tokens), "shape": list(run.tokens.shape)},
@@ -135,23 +138,24 @@ def sensitivity(
         "dtype": dtype_name(run.dtype),
         "relative_logit_error": error,
     }
-    return SensitivityResult(run.recipe, _errors(run, used), figures)
+    return SensitivityResult(run.recipe, _errors(run, used, measured), figures)
 
 
-def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str, dict[str, float | None]]:
+def _errors(
+    run: RunContext, rotations: list[LayerRotation] | None, measured: dict[Sparsity, ResolvedPruning]
+) -> dict[str, dict[str, float | None]]:
     """SensitivityResult.errors, from one pass of the dense model.
 
     rotations: the rotation of each layer; None for a model that is not rotated.
+    measured: sparsity → how to prune a linear to it.
     """
-    stream = CalibrationStream.embed(run.model, run.arch, run.tokens, run.device)
-    sparsities = measured_sparsities(run.recipe.pruning)
+    stream = CalibrationStream.embed(run.model, run.tokens, run.device)
     errors: dict[str, dict[str, float | None]] = {}
-    for index, layer in layers_on_device(list(run.layers), run.device, run.model_device):
-        run.event("sensitivity", index)
-        with run.clock("prune"):
-            rotated, inputs = _rotated(run, index, layer, stream, rotations)
-            errors |= _output_errors(rotated, index, inputs, run.arch, run.recipe, sparsities)
-        stream.advance(layer, index)
+    for layer in on_device(run.model.layers, run.device, run.home):
+        with run.during("sensitivity", layer, announced=True):
+            rotated, inputs = _rotated(run, layer, stream, rotations)
+            errors |= _output_errors(rotated, inputs, measured)
+        stream.advance(layer)
     return errors
 
 
@@ -162,27 +166,20 @@ def measured_sparsities(pruning: PruningConfig) -> list[Sparsity]:
 
 def _rotated(
     run: RunContext,
-    index: int,
-    layer: nn.Module,
+    layer: DecoderLayer,
     stream: CalibrationStream,
     rotations: list[LayerRotation] | None,
-) -> tuple[nn.Module, CalibrationStream]:
-    """A rotated copy of the layer, and a rotated copy of the layer's inputs.
+) -> tuple[DecoderLayer, CalibrationStream]:
+    """A rotated copy of the layer, and a rotated copy of its inputs in the dense model.
 
     Without rotations, `layer` and `stream` themselves.
-
-    Args:
-        run: the state of the run.
-        index: number of the layer.
-        layer: the decoder layer.
-        stream: inputs of the layer in the dense model.
-        rotations: the rotation of each layer; None for a model that is not rotated.
     """
     if rotations is None:
         return layer, stream
-    rotation, boundary = rotations[index], run.residual_boundary(rotations, index)
-    layer = copy.deepcopy(layer)
-    rotate_layer(layer, run.arch, run.shape, rotation.to(run.device), boundary)
+    rotation = rotations[layer.index]
+    boundary = run.bases.held(layer.index, rotations) if run.bases.place == "residual" else None
+    layer = layer.copy()
+    layer.rotate(rotation.to(run.device), boundary)
     stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
     stream.rotate(rotation.r1)
     return layer, stream
@@ -190,42 +187,30 @@ def _rotated(
 
 @torch.no_grad()
 def _output_errors(
-    layer: nn.Module,
-    index: int,
-    stream: CalibrationStream,
-    arch: Architecture,
-    recipe: Recipe,
-    sparsities: list[Sparsity],
+    layer: DecoderLayer, stream: CalibrationStream, measured: dict[Sparsity, ResolvedPruning]
 ) -> dict[str, dict[str, float | None]]:
     """The relative output error of each linear of a layer, pruned alone. No weight is changed.
 
-    Returns name of a linear → sparsity, as in `2:4` → error. The error is None where n:m does not divide the
-    inputs of the linear.
+    Returns full name of a linear → sparsity, as in `2:4` → error. The error is None where n:m does not divide
+    the inputs of the linear.
 
-    Args:
-        layer: a decoder layer.
-        index: number of the layer.
-        stream: inputs of the layer.
-        arch: family of the model.
-        recipe: the settings of the run. Its `sparsity`, `keep` and `sparsity_of` are not used.
-        sparsities: the sparsities to prune to.
+    stream: inputs of the layer.
+    measured: sparsity → how to prune a linear to it.
     """
-    linears, names = layer_linears(layer, arch), arch.linear_names(index)
-    readers: dict[str, Reader] = {group: (linears[roles[0]], None) for group, roles in INPUT_GROUPS.items()}
-    hessians = stream.hessians(layer, index, readers)
-    errors: dict[str, dict[str, float | None]] = {name: {} for name in names.values()}
-    for group, roles in INPUT_GROUPS.items():
-        hessian = InputHessian(hessians.pop(group), recipe.damping, recipe.damping_average)
-        for role in roles:
-            weight, of_linear, total = linears[role].weight, errors[names[role]], None
-            for sparsity in sparsities:
+    hessians = stream.hessians(layer, layer.groups)
+    first = next(iter(measured.values()))  # all have one damping
+    errors: dict[str, dict[str, float | None]] = {linear.full_name: {} for linear in layer.linears.values()}
+    for group in layer.groups:
+        hessian = InputHessian(hessians.pop(group.name), first.damping, first.damping_average)
+        for linear in layer.linears_of(group):
+            weight, of_linear, total = linear.weight, errors[linear.full_name], None
+            for sparsity, pruning in measured.items():
                 of_linear[str(sparsity)] = None
                 if sparsity.structured and weight.shape[1] % sparsity.m:
                     continue
-                alone = dataclasses.replace(recipe.pruning, sparsity=sparsity, keep=(), sparsity_of=())
                 try:
-                    outcome = prune_weight(weight, hessian, alone, recipe.solve, total=total)
+                    outcome = prune_weight(weight, hessian, pruning, pruning.solve, total=total)
                 except UserError as error:
-                    raise UserError(f"layer {index}, {role}: {error}") from None
+                    raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
                 of_linear[str(sparsity)], total = outcome.output_error, outcome.energy
     return errors

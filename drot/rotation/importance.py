@@ -15,7 +15,7 @@ from drot import ops
 from drot.calibration.cholesky import cholesky_
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
 from drot.machine.products import add_product
-from drot.model.families import INPUT_GROUPS, HeadShape
+from drot.model.families import HeadShape, InputGroup
 
 #: The smallest share of the largest element of M's diagonal that is added to the diagonal, where M has no
 #: Cholesky factor without it. In 16 bits a smaller q could not be told from rounding.
@@ -26,8 +26,8 @@ RESOLUTION = 2.0**-20
 class Metric:
     """The matrix M of one input group, from which the column_scale of its linears is computed.
 
-    matrix: M [in, in] for the inputs that R1 rotates; its diagonal blocks [heads, h, h] for o_proj; its
-        diagonal [in] for down_proj, whose input is not rotated. None if column_scale is 1.
+    matrix: M [in, in] for an input that R1 rotates; its diagonal blocks [heads, h, h] for R2; its diagonal
+        [in] for an input that is not rotated. None if column_scale is 1.
     inverse: whether column_scale is 1/q (True) or q (False), with q = diag(RᵀMR).
     factored: whether `matrix` holds U with M = UᵀU instead of M. Then q is ‖U R‖² by columns.
     """
@@ -127,7 +127,7 @@ def upper_factor(matrix: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LayerMetrics:
-    """Input group (architectures.INPUT_GROUPS) → Metric, and → damping of the inverted Hessian."""
+    """Name of an input group → Metric, and → damping of the inverted Hessian."""
 
     metrics: dict[str, Metric]
     damping: dict[str, float]
@@ -136,47 +136,48 @@ class LayerMetrics:
 def layer_metrics(
     method: str,
     hessians: dict[str, Tensor],
+    groups: Collection[InputGroup],
     shape: HeadShape,
     *,
     damping: float,
     average: str = "mean",
     reference_compat: bool = False,
-    with_down: bool = True,
-    groups: Collection[str] = tuple(INPUT_GROUPS),
+    unrotated: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> LayerMetrics:
     """The metrics of one layer.
 
     Args:
         method: `magnitude`, `wanda` or `sparsegpt`.
-        hessians: input group → H [in, in]; not used by `magnitude`.
+        hessians: name of an input group → H [in, in]; not used by `magnitude`.
+        groups: the input groups that have a metric.
         shape: attention sizes of the model.
         damping: what is added to the diagonal before the inversion, in units of `damping_unit`.
         average: as in `damping_unit`.
         reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
-        with_down: False omits the metric of down_proj, and so the inversion of the largest Hessian. The
-            entropy does not depend on it, because the entropy normalises each column of down_proj.
-        groups: the input groups that have a metric.
+        unrotated: False omits the metrics of inputs that are not rotated, and so the inversion of the largest
+            Hessian. The entropy does not depend on them, because it normalises each column of these linears.
         dtype: dtype of the metrics.
     """
     assert method in ("magnitude", "wanda", "sparsegpt"), f"{method} has no metric"
     metrics, dampings = {}, {}
     for group in groups:
-        if method == "magnitude" or (group == "down" and not with_down):
-            metrics[group] = Metric(None, False)
+        if method == "magnitude" or (group.input is None and not unrotated):
+            metrics[group.name] = Metric(None, False)
             continue
-        matrix = hessians[group]
+        matrix = hessians[group.name]
         if method == "sparsegpt":
             factor = factorize(matrix, damping, average)
-            dampings[group] = factor.damping
+            dampings[group.name] = factor.damping
             matrix = _inverse(factor, group, shape)
             if reference_compat:
-                (matrix if group == "down" else matrix.diagonal(dim1=-2, dim2=-1)).add_(damping * factor.unit)
-        elif group == "down":
+                diagonal = matrix if group.input is None else matrix.diagonal(dim1=-2, dim2=-1)
+                diagonal.add_(damping * factor.unit)
+        elif group.input is None:
             matrix = matrix.diagonal().clone()
-        elif group == "o":
+        elif group.input == "r2":
             matrix = diagonal_blocks(matrix, shape.heads)
-        metrics[group] = Metric(matrix.to(dtype), method == "sparsegpt")
+        metrics[group.name] = Metric(matrix.to(dtype), method == "sparsegpt")
     return LayerMetrics(metrics, dampings)
 
 
@@ -199,12 +200,12 @@ def column_scale(
     return 1.0 / (diagonal + damping * hessian.factor.unit if reference_compat else diagonal)
 
 
-def _inverse(factor: HessianFactor, group: str, shape: HeadShape) -> Tensor:
+def _inverse(factor: HessianFactor, group: InputGroup, shape: HeadShape) -> Tensor:
     """H⁻¹ = UᵀU [in, in], or only its diagonal or diagonal blocks, as in Metric."""
-    if group == "down":
+    if group.input is None:
         return factor.inverse_diagonal
     hinv = factor.hinv
-    if group == "o":
+    if group.input == "r2":
         columns = hinv.unflatten(1, (shape.heads, -1)).transpose(0, 1)
         return columns.mT @ columns
     return hinv.T @ hinv

@@ -14,7 +14,7 @@ import copy
 import functools
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,8 @@ from torch import Tensor
 from drot import ops
 from drot.config import Sparsity
 from drot.machine.products import add_product, product
-from drot.model.families import INPUT_GROUPS, HeadShape
-from drot.model.rotate import LayerRotation, rotate_left, rotate_right
+from drot.model.families import HeadShape, InputGroup, LinearSpec
+from drot.model.rotation import LayerRotation, rotate_left, rotate_right
 from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks
 
 
@@ -56,8 +56,8 @@ class _Sums:
 
 
 @dataclass(frozen=True)
-class DownProjection:
-    """A down_proj whose output R1 rotates.
+class LeftRotated:
+    """A linear of which R1 rotates the outputs and nothing rotates the input: down_proj.
 
     Args:
         weight: folded weight [d, ff], times a factor for `pruned` (LayerObjective).
@@ -75,19 +75,20 @@ class DownProjection:
 class LayerObjective:
     """The loss of one decoder layer and its gradients in R1 [blocks, b, b] and R2 [kv, h, h].
 
-    The attribute `down_projections` lists the down_projs whose outputs R1 rotates. At first it holds the
-    layer's down_proj. With boundary rotations on the residual, the caller replaces it by the down_proj of the
-    layer before, by both, or by none.
+    The attribute `left_rotated` lists the linears of which R1 rotates only the outputs. At first it holds the
+    layer's own. With boundaries of the residual, the caller replaces it by those of the layer before, by
+    both, or by none.
 
     A linear that is not pruned adds nothing to the loss, the gradients and the entropy, for either objective.
 
     Args:
-        weights: role → weight [out, in], folded and not rotated.
+        weights: name of a linear → weight [out, in], folded and not rotated.
         metrics: metrics of the layer.
+        groups: the input groups of the layer.
         shape: attention sizes of the model.
         objective: `entropy` or `pruned`.
-        sparsity: n:m or ratio of the mask, for `pruned`: one for all linears, or role → sparsity. A linear
-            whose role is missing is not pruned.
+        sparsity: n:m or ratio of the mask, for `pruned`: one for all linears, or name → sparsity. A linear
+            whose name is missing is not pruned.
         product_dtype: dtype of the matrix products. Losses and gradients are fp32, or fp64 for fp64 products.
         blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
     """
@@ -96,6 +97,7 @@ class LayerObjective:
         self,
         weights: dict[str, Tensor],
         metrics: LayerMetrics,
+        groups: Sequence[InputGroup],
         shape: HeadShape,
         *,
         objective: str,
@@ -103,43 +105,50 @@ class LayerObjective:
         product_dtype: torch.dtype = torch.float32,
         blocks: int = 1,
     ) -> None:
-        self.shape = shape
+        self.groups, self.shape = groups, shape
         self.objective = objective
         self.sparsity = dict.fromkeys(weights, sparsity) if isinstance(sparsity, Sparsity) else sparsity
         self.blocks = blocks
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
         self._weights_dtype = product_dtype
-        self.hidden_size = weights["q_proj"].shape[1]
-        self.device = weights["q_proj"].device
+        by_r1 = next(linear.name for group in groups for linear in group.linears if linear.input == "r1")
+        self.hidden_size, self.device = weights[by_r1].shape[1], weights[by_r1].device
         self.weights: dict[str, Tensor] = {}
         self._stacks: dict[str, Tensor] = {}
-        #: role → the factor that its weight contains (_factor)
+        #: name of a linear → the factor that its weight contains (_factor)
         self._factors: dict[str, float] = {}
-        for group, roles in INPUT_GROUPS.items():
-            parts = {}
-            for role in roles:
-                if role in self.sparsity:
-                    weight, metric = weights[role].to(self.loss_dtype), metrics.metrics[group]
-                    self._factors[role] = _factor(weight, metric) if objective == "pruned" else 1.0
-                    parts[role] = (weight * self._factors[role]).to(product_dtype)
-            if parts:
+        self.left_rotated: list[LeftRotated] = []
+        self.r2_metric: Metric | None = None
+        for group in groups:
+            parts: dict[str, Tensor] = {}
+            for name in self._pruned(group, weights):
+                weight, metric = weights[name].to(self.loss_dtype), metrics.metrics[group.name]
+                self._factors[name] = _factor(weight, metric) if objective == "pruned" else 1.0
+                parts[name] = (weight * self._factors[name]).to(product_dtype)
+            if group.input is None:
+                self.left_rotated += [
+                    self._left_rotated(name, weight, metrics.metrics[group.name])
+                    for name, weight in parts.items()
+                ]
+            elif parts:
                 self._keep(
                     group, torch.cat(list(parts.values())), list(map(len, parts.values())), list(parts)
                 )
-        self._rotated_by_r1 = [group for group in ("attention", "mlp") if group in self._stacks]
-        self.r1_metric = self._stacked_metric([metrics.metrics[group] for group in self._rotated_by_r1])
-        self.o_metric = metrics.metrics["o"].rounded(product_dtype) if "o" in self._stacks else None
-        self.down_projections = []
-        if "down_proj" in self.weights:
-            weight, metric = self.weights.pop("down_proj"), metrics.metrics["down"].rounded(self.loss_dtype)
-            column_scale = None if metric.matrix is None else metric.column_scale(metric.matrix)
-            self.down_projections = [
-                DownProjection(
-                    weight, column_scale, self.sparsity["down_proj"], self._factors.pop("down_proj")
-                )
-            ]
-            del self._stacks["down"]
+                if group.input == "r2":
+                    self.r2_metric = metrics.metrics[group.name].rounded(product_dtype)
+        self._by_r1 = [group for group in groups if group.input == "r1" and group.name in self._stacks]
+        self.r1_metric = self._stacked_metric([metrics.metrics[group.name] for group in self._by_r1])
+
+    def _pruned(self, group: InputGroup, weights: Mapping[str, Tensor]) -> list[str]:
+        """The names of the pruned linears of a group that are in `weights`."""
+        names = (linear.name for linear in group.linears)
+        return [name for name in names if name in self.sparsity and name in weights]
+
+    def _left_rotated(self, name: str, weight: Tensor, metric: Metric) -> LeftRotated:
+        metric = metric.rounded(self.loss_dtype)
+        column_scale = None if metric.matrix is None else metric.column_scale(metric.matrix)
+        return LeftRotated(weight, column_scale, self.sparsity[name], self._factors.pop(name))
 
     def _stacked_metric(self, metrics: list[Metric]) -> Metric:
         """The diagonal blocks of the metrics of inputs that R1 rotates, as ColumnScales takes them."""
@@ -153,22 +162,18 @@ class LayerObjective:
         stack = torch.cat([part.matrix for part in parts if part.matrix is not None], 1)
         return Metric(stack, parts[0].inverse, parts[0].factored)
 
-    def _keep(self, group: str, stack: Tensor, sizes: list[int], roles: list[str]) -> None:
+    def _keep(self, group: InputGroup, stack: Tensor, sizes: list[int], names: list[str]) -> None:
         """Keeps the weights of an input group as one matrix, which one product rotates.
 
-        Args:
-            group: the input group.
-            stack: the weights [Σ sizes, in], one below the other.
-            sizes: rows of each weight.
-            roles: role of each weight.
+        stack: the weights [Σ sizes, in], one below the other. sizes: rows of each. names: name of each.
         """
-        self._stacks[group] = stack
-        self.weights |= dict(zip(roles, stack.split(sizes), strict=True))
+        self._stacks[group.name] = stack
+        self.weights |= dict(zip(names, stack.split(sizes), strict=True))
 
     @property
     def empty(self) -> bool:
         """Whether no linear is pruned, so that the loss is 0 for all rotations."""
-        return not self.weights and not self.down_projections
+        return not self.weights and not self.left_rotated
 
     def to(self, device: torch.device) -> "LayerObjective":
         """The objective on `device`, with weights in the products' dtype; `self` if nothing has to change."""
@@ -202,20 +207,22 @@ class LayerObjective:
                 part.mul_(factor**power)
             return wide.to(dtype)
 
-        for group, stack in self._stacks.items():
-            roles = [role for role in INPUT_GROUPS[group] if role in self.weights]
-            sizes = [len(self.weights[role]) for role in roles]
-            other._keep(group, moved(stack, sizes, [self._factors[role] for role in roles]), sizes, roles)
+        for group in self.groups:
+            if group.name in self._stacks:
+                names = self._pruned(group, self.weights)
+                sizes = [len(self.weights[name]) for name in names]
+                stack = moved(self._stacks[group.name], sizes, [self._factors[name] for name in names])
+                other._keep(group, stack, sizes, names)
         other.r1_metric = self.r1_metric.to(device)
-        other.o_metric = None if self.o_metric is None else self.o_metric.to(device)
-        other.down_projections = [
-            DownProjection(
-                moved(down.weight, [len(down.weight)], [down.factor]),
-                None if down.column_scale is None else down.column_scale.to(device),
-                down.sparsity,
-                down.factor,
+        other.r2_metric = None if self.r2_metric is None else self.r2_metric.to(device)
+        other.left_rotated = [
+            LeftRotated(
+                moved(linear.weight, [len(linear.weight)], [linear.factor]),
+                None if linear.column_scale is None else linear.column_scale.to(device),
+                linear.sparsity,
+                linear.factor,
             )
-            for down in self.down_projections
+            for linear in self.left_rotated
         ]
         return other
 
@@ -249,26 +256,28 @@ class LayerObjective:
     def _evaluate(self, r1: Tensor, r2: Tensor, rounded: tuple[Tensor, Tensor], sums: _Sums) -> _Sums:
         """Adds all linears to `sums`, and returns it.
 
-        o_proj comes first: its gradient of R2 is a sum over the query heads of a KV head. The product of
-        v_proj is then added to it.
+        The linear whose input R2 rotates comes first: its gradient of R2 is a sum over the query heads of a
+            KV
+        head. The product of v_proj is then added to it.
         """
-        if "o_proj" in self.weights:
-            self._output_projection(r2, *rounded, sums)
+        for group in self.groups:
+            if group.input == "r2" and group.name in self._stacks:
+                self._heads_group(group.linears[0], r2, *rounded, sums)
         column_scales = ColumnScales(self.r1_metric, r1, rounded[0])
         gradients = [
-            self._right_group(group, column_scales.of_input(index), *rounded, sums)
-            for index, group in enumerate(self._rotated_by_r1)
+            self._r1_group(group, column_scales.of_input(index), *rounded, sums)
+            for index, group in enumerate(self._by_r1)
         ]
         if sums.with_gradients and gradients:
             column_scales.add_gradient(sums.gradients["r1"], gradients)
-        for down in self.down_projections:
-            self._down_projection(down, rounded[0], sums)
+        for linear in self.left_rotated:
+            self._add_left_rotated(linear, rounded[0], sums)
         if not sums.losses:
             sums.losses.append(r1.new_zeros(()))
         return sums
 
-    def _right_group(
-        self, group: str, column_scale: Tensor | None, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums
+    def _r1_group(
+        self, group: InputGroup, column_scale: Tensor | None, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums
     ) -> Tensor:
         """The linears that read the output of one norm: Y = W R1, and blockdiag(R2)ᵀ W R1 for v_proj.
 
@@ -283,39 +292,43 @@ class LayerObjective:
 
         Returns the gradient in column_scale [in].
         """
-        roles = [role for role in INPUT_GROUPS[group] if role in self.weights]
+        pruned = [linear for linear in group.linears if linear.name in self.weights]
         runs = [
             list(run)
-            for _, run in itertools.groupby(roles, lambda role: (role == "v_proj", self.sparsity[role]))
+            for _, run in itertools.groupby(
+                pruned, lambda linear: (linear.output, self.sparsity[linear.name])
+            )
         ]
-        stack, sizes = self._stacks[group], [sum(len(self.weights[role]) for role in run) for run in runs]
+        stack = self._stacks[group.name]
+        sizes = [sum(len(self.weights[linear.name]) for linear in run) for run in runs]
         rotated = rotate_right(stack, r1_cast)
         gradient = None
         for run, weight, u in zip(runs, stack.split(sizes), rotated.split(sizes), strict=True):
-            y = rotate_left(r2_cast, u) if run == ["v_proj"] else u
-            dy, dcolumn_scale = self._add_loss(run[0], self.sparsity[run[0]], y, column_scale, sums)
+            by_r2 = run[0].output == "r2"
+            y = rotate_left(r2_cast, u) if by_r2 else u
+            dy, dcolumn_scale = self._add_loss(run[0], self.sparsity[run[0].name], y, column_scale, sums)
             gradient = dcolumn_scale if gradient is None else gradient.add_(dcolumn_scale)
             if not sums.with_gradients:
                 continue
-            if run == ["v_proj"]:
+            if by_r2:
                 sums.add("r2", _left_factors(u, dy, len(r2_cast)))
                 dy = rotate_left(r2_cast.mT, dy)
             sums.add("r1", _right_factors(weight, dy, len(r1_cast)))
         assert gradient is not None
         return gradient
 
-    def _output_projection(self, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums) -> None:
+    def _heads_group(
+        self, linear: LinearSpec, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums
+    ) -> None:
         """o_proj: Y = R1ᵀ W blockdiag(R2), with the R2 of its KV head for each query head."""
-        weight, metric = self.weights["o_proj"], self.o_metric
+        weight, metric, sparsity = self.weights[linear.name], self.r2_metric, self.sparsity[linear.name]
         assert metric is not None
         heads_r2_cast = r2_cast.repeat_interleave(self.shape.group, 0)
         heads_r2 = heads_r2_cast if metric.factored else r2.repeat_interleave(self.shape.group, 0)
         column_scales = ColumnScales(metric, heads_r2, heads_r2_cast)
         u = rotate_left(r1_cast, weight)
         y = rotate_right(u, heads_r2_cast)
-        dy, dcolumn_scale = self._add_loss(
-            "o_proj", self.sparsity["o_proj"], y, column_scales.of_input(0), sums
-        )
+        dy, dcolumn_scale = self._add_loss(linear, sparsity, y, column_scales.of_input(0), sums)
         if not sums.with_gradients:
             return
         gradient = product(*_right_factors(u, dy, len(heads_r2_cast)), self.loss_dtype)
@@ -323,29 +336,32 @@ class LayerObjective:
         sums.gradients["r2"] = gradient.unflatten(0, (-1, self.shape.group)).sum(1)
         sums.add("r1", _left_factors(weight, rotate_right(dy, heads_r2_cast.mT), len(r1_cast)))
 
-    def _down_projection(self, down: DownProjection, r1_cast: Tensor, sums: _Sums) -> None:
+    def _add_left_rotated(self, linear: LeftRotated, r1_cast: Tensor, sums: _Sums) -> None:
         """down_proj: Y = R1ᵀ W, with a column_scale that does not depend on the rotations."""
-        y = rotate_left(r1_cast, down.weight)
-        dy, _ = self._add_loss("down_proj", down.sparsity, y, down.column_scale, sums)
+        y = rotate_left(r1_cast, linear.weight)
+        dy, _ = self._add_loss(None, linear.sparsity, y, linear.column_scale, sums)
         if sums.with_gradients:
-            sums.add("r1", _left_factors(down.weight, dy, len(r1_cast)))
+            sums.add("r1", _left_factors(linear.weight, dy, len(r1_cast)))
 
     def _add_loss(
-        self, role: str, sparsity: Sparsity, y: Tensor, column_scale: Tensor | None, sums: _Sums
+        self,
+        linear: LinearSpec | None,
+        sparsity: Sparsity,
+        y: Tensor,
+        column_scale: Tensor | None,
+        sums: _Sums,
     ) -> tuple[Tensor, Tensor]:
         """Adds the loss of a rotated weight y to `sums`; returns dY and the gradient in column_scale.
 
-        Args:
-            role: role of the linear.
-            sparsity: n:m or ratio of the mask, for `pruned`.
-            y: rotated weight [out, in].
-            column_scale: column_scale [in] of y; None for 1.
-            sums: sums of this evaluation.
+        The entropy is that of the rows if the input is rotated, and of the columns if the outputs are.
+
+        linear: its declaration; None for one of which R1 rotates only the outputs.
+        sparsity: n:m or ratio of the mask, for `pruned`.
+        y: rotated weight [out, in]. column_scale: column_scale [in] of y; None for 1.
         """
         if self.objective == "entropy":
-            columns = role in ("v_proj", "o_proj", "down_proj")
             loss, dy, dcolumn_scale = ops.entropy_loss_and_grad(
-                y, column_scale, rows=role != "down_proj", columns=columns
+                y, column_scale, rows=linear is not None, columns=linear is None or linear.output is not None
             )
         else:
             prune, group = _removed_per_group(sparsity, y.shape[1])

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drot.config import RotationConfig
+from drot.config import ResolvedRotation
 from drot.core.errors import UserError
-from drot.model.rotate import LayerRotation
+from drot.model.rotation import LayerRotation
 from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer
@@ -82,7 +82,7 @@ class _SummedObjective:
     """
 
     def __init__(
-        self, objectives: list[LayerObjective], r1: _R1Parameters, r1_count: int, config: RotationConfig
+        self, objectives: list[LayerObjective], r1: _R1Parameters, r1_count: int, config: ResolvedRotation
     ) -> None:
         self._objectives, self._r1, self._r1_count = objectives, r1, r1_count
         self._per_step = min(config.layers_per_step or len(objectives), len(objectives))
@@ -144,7 +144,7 @@ class _SummedObjective:
         return loss, [*self._r1.split(r1_gradient), *r2_gradients]
 
 
-def _has_converged(curve: list[Tensor], config: RotationConfig) -> bool:
+def _has_converged(curve: list[Tensor], config: ResolvedRotation) -> bool:
     """Whether early stopping applies: the loss changes by less than its share `early_stop` in a step.
 
     The change is the spread of the last steps, not the difference of the first and the last of them, because
@@ -157,10 +157,79 @@ def _has_converged(curve: list[Tensor], config: RotationConfig) -> bool:
     return float(high - low) < config.early_stop * EARLY_STOP_STEPS * float(low)
 
 
+class _Training:
+    """The matrices of a training, and its steps.
+
+    trained: the indices of the objectives that are trained; those without a pruned linear are left out.
+    steps: the number of steps; 0 if no objective is trained.
+    start: the matrices of R1, then the R2 of each trained objective, at the identity.
+    """
+
+    def __init__(
+        self, objectives: list[LayerObjective], config: ResolvedRotation, device: torch.device
+    ) -> None:
+        self._objectives, self._device = objectives, device
+        self.steps = 0 if all(objective.empty for objective in objectives) else config.steps
+        self.trained = [i for i, objective in enumerate(objectives) if not (self.steps and objective.empty)]
+        eye, self._eye_r2 = (matrix.to(device) for matrix in objectives[0].identity())
+        self._r1 = _R1Parameters(eye, config.blocks)
+        self.start = [*self._r1.split(eye), *(self._eye_r2 for _ in self.trained)]
+        self._r1_count = len(self.start) - len(self.trained)
+        trained = [objectives[index] for index in self.trained]
+        self.total = _SummedObjective(trained, self._r1, self._r1_count, config)
+        self.optimizer = OPTIMIZERS[config.optimizer](
+            self.start, lr=config.lr, steps=self.steps, objective=objectives[0].objective
+        )
+        self._graphed = self._graphed_step()
+
+    def _graphed_step(self) -> GraphedStep | None:
+        """Evaluation and step as one CUDA graph; None where they cannot be captured."""
+        optimizer, total = self.optimizer, self.total
+        if not (self.steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole):
+            return None
+        turn = optimizer.turn
+
+        def evaluate_and_turn() -> Tensor:
+            rounded = total.rounded(optimizer.matrices)  # once, for the evaluation and the step
+            loss, gradients = total(optimizer.matrices, total.choose(everything=True), rounded)
+            turn(gradients, rounded)
+            return loss
+
+        return GraphedStep(evaluate_and_turn, capture_for(self._device))
+
+    def step(self, step: int) -> tuple[Tensor, bool]:
+        """The loss before step `step`, and whether it is that of all objectives. Then takes the step."""
+        chosen = self.total.choose(everything=step in (0, self.steps))
+        if self._graphed is not None and isinstance(self.optimizer, FastOptimizer) and step < self.steps:
+            loss = self._graphed()
+            self.optimizer.count_step()
+        else:
+            loss, gradients = self.total(self.optimizer.matrices, chosen)
+            if step < self.steps:
+                self.optimizer.step(gradients)
+        return loss, len(chosen) == len(self.trained)
+
+    def entropy_steps(self) -> set[int]:
+        """The steps at which the entropy is measured for the record."""
+        if not self.total.whole or self._objectives[0].objective == "entropy":
+            return set()
+        return {self.steps * part // 4 for part in (1, 2, 3)} - {0}
+
+    def rotations(self, matrices: list[Tensor]) -> list[LayerRotation]:
+        """The rotation of every objective from the matrices, made orthogonal in fp64."""
+        r1 = self._r1.join([reorthogonalize(matrix) for matrix in matrices[: self._r1_count]])
+        r2 = dict(zip(self.trained, matrices[self._r1_count :], strict=True))
+        dense_r1 = torch.block_diag(*r1)
+        return [
+            LayerRotation(dense_r1, reorthogonalize(r2.get(index, self._eye_r2)))
+            for index in range(len(self._objectives))
+        ]
+
+
 @torch.no_grad()
 def train_rotation(
     objectives: list[LayerObjective],
-    config: RotationConfig,
+    config: ResolvedRotation,
     on_step: OnStep = lambda step, steps, loss: None,
     device: torch.device | None = None,
 ) -> tuple[list[LayerRotation], TrainingRecord]:
@@ -183,49 +252,18 @@ def train_rotation(
         device: device of the training; None is the device of the first objective.
     """
     started = time.perf_counter()
-    device = device or objectives[0].device
-    steps = 0 if all(objective.empty for objective in objectives) else config.resolved_steps
-    trained = [index for index, objective in enumerate(objectives) if not (steps and objective.empty)]
-    eye, eye_r2 = (matrix.to(device) for matrix in objectives[0].identity())
-    r1 = _R1Parameters(eye, config.blocks)
-    start = [*r1.split(eye), *(eye_r2 for _ in trained)]
-    r1_count = len(start) - len(trained)
-    total = _SummedObjective([objectives[index] for index in trained], r1, r1_count, config)
-    optimizer = OPTIMIZERS[config.optimizer](
-        start, lr=config.resolved_lr, steps=steps, objective=objectives[0].objective
-    )
-
-    graphed = None
-    if steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole:
-        turn = optimizer.turn
-
-        def evaluate_and_turn() -> Tensor:
-            rounded = total.rounded(optimizer.matrices)  # once, for the evaluation and the step
-            loss, gradients = total(optimizer.matrices, total.choose(everything=True), rounded)
-            turn(gradients, rounded)
-            return loss
-
-        graphed = GraphedStep(evaluate_and_turn, capture_for(device))
-    best, best_loss, best_step = start, math.inf, 0
+    training = _Training(objectives, config, device or objectives[0].device)
+    steps, optimizer = training.steps, training.optimizer
+    best, best_loss, best_step = training.start, math.inf, 0
     curve: list[Tensor] = []
-    quarters = {steps * part // 4 for part in (1, 2, 3)} - {0}
-    if not total.whole or objectives[0].objective == "entropy":
-        quarters = set()
     entropies: list[list[float]] = []
     for step in range(steps + 1):
-        chosen = total.choose(everything=step in (0, steps))
         reports = step % REPORT_EVERY == 0 or step == steps
-        if step in quarters:
-            entropies.append([step, total.entropy(optimizer.matrices) / len(objectives)])
+        if step in training.entropy_steps():
+            entropies.append([step, training.total.entropy(optimizer.matrices) / len(objectives)])
         if reports:
             candidate = [matrix.clone() for matrix in optimizer.matrices]
-        if graphed is not None and isinstance(optimizer, FastOptimizer) and step < steps:
-            loss = graphed()
-            optimizer.count_step()
-        else:
-            loss, gradients = total(optimizer.matrices, chosen)
-            if step < steps:
-                optimizer.step(gradients)
+        loss, of_all = training.step(step)
         curve.append(loss)
         if reports:
             value = float(loss)
@@ -234,18 +272,12 @@ def train_rotation(
                     f"the rotation's objective must be finite, got {value} at step {step}: lower `lr`, "
                     'or set `product_dtype="float32"`'
                 )
-            if len(chosen) == len(trained) and value < best_loss:
+            if of_all and value < best_loss:
                 best, best_loss, best_step = candidate, value, step
             on_step(step, steps, value / len(objectives))
             if _has_converged(curve, config):
                 break
     losses = torch.stack(curve).tolist()
-    best_r1 = torch.block_diag(*r1.join([reorthogonalize(matrix) for matrix in best[:r1_count]]))
-    best_r2 = dict(zip(trained, best[r1_count:], strict=True))
-    rotations = [
-        LayerRotation(best_r1, reorthogonalize(best_r2.get(index, eye_r2)))
-        for index in range(len(objectives))
-    ]
     record = TrainingRecord(
         loss_before=losses[0],
         loss_after=best_loss,
@@ -255,4 +287,4 @@ def train_rotation(
         loss_curve=losses,
         entropy_curve=entropies,
     )
-    return rotations, record
+    return training.rotations(best), record

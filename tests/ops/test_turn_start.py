@@ -95,18 +95,6 @@ def test_views(n: int, device: str) -> None:
         assert all(t.is_contiguous() for t in found)
 
 
-def test_the_bytes_do_not_depend_on_the_threads(device: str) -> None:
-    j, angle = drawn(2, 90, device)
-    threads, found = torch.get_num_threads(), []
-    try:
-        for count in (1, 2, 3):
-            torch.set_num_threads(count)
-            found.append(torch.cat(turn_start(j, angle)))
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(again, found[0]) for again in found[1:])
-
-
 def test_the_results_have_no_gradient(device: str) -> None:
     j, angle = (t.requires_grad_() for t in drawn(1, 4, device))
     assert not any(t.requires_grad for t in turn_start(j, angle))

@@ -12,9 +12,7 @@ namespace {
 
 at::Tensor polar_start_cuda(const at::Tensor& squared, const at::Tensor& fourth, double a, double b, double c,
                             double margin) {
-  const PolarCoefficients k{static_cast<float>(a), static_cast<float>(b), static_cast<float>(c),
-                            static_cast<float>(margin)};
-  check_polar_start(squared, fourth, k);
+  check_polar_start(squared, fourth, a, b, c, margin);
   const c10::cuda::CUDAGuard guard(squared.device());
   const at::Tensor second = contiguous_aligned(squared), power = contiguous_aligned(fourth);
   at::Tensor out = at::empty(second.sizes(), second.options());
@@ -28,7 +26,8 @@ at::Tensor polar_start_cuda(const at::Tensor& squared, const at::Tensor& fourth,
                              .out = out.mutable_data_ptr<at::BFloat16>(),
                              .count = count,
                              .n = n,
-                             .k = k});
+                             .k = {static_cast<float>(a), static_cast<float>(b), static_cast<float>(c),
+                                   static_cast<float>(margin)}});
   return out;
 }
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import InputHessian
-from drot.config import Recipe, Sparsity
+from drot.config import ResolvedRecipe, Sparsity
 from drot.manifest.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
-from drot.model.families import HeadShape
-from drot.model.rotate import LayerRotation, rotated_hessian, rotated_weight
+from drot.model.families import HeadShape, InputGroup, LinearSpec
+from drot.model.rotation import LayerRotation, rotated_hessian, rotated_weight
 from drot.pruning import removed_mask
 from drot.rotation.importance import column_scale
 
@@ -23,45 +23,44 @@ MAP_SIZE = 32
 CHUNK = 1 << 22
 
 
-class GroupFigures:
-    """The figures of the linears of one input group.
+class GroupImportance:
+    """The importance of the weights of one input group.
 
     Args:
-        group: name of the input group.
+        group: the input group.
         hessian: H [in, in] of the inputs of the rotated layer, with its factor.
         recipe: the settings of the run.
         shape: attention sizes of the model.
         rotation: the rotation of the layer; None for a layer that is not rotated.
-        down_r1: the matrix [d, d] that down_proj takes in place of R1; None is R1.
+        output_r1: R1 [d, d] of the basis in which the linears write; None is the layer's own.
     """
 
     def __init__(
         self,
-        group: str,
+        group: InputGroup,
         hessian: InputHessian,
-        recipe: Recipe,
+        recipe: ResolvedRecipe,
         shape: HeadShape,
         rotation: LayerRotation | None,
-        down_r1: Tensor | None = None,
+        output_r1: Tensor | None = None,
     ) -> None:
-        self._shape, self._down_r1 = shape, None
+        self._shape = shape
         self._rotation: LayerRotation | None = None
-        #: H [in, in] in the basis before the rotation; the same object as `hessian` where the bases are one
+        #: H [in, in] in the basis before the rotation; the same object as `hessian` where the bases are equal
         self.hessian = hessian
         matrix = hessian.matrix
         if rotation is not None:
             self._rotation = rotation.to(matrix.device, matrix.dtype)
-            if group != "down":  # its input is not rotated
+            self._output_r1 = self._rotation.r1 if output_r1 is None else output_r1.to(matrix)
+            if group.input is not None:
                 before = rotated_hessian(group, matrix, self._rotation.inverse, shape)
                 self.hessian = InputHessian(before, hessian.damping, hessian.average)
-            if down_r1 is not None:
-                self._down_r1 = down_r1.to(matrix.device, matrix.dtype)
 
         def scale(of_inputs: InputHessian) -> Tensor | None:
             return column_scale(
                 recipe.pruning.method,
                 of_inputs,
-                damping=recipe.damping,
+                damping=recipe.pruning.damping,
                 reference_compat=recipe.rotation.reference_compat,
             )
 
@@ -70,10 +69,10 @@ class GroupFigures:
 
     @property
     def rotated(self) -> bool:
-        """Whether the layer is rotated, so that its figures before and after the rotation differ."""
+        """Whether the layer is rotated, so that the importance before and after the rotation differs."""
         return self._rotation is not None
 
-    def unrotated(self, role: str, weight: Tensor) -> Tensor:
+    def unrotated(self, linear: LinearSpec, weight: Tensor) -> Tensor:
         """The weight [out, in] of a linear in the basis before the rotation, in the dtype of the Hessian.
 
         weight: the weight in the layer, which is rotated and dense.
@@ -81,10 +80,9 @@ class GroupFigures:
         weight = weight.to(self.hessian.matrix.dtype)
         if self._rotation is None:
             return weight
-        down_r1 = None if self._down_r1 is None else self._down_r1.mT
-        return rotated_weight(role, weight, self._rotation.inverse, self._shape, down_r1)
+        return rotated_weight(linear, weight, self._rotation.inverse, self._shape, self._output_r1.mT)
 
-    def importance(
+    def of_weight(
         self, weight: Tensor, unrotated: Tensor, sparsity: Sparsity
     ) -> tuple[dict[str, float], dict[str, Tensor]]:
         """The pruned share of the importance, and the tensors of the plots.
@@ -122,7 +120,7 @@ class GroupFigures:
         return shares, {name: tensor.cpu() for name, tensor in tensors.items()}
 
 
-def figure_bytes(shape: tuple[int, ...], *, rotated: bool) -> int:
+def map_bytes(shape: tuple[int, ...], *, rotated: bool) -> int:
     """The bytes of the tensors of one linear whose weight has `shape` [out, in]."""
     rows, columns = (min(size, MAP_SIZE) for size in shape)
     return (2 if rotated else 1) * (2 * rows * columns + 2 * HISTOGRAM_BINS * 8)

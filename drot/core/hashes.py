@@ -1,0 +1,133 @@
+"""SHA-256 of files, tensors and JSON data, by which damaged and swapped files are found."""
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+T = TypeVar("T")
+
+#: the key of a JSON file's own digest
+DIGEST = "digest"
+#: The weights of a model are hashed whole up to this size in bytes. One core hashes about 1 GB a second, so
+#: this takes half a minute, against hours of pruning. For larger models only the first and the last
+#: SAMPLE_BYTES of each tensor are hashed.
+WHOLE_HASH_BYTES = 32 * 2**30
+SAMPLE_BYTES = 2**20
+CHUNK_BYTES = 2**22
+
+
+class FileRecord(BaseModel):
+    """The hash and the size of a file. sha256: hexadecimal digits. bytes: size."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    sha256: str
+    bytes: int
+
+
+# ---- JSON with its own digest ------------------------------------------------------------------------
+
+
+def with_digest(data: Mapping[str, Any]) -> dict[str, Any]:
+    """`data` with the key DIGEST: the SHA-256 of all other keys, which do not depend on the file's layout."""
+    content = {key: value for key, value in data.items() if key != DIGEST}
+    return content | {DIGEST: json_digest(content)}
+
+
+def json_digest(data: Any) -> str:
+    """The SHA-256 of plain JSON data, independent of the order of its keys."""
+    text = json.dumps(data, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def digest_fits(data: Mapping[str, Any]) -> bool:
+    """Whether `data` holds its digest, and the digest is right."""
+    return with_digest(data)[DIGEST] == data.get(DIGEST)
+
+
+# ---- tensors -----------------------------------------------------------------------------------------
+
+
+def tensors_digest(tensors: "Mapping[str, Tensor]", sample: int | None = None) -> str:
+    """The SHA-256 of the names, dtypes, shapes and bytes of `tensors`, which may be on any device.
+
+    sample: bytes to hash at each end of a tensor; None hashes all bytes.
+    """
+    names = sorted(tensors)
+    digests = in_threads(lambda name: _tensor_digest(tensors[name], sample), names)
+    return json_digest([[name, digests[name]] for name in names])
+
+
+def _tensor_digest(tensor: "Tensor", sample: int | None) -> str:
+    import torch
+
+    flat = tensor.detach().reshape(-1)
+    ends = [flat]
+    if sample is not None and flat.nbytes > 2 * sample:
+        count = sample // flat.element_size()
+        ends = [flat[:count], flat[-count:]]
+    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+    for end in ends:
+        digest.update(end.cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def weights_record(tensors: "Mapping[str, Tensor]", bound: int = WHOLE_HASH_BYTES) -> dict[str, Any]:
+    """Names the weights of a model, wherever they were loaded from.
+
+    bytes: size of all tensors. hashed: `all bytes`, or what was hashed of a model of more than `bound` bytes.
+    sha256: the hash, which covers the name, the dtype and the shape of each tensor too.
+    """
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    whole = size <= bound
+    return {
+        "bytes": size,
+        "hashed": "all bytes" if whole else f"{SAMPLE_BYTES} bytes at both ends of each tensor",
+        "sha256": tensors_digest(tensors, None if whole else SAMPLE_BYTES),
+    }
+
+
+# ---- files -------------------------------------------------------------------------------------------
+
+
+def file_record(file: Path, stop: threading.Event | None = None) -> FileRecord:
+    """The hash and the size of a file. The reading ends early when `stop` is set."""
+    digest, size, buffer = hashlib.sha256(), 0, memoryview(bytearray(CHUNK_BYTES))
+    with file.open("rb", buffering=0) as handle:
+        while (count := handle.readinto(buffer)) and not (stop and stop.is_set()):
+            digest.update(buffer[:count])
+            size += count
+    return FileRecord(sha256=digest.hexdigest(), bytes=size)
+
+
+def damage(file: Path, record: FileRecord, stop: threading.Event | None = None) -> str | None:
+    """Says in what `file` differs from `record`, as in 'is missing'; None if it does not differ."""
+    if not file.is_file():
+        return "is missing"
+    try:
+        if (size := file.stat().st_size) != record.bytes:
+            return f"has {size} bytes, not {record.bytes}"
+        return None if file_record(file, stop) == record else "has another SHA-256"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def in_threads(hash_of: Callable[[str], T], names: Sequence[str]) -> dict[str, T]:
+    """Name → its hash. hashlib releases the interpreter, so that the hashes run on all cores."""
+    with ThreadPoolExecutor(workers(len(names))) as pool:
+        return dict(zip(names, pool.map(hash_of, names), strict=True))
+
+
+def workers(tasks: int) -> int:
+    """The number of threads for `tasks` hashes."""
+    return max(1, min(tasks, os.cpu_count() or 1, 8))

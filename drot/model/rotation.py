@@ -1,0 +1,155 @@
+"""The rotations of a model: the matrices of a layer, how they act on weights, and the bases between layers.
+
+W is [out, in]. The residual stream is a row vector h; rotated it is h R1. A weight changes to W R where its
+input is rotated and to Rᵀ W where its outputs are (drot/model/families.py says which).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drot.config import BoundaryPlace
+from drot.model.families import HeadShape, InputGroup, LinearSpec
+
+
+@dataclass(frozen=True)
+class LayerRotation:
+    """The orthogonal matrices of one layer: r1 [d, d] and r2 [kv_heads, head_dim, head_dim]."""
+
+    r1: Tensor
+    r2: Tensor
+
+    def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "LayerRotation":
+        return LayerRotation(self.r1.to(device, dtype), self.r2.to(device, dtype))
+
+    @property
+    def inverse(self) -> "LayerRotation":
+        """The rotation that undoes this rotation."""
+        return LayerRotation(self.r1.mT, self.r2.mT)
+
+    def tensors(self, prefix: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        """Copies on the CPU as they are stored in a file, under `<prefix>r1` and `<prefix>r2`."""
+        return {
+            prefix + name: matrix.to("cpu", dtype, copy=True).contiguous()
+            for name, matrix in (("r1", self.r1), ("r2", self.r2))
+        }
+
+    @classmethod
+    def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str) -> "LayerRotation":
+        """The inverse of `tensors`."""
+        return cls(tensors[f"{prefix}r1"], tensors[f"{prefix}r2"])
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Q = R1(l)ᵀ R1(l+1) between layers l and l + 1, which have different bases (paper, section 4.4).
+
+    r1, next_r1: R1 [d, d] of layers l and l + 1.
+    """
+
+    place: BoundaryPlace
+    r1: Tensor
+    next_r1: Tensor
+
+    def matrix(self) -> Tensor:
+        """Q [d, d] in fp64."""
+        return self.r1.double().T @ self.next_r1.double()
+
+    def to(self, device: torch.device | str) -> "Boundary":
+        return Boundary(self.place, self.r1.to(device), self.next_r1.to(device))
+
+
+@dataclass(frozen=True)
+class Bases:
+    """In which basis each layer reads and writes the residual stream, and which layer holds a matrix Q.
+
+    | place    | held by layer | the layer computes                              | writes in |
+    |----------|---------------|-------------------------------------------------|-----------|
+    | input    | l + 1         | h ← h Q, then its stock forward                 | R1(l)     |
+    | residual | l             | y = r Q + MLP(r), r the residual before the MLP | R1(l+1)   |
+    | None     | none          | its stock forward, since all layers share R1    | R1        |
+
+    layers: the number of decoder layers.
+    """
+
+    place: BoundaryPlace | None
+    layers: int
+
+    def writes_next(self, index: int) -> bool:
+        """Whether layer `index` writes in the basis of the next layer."""
+        return self.place == "residual" and index + 1 < self.layers
+
+    def holds(self, index: int) -> bool:
+        """Whether layer `index` holds a boundary matrix."""
+        return self.writes_next(index) or (self.place == "input" and index > 0)
+
+    def held(
+        self, index: int, rotations: Sequence[LayerRotation] | Mapping[int, LayerRotation]
+    ) -> Boundary | None:
+        """The boundary that layer `index` holds, from the rotations of the two layers at the boundary."""
+        if self.place is None or not self.holds(index):
+            return None
+        before = index if self.place == "residual" else index - 1
+        return Boundary(self.place, rotations[before].r1, rotations[before + 1].r1)
+
+    def output(self, index: int, rotations: Sequence[LayerRotation] | Mapping[int, LayerRotation]) -> Tensor:
+        """The R1 [d, d] in whose basis layer `index` writes."""
+        return rotations[index + 1 if self.writes_next(index) else index].r1
+
+
+def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
+    """matrix [out, n·b] · blockdiag(blocks [n, b, b])."""
+    if len(blocks) == 1:
+        return matrix @ blocks[0]
+
+    def parts(tensor: Tensor) -> Tensor:
+        return tensor.unflatten(1, (len(blocks), -1)).transpose(0, 1)
+
+    if matrix.dtype.itemsize > 2:  # a CPU may round a product into the parts of a matrix differently
+        return torch.bmm(parts(matrix), blocks).transpose(0, 1).flatten(1)
+    result = matrix.new_empty(matrix.shape)
+    torch.bmm(parts(matrix), blocks, out=parts(result))  # saves the copy that `flatten` makes
+    return result
+
+
+def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:
+    """blockdiag(blocks [n, b, b])ᵀ · matrix [n·b, in]."""
+    if len(blocks) == 1:
+        return blocks[0].T @ matrix
+    return torch.bmm(blocks.mT, matrix.unflatten(0, (len(blocks), -1))).flatten(0, 1)
+
+
+def rotated_weight(
+    linear: LinearSpec, weight: Tensor, rotation: LayerRotation, shape: HeadShape, output_r1: Tensor
+) -> Tensor:
+    """The rotated weight [out, in] of one linear, in the dtype of its arguments.
+
+    Args:
+        linear: the sides on which rotations act.
+        weight: folded weight [out, in].
+        rotation: R1 and R2 of the layer.
+        shape: attention sizes of the model.
+        output_r1: R1 [d, d] of the basis in which the linear writes, if it writes to the residual stream.
+    """
+    if linear.output == "r1":
+        weight = output_r1.T @ weight
+    if linear.input == "r1":
+        weight = weight @ rotation.r1
+    if linear.input == "r2":
+        weight = rotate_right(weight, rotation.r2.repeat_interleave(shape.group, 0))
+    if linear.output == "r2":
+        weight = rotate_left(rotation.r2, weight)
+    return weight
+
+
+def rotated_hessian(group: InputGroup, hessian: Tensor, rotation: LayerRotation, shape: HeadShape) -> Tensor:
+    """RᵀHR, the Hessian [in, in] of an input group in the basis of its rotated inputs, in the dtype of H.
+
+    R is R1, blockdiag(R2) over the query heads, or 1.
+    """
+    if group.input is None:
+        return hessian
+    blocks = rotation.r2.repeat_interleave(shape.group, 0) if group.input == "r2" else rotation.r1[None]
+    return rotate_left(blocks, rotate_right(hessian, blocks))

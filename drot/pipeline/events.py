@@ -1,0 +1,106 @@
+"""The events of a run of `drot.prune`, and who listens: clock, peaks of memory, progress."""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from drot.core.events import Progress, ProgressEvent
+from drot.machine.memory import PeakMemory
+
+#: The steps whose time is measured. `load` is the model and the text, `calibrate` every pass of the
+#: calibration tokens, `merge` brings the rotations into the weights and the hidden states, and `save` writes
+#: the finished layers and the checkpoint.
+STEPS = ("load", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """step: one of STEPS. layer: the decoder layer, counted from 0; None outside of the layers."""
+
+    step: str
+    layer: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepBegan(Event):
+    """A step begins. A step of many parts begins several times for a layer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepEnded(Event):
+    """device: where the step computed."""
+
+    device: torch.device
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announced(Event):
+    """The work of a step that the caller of a run is told of begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advanced(Event):
+    """done, total: training steps or epochs. loss: as in ProgressEvent."""
+
+    done: int
+    total: int
+    loss: float
+
+
+Listener = Callable[[Event], None]
+
+
+class Stopwatch:
+    """Seconds of each step. Time in which several threads are in a step counts once."""
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(STEPS, 0.0)
+        self._lock = threading.Lock()
+        #: step → the number of threads in it, and the time at which the first of them began
+        self._running: dict[str, tuple[int, float]] = {}
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepEnded) and event.device.type == "cuda":
+            torch.cuda.current_stream(
+                event.device
+            ).synchronize()  # the step ends when its queued work is done
+        with self._lock:
+            threads, started = self._running.get(event.step, (0, time.perf_counter()))
+            if isinstance(event, StepBegan):
+                self._running[event.step] = threads + 1, started
+            elif isinstance(event, StepEnded):
+                self._running[event.step] = threads - 1, started
+                if threads == 1:
+                    del self._running[event.step]
+                    before = self.seconds.get(event.step, 0.0)
+                    self.seconds[event.step] = before + time.perf_counter() - started
+
+
+class MemoryWatch:
+    """The peak memory of each step (machine/memory.py)."""
+
+    def __init__(self, devices: list[torch.device]) -> None:
+        self.peak = PeakMemory(devices)
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepBegan):
+            self.peak.begin(event.step)
+        elif isinstance(event, StepEnded):
+            self.peak.end(event.step)
+
+
+class ProgressReports:
+    """Reports a run to the caller's `progress`. layers: the number of decoder layers."""
+
+    def __init__(self, progress: Progress, layers: int) -> None:
+        self._progress, self._layers = progress, layers
+
+    def __call__(self, event: Event) -> None:
+        at = dict(phase=event.step, layer=event.layer or 0, layers=self._layers)
+        if isinstance(event, Advanced):
+            self._progress(ProgressEvent(**at, step=event.done, steps=event.total, loss=event.loss))  # type: ignore[arg-type]
+        elif isinstance(event, Announced):
+            self._progress(ProgressEvent(**at))  # type: ignore[arg-type]

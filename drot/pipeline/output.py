@@ -1,0 +1,124 @@
+"""What a run leaves: its manifest, the file of its rotations and the checkpoint."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from drot.checkpoint.quantization_config import format_of
+from drot.checkpoint.resume import RunState
+from drot.checkpoint.rotations import save_rotations
+from drot.checkpoint.save import save_checkpoint
+from drot.core.hashes import file_record
+from drot.machine.devices import dtype_name
+from drot.machine.environment import device_name, machine, versions
+from drot.manifest.importance import save_importance_maps
+from drot.manifest.manifest import FORMAT_VERSION, Manifest
+from drot.manifest.records import MemoryPeak, SavedRotations, Seconds
+from drot.model.families import positions_of
+from drot.pipeline.context import RunContext
+from drot.pipeline.events import Announced
+from drot.pipeline.prepare import Prepared
+from drot.pipeline.rotation_files import path_inside
+from drot.pipeline.run import PruningRun
+from drot.text.source import calibration_hash
+
+
+def manifest_of(
+    prepared: Prepared,
+    run: PruningRun,
+    identity: dict[str, Any] | None,
+    state: RunState | None,
+    sparsity: float,
+) -> Manifest:
+    """The manifest of a run whose layers are finished, without its files."""
+    context = prepared.context
+    format, stock = format_of(context.model.model)
+    return Manifest.model_validate(
+        {
+            "format_version": FORMAT_VERSION,
+            "base_model": prepared.source,
+            "recipe": context.recipe,
+            "calibration": {
+                "sha256": calibration_hash(context.tokens),
+                "shape": list(context.tokens.shape),
+            },
+            "positions": positions_of(context.model.config),
+            "layers": run.layers,
+            "shared_rotation": run.shared_record,
+            "rotations_file": None if run.given is None else run.given.entry,
+            "untied_lm_head": run.untied,
+            "sparsity": sparsity,
+            "relative_logit_error": run.logit_error,
+            "versions": versions(),
+            "device": device_name(context.device),
+            "machine": machine(context.device),
+            "other_machines": [] if state is None else state.other_machines,
+            "dtype": dtype_name(prepared.save_dtype),
+            "compute_dtype": dtype_name(context.dtype),
+            "format": format,
+            "stock_architecture": stock,
+            "identity": identity,
+            **_times(context, 0.0),
+        }
+    )
+
+
+def _times(context: RunContext, total: float) -> dict[str, Any]:
+    seconds = Seconds.model_validate({**context.clock.seconds, "total": total})
+    peaks = {step: MemoryPeak.model_validate(peak) for step, peak in context.memory.peak.peaks.items()}
+    return {"seconds": seconds, "peak_memory": peaks}
+
+
+def write_result(
+    prepared: Prepared,
+    run: PruningRun,
+    manifest: Manifest,
+    out: Path | None,
+    rotations_out: Path | None,
+    state: RunState | None,
+    started: float,
+) -> Manifest:
+    """Writes the rotations and the checkpoint, where they are wanted; returns the whole manifest.
+
+    started: when the run began, by time.perf_counter().
+    """
+    context = prepared.context
+
+    def write_rotations(file: Path) -> None:
+        record = {"model": prepared.source, **(manifest.identity or {})}
+        save_rotations(file, list(run.rotations.values()), record)
+
+    inside = path_inside(rotations_out, out)
+    if rotations_out is not None and inside is None:
+        write_rotations(rotations_out)
+        saved = {"file": rotations_out.name, **file_record(rotations_out).model_dump()}
+        manifest.saved_rotations = SavedRotations.model_validate(saved)
+    if out is None or state is None:
+        return manifest.model_copy(update=_times(context, time.perf_counter() - started))
+
+    def write_more(folder: Path) -> None:
+        save_importance_maps(folder, run.maps)
+        if inside is not None:
+            write_rotations(folder / inside)
+
+    before_saving = time.perf_counter()
+
+    def finish(manifest: Manifest) -> None:
+        """Sets the entries about time, when all else is written."""
+        now = time.perf_counter()
+        context.clock.seconds["save"] += now - before_saving
+        for name, value in _times(context, now - started).items():
+            setattr(manifest, name, value)
+
+    context.emit(Announced(step="save"))
+    written = save_checkpoint(
+        context.model.model,
+        prepared.tokenizer,
+        manifest,
+        out,
+        scratch=state.folder,
+        write_more=write_more,
+        finish=finish,
+    )
+    state.discard()
+    return written

@@ -1,0 +1,149 @@
+"""The training of rotations in a run: of one layer, of all from the dense model, or of one shared R1."""
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+
+from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.resume import RunState
+from drot.core.errors import UserError
+from drot.machine.transfer import on_device
+from drot.model.rotation import LayerRotation
+from drot.pipeline.context import RunContext
+from drot.pipeline.events import Advanced
+from drot.pipeline.objective import layer_objective
+from drot.pipeline.parallel import train_in_parallel
+from drot.rotation.objective import LayerObjective, LeftRotated
+from drot.rotation.train import train_rotation
+
+#: The rotation of a layer and the record of its training.
+Trained = tuple[LayerRotation, dict[str, Any]]
+
+
+def train(
+    run: RunContext, objectives: list[LayerObjective], index: int
+) -> tuple[list[LayerRotation], dict[str, Any]]:
+    """The trained rotation of each objective, and the record of the training.
+
+    With several devices the training runs on the device of the objectives. The rotations are returned in main
+    memory, because in fp64 they are larger than a layer.
+
+    objectives: one objective, or the objectives of all layers, which then share R1.
+    index: the layer for progress reports.
+    """
+    several = len(run.devices) > 1
+    device = objectives[0].device if several else run.device
+
+    def on_step(step: int, steps: int, loss: float) -> None:
+        if not several:  # a progress bar shows the steps of one layer only
+            run.emit(Advanced(step="rotate", layer=index, done=step, total=steps, loss=loss))
+
+    with run.during("rotate", device=device):
+        rotations, record = train_rotation(objectives, run.recipe.rotation, on_step, device)
+        if several:
+            last = len(record.loss_curve) - 1
+            run.emit(Advanced(step="rotate", layer=index, done=last, total=last, loss=record.loss_after))
+        before, after = (
+            sum(
+                objective.to(device).entropy(rotation)
+                for objective, rotation in zip(objectives, used, strict=True)
+            )
+            / len(objectives)
+            for used in ([None] * len(objectives), rotations)
+        )
+    # in the manifest the curve begins at R = I and holds the entropy of the rotations that are kept
+    known = {0: before, **{int(step): value for step, value in record.entropy_curve}, record.best_step: after}
+    record = dataclasses.replace(record, entropy_curve=[list(point) for point in sorted(known.items())])
+    figures = dataclasses.asdict(record) | {
+        "entropy_before": before,
+        "entropy_after": after,
+        "nsamples": len(run.training_tokens),
+    }
+    return [rotation.to("cpu") for rotation in rotations], figures
+
+
+def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRotation], dict[str, Any]]:
+    """The rotation of each layer, which all share one R1 (`mode="shared"`), and the record of their training.
+
+    They are loaded instead if an interrupted run has saved them in `state`.
+    """
+    saved = state.load("rotations") if state else None
+    if saved is not None:
+        tensors, record = saved
+        kept = [LayerRotation.from_tensors(tensors, f"layers.{i}.") for i in range(run.bases.layers)]
+        return kept, record
+    offload = run.recipe.rotation.layers_per_step > 0
+    objectives, dampings = [], []
+    for _, objective, damping in _objectives(run):
+        objectives.append(objective.offload(run.dtype) if offload else objective)
+        dampings.append(damping)
+    try:
+        rotations, record = train(run, objectives, 0)
+    except torch.OutOfMemoryError as fault:
+        raise UserError(
+            f"{len(objectives)} layers do not fit in the memory of {run.device} at once: "
+            "use `layers_per_step=4`, which keeps the other layers in main memory"
+        ) from fault
+    record["damping"] = dampings
+    if state:
+        tensors = {}
+        for index, rotation in enumerate(rotations):
+            tensors |= rotation.tensors(f"layers.{index}.")
+        state.save("rotations", tensors, record)
+    return rotations, record
+
+
+def train_layers(run: RunContext, state: RunState | None) -> list[Trained]:
+    """Trains the rotation of each layer on the next free device (`hessians="dense"`).
+
+    The Hessians are those of the dense model, from one pass before anything is pruned. Rotations are loaded
+    instead if an interrupted run has saved them in `state`.
+    """
+    done: dict[int, Trained] = {}
+    dampings: dict[int, dict[str, float]] = {}
+    for index in range(run.bases.layers):
+        if saved := state.load(f"rotation_{index:05d}") if state else None:
+            done[index] = LayerRotation.from_tensors(saved[0], "layers.0."), saved[1]
+    if len(done) == run.bases.layers:
+        return list(done.values())
+
+    def objectives() -> Iterator[tuple[int, LayerObjective]]:
+        for index, objective, damping in _objectives(run, done):
+            dampings[index] = damping
+            yield index, objective
+
+    def train_layer(index: int, objective: LayerObjective) -> Trained:
+        (rotation,), record = train(run, [objective], index)
+        record["damping"] = dampings[index]
+        if state:
+            state.save(f"rotation_{index:05d}", rotation.tensors("layers.0."), record)
+        return rotation, record
+
+    trained = done | train_in_parallel(objectives(), train_layer, run.devices)
+    return [trained[index] for index in range(run.bases.layers)]
+
+
+def _objectives(
+    run: RunContext, done: Collection[int] = ()
+) -> Iterator[tuple[int, LayerObjective, dict[str, float]]]:
+    """Yields index, objective and dampings of each layer that is not in `done`, from the dense model."""
+    stream = CalibrationStream.embed(run.model, run.training_tokens, run.device)
+    before: list[LeftRotated] = []  # of the layer before, if this layer's R1 rotates their outputs
+    for layer in on_device(run.model.layers, run.device, run.home):
+        index, writes_next = layer.index, run.bases.writes_next(layer.index)
+        with run.during("calibrate", layer, announced=True):
+            needed = index not in done or (writes_next and index + 1 not in done)
+            if needed:
+                objective, damping = layer_objective(layer, stream, run.recipe, advance=True)
+                if (
+                    run.bases.place == "residual"
+                ):  # each down_proj is trained with the layer whose R1 it takes
+                    own = objective.left_rotated
+                    objective.left_rotated = before + ([] if writes_next else own)
+                    before = own if writes_next else []
+            else:
+                stream.advance(layer)
+        if index not in done:
+            yield index, objective, damping
