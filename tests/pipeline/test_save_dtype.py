@@ -6,8 +6,8 @@ import pytest
 import torch
 from runs import assert_same_weights, interrupted, one_shot, prune
 from safetensors.torch import load_file
+from small_checkpoints import save_small
 from small_models import small_model
-from transformers import AutoTokenizer
 
 import drot
 from drot.checkpoint.dtypes import cast_weights
@@ -23,10 +23,8 @@ def recipe(mode="none"):
 
 @pytest.fixture
 def source(tmp_path):
-    """A small bfloat16 checkpoint with a tied head, and any tokenizer."""
-    small_model("llama", dtype=torch.bfloat16).save_pretrained(tmp_path / "source")
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained(tmp_path / "source")
-    return tmp_path / "source"
+    """A small bfloat16 checkpoint with a tied head."""
+    return save_small(tmp_path / "source", dtype=torch.bfloat16)
 
 
 def bytes_of(folder):
