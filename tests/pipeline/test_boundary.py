@@ -115,7 +115,7 @@ def test_down_takes_the_next_layers_rotation(tmp_path):
         small_model("llama-biased"), recipe("0.0", "wanda", steps=20), save_rotations_to=file
     ).model
     rotations, record = load_rotations(file, layers=3, hidden_size=32, shape=shape)
-    assert record.recipe.rotation.boundary == "residual"
+    assert record["recipe"]["rotation"]["boundary"] == "residual"
     for index, r1_index in enumerate((1, 2, 2)):
         down, rotated_down = (model.model.layers[index].mlp.down_proj for model in (original, rotated))
         r1 = rotations[r1_index].r1
