@@ -41,4 +41,4 @@ def test_what_the_last_sequences_change(optimizer: str, hessians: str) -> None:
     assert trained.nsamples == (USED if optimizer == "fast" else len(TOKENS))
     assert (trained.loss_curve == again.loss_curve) == (optimizer == "fast")
     pruned, pruned_again = (manifest.layers[0].linears["q_proj"] for manifest in (first, second))
-    assert pruned["output_error"] != pruned_again["output_error"]
+    assert pruned.output_error != pruned_again.output_error
