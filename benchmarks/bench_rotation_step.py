@@ -80,7 +80,7 @@ class Problem:
     # ---- the reference formulation ----
 
     def reference_loss(self, r1: torch.Tensor, r2: torch.Tensor) -> torch.Tensor:
-        """Σ H(P) over all groups, as in equations 5 and 8 and appendix A (Wanda)."""
+        """Σ H(P) over all groups, as in equations 5 and 9 and appendix A (Wanda)."""
         v_block = torch.block_diag(*r2)
         o_block = torch.block_diag(*r2.repeat_interleave(self.shape.group, 0))
 

@@ -6,7 +6,8 @@ Each line also shows the step at which the loss of `fast` falls below the final 
     python benchmarks/optimizers.py MODEL --calibration TEXT --layers 0 3 --optimizer adam fast
     python benchmarks/optimizers.py --synthetic 256 512 1024 2048 --steps 60  whether a rate fits every width
 
-`adam` is a peer that drot does not offer: Adam in the tangent space so(n), the first form of `fast`.
+drot does not offer two of the peers: `adam` is Adam in the tangent space so(n), and `spectral` takes the
+steps of the pruned importance on the entropy too.
 
 A synthetic layer has random weights. The eigenvalues of its Hessians fall as a power law, and eight channels
 are 20 times as large as the others. `paper` is not run on it.
@@ -33,11 +34,14 @@ from drot.pipeline.objective import layer_objective
 from drot.rotation.importance import LayerMetrics, layer_metrics
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS
+from drot.rotation.retraction import DIRECTIONS
 from drot.rotation.train import train_rotation
 from drot.text.source import load_calibration
 
 #: objective → the rates of fast that are compared
 RATES = {"pruned": [0.15, 0.3, 0.5], "entropy": [0.4, 0.7, 1.0]}
+#: the rate of `spectral`
+SPECTRAL_LR = 0.3
 
 
 class TangentAdam:
@@ -124,9 +128,9 @@ def main() -> None:
     parser.add_argument(
         "--lr", type=float, nargs="+", help="learning rates of fast; default: three for each objective"
     )
-    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of fast and of adam")
+    parser.add_argument("--steps", type=int, nargs="+", default=[50, 100], help="steps of all but paper")
     parser.add_argument(
-        "--optimizer", nargs="+", default=["paper", "fast"], choices=["paper", "adam", "fast"]
+        "--optimizer", nargs="+", default=["paper", "fast"], choices=["paper", "adam", "spectral", "fast"]
     )
     parser.add_argument(
         "--damping", type=float, help="share of the mean of diag H, as SparseGPT's 0.01; default: drot's"
@@ -154,11 +158,17 @@ def main() -> None:
             fast = RotationConfig(objective=kind, steps=steps, early_stop=0.0)
             if "adam" in options.optimizer:
                 runs.append(("adam", dataclasses.replace(fast, lr=TangentAdam.LR)))
+            if "spectral" in options.optimizer and kind == "entropy":
+                runs.append(("spectral", dataclasses.replace(fast, lr=SPECTRAL_LR)))
             if "fast" in options.optimizer:
                 runs += [("fast", dataclasses.replace(fast, lr=lr)) for lr in options.lr or RATES[kind]]
         goal = None
         for optimizer, config in runs:
-            with mock.patch.dict(OPTIMIZERS, {"fast": TangentAdam} if optimizer == "adam" else {}):
+            peers = {
+                "adam": (OPTIMIZERS, {"fast": TangentAdam}),
+                "spectral": (DIRECTIONS, {"entropy": DIRECTIONS["pruned"]}),
+            }
+            with mock.patch.dict(*peers.get(optimizer, (OPTIMIZERS, {}))):
                 _, record = train_rotation([objective], config, device=device)
             goal = record.loss_after if goal is None and optimizer == "paper" else goal
             below = next((i for i, loss in enumerate(record.loss_curve) if goal and loss <= goal), None)
@@ -178,13 +188,12 @@ def main() -> None:
                 "loss_before": f"{record.loss_before:.2f}",
                 "loss_after": f"{record.loss_after:.2f}",
                 "steps_to_paper": "" if goal is None else "never" if below is None else below,
-                "ms_per_step": f"{1e3 * record.seconds / len(record.loss_curve):.1f}",
             }
             against = "" if goal is None else f"  below paper's end at step {row['steps_to_paper']}"
             print(
                 f"{model} layer {index}  {kind:<8} {optimizer:<6} {config.resolved_steps:>5} steps"
                 f"  lr {config.resolved_lr:<5} loss {row['loss_before']} -> {row['loss_after']}{against}"
-                f"  {row['ms_per_step']} ms a step{'  (default)' if default else ''}",
+                f"{'  (default)' if default else ''}",
                 flush=True,
             )
             if options.csv:

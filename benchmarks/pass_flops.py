@@ -1,6 +1,6 @@
 """The operations of one layer by formula, without the training of its rotation: calibration and pruning.
 
-    python benchmarks/pass_flops.py                     LLaMA-3-8B, 128 sequences of 2048 tokens
+    python benchmarks/pass_flops.py --csv               LLaMA-3-8B, 128 sequences of 2048 tokens
     python benchmarks/pass_flops.py --hidden 8192 --ff 28672 --heads 64
 
 The inputs of down_proj are kept, as where they take at most an eighth of the GPU's memory. A product of
@@ -9,13 +9,14 @@ tests/pipeline/test_pass_counts.py compares the formulas with the products of a 
 """
 
 import argparse
+import datetime
 from collections.abc import Callable
 
 import torch
 
 from drot.calibration.hessian import lower_panels
 from drot.config.rotation import TRAINING_TOKENS
-from drot.pipeline.figures import MAP_SIZE
+from drot.pipeline.importance import MAP_SIZE
 
 
 def operations(
@@ -84,17 +85,32 @@ def operations(
 
 
 def main() -> None:
+    # not above: tests/pipeline/test_pass_counts.py takes `operations` from this file without its folder
+    from _harness import add_csv, append_rows, commit
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, value in (
         ("hidden", 4096), ("ff", 14336), ("heads", 32), ("kv-heads", 8), ("head-dim", 128),
         ("tokens", 128 * 2048), ("block", 128),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
-    parts = operations(**vars(parser.parse_args()))
+    add_csv(parser)
+    options = vars(parser.parse_args())
+    save = options.pop("csv")
+    parts = operations(**options)
     total = sum(sum(costs.values()) for costs in parts.values())
     for name, costs in parts.items():
         for precision, cost in costs.items():
             print(f"{name:52} {precision:7} {cost / 1e12:8.2f} TFLOP {cost / total:6.1%}")
+            row: dict[str, object] = {
+                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+                "commit": commit(),
+                "part": name,
+                "products": precision,
+                "tflop": f"{cost / 1e12:.2f}",
+            }
+            if save is not None:
+                append_rows(save / "pass_flops.csv", [row])
     print(f"{'all':60} {total / 1e12:8.2f} TFLOP")
 
 

@@ -4,16 +4,19 @@ A GPU rounds the factors of a TF32 product to 10 bits of mantissa and adds in fp
 weights that a run of the embedded model prunes, the share of the mask that changes and the change of the
 error.
 
-    python benchmarks/tf32_update.py            blocks of 128 and of 32 columns, without and with rotations
+    python benchmarks/tf32_update.py --csv      blocks of 128 and of 32 columns, without and with rotations
 """
 
+import argparse
 import dataclasses
+import datetime
 from collections.abc import Iterator
 from contextlib import contextmanager
 from statistics import mean
 from typing import Any
 
 import torch
+from _harness import add_csv, append_rows, commit, machine
 from torch import Tensor
 
 import drot
@@ -41,6 +44,9 @@ def rounded_update(bits: int) -> Iterator[None]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_csv(parser)
+    options = parser.parse_args()
     rows: list[tuple[int, float, float]] = []
 
     def compared(target: Tensor, hessian: Tensor, sparsity: Any, **settings: Any) -> PruneOutcome:
@@ -63,12 +69,26 @@ def main() -> None:
         drot.prune(MODEL, recipe, device="cpu", dtype="float32")
         for block in (128, 32):
             masks, errors = zip(*(row[1:] for row in rows if row[0] == block), strict=True)
-            print(
-                f"rotation {rotation.mode:5}  block {block:3}  {len(masks)} weights  "
-                f"mask changed: mean {mean(masks):.1e}, most {max(masks):.1e}  "
-                f"error: mean {mean(errors):+.1e}, from {min(errors):+.1e} to {max(errors):+.1e}",
-                flush=True,
-            )
+            figures = {
+                "mask_mean": mean(masks),
+                "mask_most": max(masks),
+                "error_mean": mean(errors),
+                "error_least": min(errors),
+                "error_most": max(errors),
+            }
+            row: dict[str, object] = {
+                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+                "commit": commit(),
+                "machine": machine("cpu"),
+                "torch": torch.__version__,
+                "rotation": rotation.mode,
+                "block": block,
+                "weights": len(masks),
+            }
+            row |= {name: f"{figure:.3e}" for name, figure in figures.items()}
+            print(*(f"{name} {value}" for name, value in row.items()), sep="  ", flush=True)
+            if options.csv is not None:
+                append_rows(options.csv / "tf32_update.csv", [row])
 
 
 if __name__ == "__main__":

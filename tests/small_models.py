@@ -10,6 +10,10 @@ from tokenizers.pre_tokenizers import Split
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from drot.model.decoder import DecoderModel
+from drot.model.rotation import Bases, LayerRotation
+from drot.pipeline.invariance import random_rotation
+
 COMMON = dict(
     vocab_size=96,
     hidden_size=32,
@@ -50,6 +54,27 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
     return model.eval().requires_grad_(False)
 
 
+def random_rotations(model: nn.Module, seed: int = 1) -> list[LayerRotation]:
+    """A random rotation of each layer, in fp64."""
+    handle, generator = DecoderModel(model), torch.Generator().manual_seed(seed)
+    return [random_rotation(handle.hidden_size, handle.heads, generator) for _ in handle.layers]
+
+
+def rotate_model(
+    model: nn.Module, rotations: list[LayerRotation] | None = None, place: str | None = "input"
+) -> list[LayerRotation]:
+    """Merges rotations into a model, as a run does, and returns them. None draws random rotations."""
+    rotations = rotations or random_rotations(model)
+    handle, bases = DecoderModel(model), Bases(place, len(rotations))
+    for layer, rotation in zip(handle.layers, rotations, strict=True):
+        layer.rotate(rotation, bases.held(layer.index, rotations) if place == "residual" else None)
+    handle.rotate_ends(rotations[0].r1, rotations[-1].r1)
+    if place == "input":
+        for layer in handle.layers[1:]:
+            layer.hold(bases.held(layer.index, rotations))
+    return rotations
+
+
 def random_tokens(rows: int, length: int, seed: int = 0, vocab: int = COMMON["vocab_size"]) -> torch.Tensor:
     """Random token ids [rows, length]."""
     return torch.randint(0, vocab, (rows, length), generator=torch.Generator().manual_seed(seed))
@@ -73,3 +98,8 @@ def save_small_model(model: nn.Module, folder: Path) -> Path:
 def random_text(length: int, seed: int = 0) -> str:
     """Random letters, of which `letter_tokenizer` makes one token each."""
     return "".join(chr(32 + i) for i in random_tokens(1, length, seed=seed, vocab=95)[0].tolist())
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """‖found - expected‖ / ‖expected‖, in fp64."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())

@@ -1,7 +1,7 @@
 // The rule by which scores of a group are removed, for the CPU and the CUDA kernels of nm_mask,
 // pruned_importance and sparsegpt_sweep.
 //
-// The `prune` smallest scores are removed. Of equal scores the one with the lower index is removed first.
+// The `prune` smallest scores are removed. If scores are equal, the lowest index is removed first.
 // -0 equals 0, and NaN is larger than every number.
 #pragma once
 

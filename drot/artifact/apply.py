@@ -57,7 +57,8 @@ def apply_artifact(
                 if problem := damage(part / name, record):
                     raise UserError(
                         f"{name} came out different from the file that {artifact} stands for: it {problem}; "
-                        "the artifact is damaged, or this machine computes wrong; nothing was written"
+                        "the artifact is damaged, or fp64 results on this machine exceed the recorded "
+                        "tolerance; nothing was written"
                     )
     return {"files": {name: record.model_dump() for name, record in index.files.items()}}
 

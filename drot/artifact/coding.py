@@ -134,7 +134,7 @@ def _resolve(expected: Tensor, unsure: bytes, dtype: torch.dtype, tolerance: flo
 def to_planes(numbers: Numbers, dtype: torch.dtype) -> bytes:
     """Unsigned `numbers` of the size of `dtype`: all lowest bytes, then all second bytes, and so on.
 
-    The high bytes are nearly all equal, and compress well beside each other.
+    The high bytes are nearly all equal, and compress well next to each other.
     """
     size = dtype.itemsize
     whole = numbers.astype(f"<u{size}").view(np.uint8).reshape(-1, size)

@@ -15,6 +15,7 @@ from drot.artifact.prediction import Prediction, predictions, reported
 from drot.artifact.source import load_source
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.load import load_config
+from drot.checkpoint.quantization_config import boundary_of
 from drot.checkpoint.rotations import load_rotations
 from drot.checkpoint.save import check_writable
 from drot.core.errors import UserError
@@ -26,7 +27,6 @@ from drot.manifest.integrity import folder_records, verified_while_loading
 from drot.manifest.manifest import Manifest, read_manifest
 from drot.model.families import head_shape
 from drot.model.rotation import LayerRotation
-from drot.sparse.quantization_config import boundary_of
 
 logger = logging.getLogger("drot")
 

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.load import load_config, load_model
+from drot.checkpoint.quantization_config import quantization_config_of
 from drot.core.errors import UserError
-from drot.sparse.quantization_config import quantization_config_of
 
 
 def load_source(name: str | Path) -> Any:

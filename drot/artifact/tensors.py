@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint beside their predictions: dense weights, or packed values and positions."""
+"""The tensors of a checkpoint next to their predictions: dense weights, or packed values and positions."""
 
 from collections.abc import Iterator
 from pathlib import Path

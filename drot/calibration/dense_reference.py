@@ -1,4 +1,4 @@
-"""The inputs of a layer's linears in the dense model, beside their inputs in the pruned model."""
+"""The inputs of a layer's linears in the dense model, next to their inputs in the pruned model."""
 
 from dataclasses import dataclass
 

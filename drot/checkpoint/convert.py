@@ -2,24 +2,30 @@
 
 from pathlib import Path
 
-from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, logger, wider_dtypes
+from drot.checkpoint.load import (
+    has_tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    logger,
+    warn_of_rounding,
+)
+from drot.checkpoint.quantization_config import format_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.core.errors import UserError
 from drot.core.lock import locked
-from drot.machine.devices import dtype_name
-from drot.manifest.importance import load_figures, save_figures
+from drot.manifest.importance import load_importance_maps, save_importance_maps
 from drot.manifest.manifest import MANIFEST, CheckpointManifest, dense_linears_of, read_any_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, pack_model, unpack_model
-from drot.sparse.quantization_config import format_of
 
 
 def convert_checkpoint(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
     """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
 
-    Returns the manifest; None for a model that drot did not prune. Raises UserError for an unknown format, for
-    the format that the checkpoint has already, for a weight that is not 2:4, and for files that do not fit
-    their hashes in the manifest. A linear to which the manifest gives another sparsity stays dense.
+    Returns the manifest; None for a model that drot did not prune. Raises UserError for an unknown format,
+    for the format that the checkpoint has already, for a weight that is not 2:4, and for files that do not
+    fit their hashes in the manifest. A linear to which the manifest gives another sparsity stays dense.
     """
     check_format(format)
     check_output(out)
@@ -36,11 +42,7 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     else:  # a model that was pruned from Python with token ids has no tokenizer
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
     model = load_model(path)
-    if wider := wider_dtypes(path, model.dtype):
-        logger.warning(
-            "%s holds tensors of %s, but the dtype in its config.json is %s: they are written as %s",
-            path, ", ".join(wider), dtype_name(model.dtype), dtype_name(model.dtype),
-        )  # fmt: skip
+    warn_of_rounding(path, model.dtype)
     if is_packed(model) == (format == "packed"):
         raise UserError(f"{path} is {format} already: name the other `format`")
     if format == "packed":
@@ -50,5 +52,9 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     if manifest is not None:
         manifest.format, manifest.stock_architecture = format_of(model)
     return save_checkpoint(
-        model, tokenizer, manifest, out, write_more=lambda folder: save_figures(folder, load_figures(path))
+        model,
+        tokenizer,
+        manifest,
+        out,
+        write_more=lambda folder: save_importance_maps(folder, load_importance_maps(path)),
     )

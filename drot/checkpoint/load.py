@@ -2,15 +2,16 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from drot.checkpoint.keep import keep_files
+from drot.checkpoint.quantization_config import boundary_of, quantization_config_of
 from drot.checkpoint.source import (
-    Header,
+    DENSE_DTYPES,
+    check_headers,
     check_layers,
     model_folder,
     read_config,
@@ -19,15 +20,14 @@ from drot.checkpoint.source import (
 )
 from drot.core.checks import is_a
 from drot.core.errors import UserError, quoted
-from drot.machine.devices import parse_dtype, pick_device
+from drot.machine.devices import dtype_name, parse_dtype, pick_device
 from drot.machine.finite import is_finite
 from drot.manifest.integrity import is_loaded, verified_while_loading
-from drot.model.families import ARCHITECTURES
+from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
-from drot.sparse.quantization_config import boundary_of, quantization_config_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,8 +36,6 @@ logger = logging.getLogger("drot")
 
 #: what it means that a GPU keeps no compressed form
 UNCOMPRESSED = "products of many tokens unpack the weight at each call, which is slower than a dense model"
-#: the dtypes in safetensors files that a dense weight may have
-DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 def load(
@@ -112,11 +110,13 @@ def load_model(
     config = load_config(path)
     from transformers import AutoModelForCausalLM
 
+    from drot.checkpoint.hf_model import keep_files  # it imports transformers too
+
     folder = model_folder(path, weights=True)
     headers = read_headers(weight_files(folder))
     check_layers(config, headers, folder)
     with _one_line(_no_model(path), config.to_dict()), _quiet_transformers():
-        if config.model_type in ARCHITECTURES and not quantization_config_of(config):
+        if config.model_type in FAMILIES and not quantization_config_of(config):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             check_headers(empty, headers)
@@ -177,18 +177,15 @@ def has_tokenizer(path: str | Path) -> bool:
     return not Path(path).is_dir() or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*"))
 
 
-def wider_dtypes(folder: str | Path, dtype: torch.dtype) -> list[str]:
-    """The floating-point dtypes in a folder's safetensors files that `dtype` cannot represent exactly.
-
-    The dtypes have the names of the safetensors format, as in `F32`.
-    """
+def warn_of_rounding(folder: str | Path, dtype: torch.dtype) -> None:
+    """Logs a warning if the files in `folder` hold weights that `dtype` cannot represent exactly."""
     files = [file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name)]
-    found = {header.dtype for header in read_headers(files).values()}
-    return sorted(
-        name
-        for name in found & DENSE_DTYPES.keys()
-        if torch.promote_types(DENSE_DTYPES[name], dtype) != dtype
-    )
+    held = {header.dtype for header in read_headers(files).values()} & DENSE_DTYPES.keys()
+    if wider := sorted(name for name in held if torch.promote_types(DENSE_DTYPES[name], dtype) != dtype):
+        logger.warning(
+            "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
+            folder, ", ".join(wider), dtype_name(dtype), dtype_name(dtype),
+        )  # fmt: skip
 
 
 def load_tokenizer(path: str | Path) -> Any:
@@ -249,42 +246,3 @@ def _quiet_transformers() -> Iterator[None]:
         yield
     finally:
         its_logging.set_verbosity(before)
-
-
-def check_files(model: "PreTrainedModel", files: Sequence[str]) -> None:
-    """Checks the headers of safetensors `files` against an empty model of a checkpoint that drot wrote.
-
-    Raises UserError as `check_headers` does, and for a file that is not complete.
-    """
-    check_headers(model, read_headers(files), dtypes=("BF16", "F16", "F32"))
-
-
-def check_headers(
-    model: "PreTrainedModel", headers: dict[str, Header], dtypes: Sequence[str] = tuple(DENSE_DTYPES)
-) -> None:
-    """Checks `headers` against the tensors of an empty model, whose weights may be of `dtypes`.
-
-    Raises UserError that names the first tensor with another shape or dtype, with both shapes, and the first
-    that is missing. A missing tensor outside of the base model is no error: lm_head may be tied to the
-    embedding, and any other head may not be trained yet. transformers itself would initialise some of these
-    tensors at random and cast others.
-    """
-    prefix = f"{model.base_model_prefix}."
-    without_head = not any(name.startswith(prefix) for name in headers)  # a saved base model has no prefix
-    for key, tensor in model.state_dict().items():
-        header = headers.get(key.removeprefix(prefix) if without_head else key)
-        if header is None and not key.startswith(prefix):
-            continue
-        if header is None:
-            raise UserError(f"{key} is missing from the checkpoint: convert or copy the checkpoint again")
-        if header.shape != list(tensor.shape):
-            raise UserError(
-                f"{key} must be {list(tensor.shape)} by the model's config, got {header.shape} in "
-                f"{header.file.name}: convert or copy the checkpoint again"
-            )
-        kinds = ("U8",) if tensor.dtype == torch.uint8 else tuple(dtypes)
-        if header.dtype not in kinds:
-            raise UserError(
-                f"{key} must be of dtype {' or '.join(kinds)}, got {header.dtype}: "
-                "convert or copy the checkpoint again"
-            )

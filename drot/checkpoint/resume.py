@@ -99,11 +99,11 @@ def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str
     where: what `before` belongs to, as in 'the unfinished run'.
     """
     old, new = dict(_fields(before)), dict(_fields(json.loads(json.dumps(now))))
-    missing = object()
-    changed = [key for key in {**old, **new} if old.get(key, missing) != new.get(key, missing)]
-    names = {key: IN_WORDS.get(key, key.removeprefix("recipe.")) for key in changed}
+    changed = [key for key in {**old, **new} if old.get(key, "no value") != new.get(key, "no value")]
     return ", ".join(
-        f"{name}: {_shown(old, key)} in {where}, {_shown(new, key)} now" for key, name in names.items()
+        f"{IN_WORDS.get(key, key.removeprefix('recipe.'))}: {old.get(key, 'no value')} in {where}, "
+        f"{new.get(key, 'no value')} now"
+        for key in changed
     )
 
 
@@ -115,27 +115,24 @@ def _fields(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
             yield prefix + key, value
 
 
-def _shown(fields: dict[str, Any], key: str) -> str:
-    return str(fields[key]) if key in fields else "no value"
-
-
 class RunState:
     """The finished parts of a run, which are saved in `<out>.partial` so that the run survives a crash.
 
     A part, such as a pruned layer, is one safetensors file with its tensors, and its record in the metadata.
-    The folder is created with the first part; its run.json holds `identity`, the settings of the run, and
-    its parts.json the hashes of the parts. Raises UserError if the folder belongs to a run with another
-    `identity`.
+    The folder is created with the first part. Its run.json holds the identity of the run, and its parts.json
+    the hashes of the parts.
 
-    A part that does not fit its hashes is not used: `load` says so and the run computes the part again.
-    The parts after it are kept if the new tensors are equal to the lost ones, which is so on the same machine
-    with the same number of threads; otherwise they are dropped and computed again too.
+    A part that does not fit its hashes is computed again. The parts after it are kept if the new tensors
+    equal the lost ones, as they do on the same machine with the same number of threads; otherwise they are
+    computed again too.
 
     out: the folder of the finished run.
-    identity: the values that must be equal for the run to be resumed.
-    machine: what the bytes of the parts depend on beside `identity`, from `machine()`. It is stored with
-        each part. A warning names what differs in the parts of an interrupted run; `other_machines` keeps the
-        machines of these parts.
+    identity: the values that must be equal for the run to be resumed. Raises UserError if they are not.
+    machine: what the bytes of the parts depend on beside `identity`, from `machine()`. It is stored with each
+        part.
+
+    Attributes:
+        other_machines: the machines that computed other parts of the run; a warning names what differs.
     """
 
     def __init__(self, out: Path, identity: dict[str, Any], machine: dict[str, Any] | None = None) -> None:
@@ -162,14 +159,8 @@ class RunState:
                 "computed again", self.folder / JOURNAL,
             )  # fmt: skip
         self._parts = parts or {}
-        if self._machine is not None:
-            self._tell_other_machines()
-
-    def _tell_other_machines(self) -> None:
-        """Logs a warning for each other machine that computed parts of this run."""
-        for entry in self._parts.values():
-            other = entry.get("machine")
-            if other in (None, self._machine, *self.other_machines):
+        for other in (entry["machine"] for entry in self._parts.values()):
+            if None in (other, self._machine) or other in (self._machine, *self.other_machines):
                 continue
             self.other_machines.append(other)
             logger.warning(
@@ -224,10 +215,7 @@ class RunState:
                 raise
 
     def load(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """The tensors and the record of the part `name`; None if it is not finished yet.
-
-        Logs a warning and returns None if the part does not fit its hashes.
-        """
+        """The tensors and the record of the part `name`; None if it is not finished, or damaged."""
         file, entry = self._file(name), self._parts.get(name)
         if entry is None:
             return None  # a file without an entry was cut off between the writing of the two

@@ -23,8 +23,8 @@ ORTHOGONALITY_TOLERANCE = 1e-3
 def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str, Any]) -> None:
     """Writes the rotations of all layers in fp32. Raises WriteError if writing fails.
 
-    record: the recipe, the model and the calibration, which are stored in the file's metadata with the digest
-        of the tensors and of the record.
+    record: the recipe, the model and the calibration. The file's metadata holds it, and a digest of it and of
+        the tensors.
     """
     tensors: dict[str, Tensor] = {}
     for index, rotation in enumerate(rotations):

@@ -36,7 +36,7 @@ def check_space(out: Path, checkpoint: int, parts: int) -> None:
     Args:
         out: the folder of the checkpoint.
         checkpoint: bytes of the checkpoint.
-        parts: bytes of the finished parts of the run, which lie beside `out` until the checkpoint is written.
+        parts: bytes of the finished parts of the run, which are deleted when the checkpoint is written.
     """
     free = shutil.disk_usage(out.resolve().parent).free
     if free < checkpoint + parts:

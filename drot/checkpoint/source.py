@@ -5,18 +5,19 @@ Nothing here runs code of the model, builds the model or reads its weights.
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.core.hub import HUB_NAME, hub_access
 from drot.core.reading import check_schema, read_json
-from drot.model.families import ARCHITECTURES
+from drot.model.families import FAMILIES
 from drot.model.schema import ModelConfig, RopeOfModel, WeightIndex
 
 CONFIG = "config.json"
@@ -29,6 +30,8 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
 #: part of a tensor's name that holds the number of its decoder layer
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
+#: the dtypes in safetensors files that a dense weight may have
+DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
 
 @dataclass(frozen=True)
@@ -115,7 +118,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if (folder / ADAPTER).exists():
         raise UserError(
-            f"{folder} holds an adapter beside a model, which transformers would load too: move {ADAPTER} "
+            f"{folder} holds an adapter next to a model, which transformers would load too: move {ADAPTER} "
             "out of the folder, or merge the adapter with peft"
         )
     return config
@@ -192,8 +195,39 @@ def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:
         return
     numbers = [int(match[1]) for name in headers if (match := LAYER.search(name))]
     held = max(numbers, default=-1) + 1
-    if layers > len(headers) or (config.model_type in ARCHITECTURES and layers != held):
+    if layers > len(headers) or (config.model_type in FAMILIES and layers != held):
         raise UserError(
             f"{folder}: num_hidden_layers of {CONFIG} is {layers}, but the weights hold {held} layers: "
             f"{CONFIG} was edited or is of another model; copy it again"
         )
+
+
+def check_headers(
+    model: Any, headers: dict[str, Header], dtypes: Sequence[str] = tuple(DENSE_DTYPES)
+) -> None:
+    """Checks `headers` against the tensors of an empty model, whose weights may be of `dtypes`.
+
+    Raises UserError that names the first tensor with another shape or dtype, with both shapes, and the first
+    that is missing. A missing tensor outside of the base model is no error: lm_head may be tied to the
+    embedding, and any other head may not be trained yet. transformers itself would initialise some of these
+    tensors at random and cast others.
+    """
+    prefix = f"{model.base_model_prefix}."
+    without_head = not any(name.startswith(prefix) for name in headers)  # a saved base model has no prefix
+    for key, tensor in model.state_dict().items():
+        header = headers.get(key.removeprefix(prefix) if without_head else key)
+        if header is None and not key.startswith(prefix):
+            continue
+        if header is None:
+            raise UserError(f"{key} is missing from the checkpoint: convert or copy the checkpoint again")
+        if header.shape != list(tensor.shape):
+            raise UserError(
+                f"{key} must be {list(tensor.shape)} by the model's config, got {header.shape} in "
+                f"{header.file.name}: convert or copy the checkpoint again"
+            )
+        kinds = ("U8",) if tensor.dtype == torch.uint8 else tuple(dtypes)
+        if header.dtype not in kinds:
+            raise UserError(
+                f"{key} must be of dtype {' or '.join(kinds)}, got {header.dtype}: "
+                "convert or copy the checkpoint again"
+            )

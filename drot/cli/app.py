@@ -1,57 +1,28 @@
 """The command `drot`: its subcommands, its exit status, and its error messages of one line.
 
-Defaults come from drot/config. Results go to stdout, progress and errors to stderr. The exit status is 0
-for success, 1 for a fault of drot (--debug shows the traceback) or a model without a finite loss, 2 for a
-mistake of the user, and 130 after Ctrl-C.
+Results go to stdout, progress and errors to stderr. The exit status is 0 for success, 1 for a fault of drot
+(--debug shows the traceback) or a model without a finite loss, 2 for a mistake of the user, and 130 after
+Ctrl-C.
 """
 
 import errno
-import re
 import sys
 import traceback
 from typing import Annotated
 
 import typer
 
-from drot.cli import artifact, bench, convert, demo, evaluate, finetune, info, prune, report, sweep
-from drot.cli.options import Command, Group, Interrupted
+from drot.cli.commands import Group, Interrupted, add_commands
 from drot.cli.safe_text import safe_log_messages, visible
-from drot.config.recipe import SECTION_OF
 from drot.core.checks import shortened
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.version import __version__
 
 app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
-app.command(cls=Command, epilog=prune.EPILOG)(prune.prune)
-app.command(cls=Command, epilog=finetune.EPILOG)(finetune.finetune)
-app.command(name="eval", cls=Command, epilog=evaluate.EPILOG)(evaluate.evaluate)
-app.command(cls=Command, epilog=report.EPILOG)(report.report)
-app.command(cls=Command, epilog=sweep.EPILOG)(sweep.sweep)
-app.command(cls=Command, epilog=convert.EPILOG)(convert.convert)
-app.command(cls=Command, epilog=artifact.EXPORT_EPILOG)(artifact.export)
-app.command(cls=Command, epilog=artifact.APPLY_EPILOG)(artifact.apply)
-app.command(cls=Command, epilog=bench.EPILOG)(bench.bench)
-app.command(cls=Command, epilog=info.EPILOG)(info.info)
-app.command(cls=Command, epilog=demo.EPILOG)(demo.demo)
+add_commands(app)
 
 #: exit status after Ctrl-C
 INTERRUPTED = 130
-#: field or argument → its option, where the names differ; `hessians`, for one, is simply --hessians
-OPTIONS = {
-    "mode": "--rotation",
-    "blocks": "--rotation block:N",
-    "source": "--calibration",
-    "save_rotations_to": "--save-rotations",
-    "batches": "--batch",
-}
-#: command → options that replace those of OPTIONS in its messages
-COMMAND_OPTIONS = {
-    "finetune": {"source": "--text"},
-    # fields of a recipe stand in the grid file, under their own names
-    "sweep": {"ppl": "texts", **{name: name for name in SECTION_OF}},
-}
-#: a field in the message of a UserError: `hessians`, `hessians="dense"`, `resume=True`, `layers_per_step=4`
-FIELD = re.compile(r"`(\w+)(?:=(?:\"([^\"`]*)\"|(\w+)))?`")
 
 
 def show_version(given: bool) -> None:
@@ -98,10 +69,10 @@ def run(arguments: list[str]) -> int:
 
 def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str]:
     """The exit status and the message of an exception in a command."""
-    if isinstance(error, UserError):
-        return 2, in_options(str(error), command)
-    if isinstance(error, BrokenModelError):
-        return 1, in_options(str(error), command)
+    if isinstance(error, UserError | BrokenModelError):
+        from drot.cli.messages import flags_of, in_options
+
+        return 2 if isinstance(error, UserError) else 1, in_options(str(error), flags_of(command).get)
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
@@ -109,19 +80,6 @@ def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of any option or argument
         return 2, f"the name {shortened(error.filename)} is too long for a file: shorten it"
     return 1, f"{type(error).__name__}: {error}{'' if debug else ' (--debug shows where)'}"
-
-
-def in_options(message: str, command: str = "") -> str:
-    """A message of the library with options for its fields: --hessians dense for `hessians="dense"`."""
-    options = OPTIONS | COMMAND_OPTIONS.get(command, {})
-
-    def option(match: re.Match[str]) -> str:
-        name, text, value = match.groups()
-        flag = options.get(name, "--" + name.replace("_", "-"))
-        value = text if value is None else value
-        return flag if value in (None, "True") else f"{flag} {value}"
-
-    return FIELD.sub(option, message)
 
 
 def main() -> None:

@@ -134,7 +134,7 @@ def print_speed(data: dict[str, Any]) -> None:
 
 
 def _rate(row: dict[str, Any]) -> str:
-    """The figure `bound` of a row (drot/speed/figures.py) with its unit."""
+    """The figure `bound` of a row (drot/speed/rates.py) with its unit."""
     if row["phase"] == "decode":
         return f"{_three_digits(row['bound'] / 1e9)} GB/s"
     scale, unit = (1e12, "TFLOP/s") if row["bound"] >= 1e12 else (1e9, "GFLOP/s")

@@ -1,18 +1,21 @@
 """The check of `drot prune` for options that would have no effect."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from drot.config import Recipe, RotationConfig
+from drot.cli.recipe import AskedRecipe
+from drot.config import ResolvedRecipe, RotationConfig, resolve
+from drot.config.recipe import SECTIONS
+from drot.config.settings import fields_of, values_of
 from drot.core.errors import UserError
 
 #: fields of RotationConfig that matter for given rotations too
 NOT_TRAINING = ("mode", "blocks", "boundary")
 #: fields of RotationConfig that only the training reads
-TRAINING = tuple(f.name for f in dataclasses.fields(RotationConfig) if f.name not in NOT_TRAINING)
+TRAINING = tuple(name for name in fields_of(RotationConfig) if name not in NOT_TRAINING)
 
-Condition = tuple[str, Callable[[Recipe, bool], bool], tuple[str, ...]]
+Condition = tuple[str, Callable[[ResolvedRecipe, bool], bool], tuple[str, ...]]
 
 #: Conditions under which options have no effect: the condition in words; a function of the recipe, and of
 #: whether --rotations was given, that tests it; and the fields of the options without effect.
@@ -30,7 +33,7 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
         lambda recipe, given: recipe.rotation.mode != "shared",
         ("layers_per_step",),
     ),
-    ("--layers-per-step", lambda recipe, given: recipe.rotation.layers_per_step is not None, ("early_stop",)),
+    ("--layers-per-step", lambda recipe, given: recipe.rotation.layers_per_step > 0, ("early_stop",)),
     ("--optimizer paper", lambda recipe, given: recipe.rotation.optimizer == "paper", ("early_stop",)),
     (
         "--method other than sparsegpt",
@@ -39,17 +42,18 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
     ),
     (
         "--method other than sparsegpt and --solve other than sparsegpt",
-        lambda recipe, given: "sparsegpt" not in (recipe.pruning.method, recipe.solve),
+        lambda recipe, given: "sparsegpt" not in (recipe.pruning.method, recipe.pruning.solve),
         ("block_size",),
     ),
     (
         "--method other than sparsegpt, --solve none and --target self",
         lambda recipe, given: (
-            recipe.pruning.method != "sparsegpt" and (recipe.solve, recipe.target) == ("none", "self")
+            recipe.pruning.method != "sparsegpt"
+            and (recipe.pruning.solve, recipe.pruning.target) == ("none", "self")
         ),
         ("damping", "damping_average"),
     ),
-    ("--target self", lambda recipe, given: recipe.target == "self", ("target_weight",)),
+    ("--target self", lambda recipe, given: recipe.pruning.target == "self", ("target_weight",)),
     (
         "--recover none",
         lambda recipe, given: recipe.recovery.recover == "none",
@@ -65,33 +69,35 @@ NO_TEXT: Condition = (
 )
 
 
-def check_effects(recipe: Recipe, start: Recipe, *, measures: bool = False, **files: Path | None) -> None:
+def check_effects(asked: AskedRecipe, *, measures: bool = False, **files: Path | None) -> None:
     """Raises UserError that names the options that changed a field of the recipe but have no effect.
 
-    recipe: the recipe with the options of the command line.
-    start: the recipe without them: the defaults, or the recipe of a file.
+    asked: the recipe of the command line.
     measures: whether --sensitivity was given, which reads calibration text with every recipe.
     files: the options `rotations` and `save_rotations_to`, which are not part of the recipe.
     """
     changed = {name for name, file in files.items() if file is not None}
-    for section in dataclasses.fields(recipe):
-        part, before = getattr(recipe, section.name), getattr(start, section.name)
-        fields = (field.name for field in dataclasses.fields(part))
-        changed |= {name for name in fields if getattr(part, name) != getattr(before, name)}
+    for section in SECTIONS:
+        before, after = (values_of(getattr(recipe, section)) for recipe in (asked.start, asked.recipe))
+        changed |= {name for name, value in after.items() if value != before[name]}
+    recipe = resolve(asked.recipe)
     table = WITHOUT_EFFECT if measures else (*WITHOUT_EFFECT, NO_TEXT)
     for condition, applies, fields_without_effect in table:
         idle = [name for name in fields_without_effect if name in changed]
         if idle and applies(recipe, files["rotations"] is not None):
-            verb = "have" if len(idle) > 1 else "has"
-            options = ", ".join(f"`{name}`" for name in idle)
-            raise UserError(f"{options} {verb} no effect with {condition}: leave one or the other out")
+            _refuse(idle, f"with {condition}")
 
 
-def check_no_output(**options: object) -> None:
+def check_no_output(asked: AskedRecipe, given: dict[str, Any]) -> None:
     """Raises UserError that names the options of a written model that were given with --sensitivity."""
-    if given := [f"`{name}`" for name, value in options.items() if value]:
-        verb = "have" if len(given) > 1 else "has"
-        raise UserError(
-            f"{', '.join(given)} {verb} no effect with --sensitivity, which writes no model: leave one or "
-            "the other out"
-        )
+    written = ["out", "resume", "save_rotations_to", "format", "save_dtype"]
+    if asked.recipe.recovery.recover != asked.start.recovery.recover:
+        written.append("recover")
+    if idle := [name for name in written if name in given or name == "recover"]:
+        _refuse(idle, "with --sensitivity, which writes no model")
+
+
+def _refuse(names: list[str], condition: str) -> None:
+    verb = "have" if len(names) > 1 else "has"
+    options = ", ".join(f"`{name}`" for name in names)
+    raise UserError(f"{options} {verb} no effect {condition}: leave one or the other out")

@@ -1,31 +1,33 @@
 """The command `drot finetune`: its options, and the check for options that would have no effect."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from drot.cli.options import (
-    OUTPUT,
-    RUN,
-    SEQLEN_DEFAULT,
-    SOURCES,
-    TEXT_COLUMN,
-    Json,
-    option,
-    print_json,
-    stdout_for_the_result,
-)
+from drot.cli.options import OUTPUT, RUN, Json, option, print_json, stdout_for_the_result
+from drot.cli.settings import options_of, with_settings
 from drot.cli.tables import finetune_line, print_line
-from drot.config import FINETUNE_LR, CalibrationConfig, FinetuneConfig
+from drot.config import CalibrationConfig, FinetuneConfig
+from drot.config.calibration import SOURCES
+from drot.config.settings import fields_of
 from drot.core.errors import UserError
 from drot.core.events import silent
 
 DEFAULT = FinetuneConfig()
 TRAINING, TEXT = "Training", "Text"
 EPILOG = "Example: drot finetune llama-2of4 --out llama-2of4-tuned --text wikitext2"
+TRAINING_OPTIONS = options_of(DEFAULT, TRAINING, leave_out=("text", "held_out", "keep_adapter"))
+TEXT_OPTIONS = options_of(
+    DEFAULT.text,
+    TEXT,
+    source={"name": "text", "metavar": "[c4|ORG/NAME|PATH]", "help": f"Text to train on: {SOURCES}"},
+    seed={"help": "Random seed of the positions at which sequences are cut, and of the training."},
+)
+OTHER_OPTIONS = options_of(DEFAULT, TEXT, only=("held_out", "keep_adapter"), keep_adapter={"panel": OUTPUT})
 
 
+@with_settings(out=[*TRAINING_OPTIONS, *TEXT_OPTIONS, *OTHER_OPTIONS])
 def finetune(
     model: Annotated[
         str,
@@ -34,88 +36,7 @@ def finetune(
         ),
     ],
     *,
-    full: Annotated[
-        bool,
-        option(
-            TRAINING,
-            "Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. Takes "
-            "16 bytes of memory a weight, and more for the activations.",
-            "--full",
-        ),
-    ] = DEFAULT.full,
-    rank: Annotated[int, option(TRAINING, "LoRA's rank r.")] = DEFAULT.rank,
-    alpha: Annotated[
-        float, option(TRAINING, "LoRA's product is multiplied by alpha / rank.")
-    ] = DEFAULT.alpha,
-    dropout: Annotated[float, option(TRAINING, "Dropout on LoRA's inputs.")] = DEFAULT.dropout,
-    lr: Annotated[
-        float | None,
-        option(
-            TRAINING,
-            f"Learning rate. Default: {FINETUNE_LR['lora']:g}, with --full {FINETUNE_LR['full']:g}.",
-        ),
-    ] = DEFAULT.lr,
-    weight_decay: Annotated[float, option(TRAINING, "Weight decay of AdamW.")] = DEFAULT.weight_decay,
-    warmup_steps: Annotated[
-        int | None,
-        option(
-            TRAINING,
-            "Steps in which the learning rate rises; it then falls to 0. Default: 400, or a tenth of all "
-            "steps if that is less.",
-        ),
-    ] = DEFAULT.warmup_steps,
-    epochs: Annotated[int, option(TRAINING, "Passes over the sequences.")] = DEFAULT.epochs,
-    batch_size: Annotated[
-        int, option(TRAINING, "Sequences in a forward pass of one GPU.")
-    ] = DEFAULT.batch_size,
-    accumulation: Annotated[
-        int, option(TRAINING, "Forward passes of one GPU in a step of the optimiser.")
-    ] = DEFAULT.accumulation,
-    gradient_checkpointing: Annotated[
-        bool,
-        option(
-            TRAINING,
-            "Compute activations again in the backward pass: less memory, more time.",
-            "--gradient-checkpointing",
-        ),
-    ] = DEFAULT.gradient_checkpointing,
-    text: Annotated[
-        str,
-        option(
-            TEXT,
-            f"Text to train on: {SOURCES}",
-            metavar="[c4|ORG/NAME|PATH]",
-        ),
-    ] = DEFAULT.text.source,
-    nsamples: Annotated[int, option(TEXT, "Number of sequences to cut from the text.")] = (
-        DEFAULT.text.nsamples
-    ),
-    seqlen: Annotated[
-        int | None, option(TEXT, f"Tokens in a sequence. {SEQLEN_DEFAULT}")
-    ] = DEFAULT.text.seqlen,
-    seed: Annotated[
-        int,
-        option(TEXT, "Random seed of the positions at which sequences are cut, and of the training."),
-    ] = DEFAULT.text.seed,
-    text_column: Annotated[str, option(TEXT, TEXT_COLUMN)] = DEFAULT.text.text_column,
-    held_out: Annotated[
-        int,
-        option(
-            TEXT,
-            "Sequences at the end of the text that are not trained on. Their perplexity is measured before "
-            "and after.",
-        ),
-    ] = DEFAULT.held_out,
     out: Annotated[Path, option(OUTPUT, "Folder to write. It must be new or empty.")],
-    keep_adapter: Annotated[
-        bool,
-        option(
-            OUTPUT,
-            "Write LoRA's matrices as an adapter that peft opens on top of DIR, instead of a model with the "
-            "zeros of DIR. DIR must not be packed.",
-            "--keep-adapter",
-        ),
-    ] = DEFAULT.keep_adapter,
     as_json: Json = False,
     device: Annotated[
         str,
@@ -127,26 +48,12 @@ def finetune(
             autocompletion=lambda: ["auto", "cpu", "cuda"],
         ),
     ] = "auto",
+    **settings: Any,
 ) -> None:
     """Fine-tune the pruned model DIR by LoRA or in full. Its zeros stay zeros, and its format stays."""
-    config = FinetuneConfig(
-        full=full,
-        keep_adapter=keep_adapter,
-        rank=rank,
-        alpha=alpha,
-        dropout=dropout,
-        lr=lr,
-        weight_decay=weight_decay,
-        warmup_steps=warmup_steps,
-        epochs=epochs,
-        batch_size=batch_size,
-        accumulation=accumulation,
-        gradient_checkpointing=gradient_checkpointing,
-        held_out=held_out,
-        text=CalibrationConfig(
-            source=text, nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
-        ),
-    )
+    text = {"source": settings.pop("text")}
+    text |= {name: settings.pop(name) for name in fields_of(CalibrationConfig) if name in settings}
+    config = FinetuneConfig(**settings, text=CalibrationConfig(**text))
     check_effects(config)
     from drot.cli.progress_bars import progress_bar
     from drot.finetuning import finetune as finetuning

@@ -8,43 +8,12 @@ from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
 
-from drot.config import SEQLEN
 from drot.machine.devices import DTYPES
 
 #: panels of `--help`
 ROTATION, PRUNING, RECOVERY = "Rotation", "Pruning", "Recovery"
 CALIBRATION, OUTPUT, RUN = "Calibration", "Output", "Run"
-
-
-class Command(TyperCommand):
-    """A command whose `--help` shows no value beside an option that takes none, such as --resume.
-
-    typer itself would show `--resume <bool>`.
-    """
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return without_flag_values(super().get_params(ctx))
-
-
-class Group(TyperGroup):
-    """The command `drot` itself, which shows its options as a Command does."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        return without_flag_values(super().get_params(ctx))
-
-
-class Interrupted(Exception):
-    """Ctrl-C in a command that can tell the user how to go on. The message says so in one line."""
-
-
-def without_flag_values(params: list[Any]) -> list[Any]:
-    """`params`, in which the metavar of every option without a value is blank."""
-    for param in params:
-        if getattr(param, "is_flag", False):
-            param.metavar = " "
-    return params
 
 
 def option(panel: str, help: str, *names: str, choices: Sequence[str] = (), **settings: Any) -> Any:
@@ -84,16 +53,6 @@ Dtype = Annotated[
     str,
     option(RUN, "Dtype of the weights. auto is the dtype of the checkpoint.", choices=["auto", *DTYPES]),
 ]
-TEXT_COLUMN = (
-    "The column that holds the text, or chats as lists of role and content, in .json, .jsonl and .parquet "
-    "files and in datasets on the hub. Without a column text, it is messages."
-)
-#: the sources of a text, for the help of --calibration and --text
-SOURCES = (
-    "c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is "
-    "read only as far as needed; or a .txt, .json, .jsonl or .parquet file."
-)
-SEQLEN_DEFAULT = f"Default: {SEQLEN}, or what the model reads if that is less."
 COMPUTE_DTYPE = (
     "Dtype of the computation. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU."
 )

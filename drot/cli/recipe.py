@@ -1,30 +1,67 @@
 """The recipe of a command line of `drot prune`, and what is said about a recipe in a file and its run."""
 
 import logging
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import Any, cast, get_args
 
-from drot.config import Recipe, RotationMode
-from drot.config.recipe import SECTION_OF
-from drot.config.recipe_file import read_recipe
+from drot.config import Recipe, RotationMode, resolve
+from drot.config.recipe import SECTION_OF, read_recipe
 from drot.core.errors import UserError
-
-if TYPE_CHECKING:
-    from drot.manifest.manifest import Manifest
+from drot.core.events import Progress
 
 logger = logging.getLogger("drot")
 
 
-def recipe_and_manifest(file: Path) -> "tuple[Recipe, Manifest | None]":
-    """The recipe in `file`, and the manifest that holds it; None if the file is no manifest.
+@dataclass(frozen=True)
+class AskedRecipe:
+    """The recipe of a command line.
 
-    Raises UserError as `read_recipe` does, and for a manifest with wrong entries.
+    recipe: the recipe with the options of the command line.
+    start: the recipe without the options that set its fields: the defaults, or the recipe of a file.
+    manifest: the manifest that holds `start`; {} if it stands in none.
     """
-    from drot.core.reading import check_schema
-    from drot.manifest.manifest import Manifest
 
-    recipe, entries = read_recipe(file)
-    return recipe, check_schema(Manifest, entries, str(file)) if entries else None
+    recipe: Recipe
+    start: Recipe
+    manifest: dict[str, Any]
+
+
+def asked_recipe(file: Path | None, given: dict[str, Any], quality: str | None) -> AskedRecipe:
+    """The recipe of a command line. Logs the fields of the recipe in `file` that its options replace.
+
+    Args:
+        file: the value of --recipe.
+        given: name of the parameter → value, for the options that were given.
+        quality: the value of --quality, which sets what the other options do not.
+    """
+    start, manifest = (Recipe(), {}) if file is None else read_recipe(file)
+    fields = recipe_fields(given)
+    recipe = start.replace(**fields)
+    if quality is not None:
+        recipe = recipe.with_quality(quality).replace(**fields)
+    if file is not None:
+        _tell_changes(start, recipe, file)
+    if "steps" not in fields:  # those of a quality may be without effect, which is no mistake
+        start = start.replace(steps=recipe.rotation.steps)
+    return AskedRecipe(recipe, start, manifest)
+
+
+def run_settings(asked: AskedRecipe, given: dict[str, Any], **values: str) -> dict[str, Any]:
+    """`values` of format and dtypes; for an option that was not given, the value in the manifest."""
+    entries = {"format": "format", "dtype": "compute_dtype", "save_dtype": "dtype"}
+    before = {name: asked.manifest.get(entry) for name, entry in entries.items() if name not in given}
+    return values | {name: value for name, value in before.items() if value is not None}
+
+
+def progress_of(recipe: Recipe) -> AbstractContextManager[Progress]:
+    """The progress bar of a run of this recipe."""
+    from drot.cli.progress_bars import progress_bar
+
+    rotation = resolve(recipe).rotation
+    label = "entropy" if rotation.objective == "entropy" else "loss"
+    return progress_bar(shared=rotation.mode == "shared", label=label)
 
 
 def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -33,13 +70,12 @@ def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
     given: name of the parameter → value, for the options that were given. Options that are no setting of the
         recipe, such as `out`, are left out.
     """
-    out = {name: value for name, value in given.items() if name in SECTION_OF}
-    out |= {name: tuple(out[name]) for name in ("keep", "sparsity_of") if name in out}
+    fields = {name: value for name, value in given.items() if name in SECTION_OF}
     if "rotation" in given:
-        out["mode"], out["blocks"] = parse_rotation(given["rotation"])
+        fields["mode"], fields["blocks"] = parse_rotation(given["rotation"])
     if "calibration" in given:
-        out["source"] = given["calibration"]
-    return out
+        fields["source"] = given["calibration"]
+    return fields
 
 
 def parse_rotation(text: str) -> tuple[RotationMode, int]:
@@ -58,9 +94,8 @@ def parse_rotation(text: str) -> tuple[RotationMode, int]:
         ) from None
 
 
-def tell_changes(start: Recipe, changed: Recipe, file: Path) -> None:
-    """Logs the fields of the recipe in `file` that the command line has replaced."""
-    before, after = start.to_dict(), changed.to_dict()
+def _tell_changes(start: Recipe, changed: Recipe, file: Path) -> None:
+    before, after = resolve(start).to_dict(), resolve(changed).to_dict()
     differing = [
         f"{section}.{name} {before[section][name]} -> {value}"
         for section, values in after.items()
@@ -71,22 +106,18 @@ def tell_changes(start: Recipe, changed: Recipe, file: Path) -> None:
         logger.warning("the command line replaces settings of %s: %s", file, ", ".join(differing))
 
 
-def check_rotations_file(manifest: "Manifest", rotations: Path | None) -> None:
+def check_rotations_file(manifest: dict[str, Any], rotations: Path | None) -> None:
     """Raises UserError if the run of `manifest` used a file of rotations and none is given now."""
-    if (used := manifest.rotations_file) and rotations is None:
+    if (used := manifest.get("rotations_file")) and rotations is None:
         raise UserError(
-            f"the run of this recipe used the rotations in {used.file} (SHA-256 {used.sha256[:12]}…): "
+            f"the run of this recipe used the rotations in {used['file']} (SHA-256 {used['sha256'][:12]}…): "
             "name that file as `rotations`"
         )
 
 
-def tell_other_input(before: "Manifest", now: "Manifest") -> None:
+def tell_other_input(before: dict[str, Any], now: dict[str, Any]) -> None:
     """Logs a warning if the run whose manifest is `before` had other calibration tokens or rotations."""
-    old, new = before.rotations_file, now.rotations_file
-    changed = {
-        "calibration tokens": before.calibration.sha256 != now.calibration.sha256,
-        "rotations": old is not None and (new is None or old.sha256 != new.sha256),
-    }
-    for what, differ in changed.items():
-        if differ:
+    for entry, what in (("calibration", "calibration tokens"), ("rotations_file", "rotations")):
+        old, new = ((manifest.get(entry) or {}).get("sha256") for manifest in (before, now))
+        if old is not None and old != new:
             logger.warning("the %s differ from those of the run that is repeated: so does the result", what)

@@ -6,6 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from drot.cli.options import print_json, stdout_for_the_result
+from drot.cli.recipe import progress_of
 from drot.cli.tables import output, print_line
 from drot.config import Recipe
 
@@ -70,21 +71,18 @@ def advice(result: "SensitivityResult") -> str:
     return f"Largest output error with this recipe: {shown}. Keep the first dense: --keep {name}{other}."
 
 
-def show_sensitivity(model: str, recipe: Recipe, label: str, as_json: bool, **options: Any) -> None:
+def show_sensitivity(model: str, recipe: Recipe, as_json: bool, **options: Any) -> None:
     """Measures the output errors of each linear, and prints them as tables or as JSON.
 
     Args:
         model: name on the hub or folder of the model.
         recipe: the settings.
-        label: name of the training's loss.
         as_json: whether to print JSON.
         options: further arguments of `drot.sensitivity`.
     """
-    from drot.cli.progress_bars import progress_bar
     from drot.pipeline import sensitivity
 
-    shared = recipe.rotation.mode == "shared"
-    with stdout_for_the_result(), progress_bar(shared=shared, label=label) as progress:
+    with stdout_for_the_result(), progress_of(recipe) as progress:
         result = sensitivity.sensitivity(model, recipe, progress=progress, **options)
     if as_json:
         print_json(result.to_dict())

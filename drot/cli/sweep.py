@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from drot.cli.commands import Interrupted
 from drot.cli.options import (
     COMPUTE_DTYPE,
     OUTPUT,
     RUN,
     Device,
-    Interrupted,
     Json,
     option,
     print_json,
@@ -58,9 +58,9 @@ def sweep(
     if out is None:
         raise UserError("`out` is missing: name the folder to write")
     from drot.cli.progress_bars import progress_bar
-    from drot.sweep import desk
     from drot.sweep import sweep as sweeping
     from drot.sweep.rows import columns
+    from drot.sweep.runner import CELLS
 
     try:
         with stdout_for_the_result(), progress_bar() as progress:
@@ -74,7 +74,7 @@ def sweep(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        done = len(list((out / desk.CELLS).glob("*.json")))
+        done = len(list((out / CELLS).glob("*.json")))
         raise Interrupted(
             f"{done} finished cells are kept in {out}; to go on, give the same command"
         ) from None
@@ -98,7 +98,7 @@ def sweep(
 
 def print_sweep(result: "SweepResult") -> None:
     """Prints a table with a row for each cell, the skipped combinations, and the written files."""
-    from drot.sweep.rows import gap_closed_on, short_names
+    from drot.sweep.rows import row_gap_closed, short_names
 
     table = Table(title="Sweep", title_justify="left")
     texts = result.rows[0].dense
@@ -114,13 +114,13 @@ def print_sweep(result: "SweepResult") -> None:
     for row in result.rows:
         cells = [str(row.cell.value(field)) for field in result.fields]
         for text in texts:
-            value, gap = row.perplexity(text), gap_closed_on(row, result.rows, text)
+            value, gap = row.perplexity(text), row_gap_closed(row, result.rows, text)
             cells += ["not finite" if value is None else f"{value:.3f}", "-" if gap is None else f"{gap:.0%}"]
         if row.dense_accuracy:
             cells.append("not finite" if row.mean_accuracy is None else f"{row.mean_accuracy:.1%}")
-        table.add_row(*cells, f"{row.record['seconds']:.1f}" + "*" * row.trained_elsewhere)
+        table.add_row(*cells, row.seconds)
     output().print(table)
-    if any(row.trained_elsewhere for row in result.rows):
+    if any(row.seconds.endswith("*") for row in result.rows):
         print_line("* without the training of the rotation, which another cell did")
     for each in result.skipped:
         if each.refused:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 COLUMNS = ("layer", "loss", "entropy", "sparsity", "output error", "recovery", "seconds")
 
 #: what a rotation of the residual gives and costs; benchmarks/README.md has the measurement
-BOUNDARY_COST = "part of down_proj's product; costs about 0.1 of perplexity beside --boundary input"
+BOUNDARY_COST = "part of down_proj's product; costs about 0.1 of perplexity more than --boundary input"
 
 
 def output() -> SafeConsole:
@@ -34,7 +34,7 @@ def print_line(line: str) -> None:
 
 
 def saved_line(source: str, out: Path) -> str:
-    """Says where a checkpoint was saved, and how many bytes its weights have, beside those of its source."""
+    """Says where a checkpoint was saved, and how many bytes its weights and those of its source have."""
     before, after = weight_bytes(source), weight_bytes(out)
     if after is None:
         return f"Saved to {out}"

@@ -1,7 +1,8 @@
 """The recipe of a run as frozen dataclasses: the only home of its defaults.
 
-The command line takes its defaults from these classes, and the manifest stores them. Each class checks its
-values when an object is built. Whether the values fit a model is checked in drot/pipeline/validation.py.
+The command line takes its options from these classes. Each class checks its values when an object is built.
+`resolve` chooses what a recipe leaves open; the pipeline takes its ResolvedRecipe only, and the manifest
+stores it. Whether the values fit a model is checked in drot/pipeline/validation.py.
 """
 
 from drot.config.calibration import SEQLEN, CalibrationConfig, default_seqlen
@@ -10,18 +11,16 @@ from drot.config.pruning import (
     DAMPING,
     PUBLISHED_DAMPING,
     DampingAverage,
-    Method,
     PruningConfig,
-    Recovery,
     RecoveryConfig,
     Solver,
     Target,
 )
 from drot.config.recipe import QUALITIES, Recipe, WeightFormat
+from drot.config.resolve import ResolvedPruning, ResolvedRecipe, ResolvedRotation, resolve
 from drot.config.rotation import (
     FAST_ENTROPY_LR,
     OPTIMIZER_DEFAULTS,
-    Boundary,
     BoundaryPlace,
     HessianSource,
     Objective,
@@ -40,20 +39,20 @@ __all__ = [
     "PUBLISHED_DAMPING",
     "QUALITIES",
     "SEQLEN",
-    "Boundary",
     "BoundaryPlace",
     "CalibrationConfig",
     "DampingAverage",
     "FinetuneConfig",
     "HessianSource",
-    "Method",
     "Objective",
     "Optimizer",
     "ProductDtype",
     "PruningConfig",
     "Recipe",
-    "Recovery",
     "RecoveryConfig",
+    "ResolvedPruning",
+    "ResolvedRecipe",
+    "ResolvedRotation",
     "RotationConfig",
     "RotationMode",
     "Solver",
@@ -62,4 +61,5 @@ __all__ = [
     "WeightFormat",
     "default_seqlen",
     "matches",
+    "resolve",
 ]

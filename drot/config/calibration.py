@@ -1,8 +1,10 @@
 """The text from which Hessians are computed and with which weights are trained."""
 
-from dataclasses import dataclass
+from typing import Self
 
-from drot.core.checks import is_a, whole_number
+from pydantic import Field, model_validator
+
+from drot.config.settings import settings
 from drot.core.errors import UserError
 
 #: Largest number of tokens, nsamples · seqlen. Their hidden states take terabytes in a model of 7B.
@@ -10,45 +12,48 @@ LARGEST_TOKENS = 2**32
 
 #: tokens in a sequence, by default, for a model that reads that many
 SEQLEN = 2048
+SEQLEN_DEFAULT = f"Default: {SEQLEN}, or what the model reads if that is less."
+#: the sources of a text
+SOURCES = (
+    "c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is "
+    "read only as far as needed; or a .txt, .json, .jsonl or .parquet file."
+)
+TEXT_COLUMN = (
+    "The column that holds the text, or chats as lists of role and content, in .json, .jsonl and .parquet "
+    "files and in datasets on the hub. Without a column text, it is messages."
+)
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class CalibrationConfig:
-    """The text from which the Hessians are computed.
+    """The text from which the Hessians are computed."""
 
-    Args:
-        source: `c4` or `wikitext2`, which the package `datasets` downloads, or a .txt, .json, .jsonl or
-            .parquet file.
-        nsamples: number of sequences.
-        seqlen: tokens in a sequence; None is SEQLEN, or the positions of the model if they are fewer.
-        seed: seed of the positions at which sequences are cut from the text.
-        text_column: the column of the text in .json, .jsonl and .parquet files.
-    """
+    source: str = Field(
+        default="c4",
+        description=f"Text from which the Hessians are computed: {SOURCES} `method` magnitude with `mode` "
+        "none needs no text.",
+    )
+    nsamples: int = Field(default=128, ge=1, description="Number of sequences to cut from the text.")
+    seqlen: int | None = Field(default=None, ge=2, description=f"Tokens in a sequence. {SEQLEN_DEFAULT}")
+    seed: int = Field(
+        default=0,
+        ge=0,
+        le=2**64 - 1,  # the range of torch.Generator
+        description="Random seed of the positions at which sequences are cut.",
+    )
+    text_column: str = Field(default="text", description=TEXT_COLUMN)
 
-    source: str = "c4"
-    nsamples: int = 128
-    seqlen: int | None = None
-    seed: int = 0
-    text_column: str = "text"
-
-    def __post_init__(self) -> None:
-        is_a("source", self.source, str)
-        is_a("text_column", self.text_column, str)
-        whole_number("nsamples", self.nsamples, 1)
-        if self.seqlen is not None:
-            whole_number("seqlen", self.seqlen, 2)
-        whole_number("seed", self.seed, 0, 2**64 - 1)  # the range of torch.Generator
-        if self.nsamples * (self.seqlen or SEQLEN) > LARGEST_TOKENS:
+    @model_validator(mode="after")
+    def _few_enough_tokens(self) -> Self:
+        seqlen = self.seqlen or SEQLEN
+        if self.nsamples * seqlen > LARGEST_TOKENS:
             raise UserError(
                 f"`nsamples` times `seqlen` must be at most {LARGEST_TOKENS} tokens; got {self.nsamples} "
-                f"times {self.seqlen or SEQLEN}: lower one of them"
+                f"times {seqlen}: lower one of them"
             )
-
-    def resolved_seqlen(self, positions: int | None) -> int:
-        """`seqlen`, or `default_seqlen`."""
-        return default_seqlen(positions) if self.seqlen is None else self.seqlen
+        return self
 
 
 def default_seqlen(positions: int | None) -> int:
-    """The default of `seqlen` for a model with this number of positions; None if there is no limit."""
+    """SEQLEN, capped at the model's maximum position; `positions` is None for a model without a limit."""
     return SEQLEN if positions is None else min(SEQLEN, positions)

@@ -1,95 +1,103 @@
 """Which weights are removed, and how the kept weights are computed and trained."""
 
 import dataclasses
-import math
-from dataclasses import dataclass, field
-from typing import Literal
+import functools
+from typing import Annotated, Literal, Self
 
+from pydantic import BeforeValidator, Field, PlainSerializer
+
+from drot.config.settings import settings
 from drot.config.sparsity import Sparsity, matches, parse_patterns, parse_sparsity_of
-from drot.core.checks import above_zero, at_least, one_of, whole_number
-from drot.core.errors import UserError
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
-Solver = Literal["auto", "none", "sparsegpt", "pcg", "admm"]
-Target = Literal["auto", "self", "dense"]
+Solver = Literal["none", "sparsegpt", "pcg", "admm"]
+Target = Literal["self", "dense"]
 Recovery = Literal["none", "block"]
 #: the average of diag H that is the unit of `damping` (`damping_unit` of drot/calibration/hessian.py)
 DampingAverage = Literal["mean", "median"]
-
 
 #: largest share of diag H that is added to the diagonal: H itself no longer counts beside it
 LARGEST_DAMPING = 1e6
 #: the default of `damping`, and the default for a run that reproduces a published method: SparseGPT's
 DAMPING, PUBLISHED_DAMPING = 0.3, 0.01
+#: the runs that reproduce a published method, in the descriptions of fields whose default they change
+PUBLISHED = "with `mode` none, `optimizer` paper or `reference_compat`"
+
+#: these accept all that the functions parse, such as "2:4" or {"down_proj": "4:8"}
+AnySparsity = Annotated[Sparsity, BeforeValidator(Sparsity.parse), PlainSerializer(str)]
+Patterns = Annotated[tuple[str, ...], BeforeValidator(functools.partial(parse_patterns, "keep"))]
+SparsityOf = Annotated[
+    tuple[tuple[str, Sparsity], ...],
+    BeforeValidator(parse_sparsity_of),
+    PlainSerializer(lambda pairs: [f"{pattern}={sparsity}" for pattern, sparsity in pairs]),
+]
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class PruningConfig:
     """Which weights are removed, and how.
 
-    method: the score of a weight: `magnitude`, `wanda` or `sparsegpt`.
-    sparsity: the share of the weights that is removed, as n:m or as a ratio.
-    damping: the share of an average of diag H that is added to the Hessian's diagonal before the inversion.
-        The larger the share is, the less the result depends on the calibration text. If the Cholesky
-        factorisation fails, the share is multiplied by 10; the manifest records the final share. None is
-        DAMPING, but PUBLISHED_DAMPING for a run that reproduces a published method: with `mode="none"`,
-        `optimizer="paper"` or `reference_compat`.
-    damping_average: the average, `mean` or `median`. None is `median`, but `mean` for a run that reproduces a
-        published method.
-    block_size: the number of columns that SparseGPT prunes before it updates the columns right of them. It is
-        rounded to a multiple of each m in n:m: `resolved_block_size`.
-    solve: how the kept weights are computed on the mask that `method` chose. `none` leaves them as `method`
-        does. `sparsegpt` is SparseGPT's sweep. `pcg` minimises the error of the outputs by conjugate
-        gradients. `admm` also moves the mask. `auto` is `admm`, but `none` for a run that reproduces a
-        published method: with `mode="none"`, `optimizer="paper"` or `reference_compat`.
-    target: the outputs that a linear should have. `self`: its dense outputs on the inputs that the pruned
-        model computes. `dense`: nearer to the outputs of the dense model, on the dense model's inputs.
-        `auto` is `dense`, but `self` for a run that reproduces a published method.
-    target_weight: with `target="dense"`, the share of the way from `self` to the dense model, in (0, 1].
-    keep: patterns of the linears that stay dense. They are rotated and not pruned.
-    sparsity_of: pairs of a pattern and the sparsity of its linears. Strings such as `"down_proj=4:8"` and a
-        dict are accepted too.
-
-    A pattern is a glob such as `layers.0.*`, in which * also matches dots. It matches a linear by its name,
-    such as `layers.0.self_attn.q_proj`, or by the last part of the name, `q_proj`. `keep` goes before
-    `sparsity_of`; of several pairs in `sparsity_of` that match a linear, the last is used.
+    A pattern of `keep` and `sparsity_of` is a glob such as `layers.0.*`, in which * also matches dots. It
+    matches a linear by its name, such as `layers.0.self_attn.q_proj`, or by the last part of the name,
+    `q_proj`.
     """
 
-    method: Method = "sparsegpt"
-    sparsity: Sparsity = field(default_factory=lambda: Sparsity.parse("2:4"))
-    damping: float | None = None
-    damping_average: DampingAverage | None = None
-    block_size: int = 128
-    solve: Solver = "auto"
-    target: Target = "auto"
-    target_weight: float = 0.25
-    keep: tuple[str, ...] = ()
-    sparsity_of: tuple[tuple[str, Sparsity], ...] = ()
-
-    def __post_init__(self) -> None:
-        one_of("method", self.method, Method)
-        one_of("solve", self.solve, Solver)
-        one_of("target", self.target, Target)
-        at_least("target_weight", self.target_weight, 0)
-        if not 0 < self.target_weight <= 1:
-            raise UserError(f"`target_weight` must be above 0 and at most 1; got {self.target_weight!r}")
-        object.__setattr__(self, "sparsity", Sparsity.parse(self.sparsity))
-        if self.damping is not None:
-            at_least("damping", self.damping, 0, LARGEST_DAMPING)
-        if self.damping_average is not None:
-            one_of("damping_average", self.damping_average, DampingAverage)
-        whole_number("block_size", self.block_size, 1)
-        object.__setattr__(self, "keep", parse_patterns("keep", self.keep))
-        object.__setattr__(self, "sparsity_of", parse_sparsity_of(self.sparsity_of))
-
-    @property
-    def resolved_block_size(self) -> int:
-        """`block_size`, rounded down to a common multiple of every m in n:m, or up if it is smaller.
-
-        A block that splits a group of m columns would prune the group twice.
-        """
-        multiple = math.lcm(*(sparsity.m for sparsity in self.sparsities if sparsity.structured))
-        return max(self.block_size // multiple, 1) * multiple
+    method: Method = Field(
+        default="sparsegpt",
+        description="How the weights to remove are chosen. sparsegpt also updates the weights that it keeps.",
+    )
+    sparsity: AnySparsity = Field(
+        default=Sparsity.parse("2:4"),
+        description="n:m (2:4 keeps 2 of every 4 neighbouring weights), or the share of weights to remove "
+        "(0.5).",
+    )
+    sparsity_of: SparsityOf = Field(
+        default=(),
+        description="Another sparsity for the linears that match a pattern, as in down_proj=4:8 or "
+        "'layers.0.self_attn.*=0.5'. There may be several; the last match is used.",
+    )
+    keep: Patterns = Field(
+        default=(),
+        description="Leave the linears that match this pattern dense, as in 'layers.0.*' or down_proj. There "
+        "may be several patterns, and they go before `sparsity_of`. The linears are rotated all the same.",
+    )
+    damping: float | None = Field(
+        default=None,
+        ge=0,
+        le=LARGEST_DAMPING,
+        description="Share of `damping_average` that is added to the diagonal of H before H is inverted; ten "
+        "times as much if that fails. The larger it is, the less the result depends on the calibration "
+        f"text. Default: {DAMPING:g}; {PUBLISHED} it is SparseGPT's: {PUBLISHED_DAMPING:g}.",
+    )
+    damping_average: DampingAverage | None = Field(
+        default=None,
+        description="The average of diag H of which `damping` is a share. Default: median; "
+        f"{PUBLISHED}: mean.",
+    )
+    block_size: int = Field(
+        default=128,
+        ge=1,
+        description="SparseGPT only: columns to prune before the columns right of them are updated, rounded "
+        "to a multiple of m in n:m.",
+    )
+    solve: Literal["auto"] | Solver = Field(
+        default="auto",
+        description="How the kept weights are computed. none: as `method` leaves them. sparsegpt: by "
+        "SparseGPT's sweep. pcg: with the smallest error of the outputs, by conjugate gradients. admm: the "
+        f"same, and the mask moves too. auto: admm, but none {PUBLISHED}, which reproduce published methods.",
+    )
+    target: Literal["auto"] | Target = Field(
+        default="auto",
+        description="Outputs that a linear should have. self: its dense outputs on its inputs in the pruned "
+        "model. dense: nearer to its outputs in the dense model. auto: dense, but self where `solve` auto is "
+        "none.",
+    )
+    target_weight: float = Field(
+        default=0.25,
+        gt=0,
+        le=1,
+        description="With `target` dense: the share of the way from self to the dense model, up to 1.",
+    )
 
     @property
     def mixed(self) -> bool:
@@ -117,38 +125,29 @@ class PruningConfig:
         """
         return self.mixed and self.sparsity_for(name).ratio == 0
 
-    def for_linear(self, name: str) -> "PruningConfig":
-        """These settings with the sparsity of the linear `name` for all linears, and the same blocks."""
+    def for_linear(self, name: str) -> Self:
+        """These settings with the sparsity of the linear `name` for all linears."""
         if not self.mixed:
             return self
-        return dataclasses.replace(
-            self,
-            sparsity=self.sparsity_for(name),
-            keep=(),
-            sparsity_of=(),
-            block_size=self.resolved_block_size,
-        )
+        return dataclasses.replace(self, sparsity=self.sparsity_for(name), keep=(), sparsity_of=())
 
 
-@dataclass(frozen=True, kw_only=True)
+@settings
 class RecoveryConfig:
-    """How the kept weights of a pruned layer are trained (drot/pipeline/recover.py).
+    """How the kept weights of a pruned layer are trained (drot/pipeline/recover.py)."""
 
-    recover: `none` trains nothing. `block` trains each layer, right after it is pruned, to have the outputs
-        of the dense model at this depth.
-    recover_epochs: passes over the calibration sequences. An eighth of the sequences is held out: the
-        training stops early if the error on them does not fall any more.
-    recover_lr: largest learning rate of Adam, as a share of the root mean square of a matrix's kept weights.
-    recover_batch: sequences in one step.
-    """
-
-    recover: Recovery = "none"
-    recover_epochs: int = 8
-    recover_lr: float = 0.01
-    recover_batch: int = 4
-
-    def __post_init__(self) -> None:
-        one_of("recover", self.recover, Recovery)
-        whole_number("recover_epochs", self.recover_epochs, 1)
-        whole_number("recover_batch", self.recover_batch, 1)
-        above_zero("recover_lr", self.recover_lr)
+    recover: Recovery = Field(
+        default="none",
+        description="block: train the kept weights of each pruned layer to have the dense model's outputs. "
+        "none: train no weights.",
+    )
+    recover_epochs: int = Field(
+        default=8,
+        ge=1,
+        description="Passes over the calibration sequences. Fewer if the error on held-out sequences does "
+        "not fall.",
+    )
+    recover_lr: float = Field(
+        default=0.01, gt=0, description="Largest learning rate, as a share of a matrix's root mean square."
+    )
+    recover_batch: int = Field(default=4, ge=1, description="Sequences in one step.")

@@ -1,40 +1,24 @@
-"""Reading a recipe from a file: a recipe in YAML or JSON, or the manifest of a checkpoint."""
+"""The sections of a recipe in a file: a recipe in YAML or JSON, or the manifest of a checkpoint."""
 
 import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from drot.config.recipe import Recipe
 from drot.core.errors import UserError
 
 #: the manifest in the folder of a checkpoint (drot/manifest/manifest.py)
 MANIFEST = "drot.json"
 #: suffixes of a file of settings
 SUFFIXES = (".json", ".yaml", ".yml")
-#: Section → the values that a run had before drot recorded these fields. A manifest without them is older.
-BEFORE_THE_FIELD: dict[str, dict[str, Any]] = {
-    "rotation": {
-        "early_stop": 0.0,
-        "boundary": "input",
-        "hessians": "sequential",
-        "product_dtype": "float32",
-        "training_tokens": 0,
-    },
-    "pruning": {"solve": "none", "target": "self", "damping_average": "mean"},
-}
-#: values of `down_basis`, the name that `boundary` had in older manifests
-DOWN_BASIS = {"own": "input", "next": "residual"}
 
 
-def read_recipe(path: str | Path) -> tuple[Recipe, dict[str, Any]]:
-    """The recipe in `path`, and the manifest that holds it; {} if the file is a recipe and no manifest.
+def read_sections(path: str | Path) -> tuple[Path, Any, dict[str, Any]]:
+    """The file of a recipe, its sections, and the manifest that holds them; {} if the file is no manifest.
 
-    path: a .yaml, .yml or .json file with a recipe, a drot.json, or the folder of a checkpoint. A field that
-        a recipe lacks has its default. A field that a manifest lacks has the value with which the older drot
-        that wrote the manifest ran.
+    path: a .yaml, .yml or .json file with a recipe, a drot.json, or the folder of a checkpoint.
 
-    Raises UserError for a file that is missing or broken, and for a field that is unknown or wrong.
+    Raises UserError for a file that is missing or broken, and for a manifest without a recipe.
     """
     file = Path(path) / MANIFEST if Path(path).is_dir() else Path(path)
     if file.suffix not in SUFFIXES:
@@ -44,13 +28,14 @@ def read_recipe(path: str | Path) -> tuple[Recipe, dict[str, Any]]:
     data = settings_in(file)
     if not isinstance(data, dict):
         raise UserError(f"{file} must hold the sections of a recipe, got {type(data).__name__}")
-    manifest = data if data.keys() & {"recipe", "format_version"} else {}
-    if manifest:
-        data = _from_manifest(manifest, file)
-    try:
-        return Recipe.from_dict(data), manifest
-    except UserError as error:
-        raise UserError(f"{file}: {error}") from None
+    if not data.keys() & {"recipe", "format_version"}:
+        return file, data, {}
+    if not isinstance(data.get("recipe"), dict):
+        raise UserError(
+            f"{file} holds no recipe: the model was pruned by another program; name a checkpoint that drot "
+            "prune wrote"
+        )
+    return file, data["recipe"], data
 
 
 def settings_in(file: Path, what: str = "recipe") -> Any:
@@ -100,22 +85,3 @@ def _yaml(content: str, file: Path) -> Any:
     except (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError) as error:
         # a tag such as !!timestamp before another value, or a number such as 08, raises any of them
         raise UserError(f"{file} is not valid YAML ({' '.join(str(error).split())})") from None
-
-
-def _from_manifest(manifest: dict[str, Any], file: Path) -> dict[str, Any]:
-    """The recipe of a manifest, with the fields that older manifests lack or name differently."""
-    recipe = manifest.get("recipe")
-    if not isinstance(recipe, dict):
-        raise UserError(
-            f"{file} holds no recipe: the model was pruned by another program; name a checkpoint that drot "
-            "prune wrote"
-        )
-    sections = {
-        name: before | recipe[name]
-        for name, before in BEFORE_THE_FIELD.items()
-        if isinstance(recipe.get(name), dict)
-    }
-    rotation = sections.get("rotation", {})
-    if "down_basis" in rotation:
-        rotation["boundary"] = DOWN_BASIS.get(rotation.pop("down_basis"))
-    return recipe | sections

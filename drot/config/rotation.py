@@ -1,20 +1,20 @@
 """How the rotations are trained."""
 
-import dataclasses
 import math
-from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal, Self
 
-from drot.core.checks import above_zero, at_least, is_a, one_of, whole_number
+from pydantic import BeforeValidator, Field, model_validator
+
+from drot.config.settings import settings
+from drot.core.errors import UserError
 
 RotationMode = Literal["none", "layer", "shared"]
-Objective = Literal["auto", "entropy", "pruned"]
+Objective = Literal["entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
-HessianSource = Literal["auto", "sequential", "dense"]
+HessianSource = Literal["sequential", "dense"]
 #: where the rotation between two layers acts (drot/model/boundary.py)
 BoundaryPlace = Literal["input", "residual"]
-Boundary = Literal["auto", "input", "residual"]
-ProductDtype = Literal["auto", "float32", "bfloat16"]
+ProductDtype = Literal["float32", "bfloat16"]
 
 #: largest number of training steps, of which the learning rates and losses are kept: 500 times the paper's
 MOST_STEPS = 1_000_000
@@ -27,132 +27,112 @@ FAST_ENTROPY_LR = 0.7
 #: `paper` is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps
 #: nothing of A.
 LARGEST_LR = {"fast": math.pi, "paper": 100.0}
-
+#: Training steps of the quality `fast` with the optimizer `fast`. What fewer and more
+#: steps cost and give stands in benchmarks/README.md.
+FAST_STEPS = 50
 #: The default of `training_tokens`. With more the model is not better (benchmarks/README.md).
 TRAINING_TOKENS = 32
 
+Size = Annotated[int, Field(ge=1)]
+Sizes = Annotated[tuple[Size, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
-@dataclass(frozen=True, kw_only=True)
+
+def _by_optimizer(index: int) -> str:
+    """The default of each optimizer: of the steps (index 0) or of the learning rate (index 1)."""
+    return ", ".join(f"{values[index]} for {name}" for name, values in OPTIMIZER_DEFAULTS.items())
+
+
+@settings
 class RotationConfig:
     """How the orthogonal matrices R1 and R2 are trained (paper, section 3.3).
 
-    Args:
-        mode: `layer` trains one R1 for each layer, as the paper does. `shared` trains one R1 for the whole
-            model, and the result is a stock checkpoint. `none` rotates nothing.
-        blocks: the number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A tuple gives the
-            sizes of unequal blocks, which must add up to the hidden size.
-        objective: `entropy` is the paper's. `pruned` is the importance of the weights that the mask removes.
-            `auto` is `pruned`.
-        optimizer: `paper` is Adam on A with R = qr(A). `fast` takes steps in so(n): spectral steps for
-            `pruned`, Adam's direction for `entropy`. Its rate is the largest angle of the first step in
-            radians.
-        steps: training steps; None is the optimizer's value in OPTIMIZER_DEFAULTS.
-        lr: learning rate; None is the optimizer's value in OPTIMIZER_DEFAULTS, but FAST_ENTROPY_LR for
-            `fast` with the entropy. LARGEST_LR has its limit.
-        early_stop: `fast` stops when the loss changes by less than this share of itself a step; 0 never
-            stops early.
-        training_tokens: calibration tokens for each channel of the hidden state with which the rotations are
-            trained: the first sequences. 0 is all tokens. None is TRAINING_TOKENS, but all tokens for a run
-            that reproduces the paper. The pruning always takes the Hessians of all tokens.
-        hessians: `sequential` computes a layer's Hessians after the layers before it were pruned. `dense`
-            computes all Hessians in one pass of the dense model, so that layers train independently;
-            `mode="shared"` always does so. `auto` is `dense` where `boundary` resolves to `residual` and the
-            rotations are trained, and `sequential` elsewhere.
-        boundary: where the rotation between layers l and l + 1 acts. `input`, as in the paper: on the input
-            of layer l + 1, and down_proj of layer l takes R1(l). `residual`: on the residual of layer l,
-            beside its MLP, and down_proj of layer l takes R1(l + 1). down_proj is then trained with layer
-            l + 1, whose training figures include it. `auto` is `residual` for a packed model with
-            `mode="layer"`, where the rotation is part of the product of down_proj, unless `hessians` is
-            `sequential` and the rotations are trained. It is `input` elsewhere, which costs no perplexity.
-        layers_per_step: with `mode="shared"`, the number of layers in the loss of one step; the other
-            layers are offloaded to main memory. None is all layers.
-        product_dtype: dtype of the matrix products. `auto` is `bfloat16` on a GPU and `float32` on a CPU
-            (devices.product_dtype). The loss, the gradients and their sums are computed in fp32 at least.
-        reference_compat: computes the SparseGPT scores as the paper's code does, which adds the damping a
-            second time, to the inverse.
+    The loss, the gradients and their sums are computed in fp32 at least, whatever `product_dtype` is.
     """
 
-    mode: RotationMode = "layer"
-    blocks: int | tuple[int, ...] = 1
-    objective: Objective = "auto"
-    optimizer: Optimizer = "fast"
-    steps: int | None = None
-    lr: float | None = None
-    early_stop: float = 1e-5
-    training_tokens: int | None = None
-    hessians: HessianSource = "auto"
-    boundary: Boundary = "auto"
-    layers_per_step: int | None = None
-    product_dtype: ProductDtype = "auto"
-    reference_compat: bool = False
+    mode: RotationMode = Field(
+        default="layer",
+        description="Rotations of the residual stream. layer: one R1 for each layer (the paper). shared: "
+        "one for the whole model, which loads without drot if it is saved dense. none: no rotations.",
+    )
+    blocks: Size | Sizes = Field(
+        default=1,
+        description="The number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A list gives "
+        "the sizes of unequal blocks, which must add up to the hidden size.",
+    )
+    objective: Literal["auto"] | Objective = Field(
+        default="auto",
+        description="What the training minimises. pruned: the importance of the weights to remove. entropy: "
+        "the paper's, which prunes better with `reference_compat` if `method` is sparsegpt. auto: pruned.",
+    )
+    optimizer: Optimizer = Field(
+        default="fast",
+        description="Optimizer of the training. fast: steps in so(n), spectral for the objective pruned and "
+        "with Adam's direction for the entropy. paper: Adam through QR.",
+    )
+    steps: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_STEPS,
+        description=f"Training steps for each layer. Default: {_by_optimizer(0)}; {FAST_STEPS} with the "
+        "quality fast.",
+    )
+    lr: float | None = Field(
+        default=None,
+        gt=0,
+        description=f"Learning rate; of fast the largest angle of a step in radians. Default: "
+        f"{_by_optimizer(1)}; {FAST_ENTROPY_LR} for fast with `objective` entropy.",
+    )
+    early_stop: float = Field(
+        default=1e-5,
+        ge=0,
+        description="fast stops when the loss changes by less than this share in a step. 0: it never does.",
+    )
+    training_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        description="Calibration tokens for each channel of the hidden state with which the rotations are "
+        "trained: the first sequences. 0: all tokens, which pruning always reads. Default: "
+        f"{TRAINING_TOKENS}; all with `optimizer` paper and `reference_compat`.",
+    )
+    hessians: Literal["auto"] | HessianSource = Field(
+        default="auto",
+        description="The layer inputs from which the training computes its Hessians. sequential: inputs that "
+        "went through the pruned layers before. dense: inputs in the dense model, so that layers train "
+        "independently of each other. auto: dense with `boundary` residual or `mode` shared, otherwise "
+        "sequential.",
+    )
+    boundary: Literal["auto"] | BoundaryPlace = Field(
+        default="auto",
+        description="Where the rotation between two layers acts. input: on the input of the later layer. "
+        "residual: beside the MLP of the earlier layer, where a packed model computes it together with "
+        "down_proj, which is then trained with the later layer; needs `hessians` dense or `rotations`. auto: "
+        "residual with `format` packed and one rotation a layer, unless `hessians` is sequential; otherwise "
+        "input.",
+    )
+    layers_per_step: int = Field(
+        default=0,
+        ge=0,
+        description="With `mode` shared: the number of layers in the loss of one step. The other layers are "
+        "offloaded to main memory. 0: all layers.",
+    )
+    product_dtype: Literal["auto"] | ProductDtype = Field(
+        default="auto",
+        description="Dtype of the matrix products of the training. auto is bfloat16 on a GPU, and float32 on "
+        "a CPU.",
+    )
+    reference_compat: bool = Field(
+        default=False,
+        description="Compute SparseGPT's score as the paper's code does, which adds the damping twice.",
+    )
 
-    def __post_init__(self) -> None:
-        one_of("mode", self.mode, RotationMode)
-        one_of("objective", self.objective, Objective)
-        one_of("optimizer", self.optimizer, Optimizer)
-        one_of("hessians", self.hessians, HessianSource)
-        one_of("boundary", self.boundary, Boundary)
-        one_of("product_dtype", self.product_dtype, ProductDtype)
-        if isinstance(self.blocks, list):
-            object.__setattr__(self, "blocks", tuple(self.blocks))
-        for size in self.blocks if isinstance(self.blocks, tuple) else (self.blocks,):
-            whole_number("blocks", size, 1)
-        if self.steps is not None:
-            whole_number("steps", self.steps, 0, MOST_STEPS)
-        at_least("early_stop", self.early_stop, 0)
-        if self.training_tokens is not None:
-            whole_number("training_tokens", self.training_tokens, 0)
-        if self.layers_per_step is not None:
-            whole_number("layers_per_step", self.layers_per_step, 1)
-        if self.lr is not None:
-            above_zero("lr", self.lr, LARGEST_LR[self.optimizer])
-        is_a("reference_compat", self.reference_compat, bool)
+    @model_validator(mode="after")
+    def _rate_of_the_optimizer(self) -> Self:
+        largest = LARGEST_LR[self.optimizer]
+        if self.lr is not None and self.lr > largest:
+            raise UserError(f"`lr` must be a finite number above 0 and at most {largest:g}; got {self.lr!r}")
+        return self
 
     @property
     def equal_blocks(self) -> int:
         """The number of equal blocks; 1 for unequal blocks, which are trained inside a dense matrix."""
         return self.blocks if isinstance(self.blocks, int) else 1
-
-    @property
-    def resolved_hessians(self) -> str:
-        """`hessians`, or `dense` with `mode="shared"`; for `auto`, the value of a model saved dense."""
-        if self.mode == "shared":
-            return "dense"
-        if self.hessians == "auto":
-            return "dense" if self.boundary == "residual" else "sequential"
-        return self.hessians
-
-    @property
-    def resolved_boundary(self) -> BoundaryPlace:
-        """`boundary`; for `auto`, the value of a model saved dense."""
-        return "residual" if self.boundary == "residual" else "input"
-
-    def for_format(self, format: str, *, rotations_given: bool = False) -> "RotationConfig":
-        """The same settings, with `auto` of `boundary` and `hessians` resolved.
-
-        format: format of the weights in the result, `dense` or `packed`.
-        rotations_given: whether the rotations are loaded from a file instead of trained.
-        """
-        boundary, hessians = self.boundary, self.hessians
-        if boundary == "auto":
-            known = rotations_given or hessians != "sequential"  # the R1 of the next layer, before pruning
-            fused = format == "packed" and self.mode == "layer" and known
-            boundary = "residual" if fused else "input"
-        if hessians == "auto":
-            needed = boundary == "residual" and self.mode == "layer" and not rotations_given
-            hessians = "dense" if needed or self.mode == "shared" else "sequential"
-        return dataclasses.replace(self, boundary=boundary, hessians=hessians)
-
-    @property
-    def resolved_steps(self) -> int:
-        """`steps`, or its default."""
-        return OPTIMIZER_DEFAULTS[self.optimizer][0] if self.steps is None else self.steps
-
-    @property
-    def resolved_lr(self) -> float:
-        """`lr`, or its default."""
-        if self.lr is not None:
-            return self.lr
-        if self.optimizer == "fast" and self.objective == "entropy":
-            return FAST_ENTROPY_LR
-        return OPTIMIZER_DEFAULTS[self.optimizer][1]

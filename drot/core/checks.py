@@ -1,10 +1,7 @@
-"""Checks of single values, with the field's name in the message."""
+"""Checks of arguments, with the argument's name in the message."""
 
-import math
 import reprlib
-import typing
 from pathlib import Path
-from typing import Any
 
 from drot.core.errors import UserError
 
@@ -12,35 +9,6 @@ _SHORT = reprlib.Repr()
 _SHORT.maxlevel = 3
 _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = _SHORT.maxfrozenset = 10
 _SHORT.maxstring = _SHORT.maxlong = _SHORT.maxother = 200
-
-
-def one_of(name: str, value: object, allowed: Any) -> None:
-    choices = typing.get_args(allowed)
-    if value not in choices:
-        raise UserError(f"`{name}` must be one of {', '.join(choices)}; got {shortened(value)}")
-
-
-def at_least(name: str, value: float, low: float, high: float = math.inf) -> None:
-    if not (_is_finite(value) and low <= value <= high):
-        allowed = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
-        raise UserError(f"`{name}` must be a finite number {allowed}; got {shortened(value)}")
-
-
-def above_zero(name: str, value: float, high: float = math.inf) -> None:
-    if not (_is_finite(value) and 0 < value <= high):
-        limit = "" if high == math.inf else f" and at most {high:g}"
-        raise UserError(f"`{name}` must be a finite number above 0{limit}; got {shortened(value)}")
-
-
-def whole_number(name: str, value: int, low: int, high: int | None = None) -> None:
-    if (
-        not isinstance(value, int)
-        or isinstance(value, bool)
-        or value < low
-        or (high is not None and value > high)
-    ):
-        allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
-        raise UserError(f"`{name}` must be a whole number {allowed}; got {shortened(value)}")
 
 
 def is_a(name: str, value: object, *types: type, or_none: bool = False) -> None:
@@ -61,13 +29,6 @@ def path_exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:
-        return False
-
-
-def _is_finite(value: object) -> bool:
-    try:
-        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an int beyond the largest float
         return False
 
 

@@ -1,21 +1,56 @@
-"""The events that a long run reports to its caller."""
+"""The events that a long run reports to its caller, and the phases that they name."""
 
 from dataclasses import dataclass
 from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A phase of a run.
+
+    doing: what happens, in words.
+    unit: what a step is; "" for a phase that reports no steps.
+    layers: whether the phase goes through the decoder layers.
+    often: whether the events come so often that a log should leave most of them out.
+    """
+
+    doing: str
+    unit: str = ""
+    layers: bool = False
+    often: bool = False
+
+
+#: name of a phase → what it is. `read`, `tokenize`, `load`, `sweep` and `save` are reported when they begin.
+PHASES = {
+    "read": Phase("reading the text", "character"),
+    "tokenize": Phase("tokenising the text", "character"),
+    "load": Phase("loading the model"),
+    "calibrate": Phase("calibrating", layers=True, often=True),
+    "rotate": Phase("rotating", "step", layers=True, often=True),
+    "prune": Phase("pruning", layers=True),
+    "recover": Phase("recovering", "epoch", layers=True),
+    "sensitivity": Phase("measuring output errors", layers=True),
+    "finetune": Phase("fine-tuning", "step", often=True),
+    "evaluate": Phase("evaluating", "window", often=True),
+    "stream": Phase("evaluating", layers=True),
+    "measure": Phase("measuring", "case"),
+    "draw": Phase("drawing", "linear", often=True),
+    "export": Phase("exporting", layers=True),
+    "apply": Phase("applying", layers=True),
+    "sweep": Phase("sweeping", "cell"),
+    "save": Phase("saving the model"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressEvent:
     """The position of a run when the event is reported.
 
-    phase: `read`, `tokenize`, `load`, `calibrate`, `rotate`, `prune`, `recover`, `sensitivity`, `finetune`,
-        `evaluate`, `stream`, `measure`, `draw`, `export`, `apply`, `sweep` or `save`. `read`, `tokenize`,
-        `load`, `sweep` and `save` are reported when they begin.
+    phase: a key of PHASES.
     layer, layers: the decoder layer, counted from 0, and the number of layers; layers is 0 in a phase that
         does not go through the layers.
-    step, steps: the step inside the phase and the number of steps. A step is a training step, a window of
-        an evaluation, an epoch of a recovery, a case of a benchmark, a linear of a report, a cell of a sweep,
-        or a character of a text that is read or tokenised; steps is 0 if the length of the text is not known.
+    step, steps: the step inside the phase, in its unit, and the number of steps; steps is 0 if it is not
+        known.
     loss: the objective at that step, entropy or pruned importance, as the mean over the layers; the error on
         held-out sequences in the phase `recover`, and the loss of a token in the phase `finetune`.
     """

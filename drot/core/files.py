@@ -41,7 +41,7 @@ def _reason(error: Exception) -> str:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Path]:
-    """Yields a temporary path beside `path`. The file that the caller writes there replaces `path`.
+    """Yields a temporary path in the folder of `path`. The file that the caller writes there replaces `path`.
 
     The file is synced first and gets the permissions of the umask. If the caller or the sync fails, the
     temporary file is deleted and `path` stays as it was. Raises WriteError if writing fails.

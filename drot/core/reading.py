@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drot.core.checks import shortened
-from drot.core.errors import LONGEST_QUOTE, UserError, quoted
+from drot.core.errors import UserError, quoted
+from drot.core.validation import file_error, printable
 
 #: largest depth of nested lists and objects; no file that drot reads has more than 8 levels
 DEEPEST = 64
@@ -19,7 +20,7 @@ Schema = TypeVar("Schema", bound=BaseModel)
 
 
 class Entries(BaseModel):
-    """Entries of a JSON object. Other entries may stand beside those that are declared."""
+    """Entries of a JSON object. Entries that are not declared are kept."""
 
     model_config = ConfigDict(strict=True, extra="allow", protected_namespaces=())
 
@@ -66,7 +67,7 @@ def _check_values(data: dict[str, Any], file: str) -> None:
             raise UserError(f"{file} is nested more than {DEEPEST} levels deep: copy it again")
         if isinstance(value, dict):
             prefix = f"{name}." if name else ""
-            waiting += [(f"{prefix}{_printable(key)}", item, depth + 1) for key, item in value.items()]
+            waiting += [(f"{prefix}{printable(key)}", item, depth + 1) for key, item in value.items()]
         elif isinstance(value, list):
             waiting += [(f"{name}.{index}", item, depth + 1) for index, item in enumerate(value)]
 
@@ -78,20 +79,5 @@ def check_schema(schema: type[Schema], data: Any, where: str) -> Schema:
     """
     try:
         return schema.model_validate(data)
-    except ValidationError as caught:
-        error = caught.errors(include_url=False)[0]
-        entry = _printable(".".join(str(part) for part in error["loc"]))
-        if error["type"] == "extra_forbidden":
-            raise UserError(
-                f"{where} has {entry}, which this version of drot does not support: update drot"
-            ) from None
-        if error["type"] == "missing":
-            raise UserError(f"{where} lacks {entry}: it was edited; copy it again") from None
-        problem = error["msg"].removeprefix("Value error, ").replace("`", "'")
-        got = shortened(error["input"])
-        raise UserError(f"{where}: {entry}: {problem}, got {got}: copy the file again") from None
-
-
-def _printable(name: str) -> str:
-    """The name of an entry: as it is, or as Python writes it if it is long or has control characters."""
-    return name if name.isprintable() and len(name) <= LONGEST_QUOTE else shortened(name)
+    except ValidationError as error:
+        raise file_error(error, where) from None

@@ -12,11 +12,12 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.resume import partial_folder
 from drot.checkpoint.save import check_output
-from drot.config import CalibrationConfig, Recipe, RotationConfig
+from drot.config import CalibrationConfig, Recipe, RotationConfig, default_seqlen
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
+from drot.evaluation.gap import gap_closed
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.evaluation.record import gap_closed, record
+from drot.evaluation.record import record
 from drot.machine.environment import machine_name
 from drot.pipeline.prune import prune
 from drot.report.drawing import installed
@@ -33,7 +34,7 @@ CALIBRATION = CalibrationConfig(source=str(ASSETS / "python-calibration.txt"), n
 class DemoRow:
     """The figures of one model.
 
-    gap_closed: the share of SparseGPT's damage that drot undoes (`gap_closed` of evaluation/record.py). None
+    gap_closed: the share of SparseGPT's damage that drot undoes (`gap_closed` of evaluation/gap.py). None
         for the dense model and for SparseGPT alone, and if SparseGPT does no damage.
     sparsity: the share of zeros in the linears of the decoder layers.
     seconds: the time of the pruning; None for the dense model.
@@ -72,7 +73,7 @@ def run_demo(
 ) -> DemoResult:
     """Measures the perplexity of the three models on held-out text, and saves the rotated model to `out`.
 
-    The perplexities are recorded in its manifest, and a report is written beside it.
+    The perplexities are recorded in its manifest, and a report is written into its folder.
 
     All computation is in float32 on the CPU, so that the figures are the same on every machine.
 
@@ -87,7 +88,7 @@ def run_demo(
     if (partial := partial_folder(out)).exists():
         raise UserError(f"{partial} was left by an interrupted demo: remove it or name another `out`")
     tokenizer = load_tokenizer(MODEL)
-    seqlen = calibration.resolved_seqlen(None)
+    seqlen = calibration.seqlen or default_seqlen(None)
     tokens = load_calibration(
         calibration.source,
         tokenizer,

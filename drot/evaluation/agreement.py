@@ -27,22 +27,15 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
         and pruned minus dense.
 
     The log-softmax is computed in fp32, the sum over the vocabulary in fp64. The logits of both models are in
-    memory for the windows of one batch.
-
-    Raises BrokenModelError if the loss of a model is not finite.
-
-    dense, pruned: predictions for the same windows, with the same vocabulary.
-    progress: receives an event after each batch of windows.
+    memory for the windows of one batch. Raises BrokenModelError if the loss of a model is not finite.
     """
     assert torch.equal(dense.windows, pruned.windows) and dense.vocab == pruned.vocab
     count, seqlen = dense.windows.shape
-    figures = torch.empty(len(_FIGURES), count, seqlen, dtype=torch.float64)
-    half = max(1, LOGITS_AT_ONCE // (2 * dense.vocab * seqlen))
-    for batch in dense.batches(half):
-        windows = dense.windows[batch]
-        figures[:, batch] = _compare(dense.logits(batch), pruned.logits(batch), windows)
+    found = torch.empty(4, count, seqlen, dtype=torch.float64)
+    for batch in dense.batches(max(1, LOGITS_AT_ONCE // (2 * dense.vocab * seqlen))):
+        found[:, batch] = _compare(dense.logits(batch), pruned.logits(batch), dense.windows[batch])
         progress(ProgressEvent(phase="evaluate", step=batch.stop, steps=count))
-    equal, kl, dense_loss, pruned_loss = figures
+    equal, kl, dense_loss, pruned_loss = found
     values = kl.flatten().numpy()
     dense_perplexity = exp_of_loss(float(dense_loss[:, :-1].mean()), "the dense original")
     perplexity = exp_of_loss(float(pruned_loss[:, :-1].mean()), "the pruned model")
@@ -69,13 +62,9 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
     }
 
 
-#: what `_compare` returns for each token
-_FIGURES = ("equal", "kl", "dense_loss", "pruned_loss")
-
-
 @torch.no_grad()
 def _compare(dense: Tensor, pruned: Tensor, windows: Tensor) -> Tensor:
-    """_FIGURES for each token, [4, b, seqlen], fp64 on the CPU.
+    """Equal next tokens, KL, and the losses of both models for each token: [4, b, seqlen], fp64 on the CPU.
 
     dense, pruned: logits [b, seqlen, vocab]. windows: token ids [b, seqlen]. The losses at the last position
     of a window mean nothing, because the token behind the window is not known.
@@ -87,10 +76,8 @@ def _compare(dense: Tensor, pruned: Tensor, windows: Tensor) -> Tensor:
         dense.flatten(0, 1).split(step), pruned.flatten(0, 1).split(step), targets.split(step), strict=True
     ):
         p, q = first.float().log_softmax(-1), second.float().log_softmax(-1)
-        figures = [
-            (first.argmax(-1) == second.argmax(-1)).double(),
-            (p.exp() * (p - q)).sum(-1, dtype=torch.float64),
-            *(-x.gather(-1, ids[:, None])[:, 0].double() for x in (p, q)),
-        ]
-        parts.append(torch.stack(figures).cpu())
-    return torch.cat(parts, 1).reshape(len(_FIGURES), *windows.shape)
+        equal = (first.argmax(-1) == second.argmax(-1)).double()
+        kl = (p.exp() * (p - q)).sum(-1, dtype=torch.float64)
+        losses = [-x.gather(-1, ids[:, None])[:, 0].double() for x in (p, q)]
+        parts.append(torch.stack([equal, kl, *losses]).cpu())
+    return torch.cat(parts, 1).reshape(4, *windows.shape)

@@ -1,7 +1,8 @@
 """Perplexity, agreement with a dense original, and accuracy in tasks, for one model or several."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,20 +16,34 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
-from drot.evaluation.predictions import Predictions, check_windows, predict, predict_streamed
-from drot.evaluation.record import check_recordable
+from drot.evaluation.predictions import check_windows, predict
+from drot.evaluation.record import check_recordable, text_record
 from drot.evaluation.record import record as record_figures
-from drot.evaluation.tasks import averages, expand, load_tasks, run_tasks
+from drot.evaluation.tasks import Tasks, averages, load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name, parse_dtype, pick_device
 from drot.machine.environment import machine_name
 from drot.model.families import family_of, positions_of
 from drot.sparse.packed import compress_model
-from drot.text.source import SPLITS, calibration_hash
 
 logger = logging.getLogger("drot")
 
 #: the largest share of a GPU's free memory that weights may take; the rest is for logits and activations
 WEIGHTS_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """What the models of an evaluation have in common."""
+
+    seqlen: int
+    dtype: str
+    device: torch.device
+    stream: bool
+    against: str | None
+    dense: PreTrainedModel | None
+    task_names: Sequence[str]
+    tasks: Tasks | None
+    progress: Progress
 
 
 def evaluate(
@@ -57,8 +72,8 @@ def evaluate(
     averages: suite → mean accuracy of its tasks, for `paper`.
 
     Raises UserError for a wrong argument, model, text or task, and BrokenModelError for a model without a
-    finite loss. Arguments, texts and tasks are checked before the weights are loaded, which takes long for a
-    large model. Models are loaded one after the other.
+    finite loss. Arguments, texts and tasks are checked before the weights are loaded. Models are loaded one
+    after the other.
 
     Args:
         models: names on the Hugging Face hub or local folders.
@@ -71,27 +86,23 @@ def evaluate(
         dtype: dtype of the weights. `auto` is the checkpoint's own on a GPU, and float32 on a CPU.
         stream: keeps the models in main memory and moves one decoder layer at a time to the device. That also
             happens, with a warning, if the weights do not fit on the device.
-        record: whether to add the figures to the manifest of each model that has one (`record`).
-        progress: receives the events of reading and loading, an event after each batch of windows, and an
-            event after each layer of a streamed model.
+        record: whether to add the figures to the manifest of each model that has one.
+        progress: receives the events of reading, loading and measuring.
     """
     is_a("models", models, list, tuple)
     target = pick_device(device)
     if dtype != "auto":
         parse_dtype(dtype)
-    dtype = str(computing_dtype(dtype, target))
     if against is not None and not ppl:
         raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
     if stream and tasks:
         raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
-    if record:
-        for name in models:
-            check_recordable(name)
+    for name in models if record else ():
+        check_recordable(name)
     everyone = [*models] if against is None else [*models, against]
     configs = {name: load_config(name).get_text_config() for name in everyone}
-    if stream:
-        for config in configs.values():
-            family_of(config)
+    for config in configs.values() if stream else ():
+        family_of(config)
     if seqlen is None:
         seqlen = min(default_seqlen(positions_of(config)) for config in configs.values())
     tokenizers = {name: load_tokenizer(name) for name in everyone}
@@ -99,112 +110,89 @@ def evaluate(
         name: {s: load_eval_tokens(s, tokenizers[name], text_column, progress) for s in ppl}
         for name in everyone
     }
-    for name in everyone:
-        for tokens in texts[name].values():
-            check_windows(tokens, configs[name], seqlen)
-        if against is not None:
-            _check_vocabularies(name, texts[name], configs[name], against, texts[against], configs[against])
-    prepared = load_tasks(expand(tasks)) if tasks else None
+    _check_texts(texts, configs, seqlen, against)
+    prepared = load_tasks(tasks) if tasks else None
     progress(ProgressEvent(phase="load"))
+    dtype = str(computing_dtype(dtype, target))
     dense = None if against is None else load(against, device="cpu", dtype=dtype)
-
-    def measure(name: str) -> dict[str, Any]:
-        """The figures of one model, which is not in memory any more when they are returned."""
-        loaded = load(name, device="cpu", dtype=dtype)
-        streamed = place([loaded] if dense is None else [loaded, dense], name, target, stream=stream)
-        if streamed and tasks:
-            raise UserError(f"`tasks` need the whole of {name} on {target}, where it does not fit")
-        figures: dict[str, Any] = {
-            "model": name,
-            "seqlen": seqlen,
-            "dtype": dtype_name(loaded.dtype),
-            "machine": machine_name(target),
-            "streamed": streamed,
-            "texts": {source: _describe(source, tokens, seqlen) for source, tokens in texts[name].items()},
-            "perplexity": {},
-            "against": against,
-            "agreement": {},
-        }
-        for source, tokens in texts[name].items():
-            own = predict_on(loaded, tokens, seqlen, target, streamed, progress)
-            if dense is None:
-                figures["perplexity"][source] = perplexity_of(own, progress=progress)
-            else:
-                theirs = predict_on(dense, tokens, seqlen, target, streamed, progress)
-                figures["agreement"][source] = agreement(theirs, own, progress=progress)
-                figures["perplexity"][source] = figures["agreement"][source].pop("perplexity")
-        scores = {}
-        if prepared is not None:
-            check_logits(loaded)
-            scores = run_tasks(loaded, tokenizers[name], prepared)
-        figures["tasks"] = {task: score.accuracy for task, score in scores.items()}
-        figures["task_details"] = {
-            task: {"metric": score.metric, "fewshot": score.fewshot, "stderr": score.stderr}
-            for task, score in scores.items()
-        }
-        figures["averages"] = averages(tasks, figures["tasks"])
-        if record:
-            record_figures(name, figures)
-        return figures
-
+    setup = _Setup(seqlen, dtype, target, stream, against, dense, tasks, prepared, progress)
     results = []
     for name in models:
         try:
-            results.append(measure(name))
+            figures = _measure(name, tokenizers[name], texts[name], setup)
         except BrokenModelError as error:
             raise BrokenModelError(f"{name}: {error}") from None
+        if record:
+            record_figures(name, figures)
+        results.append(figures)
     return results
 
 
-def _describe(source: str, tokens: Tensor, seqlen: int) -> dict[str, Any]:
-    return {
-        "split": "test" if source in SPLITS["test"] else None,
-        "tokens": len(tokens),
-        "windows": len(tokens) // seqlen,
-        "sha256": calibration_hash(tokens),
-    }
-
-
-def _check_vocabularies(
-    name: str, texts: dict[str, Tensor], config: Any, against: str, other_texts: dict[str, Tensor], other: Any
+def _check_texts(
+    texts: Mapping[str, Mapping[str, Tensor]], configs: Mapping[str, Any], seqlen: int, against: str | None
 ) -> None:
-    """Raises UserError unless two models have as many logits and the same token ids for every text.
+    """Raises UserError unless every text holds a window, and every model has the tokens of `against`.
 
-    Args:
-        name: one model.
-        texts: its token ids by text.
-        config: its config.
-        against: the other model.
-        other_texts: the token ids of the other model by text.
-        other: the config of the other model.
+    texts: model → text → token ids [n].
     """
-    if config.vocab_size != other.vocab_size:
-        raise UserError(
-            f"`against` must have the vocabulary of {name}, {config.vocab_size} tokens; {against} has "
-            f"{other.vocab_size}: name the model from which {name} was pruned"
-        )
-    for source, tokens in texts.items():
-        if not torch.equal(tokens, other_texts[source]):
+    for name, config in configs.items():
+        for tokens in texts[name].values():
+            check_windows(tokens, config, seqlen)
+        if against is None:
+            continue
+        advice = f"name the model from which {name} was pruned"
+        if config.vocab_size != (other := configs[against].vocab_size):
             raise UserError(
-                f"`against` must have the tokenizer of {name}; the token ids of {against} for {source} "
-                f"differ: name the model from which {name} was pruned"
+                f"`against` must have the vocabulary of {name}, {config.vocab_size} tokens; {against} has "
+                f"{other}: {advice}"
             )
+        for source, tokens in texts[name].items():
+            if not torch.equal(tokens, texts[against][source]):
+                raise UserError(
+                    f"`against` must have the tokenizer of {name}; the token ids of {against} for {source} "
+                    f"differ: {advice}"
+                )
 
 
-def predict_on(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    seqlen: int,
-    device: torch.device,
-    streamed: bool,
-    progress: Progress,
-) -> Predictions:
-    if streamed:
-        return predict_streamed(model, tokens, seqlen, device, progress)
-    return predict(model, tokens, seqlen)
-
-
-# ---- memory ------------------------------------------------------------------------------------------
+def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Setup) -> dict[str, Any]:
+    """The figures of one model, which is in memory during this call only."""
+    seqlen, device, dense = setup.seqlen, setup.device, setup.dense
+    model = load(name, device="cpu", dtype=setup.dtype)
+    streamed = move_models([model] if dense is None else [model, dense], name, device, stream=setup.stream)
+    if streamed and setup.task_names:
+        raise UserError(f"`tasks` need the whole of {name} on {device}, where it does not fit")
+    perplexities, agreements = {}, {}
+    for source, tokens in texts.items():
+        stream_to = device if streamed else None
+        own = predict(model, tokens, seqlen, stream_to, setup.progress)
+        if dense is None:
+            perplexities[source] = perplexity_of(own, progress=setup.progress)
+        else:
+            theirs = predict(dense, tokens, seqlen, stream_to, setup.progress)
+            agreements[source] = agreement(theirs, own, progress=setup.progress)
+            perplexities[source] = agreements[source].pop("perplexity")
+    scores = {}
+    if setup.tasks is not None:
+        check_logits(model)
+        scores = run_tasks(model, tokenizer, setup.tasks)
+    accuracies = {task: score.accuracy for task, score in scores.items()}
+    return {
+        "model": name,
+        "seqlen": seqlen,
+        "dtype": dtype_name(model.dtype),
+        "machine": machine_name(device),
+        "streamed": streamed,
+        "texts": {source: text_record(source, tokens, seqlen) for source, tokens in texts.items()},
+        "perplexity": perplexities,
+        "against": setup.against,
+        "agreement": agreements,
+        "tasks": accuracies,
+        "task_details": {
+            task: {"metric": score.metric, "fewshot": score.fewshot, "stderr": score.stderr}
+            for task, score in scores.items()
+        },
+        "averages": averages(setup.task_names, accuracies),
+    }
 
 
 def free_memory(device: torch.device) -> int | None:
@@ -215,16 +203,13 @@ def free_memory(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[0] + kept
 
 
-def place(models: list[PreTrainedModel], name: str, device: torch.device, *, stream: bool) -> bool:
-    """Moves the models to `device`, or with `stream` to main memory; returns whether they are streamed.
+def move_models(models: list[PreTrainedModel], name: str, device: torch.device, *, stream: bool) -> bool:
+    """Moves the models, which are needed at the same time, to `device`; returns whether they are streamed.
 
-    Models that do not fit on `device` are streamed too, and a warning says so.
+    Models that are streamed lie in main memory. Models that do not fit on `device` are streamed without
+    `stream` too, and a warning says so.
 
-    Args:
-        models: the models that are needed at the same time.
-        name: the name of the first, for the warning.
-        device: the device that computes.
-        stream: whether to stream the models in any case.
+    name: the name of the first model, for the warning.
     """
     moved = [model for model in models if next(model.parameters()).device != device]
     needed, free = sum(int(model.get_memory_footprint()) for model in moved), free_memory(device)

@@ -14,6 +14,7 @@ from drot.text.source import read_text, tokenize
 
 #: exp of a larger loss overflows in fp64
 LARGEST_LOSS = 709.0
+ADVICE = 'its weights are damaged or overflow; measure it with `dtype="float32"`, or prune or copy it again'
 
 
 def load_eval_tokens(
@@ -27,42 +28,22 @@ def load_eval_tokens(
     return tokenize(text, tokenizer, progress)
 
 
-def perplexity(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    *,
-    seqlen: int,
-    batch_size: int | None = None,
-    progress: Progress = silent,
-) -> float:
-    """The perplexity of a model that lies on one device, as `perplexity_of` defines it.
+def perplexity(model: PreTrainedModel, tokens: Tensor, *, seqlen: int, progress: Progress = silent) -> float:
+    """The perplexity of a model that lies on one device, on the windows of a text `tokens` [n].
 
-    Raises UserError as `check_windows` does, and BrokenModelError as `perplexity_of` does.
-
-    Args:
-        model: the model to measure.
-        tokens: token ids [n] of the text.
-        seqlen: tokens in a window; a window has seqlen - 1 losses.
-        batch_size: windows in a forward pass. None is the most for which the logits stay within
-            LOGITS_AT_ONCE, at least 1.
-        progress: receives an event after each forward pass.
+    A window of `seqlen` tokens has seqlen - 1 losses. Raises UserError as `check_windows` does, and
+    BrokenModelError as `perplexity_of` does.
     """
-    return perplexity_of(predict(model, tokens, seqlen), batch_size=batch_size, progress=progress)
+    return perplexity_of(predict(model, tokens, seqlen), progress=progress)
 
 
-def perplexity_of(
-    predictions: Predictions, *, batch_size: int | None = None, progress: Progress = silent
-) -> float:
+def perplexity_of(predictions: Predictions, *, progress: Progress = silent) -> float:
     """exp(mean of the token losses) over all windows.
 
     Losses are computed in fp32. Raises BrokenModelError if the mean of the losses or its exp is not finite.
-
-    predictions: the predictions of a model for the windows of a text.
-    batch_size: windows whose logits are computed at once; None as in `Predictions.batches`.
-    progress: receives an event after each batch.
     """
     count, total = len(predictions.windows), 0.0
-    for batch in predictions.batches(batch_size):
+    for batch in predictions.batches():
         logits = predictions.logits(batch)
         losses = _losses(logits, predictions.windows[batch].to(logits.device))
         total += float(losses.mean(1).double().sum())
@@ -73,10 +54,7 @@ def perplexity_of(
 def exp_of_loss(loss: float, model: str = "the model") -> float:
     """exp(loss). Raises BrokenModelError, which names `model`, unless it is finite."""
     if not loss < LARGEST_LOSS:
-        raise BrokenModelError(
-            f"{model}'s loss on the text is {loss:g}, expected a finite number: its weights are damaged or "
-            'overflow; measure it with `dtype="float32"`, or prune or copy it again'
-        )
+        raise BrokenModelError(f"{model}'s loss on the text is {loss:g}, expected a finite number: {ADVICE}")
     return math.exp(loss)
 
 
@@ -88,10 +66,7 @@ def check_logits(model: PreTrainedModel) -> None:
     """
     tokens = torch.arange(min(8, model.config.vocab_size), device=next(model.parameters()).device)
     if not bool(model(tokens[None], use_cache=False).logits.isfinite().all()):
-        raise BrokenModelError(
-            "the model computes logits that are NaN or infinite: its weights are damaged or overflow; "
-            'measure it with `dtype="float32"`, or prune or copy it again'
-        )
+        raise BrokenModelError(f"the model computes logits that are NaN or infinite: {ADVICE}")
 
 
 @torch.no_grad()

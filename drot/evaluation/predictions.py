@@ -34,10 +34,10 @@ class Predictions:
     vocab: int
     logits: Callable[[slice], Tensor]
 
-    def batches(self, batch_size: int | None = None) -> Iterator[slice]:
-        """Slices of `batch_size` windows. None is the most within LOGITS_AT_ONCE, at least 1."""
+    def batches(self, size: int | None = None) -> Iterator[slice]:
+        """Slices of `size` windows. None is the most within LOGITS_AT_ONCE, at least 1."""
         count, seqlen = self.windows.shape
-        step = batch_size or max(1, LOGITS_AT_ONCE // (self.vocab * seqlen))
+        step = size or max(1, LOGITS_AT_ONCE // (self.vocab * seqlen))
         return (slice(start, min(start + step, count)) for start in range(0, count, step))
 
 
@@ -68,51 +68,45 @@ def windows_of(tokens: Tensor, seqlen: int) -> Tensor:
     return tokens[: count * seqlen].reshape(count, seqlen)
 
 
-def predict(model: PreTrainedModel, tokens: Tensor, seqlen: int) -> Predictions:
-    """The predictions of a model that lies on one device. Raises UserError as `check_windows` does.
+def predict(
+    model: PreTrainedModel,
+    tokens: Tensor,
+    seqlen: int,
+    stream_to: torch.device | None = None,
+    progress: Progress = silent,
+) -> Predictions:
+    """The predictions of a model for the windows of a text `tokens` [n].
 
-    model: the model.
-    tokens: token ids [n] of the text.
-    seqlen: tokens in a window.
+    Without `stream_to`, the model lies on one device. Otherwise one decoder layer at a time is moved to the
+    device `stream_to`: all windows pass through one layer before the next layer comes. Their hidden states,
+    windows · seqlen · d numbers, lie in main memory, twice while a layer computes. The last norm and the head
+    are copied to the device, where they stay while the Predictions exist.
+
+    Raises UserError as `check_windows` does, and when a model is streamed whose family
+    drot/model/families.py does not list.
+
+    progress: receives an event after each streamed layer.
     """
     config = model.config.get_text_config()
     check_windows(tokens, config, seqlen)
-    windows, device = windows_of(tokens, seqlen), next(model.parameters()).device
+    windows, home = windows_of(tokens, seqlen), next(model.parameters()).device
+    if stream_to is not None:
+        return Predictions(windows, config.vocab_size, _streamed(model, windows, stream_to, progress))
 
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:
-        out: Tensor = model(windows[batch].to(device), use_cache=False).logits
+        out: Tensor = model(windows[batch].to(home), use_cache=False).logits
         return out
 
     return Predictions(windows, config.vocab_size, logits)
 
 
 @torch.no_grad()
-def predict_streamed(
-    model: PreTrainedModel,
-    tokens: Tensor,
-    seqlen: int,
-    device: torch.device,
-    progress: Progress = silent,
-) -> Predictions:
-    """The predictions of a model of which one decoder layer at a time is on `device`.
-
-    All windows pass through one layer before the next layer is moved to `device`. Their hidden states,
-    windows · seqlen · d numbers, lie in main memory, twice while a layer computes. The last norm and the head
-    are copied to `device`, where they stay while the Predictions exist.
-
-    Raises UserError as `check_windows` does, and for a family that drot/model/families.py does not list.
-
-    Args:
-        model: the model, dense, rotated, packed or fused, where it was loaded.
-        tokens: token ids [n] of the text.
-        seqlen: tokens in a window.
-        device: the device that computes.
-        progress: receives an event after each layer.
-    """
+def _streamed(
+    model: PreTrainedModel, windows: Tensor, device: torch.device, progress: Progress
+) -> Callable[[slice], Tensor]:
+    """The function `logits` of the Predictions of a streamed model."""
     decoder = DecoderModel(model)
-    check_windows(tokens, model.config, seqlen)
-    windows = windows_of(tokens, seqlen)
     stream = CalibrationStream.embed(decoder, windows, device, offload=True)
     for layer in on_device(decoder.layers, device, decoder.device):
         stream.advance(layer)
@@ -124,7 +118,7 @@ def predict_streamed(
         out: Tensor = head(norm(stream.batch(batch)))
         return out
 
-    return Predictions(windows, model.config.vocab_size, logits)
+    return logits
 
 
 def _on(module: nn.Module, device: torch.device) -> nn.Module:

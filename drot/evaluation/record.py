@@ -7,27 +7,40 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from drot.core.errors import UserError
 from drot.machine.environment import versions
 from drot.manifest.card import write_card
 from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, update_manifest
 from drot.manifest.records import EvaluationRecord
+from drot.text.source import SPLITS, calibration_hash
 
 logger = logging.getLogger("drot")
 
 
-def record(folder: str, figures: dict[str, Any]) -> bool:
+def text_record(source: str, tokens: Tensor, seqlen: int) -> dict[str, Any]:
+    """What an evaluation says of a text with the token ids `tokens` [n]."""
+    return {
+        "split": "test" if source in SPLITS["test"] else None,
+        "tokens": len(tokens),
+        "windows": len(tokens) // seqlen,
+        "sha256": calibration_hash(tokens),
+    }
+
+
+def record(folder: str, figures: dict[str, Any]) -> None:
     """Adds `figures`, the result of `evaluate` for one model, to the manifest and the card in `folder`.
 
     The entry has the date, the versions and the figures without the model's name. Infinity and NaN become
     null. An earlier entry of the same measurement (`_measurement`) is replaced.
 
-    Returns whether the entry was written. A folder without a manifest, a hub name, and a folder that cannot
-    be written are left as they are, and a warning says so.
+    A folder without a manifest, a hub name, and a folder that cannot be written are left as they are, and a
+    warning says so.
     """
     if not (Path(folder) / MANIFEST).exists():
         logger.warning("the figures of %s are not recorded, because it has no %s", folder, MANIFEST)
-        return False
+        return
     packages = {"lm_eval": metadata.version("lm_eval")} if figures["tasks"] else {}
     entry = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -45,8 +58,6 @@ def record(folder: str, figures: dict[str, Any]) -> bool:
         write_card(folder)
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
-        return False
-    return True
 
 
 def check_recordable(folder: str) -> None:
@@ -59,14 +70,3 @@ def _measurement(entry: EvaluationRecord) -> Any:
     """What was measured: two entries with equal measurements differ by machine, versions or chance only."""
     texts = {name: text.sha256 for name, text in entry.texts.items()}
     return [entry.seqlen, entry.dtype, entry.against, texts, sorted(entry.tasks)]
-
-
-def gap_closed(dense: float | None, plain: float | None, rotated: float | None) -> float | None:
-    """(plain - rotated) / (plain - dense), in perplexities: the share of the damage that the rotation undoes.
-
-    plain: of the model that was pruned without a rotation. None if a perplexity is not known, and if the
-    pruning without a rotation did no damage.
-    """
-    if dense is None or plain is None or rotated is None or plain <= dense:
-        return None
-    return (plain - rotated) / (plain - dense)

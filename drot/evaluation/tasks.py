@@ -34,11 +34,7 @@ OWN_TASKS = Path(__file__).parent / "own_tasks"
 
 @dataclass(frozen=True)
 class Tasks:
-    """The loaded tasks of an evaluation.
-
-    manager: lm_eval's TaskManager.
-    tasks: name → lm_eval's task with its data; for a group of tasks, name → the name itself.
-    """
+    """lm_eval's TaskManager, and name → lm_eval's task with its data; of a group of tasks, its name."""
 
     manager: Any
     tasks: dict[str, Any]
@@ -61,15 +57,15 @@ class Score:
 
 
 def expand(names: Sequence[str]) -> list[str]:
-    """The tasks `names`, each once, with the tasks of a suite in the place of its name."""
+    """The tasks `names`, each once. The tasks of a suite replace its name."""
     return list(dict.fromkeys(task for name in names for task in SUITES.get(name, (name,))))
 
 
 def load_tasks(names: Sequence[str]) -> Tasks:
-    """Loads the tasks `names` and their data for `run_tasks`.
+    """Loads the tasks `names` and their data for `run_tasks`; the name of a suite stands for its tasks.
 
     Raises UserError if lm_eval is not installed, and for a task that lm_eval does not have, that cannot be
-    loaded, as without a network, or that does not report the metric of `metric_of`.
+    loaded, as without a network, or that does not report its metric.
     """
     try:
         import lm_eval  # noqa: F401
@@ -80,7 +76,7 @@ def load_tasks(names: Sequence[str]) -> Tasks:
         raise UserError(
             "`tasks` needs the package lm_eval, which is not installed: pip install 'lm_eval[hf]'"
         ) from None
-    manager = TaskManager(include_path=str(OWN_TASKS))
+    names, manager = expand(names), TaskManager(include_path=str(OWN_TASKS))
     known = set(manager.all_subtasks) | set(manager.all_groups)
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"lm_eval has no task {', '.join(unknown)}: list its tasks with: lm_eval ls tasks")
@@ -133,7 +129,6 @@ def averages(names: Sequence[str], accuracies: dict[str, float]) -> dict[str, fl
 
 
 def metric_of(task: str) -> str:
-    """The metric of a task: that of METRICS, and `acc` for every other task (winogrande, boolq, ...)."""
     return METRICS.get(task, "acc")
 
 

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, wider_dtypes
+from drot.checkpoint.hf_model import as_drot_model
+from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
+from drot.checkpoint.quantization_config import QUANT_METHOD, format_of, quantization_config_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
@@ -23,8 +25,8 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
-from drot.machine.devices import dtype_name, pick_device
-from drot.manifest.importance import load_figures, save_figures
+from drot.machine.devices import pick_device
+from drot.manifest.importance import load_importance_maps, save_importance_maps
 from drot.manifest.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -37,7 +39,6 @@ from drot.model.families import family_of, positions_of
 from drot.pipeline.validation import check_tokens
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
-from drot.sparse.quantization_config import QUANT_METHOD, describe_model, format_of, quantization_config_of
 
 logger = logging.getLogger("drot")
 
@@ -125,17 +126,7 @@ def _finetune(
     target: torch.device,
     progress: Progress,
 ) -> FinetuneResult:
-    """`finetune` after its arguments were checked and `out` was locked.
-
-    Args:
-        model: the checkpoint, as for `finetune`.
-        config: the settings.
-        out: the folder of the checkpoint; None writes no checkpoint.
-        tokenizer: the tokenizer for the text; None is the tokenizer of `model`.
-        tokens: token ids [n, seqlen], which replace the text; None reads the text of `config`.
-        target: the device.
-        progress: the callback for ProgressEvents.
-    """
+    """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
     _check_config(model_config, config)
     manifest = _manifest_of(model)
@@ -157,11 +148,7 @@ def _finetune(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
-    if wider := wider_dtypes(model, loaded.dtype):
-        logger.warning(
-            "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
-            model, ", ".join(wider), dtype_name(loaded.dtype), dtype_name(loaded.dtype),
-        )  # fmt: skip
+    warn_of_rounding(model, loaded.dtype)
     from drot.finetuning.run import run_finetuning  # it imports accelerate, which takes seconds
 
     try:
@@ -183,8 +170,8 @@ def _finetune(
     finetuning = FinetuneRecord.model_validate({"from": str(model), **record})
     if packed:
         pack_model(trained)
-    elif not config.keep_adapter:
-        describe_model(trained)
+    if not config.keep_adapter:
+        as_drot_model(trained)
     manifest = manifest or CheckpointManifest(
         format_version=FORMAT_VERSION,
         base_model=str(model),
@@ -201,7 +188,11 @@ def _finetune(
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
-            trained, tokenizer, manifest, out, write_more=lambda part: save_figures(part, load_figures(model))
+            trained,
+            tokenizer,
+            manifest,
+            out,
+            write_more=lambda part: save_importance_maps(part, load_importance_maps(model)),
         )
     return FinetuneResult(trained, manifest, out)
 
@@ -211,11 +202,8 @@ def is_main_process() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
-# ---- checks ------------------------------------------------------------------------------------------
-
-
 def _packages(config: FinetuneConfig) -> list[str]:
-    """The packages that the training imports, beside those of every run."""
+    """The packages that the training imports, besides those of every run."""
     return ["accelerate"] if config.full else ["accelerate", "peft"]
 
 

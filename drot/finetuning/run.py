@@ -1,4 +1,4 @@
-"""The fine-tuning of a loaded model between two measurements of its held-out loss, and the record of both."""
+"""The fine-tuning of a loaded model, the measurements of its held-out loss, and the record of the run."""
 
 import logging
 import math
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainingArguments, set_seed
+from transformers import set_seed
 
 from drot.config import FinetuneConfig
 from drot.core.errors import BrokenModelError, UserError
@@ -38,13 +38,10 @@ def run_finetuning(
 
     Raises UserError for a model without a finite held-out loss, and for a training that diverges.
 
-    Args:
-        model: the pruned model with dense weights, on the CPU.
-        config: the settings.
-        texts: training sequences [n, seqlen] and held-out sequences [h, seqlen].
-        folder: a temporary folder.
-        cpu: whether to train on the CPU.
-        progress: the callback for ProgressEvents.
+    model: the pruned model with dense weights, on the CPU.
+    texts: training sequences [n, seqlen] and held-out sequences [h, seqlen].
+    folder: a temporary folder.
+    cpu: whether to train on the CPU.
     """
     started = time.perf_counter()
     sequences, held_out = texts
@@ -63,14 +60,7 @@ def run_finetuning(
         )
     set_seed(arguments.seed)
     reporter = Reporter(progress, config.resolved_lr)
-    removed = removed_weights(model)
-    if config.full:
-        trained_weights = _train_all(model, removed, sequences, arguments, reporter)
-    else:
-        removed = {name: mask.cpu() for name, mask in removed.items()}  # not needed during the training
-        model, trained_weights = _train_adapter(model, config, sequences, arguments, reporter)
-    if not config.keep_adapter:
-        round_weights(model, removed, dtype)
+    model, trained_weights = _train(model, config, dtype, sequences, arguments, reporter)
     after = _loss(model, held_out, progress)
     check_loss(after, config.resolved_lr)
     if after > before:
@@ -108,61 +98,41 @@ def run_finetuning(
     return model, record
 
 
+def _train(
+    model: Any,
+    config: FinetuneConfig,
+    dtype: torch.dtype,
+    sequences: Tensor,
+    arguments: Any,
+    reporter: Reporter,
+) -> tuple[Any, int]:
+    """The trained model, rounded to `dtype` unless the adapter is kept, and the number of trained weights."""
+    removed = removed_weights(model)
+    if config.full:
+        choose_full(model)
+        count = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
+        with frozen_zeros(model, removed):
+            train(model, sequences, arguments, reporter)
+    else:
+        from drot.finetuning.adapter import add_adapter, merge_adapter  # needs peft, which `full` does not
+
+        removed = {name: mask.cpu() for name, mask in removed.items()}  # not needed during the training
+        model = add_adapter(model, config)
+        count = _trainable(model)
+        train(model, sequences, arguments, reporter)
+        if config.keep_adapter:
+            return model, count
+        model = merge_adapter(model)
+    round_weights(model, removed, dtype)
+    return model, count
+
+
 def _loss(model: Any, held_out: Tensor, progress: Progress) -> float:
     """The mean loss of a token of `held_out` [h, seqlen]; NaN for a model without a finite loss."""
     try:
         return math.log(perplexity(model, held_out.flatten(), seqlen=held_out.shape[1], progress=progress))
     except BrokenModelError:
         return math.nan
-
-
-def _train_all(
-    model: Any,
-    removed: dict[str, Tensor],
-    sequences: Tensor,
-    arguments: TrainingArguments,
-    reporter: Reporter,
-) -> int:
-    """Trains all kept weights of `model` in place. Returns the number of trained weights.
-
-    Args:
-        model: the pruned model, on the device of the training.
-        removed: name of a linear → bool [out, in], True where a weight is removed.
-        sequences: training sequences [n, seqlen].
-        arguments: the Trainer's arguments.
-        reporter: receives the losses.
-    """
-    choose_full(model)
-    trained_weights = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
-    with frozen_zeros(model, removed):
-        train(model, sequences, arguments, reporter)
-    return trained_weights
-
-
-def _train_adapter(
-    model: Any,
-    config: FinetuneConfig,
-    sequences: Tensor,
-    arguments: TrainingArguments,
-    reporter: Reporter,
-) -> tuple[Any, int]:
-    """Trains LoRA under the mask of `model`. Returns the trained model and the number of trained weights.
-
-    The model is a PeftModel with `keep_adapter`; otherwise the adapter is merged into the weights.
-
-    Args:
-        model: the pruned model, on the device of the training.
-        config: the settings.
-        sequences: training sequences [n, seqlen].
-        arguments: the Trainer's arguments.
-        reporter: receives the losses.
-    """
-    from drot.finetuning.adapter import add_adapter, merge_adapter  # needs peft, which `full` does not
-
-    adapted: Any = add_adapter(model, config)
-    trained_weights = _trainable(adapted)
-    train(adapted, sequences, arguments, reporter)
-    return adapted if config.keep_adapter else merge_adapter(adapted), trained_weights
 
 
 def _trainable(model: Any) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from drot.config import FinetuneConfig
+from drot.config import FinetuneConfig, default_seqlen
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.text.source import as_token_ids, draw_sequences, read_text, tokenize
@@ -25,12 +25,7 @@ def split_text(
 
     Raises UserError for a text that is missing, unreadable or too short.
 
-    Args:
-        config: the settings, with the text.
-        tokenizer: the tokenizer of the model.
-        tokens: token ids [n, seqlen], which replace the text.
-        positions: the most tokens that the model reads in one sequence; None if there is no limit.
-        progress: receives the events of `read_text` and `tokenize`.
+    positions: the most tokens that the model reads in one sequence; None if there is no limit.
     """
     held_out, text = config.held_out, config.text
     if tokens is not None:
@@ -40,7 +35,7 @@ def split_text(
                 f"`tokens` must have more rows than `held_out`, {held_out}; got {len(rows)}: lower `held_out`"
             )
         return rows[:-held_out], rows[-held_out:]
-    seqlen = text.resolved_seqlen(positions)
+    seqlen = text.seqlen or default_seqlen(positions)
     needed = (text.nsamples + held_out) * seqlen
     whole = read_text(text.source, "train", text.text_column, tokenizer, max_tokens=needed, progress=progress)
     ids = tokenize(whole, tokenizer, progress)

@@ -25,12 +25,9 @@ def training_arguments(
 ) -> TrainingArguments:
     """The Trainer's arguments. `max_steps` is the number of the optimiser's steps.
 
-    Args:
-        config: the settings.
-        sequences: the number of training sequences.
-        folder: a temporary folder, in which nothing should be written.
-        cpu: whether to train on the CPU.
-        autocast: whether the products are in bfloat16.
+    sequences: the number of training sequences.
+    folder: a temporary folder, in which nothing should be written.
+    autocast: whether the products are in bfloat16.
     """
     arguments = TrainingArguments(
         output_dir=str(folder),
@@ -91,8 +88,9 @@ class Reporter(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         loss = self.curve[-1][1] if self.curve else None
-        event = ProgressEvent(phase="finetune", step=state.global_step, steps=state.max_steps, loss=loss)
-        self.progress(event)
+        self.progress(
+            ProgressEvent(phase="finetune", step=state.global_step, steps=state.max_steps, loss=loss)
+        )
 
 
 def check_loss(loss: float, lr: float) -> None:

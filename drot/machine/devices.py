@@ -7,7 +7,6 @@ import re
 
 import torch
 
-from drot.config.rotation import ProductDtype
 from drot.core.errors import UserError
 from drot.machine.extension import BUILD_COMMAND, BUILD_INFO
 
@@ -33,15 +32,6 @@ def computing_dtype(dtype: str | torch.dtype, device: torch.device) -> str | tor
     GPU `auto` stays `auto`, the checkpoint's own. Any other dtype is returned as it is.
     """
     return "float32" if dtype == "auto" and device.type == "cpu" else dtype
-
-
-def product_dtype(name: ProductDtype, device: torch.device) -> ProductDtype:
-    """The name of the dtype in which rotations are trained on `device`.
-
-    `auto` is `bfloat16` on a GPU, whose tensor cores multiply in it, and `float32` on a CPU. Any other name
-    is returned as it is.
-    """
-    return name if name != "auto" else "float32" if device.type == "cpu" else "bfloat16"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the bytes of a result depend on beside the recipe and the versions, in plain JSON types.
+    """What the bytes of a result depend on besides the recipe and the versions, in plain JSON types.
 
     processor, cpu_capability: the CPU's architecture and the vector instructions that torch uses.
     threads: torch's threads for one operation.

@@ -1,5 +1,6 @@
-"""The file of a checkpoint with the importance of the weights, from which `drot report` draws."""
+"""The file of a checkpoint with maps and histograms of the importance of its weights, for `drot report`."""
 
+import re
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -11,29 +12,45 @@ from torch import Tensor
 from drot.core.errors import UserError
 
 #: Not a safetensors file: engines such as vLLM load the tensors of every *.safetensors file in the folder.
-FIGURES = "drot-figures.npz"
+IMPORTANCE_MAPS = "drot-figures.npz"
 #: a histogram has HISTOGRAM_BINS equal bins of log10(importance) between these limits; an importance beyond
 #: a limit counts in the outermost bin
 HISTOGRAM_LOG10 = (-8.0, 4.0)
 HISTOGRAM_BINS = 60
+#: the name of an array, as in `layers.0.self_attn.q_proj.map_before`
+NAME = re.compile(r"layers\.\d{1,9}\.[\w.]+\.(map|histogram)_(before|after)")
 
 
-def save_figures(folder: Path, figures: Mapping[str, Tensor | np.ndarray]) -> None:
-    """Writes `figures`, name → tensor on the CPU (pipeline/figures.py), compressed. An empty one writes no
-    file."""
-    if figures:
+def save_importance_maps(folder: Path, maps: Mapping[str, Tensor | np.ndarray]) -> None:
+    """Writes `maps`, name → array on the CPU, compressed. Without arrays no file is written.
+
+    maps: `<linear>.map_<basis>`, fp16 [rows, columns], and `<linear>.histogram_<basis>`, int64
+        [2, HISTOGRAM_BINS] (pipeline/figures.py). basis: `before` or `after` the rotation.
+    """
+    if maps:
         # sorted and in C order, since the parts of a resumed run have them in another order
-        arrays = {name: np.ascontiguousarray(figures[name]) for name in sorted(figures)}
-        np.savez_compressed(folder / FIGURES, **arrays)  # type: ignore[arg-type]
+        arrays = {name: np.ascontiguousarray(maps[name]) for name in sorted(maps)}
+        np.savez_compressed(folder / IMPORTANCE_MAPS, **arrays)  # type: ignore[arg-type]
 
 
-def load_figures(folder: Path | str) -> dict[str, np.ndarray]:
-    """The figures in the checkpoint `folder`; {} if it has none. Raises UserError for a broken file."""
-    file = Path(folder) / FIGURES
+def load_importance_maps(folder: Path | str) -> dict[str, np.ndarray]:
+    """The maps in the checkpoint `folder`; {} if it has none. Raises UserError for a broken file."""
+    file = Path(folder) / IMPORTANCE_MAPS
     if not file.exists():
         return {}
     try:
         with np.load(file, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
+            maps = {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{file} is not a complete npz file ({error}): copy the checkpoint again") from None
+    for name, array in maps.items():
+        kind = NAME.fullmatch(name)
+        if kind is None or not _fits(kind[1], array):
+            raise UserError(f"{file} holds {name!r}, which drot did not write: copy the checkpoint again")
+    return maps
+
+
+def _fits(kind: str, array: np.ndarray) -> bool:
+    if kind == "map":
+        return array.dtype == np.float16 and array.ndim == 2 and array.size > 0
+    return array.dtype == np.int64 and array.shape == (2, HISTOGRAM_BINS)

@@ -22,13 +22,12 @@ Machine = dict[str, Any]
 Finite = float | None
 
 
-def _resolved(value: Any) -> Any:
-    recipe = Recipe.from_dict(value) if isinstance(value, Mapping) else value
-    return Recipe.from_dict(recipe.to_dict()) if isinstance(recipe, Recipe) else recipe
+def _from_sections(value: Any) -> Any:
+    return Recipe.from_dict(value) if isinstance(value, Mapping) else value
 
 
 #: the settings of the run, with every default resolved
-StoredRecipe = Annotated[Recipe, BeforeValidator(_resolved), PlainSerializer(Recipe.to_dict)]
+StoredRecipe = Annotated[Recipe, BeforeValidator(_from_sections), PlainSerializer(Recipe.to_dict)]
 
 
 # ---- what was done -----------------------------------------------------------------------------------
@@ -84,21 +83,21 @@ class SharedRotationRecord(TrainingRecord):
 
 
 class OneShotFigures(Entries):
-    """Pruning by the method alone, without a solver, in one basis.
+    """Pruning by the method alone, without a solver, in one basis; None for a basis without figures.
 
     removed_importance: the pruned share of the importance (pipeline/figures.py).
     output_error: relative error of the outputs.
     """
 
-    removed_importance: float
-    output_error: float | None
+    removed_importance: float | None = None
+    output_error: float | None = None
 
 
 class OneShotRecord(Entries):
-    """One-shot pruning `before` the rotation and, in a rotated layer, `after` it; None without text."""
+    """One-shot pruning `before` the rotation and, in a rotated layer, `after` it. Empty without text."""
 
-    before: OneShotFigures | None = None
-    after: OneShotFigures | None = None
+    before: OneShotFigures = OneShotFigures()
+    after: OneShotFigures = OneShotFigures()
 
 
 class LinearRecord(Entries):

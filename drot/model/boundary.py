@@ -1,4 +1,4 @@
-"""The rotation at the boundary of two decoder layers that have different bases (paper, section 4.4).
+"""The rotation at the boundary of two decoder layers that have different bases (paper, section 4.3).
 
 The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [d, d]. It has one of two places:
 
@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.model.families import Family
-from drot.model.rotation import Boundary
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 ROTATION_MODULE = "residual_rotation"
@@ -44,141 +43,105 @@ class RotateAndAdd(nn.Module):
     """
 
 
-class _Rotated:
-    """Base of the classes of decoder layers that hold a rotation.
+class RotatedLayer:
+    """Mixin in front of a family's class of decoder layers, for a layer that holds Q.
 
-    `_rotated_class` creates these classes at run time, so pickle cannot find them by name. Pickle stores the
-    arguments of `_rotated_class` instead.
+    place `input`: h ← h Q, then the stock forward. place `residual`: y = r Q + MLP(r). This replaces the
+    stock forward, in whose middle r is computed. Every family in model/families.py has its form: pre-norm
+    attention, then a pre-norm MLP.
+
+    transformers has no registry for the classes of decoder layers: the code of each model names its own. So
+    `add_boundary_rotation` changes the class of a layer. The new class has the name of the stock class,
+    because accelerate and transformers find by name the layers that must not be split across devices.
     """
 
-    architecture: Family
+    family: Family
+    boundary_place: BoundaryPlace
+    residual_rotation: nn.Module
+
+    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        """hidden_states h [batch, length, d] -> what the stock forward returns."""
+        if self.boundary_place == "input":
+            rotated = self.residual_rotation(hidden_states)
+            return super().forward(rotated, **kwargs)  # type: ignore[misc]
+        family = self.family
+        normed = getattr(self, family.first_norm)(hidden_states)
+        attended, _ = getattr(self, family.attention)(hidden_states=normed, **kwargs)
+        residual = hidden_states + attended
+        out = getattr(self, family.mlp)(getattr(self, family.norms[1])(residual))
+        if isinstance(self.residual_rotation, RotateAndAdd):
+            return self.residual_rotation(residual, out)
+        return self.residual_rotation(residual) + out
 
     def __reduce__(self) -> Any:
-        stock_class, place = type(self).__bases__[1], rotation_place(self)
-        return _new_rotated, (stock_class, self.architecture, place), self.__getstate__()
+        # pickle finds no class by name that was made at run time
+        return _new_rotated, (type(self).__bases__[1], self.family), self.__getstate__()
 
 
-def _new_rotated(stock_class: Any, arch: Family, place: BoundaryPlace) -> Any:
-    cls = _rotated_class(stock_class, arch, place)
+def _new_rotated(stock_class: Any, family: Family) -> Any:
+    cls = _rotated_class(stock_class, family)
     return cls.__new__(cls)
 
 
-class _RotatesInput(_Rotated):
-    """Mixin in front of a decoder layer's stock class: h ← h Q, then the stock forward."""
-
-    residual_rotation: nn.Linear
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        return super().forward(self.residual_rotation(hidden_states), *args, **kwargs)  # type: ignore[misc]
-
-
-class _RotatesResidual(_Rotated):
-    """Mixin in front of a decoder layer's stock class: y = r Q + MLP(r).
-
-    It replaces the stock forward, because r is computed in the middle of that forward. Every family in
-    model/families.py has this form: pre-norm attention, then a pre-norm MLP.
-    """
-
-    residual_rotation: nn.Module
-
-    def forward(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        arch = self.architecture
-        normed = getattr(self, arch.first_norm)(hidden_states)
-        attended, _ = getattr(self, arch.attention)(hidden_states=normed, **kwargs)
-        residual = hidden_states + attended
-        normed = getattr(self, arch.norms[1])(residual)
-        out: Tensor = getattr(self, arch.mlp)(normed)
-        if isinstance(self.residual_rotation, RotateAndAdd):
-            layer_output: Tensor = self.residual_rotation(residual, out)
-            return layer_output
-        return self.residual_rotation(residual) + out
-
-
 @functools.cache
-def _rotated_class(stock_class: Any, arch: Family, place: BoundaryPlace) -> Any:
-    """The class of a layer that rotates its input or its residual.
-
-    The class has the name of the stock class, because accelerate and transformers find the layers that must
-    not be split across devices by the names of their classes. The stock forward finds the attention norm
-    under its stock name through a property.
-    """
-    name = NORM_PREFIX + arch.first_norm
+def _rotated_class(stock_class: Any, family: Family) -> Any:
+    """RotatedLayer in front of `stock_class`, whose forward finds the attention norm under its stock name."""
+    name = NORM_PREFIX + family.first_norm
     attributes = {
         "__module__": stock_class.__module__,
-        "architecture": arch,
-        arch.first_norm: property(lambda layer: getattr(layer, name)),
+        "family": family,
+        family.first_norm: property(lambda layer: getattr(layer, name)),
     }
-    mixin = _RotatesResidual if place == "residual" else _RotatesInput
-    return type(stock_class.__name__, (mixin, stock_class), attributes)
+    return type(stock_class.__name__, (RotatedLayer, stock_class), attributes)
 
 
 def rotation_place(layer: object) -> BoundaryPlace | None:
     """The place of the rotation that a decoder layer holds; None if it holds no rotation."""
-    if isinstance(layer, _RotatesResidual):
-        return "residual"
-    return "input" if isinstance(layer, _RotatesInput) else None
-
-
-def rotated_layers(layers: nn.ModuleList, place: BoundaryPlace) -> nn.ModuleList:
-    """The layers that hold a rotation: all but the first for `input`, all but the last for `residual`."""
-    holders = layers[:-1] if place == "residual" else layers[1:]
-    assert isinstance(holders, nn.ModuleList)
-    return holders
+    return layer.boundary_place if isinstance(layer, RotatedLayer) else None
 
 
 def add_boundary_rotation(
-    layer: nn.Module,
-    arch: Family,
+    layer: Any,
+    family: Family,
     place: BoundaryPlace,
     hidden_size: int,
     *,
     dtype: torch.dtype,
     device: torch.device | str,
-    apply: bool = True,
 ) -> nn.Linear:
     """Adds an uninitialised rotation to a decoder layer as `layer.residual_rotation`, and returns it.
 
-    The rotation is an nn.Linear [d, d] without bias, h → h Wᵀ, so its weight is Qᵀ.
+    The rotation is an nn.Linear [d, d] without bias, h → h Wᵀ, so its weight is Qᵀ. The layer becomes a
+    RotatedLayer, and the name of its attention norm gets NORM_PREFIX.
 
     Args:
-        layer: a decoder layer.
+        layer: a decoder layer without a rotation.
         arch: family of the model.
         place: whether Q rotates the layer's input or the residual beside its MLP.
         hidden_size: d.
         dtype: dtype of Q.
         device: device of Q.
-        apply: whether to call `apply_boundary_rotation` too.
     """
     rotation = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype, device=device)
     rotation.requires_grad_(False)
     setattr(layer, ROTATION_MODULE, rotation)
-    if apply:
-        apply_boundary_rotation(layer, arch, place)
+    setattr(layer, NORM_PREFIX + family.first_norm, getattr(layer, family.first_norm))
+    delattr(layer, family.first_norm)
+    layer.boundary_place = place
+    stock_class: Any = type(layer)
+    layer.__class__ = _rotated_class(stock_class, family)
     return rotation
 
 
-def apply_boundary_rotation(layer: nn.Module, arch: Family, place: BoundaryPlace) -> None:
-    """Changes the class of a layer that has a rotation to a class that applies the rotation.
-
-    The name of the attention norm gets NORM_PREFIX. A layer that has the class already is not changed.
-    """
-    if rotation_place(layer) is None:
-        stock_class: Any = type(layer)
-        norm = getattr(layer, arch.first_norm)
-        delattr(layer, arch.first_norm)
-        setattr(layer, NORM_PREFIX + arch.first_norm, norm)
-        layer.__class__ = _rotated_class(stock_class, arch, place)
-
-
-def remove_boundary_rotation(layer: nn.Module) -> None:
+def remove_boundary_rotation(layer: Any) -> None:
     """Undoes `add_boundary_rotation`: the layer has its stock class and the stock name of its norm again."""
-    assert isinstance(layer, _Rotated)
-    name = layer.architecture.first_norm
+    assert isinstance(layer, RotatedLayer)
+    name = layer.family.first_norm
     norm = getattr(layer, NORM_PREFIX + name)
     layer.__class__ = type(layer).__bases__[1]
-    delattr(layer, NORM_PREFIX + name)
+    for added in (NORM_PREFIX + name, ROTATION_MODULE, "boundary_place"):
+        delattr(layer, added)
     setattr(layer, name, norm)
-    delattr(layer, ROTATION_MODULE)
 
 
 @torch.no_grad()
@@ -192,9 +155,9 @@ def check_boundary_rotations(layers: nn.ModuleList, path: str) -> None:
     path: the path of the layers in their model, for the message.
     """
     for index, layer in enumerate(layers):
-        if rotation_place(layer) is None:
+        if not isinstance(layer, RotatedLayer):
             continue
-        q: Tensor = layer.residual_rotation.weight  # type: ignore[assignment, union-attr]
+        q: Any = layer.residual_rotation.weight
         if q.is_meta:
             continue
         x = torch.randn(q.shape[0], PROBES, generator=torch.Generator().manual_seed(0)).to(q.device)
@@ -217,12 +180,3 @@ def orthogonality_tolerance(q: Tensor) -> float:
         if bool((q.to(dtype).to(q.dtype) == q).all()):
             return 2 * torch.finfo(dtype).eps
     return FP32_TOLERANCE
-
-
-@torch.no_grad()
-def set_boundary(layer: nn.Module, arch: Family, boundary: Boundary) -> None:
-    """Adds the rotation Q to `layer`, in the dtype and on the device of the layer's weights."""
-    weight = next(layer.parameters())
-    d = boundary.r1.shape[0]
-    rotation = add_boundary_rotation(layer, arch, boundary.place, d, dtype=weight.dtype, device=weight.device)
-    rotation.weight.copy_(boundary.matrix().T)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drot.config import BoundaryPlace
 from drot.core.errors import UserError
-from drot.model.boundary import set_boundary
+from drot.model.boundary import add_boundary_rotation
 from drot.model.families import Family, HeadShape, InputGroup, LinearSpec, Width
 from drot.model.rotation import Boundary, LayerRotation, rotate_left, rotated_weight
 
@@ -322,9 +323,18 @@ class DecoderLayer:
         if boundary is not None:
             self.hold(boundary)
 
+    @torch.no_grad()
     def hold(self, boundary: Boundary) -> None:
         """Lets the layer apply the matrix of `boundary`, in the dtype and on the device of its weights."""
-        set_boundary(self.module, self.family, boundary.to(self.device))
+        matrix = boundary.to(self.device).matrix()
+        self.expect_boundary(boundary.place).weight.copy_(matrix.T)
+
+    def expect_boundary(self, place: BoundaryPlace) -> nn.Linear:
+        """Lets the layer apply a boundary matrix Q, whose uninitialised weight Qᵀ [d, d] it returns."""
+        size = self._widths["hidden"]
+        return add_boundary_rotation(
+            self.module, self.family, place, size, dtype=self.dtype, device=self.device
+        )
 
 
 @torch.no_grad()

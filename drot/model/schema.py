@@ -1,9 +1,9 @@
 """Schemas of config.json and of the index of the weights."""
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, Field
 
 from drot.core.reading import Entries
 
@@ -63,15 +63,3 @@ class RopeOfModel(Entries):
 
     rope_parameters: _Rope | None = None
     rope_scaling: _Rope | None = None
-
-
-class QuantizationKeys(BaseModel):
-    """`quantization_config` in config.json, where its `quant_method` is drot."""
-
-    model_config = ConfigDict(strict=True, extra="forbid")
-
-    quant_method: Literal["drot"] = "drot"
-    residual_rotation: bool = False
-    down_basis: Literal["own", "next"] = "own"
-    packed: bool = False
-    dense_linears: list[str] = Field(default_factory=list)

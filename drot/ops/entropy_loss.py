@@ -1,4 +1,4 @@
-"""`entropy_loss`: the entropy of the normalised scores of rows and columns (paper, equations 5 and 8)."""
+"""`entropy_loss`: the entropy of the normalised scores of rows and columns (paper, equations 5 and 6)."""
 
 import torch
 from torch import Tensor

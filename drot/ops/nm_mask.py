@@ -8,8 +8,8 @@ def nm_mask(score: Tensor, prune: int, group: int) -> Tensor:
     """The mask of the `prune` smallest scores of every `group` neighbouring columns of a row.
 
     score: [r, c], bf16, fp16, fp32 or fp64. group: 1 to 32 and a divisor of c, or 0 for the whole row.
-    Returns bool [r, c], True where a score is removed, without a gradient. Of equal scores the one in the
-    lower column is removed first; NaN is larger than every number.
+    Returns bool [r, c], True where a score is removed, without a gradient. If scores are equal, the
+    lowest column is removed first; NaN is larger than every number.
 
     Raises ValueError for another shape or dtype, a group that does not divide c, and prune outside of the
     group.

@@ -12,8 +12,8 @@ def pruned_importance(
 ) -> Tensor:
     """scale · Σ of the `prune` smallest scores s = y² · column_scale of every group of columns of a row.
 
-    Of equal scores the one in the lower column is removed first, as by `nm_mask`. The scores must be finite
-    in the loss's dtype.
+    If scores are equal, the lowest column is removed first, as by `nm_mask`. The scores must be finite in the
+    loss's dtype.
 
     Args:
         y: [r, c], bf16, fp16, fp32 or fp64: the weight.

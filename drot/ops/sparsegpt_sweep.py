@@ -13,8 +13,8 @@ def sparsegpt_sweep(
 
     U is Hinv of the paper's code: the upper Cholesky factor of the inverse Hessian, H⁻¹ = UᵀU. Without a
     given mask, the `prune` smallest scores (w_j / U_jj)² of a group are removed. They are computed from the
-    updated weights when the sweep reaches the group. Of equal scores the one in the lower column is removed
-    first, as by `nm_mask`.
+    updated weights when the sweep reaches the group. If scores are equal, the lowest column is removed first,
+    as by `nm_mask`.
 
     Args:
         w: [r, b], fp32 or fp64: a block of columns of the weight; not changed.

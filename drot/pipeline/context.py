@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from drot.config import Recipe
+from drot.config import ResolvedRecipe
 from drot.core.events import Progress
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
@@ -38,7 +38,7 @@ class RunContext:
     def __init__(
         self,
         model: PreTrainedModel,
-        recipe: Recipe,
+        recipe: ResolvedRecipe,
         tokens: Tensor,
         devices: list[torch.device],
         progress: Progress,
@@ -48,7 +48,7 @@ class RunContext:
         self.home, self.dtype = self.model.device, self.model.dtype
         rotation = recipe.rotation
         self.rotates = rotation.mode != "none"
-        place = rotation.resolved_boundary if rotation.mode == "layer" else None
+        place = rotation.boundary if rotation.mode == "layer" else None
         self.bases = Bases(place, len(self.model.layers))
         count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=self.model.hidden_size)
         self.training_tokens = tokens[:count]

@@ -1,52 +1,42 @@
 """The space that a run of `drot.prune` needs on the disk of its output."""
 
-from pathlib import Path
-
 import torch
 
-from drot.pipeline.context import RunContext
+from drot.config import ResolvedRecipe
+from drot.pipeline.estimate import Sizes, rotation_bytes
 from drot.pipeline.importance import map_bytes
-from drot.sparse.packed import dense_linears
+from drot.sparse.packed import PACKED
 
 
-def disk_needs(run: RunContext, save_dtype: torch.dtype, format: str, partial: Path) -> tuple[int, int]:
-    """The bytes of the checkpoint, and of the parts of the run that are not in `partial` yet.
+def disk_needs(
+    sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, save_dtype: torch.dtype
+) -> tuple[int, int]:
+    """The bytes of the checkpoint, and of the parts of the run that lie beside it until it is written.
 
     The parts hold the layers in the dtype of the computation, the figures of the linears, and the rotations
     in fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest are left
     out: they are small.
 
-    Args:
-        run: the state of the run, before it begins.
-        save_dtype: dtype of the saved weights.
-        format: format of the saved weights.
-        partial: the folder of the parts of an unfinished run.
+    dtype: dtype of the computation. save_dtype: dtype of the saved weights.
     """
-    model, rotation = run.model, run.recipe.rotation
-    layers, hidden = len(model.layers), model.hidden_size
-    linears = [linear for layer in model.layers for linear in layer.linears.values()]
-    weights = sum(p.numel() for p in model.model.parameters())
-    if run.rotates and model.head.weight is model.embedding.weight:
-        weights += model.head.weight.numel()
-    boundaries = sum(run.bases.holds(index) for index in range(layers)) * hidden**2
-    checkpoint = (weights + boundaries) * save_dtype.itemsize
-    if format == "packed":  # half of the values, less 4 bits a group of 4
-        dense = set(dense_linears(model.config, run.recipe.pruning))
-        packed = sum(linear.weight.numel() for linear in linears if linear.full_name not in dense)
+    rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
+    rotates = rotation.mode != "none"
+    boundaries = (layers - 1) * sizes.hidden**2 if rotation.mode == "layer" else 0
+    head = sizes.tied_head if rotates else 0  # a rotation unties it
+    checkpoint = (sizes.weights + head + boundaries) * save_dtype.itemsize
+    of_linear = [
+        (pruning.sparsity_for(name), sizes.shapes[role])
+        for names in sizes.names
+        for role, name in names.items()
+    ]
+    if recipe.format == "packed":  # half of the values, and 4 bits for each group of 4
+        packed = sum(rows * columns for sparsity, (rows, columns) in of_linear if sparsity == PACKED)
         checkpoint -= packed * save_dtype.itemsize // 2 - packed // 8
-    parts = sum(p.nbytes for layer in model.layers for p in layer.module.parameters())
-    if run.rotates:
-        of_a_layer = 8 * (hidden**2 + model.heads.kv_heads * model.heads.head_dim**2)
-        copies = 2 if rotation.resolved_hessians == "dense" else 1
-        parts += copies * layers * of_a_layer
-        if run.bases.place == "residual":  # the other place is added after the last layer
-            parts += boundaries * run.dtype.itemsize
-    if len(run.tokens):
-        pruning = run.recipe.pruning
-        parts += sum(
-            map_bytes(tuple(linear.weight.shape), rotated=run.rotates)
-            for linear in linears
-            if pruning.sparsity_for(linear.full_name).ratio > 0
-        )
-    done = sum(file.stat().st_size for file in partial.glob("*.safetensors"))
-    return checkpoint, max(0, parts - done)
+    parts = layers * sizes.layer_weights * dtype.itemsize
+    if rotates:
+        parts += (2 if rotation.hessians == "dense" else 1) * layers * rotation_bytes(sizes)
+        if rotation.boundary == "residual":  # the other place is added after the last layer
+            parts += boundaries * dtype.itemsize
+    if sizes.tokens:
+        parts += sum(map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0)
+    return checkpoint, parts

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import InputHessian
-from drot.config import Recipe, Sparsity
+from drot.config import ResolvedRecipe, Sparsity
 from drot.manifest.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.model.families import HeadShape, InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotated_hessian, rotated_weight
@@ -39,7 +39,7 @@ class GroupImportance:
         self,
         group: InputGroup,
         hessian: InputHessian,
-        recipe: Recipe,
+        recipe: ResolvedRecipe,
         shape: HeadShape,
         rotation: LayerRotation | None,
         output_r1: Tensor | None = None,
@@ -60,7 +60,7 @@ class GroupImportance:
             return column_scale(
                 recipe.pruning.method,
                 of_inputs,
-                damping=recipe.damping,
+                damping=recipe.pruning.damping,
                 reference_compat=recipe.rotation.reference_compat,
             )
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from drot.calibration.dense_reference import DenseReference, TargetStatistics
 from drot.calibration.hessian import InputHessian
 from drot.calibration.layer_pass import LayerPass
-from drot.config import Recipe
+from drot.config import ResolvedRecipe
 from drot.core.errors import UserError
 from drot.model.families import InputGroup
 from drot.model.layer import Linear
@@ -20,7 +20,7 @@ from drot.pruning import dense_target, prune_once, solve_weight
 @torch.no_grad()
 def prune_layer(
     layer_pass: LayerPass,
-    recipe: Recipe,
+    recipe: ResolvedRecipe,
     *,
     dense: DenseReference | None = None,
     rotation: LayerRotation | None = None,
@@ -80,7 +80,7 @@ class _PrunedGroup:
         self,
         layer_pass: LayerPass,
         group: InputGroup,
-        recipe: Recipe,
+        recipe: ResolvedRecipe,
         dense: DenseReference | None,
         rotation: LayerRotation | None,
         output_r1: Tensor | None,
@@ -98,7 +98,7 @@ class _PrunedGroup:
         else:
             self._statistics = dense.statistics(layer_pass, group)
             matrix = self._statistics.hessian
-        self._hessian = InputHessian(matrix, recipe.damping, recipe.damping_average)
+        self._hessian = InputHessian(matrix, recipe.pruning.damping, recipe.pruning.damping_average)
 
     def prune(self, linear: Linear, maps: dict[str, Tensor]) -> dict[str, Any]:
         """Prunes a linear in place; returns its figures, and adds the maps of its importance to `maps`."""
@@ -110,7 +110,7 @@ class _PrunedGroup:
         outcome = first = prune_once(target, self._hessian, config)
         one_shot: dict[str, dict[str, float | None]] = {}
         if self._hessian is not None:
-            outcome = solve_weight(first, target, self._hessian, config, self._recipe.solve)
+            outcome = solve_weight(first, target, self._hessian, config, self._recipe.pruning.solve)
             if self._importance is None:  # after the first linear, whose pruning checks the Hessian
                 self._importance = GroupImportance(
                     self._group, self._hessian, self._recipe, self._heads, self._rotation, self._output_r1

@@ -4,8 +4,7 @@ import torch
 from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
-from drot.config import Recipe
-from drot.machine.devices import product_dtype
+from drot.config import ResolvedRecipe
 from drot.model.layer import DecoderLayer
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
@@ -13,7 +12,7 @@ from drot.rotation.objective import LayerObjective
 
 @torch.no_grad()
 def layer_objective(
-    layer: DecoderLayer, stream: CalibrationStream, recipe: Recipe, *, advance: bool = False
+    layer: DecoderLayer, stream: CalibrationStream, recipe: ResolvedRecipe, *, advance: bool = False
 ) -> tuple[LayerObjective, dict[str, float]]:
     """The objective of `layer`, and the damping of each inverted Hessian. The layer is not changed.
 
@@ -32,7 +31,7 @@ def layer_objective(
     }
     groups = [group for group in layer.groups if any(linear.name in sparsity for linear in group.linears)]
     # the entropy needs no metric of an input that is not rotated, whose Hessian is the largest
-    unrotated = recipe.objective == "pruned"
+    unrotated = recipe.rotation.objective == "pruned"
     read = [group for group in groups if method != "magnitude" and (unrotated or group.input is not None)]
     hessians: dict[str, Tensor] = {}
     if read or advance:
@@ -42,8 +41,8 @@ def layer_objective(
         hessians,
         groups,
         layer.heads,
-        damping=recipe.damping,
-        average=recipe.damping_average,
+        damping=recipe.pruning.damping,
+        average=recipe.pruning.damping_average,
         reference_compat=recipe.rotation.reference_compat,
         unrotated=unrotated,
     )
@@ -52,9 +51,9 @@ def layer_objective(
         metrics,
         layer.groups,
         layer.heads,
-        objective=recipe.objective,
+        objective=recipe.rotation.objective,
         sparsity=sparsity,
-        product_dtype=getattr(torch, product_dtype(recipe.rotation.product_dtype, device)),
+        product_dtype=getattr(torch, recipe.rotation.product_dtype),
         blocks=recipe.rotation.equal_blocks,
     )
     return objective, metrics.damping

@@ -4,13 +4,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.quantization_config import format_of
 from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import save_checkpoint
 from drot.core.hashes import file_record
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
-from drot.manifest.importance import save_figures
+from drot.manifest.importance import save_importance_maps
 from drot.manifest.manifest import FORMAT_VERSION, Manifest
 from drot.manifest.records import MemoryPeak, SavedRotations, Seconds
 from drot.model.families import positions_of
@@ -19,7 +20,6 @@ from drot.pipeline.events import Announced
 from drot.pipeline.prepare import Prepared
 from drot.pipeline.rotation_files import path_inside
 from drot.pipeline.run import PruningRun
-from drot.sparse.quantization_config import format_of
 from drot.text.source import calibration_hash
 
 
@@ -97,7 +97,7 @@ def write_result(
         return manifest.model_copy(update=_times(context, time.perf_counter() - started))
 
     def write_more(folder: Path) -> None:
-        save_figures(folder, run.maps)
+        save_importance_maps(folder, run.maps)
         if inside is not None:
             write_rotations(folder / inside)
 

@@ -1,6 +1,5 @@
-"""The beginning of a run: loads the model and the calibration tokens, and checks them against the recipe."""
+"""The beginning of a run: resolves the recipe, and loads the calibration tokens and the model."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,33 @@ from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
-from drot.config import CalibrationConfig, Recipe
+from drot.config import Recipe, ResolvedRecipe, resolve
+from drot.config.resolve import GIVEN_TOKENS
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
-from drot.machine.devices import computing_dtype, parse_dtype, pick_devices, product_dtype
+from drot.machine.devices import computing_dtype, parse_dtype, pick_devices
 from drot.manifest.manifest import MANIFEST, read_manifest
 from drot.model.families import positions_of
 from drot.pipeline.context import RunContext
-from drot.pipeline.validation import check_recipe, check_seqlen, check_tokens
-from drot.text.source import load_calibration
+from drot.pipeline.validation import (
+    check_config,
+    check_recipe,
+    check_seqlen,
+    check_tokens,
+)
+from drot.text.source import as_token_ids, load_calibration
 
-#: `source` in the manifest of a run that was given token ids in place of a text
-GIVEN_TOKENS = "tensor"
+Model = str | Path | PreTrainedModel
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known of a run before a text is read and weights are loaded."""
+
+    config: Any
+    devices: list[torch.device]
+    recipe: ResolvedRecipe
 
 
 @dataclass(frozen=True)
@@ -42,8 +55,40 @@ class Prepared:
     save_dtype: torch.dtype
 
 
+def plan(
+    model: Model,
+    recipe: Recipe,
+    *,
+    calibration: Tensor | None = None,
+    device: str | torch.device = "auto",
+    rotations_given: bool = False,
+    format: str = "dense",
+) -> Plan:
+    """Resolves the recipe for a model and the devices. Raises UserError for what does not fit.
+
+    The arguments are those of `prepare`; calibration: token ids [nsamples, seqlen], int64.
+    """
+    devices = pick_devices(device)
+    if isinstance(model, PreTrainedModel):
+        config = model.config
+    else:
+        config = load_config(model)
+        _refuse_pruned(Path(model))
+    check_config(config)
+    resolved = resolve(
+        recipe,
+        positions=positions_of(config),
+        device=devices[0].type,
+        format=format,
+        rotations_given=rotations_given,
+        tokens=None if calibration is None else (calibration.shape[0], calibration.shape[1]),
+    )
+    check_recipe(config, resolved, devices, rotations_given=rotations_given)
+    return Plan(config, devices, resolved)
+
+
 def prepare(
-    model: str | Path | PreTrainedModel,
+    model: Model,
     recipe: Recipe,
     *,
     tokenizer: Any,
@@ -60,7 +105,7 @@ def prepare(
 
     Args:
         model: a name on the Hugging Face hub, a local folder, or a loaded model.
-        recipe: the settings of the run.
+        recipe: the settings that the user wishes.
         tokenizer: the tokenizer for the calibration text; None loads the model's own.
         calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
         device: the device or devices of the computation.
@@ -76,40 +121,34 @@ def prepare(
     is_a("device", device, str, torch.device)
     is_a("dtype", dtype, str, torch.dtype)
     is_a("save_dtype", save_dtype, str, torch.dtype)
-    devices = pick_devices(device)
-    recipe = recipe_on(recipe, devices[0])
-    if isinstance(dtype, str) and dtype != "auto":
-        dtype = parse_dtype(dtype)  # a mistake is found before the text is read
-    if isinstance(save_dtype, str) and save_dtype != "auto":
-        save_dtype = parse_dtype(save_dtype, "save_dtype")
-    if isinstance(model, str | Path):
-        source = str(model)
-        config = load_config(model)
-        _refuse_pruned(Path(model))
-        check_recipe(config, recipe, devices, rotations_given=rotations_given, format=format)
-        tokenizer = tokenizer or load_tokenizer(model)
+    # a mistake in a dtype is found before the text is read
+    dtype, save_dtype = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
+    tokens = None if calibration is None else as_token_ids(calibration)
+    planned = plan(
+        model,
+        recipe,
+        calibration=tokens,
+        device=device,
+        rotations_given=rotations_given,
+        format=format,
+    )
+    config, devices, resolved = planned.config, planned.devices, planned.recipe
+    if not isinstance(model, PreTrainedModel):
+        source, tokenizer = str(model), tokenizer or load_tokenizer(model)
     else:
-        source, config = getattr(model.config, "_name_or_path", ""), model.config
-        check_recipe(config, recipe, devices, rotations_given=rotations_given, format=format)
-        if tokenizer is None and calibration is None and (measures or recipe.reads_calibration):
-            raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
-    if calibration is None and not recipe.reads_calibration and not measures:
+        source = getattr(config, "_name_or_path", "")
+    if tokens is None and (measures or resolved.reads_calibration):
+        tokens = _read_text(resolved, tokenizer, config, progress)
+    elif tokens is None:
         tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
-    else:
-        tokens, recipe = _calibration_tokens(calibration, tokenizer, recipe, config, progress)
     check_tokens(tokens, config)
-    if isinstance(model, str | Path):  # after the text, in which a mistake is found sooner
+    if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
-        dtype, own = computing_dtype(dtype, devices[0]), config.dtype
-        model = load_model(model, "auto" if own is None else dtype)
-        if own is None:  # config.json of an old checkpoint names no dtype
-            own = model.dtype
-            if dtype != "auto":
-                cast_weights(model, parse_dtype(dtype) if isinstance(dtype, str) else dtype)
+        model, own = _load(model, computing_dtype(dtype, devices[0]), config)
     else:
         own = model.dtype
     model.eval()  # dropout would change the Hessians
-    context = RunContext(model, recipe, tokens, devices, progress)
+    context = RunContext(model, resolved, tokens, devices, progress)
     context.model.check()
     return Prepared(
         context,
@@ -119,52 +158,42 @@ def prepare(
     )
 
 
-def recipe_on(recipe: Recipe, device: torch.device) -> Recipe:
-    """The recipe with the dtype in which rotations are trained on `device`; unchanged if it rotates nothing.
-
-    The manifest records this recipe, and the identity of an unfinished run holds it, so that a run is not
-    continued in another dtype on another device.
-    """
-    if recipe.rotation.mode == "none":
-        return recipe
-    trained_in = product_dtype(recipe.rotation.product_dtype, device)
-    return dataclasses.replace(
-        recipe, rotation=dataclasses.replace(recipe.rotation, product_dtype=trained_in)
-    )
+def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:
+    """The dtype with a name; `auto` as it is."""
+    return parse_dtype(dtype, argument) if isinstance(dtype, str) and dtype != "auto" else dtype
 
 
-def _calibration_tokens(
-    calibration: Tensor | None, tokenizer: Any, recipe: Recipe, config: Any, progress: Progress
-) -> tuple[Tensor, Recipe]:
-    """The calibration tokens [nsamples, seqlen], and the recipe with the shape of the tokens.
+def _load(model: str | Path, dtype: str | torch.dtype, config: Any) -> tuple[PreTrainedModel, torch.dtype]:
+    """The model in `dtype`, and the dtype of its checkpoint."""
+    if config.dtype is not None:
+        return load_model(model, dtype), config.dtype
+    loaded = load_model(model, "auto")  # config.json of an old checkpoint names no dtype
+    own = loaded.dtype
+    if dtype != "auto":
+        cast_weights(loaded, parse_dtype(dtype) if isinstance(dtype, str) else dtype)
+    return loaded, own
 
-    Args:
-        calibration: token ids, which replace the calibration text of the recipe.
-        tokenizer: the tokenizer of the model.
-        recipe: the settings of the run.
-        config: the config of the model.
-        progress: the callback for ProgressEvents.
-    """
-    seqlen = recipe.calibration.resolved_seqlen(positions_of(config))
-    recipe = dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, seqlen=seqlen))
-    options = {
-        field.name: getattr(recipe.calibration, field.name)
-        for field in dataclasses.fields(CalibrationConfig)
-        if field.name != "source"
-    }
-    if calibration is None and recipe.calibration.source == GIVEN_TOKENS:
+
+def _read_text(recipe: ResolvedRecipe, tokenizer: Any, config: Any, progress: Progress) -> Tensor:
+    """The tokens [nsamples, seqlen] of the recipe's calibration text."""
+    text = recipe.calibration
+    if tokenizer is None:
+        raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
+    if text.source == GIVEN_TOKENS:
         raise UserError(
             "the run of this recipe was calibrated on token ids that a Python program gave: name a text as "
             "`source`, or give the token ids as `calibration`"
         )
-    if calibration is None:
-        check_seqlen(seqlen, config)  # before the text is tokenised, which may take a minute
-        tokens = load_calibration(recipe.calibration.source, tokenizer, **options, progress=progress)
-        return tokens, recipe
-    tokens = load_calibration(calibration, tokenizer, **options)
-    nsamples, seqlen = tokens.shape
-    given = dataclasses.replace(recipe.calibration, source=GIVEN_TOKENS, nsamples=nsamples, seqlen=seqlen)
-    return tokens, dataclasses.replace(recipe, calibration=given)
+    check_seqlen(text.seqlen, config)  # before the text is tokenised, which may take a minute
+    return load_calibration(
+        text.source,
+        tokenizer,
+        nsamples=text.nsamples,
+        seqlen=text.seqlen,
+        seed=text.seed,
+        text_column=text.text_column,
+        progress=progress,
+    )
 
 
 def _refuse_pruned(folder: Path) -> None:
@@ -172,4 +201,5 @@ def _refuse_pruned(folder: Path) -> None:
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if any(sparsity.ratio > 0 for sparsity in manifest.recipe.pruning.sparsities):
-            raise UserError(f"{folder} was pruned already: prune its dense original, {manifest.base_model}")
+            original = manifest.base_model
+            raise UserError(f"{folder} was pruned already: prune its dense original, {original}")

@@ -12,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.save import check_output
-from drot.checkpoint.size import check_space, size_of
+from drot.checkpoint.size import check_space, size_of, weight_bytes
 from drot.config import Recipe
 from drot.core.checks import is_a
 from drot.core.errors import UserError
@@ -26,6 +27,7 @@ from drot.machine.devices import dtype_name
 from drot.machine.environment import machine, versions
 from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.pipeline.disk import disk_needs
+from drot.pipeline.estimate import sizes_of
 from drot.pipeline.identity import run_identity
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import prepare
@@ -119,7 +121,6 @@ def prune(
     is_a("resume", resume, bool)
     recipe = recipe or Recipe()
     check_format(format, recipe.pruning)
-    recipe = recipe.for_format(format, rotations_given=rotations is not None)
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
     finished = False
@@ -163,7 +164,9 @@ def prune(
             if finished:
                 return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
             state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
-            check_space(out, *disk_needs(context, prepared.save_dtype, format, state.folder))
+            sizes = sizes_of(context.model, *context.tokens.shape)
+            checkpoint, parts = disk_needs(sizes, context.recipe, context.dtype, prepared.save_dtype)
+            check_space(out, checkpoint, max(0, parts - (weight_bytes(state.folder) or 0)))
         with _told_how_to_resume(state):
             run.execute(state)
             if prepared.save_dtype != context.dtype:
@@ -171,6 +174,7 @@ def prune(
             sparsity = context.model.zero_share()
             if format == "packed":
                 pack_model(context.model.model, dense)
+            as_drot_model(context.model.model)
             manifest = manifest_of(prepared, run, identity, state, sparsity)
             manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
         return PruneResult(context.model.model, manifest, out)

@@ -15,8 +15,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_model, check_outputs
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.steps import LayerWork
-from drot.pipeline.training import train_dense
-from drot.sparse.quantization_config import describe_model
+from drot.pipeline.training import train_layers, train_shared
 
 
 class PruningRun:
@@ -51,7 +50,7 @@ class PruningRun:
             self._check(known)
         with run.during("calibrate"):
             stream = CalibrationStream.embed(run.model, run.tokens, run.device)
-            needs_dense = recipe.target == "dense" or recipe.recovery.recover == "block"
+            needs_dense = recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
             dense = stream.offloaded_copy() if needs_dense else None
 
         for layer in on_device(run.model.layers, run.device, run.home):
@@ -90,13 +89,14 @@ class PruningRun:
         run = self.context
         if self.given is not None:
             return dict(enumerate(self.given.rotations)), {}
-        if not run.rotates or run.recipe.rotation.resolved_hessians != "dense":
+        if not run.rotates or run.recipe.rotation.hessians != "dense":
             return {}, {}
-        trained, self.shared_record = train_dense(run, state)
-        rotations, records = zip(*trained, strict=True)
-        return dict(enumerate(rotations)), {
-            index: {"rotation": record} for index, record in enumerate(records)
-        }
+        if run.recipe.rotation.mode == "shared":
+            rotations, self.shared_record = train_shared(run, state)
+            return dict(enumerate(rotations)), {}
+        trained = dict(enumerate(train_layers(run, state)))
+        records = {index: {"rotation": record} for index, (_, record) in trained.items()}
+        return {index: rotation for index, (rotation, _) in trained.items()}, records
 
     def _check(self, known: Mapping[int, LayerRotation]) -> None:
         """Proves on one sequence that rotations leave the logits as they are, and that outputs are finite."""
@@ -126,4 +126,3 @@ class PruningRun:
             for layer in run.model.layers:
                 if (boundary := run.bases.held(layer.index, rotations)) is not None:
                     layer.hold(boundary)
-        describe_model(run.model.model)

@@ -1,6 +1,5 @@
 """`drot.sensitivity`, which measures how much the output of each linear changes at each n:m or ratio."""
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel
 
 from drot.calibration.hessian import InputHessian
 from drot.calibration.stream import CalibrationStream
-from drot.config import PruningConfig, Recipe, Sparsity
+from drot.config import PruningConfig, Recipe, ResolvedPruning, ResolvedRecipe, Sparsity, resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -24,11 +23,11 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.invariance import check_model
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given
-from drot.pipeline.training import train_dense
+from drot.pipeline.training import train_layers, train_shared
 from drot.pruning import prune_weight
 from drot.text.source import calibration_hash
 
-#: the sparsities that are measured beside those of the recipe
+#: the sparsities that are measured in addition to those of the recipe
 SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
 
 
@@ -42,7 +41,7 @@ class SensitivityResult:
     figures: further facts for `to_dict`.
     """
 
-    recipe: Recipe
+    recipe: ResolvedRecipe
     errors: dict[str, dict[str, float | None]]
     figures: dict[str, Any]
 
@@ -105,8 +104,11 @@ def sensitivity(
     is_a("recipe", recipe, Recipe, or_none=True)
     recipe = recipe or Recipe()
     if recipe.rotation.mode == "layer" and rotations is None:
-        recipe = dataclasses.replace(recipe, rotation=dataclasses.replace(recipe.rotation, hessians="dense"))
-    recipe = recipe.for_format("dense", rotations_given=rotations is not None)
+        recipe = recipe.replace(hessians="dense")
+    measured = {
+        sparsity: resolve(recipe.replace(sparsity=sparsity, keep=(), sparsity_of=())).pruning
+        for sparsity in measured_sparsities(recipe.pruning)
+    }
     prepared = prepare(
         model,
         recipe,
@@ -123,7 +125,10 @@ def sensitivity(
     error = None
     if run.rotates:
         if used is None:
-            used = [rotation for rotation, _ in train_dense(run, None)[0]]
+            if recipe.rotation.mode == "shared":
+                used, _ = train_shared(run, None)
+            else:
+                used = [rotation for rotation, _ in train_layers(run, None)]
         with run.during("check"):
             error = check_model(run.model, run.tokens[:1], run.device, run.bases, used)
     figures = {
@@ -133,21 +138,23 @@ def sensitivity(
         "dtype": dtype_name(run.dtype),
         "relative_logit_error": error,
     }
-    return SensitivityResult(run.recipe, _errors(run, used), figures)
+    return SensitivityResult(run.recipe, _errors(run, used, measured), figures)
 
 
-def _errors(run: RunContext, rotations: list[LayerRotation] | None) -> dict[str, dict[str, float | None]]:
+def _errors(
+    run: RunContext, rotations: list[LayerRotation] | None, measured: dict[Sparsity, ResolvedPruning]
+) -> dict[str, dict[str, float | None]]:
     """SensitivityResult.errors, from one pass of the dense model.
 
     rotations: the rotation of each layer; None for a model that is not rotated.
+    measured: sparsity → how to prune a linear to it.
     """
     stream = CalibrationStream.embed(run.model, run.tokens, run.device)
-    sparsities = measured_sparsities(run.recipe.pruning)
     errors: dict[str, dict[str, float | None]] = {}
     for layer in on_device(run.model.layers, run.device, run.home):
         with run.during("sensitivity", layer, announced=True):
             rotated, inputs = _rotated(run, layer, stream, rotations)
-            errors |= _output_errors(rotated, inputs, run.recipe, sparsities)
+            errors |= _output_errors(rotated, inputs, measured)
         stream.advance(layer)
     return errors
 
@@ -180,7 +187,7 @@ def _rotated(
 
 @torch.no_grad()
 def _output_errors(
-    layer: DecoderLayer, stream: CalibrationStream, recipe: Recipe, sparsities: list[Sparsity]
+    layer: DecoderLayer, stream: CalibrationStream, measured: dict[Sparsity, ResolvedPruning]
 ) -> dict[str, dict[str, float | None]]:
     """The relative output error of each linear of a layer, pruned alone. No weight is changed.
 
@@ -188,21 +195,21 @@ def _output_errors(
     the inputs of the linear.
 
     stream: inputs of the layer.
-    recipe: the settings of the run. Its `sparsity`, `keep` and `sparsity_of` are not used.
+    measured: sparsity → how to prune a linear to it.
     """
     hessians = stream.hessians(layer, layer.groups)
+    first = next(iter(measured.values()))  # all have one damping
     errors: dict[str, dict[str, float | None]] = {linear.full_name: {} for linear in layer.linears.values()}
     for group in layer.groups:
-        hessian = InputHessian(hessians.pop(group.name), recipe.damping, recipe.damping_average)
+        hessian = InputHessian(hessians.pop(group.name), first.damping, first.damping_average)
         for linear in layer.linears_of(group):
             weight, of_linear, total = linear.weight, errors[linear.full_name], None
-            for sparsity in sparsities:
+            for sparsity, pruning in measured.items():
                 of_linear[str(sparsity)] = None
                 if sparsity.structured and weight.shape[1] % sparsity.m:
                     continue
-                alone = dataclasses.replace(recipe.pruning, sparsity=sparsity, keep=(), sparsity_of=())
                 try:
-                    outcome = prune_weight(weight, hessian, alone, recipe.solve, total=total)
+                    outcome = prune_weight(weight, hessian, pruning, pruning.solve, total=total)
                 except UserError as error:
                     raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
                 of_linear[str(sparsity)], total = outcome.output_error, outcome.energy

@@ -13,7 +13,7 @@ from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
-from drot.model.boundary import ROTATION_MODULE, add_boundary_rotation
+from drot.model.boundary import ROTATION_MODULE
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Boundary, LayerRotation
 from drot.pipeline.context import RunContext
@@ -106,7 +106,7 @@ def prune(run: RunContext, work: LayerWork) -> None:
     """Prunes the linears of the layer, and solves for the weights that are kept."""
     with run.during("prune", work.layer, announced=True):
         reference = None
-        if run.recipe.target == "dense":
+        if run.recipe.pruning.target == "dense":
             assert work.dense is not None
             inputs = work.dense.offloaded_copy()
             if work.rotation is not None:
@@ -183,10 +183,7 @@ def restore(run: RunContext, work: LayerWork, saved: tuple[dict[str, Tensor], di
         work.output_r1 = work.rotation.r1 if work.boundary is None else work.boundary.next_r1
     layer = work.layer
     if f"{ROTATION_MODULE}.weight" in tensors:
-        size = run.model.hidden_size
-        add_boundary_rotation(
-            layer.module, layer.family, "residual", size, dtype=layer.dtype, device=run.device
-        )
+        layer.expect_boundary("residual")
     layer.module.load_state_dict(tensors)
     if work.rotation is not None:
         with run.during("merge", layer):

@@ -64,32 +64,21 @@ def train(
     return [rotation.to("cpu") for rotation in rotations], figures
 
 
-def train_dense(run: RunContext, state: RunState | None) -> tuple[list[Trained], dict[str, Any] | None]:
-    """The rotations of all layers with their records, and with `mode="shared"` the record of the training.
+def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRotation], dict[str, Any]]:
+    """The rotation of each layer, which all share one R1 (`mode="shared"`), and the record of their training.
 
-    The Hessians are those of the dense model, from one pass before anything is pruned.
-    """
-    if run.recipe.rotation.mode == "shared":
-        return train_shared(run, state)
-    return train_layers(run, state), None
-
-
-def train_shared(run: RunContext, state: RunState | None) -> tuple[list[Trained], dict[str, Any]]:
-    """Trains one R1 for all layers (`mode="shared"`).
-
-    Returns the rotation and the dampings of each layer, and the record of the training. They are loaded
-    instead if an interrupted run has saved them in `state`.
+    They are loaded instead if an interrupted run has saved them in `state`.
     """
     saved = state.load("rotations") if state else None
     if saved is not None:
-        tensors, (records, record) = saved
+        tensors, record = saved
         kept = [LayerRotation.from_tensors(tensors, f"layers.{i}.") for i in range(run.bases.layers)]
-        return list(zip(kept, records, strict=True)), record
-    offload = run.recipe.rotation.layers_per_step is not None
-    objectives, records = [], []
+        return kept, record
+    offload = run.recipe.rotation.layers_per_step > 0
+    objectives, dampings = [], []
     for _, objective, damping in _objectives(run):
         objectives.append(objective.offload(run.dtype) if offload else objective)
-        records.append({"damping": damping})
+        dampings.append(damping)
     try:
         rotations, record = train(run, objectives, 0)
     except torch.OutOfMemoryError as fault:
@@ -97,18 +86,20 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[Trained]
             f"{len(objectives)} layers do not fit in the memory of {run.device} at once: "
             "use `layers_per_step=4`, which keeps the other layers in main memory"
         ) from fault
+    record["damping"] = dampings
     if state:
         tensors = {}
         for index, rotation in enumerate(rotations):
             tensors |= rotation.tensors(f"layers.{index}.")
-        state.save("rotations", tensors, [records, record])
-    return list(zip(rotations, records, strict=True)), record
+        state.save("rotations", tensors, record)
+    return rotations, record
 
 
 def train_layers(run: RunContext, state: RunState | None) -> list[Trained]:
     """Trains the rotation of each layer on the next free device (`hessians="dense"`).
 
-    Rotations are loaded instead if an interrupted run has saved them in `state`.
+    The Hessians are those of the dense model, from one pass before anything is pruned. Rotations are loaded
+    instead if an interrupted run has saved them in `state`.
     """
     done: dict[int, Trained] = {}
     dampings: dict[int, dict[str, float]] = {}

@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.config import PruningConfig, Recipe, RotationConfig, matches
+from drot.checkpoint.quantization_config import QUANT_METHOD, quantization_config_of
+from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.model.families import family_of, positions_of, widths_of
 from drot.sparse.packed import dense_linears
-from drot.sparse.quantization_config import QUANT_METHOD, quantization_config_of
 
 #: width of a linear's inputs → what it is in a model's config
 INPUT_IN_WORDS = {
@@ -20,34 +20,8 @@ INPUT_IN_WORDS = {
 }
 
 
-def check_recipe(
-    config: Any,
-    recipe: Recipe,
-    devices: list[torch.device],
-    *,
-    rotations_given: bool = False,
-    format: str = "dense",
-) -> None:
-    """Checks a recipe against a model's `config`, which is available before the weights are loaded.
-
-    Raises UserError for
-
-    - an unsupported architecture,
-    - a model that is already quantised, packed or rotated,
-    - n:m or blocks that do not divide the model's dimensions,
-    - the packed format if no linear is 2:4,
-    - patterns of `keep` and `sparsity_of` that match no linear,
-    - several devices with a recipe whose layers cannot be trained in parallel,
-    - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
-      when a layer is pruned.
-
-    Args:
-        config: the config of the model.
-        recipe: the settings of the run.
-        devices: the devices of the run.
-        rotations_given: whether the rotations are loaded from a file instead of trained.
-        format: format of the weights in the result.
-    """
+def check_config(config: Any) -> None:
+    """Raises UserError for a model of another architecture, and for one that is quantised already."""
     family_of(config)
     if quantised := quantization_config_of(config):
         method = quantised.get("quant_method")
@@ -56,16 +30,34 @@ def check_recipe(
         if method == QUANT_METHOD:
             raise UserError("this model was already rotated by drot: prune its dense original")
         raise UserError(f"this model is quantised ({method}): prune its unquantised original")
+
+
+def check_recipe(
+    config: Any, recipe: ResolvedRecipe, devices: list[torch.device], *, rotations_given: bool = False
+) -> None:
+    """Checks a recipe against a model's `config`, which is available before the weights are loaded.
+
+    Raises UserError for
+
+    - several devices with a recipe whose layers cannot be trained in parallel,
+    - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
+      when a layer is pruned,
+    - patterns of `keep` and `sparsity_of` that match no linear,
+    - n:m or blocks that do not divide the model's dimensions,
+    - the packed format if no linear is 2:4.
+
+    rotations_given: whether the rotations are loaded from a file instead of trained.
+    """
     rotation, hidden = recipe.rotation, config.hidden_size
-    if len(devices) > 1 and (rotation.mode, rotation.resolved_hessians) != ("layer", "dense"):
+    if len(devices) > 1 and (rotation.mode, rotation.hessians) != ("layer", "dense"):
         raise UserError(
             'several devices train layers in parallel, which needs `mode="layer"` and `hessians="dense"`; '
-            f'got `mode="{rotation.mode}"` and `hessians="{rotation.resolved_hessians}"`'
+            f'got `mode="{rotation.mode}"` and `hessians="{rotation.hessians}"`'
         )
     if rotation.boundary == "residual":
         _check_residual_boundary(rotation, rotations_given)
     _check_patterns(config, recipe.pruning)
-    if format == "packed":
+    if recipe.format == "packed":
         dense_linears(config, recipe.pruning)
     if isinstance(rotation.blocks, tuple) and sum(rotation.blocks) != hidden:
         raise UserError(
@@ -101,17 +93,17 @@ def _check_patterns(config: Any, pruning: PruningConfig) -> None:
             )
 
 
-def _check_residual_boundary(rotation: RotationConfig, rotations_given: bool) -> None:
+def _check_residual_boundary(rotation: ResolvedRotation, rotations_given: bool) -> None:
     if rotation.mode != "layer":
         why = "all layers have the same R1" if rotation.mode == "shared" else "nothing is rotated"
         raise UserError(
             f'`boundary="residual"` has no effect with `mode="{rotation.mode}"`, where {why}: '
             "leave out `boundary`"
         )
-    if rotation.resolved_hessians != "dense" and not rotations_given:
+    if rotation.hessians != "dense" and not rotations_given:
         raise UserError(
             '`boundary="residual"` needs the rotation of the next layer before a layer is pruned; got '
-            f'`hessians="{rotation.resolved_hessians}"`: use `hessians="dense"`, or name a file of '
+            f'`hessians="{rotation.hessians}"`: use `hessians="dense"`, or name a file of '
             "`rotations`"
         )
 

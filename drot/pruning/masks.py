@@ -26,7 +26,7 @@ def removed_mask(score: Tensor, sparsity: Sparsity, *, scope: Scope) -> Tensor:
 
     n:m removes the m - n smallest scores of every m neighbours along the input dimension, for either scope. A
     ratio removes the int(in · ratio) smallest scores of each row (scope `row`), or the int(out · in · ratio)
-    smallest of the matrix (scope `matrix`). Of equal scores the first in row-major order is removed first.
+    smallest of the matrix (scope `matrix`). If scores are equal, the first in row-major order goes first.
 
     Raises UserError if `in` is not a multiple of m.
     """

@@ -60,8 +60,8 @@ def prune_sparsegpt(
         weight: [out, in], any float dtype.
         hessian: H [in, in], proportional to XᵀX; not changed.
         sparsity: n:m or a ratio.
-        damping: the share of mean(diag H) that is added to the diagonal. It is raised until H can be
-            factorised; the result holds the final share.
+        damping: without `factor`, the share of mean(diag H) that is added to the diagonal, as in the paper of
+            SparseGPT. It is raised until H can be factorised; the result holds the final share.
         block_size: the number of columns that are pruned before the columns right of them are updated.
         removed: bool [out, in], the mask of another method, for which the kept weights are updated. None
             chooses the mask.

@@ -103,7 +103,7 @@ def _sweep(
         hessian.matrix,
         config.sparsity,
         damping=hessian.damping,
-        block_size=config.resolved_block_size,
+        block_size=config.block_size,
         removed=removed,
         factor=hessian.factor,
         total=total,

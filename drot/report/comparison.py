@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from drot.report.drawing import Chart
 from drot.report.kinds import lines
-from drot.report.reading import Run, final_error, layer_means, one_shot
+from drot.report.reading import REMOVED_IMPORTANCE, Run, final_error
 
 #: a layer or a step of the training → a figure of a run
 Curve = dict[int, float]
@@ -22,7 +22,7 @@ def charts_of_several(runs: Sequence[Run]) -> list[Chart]:
 
 def _mean_loss(run: Run) -> Curve:
     """Step → mean loss of the trainings, as a share of the start. A training that ended keeps its loss."""
-    curves = [curve for curve in run.curves("loss_curve").values() if curve and curve[0] > 0]
+    curves = [record.loss_curve for record in run.trainings.values() if record.loss_curve[0] > 0]
     steps = max(map(len, curves), default=0)
     return {step: _mean_share(curves, step) for step in range(steps)}
 
@@ -32,24 +32,20 @@ def _mean_share(curves: list[list[float]], step: int) -> float:
 
 
 def _entropy_share(run: Run) -> Curve:
-    return {
-        layer: record["entropy_after"] / record["entropy_before"]
-        for layer, record in run.trainings()
-        if record.get("entropy_before")
-    }
+    trained = {layer: record for layer, record in run.rotations.items() if record.entropy_before}
+    return {layer: record.entropy_after / record.entropy_before for layer, record in trained.items()}
 
 
 def _output_error(run: Run) -> Curve:
-    return layer_means(run, final_error)
+    return run.layer_means(final_error)
 
 
 def _pruned_importance(run: Run) -> Curve:
-    return layer_means(run, one_shot("after" if run.rotated else "before", "removed_importance"))
+    return run.layer_means(REMOVED_IMPORTANCE[run.rotated])
 
 
 def _recovered_error(run: Run) -> Curve:
-    records = {layer["layer"]: layer.get("recovery") for layer in run.layers}
-    return {layer: record["error_after"] for layer, record in records.items() if record}
+    return {layer.layer: layer.recovery.error_after for layer in run.manifest.layers if layer.recovery}
 
 
 #: name of a chart → its title, its x axis, and the curve of a run

@@ -7,6 +7,7 @@ colour-blind can tell apart; every series also has a dash and a marker of its ow
 
 import base64
 import contextlib
+import importlib.util
 import io
 import re
 from collections.abc import Iterator
@@ -53,6 +54,8 @@ SERIES = (
 )
 #: width in inches of a chart: 340 px, which fits a phone
 WIDTH = 340 / 72
+#: pixels of an inch of an image in the page
+IMAGE_DPI = 84
 PACKAGE = "matplotlib>=3.9,<4"
 STYLE: dict[str, Any] = {
     "svg.fonttype": "none",
@@ -86,26 +89,43 @@ STYLE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. name: of its files. caption: what is drawn, as text for everybody. figure: the drawing."""
+    """One chart.
+
+    name: of its files. caption: what is drawn, as text for everybody. figure: the drawing.
+    as_image: the page holds it as WebP, for a drawing whose SVG is ten times larger.
+    """
 
     name: str
     caption: str
     figure: "Figure"
+    as_image: bool = False
 
     def svg(self) -> str:
         """The chart as an inline <svg>, with CSS variables for colours and with its text as text."""
         buffer = io.StringIO()
         with _style():
-            self.figure.savefig(buffer, format="svg", metadata=dict.fromkeys(_METADATA))
+            self.figure.savefig(
+                buffer, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))
+            )
         return _for_the_page(buffer.getvalue())
 
+    def webp(self) -> str:
+        """The chart as a data URI, with a transparent ground."""
+        from PIL import Image
+
+        png, webp = io.BytesIO(), io.BytesIO()
+        self.figure.savefig(png, format="png", dpi=IMAGE_DPI)
+        Image.open(png).save(webp, "webp", quality=55, alpha_quality=30, method=6)
+        return data_uri(webp.getvalue(), "webp")
+
     def save(self, folder: Path) -> list[Path]:
-        """Writes `<name>.svg` and `<name>.png`, on white; returns both."""
-        files = [folder / f"{self.name}.{kind}" for kind in ("svg", "png")]
+        """Writes `<name>.svg` and `<name>.png`, on white; returns both. Equal runs give equal files."""
+        dated = {"svg": {"Date": None}, "png": {"Software": None}}
+        files = {kind: folder / f"{self.name}.{kind}" for kind in dated}
         with _style():
-            for file in files:
-                self.figure.savefig(file, dpi=200, facecolor="white", metadata=_metadata_of(file))
-        return files
+            for kind, file in files.items():
+                self.figure.savefig(file, dpi=200, facecolor="white", metadata=dated[kind])
+        return list(files.values())
 
 
 #: pattern → replacement, for matplotlib's SVG in a page
@@ -146,14 +166,6 @@ def _fewer_colours(encoded: str) -> str:
     return data_uri(smaller.getvalue(), "png")
 
 
-_METADATA = ("Creator", "Date", "Format", "Type")
-
-
-def _metadata_of(file: Path) -> dict[str, None]:
-    """Metadata that leaves out the date, so that equal runs give equal files."""
-    return {"Date": None} if file.suffix == ".svg" else {"Software": None}
-
-
 @contextlib.contextmanager
 def _style() -> Iterator[None]:
     import matplotlib
@@ -186,11 +198,7 @@ def axes(height: float, rows: int = 1, **options: Any) -> Iterator[tuple["Figure
 
 def installed() -> bool:
     """Whether matplotlib is installed."""
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def check_matplotlib() -> None:

@@ -1,8 +1,9 @@
 """What was lost and won back: perplexities and agreement from the manifests' evaluations."""
 
 from dataclasses import dataclass
-from typing import Any
 
+from drot.evaluation.gap import gap_closed
+from drot.manifest.records import AgreementRecord, EvaluationRecord
 from drot.report.reading import Run
 
 
@@ -15,7 +16,7 @@ class Measured:
     dense: perplexity of the dense original; None if it was not measured.
     unrotated: perplexity of the same model pruned without a rotation; None if it was not measured.
     unrotated_name: where `unrotated` comes from.
-    agreement: `equal_tokens`, `kl` and further figures of the agreement with the dense original; {} without.
+    agreement: with the dense original; None if it was not measured.
     """
 
     text: str
@@ -24,18 +25,16 @@ class Measured:
     dense: float | None
     unrotated: float | None
     unrotated_name: str
-    agreement: dict[str, Any]
+    agreement: AgreementRecord | None
 
     @property
     def share(self) -> float | None:
         """The share of the gap between not rotated and dense that the run closes; None if not known."""
-        if None in (self.perplexity, self.dense, self.unrotated) or self.unrotated == self.dense:
-            return None
-        return (self.unrotated - self.perplexity) / (self.unrotated - self.dense)  # type: ignore[operator]
+        return gap_closed(self.dense, self.unrotated, self.perplexity)
 
 
 #: the text, its tokens and the windows of a measurement
-_Key = tuple[str, str | None, int]
+_Key = tuple[str, str, int]
 
 
 def measurements(run: Run, others: list[Run]) -> list[Measured]:
@@ -43,50 +42,43 @@ def measurements(run: Run, others: list[Run]) -> list[Measured]:
 
     A perplexity of the dense original or without rotation may come from another run on the same model.
     """
-    own, same_model = _latest(run), [other for other in others if _base(other) == _base(run)]
+    model = run.manifest.base_model
+    same_model = [o for o in others if o is not run and o.manifest.base_model == model]
     found = []
-    for key, entry in own.items():
+    for key, entry in _latest(run).items():
         text, _, seqlen = key
-        agreement = entry.get("agreement", {}).get(text) or {}
-        dense = agreement.get("dense_perplexity", _baseline(entry, "dense", text))
-        unrotated, name = _baseline(entry, "not_rotated", text), "measured with the run"
+        dense, name = _dense(entry, text), "measured with the run"
+        unrotated = entry.baselines.not_rotated.get(text) if entry.baselines else None
         for other in same_model:
             theirs = _latest(other).get(key)
-            if theirs is None or other is run:
-                continue
-            if dense is None:
-                dense = (theirs.get("agreement", {}).get(text) or {}).get(
-                    "dense_perplexity", _baseline(theirs, "dense", text)
-                )
-            if unrotated is None and run.rotated and not other.rotated:
-                unrotated, name = theirs["perplexity"].get(text), other.name
-        found.append(Measured(text, seqlen, entry["perplexity"].get(text), dense, unrotated, name, agreement))
+            if theirs is not None and dense is None:
+                dense = _dense(theirs, text)
+            if theirs is not None and unrotated is None and run.rotated and not other.rotated:
+                unrotated, name = theirs.perplexity.get(text), other.name
+        own, agreement = entry.perplexity.get(text), entry.agreement.get(text)
+        found.append(Measured(text, seqlen, own, dense, unrotated, name, agreement))
     return found
 
 
 def tasks(run: Run) -> dict[str, float]:
     """Task → the latest accuracy of the run."""
-    found: dict[str, float] = {}
-    for entry in run.manifest.get("evaluations", []):
-        found |= {task: value for task, value in (entry.get("tasks") or {}).items() if value is not None}
-    return found
+    entries = run.manifest.evaluations
+    return {task: value for entry in entries for task, value in entry.tasks.items() if value is not None}
 
 
-def _latest(run: Run) -> dict[_Key, dict[str, Any]]:
-    found: dict[_Key, dict[str, Any]] = {}
-    for entry in run.manifest.get("evaluations", []):
-        for text in entry.get("perplexity") or {}:
-            key = text, (entry.get("texts") or {}).get(text, {}).get("sha256"), entry.get("seqlen", 0)
-            with_agreement = text in (entry.get("agreement") or {})
-            if with_agreement or key not in found or text not in (found[key].get("agreement") or {}):
+def _latest(run: Run) -> dict[_Key, EvaluationRecord]:
+    """The latest evaluation of each kind; an evaluation with agreement goes before later ones without."""
+    found: dict[_Key, EvaluationRecord] = {}
+    for entry in run.manifest.evaluations:
+        for text in filter(entry.texts.__contains__, entry.perplexity):
+            key = text, entry.texts[text].sha256, entry.seqlen
+            if text in entry.agreement or key not in found or text not in found[key].agreement:
                 found[key] = entry
     return found
 
 
-def _baseline(entry: dict[str, Any], name: str, text: str) -> float | None:
-    """The perplexity of the model `dense` or `not_rotated`, which an evaluation by the demo records."""
-    return ((entry.get("baselines") or {}).get(name) or {}).get(text)
-
-
-def _base(run: Run) -> str:
-    return str(run.manifest.get("base_model"))
+def _dense(entry: EvaluationRecord, text: str) -> float | None:
+    """The perplexity of the dense model, which an evaluation against it records, or the demo."""
+    if text in entry.agreement:
+        return entry.agreement[text].dense_perplexity
+    return entry.baselines.dense.get(text) if entry.baselines else None

@@ -1,10 +1,9 @@
 """The kinds of charts of a report: lines, bars and grids."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from drot.report.drawing import LIGHT, SERIES, Chart, axes, legend, whole_steps
-from drot.report.reading import roles_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -69,15 +68,18 @@ def bars(name: str, title: str, groups: Mapping[str, Mapping[str, float]], text:
     return Chart(name, caption, figure)
 
 
-def grid(name: str, title: str, values: dict[tuple[int, str], float], caption: str) -> Chart:
+def grid(
+    name: str, title: str, values: Mapping[tuple[int, str], float], roles: Sequence[str], caption: str
+) -> Chart:
     """Roles by layers, as colours of the colormap cividis, with per cents in the cells where there is room.
 
-    values: (layer, role) → share; 1 is shown as 100.
+    values: (layer, role) → share; 1 is shown as 100. roles: in the order of the rows.
     """
     from matplotlib import colormaps
     from matplotlib.colors import Normalize
 
-    layers, roles = sorted({layer for layer, _ in values}), roles_of(values)
+    layers = sorted({layer for layer, _ in values})
+    roles = [role for role in roles if any(role == other for _, other in values)]
     norm = Normalize(min(0.0, *values.values()), max(values.values()))
     with axes(250) as (figure, axis):
         axis.grid(visible=False)
@@ -102,7 +104,7 @@ def grid(name: str, title: str, values: dict[tuple[int, str], float], caption: s
 
 
 def _label_grid(axis: "Axes", layers: list[int], roles: list[str]) -> None:
-    """Labels the cells of a grid: at most about 8 layers below it, and every role beside it."""
+    """Labels the cells of a grid: at most about 8 layers below it, and every role at its left."""
     every = max(1, len(layers) // 8)
     axis.set_xticks([i + 0.5 for i in range(0, len(layers), every)], [str(i) for i in layers[::every]])
     axis.set_yticks([i + 0.5 for i in range(len(roles))], [role.removesuffix("_proj") for role in roles])

@@ -2,11 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
-from drot.manifest.importance import FIGURES
 from drot.report.evaluations import Measured
-from drot.report.reading import Run, final_error, layer_means, mean, one_shot
+from drot.report.reading import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Figure, Run, final_error
 
 #: a layer is unusual if its output error is this many times the median of its neighbours
 NEIGHBOUR_FACTOR = 2.0
@@ -27,63 +26,74 @@ MOST_NAMES = 4
 
 def summary(run: Run, measured: list[Measured]) -> list[str]:
     """Sentences on what the run did and what it cost."""
-    pruning = run.recipe["pruning"]
-    removed = f"{run.manifest['sparsity']:.1%} of the decoder layers' linear weights"
-    what = f"{METHODS[pruning['method']]} removed {removed}"
-    sentences = [f"{what} ({pruning['sparsity']})."]
-    importance = [mean(run, one_shot(basis, "removed_importance")) for basis in ("before", "after")]
-    errors = [mean(run, one_shot(basis, "output_error")) for basis in ("before", "after")]
-    if importance[0] is not None and importance[1] is not None:
-        changed = "lowered" if importance[1] < importance[0] else "raised"
-        sentences.append(
-            f"The rotation {changed} the share of the importance that the mask removes from "
-            f"{importance[0]:.1%} to {importance[1]:.1%} (mean over the linears)"
+    pruning = run.recipe.pruning
+    removed = f"{run.manifest.sparsity:.1%} of the decoder layers' linear weights"
+    sentences = [f"{METHODS[pruning.method]} removed {removed} ({pruning.sparsity})."]
+    before, after = map(run.mean, REMOVED_IMPORTANCE)
+    if before is not None and after is not None:
+        sentence = (
+            f"The rotation {'lowered' if after < before else 'raised'} the share of the importance that the "
+            f"mask removes from {before:.1%} to {after:.1%} (mean over the linears)"
         )
-        if errors[0] is not None and errors[1] is not None:
-            sentences[-1] += (
-                f", and the output error of one-shot pruning changed from {errors[0]:.4f} to {errors[1]:.4f}"
-            )
-        sentences[-1] += "."
-    written = mean(run, final_error)
+        first, second = map(run.mean, ONE_SHOT_ERROR)
+        if first is not None and second is not None:
+            sentence += f", and the output error of one-shot pruning changed from {first:.4f} to {second:.4f}"
+        sentences.append(sentence + ".")
+    written = run.mean(final_error)
     if written is not None:
         sentences.append(f"As written, the output error of a linear is {written:.4f} on average.")
-    for entry in measured:
-        where = f"The perplexity on {entry.text} (windows of {entry.seqlen})"
-        if entry.perplexity is None:
-            sentences.append(f"{where} is not finite.")
-            continue
-        sentence = f"{where} is {entry.perplexity:.3f}"
-        if entry.dense is not None:
-            sentence += f", {entry.perplexity - entry.dense:+.3f} against the dense model's {entry.dense:.3f}"
-        if entry.share is not None:
-            sentence += (
-                f"; pruned without the rotation, the model has {entry.unrotated:.3f}, and "
-                f"{entry.share:.0%} of that gap is closed"
-            )
-        sentences.append(sentence + ".")
-    return sentences
+    return sentences + [_perplexity(entry) for entry in measured]
 
 
-def unusual(run: Run, measured: list[Measured]) -> list[str]:
-    """A sentence for each rule in RULES that applies."""
-    found = [line for _, rule in RULES for line in rule(run)]
-    for entry in measured:
-        if entry.share is not None and entry.share < 0:
-            found.append(f"On {entry.text}, the perplexity is worse than without the rotation.")
-    return found
+def _perplexity(entry: Measured) -> str:
+    where = f"The perplexity on {entry.text} (windows of {entry.seqlen})"
+    if entry.perplexity is None:
+        return f"{where} is not finite."
+    sentence = f"{where} is {entry.perplexity:.3f}"
+    if entry.dense is not None:
+        sentence += f", {entry.perplexity - entry.dense:+.3f} against the dense model's {entry.dense:.3f}"
+    if entry.share is not None:
+        sentence += (
+            f"; pruned without the rotation, the model has {entry.unrotated:.3f}, and "
+            f"{entry.share:.0%} of that gap is closed"
+        )
+    return sentence + "."
 
 
-def _lost_much(run: Run) -> Iterator[str]:
-    errors = layer_means(run, final_error)
+# ---- what is unusual ---------------------------------------------------------------------------------
+
+Rule = Callable[[Run, Sequence[Measured]], Iterator[str]]
+#: the rule in words → a function that yields a sentence for each case
+RULES: dict[str, Rule] = {}
+
+
+def rule(words: str) -> Callable[[Rule], Rule]:
+    """Adds a function to RULES."""
+
+    def add(function: Rule) -> Rule:
+        RULES[words] = function
+        return function
+
+    return add
+
+
+def unusual(run: Run, measured: Sequence[Measured]) -> list[str]:
+    """A sentence for each case of a rule in RULES."""
+    return [line for function in RULES.values() for line in function(run, measured)]
+
+
+@rule(
+    f"The output error of a layer is more than {NEIGHBOUR_FACTOR:g} times the median of the {NEIGHBOURS} "
+    "layers on each side."
+)
+def _lost_much(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    errors = run.layer_means(final_error)
     order = sorted(errors)
-    for place, layer in enumerate(order):
-        near = [
-            errors[order[other]]
-            for other in range(max(0, place - NEIGHBOURS), min(len(order), place + NEIGHBOURS + 1))
-            if other != place
-        ]
-        if near and errors[layer] > NEIGHBOUR_FACTOR * statistics.median(near):
-            times = errors[layer] / statistics.median(near) if statistics.median(near) else math.inf
+    for index, layer in enumerate(order):
+        others = order[max(0, index - NEIGHBOURS) : index] + order[index + 1 : index + 1 + NEIGHBOURS]
+        usual = statistics.median(errors[other] for other in others) if others else math.inf
+        if errors[layer] > NEIGHBOUR_FACTOR * usual:
+            times = errors[layer] / usual if usual else math.inf
             yield (
                 f"Layer {layer} lost much more than its neighbours: its output error, {errors[layer]:.4f}, "
                 f"is {times:.1f} times their median. A milder sparsity for its linears, or keeping them "
@@ -91,13 +101,9 @@ def _lost_much(run: Run) -> Iterator[str]:
             )
 
 
-def _not_concentrated(run: Run) -> Iterator[str]:
-    names = [
-        f"layer {layer} {role}"
-        for layer, role, linear in run.pruned()
-        if _larger(linear, "removed_importance")
-    ]
-    if names:
+@rule("The pruned importance of a linear is not smaller after the rotation than before.")
+def _not_concentrated(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    if names := _not_lowered(run, *REMOVED_IMPORTANCE):
         yield (
             f"The rotation did not lower the pruned importance of {_count(names, 'linear')}: "
             f"{_named(names)}. "
@@ -105,30 +111,28 @@ def _not_concentrated(run: Run) -> Iterator[str]:
         )
 
 
-def _error_rose(run: Run) -> Iterator[str]:
-    names = [
-        f"layer {layer} {role}" for layer, role, linear in run.pruned() if _larger(linear, "output_error")
-    ]
-    if names:
+@rule("The one-shot output error of a linear is not smaller after the rotation than before.")
+def _error_rose(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    if names := _not_lowered(run, *ONE_SHOT_ERROR):
         yield f"The rotation raised the one-shot output error of {_count(names, 'linear')}: {_named(names)}."
 
 
-def _larger(linear: dict, key: str) -> bool:
-    before, after = (one_shot(basis, key)(linear) for basis in ("before", "after"))
-    return before is not None and after is not None and after >= before > 0
+def _not_lowered(run: Run, before: Figure, after: Figure) -> list[str]:
+    """The linears of which the rotation did not lower a figure."""
+    return [
+        f"layer {layer} {role}" for (layer, role), share in run.ratios(before, after).items() if share >= 1
+    ]
 
 
-def _damping_rose(run: Run) -> Iterator[str]:
-    wanted = run.recipe["pruning"]["damping"]
-    raised = {
-        f"layer {layer} {role}": linear["damping"]
-        for layer, role, linear in run.pruned()
-        if linear.get("damping") is not None and linear["damping"] > wanted
-    }
-    for layer in run.layers:
-        for group, value in (layer.get("rotation", {}).get("damping") or {}).items():
-            if value > wanted:
-                raised[f"layer {layer['layer']} inputs of {group} (training)"] = value
+@rule("A Hessian could be inverted only with more damping than the recipe names.")
+def _damping_rose(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    wanted = run.recipe.pruning.damping or 0.0
+    found = {f"layer {layer} {role}": linear.damping for layer, role, linear in run.pruned()}
+    shared = run.manifest.shared_rotation
+    trained = enumerate(shared.damping) if shared else ((i, r.damping) for i, r in run.rotations.items())
+    for layer, damping in trained:
+        found |= {f"layer {layer} inputs of {group} (training)": value for group, value in damping.items()}
+    raised = {name: value for name, value in found.items() if value is not None and value > wanted}
     if raised:
         yield (
             f"The damping had to rise from {wanted:g} up to {max(raised.values()):g} for "
@@ -136,126 +140,95 @@ def _damping_rose(run: Run) -> Iterator[str]:
         )
 
 
-def _still_falling(run: Run) -> Iterator[str]:
-    rotation = run.recipe["rotation"]
-    names = []
-    trainings = [(f"layer {layer}", record) for layer, record in run.trainings()]
-    if shared := run.manifest.get("shared_rotation"):
-        trainings = [("all layers", shared)]
-    for name, record in trainings:
-        curve = record["loss_curve"]
+@rule(
+    "A training took all its steps, and the last tenth of them lowered the loss by more than "
+    f"{STILL_FALLING:.0%}."
+)
+def _still_falling(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    steps, names = run.recipe.rotation.steps or 0, []
+    for name, record in run.trainings.items():
+        curve = record.loss_curve
         last = curve[-1 - max(1, len(curve) // 10)] if len(curve) > 1 else 0
-        if len(curve) > rotation["steps"] and last > 0 and (last - curve[-1]) / last > STILL_FALLING:
+        if len(curve) > steps and last > 0 and (last - curve[-1]) / last > STILL_FALLING:
             names.append(name)
     if names:
         yield (
-            f"The training took all its {rotation['steps']} steps and the loss still fell in "
+            f"The training took all its {steps} steps and the loss still fell in "
             f"{_count(names, 'training')}: {_named(names)}. No training stopped early; more steps may help."
         )
 
 
-def _best_was_early(run: Run) -> Iterator[str]:
+@rule("The best step of a training lies in the first four fifths of its steps.")
+def _best_was_early(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    steps = {name: len(record.loss_curve) - 1 for name, record in run.trainings.items()}
     names = [
-        f"layer {layer} (step {record['best_step']} of {len(record['loss_curve']) - 1})"
-        for layer, record in run.trainings()
-        if len(record["loss_curve"]) > 1 and record["best_step"] < 0.8 * (len(record["loss_curve"]) - 1)
+        f"{name} (step {record.best_step} of {steps[name]})"
+        for name, record in run.trainings.items()
+        if record.best_step < 0.8 * steps[name]
     ]
     if names:
         yield f"The loss was lowest long before the last step: {_named(names)}. A smaller rate may help."
 
 
-def _no_recovery(run: Run) -> Iterator[str]:
-    records = [(layer["layer"], layer["recovery"]) for layer in run.layers if layer.get("recovery")]
-    idle = [f"layer {layer}" for layer, record in records if record["best_epoch"] == 0]
-    if idle:
+@rule("The recovery of a layer kept the weights as pruned, or was best at its last epoch.")
+def _no_recovery(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    best = {f"layer {r.layer}": r.recovery.best_epoch for r in run.manifest.layers if r.recovery}
+    if idle := [layer for layer, epoch in best.items() if epoch == 0]:
         yield (
             f"The recovery did not help {_count(idle, 'layer')}, which stayed as pruned: {_named(idle)}. "
             "A smaller rate or more calibration text may help."
         )
-    epochs = run.recipe.get("recovery", {}).get("recover_epochs")
-    late = [f"layer {layer}" for layer, record in records if record["best_epoch"] == epochs]
-    if late:
+    if late := [layer for layer, epoch in best.items() if epoch == run.recipe.recovery.recover_epochs]:
         yield f"The recovery was best at its last epoch in {_named(late)}: more epochs may help."
 
 
-def _more_zeros(run: Run) -> Iterator[str]:
-    pruning = run.recipe["pruning"]
-    if pruning.get("sparsity_of") or pruning.get("keep"):
-        return
-    text = pruning["sparsity"]
-    ratio = 1 - int(text.split(":")[0]) / int(text.split(":")[1]) if ":" in text else float(text)
+@rule(f"A linear has more zeros than the recipe asks for, by {MORE_ZEROS:.1%} of its weights or more.")
+def _more_zeros(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    pruning = run.recipe.pruning
     names = [
-        f"layer {layer} {role} ({linear['sparsity']:.1%})"
+        f"layer {layer} {role} ({linear.sparsity:.1%})"
         for layer, role, linear in run.pruned()
-        if linear["sparsity"] > ratio + MORE_ZEROS
+        if linear.sparsity > pruning.sparsity.ratio + MORE_ZEROS
     ]
-    if names:
+    if names and not pruning.mixed:
         yield (
-            f"{_count(names, 'linear')} have more zeros than {text} asks for: {_named(names)}. Inputs that "
-            "are always 0, or zeros of the dense model, are the usual cause."
+            f"{_count(names, 'linear')} have more zeros than {pruning.sparsity} asks for: {_named(names)}. "
+            "Inputs that are always 0, or zeros of the dense model, are the usual cause."
         )
 
 
-def _invariance(run: Run) -> Iterator[str]:
-    value = run.manifest.get("relative_logit_error")
+@rule(
+    "The rotated dense model differs from the original by more than "
+    f"{LARGE_INVARIANCE_ERROR:g} of its logits."
+)
+def _invariance(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    value = run.manifest.relative_logit_error
     if value is not None and value > LARGE_INVARIANCE_ERROR:
         yield f"The rotated dense model differs from the original by {value:.1e} of its logits."
 
 
-def _resumed(run: Run) -> Iterator[str]:
-    seconds = sum(layer.get("seconds", 0.0) for layer in run.layers)
-    if seconds > 1.02 * run.manifest["seconds"]["total"]:
+@rule("The layers took longer than the whole run.")
+def _resumed(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    if sum(layer.seconds for layer in run.manifest.layers) > 1.02 * run.manifest.seconds.total:
         yield (
             "The run was interrupted and continued: its layers took longer than the total. The times and the "
             "memory by phase are those of its last part."
         )
 
 
-def _finetuning_hurt(run: Run) -> Iterator[str]:
-    for record in run.manifest.get("finetune", []):
-        held_out = record["held_out"]
-        before, after = held_out["perplexity_before"], held_out["perplexity_after"]
-        if before is not None and after is not None and after > before:
+@rule("Fine-tuning raised the perplexity on held-out text.")
+def _finetuning_hurt(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+    for record in run.manifest.finetune:
+        before, after = record.held_out.perplexity_before, record.held_out.perplexity_after
+        if after > before:
             yield f"Fine-tuning raised the perplexity on held-out text from {before:.3f} to {after:.3f}."
 
 
-def _old(run: Run) -> Iterator[str]:
-    if any(True for _ in run.pruned()) and not run.linears:
-        yield f"The run has no {FIGURES}, so the importance of its linears is left out."
-
-
-#: (rule in words, function of the run that yields a sentence for each case)
-RULES: tuple[tuple[str, Callable[[Run], Iterator[str]]], ...] = (
-    (
-        f"The output error of a layer is more than {NEIGHBOUR_FACTOR:g} times the median of the {NEIGHBOURS} "
-        "layers on each side.",
-        _lost_much,
-    ),
-    ("The pruned importance of a linear is not smaller after the rotation than before.", _not_concentrated),
-    ("The one-shot output error of a linear is not smaller after the rotation than before.", _error_rose),
-    ("A Hessian could be inverted only with more damping than the recipe names.", _damping_rose),
-    (
-        f"A training took all its steps, and the last tenth of them lowered the loss by more than "
-        f"{STILL_FALLING:.0%}.",
-        _still_falling,
-    ),
-    ("The best step of a training lies in the first four fifths of its steps.", _best_was_early),
-    ("The recovery of a layer kept the weights as pruned, or was best at its last epoch.", _no_recovery),
-    (
-        f"A linear has more zeros than the recipe asks for, by {MORE_ZEROS:.1%} of its weights or more.",
-        _more_zeros,
-    ),
-    (
-        "The rotated dense model differs from the original by more than "
-        f"{LARGE_INVARIANCE_ERROR:g} of its logits.",
-        _invariance,
-    ),
-    ("The layers took longer than the whole run.", _resumed),
-    ("Fine-tuning raised the perplexity on held-out text.", _finetuning_hurt),
-    ("The file with the importance of the linears is missing.", _old),
-)
-#: the rules in words; the last is part of `unusual`
-RULES_IN_WORDS = (*(words for words, _ in RULES), "The perplexity is worse than without the rotation.")
+@rule("The perplexity is worse than without the rotation.")
+def _worse(_: Run, measured: Sequence[Measured]) -> Iterator[str]:
+    for entry in measured:
+        if entry.share is not None and entry.share < 0:
+            yield f"On {entry.text}, the perplexity is worse than without the rotation."
 
 
 def _count(names: list[str], noun: str) -> str:

@@ -1,18 +1,55 @@
-"""What a report reads of a checkpoint: its manifest, its figures, and means of them."""
+"""What a report reads of a checkpoint: its manifest, its maps of importance, and means of their figures."""
 
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
+from drot.config import Recipe
 from drot.core.errors import UserError
-from drot.manifest.importance import load_figures
-from drot.manifest.manifest import read_manifest
-from drot.model.families import ROLES
+from drot.manifest.importance import load_importance_maps
+from drot.manifest.manifest import Manifest, read_manifest
+from drot.manifest.records import LinearRecord, RotationRecord, TrainingRecord
+
+#: before and after the rotation
+BASES = ("before", "after")
+#: what stands for a mean that fp16 cannot hold
+LARGEST = float(np.finfo(np.float16).max)
+#: a figure of a linear; None if the run has none
+Figure = Callable[[LinearRecord], float | None]
+#: the share of the importance that one-shot pruning removes, before and after the rotation
+REMOVED_IMPORTANCE: tuple[Figure, Figure] = (
+    lambda linear: linear.one_shot.before.removed_importance,
+    lambda linear: linear.one_shot.after.removed_importance,
+)
+#: the output error of one-shot pruning, before and after the rotation
+ONE_SHOT_ERROR: tuple[Figure, Figure] = (
+    lambda linear: linear.one_shot.before.output_error,
+    lambda linear: linear.one_shot.after.output_error,
+)
+
+
+def final_error(linear: LinearRecord) -> float | None:
+    """The output error of a linear as it was written."""
+    return linear.output_error
+
+
+@dataclass(frozen=True)
+class Importance:
+    """The importance of a linear's weights in one basis.
+
+    basis: `before` or `after` the rotation.
+    means: fp32 [rows, columns], the means over blocks of the weight; 1 is the mean before the rotation.
+    counts: int64 [2, HISTOGRAM_BINS], the numbers of kept and of removed weights by importance.
+    removed: the share of the importance that the removed weights hold; None if it was not recorded.
+    """
+
+    basis: str
+    means: np.ndarray
+    counts: np.ndarray
+    removed: float | None
 
 
 @dataclass(frozen=True)
@@ -20,99 +57,85 @@ class Run:
     """One run that `drot prune` has written.
 
     name: the name of its folder, with parents where several runs would have the same name.
-    manifest: the content of its drot.json.
-    figures: `layers.<i>.<linear>.<kind>` → array (pipeline/figures.py); {} for a run of an older drot.
+    maps: the arrays of `load_importance_maps`.
     """
 
     name: str
-    manifest: dict[str, Any]
-    figures: dict[str, np.ndarray]
+    manifest: Manifest
+    maps: dict[str, np.ndarray]
 
     @property
-    def recipe(self) -> dict[str, Any]:
-        return self.manifest["recipe"]
-
-    @property
-    def layers(self) -> list[dict[str, Any]]:
-        """The records of the layers."""
-        return self.manifest["layers"]
+    def recipe(self) -> Recipe:
+        return self.manifest.recipe
 
     @property
     def rotated(self) -> bool:
-        return self.recipe["rotation"]["mode"] != "none"
+        return self.recipe.rotation.mode != "none"
 
-    @cached_property
+    @property
+    def roles(self) -> list[str]:
+        """The linears of a layer, in the order of the forward pass."""
+        return list(self.manifest.layers[0].linears)
+
+    @property
     def linears(self) -> list[str]:
-        """The names of the linears that have figures, such as `layers.0.self_attn.q_proj`."""
-        ends = ".map_before"
-        return [name.removesuffix(ends) for name in self.figures if name.endswith(ends)]
+        """The linears with maps, such as `layers.0.self_attn.q_proj`."""
+        names = [name.removesuffix(".map_before") for name in self.maps if name.endswith(".map_before")]
+        return [name for name in names if self.importance(name)]
 
-    def trainings(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Layer and record of each training of a layer's rotation."""
-        for layer in self.layers:
-            if "loss_curve" in layer.get("rotation", {}):
-                yield layer["layer"], layer["rotation"]
+    def importance(self, linear: str) -> list[Importance]:
+        """The importance of the weights of `layers.<i>.<…>.<role>` in each basis."""
+        _, layer, *_, role = linear.split(".")
+        record = next((r.linears.get(role) for r in self.manifest.layers if r.layer == int(layer)), None)
+        found = []
+        for basis, share in zip(BASES, REMOVED_IMPORTANCE, strict=True):
+            means = self.maps.get(f"{linear}.map_{basis}")
+            counts = self.maps.get(f"{linear}.histogram_{basis}")
+            if record is not None and means is not None and counts is not None:
+                means = np.nan_to_num(means.astype(np.float32), posinf=LARGEST)
+                found.append(Importance(basis, means, counts, share(record)))
+        return found
 
-    def curves(self, key: str) -> dict[str, list[Any]]:
-        """`layer <i>`, or `all layers` for a shared rotation → a curve of its training; [] without the curve.
+    @property
+    def rotations(self) -> dict[int, RotationRecord]:
+        """Layer → the training of its rotation."""
+        return {layer.layer: layer.rotation for layer in self.manifest.layers if layer.rotation is not None}
 
-        key: `loss_curve`, the loss at each step, or `entropy_curve`, pairs of a step and the entropy.
-        """
-        if shared := self.manifest.get("shared_rotation"):
-            return {"all layers": shared.get(key, [])}
-        return {f"layer {layer}": record.get(key, []) for layer, record in self.trainings()}
+    @property
+    def trainings(self) -> dict[str, TrainingRecord]:
+        """`layer <i>`, or `all layers` for a shared rotation → the training."""
+        if self.manifest.shared_rotation is not None:
+            return {"all layers": self.manifest.shared_rotation}
+        return {f"layer {layer}": record for layer, record in self.rotations.items()}
 
-    def pruned(self) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    def pruned(self) -> Iterator[tuple[int, str, LinearRecord]]:
         """Layer, role and record of each linear that was pruned."""
-        for layer in self.layers:
-            for role, linear in layer["linears"].items():
-                if linear["sparsity"] > 0:
-                    yield layer["layer"], role, linear
+        for layer in self.manifest.layers:
+            for role, linear in layer.linears.items():
+                if linear.sparsity > 0:
+                    yield layer.layer, role, linear
 
+    def layer_means(self, figure: Figure) -> dict[int, float]:
+        """Layer → mean of a figure over its pruned linears; layers without the figure are left out."""
+        found: dict[int, list[float]] = {}
+        for layer, _, linear in self.pruned():
+            if (value := figure(linear)) is not None:
+                found.setdefault(layer, []).append(value)
+        return {layer: statistics.fmean(values) for layer, values in found.items()}
 
-#: a figure of a linear's record
-Figure = Callable[[dict[str, Any]], float | None]
+    def mean(self, figure: Figure) -> float | None:
+        """The mean of a figure over all pruned linears; None without a figure."""
+        values = [value for *_, linear in self.pruned() if (value := figure(linear)) is not None]
+        return statistics.fmean(values) if values else None
 
-
-def one_shot(basis: str, key: str) -> Figure:
-    """The figure `key` of one-shot pruning, `before` or `after` the rotation."""
-    return lambda linear: linear.get("one_shot", {}).get(basis, {}).get(key)
-
-
-def final_error(linear: dict[str, Any]) -> float | None:
-    """The output error of a linear as it was written."""
-    return linear["output_error"]
-
-
-def layer_means(run: Run, figure: Figure) -> dict[int, float]:
-    """Layer → mean of a figure over its pruned linears; layers without the figure are left out."""
-    found: dict[int, list[float]] = {}
-    for layer, _, linear in run.pruned():
-        if (value := figure(linear)) is not None:
-            found.setdefault(layer, []).append(value)
-    return {layer: statistics.fmean(values) for layer, values in found.items()}
-
-
-def mean(run: Run, figure: Figure) -> float | None:
-    """The mean of a figure over all pruned linears; None without a figure."""
-    values = [value for *_, linear in run.pruned() if (value := figure(linear)) is not None]
-    return statistics.fmean(values) if values else None
-
-
-def ratios(run: Run, above: Figure, below: Figure) -> dict[tuple[int, str], float]:
-    """(layer, role) → quotient of two figures of a linear, where both are there."""
-    found = {}
-    for layer, role, linear in run.pruned():
-        first, second = above(linear), below(linear)
-        if first is not None and second:
-            found[layer, role] = first / second
-    return found
-
-
-def roles_of(keys: Iterator[tuple[int, str]] | dict[tuple[int, str], float]) -> list[str]:
-    """The roles among (layer, role) pairs, in the order of ROLES."""
-    present = {role for _, role in keys}
-    return [role for role in ROLES if role in present]
+    def ratios(self, below: Figure, above: Figure) -> dict[tuple[int, str], float]:
+        """(layer, role) → above / below of a linear, where both are there."""
+        found = {}
+        for layer, role, linear in self.pruned():
+            first, second = below(linear), above(linear)
+            if first and second is not None:
+                found[layer, role] = second / first
+        return found
 
 
 def read_runs(folders: list[Path]) -> list[Run]:
@@ -128,5 +151,5 @@ def read_runs(folders: list[Path]) -> list[Run]:
         if not folder.is_dir():
             reason = "is a file" if folder.exists() else "does not exist"
             raise UserError(f"{folder} {reason}: name a folder that drot prune wrote")
-        runs.append(Run("/".join(full.parts[-parts:]), read_manifest(folder), load_figures(folder)))
+        runs.append(Run("/".join(full.parts[-parts:]), read_manifest(folder), load_importance_maps(folder)))
     return runs

@@ -1,11 +1,11 @@
 """The tables of a report, as text."""
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from drot.report.evaluations import Measured, tasks
-from drot.report.reading import Run, final_error, mean, one_shot
+from drot.report.reading import BASES, ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Run, final_error
 
 NONE = "–"
 
@@ -31,14 +31,13 @@ def lost_table(run: Run, measured: Sequence[Measured]) -> Table | None:
         ]
         for entry in measured
     ]
-    for entry in (entry for entry in measured if entry.agreement):
-        kl = entry.agreement.get("kl") or {}
-        equal, p99 = number(entry.agreement.get("equal_tokens"), ".1%"), number(kl.get("p99"), ".3f")
-        rows.append([f"equal next tokens on {entry.text}", "100.0%", NONE, equal, NONE])
-        mean_kl = number(kl.get("mean"), ".4f")
-        rows.append(
-            [f"KL divergence on {entry.text}, mean (99th percentile)", "0", NONE, f"{mean_kl} ({p99})", NONE]
-        )
+    for entry in measured:
+        if entry.agreement is not None:
+            equal, kl = number(entry.agreement.equal_tokens, ".1%"), entry.agreement.kl
+            divergence = f"{number(kl.mean, '.4f')} ({number(kl.p99, '.3f')})"
+            text = entry.text
+            rows.append([f"equal next tokens on {text}", "100.0%", NONE, equal, NONE])
+            rows.append([f"KL divergence on {text}, mean (99th percentile)", "0", NONE, divergence, NONE])
     rows += [[task, NONE, NONE, number(value, ".2%"), NONE] for task, value in tasks(run).items()]
     if not rows:
         return None
@@ -54,50 +53,40 @@ def comparison(runs: Sequence[Run], measured: Sequence[Sequence[Measured]]) -> T
     """A row for each figure, a column for each run."""
     rows: list[list[str]] = []
 
-    def add(name: str, values: Sequence[Any], form: str) -> None:
-        if any(value is not None for value in values):
-            rows.append([name, *(number(value, form) for value in values)])
+    def add(name: str, values: Iterable[object], form: str = "") -> None:
+        cells = [number(value, form) for value in values]
+        if any(cell != NONE for cell in cells):
+            rows.append([name, *cells])
 
-    for name, part, key in (
-        ("method", "pruning", "method"),
-        ("sparsity asked for", "pruning", "sparsity"),
-        ("rotation", "rotation", "mode"),
-        ("solver", "pruning", "solve"),
-        ("recovery", "recovery", "recover"),
-    ):
-        add(name, [run.recipe.get(part, {}).get(key) for run in runs], "")
-        if name == "rotation":  # without a rotation nothing is trained, whatever objective the recipe names
-            objectives = [run.recipe["rotation"]["objective"] if run.rotated else None for run in runs]
-            add("objective", objectives, "")
-    add("zeros in the linears", [run.manifest["sparsity"] for run in runs], ".2%")
-    texts = dict.fromkeys((entry.text, entry.seqlen) for entries in measured for entry in entries)
-    for text, seqlen in texts:
-        found = [
-            next((e for e in entries if (e.text, e.seqlen) == (text, seqlen)), None) for entries in measured
-        ]
-        for label, key, form in (
-            ("perplexity of the dense model", "dense", ".3f"),
-            ("perplexity", "perplexity", ".3f"),
-            ("won back", "share", ".0%"),
-        ):
-            add(f"{label}, {text}, windows of {seqlen}", [e and getattr(e, key) for e in found], form)
-        equal = [e and e.agreement.get("equal_tokens") for e in found]
-        add(f"equal next tokens, {text}", equal, ".1%")
-        add(
-            f"mean KL divergence, {text}",
-            [e and (e.agreement.get("kl") or {}).get("mean") for e in found],
-            ".4f",
-        )
+    recipes = [run.recipe for run in runs]
+    add("method", [recipe.pruning.method for recipe in recipes])
+    add("sparsity asked for", [str(recipe.pruning.sparsity) for recipe in recipes])
+    add("rotation", [recipe.rotation.mode for recipe in recipes])
+    # without a rotation nothing is trained, whatever objective the recipe names
+    add("objective", [run.recipe.rotation.objective if run.rotated else None for run in runs])
+    add("solver", [recipe.pruning.solve for recipe in recipes])
+    add("recovery", [recipe.recovery.recover for recipe in recipes])
+    add("zeros in the linears", [run.manifest.sparsity for run in runs], ".2%")
+    by_text = [{(entry.text, entry.seqlen): entry for entry in entries} for entries in measured]
+    for text, seqlen in dict.fromkeys(key for entries in by_text for key in entries):
+        found = [entries.get((text, seqlen)) for entries in by_text]
+        where = f"{text}, windows of {seqlen}"
+        add(f"perplexity of the dense model, {where}", [entry and entry.dense for entry in found], ".3f")
+        add(f"perplexity, {where}", [entry and entry.perplexity for entry in found], ".3f")
+        add(f"won back, {where}", [entry and entry.share for entry in found], ".0%")
+        agreements = [entry and entry.agreement for entry in found]
+        add(f"equal next tokens, {text}", [a and a.equal_tokens for a in agreements], ".1%")
+        add(f"mean KL divergence, {text}", [a and a.kl.mean for a in agreements], ".4f")
     scores = [tasks(run) for run in runs]
     for task in dict.fromkeys(task for score in scores for task in score):
         add(task, [score.get(task) for score in scores], ".2%")
-    for basis in ("before", "after"):
-        shares = [mean(run, one_shot(basis, "removed_importance")) for run in runs]
-        add(f"pruned importance {basis} the rotation", shares, ".2%")
-    add("output error, mean", [mean(run, final_error) for run in runs], ".4f")
-    add("seconds", [run.manifest["seconds"]["total"] for run in runs], ".1f")
-    add("peak memory, GiB", [_largest(run, "process") for run in runs], ".2f")
-    add("peak memory of the GPU, GiB", [_largest(run, "gpu") for run in runs], ".2f")
+    for basis, figure in zip(BASES, REMOVED_IMPORTANCE, strict=True):
+        add(f"pruned importance {basis} the rotation", [run.mean(figure) for run in runs], ".2%")
+    add("output error, mean", [run.mean(final_error) for run in runs], ".4f")
+    add("seconds", [run.manifest.seconds.total for run in runs], ".1f")
+    peaks = [list(run.manifest.peak_memory.values()) for run in runs]
+    add("peak memory, GiB", [_largest(peak.process for peak in found) for found in peaks], ".2f")
+    add("peak memory of the GPU, GiB", [_largest(peak.gpu for peak in found) for found in peaks], ".2f")
     return Table("Figures of each run; a dash stands for a figure that was not measured.",
                  ["figure", *(run.name for run in runs)], rows)  # fmt: skip
 
@@ -105,16 +94,17 @@ def comparison(runs: Sequence[Run], measured: Sequence[Sequence[Measured]]) -> T
 def layer_table(run: Run) -> Table:
     """A row for each layer."""
     rows = []
-    for layer in run.layers:
-        trained, recovery = layer.get("rotation", {}), layer.get("recovery") or {}
+    for layer in run.manifest.layers:
+        trained, recovery = layer.rotation, layer.recovery
+        errors = [e for linear in layer.linears.values() if (e := linear.output_error) is not None]
         rows.append(
             [
-                str(layer["layer"]),
-                change(trained.get("loss_before"), trained.get("loss_after")),
-                change(trained.get("entropy_before"), trained.get("entropy_after")),
-                _of_layer(layer, final_error),
-                change(recovery.get("error_before"), recovery.get("error_after")),
-                number(layer.get("seconds"), ".1f"),
+                str(layer.layer),
+                change(trained.loss_before, trained.loss_after) if trained else NONE,
+                change(trained.entropy_before, trained.entropy_after) if trained else NONE,
+                number(statistics.fmean(errors) if errors else None, ".4f"),
+                change(recovery.error_before, recovery.error_after) if recovery else NONE,
+                number(layer.seconds, ".1f"),
             ]
         )
     headings = ["layer", "loss", "entropy", "output error", "recovery", "seconds"]
@@ -125,16 +115,14 @@ def linear_table(run: Run) -> Table:
     """A row for each linear that was pruned."""
     rows = []
     for layer, role, linear in run.pruned():
-        share = [one_shot(basis, "removed_importance")(linear) for basis in ("before", "after")]
-        error = [one_shot(basis, "output_error")(linear) for basis in ("before", "after")]
         rows.append(
             [
                 f"{layer} {role}",
-                f"{linear['sparsity']:.1%}",
-                change(share[0], share[1], form=".2%"),
-                change(error[0], error[1], form=".4f"),
-                number(linear["output_error"], ".4f"),
-                number(linear["damping"], "g"),
+                f"{linear.sparsity:.1%}",
+                change(*(figure(linear) for figure in REMOVED_IMPORTANCE), form=".2%"),
+                change(*(figure(linear) for figure in ONE_SHOT_ERROR), form=".4f"),
+                number(linear.output_error, ".4f"),
+                number(linear.damping, "g"),
             ]
         )
     headings = ["linear", "zeros", "pruned importance", "one-shot error", "output error", "damping"]
@@ -145,7 +133,7 @@ def recipe_table(run: Run) -> Table:
     """Every setting of the recipe."""
     rows = [
         [f"{part} {name}", ", ".join(map(str, value)) if isinstance(value, list) else str(value)]
-        for part, settings in run.recipe.items()
+        for part, settings in run.recipe.to_dict().items()
         for name, value in settings.items()
     ]
     return Table("Recipe", ["setting", "value"], rows)
@@ -154,18 +142,19 @@ def recipe_table(run: Run) -> Table:
 def machine_table(run: Run) -> Table:
     """Model, versions, device, calibration and time."""
     manifest = run.manifest
-    rows = [["model", str(manifest["base_model"])]]
-    rows += [[name, str(version)] for name, version in manifest["versions"].items()]
-    rows += [["device", str(manifest.get("device"))], ["dtype", str(manifest.get("dtype"))]]
-    rows.append(["calibration", " × ".join(map(str, manifest["calibration"]["shape"])) + " tokens"])
-    rows.append(["SHA-256 of the calibration", str(manifest["calibration"]["sha256"])])
-    if (error := manifest.get("relative_logit_error")) is not None:
+    rows = [["model", manifest.base_model]]
+    rows += [[name, str(version)] for name, version in manifest.versions.items()]
+    rows += [["device", manifest.device], ["dtype", manifest.dtype]]
+    rows.append(["calibration", " × ".join(map(str, manifest.calibration.shape)) + " tokens"])
+    rows.append(["SHA-256 of the calibration", manifest.calibration.sha256])
+    if (error := manifest.relative_logit_error) is not None:
         rows.append(["relative logit error of the rotation", f"{error:.1e}"])
-    rows += [[f"seconds, {phase}", f"{value:.1f}"] for phase, value in manifest["seconds"].items()]
+    seconds = {**manifest.seconds.phases, "total": manifest.seconds.total}
+    rows += [[f"seconds, {phase}", f"{value:.1f}"] for phase, value in seconds.items()]
     return Table("Model, versions and machine", ["fact", "value"], rows)
 
 
-def number(value: Any, form: str) -> str:
+def number(value: object, form: str) -> str:
     """A value in a format; a dash for None."""
     return NONE if value is None else format(value, form)
 
@@ -177,11 +166,6 @@ def change(before: float | None, after: float | None, *, form: str = ".4g") -> s
     return f"{number(before, form)} → {number(after, form)}"
 
 
-def _of_layer(layer: dict[str, Any], figure: Any) -> str:
-    values = [value for linear in layer["linears"].values() if (value := figure(linear)) is not None]
-    return f"{sum(values) / len(values):.4f}" if values else NONE
-
-
-def _largest(run: Run, kind: str) -> float | None:
-    peaks = [peak[kind] / 2**30 for peak in (run.manifest.get("peak_memory") or {}).values() if kind in peak]
-    return max(peaks, default=None)
+def _largest(peaks: Iterable[int | None]) -> float | None:
+    """The largest of `peaks`, in bytes, in GiB."""
+    return max((peak / 2**30 for peak in peaks if peak is not None), default=None)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 from drot.checkpoint.save import check_writable
 from drot.config import matches
-from drot.core.errors import UserError, quoted
+from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import new_file, writing
-from drot.manifest.importance import FIGURES
-from drot.manifest.manifest import MANIFEST
+from drot.report.charts import charts_of
+from drot.report.comparison import charts_of_several
 from drot.report.drawing import Chart, check_matplotlib
+from drot.report.importance import linear_charts
 from drot.report.reading import Run, read_runs
 
 #: name of the page in the folder of a run, and of a comparison in the current folder
@@ -53,7 +54,7 @@ def write_report(
         progress: receives the event `draw` after each linear.
     """
     check_matplotlib()
-    from drot.report.page import charts_for, linear_charts, page
+    from drot.report.page import page  # needs jinja2
 
     if not folders:
         raise UserError("a report needs at least one folder that drot prune wrote, got none")
@@ -67,21 +68,13 @@ def write_report(
     check_writable(out)
     if len(runs) > 1 and linears:
         raise UserError("`linears` has no effect on a comparison: name one folder")
-    try:
-        chosen, left_out = _chosen(runs[0], linears) if len(runs) == 1 else ([], "")
-        drawn = charts_for(runs)
-        by_linear: dict[str, list[Chart]] = {}
-        for step, linear in enumerate(chosen):
-            progress(ProgressEvent(phase="draw", step=step, steps=len(chosen)))
-            by_linear[linear] = linear_charts(runs[0], linear)
-        html = page(runs, drawn, by_linear, left_out)
-    except UserError:
-        raise
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
-        names = ", ".join(map(str, paths))
-        raise UserError(
-            f"{names}: {MANIFEST} or {FIGURES} does not hold what drot wrote ({quoted(error)}): copy it again"
-        ) from error
+    chosen, left_out = _chosen(runs[0], linears) if len(runs) == 1 else ([], "")
+    drawn = charts_of(runs[0]) if len(runs) == 1 else charts_of_several(runs)
+    by_linear: dict[str, list[Chart]] = {}
+    for step, linear in enumerate(chosen):
+        progress(ProgressEvent(phase="draw", step=step, steps=len(chosen)))
+        by_linear[linear] = linear_charts(runs[0], linear)
+    html = page(runs, drawn, by_linear, left_out)
     files = []
     if figures is not None:
         folder = Path(figures)

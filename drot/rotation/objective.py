@@ -1,6 +1,6 @@
 """The objective of one layer and its gradient in R1 and R2, without an autograd graph.
 
-Entropy (paper, equations 5 and 8): the entropies of the rows of q, k, gate and up, where a rotation acts on
+Entropy (paper, equations 5 and 9): the entropies of the rows of q, k, gate and up, where a rotation acts on
 the right, of the columns of down, where it acts on the left, and of the rows and columns of v and o.
 
 Pruned importance (right-hand side of the paper's equation 4), summed over the linears:
@@ -372,14 +372,14 @@ class LayerObjective:
         return dy, dcolumn_scale
 
     def entropy(self, rotation: LayerRotation | None) -> float:
-        """The entropy (paper, equation 8) for either objective, under `rotation` (None: the identity)."""
+        """The entropy (paper, equation 9) for either objective, under `rotation` (None: the identity)."""
         r1, r2 = self.identity()
         if rotation is not None:
             r1, r2 = diagonal_blocks(rotation.r1, self.blocks).to(r1), rotation.r2.to(r2)
         return self.entropy_at(r1, r2)
 
     def entropy_at(self, r1: Tensor, r2: Tensor) -> float:
-        """The entropy (paper, equation 8) for either objective, for r1 [blocks, b, b] and r2 [kv, h, h]."""
+        """The entropy (paper, equation 9) for either objective, for r1 [blocks, b, b] and r2 [kv, h, h]."""
         objective, self.objective = self.objective, "entropy"
         try:
             return float(self.value(r1, r2))

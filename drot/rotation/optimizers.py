@@ -16,7 +16,7 @@ from drot.rotation.tensor_cores import TensorCoreStep, angles, on_tensor_cores
 
 
 class PaperOptimizer:
-    """The optimiser of the paper: Q = qr(A), with Adam on A (section 3.3 and appendix D).
+    """The optimiser of the paper: Q = qr(A), with Adam on A (section 3.3 and appendix C).
 
     The gradient norm is clipped to 1, as in the paper's code. diag(R) >= 0 fixes the signs of Q, which the
     paper leaves open. The steps are the same for every objective.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from drot.config import RotationConfig
+from drot.config import ResolvedRotation
 from drot.core.errors import UserError
 from drot.model.rotation import LayerRotation
 from drot.rotation.graph import GraphedStep, capture_for
@@ -82,7 +82,7 @@ class _SummedObjective:
     """
 
     def __init__(
-        self, objectives: list[LayerObjective], r1: _R1Parameters, r1_count: int, config: RotationConfig
+        self, objectives: list[LayerObjective], r1: _R1Parameters, r1_count: int, config: ResolvedRotation
     ) -> None:
         self._objectives, self._r1, self._r1_count = objectives, r1, r1_count
         self._per_step = min(config.layers_per_step or len(objectives), len(objectives))
@@ -144,7 +144,7 @@ class _SummedObjective:
         return loss, [*self._r1.split(r1_gradient), *r2_gradients]
 
 
-def _has_converged(curve: list[Tensor], config: RotationConfig) -> bool:
+def _has_converged(curve: list[Tensor], config: ResolvedRotation) -> bool:
     """Whether early stopping applies: the loss changes by less than its share `early_stop` in a step.
 
     The change is the spread of the last steps, not the difference of the first and the last of them, because
@@ -166,10 +166,10 @@ class _Training:
     """
 
     def __init__(
-        self, objectives: list[LayerObjective], config: RotationConfig, device: torch.device
+        self, objectives: list[LayerObjective], config: ResolvedRotation, device: torch.device
     ) -> None:
         self._objectives, self._device = objectives, device
-        self.steps = 0 if all(objective.empty for objective in objectives) else config.resolved_steps
+        self.steps = 0 if all(objective.empty for objective in objectives) else config.steps
         self.trained = [i for i, objective in enumerate(objectives) if not (self.steps and objective.empty)]
         eye, self._eye_r2 = (matrix.to(device) for matrix in objectives[0].identity())
         self._r1 = _R1Parameters(eye, config.blocks)
@@ -178,7 +178,7 @@ class _Training:
         trained = [objectives[index] for index in self.trained]
         self.total = _SummedObjective(trained, self._r1, self._r1_count, config)
         self.optimizer = OPTIMIZERS[config.optimizer](
-            self.start, lr=config.resolved_lr, steps=self.steps, objective=objectives[0].objective
+            self.start, lr=config.lr, steps=self.steps, objective=objectives[0].objective
         )
         self._graphed = self._graphed_step()
 
@@ -229,7 +229,7 @@ class _Training:
 @torch.no_grad()
 def train_rotation(
     objectives: list[LayerObjective],
-    config: RotationConfig,
+    config: ResolvedRotation,
     on_step: OnStep = lambda step, steps, loss: None,
     device: torch.device | None = None,
 ) -> tuple[list[LayerRotation], TrainingRecord]:

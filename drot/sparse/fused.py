@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from drot.core.errors import UserError
 from drot.model.boundary import RotateAndAdd, rotation_place
-from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, module_at
+from drot.model.decoder import DecoderModel
+from drot.model.layer import DecoderLayer
 from drot.ops import sparse24_linear
 from drot.sparse.linear import SparseLinear, is_packed
 
@@ -176,56 +177,51 @@ def fuse(model: "PreTrainedModel") -> None:
     """
     if not is_packed(model):
         raise UserError("fuse needs a packed model, got one with dense weights: call pack_model first")
-    for layer, path in _rotated_downs(model):
-        down = module_at(layer, path)
-        if isinstance(down, SparseLinear) and isinstance(layer.residual_rotation, nn.Linear):
-            deferred = DeferredLinear(down.values, down.positions, down.bias)
-            layer.set_submodule(path, deferred)
-            layer.residual_rotation = FusedRotation(layer.residual_rotation, deferred)
-    for layer, paths in _groups(model):
-        linears = [module_at(layer, path) for path in paths]
-        if isinstance(linears[0], FusedLinear):
-            continue
-        if not all(isinstance(linear, SparseLinear) for linear in linears):
-            continue
-        fused = FusedLinear(linears)
-        layer.set_submodule(paths[0], fused)
-        for index, path in enumerate(paths[1:], 1):
-            layer.set_submodule(path, FusedPart(fused, index))
+    for layer in DecoderModel(model).layers:
+        _fuse_rotation(layer)
+        for group in layer.groups:
+            linears = layer.linears_of(group)
+            modules = [linear.module for linear in linears]
+            if len(linears) == 1 or not all(type(module) is SparseLinear for module in modules):
+                continue
+            fused = FusedLinear(modules)
+            linears[0].module = fused
+            for index, linear in enumerate(linears[1:], 1):
+                linear.module = FusedPart(fused, index)
+
+
+def _fuse_rotation(layer: DecoderLayer) -> None:
+    """Merges the rotation of the residual beside the MLP with the product of down_proj."""
+    rotated: Any = layer.module
+    if rotation_place(rotated) == "residual" and isinstance(rotated.residual_rotation, nn.Linear):
+        (linear,) = layer.linears_of(layer.groups[-1])
+        if isinstance(down := linear.module, SparseLinear):
+            linear.module = DeferredLinear(down.values, down.positions, down.bias)
+            rotated.residual_rotation = FusedRotation(rotated.residual_rotation, linear.module)
 
 
 def unfuse(model: "PreTrainedModel") -> None:
     """Undoes `fuse`, in place. A model that is not fused stays as it is."""
-    for layer, paths in _groups(model):
-        fused = module_at(layer, paths[0])
-        if isinstance(fused, FusedLinear):
-            for index, path in enumerate(paths):
-                layer.set_submodule(path, SparseLinear(**fused.rows(index)))
+    for layer in DecoderModel(model).layers:
+        for group in layer.groups:
+            linears = layer.linears_of(group)
+            if isinstance(fused := linears[0].module, FusedLinear):
+                for index, linear in enumerate(linears):
+                    linear.module = SparseLinear(**fused.rows(index))
     unfuse_rotations(model)
 
 
 def unfuse_rotations(model: "PreTrainedModel") -> None:
     """Undoes the part of `fuse` that merges rotations with down_proj, in place."""
-    for layer, path in _rotated_downs(model):
-        down, fused = module_at(layer, path), layer.residual_rotation
-        if isinstance(fused, FusedRotation):
+    for layer in DecoderModel(model).layers:
+        rotated: Any = layer.module
+        if rotation_place(rotated) != "residual":
+            continue
+        if isinstance(fused := rotated.residual_rotation, FusedRotation):
             size = fused.q.shape[0]
             rotation = nn.Linear(size, size, bias=False, device="meta")
             rotation.weight = nn.Parameter(fused.q.detach().T.contiguous(), requires_grad=False)
-            layer.set_submodule(path, SparseLinear(down.values, down.positions, down.bias))
-            layer.residual_rotation = rotation
-
-
-def _rotated_downs(model: "PreTrainedModel") -> list[tuple[Any, str]]:
-    """Each decoder layer that rotates the residual beside its MLP, with the path of its down_proj."""
-    arch = architecture_of(model.config)
-    layers = (layer for layer in decoder_layers(model, arch) if rotation_place(layer) == "residual")
-    return [(layer, dict(arch.pairs)["down_proj"]) for layer in layers]
-
-
-def _groups(model: "PreTrainedModel") -> list[tuple[nn.Module, list[str]]]:
-    """Each decoder layer with the paths of linears that have the same input, once for each such group."""
-    arch = architecture_of(model.config)
-    paths = dict(arch.pairs)
-    groups = [[paths[role] for role in roles] for roles in INPUT_GROUPS.values() if len(roles) > 1]
-    return [(layer, group) for layer in decoder_layers(model, arch) for group in groups]
+            (linear,) = layer.linears_of(layer.groups[-1])
+            down = linear.module
+            linear.module = SparseLinear(down.values, down.positions, down.bias)
+            rotated.residual_rotation = rotation

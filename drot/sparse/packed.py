@@ -2,7 +2,7 @@
 
 A packed checkpoint holds `<linear>.values` and `<linear>.positions` in place of `<linear>.weight` for the
 seven linears of every decoder layer, and `quantization_config` in its config.json has `packed: true`. All
-other tensors are those of the dense checkpoint. Linears that are not 2:4 stay dense beside packed ones;
+other tensors are those of the dense checkpoint. Linears that are not 2:4 stay dense next to packed ones;
 `dense_linears` in `quantization_config` names them.
 """
 
@@ -17,10 +17,11 @@ from drot.config import PruningConfig, Sparsity, WeightFormat
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
 from drot.machine.finite import is_finite
-from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
+from drot.model.decoder import DecoderModel
+from drot.model.families import family_of
+from drot.model.layer import Linear
 from drot.sparse.fused import unfuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
-from drot.sparse.quantization_config import describe_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,8 +46,7 @@ def dense_linears(config: Any, pruning: PruningConfig) -> list[str]:
 
     Raises UserError if no linear is 2:4.
     """
-    arch = architecture_of(config)
-    names = [name for i in range(config.num_hidden_layers) for name in arch.linear_names(i).values()]
+    names = [name for name, _ in family_of(config).names(config.num_hidden_layers)]
     dense = [name for name in names if pruning.sparsity_for(name) != PACKED]
     if len(dense) == len(names):
         raise UserError(
@@ -56,16 +56,12 @@ def dense_linears(config: Any, pruning: PruningConfig) -> list[str]:
     return dense
 
 
-def _linears_to_pack(
-    model: "PreTrainedModel", dense: Collection[str]
-) -> Iterator[tuple[nn.Module, str, nn.Linear, str]]:
-    """The layer, the path, the linear and a name for messages of each linear that is not in `dense`."""
-    arch = architecture_of(model.config)
-    for index, layer in enumerate(decoder_layers(model, arch)):
-        names, linears = arch.linear_names(index), layer_linears(layer, arch)
-        for role, path in arch.pairs:
-            if names[role] not in dense:
-                yield layer, path, linears[role], f"layer {index}, {role}"
+def _linears_to_pack(model: "PreTrainedModel", dense: Collection[str]) -> Iterator[tuple[str, Linear]]:
+    """A name for messages and the handle of each linear that is not in `dense`."""
+    for layer in DecoderModel(model).layers:
+        for linear in layer.linears.values():
+            if linear.full_name not in dense:
+                yield f"layer {layer.index}, {linear.name}", linear
 
 
 def check_packable(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
@@ -73,11 +69,11 @@ def check_packable(model: "PreTrainedModel", dense: Collection[str] = ()) -> Non
 
     dense: names of linears that are not packed.
     """
-    for _, _, linear, name in _linears_to_pack(model, dense):
-        if linear.in_features % 8:
+    for name, linear in _linears_to_pack(model, dense):
+        if linear.plain.in_features % 8:
             raise UserError(
                 f"{name}: the packed format needs a multiple of 8 inputs, "
-                f'got {linear.in_features}: use `format="dense"`'
+                f'got {linear.plain.in_features}: use `format="dense"`'
             )
         if linear.weight.dtype not in DTYPES:
             raise UserError(
@@ -101,7 +97,7 @@ def compress_model(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
-    """Packs the seven linears of every decoder layer, in place, and records that in the model's config.
+    """Packs the seven linears of every decoder layer, in place.
 
     dense: names of linears that stay dense, such as `layers.0.mlp.down_proj`.
 
@@ -109,25 +105,22 @@ def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
     before it are then packed already.
     """
     check_packable(model, dense)
-    for layer, path, linear, name in _linears_to_pack(model, dense):
+    for name, linear in _linears_to_pack(model, dense):
         try:
-            packed = SparseLinear.from_linear(linear)
+            packed = SparseLinear.from_linear(linear.plain)
         except ValueError as error:
             raise UserError(f'{name}: {error}: prune with `sparsity="2:4"` first') from None
-        layer.set_submodule(path, packed)
-    describe_model(model)
+        linear.module = packed
 
 
 @torch.no_grad()
 def unpack_model(model: "PreTrainedModel") -> None:
     """The inverse of `pack_model`, in place: every linear is a dense nn.Linear again."""
     unfuse(model)
-    arch = architecture_of(model.config)
-    for layer in decoder_layers(model, arch):
-        for _, path in arch.pairs:
-            if isinstance(linear := module_at(layer, path), SparseLinear):
-                layer.set_submodule(path, linear.to_linear())
-    describe_model(model)
+    for layer in DecoderModel(model).layers:
+        for linear in layer.linears.values():
+            if isinstance(module := linear.module, SparseLinear):
+                linear.module = module.to_linear()
 
 
 # ---- from files ----------------------------------------------------------------------------------
@@ -139,17 +132,15 @@ def expect_packed(model: "PreTrainedModel", dense: Collection[str] = ()) -> None
     dense: names of linears that stay dense. Raises UserError for a name that no linear has, and if no linear
         is packed.
     """
-    arch = architecture_of(model.config)
-    layers = range(len(decoder_layers(model, arch)))
-    names = {name for index in layers for name in arch.linear_names(index).values()}
+    names = {linear.full_name for layer in DecoderModel(model).layers for linear in layer.linears.values()}
     if unknown := sorted(set(dense) - names):
         raise UserError(
             f"config.json: dense_linears has {unknown[0]!r}, which is no linear of this model: config.json "
             "was edited or is of another model; copy it again"
         )
     check_packable(model, dense)
-    for layer, path, linear, _ in _linears_to_pack(model, dense):
-        layer.set_submodule(path, SparseLinear.like(linear))
+    for _, linear in _linears_to_pack(model, dense):
+        linear.module = SparseLinear.like(linear.plain)
     if not is_packed(model):
         raise UserError("config.json: dense_linears has every linear of a packed model: copy it again")
 

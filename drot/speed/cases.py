@@ -17,29 +17,20 @@ from drot.sparse.packed import compress_model
 #: tokens that a whole model generates for each sequence in a decode case
 NEW_TOKENS = 32
 
-Phase = Literal["prefill", "decode"]
-
 
 @dataclass(frozen=True)
 class Case:
-    """One measurement.
-
-    what: the part that runs, one decoder layer or the whole model.
-    phase: prefill or decode.
-    size: the number of tokens of a prefill, or of sequences of a decode.
-    position: the index of `size` in the caller's list of sizes. Cases are measured in this order.
-    """
+    """One measurement. size: the number of tokens of a prefill, or of sequences of a decode."""
 
     what: Literal["layer", "model"]
-    phase: Phase
+    phase: Literal["prefill", "decode"]
     size: int
-    position: int
 
     def __str__(self) -> str:
         return f"{self.what} {self.phase} {self.size}"
 
 
-def set_compressed(model: nn.Module, phase: Phase) -> None:
+def set_compressed(model: nn.Module, phase: str) -> None:
     """Compresses the packed weights of `model` for a prefill, and drops their compressed forms for a decode.
 
     Only products of many tokens use the compressed forms, which take memory.
@@ -58,22 +49,17 @@ def call_of(model: Any, case: Case, device: torch.device) -> Callable[[], object
         hidden = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, device=device)
         call = lambda: model.base_model(inputs_embeds=hidden, use_cache=False)  # noqa: E731
         return _captured(call) if device.type == "cuda" else call
-    vocabulary = model.config.vocab_size
+    ids = torch.randint(model.config.vocab_size, shape, device=device)
     if case.phase == "prefill":
-        ids = torch.randint(vocabulary, shape, device=device)
         return lambda: model(ids, use_cache=False, logits_to_keep=1)
-    prompt = torch.randint(vocabulary, (case.size, 1), device=device)
     options = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0)
     if device.type == "cuda":  # with a static cache, transformers captures the step as a CUDA graph
         options["cache_implementation"] = "static"  # type: ignore[assignment]
-    return lambda: model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
+    return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
 def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """`call`, captured as a CUDA graph.
-
-    The time of a captured call does not include the time in which Python launches the kernels.
-    """
+    """`call`, captured as a CUDA graph, whose time excludes the time in which Python launches the kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

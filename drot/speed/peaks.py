@@ -4,7 +4,6 @@ import functools
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from drot.speed.timing import interleaved
 
@@ -22,20 +21,19 @@ def measure_peaks(
 
     Returns `float32` and `bfloat16`, operations a second, and `copy`, bytes a second read and written.
 
-    device: the device.
     rows: rows of the square matrices; None is the value of SIZES.
     copied: bytes of the copied tensor; None is the value of SIZES.
     """
     default = SIZES[device.type]
     rows, copied = rows or default[0], copied or default[1]
     factor = torch.randn(rows, rows, device=device)
-    factors = {"float32": factor, "bfloat16": factor.bfloat16()}
+    half = factor.bfloat16()
     source = torch.zeros(copied, dtype=torch.uint8, device=device)
-    target = torch.zeros_like(source)
-    functions: dict[str, Callable[[], Tensor]] = {
-        name: functools.partial(torch.matmul, factor, factor) for name, factor in factors.items()
+    functions: dict[str, Callable[[], object]] = {
+        "float32": functools.partial(torch.matmul, factor, factor),
+        "bfloat16": functools.partial(torch.matmul, half, half),
+        "copy": functools.partial(torch.zeros_like(source).copy_, source),
     }
-    functions["copy"] = functools.partial(target.copy_, source)
-    timings = interleaved(functions, device=device, repeats=REPEATS)
     done = {"float32": 2 * rows**3, "bfloat16": 2 * rows**3, "copy": 2 * copied}
+    timings = interleaved(functions, device=device, repeats=REPEATS)
     return {name: done[name] / timing.median for name, timing in timings.items()}

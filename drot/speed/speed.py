@@ -8,9 +8,9 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
@@ -24,7 +24,7 @@ from drot.machine.environment import machine_name
 from drot.manifest.manifest import dense_linears_of
 from drot.sparse.linear import is_packed
 from drot.speed.cases import NEW_TOKENS, Case, call_of, set_compressed
-from drot.speed.figures import rows_of
+from drot.speed.rates import rows_of
 from drot.speed.timing import interleaved
 from drot.speed.variants import DENSE, SPARSE, layer_variants, model_variants, shape_config, stacked_variants
 
@@ -35,6 +35,9 @@ TOKENS = (128, 512, 2048, 8192)
 BATCHES = (1, 2, 4, 8, 16, 32)
 #: default of `minutes` on a CPU
 CPU_MINUTES = 3.0
+
+#: `layer` and `model` → a function that makes the models of the variants, name → model
+Makers = Mapping[str, Callable[[], Mapping[str, PreTrainedModel]]]
 
 
 @torch.no_grad()
@@ -82,6 +85,40 @@ def measure_speed(
         dtype: dtype of the weights. `auto` is the checkpoint's own, or bfloat16 with `shape`.
         progress: receives the event `measure` after each case.
     """
+    _check_arguments(model, shape, tokens, batches, repeats, minutes)
+    started, target = time.perf_counter(), pick_device(device)
+    if minutes is None:
+        minutes = CPU_MINUTES if target.type == "cpu" else math.inf
+    if tokens is None and batches is None:
+        tokens, batches = TOKENS, BATCHES
+    config, weights, makers = _makers(model, shape, dtype, target)
+    sizes = {"prefill": tokens or (), "decode": batches or ()}
+    budget = Budget(started, 60 * minutes, config.num_hidden_layers)
+    with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
+        rows, left_out = _measure_cases(makers, sizes, target, repeats, budget, progress)
+    return {
+        "model": shape or str(model),
+        "machine": machine_name(target),
+        "dtype": dtype_name(weights),
+        "repeats": repeats,
+        "versions": {"drot": __version__, "torch": torch.__version__},
+        "variants": {
+            what: list(dict.fromkeys(row["variant"] for row in rows if row["what"] == what))
+            for what in makers
+        },
+        "rows": rows,
+        "left_out": left_out,
+    }
+
+
+def _check_arguments(
+    model: object,
+    shape: str | None,
+    tokens: Sequence[int] | None,
+    batches: Sequence[int] | None,
+    repeats: int,
+    minutes: float | None,
+) -> None:
     if (model is None) == (shape is None):
         raise UserError(
             f"name either a checkpoint or a `shape`; got {'neither' if model is None else 'both'}"
@@ -95,138 +132,98 @@ def measure_speed(
         raise UserError(f"`minutes` must be at least 0; got {minutes:g}")
     if repeats < 1:
         raise UserError(f"`repeats` must be at least 1; got {repeats}")
-    started = time.perf_counter()
-    target = pick_device(device)
-    if tokens is None and batches is None:
-        tokens, batches = TOKENS, BATCHES
-    if minutes is None and target.type == "cpu":
-        minutes = CPU_MINUTES
+
+
+def _makers(
+    model: str | Path | None, shape: str | None, dtype: str, device: torch.device
+) -> tuple[Any, torch.dtype, Makers]:
+    """The config and the dtype of the measured model, and what makes its variants."""
     if shape is not None:
         config = shape_config(shape)
         weights = torch.bfloat16 if dtype == "auto" else parse_dtype(dtype)
-        of_layer = functools.cache(lambda: layer_variants(config, dtype=weights, device=target))
-        of_model: Callable[[], dict[str, PreTrainedModel]] = functools.cache(
-            lambda: stacked_variants(of_layer(), config)
-        )
     else:
         assert model is not None
-        loaded = load(model, device=target, dtype=dtype)
-        packed = is_packed(loaded)
-        models = model_variants(loaded, () if packed else dense_linears_of(model, loaded.config))
+        loaded = load(model, device=device, dtype=dtype)
+        models = model_variants(loaded, () if is_packed(loaded) else dense_linears_of(model, loaded.config))
         config, weights = models[SPARSE].config, models[SPARSE].dtype
-        of_layer = functools.cache(lambda: layer_variants(config, dtype=weights, device=target))
-        of_model = lambda: models  # noqa: E731
-    variants: dict[str, Callable[[], Mapping[str, PreTrainedModel]]] = {"layer": of_layer, "model": of_model}
-    cases = [
-        Case(what, phase, size, position)  # type: ignore[arg-type]
-        for what in variants
-        for phase, sizes in (("prefill", tokens or ()), ("decode", batches or ()))
-        for position, size in enumerate(sizes)
-    ]
-    with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
-        rows, left_out = _measure_cases(
-            cases,
-            variants,
-            target,
-            repeats,
-            None if minutes is None else _Budget(started, 60 * minutes, config.num_hidden_layers),
-            progress,
-        )
-    return {
-        "model": shape or str(model),
-        "machine": machine_name(target),
-        "dtype": dtype_name(weights),
-        "repeats": repeats,
-        "versions": {"drot": __version__, "torch": torch.__version__},
-        "variants": {
-            what: list(dict.fromkeys(row["variant"] for row in rows if row["what"] == what))
-            for what in variants
-        },
-        "rows": rows,
-        "left_out": left_out,
-    }
+    of_layer = functools.cache(lambda: layer_variants(config, dtype=weights, device=device))
+    of_model = functools.cache(lambda: stacked_variants(of_layer(), config) if shape else models)
+    return config, weights, {"layer": of_layer, "model": of_model}
 
 
-@dataclass(frozen=True)
-class _Budget:
-    """The time for all cases.
+@dataclass
+class Budget:
+    """The time for all cases. Cases of the layer may take the first half, so that the model has some left.
 
     started: time.perf_counter() when the measurement began.
-    seconds: the time from then to the end of the last case.
-    layers: the number of decoder layers of the model, for the estimate of a case (`_expected`).
+    limit: seconds from then to the end of the last case; infinity is no limit.
+    layers: decoder layers of the model.
+    seconds: the measured or estimated seconds of the cases so far.
     """
 
     started: float
-    seconds: float
+    limit: float
     layers: int
+    seconds: dict[Case, float] = field(default_factory=dict)
+
+    def deadline(self, case: Case) -> float:
+        return self.started + self.limit * (0.5 if case.what == "layer" else 1)
+
+    def expected(self, case: Case) -> float:
+        """The expected seconds of a case; 0 if nothing is known about it.
+
+        The estimate comes from the last case with the same part and phase, or else from the case of a layer.
+        """
+        if case in self.seconds:
+            return self.seconds[case]
+        similar = [other for other in self.seconds if (other.what, other.phase) == (case.what, case.phase)]
+        if similar:
+            scale = case.size / similar[-1].size if case.phase == "prefill" else 1
+            return self.seconds[similar[-1]] * scale
+        if case.what == "layer":
+            return 0.0
+        of_layer = self.expected(replace(case, what="layer"))
+        return of_layer * self.layers * (NEW_TOKENS if case.phase == "decode" else 1)
 
 
 def _measure_cases(
-    cases: Sequence[Case],
-    variants: Mapping[str, Callable[[], Mapping[str, PreTrainedModel]]],
+    makers: Makers,
+    sizes: Mapping[Any, Sequence[int]],
     device: torch.device,
     repeats: int,
-    budget: _Budget | None,
+    budget: Budget,
     progress: Progress,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The rows of the measured cases, and the names of the cases that were left out.
 
-    Cases of the layer come before cases of the model, each in the order of their positions. The layer may
-    use the first half of the budget, so that some time is left for the model.
-
-    Args:
-        cases: the cases to measure.
-        variants: `layer` and `model` → a function that makes the variants, called when the first case needs
-            them.
-        device: the device of the variants.
-        repeats: calls of each variant in each case.
-        budget: the time for all cases; None is no limit.
-        progress: receives the event `measure` after each case.
+    sizes: phase → sizes. Cases are measured in the order of the sizes, those of the layer first.
     """
     warmup = 3 if device.type == "cuda" else 1
-    parts = list(variants)
-    ordered = sorted(cases, key=lambda case: (parts.index(case.what), case.position))
-    seconds: dict[Case, float] = {}
+    whats: tuple[Literal["layer", "model"], ...] = ("layer", "model")
+    cases = list(
+        dict.fromkeys(Case(what, phase, n) for what in whats for phase in sizes for n in sizes[phase])
+    )
+    ordered = sorted(cases, key=lambda case: (case.what, sizes[case.phase].index(case.size)))
     rows: dict[Case, list[dict[str, Any]]] = {}
-    for number, case in enumerate(ordered):
-        begin, expected, deadline = time.perf_counter(), 0.0, math.inf
-        if budget is not None:
-            expected = _expected(case, seconds, budget.layers)
-            deadline = budget.started + budget.seconds * (parts.index(case.what) + 1) / len(parts)
-        if begin + expected > deadline:
+    for number, case in enumerate(ordered, 1):
+        expected, deadline = budget.expected(case), budget.deadline(case)
+        if time.perf_counter() + expected > deadline:
             continue
-        models = variants[case.what]()
+        models = makers[case.what]()
         for model in models.values():
             set_compressed(model, case.phase)
         calls = {name: call_of(model, case, device) for name, model in models.items()}
         begin = time.perf_counter()
-        if not expected and budget is not None:  # no case of this kind was measured: estimate from one call
+        if not expected and deadline < math.inf:  # no case of this kind was measured: estimate from one call
             calls[DENSE]()
-            seconds[case] = (time.perf_counter() - begin) * len(calls) * (repeats + warmup)
-            if begin + seconds[case] > deadline:
+            budget.seconds[case] = (time.perf_counter() - begin) * len(calls) * (repeats + warmup)
+            if begin + budget.seconds[case] > deadline:
                 continue
         timings = interleaved(calls, device=device, repeats=repeats, warmup=warmup)
         rows[case] = rows_of(case, timings, models, repeats)
-        seconds[case] = time.perf_counter() - begin
-        progress(ProgressEvent(phase="measure", step=number + 1, steps=len(ordered)))
+        budget.seconds[case] = time.perf_counter() - begin
+        progress(ProgressEvent(phase="measure", step=number, steps=len(ordered)))
     return (
         [row for case in cases for row in rows.get(case, [])],
         [str(case) for case in cases if case not in rows],
     )
-
-
-def _expected(case: Case, seconds: Mapping[Case, float], layers: int) -> float:
-    """The expected seconds of a case of a model with `layers` layers; 0 if nothing is known about it.
-
-    seconds: the seconds of the cases that were measured. The estimate comes from the last case with the same
-    part and phase, or else from the case of a single layer.
-    """
-    if case in seconds:
-        return seconds[case]
-    similar = [other for other in seconds if (other.what, other.phase) == (case.what, case.phase)]
-    if similar:
-        return seconds[similar[-1]] * (case.size / similar[-1].size if case.phase == "prefill" else 1)
-    if case.what == "layer":
-        return 0.0
-    of_layer = _expected(replace(case, what="layer"), seconds, layers)
-    return of_layer * layers * (NEW_TOKENS if case.phase == "decode" else 1)

@@ -26,29 +26,23 @@ def interleaved(
 ) -> dict[str, Timing]:
     """The Timing of each function, measured over `repeats` rounds. A round calls every function once.
 
-    functions: name → function. device: the device on which they run; on a GPU, the time of a call ends when
-    the GPU is idle. warmup: rounds before the measured ones.
+    functions: name → function. On a GPU, the time of a call ends when the GPU is idle.
+    warmup: rounds before the measured ones.
     """
     cuda = torch.device(device).type == "cuda"
-
-    def once(function: Callable[[], object]) -> float:
-        if cuda:
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        function()
-        if cuda:
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    for _ in range(warmup):
-        for function in functions.values():
-            once(function)
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(repeats):
+    for _ in range(warmup + repeats):
         for name, function in functions.items():
-            seconds[name].append(once(function))
-    out = {}
-    for name, values in seconds.items():
-        cuts = statistics.quantiles(values, n=5) if len(values) > 1 else [values[0]] * 4
-        out[name] = Timing(p20=cuts[0], median=statistics.median(values), p80=cuts[3])
-    return out
+            if cuda:
+                torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            function()
+            if cuda:
+                torch.cuda.synchronize(device)
+            seconds[name].append(time.perf_counter() - start)
+    return {name: _timing(values[warmup:]) for name, values in seconds.items()}
+
+
+def _timing(values: list[float]) -> Timing:
+    cuts = statistics.quantiles(values, n=5) if len(values) > 1 else values * 4
+    return Timing(p20=cuts[0], median=statistics.median(values), p80=cuts[3])

@@ -10,35 +10,31 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from drot.checkpoint.quantization_config import boundary_of
 from drot.core.errors import UserError
-from drot.model.boundary import add_boundary_rotation, remove_boundary_rotation, rotation_place
-from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
+from drot.model.boundary import remove_boundary_rotation, rotation_place
+from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotations
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model, unpack_model
-from drot.sparse.quantization_config import boundary_of
 
 DENSE, SPARSE, ROTATED = "dense", "2:4", "2:4 + rotation"
 
-_LLAMA = dict(model_type="llama", head_dim=128, tie_word_embeddings=False)
+_DIMENSIONS = (
+    *("model_type", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("num_hidden_layers", "vocab_size"),
+)
 #: name → configuration of a published model, for measurements with random weights
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama-2-7b": _LLAMA
-    | dict(hidden_size=4096, intermediate_size=11008, num_attention_heads=32, num_key_value_heads=32)
-    | dict(num_hidden_layers=32, vocab_size=32000),
-    "llama-3-8b": _LLAMA
-    | dict(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
-    | dict(num_hidden_layers=32, vocab_size=128256),
-    "llama-3-70b": _LLAMA
-    | dict(hidden_size=8192, intermediate_size=28672, num_attention_heads=64, num_key_value_heads=8)
-    | dict(num_hidden_layers=80, vocab_size=128256),
-    "qwen2.5-7b": dict(model_type="qwen2", tie_word_embeddings=False)
-    | dict(hidden_size=3584, intermediate_size=18944, num_attention_heads=28, num_key_value_heads=4)
-    | dict(num_hidden_layers=28, vocab_size=152064),
-    "qwen3-8b": dict(model_type="qwen3", head_dim=128, tie_word_embeddings=False)
-    | dict(hidden_size=4096, intermediate_size=12288, num_attention_heads=32, num_key_value_heads=8)
-    | dict(num_hidden_layers=36, vocab_size=151936),
+    name: dict(zip(_DIMENSIONS, values, strict=True), head_dim=128, tie_word_embeddings=False)
+    for name, *values in (
+        ("llama-2-7b", "llama", 4096, 11008, 32, 32, 32, 32000),
+        ("llama-3-8b", "llama", 4096, 14336, 32, 8, 32, 128256),
+        ("llama-3-70b", "llama", 8192, 28672, 64, 8, 80, 128256),
+        ("qwen2.5-7b", "qwen2", 3584, 18944, 28, 4, 28, 152064),
+        ("qwen3-8b", "qwen3", 4096, 12288, 32, 8, 36, 151936),
+    )
 }
 
 
@@ -53,8 +49,8 @@ def shape_config(name: str) -> Any:
 def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> dict[str, PreTrainedModel]:
     """Variant → model of one decoder layer in the dimensions of `config`, with random weights.
 
-    The vocabulary has 8 tokens, so that next to nothing but the layer takes memory. The boundary rotation
-    has the place that it has in the checkpoint of `config`, or acts on the input.
+    The vocabulary has 8 tokens, so that hardly anything but the layer takes memory. The boundary rotation has
+    the place that it has in the checkpoint of `config`, or acts on the input.
     """
     config = copy.deepcopy(config)
     place = boundary_of(config) or "input"
@@ -64,18 +60,18 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     if getattr(config, "layer_types", None):
         config.layer_types = config.layer_types[:1]
     dense = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval().requires_grad_(False)
-    arch = architecture_of(config)
-    (layer,) = decoder_layers(dense, arch)
-    for linear in layer_linears(layer, arch).values():
+    (layer,) = DecoderModel(dense).layers
+    for linear in layer.linears.values():
         linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
     sparse = _sharing_copy(dense)
     pack_model(sparse)
     fuse(sparse)
     rotated = _sharing_copy(sparse)
-    (layer,) = decoder_layers(rotated, arch)
-    d = config.hidden_size
-    rotation = add_boundary_rotation(layer, arch, place, d, dtype=dtype, device=device)
-    rotation.weight.normal_(0, d**-0.5)  # it takes the time of an orthogonal matrix, which is slow to make
+    (layer,) = DecoderModel(rotated).layers
+    rotation = layer.expect_boundary(place)
+    rotation.weight.normal_(
+        0, config.hidden_size**-0.5
+    )  # it takes the time of an orthogonal matrix, which is slow to make
     fuse(rotated)
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
 
@@ -98,17 +94,16 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
     models = {}
     for name, model in layers.items():
         models[name] = stacked = _sharing_copy(model)
-        arch = architecture_of(config)
         stacked.config.num_hidden_layers, stacked.config.vocab_size = config.num_hidden_layers, rows
         if getattr(stacked.config, "layer_types", None):
             stacked.config.layer_types = stacked.config.layer_types * config.num_hidden_layers
-        module_at(stacked, arch.embedding).weight = embedding
-        module_at(stacked, arch.head).weight = head
-        stack = decoder_layers(stacked, arch)
+        decoder = DecoderModel(stacked)
+        decoder.embedding.weight, decoder.head.weight = embedding, head
+        stack, attention_path = decoder.layer_modules, decoder.family.attention
         for index in range(1, config.num_hidden_layers):
-            layer, attention = _twin(stack[0]), _twin(module_at(stack[0], arch.attention))
+            layer, attention = _twin(stack[0]), _twin(stack[0].get_submodule(attention_path))
             attention.layer_idx = index  # the layer's index in the KV cache
-            setattr(layer, arch.attention, attention)
+            setattr(layer, attention_path, attention)
             stack.append(layer)
         if rotation_place(stack[0]) is not None:
             stack[0] = _twin(stack[0])
@@ -138,11 +133,7 @@ def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) 
     fuse(packed)
     plain = _sharing_copy(packed)
     unfuse_rotations(plain)
-    layers = [
-        layer
-        for layer in decoder_layers(plain, architecture_of(plain.config))
-        if rotation_place(layer) is not None
-    ]
+    layers = [layer for layer in DecoderModel(plain).layer_modules if rotation_place(layer) is not None]
     for layer in layers:
         remove_boundary_rotation(layer)
     dense = _sharing_copy(plain)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from drot.config import Recipe
-from drot.config.recipe import SECTION_OF, known_field
-from drot.config.recipe_file import SUFFIXES, read_recipe, settings_in
+from drot.config import Recipe, ResolvedRecipe, resolve
+from drot.config.recipe import SECTION_OF, known_field, read_recipe
+from drot.config.recipe_file import SUFFIXES, settings_in
 from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError
 
@@ -21,13 +21,14 @@ MOST_CELLS = 10_000
 
 @dataclass(frozen=True)
 class Cell:
-    """One recipe of a sweep."""
+    """One recipe of a sweep: as the grid wishes it, and as it runs."""
 
     recipe: Recipe
+    resolved: ResolvedRecipe
 
     def value(self, field: str) -> Any:
-        """The value of a field of the recipe in plain JSON types, with its default resolved."""
-        return self.recipe.to_dict()[SECTION_OF[field]][field]
+        """The value of a field of the resolved recipe, in plain JSON types."""
+        return self.resolved.to_dict()[SECTION_OF[field]][field]
 
     def label(self, fields: tuple[str, ...]) -> str:
         """The values of `fields`, as in `steps 100, lr 0.01`."""
@@ -36,10 +37,9 @@ class Cell:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A combination that is not run.
+    """A combination of fields and values, `label`, that is not run.
 
-    label: its fields and values. reason: why it is not run. refused: whether it is no recipe for the model;
-    otherwise its run is that of another cell.
+    refused: whether it is no recipe for the model; otherwise its run is that of another cell.
     """
 
     label: str
@@ -51,15 +51,12 @@ class Skipped:
 class Grid:
     """The content of a grid file.
 
-    Args:
-        model: name on the hub or folder of the model; None if the file names none.
-        fields: the fields of a recipe that the file varies, in its order.
-        cells: the recipes, each once.
-        skipped: the combinations that no recipe allows, and those whose run equals that of another cell.
-        texts: texts for the perplexity.
-        tasks: names of tasks for the accuracy, as in `drot.evaluation.evaluate`.
-        seqlen: tokens in a window of a text; None is `default_seqlen` of the model.
-        text_column: the column of the text in .json, .jsonl and .parquet files.
+    model: name on the hub or folder of the model; None if the file names none.
+    fields: the fields of a recipe that the file varies, in its order.
+    cells: the recipes, each once.
+    skipped: the combinations that no recipe allows, and those whose run equals that of another cell.
+    texts, tasks: texts for the perplexity and tasks for the accuracy, as in `drot.evaluation.evaluate`.
+    seqlen: tokens in a window of a text; None is `default_seqlen` of the model.
     """
 
     model: str | None
@@ -103,23 +100,26 @@ def _grid(data: dict[Any, Any]) -> Grid:
     is_a("model", values.get("model"), str, or_none=True)
     is_a("seqlen", values.get("seqlen"), int, or_none=True)
     is_a("text_column", values.get("text_column", "text"), str)
-    texts = values.get("texts", ["wikitext2"])
-    texts = [texts] if isinstance(texts, str) else texts
-    if not (isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts)):
-        raise UserError(f"texts must be a list of texts, such as [wikitext2]; got {shortened(texts)}")
-    tasks = values.get("tasks", [])
-    tasks = [tasks] if isinstance(tasks, str) else tasks
-    if not (isinstance(tasks, list) and all(isinstance(task, str) for task in tasks)):
-        raise UserError(f"tasks must be a list of tasks, such as [paper]; got {shortened(tasks)}")
+    texts, tasks = _names(values, "texts", "wikitext2"), _names(values, "tasks", "paper")
     combinations = list(_combinations(values))
     fields = tuple(dict.fromkeys(field for combination in combinations for field in combination))
     cells, skipped = _cells(_base(values.get("base", {})), combinations)
     if not cells:
         raise UserError(f"no combination is a recipe: {skipped[0].label}: {skipped[0].reason}")
     return Grid(
-        values.get("model"), fields, cells, skipped, list(dict.fromkeys(texts)), tasks,
+        values.get("model"), fields, cells, skipped, texts, tasks,
         values.get("seqlen"), values.get("text_column", "text"),
     )  # fmt: skip
+
+
+def _names(values: dict[str, Any], key: str, example: str) -> list[str]:
+    """The texts or tasks of a grid file, each once. A single name needs no list; texts need at least one."""
+    names = values.get(key, ["wikitext2"] if key == "texts" else [])
+    names = [names] if isinstance(names, str) else names
+    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not listed or (key == "texts" and not names):
+        raise UserError(f"{key} must be a list of {key}, such as [{example}]; got {shortened(names)}")
+    return list(dict.fromkeys(names))
 
 
 def _base(base: Any) -> Recipe:
@@ -163,11 +163,12 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
             for field, value in values.items()
         )
         try:
-            cell = Cell(base.replace(**values))
+            recipe = base.replace(**values)
+            cell = Cell(recipe, resolve(recipe))
         except UserError as error:
             skipped.append(Skipped(label, str(error)))
             continue
-        key = str(effective(cell.recipe))
+        key = str(effective(cell.resolved))
         if key in cells:
             same = cells[key].label(tuple(values))
             skipped.append(Skipped(label, f"its run is that of the cell {same}", refused=False))
@@ -176,7 +177,7 @@ def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell]
     return list(cells.values()), skipped
 
 
-def effective(recipe: Recipe) -> dict[str, Any]:
+def effective(recipe: ResolvedRecipe) -> dict[str, Any]:
     """The settings that a run reads, in plain JSON types: without a rotation, none of its training."""
     settings = recipe.to_dict()
     if recipe.rotation.mode == "none":

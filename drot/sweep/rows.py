@@ -4,24 +4,18 @@ import csv
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from drot.core.files import new_file
-from drot.evaluation.record import gap_closed
+from drot.evaluation.gap import gap_closed
 from drot.sweep.grid import Cell, Skipped
 
-#: Figures of a cell (figures.py) that have a column of their own. None has the name of a recipe's field.
-FIGURES = (
-    "entropy_before",
-    "entropy_after",
-    "removed_importance_before",
-    "removed_importance_after",
-    "zeros",
-    "seconds",
-    "seconds_per_step",
-    "trained_by",
+#: columns that follow the perplexities and accuracies. None has the name of a recipe's field.
+COLUMNS = (
+    *("entropy_before", "entropy_after", "removed_importance_before", "removed_importance_after"),
+    *("zeros", "seconds", "seconds_per_step", "trained_by"),
 )
 
 
@@ -38,41 +32,32 @@ class Row:
     cell: Cell
     record: dict[str, Any]
     dense: dict[str, float]
-    dense_accuracy: dict[str, float] = field(default_factory=dict)
+    dense_accuracy: dict[str, float]
 
     @property
     def rotated(self) -> bool:
         return self.cell.recipe.rotation.mode != "none"
 
     @property
-    def trained_elsewhere(self) -> bool:
-        """Whether another cell trained the rotations, so that `seconds` does not contain their training."""
-        return self.record["trained_by"] not in (None, self.key)
+    def seconds(self) -> str:
+        """The time of the run; with a star if another cell trained the rotations."""
+        elsewhere = self.record["trained_by"] not in (None, self.key)
+        return f"{self.record['seconds']:.1f}" + "*" * elsewhere
 
     def perplexity(self, text: str) -> float | None:
         """The perplexity on a text; None if it is not finite."""
         value: float | None = self.record["perplexity"][text]
         return value
 
-    def accuracy(self, task: str) -> float | None:
-        """The accuracy in a task, in [0, 1]; None if the logits are not finite."""
-        value: float | None = self.record["accuracy"][task]
-        return value
-
     @property
     def mean_accuracy(self) -> float | None:
         """The mean accuracy of all tasks; None without tasks, and if the logits are not finite."""
-        return _mean([self.accuracy(task) for task in self.dense_accuracy])
+        values = self.record["accuracy"].values()
+        return statistics.fmean(values) if values and None not in values else None
 
     @property
     def dense_mean_accuracy(self) -> float | None:
-        """The mean accuracy of the dense model; None without tasks."""
-        return _mean([*self.dense_accuracy.values()])
-
-
-def _mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known and len(known) == len(values) else None
+        return statistics.fmean(self.dense_accuracy.values()) if self.dense_accuracy else None
 
 
 def short_names(texts: Iterable[str]) -> dict[str, str]:
@@ -84,23 +69,22 @@ def short_names(texts: Iterable[str]) -> dict[str, str]:
 
 def not_rotated(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row of the same recipe without a rotation; None without one, and for a row that is not rotated."""
-    recipe = row.cell.recipe
+    own = row.cell.recipe
     for other in rows:
-        of_other = other.cell.recipe
-        if row.rotated and not other.rotated and (
-            (of_other.pruning, of_other.recovery, of_other.calibration)
-            == (recipe.pruning, recipe.recovery, recipe.calibration)
-        ):  # fmt: skip
+        recipe = other.cell.recipe
+        same = (recipe.pruning, recipe.recovery, recipe.calibration) == (
+            own.pruning, own.recovery, own.calibration,
+        )  # fmt: skip
+        if row.rotated and not other.rotated and same:
             return other
     return None
 
 
-def gap_closed_on(row: Row, rows: Sequence[Row], text: str) -> float | None:
-    """The share of the damage that the rotation undoes, beside the row of `not_rotated`; None without it."""
-    other = not_rotated(row, rows)
-    return (
-        None if other is None else gap_closed(row.dense[text], other.perplexity(text), row.perplexity(text))
-    )
+def row_gap_closed(row: Row, rows: Sequence[Row], text: str) -> float | None:
+    """The share of the damage on a text that the rotation undoes, against the row of `not_rotated`."""
+    plain = not_rotated(row, rows)
+    baseline = None if plain is None else plain.perplexity(text)
+    return gap_closed(row.dense[text], baseline, row.perplexity(text))
 
 
 def columns(row: Row, rows: Sequence[Row], fields: Sequence[str]) -> dict[str, Any]:
@@ -110,11 +94,11 @@ def columns(row: Row, rows: Sequence[Row], fields: Sequence[str]) -> dict[str, A
         found |= {
             f"perplexity {text}": row.perplexity(text),
             f"dense {text}": dense,
-            f"gap closed {text}": gap_closed_on(row, rows, text),
+            f"gap closed {text}": row_gap_closed(row, rows, text),
         }
-    for task, accuracy in row.dense_accuracy.items():
-        found |= {f"accuracy {task}": row.accuracy(task), f"dense accuracy {task}": accuracy}
-    return found | {name: row.record[name] for name in FIGURES}
+    for task, dense in row.dense_accuracy.items():
+        found |= {f"accuracy {task}": row.record["accuracy"][task], f"dense accuracy {task}": dense}
+    return found | {name: row.record[name] for name in COLUMNS}
 
 
 def write_csv(
@@ -125,9 +109,8 @@ def write_csv(
     Raises WriteError if writing fails. An empty field is a figure that the cell does not have.
     """
     content = [columns(row, rows, fields) for row in rows]
-    headings = [*content[0], "skipped"]
     with new_file(file) as part, part.open("w", newline="", encoding="utf-8") as handle:
-        writer = csv.DictWriter(handle, headings)
+        writer = csv.DictWriter(handle, [*content[0], "skipped"])
         writer.writeheader()
         writer.writerows(content)
         writer.writerows({"cell": f"({each.label})", "skipped": each.reason} for each in skipped)

@@ -1,6 +1,7 @@
 """`sweep`: runs the recipes of a grid on one model, and writes their figures side by side."""
 
 import logging
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,18 +10,19 @@ import torch
 from drot.checkpoint.load import load_config
 from drot.checkpoint.resume import read_journal
 from drot.checkpoint.save import check_writable
+from drot.config import resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.lock import locked
 from drot.machine.devices import pick_devices
 from drot.manifest.manifest import MANIFEST
-from drot.pipeline.prepare import recipe_on
-from drot.pipeline.validation import check_recipe
+from drot.model.families import positions_of
+from drot.pipeline.validation import check_config, check_recipe
 from drot.report.drawing import PACKAGE, installed
-from drot.sweep.desk import CELLS, MODELS, Desk
-from drot.sweep.grid import Cell, Skipped, read_grid
+from drot.sweep.grid import Cell, Grid, Skipped, read_grid
 from drot.sweep.rows import Row, write_csv
+from drot.sweep.runner import CELLS, MODELS, CellRunner
 from drot.sweep.tables import paper_tables, write_tables
 
 logger = logging.getLogger("drot")
@@ -33,13 +35,12 @@ CSV, TABLES, PLOTS = "sweep.csv", "tables.md", "plots"
 class SweepResult:
     """The result of `sweep`.
 
-    Args:
-        rows: the cells with their figures, in the order of the grid.
-        skipped: the combinations that were not run.
-        fields: the fields that the grid varies.
-        computed: number of cells that this call computed; the others were finished before.
-        csv, tables: the written files.
-        plots: the written files of the charts; empty without matplotlib.
+    rows: the cells with their figures, in the order of the grid.
+    skipped: the combinations that were not run.
+    fields: the fields that the grid varies.
+    computed: number of cells that this call computed; the others were finished before.
+    csv, tables: the written files.
+    plots: the written files of the charts; empty without matplotlib.
     """
 
     rows: list[Row]
@@ -91,39 +92,24 @@ def sweep(
     model = content.model if model is None else str(model)
     if not model:
         raise UserError(f"`model` is missing: name a model on the hub or a folder, here or in {grid}")
-    out = Path(out)
+    out, devices = Path(out), pick_devices(device)
     _check_folder(out)
-    devices, config = pick_devices(device), load_config(model)
-    cells, skipped = [], list(content.skipped)
-    for cell in content.cells:
-        try:
-            check_recipe(config, cell.recipe, devices)
-            # a sweep that goes on elsewhere computes cells of another dtype again
-            cells.append(Cell(recipe_on(cell.recipe, devices[0])))
-        except UserError as error:
-            skipped.append(Skipped(cell.label(content.fields), str(error)))
+    cells, refused = _cells_for(model, content, devices)
+    skipped = content.skipped + refused
     if not cells:
         raise UserError(f"no cell of {grid} fits {model}: {skipped[-1].label}: {skipped[-1].reason}")
     with locked(out):
-        desk = Desk(model, out, content.seqlen, content.text_column, devices, dtype, keep_models, progress)
-        desk.read_texts(content.texts)
-        desk.load_tasks(content.tasks)
-        for cell in cells:
-            desk.read_calibration(cell.recipe)
-        dense = desk.dense_figures()
-        keys = {desk.key(cell): cell for cell in cells}
-        shared = [desk.rotations_key(cell.recipe) for cell in cells]
-        rows: list[Row] = []
-        computed = 0
-        for number, (key, cell) in enumerate(keys.items(), 1):
-            record = read_journal(out / CELLS / f"{key}.json")
-            if record is None or (keep_models and not (out / MODELS / key / MANIFEST).exists()):
-                progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
-                rotations = desk.rotations_key(cell.recipe)
-                record = desk.run(cell, key, rotations if shared.count(rotations) > 1 else None)
-                computed += 1
-            rows.append(Row(key, cell, record, dense["perplexity"], dense["accuracy"]))
-            write_csv(out / CSV, content.fields, rows)
+        runner = CellRunner(
+            model,
+            out,
+            content,
+            cells,
+            devices=devices,
+            dtype=dtype,
+            keep_models=keep_models,
+            progress=progress,
+        )
+        rows, computed = _run_cells(runner, cells, content.fields)
         write_csv(out / CSV, content.fields, rows, skipped)
         tables = paper_tables(rows, content.fields)
         plots = []
@@ -135,6 +121,40 @@ def sweep(
             logger.warning("the plots are left out: they need matplotlib (pip install '%s')", PACKAGE)
         write_tables(out / TABLES, model, tables, skipped, plots)
     return SweepResult(rows, skipped, content.fields, computed, out / CSV, out / TABLES, plots)
+
+
+def _cells_for(model: str, grid: Grid, devices: list[torch.device]) -> tuple[list[Cell], list[Skipped]]:
+    """The cells that fit the model and the devices, and those that do not."""
+    config = load_config(model)
+    check_config(config)
+    cells, refused = [], []
+    for cell in grid.cells:
+        try:
+            # a sweep that goes on elsewhere computes cells of another dtype again
+            resolved = resolve(cell.recipe, positions=positions_of(config), device=devices[0].type)
+            check_recipe(config, resolved, devices)
+            cells.append(Cell(cell.recipe, resolved))
+        except UserError as error:
+            refused.append(Skipped(cell.label(grid.fields), str(error)))
+    return cells, refused
+
+
+def _run_cells(runner: CellRunner, cells: list[Cell], fields: tuple[str, ...]) -> tuple[list[Row], int]:
+    """The rows of all cells, and how many of them were not finished before. Writes the CSV after each row."""
+    keys = {runner.key(cell): cell for cell in cells}
+    shared = Counter(runner.rotations_key(cell.resolved) for cell in cells)
+    rows: list[Row] = []
+    computed = 0
+    for number, (key, cell) in enumerate(keys.items(), 1):
+        record = read_journal(runner.out / CELLS / f"{key}.json")
+        if record is None or (runner.keep_models and not (runner.out / MODELS / key / MANIFEST).exists()):
+            runner.progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
+            rotations = runner.rotations_key(cell.resolved)
+            record = runner.run(cell, key, rotations if shared[rotations] > 1 else None)
+            computed += 1
+        rows.append(Row(key, cell, record, runner.dense["perplexity"], runner.dense["accuracy"]))
+        write_csv(runner.out / CSV, fields, rows)
+    return rows, computed
 
 
 def _check_folder(out: Path) -> None:

@@ -303,11 +303,11 @@ def test_the_commands(made, tmp_path, capsys):
     assert cli.run(["export", str(made.pruned), "--out", str(file), *sources]) == 0
     captured = capsys.readouterr()
     assert f"Saved to {file}" in captured.out and "changes of the kept weights" in captured.out
-    assert "layer 2 (3 of 3): exported" in captured.err
+    assert "layer 2 (3 of 3): exporting" in captured.err
     assert file.read_bytes() == made.file.read_bytes()  # nothing in it depends on the hour
     assert cli.run(["apply", str(file), "--out", str(again), "--model", str(made.dense), "--json"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["out"] == str(again) and "layer 2 (3 of 3): made again" in captured.err
+    assert json.loads(captured.out)["out"] == str(again) and "layer 2 (3 of 3): applying" in captured.err
     assert files_of(again) == files_of(made.pruned)
     assert cli.run(["export", str(made.pruned), "--out", str(tmp_path / "c.drot")]) == 2
     assert "this checkpoint is rotated: name the file of its run as --rotations" in capsys.readouterr().err

@@ -1,17 +1,15 @@
 """The inputs of a layer's linears from a pass that resumes, against forward passes from the layer's start."""
 
-import copy
-
 import pytest
 import torch
 from small_models import FAMILIES, random_tokens, small_model
 
 from drot.calibration import layer_pass as passes
 from drot.calibration import stream as streams
-from drot.calibration.layer_pass import ADDED_TO_RESIDUAL, LayerPass
+from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.model.boundary import add_boundary_rotation
-from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, layer_linears
+from drot.model.decoder import DecoderModel
 
 LENGTH = 12
 
@@ -23,40 +21,40 @@ def several_batches(monkeypatch):
 
 def layer_and_stream(family, place=None, dtype=torch.float32):
     """Layer 1 of a small model, with a rotation at `place`, and its inputs in three batches."""
-    model = small_model(family, dtype=dtype)
-    arch = architecture_of(model.config)
-    stream = CalibrationStream.embed(model, arch, random_tokens(5, LENGTH), torch.device("cpu"))
-    layer = decoder_layers(model, arch)[1]
+    model = DecoderModel(small_model(family, dtype=dtype))
+    stream = CalibrationStream.embed(model, random_tokens(5, LENGTH), torch.device("cpu"))
+    layer = model.layers[1]
     if place is not None:
-        rotation = add_boundary_rotation(layer, arch, place, 32, dtype=dtype, device="cpu")
+        rotation = add_boundary_rotation(layer.module, model.family, place, 32, dtype=dtype, device="cpu")
         rotation.weight.copy_(torch.linalg.qr(torch.randn(32, 32))[0])
-    return layer, stream, arch
+    return layer, stream
 
 
-def from_the_start(layer, stream, arch, group):
+def outputs(module, stream):
+    return [module(stream.batch(batch), **stream.layer_kwargs[1]) for batch in stream.batches()]
+
+
+def from_the_start(layer, stream, group):
     """The inputs of a group and the residual to which its linear adds, each from whole forward passes."""
-    linear, seen = layer_linears(layer, arch)[INPUT_GROUPS[group][0]], []
-    handle = linear.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
-    for batch in stream.batches():
-        layer(stream.batch(batch), **stream.layer_kwargs[1])
+    seen, rests = [], []
+    handle = layer.linears_of(group)[0].module.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
+    outputs(layer.module, stream)
     handle.remove()
-    silent = copy.deepcopy(layer)
-    muted = layer_linears(silent, arch)["o_proj" if group == "o" else "down_proj"]
+    silent = layer.copy()
+    muted = silent.linears["o_proj" if group.name == "o" else "down_proj"]
     muted.weight.zero_()
     if muted.bias is not None:
         muted.bias.zero_()
-    rests = []
-    norm = silent.post_attention_layernorm.register_forward_pre_hook(lambda m, args: rests.append(args[0]))
-    outputs = [silent(stream.batch(batch), **stream.layer_kwargs[1]) for batch in stream.batches()]
-    norm.remove()
-    return torch.cat(seen), torch.cat(rests if group == "o" else outputs)
+    norm = silent.module.post_attention_layernorm
+    norm.register_forward_pre_hook(lambda m, args: rests.append(args[0]))
+    found = outputs(silent.module, stream)
+    return torch.cat(seen), torch.cat(rests if group.name == "o" else found)
 
 
 @torch.no_grad()
-def halve(layer, arch, roles):
-    for role in roles:
-        weight = layer_linears(layer, arch)[role].weight
-        weight.mul_(torch.rand_like(weight, dtype=torch.float32) > 0.5)
+def halve(layer, group):
+    for linear in layer.linears_of(group):
+        linear.weight.mul_(torch.rand_like(linear.weight, dtype=torch.float32) > 0.5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -64,70 +62,71 @@ def halve(layer, arch, roles):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_and_output_of_a_layer_that_is_pruned_on_the_way(family, place, dtype):
     """The same bytes as from the start, after every pruned group."""
-    layer, stream, arch = layer_and_stream(family, place, dtype)
+    layer, stream = layer_and_stream(family, place, dtype)
     before = stream.hidden_states.clone()
-    layer_pass = LayerPass(layer, stream, 1, arch)
-    for group, roles in INPUT_GROUPS.items():
-        x, rest = from_the_start(layer, stream, arch, group)
+    layer_pass = LayerPass(layer, stream)
+    for group in layer.groups:
+        x, rest = from_the_start(layer, stream, group)
         found = list(layer_pass.inputs(group, residual=True))
         assert len(found) == 3
         assert torch.equal(torch.cat([inputs for inputs, _ in found]), x)
-        if group in ADDED_TO_RESIDUAL:
+        if group.name in ("o", "down"):
             assert torch.equal(torch.cat([residual for _, residual in found]), rest)
         else:
             assert all(residual is None for _, residual in found)
-        halve(layer, arch, roles)
+        halve(layer, group)
     assert torch.equal(stream.hidden_states, before)
-    expected = stream.outputs(layer, 1)
+    expected = stream.outputs(layer)
     layer_pass.advance()
     assert torch.equal(stream.hidden_states, expected)
 
 
 @pytest.mark.parametrize(
-    "groups", [[], ["o"], ["mlp"], ["down"], ["attention", "down"], ["o", "down"]], ids=str
+    "names", [[], ["o"], ["mlp"], ["down"], ["attention", "down"], ["o", "down"]], ids=str
 )
 @pytest.mark.parametrize("kept_share", [0, 1])
-def test_any_groups_may_be_left_out(groups, kept_share, monkeypatch):
+def test_any_groups_may_be_left_out(names, kept_share, monkeypatch):
     monkeypatch.setattr(passes, "KEPT_SHARE", kept_share)
-    layer, stream, arch = layer_and_stream("llama")
-    layer_pass = LayerPass(layer, stream, 1, arch)
-    for group in groups:
-        x, _ = from_the_start(layer, stream, arch, group)
+    layer, stream = layer_and_stream("llama")
+    layer_pass = LayerPass(layer, stream)
+    for group in (group for group in layer.groups if group.name in names):
+        x, _ = from_the_start(layer, stream, group)
         rows = x.flatten(0, 1).double()
         found = layer_pass.hessian(group)
         torch.testing.assert_close(found.double(), 2 / 5 * rows.T @ rows, rtol=1e-4, atol=1e-4)
-        halve(layer, arch, INPUT_GROUPS[group])
-    expected = stream.outputs(layer, 1)
+        halve(layer, group)
+    expected = stream.outputs(layer)
     layer_pass.advance()
     assert torch.equal(stream.hidden_states, expected)
 
 
 def test_a_layer_computes_as_before_after_an_error():
-    layer, stream, arch = layer_and_stream("qwen3")
-    expected = stream.outputs(layer, 1)
-    layer_pass = LayerPass(layer, stream, 1, arch)
-    list(layer_pass.inputs("o"))
+    layer, stream = layer_and_stream("qwen3")
+    expected = stream.outputs(layer)
+    layer_pass = LayerPass(layer, stream)
+    _, o, _, down = layer.groups
+    list(layer_pass.inputs(o))
     stream.layer_kwargs[1] = {}  # no position embeddings
-    handle = layer.mlp.gate_proj.register_forward_pre_hook(lambda module, args: 1 / 0)
+    handle = layer.module.mlp.gate_proj.register_forward_pre_hook(lambda module, args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        list(layer_pass.inputs("down"))
+        list(layer_pass.inputs(down))
     handle.remove()
     stream = layer_and_stream("qwen3")[1]
-    assert torch.equal(stream.outputs(layer, 1), expected)
-    assert "forward" not in layer.self_attn.__dict__
+    assert torch.equal(stream.outputs(layer), expected)
+    assert "forward" not in layer.module.self_attn.__dict__
 
 
 def test_one_tensor_is_kept_beside_the_stream(monkeypatch):
     """With heads · head_dim equal to d, the inputs and the outputs of o_proj and the output of the layer
     share it."""
-    layer, stream, arch = layer_and_stream("llama-biased")  # 4 heads of 16, d is 32: the widths differ
+    layer, stream = layer_and_stream("llama-biased")  # 4 heads of 16, d is 32: the widths differ
     made = []
     real = torch.empty
     monkeypatch.setattr(
         passes.torch, "empty", lambda *args, **options: made.append(args) or real(*args, **options)
     )
-    layer_pass = LayerPass(layer, stream, 1, arch)
-    for group in INPUT_GROUPS:
+    layer_pass = LayerPass(layer, stream)
+    for group in layer.groups:
         list(layer_pass.inputs(group))
     layer_pass.advance()
     assert [shape[-1] for (shape,) in made if isinstance(shape, tuple)] == [64, 32]

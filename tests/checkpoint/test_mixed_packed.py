@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
@@ -19,7 +20,6 @@ from drot.manifest.manifest import read_manifest
 from drot.model.families import architecture_of
 from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
-from drot.sparse.quantization_config import DrotConfig
 from drot.speed.speed import measure_speed
 from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
 
@@ -231,6 +231,6 @@ def test_a_faulty_list_of_dense_linears(packed, value, message):
 
 
 def test_dense_linears_need_packed():
-    with pytest.raises(UserError, match="dense_linears must stand beside packed: true"):
+    with pytest.raises(UserError, match="dense_linears needs packed: true"):
         DrotConfig(dense_linears=["layers.0.mlp.up_proj"])
     assert len(list(packed_linears(small_model("llama")))) == 0

@@ -35,7 +35,7 @@ def test_files_of_a_packed_checkpoint(checkpoints):
     config = json.loads((checkpoints / "packed" / "config.json").read_text())
     assert config["quantization_config"] == {
         "quant_method": "drot",
-        "residual_rotation": True,
+        "boundary": "input",
         "packed": True,
     }
     assert read_manifest(checkpoints / "packed")["format"] == "packed"
@@ -76,7 +76,7 @@ def test_packed_with_the_boundary_rotation_on_the_residual(tmp_path):
     dense = drot.prune(small_model("llama", head_dim=16), recipe, **options).model
     drot.prune(small_model("llama", head_dim=16), recipe, out=tmp_path / "out", format="packed", **options)
     packed = drot.load(tmp_path / "out", device="cpu")
-    assert is_packed(packed) and packed.config.quantization_config.down_basis == "next"
+    assert is_packed(packed) and packed.config.quantization_config.boundary == "residual"
     assert torch.allclose(packed(tokens).logits, dense(tokens).logits, atol=1e-5)
 
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 import drot
+from drot.checkpoint.hf_model import DrotModel, as_drot_model
 from drot.cli import app as cli
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
@@ -29,7 +30,6 @@ from drot.model.families import architecture_of, decoder_layers, layer_linears
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
-from drot.sparse.quantization_config import describe_model
 
 TOKENS = random_tokens(2, 12)
 ROTATION = "model.layers.1.residual_rotation.weight"
@@ -53,7 +53,7 @@ def a_model(kind: str, family: str = "llama", place: BoundaryPlace = "input", **
             for linear in layer_linears(layer, arch).values():
                 linear.weight.mul_(torch.tensor([1, 0, 0, 1]).repeat(linear.in_features // 4))
         pack_model(model)
-    describe_model(model)
+    as_drot_model(model)
     return model
 
 
@@ -162,7 +162,8 @@ def test_a_stock_checkpoint_stays_stock(folders, tmp_path):
 
 def opens_right(folder, logits):
     model = AutoModelForCausalLM.from_pretrained(folder)
-    assert type(model) is LlamaForCausalLM and isinstance(model.config, LlamaConfig)
+    assert isinstance(model, LlamaForCausalLM) and type(model.config) is LlamaConfig
+    assert isinstance(model, DrotModel) and type(model).__name__ == "LlamaForCausalLM"
     assert (model.config.model_type, model.config.architectures) == ("llama", ["LlamaForCausalLM"])
     torch.testing.assert_close(model(TOKENS).logits, logits)
     torch.testing.assert_close(drot.load(folder, device="cpu")(TOKENS).logits, logits)
@@ -173,10 +174,7 @@ def test_round_trip(checkpoint, tmp_path):
     folder, logits = checkpoint
     model = opens_right(folder, logits)
     model.save_pretrained(tmp_path / "again")
-    assert {**config_of(folder), "quantization_config": 0} == {
-        **config_of(tmp_path / "again"),
-        "quantization_config": 0,
-    }
+    assert config_of(folder) == config_of(tmp_path / "again")
     opens_right(tmp_path / "again", logits)
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         twin.save_pretrained(tmp_path / "twin")
@@ -192,27 +190,6 @@ def test_every_family(family, place, tmp_path):
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert opened.config.model_type == family
     torch.testing.assert_close(opened(TOKENS).logits, model(TOKENS).logits)
-
-
-def test_the_old_form_opens_and_is_saved_in_the_new_form(checkpoint, tmp_path):
-    """drot wrote the config of the family with its own quantization_config, and the family's tensor names."""
-    folder, logits = checkpoint
-    new_names = load_file(folder / "model.safetensors").keys()
-
-    def old_names(tensors):
-        for name in [name for name in tensors if ".rotated_" in name]:
-            tensors[name.replace(".rotated_", ".")] = tensors.pop(name)
-
-    rewrite(folder, old_names)
-    config = config_of(folder)
-    for key in ("base_model_type", "transformers_weights"):
-        del config[key]
-    config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-    (folder / "config.json").write_text(json.dumps(config))
-    opens_right(folder, logits).save_pretrained(tmp_path / "new")
-    assert config_of(tmp_path / "new")["model_type"] == "drot"
-    assert load_file(tmp_path / "new/model.safetensors").keys() == new_names
-    opens_right(tmp_path / "new", logits)
 
 
 def test_a_family_class_names_what_to_do(checkpoint):

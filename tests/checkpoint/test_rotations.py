@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
-from drot.checkpoint.rotations import load_rotations, rotation_tensors, save_rotations
+from drot.checkpoint.rotations import load_rotations, save_rotations
 from drot.core.errors import UserError
 from drot.model.families import HeadShape
 from drot.model.rotation import LayerRotation
@@ -45,8 +44,8 @@ def test_the_message_for_a_faulty_file(tmp_path):
         load(path, d=16)
     with pytest.raises(UserError, match="holds 2 layers, but this model has 1"):
         load(path, layers=1)
-    tensors = rotation_tensors(rotations())
-    tensors["layers.1.r2"] *= 1.1
-    save_file(tensors, path)
+    wrong = rotations()
+    wrong[1].r2.mul_(1.1)
+    save_rotations(path, wrong, {})
     with pytest.raises(UserError, match="layers.1.r2 must be orthogonal, got"):
         load(path)

@@ -210,7 +210,7 @@ def test_what_is_no_model(model, capfd):
     ):
         assert message in refused(capfd, name)
     (model / "adapter_config.json").write_text("{}")
-    assert "holds an adapter beside a model" in refused(capfd, model)
+    assert "holds an adapter next to a model" in refused(capfd, model)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`drot prune --recipe`: the recipe that reaches the pipeline, what beside it replaces, what is told."""
+"""`drot prune --recipe`: the recipe that reaches the pipeline, which options replace it, what is reported."""
 
 import json
 import logging

@@ -48,7 +48,10 @@ def test_sensitivity(sensitivity, calls, capsys):
         '--keep layers.1.mlp.down_proj, or give it another sparsity: --sparsity-of "layers.1.mlp.down' in out
     )
     assert max(map(len, captured.out.splitlines()[:-1])) <= 100
-    assert "a library prints to stdout" in captured.err and "layer 0 (1 of 2): output errors" in captured.err
+    assert (
+        "a library prints to stdout" in captured.err
+        and "layer 0 (1 of 2): measuring output errors" in captured.err
+    )
     ((model, recipe, options),) = sensitivity
     assert (model, recipe.pruning.keep, str(options["rotations"])) == ("m", ("layers.1.mlp.up_proj",), "r.st")
     assert cli.run([*arguments, "--json"]) == 0

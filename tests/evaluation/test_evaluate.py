@@ -162,7 +162,7 @@ def test_weights_that_do_not_fit_are_streamed(models, monkeypatch, caplog):
 
 def test_tasks_are_refused_for_weights_that_do_not_fit(models, monkeypatch):
     monkeypatch.setattr(evaluation, "load_tasks", lambda names: None)
-    monkeypatch.setattr(evaluation, "place", lambda *args, **options: True)
+    monkeypatch.setattr(evaluation, "move_models", lambda *args, **options: True)
     with pytest.raises(UserError, match="`tasks` need the whole of .* on cpu, where it does not fit"):
         measure(models, "dense", tasks=["piqa"])
 

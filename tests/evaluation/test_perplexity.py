@@ -6,6 +6,7 @@ import pytest
 from small_models import random_tokens, small_model
 
 from drot.core.errors import BrokenModelError, UserError
+from drot.evaluation import predictions
 from drot.evaluation.perplexity import check_logits, perplexity
 
 
@@ -18,17 +19,19 @@ def one_token_at_a_time(model, tokens, seqlen):
     return math.exp(sum(windows) / len(windows))
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, None])
+@pytest.mark.parametrize("windows", [1, 3, 100])
 @pytest.mark.parametrize("length", [60, 67])
-def test_whole_windows_count_alike(length, batch_size):
+def test_whole_windows_count_alike(length, windows, monkeypatch):
+    monkeypatch.setattr(predictions, "LOGITS_AT_ONCE", windows * 12 * 96)
     tokens = random_tokens(1, length)[0]
-    got = perplexity(small_model("llama"), tokens, seqlen=12, batch_size=batch_size)
+    got = perplexity(small_model("llama"), tokens, seqlen=12)
     assert got == pytest.approx(one_token_at_a_time(small_model("llama"), tokens, 12), rel=1e-5)
 
 
-def test_progress_ends_at_the_last_window():
+def test_progress_ends_at_the_last_window(monkeypatch):
+    monkeypatch.setattr(predictions, "LOGITS_AT_ONCE", 2 * 12 * 96)
     events = []
-    perplexity(small_model("llama"), random_tokens(1, 60)[0], seqlen=12, batch_size=2, progress=events.append)
+    perplexity(small_model("llama"), random_tokens(1, 60)[0], seqlen=12, progress=events.append)
     assert [(event.step, event.steps) for event in events] == [(2, 5), (4, 5), (5, 5)]
 
 

@@ -9,7 +9,7 @@ from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import perplexity, perplexity_of
-from drot.evaluation.predictions import predict, predict_streamed
+from drot.evaluation.predictions import predict
 from drot.model.families import architecture_of, decoder_layers
 from drot.sparse.fused import FusedLinear, FusedRotation, fuse
 
@@ -19,7 +19,7 @@ SEQLEN = 24
 
 def assert_same(model, device, rel=1e-5):
     """Streamed and whole, the model has the same perplexity and the same predictions."""
-    streamed = predict_streamed(model, TOKENS, SEQLEN, torch.device(device))
+    streamed = predict(model, TOKENS, SEQLEN, torch.device(device))
     assert all(parameter.device.type == "cpu" for parameter in model.parameters())
     got = perplexity_of(streamed)
     whole = model.to(device)
@@ -64,7 +64,7 @@ def test_one_layer_at_a_time(monkeypatch):
 
     monkeypatch.setattr(torch.nn.Module, "to", to)
     there, events = torch.device("cpu", 0), []
-    predict_streamed(model, TOKENS, SEQLEN, there, events.append)
+    predict(model, TOKENS, SEQLEN, there, events.append)
     home = torch.device("cpu")
     assert moves == [move for index in range(3) for move in ((index, there), (index, home))]
     assert [(event.phase, event.layer, event.layers) for event in events] == [
@@ -79,7 +79,7 @@ def test_all_windows_pass_a_layer_before_the_next(monkeypatch):
             lambda module, args, out, index=index: calls.append((index, len(args[0])))
         )
     monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", {"cpu": 3 * SEQLEN})
-    predict_streamed(model, TOKENS, SEQLEN, torch.device("cpu"))
+    predict(model, TOKENS, SEQLEN, torch.device("cpu"))
     assert calls == [(index, windows) for index in range(3) for windows in (3, 3, 2)]
 
 
@@ -87,4 +87,4 @@ def test_a_family_that_is_not_listed_is_refused():
     model = small_model("llama")
     model.config.model_type = "other"
     with pytest.raises(UserError, match="model type 'other' is not supported"):
-        predict_streamed(model, TOKENS, SEQLEN, torch.device("cpu"))
+        predict(model, TOKENS, SEQLEN, torch.device("cpu"))

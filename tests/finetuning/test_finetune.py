@@ -375,7 +375,7 @@ def test_the_command(capsys, tmp_path):
     assert cli.run([*command, "--out", str(tmp_path / "out"), "--json", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
     record = json.loads(captured.out)["finetune"][0]
-    assert record["steps"] == 4 and "fine-tuning step 4/4, loss" in captured.err
+    assert record["steps"] == 4 and "fine-tuning, step 4 of 4, loss" in captured.err
     assert cli.run(["info", str(tmp_path / "out")]) == 0
     assert "fine-tuning LoRA r 8" in " ".join(capsys.readouterr().out.split())
     assert cli.run([*command, "--out", str(tmp_path / "full"), "--full", "--device", "cpu"]) == 0

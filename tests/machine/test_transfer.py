@@ -10,8 +10,8 @@ from small_models import random_tokens, small_model
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.machine import transfer
-from drot.machine.transfer import CopiesHome, ahead, empty_on_host, layers_on_device
-from drot.model.families import architecture_of, decoder_layers
+from drot.machine.transfer import CopiesHome, ahead, empty_on_host, on_device
+from drot.model.decoder import DecoderModel
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
 
@@ -33,9 +33,9 @@ class RecordedLayer:
 def test_a_thread_moves_the_next_layer_while_the_caller_works():
     moves, at_work = [], []
     layers = [RecordedLayer(index, moves) for index in range(4)]
-    for index, layer in layers_on_device(layers, ELSEWHERE, CPU):
-        assert layer is layers[index] and layer.place == ELSEWHERE
-        at_work.append(index)
+    for layer in on_device(layers, ELSEWHERE, CPU):
+        assert layer.place == ELSEWHERE
+        at_work.append(layer.index)
         assert (
             sum(other.place == ELSEWHERE for other in layers) <= 3
         )  # the layer before may be on its way home
@@ -49,11 +49,11 @@ def test_a_thread_moves_the_next_layer_while_the_caller_works():
 def test_all_layers_are_at_home_after_an_error():
     layers = [RecordedLayer(index, [], fails=index == 2) for index in range(4)]
     seen: list[int] = []
-    walk = layers_on_device(layers, ELSEWHERE, CPU)
+    walk = on_device(layers, ELSEWHERE, CPU)
     with pytest.raises(MemoryError, match="full"):
-        seen.extend(index for index, _ in walk)
+        seen.extend(layer.index for layer in walk)
     assert seen == [0, 1] and all(layer.place == CPU for layer in layers)
-    walk = layers_on_device(layers[:2], ELSEWHERE, CPU)
+    walk = on_device(layers[:2], ELSEWHERE, CPU)
     next(walk)
     walk.close()  # as after an error of the caller
     assert all(layer.place == CPU for layer in layers)
@@ -62,13 +62,13 @@ def test_all_layers_are_at_home_after_an_error():
 def test_on_one_device_the_caller_moves_the_layers():
     moves = []
     layers = [RecordedLayer(index, moves) for index in range(2)]
-    assert [index for index, _ in layers_on_device(layers, CPU, CPU)] == [0, 1] and moves == []
+    assert list(on_device(layers, CPU, CPU)) == layers and moves == []
 
 
 def test_layers_without_a_thread_left_behind():
     before = threading.active_count()
-    list(layers_on_device([RecordedLayer(0, [])], ELSEWHERE, CPU))
-    list(layers_on_device([], ELSEWHERE, CPU))
+    list(on_device([RecordedLayer(0, [])], ELSEWHERE, CPU))
+    list(on_device([], ELSEWHERE, CPU))
     assert threading.active_count() == before
 
 
@@ -161,20 +161,19 @@ def test_the_copies_are_done_after_an_error(said):
 def test_no_pass_of_a_stream_waits_for_its_copies(said, monkeypatch):
     """Not for its outputs, nor for rotated states, nor for what is kept of a layer."""
     monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", {"cpu": 24})
-    model = small_model("llama")
-    arch = architecture_of(model.config)
-    stream = CalibrationStream.embed(model, arch, random_tokens(7, 12), CPU)
-    layer = decoder_layers(model, arch)[0]
-    readers = {"down": (layer.mlp.down_proj, None)}
+    model = DecoderModel(small_model("llama"))
+    stream = CalibrationStream.embed(model, random_tokens(7, 12), CPU)
+    layer = model.layers[0]
+    _, o, mlp, down = layer.groups
     passes = {
-        "outputs": lambda: stream.outputs(layer, 0),
+        "outputs": lambda: stream.outputs(layer),
         "rotate": lambda: stream.rotate(torch.eye(32)),
-        "hessians": lambda: stream.hessians(layer, 0, readers, advance=True),
-        "inputs of o": lambda: list(kept.inputs("o")),
-        "outputs of o": lambda: list(kept.inputs("mlp")),
+        "hessians": lambda: stream.hessians(layer, [down], advance=True),
+        "inputs of o": lambda: list(kept.inputs(o)),
+        "outputs of o": lambda: list(kept.inputs(mlp)),
         "advance": lambda: kept.advance(),
     }
-    kept = LayerPass(layer, stream, 0, arch)
+    kept = LayerPass(layer, stream)
     for name, work in passes.items():
         said.clear()
         work()
@@ -187,15 +186,14 @@ def test_no_pass_of_a_stream_waits_for_its_copies(said, monkeypatch):
 def test_an_offloaded_stream_computes_as_a_stream_on_the_gpu(monkeypatch):
     monkeypatch.setattr("drot.calibration.stream.TOKENS_PER_BATCH", {"cpu": 24})
     gpu = torch.device("cuda")
-    model = small_model("llama")
-    arch = architecture_of(model.config)
+    model = DecoderModel(small_model("llama"))
     streams = [
-        CalibrationStream.embed(model, arch, random_tokens(7, 12), gpu, offload=offload)
+        CalibrationStream.embed(model, random_tokens(7, 12), gpu, offload=offload)
         for offload in (False, True)
     ]
     assert streams[1].hidden_states.is_pinned()
-    for index, layer in layers_on_device(list(decoder_layers(model, arch)), gpu, CPU):
+    for layer in on_device(model.layers, gpu, CPU):
         for stream in streams:
-            stream.advance(layer, index)
+            stream.advance(layer)
         assert torch.equal(*(stream.hidden_states.cpu() for stream in streams))
-    assert all(parameter.device == CPU for parameter in model.parameters())
+    assert all(parameter.device == CPU for parameter in model.model.parameters())

@@ -1,17 +1,13 @@
 """Rotations change no outputs of any model: property tests over random architectures."""
 
-import itertools
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import build, relative_error, settings_of_models, tokens_for
+from random_models import build, settings_of_models, tokens_for
+from small_models import random_rotations, relative_error, rotate_model
 
-from drot.model.boundary import BoundaryRotation, rotated_layers, set_boundary
-from drot.model.families import architecture_of, decoder_layers, head_shape
-from drot.model.rotation import LayerRotation, rotate_ends, rotate_layer
-from drot.pipeline.invariance import random_rotation
+from drot.model.rotation import LayerRotation
 
 #: dtype → largest relative error of the logits. fp64 is exact to 15 digits, fp32 to 7. In bf16 each weight of
 #: the rotated model and each hidden state is rounded to 8 bits, in another basis than the original's.
@@ -30,32 +26,17 @@ def compute_norms_in_fp64(model):
             module.forward = forward
 
 
-def rotate(model, mode, seed, draw_blocks):
-    """Merges random rotations into a model, as the pipeline does."""
-    arch, shape, d = architecture_of(model.config), head_shape(model.config), model.config.hidden_size
-    layers, generator = decoder_layers(model, arch), torch.Generator().manual_seed(seed)
-
-    def draw():
-        rotation = random_rotation(d, shape, generator)
-        if not draw_blocks:
-            return rotation
-        blocks = [torch.randn(size, size, generator=generator, dtype=torch.float64) for size in draw_blocks]
-        return LayerRotation(torch.block_diag(*(torch.linalg.qr(block)[0] for block in blocks)), rotation.r2)
-
-    rotations = [draw() for _ in layers]
+def rotations_of(model, mode, seed, block_sizes):
+    """A random rotation of each layer, whose R1 has diagonal blocks of `block_sizes`; () for a dense R1."""
+    rotations, generator = random_rotations(model, seed), torch.Generator().manual_seed(seed)
+    if block_sizes:
+        for index, rotation in enumerate(rotations):
+            drawn = [torch.randn(n, n, generator=generator, dtype=torch.float64) for n in block_sizes]
+            r1 = torch.block_diag(*(torch.linalg.qr(block)[0] for block in drawn))
+            rotations[index] = LayerRotation(r1, rotation.r2)
     if mode == "shared":
         rotations = [LayerRotation(rotations[0].r1, rotation.r2) for rotation in rotations]
-    boundaries = [
-        BoundaryRotation("residual" if mode == "residual" else "input", now.r1, after.r1)
-        for now, after in itertools.pairwise(rotations)
-    ]
-    held = [*boundaries, None] if mode == "residual" else [None] * len(layers)
-    for layer, rotation, boundary in zip(layers, rotations, held, strict=True):
-        rotate_layer(layer, arch, shape, rotation, boundary)
-    rotate_ends(model, arch, rotations[0].r1, rotations[-1].r1)
-    if mode == "input":
-        for layer, boundary in zip(rotated_layers(layers, "input"), boundaries, strict=True):
-            set_boundary(layer, arch, boundary)
+    return rotations
 
 
 @st.composite
@@ -75,5 +56,6 @@ def test_a_random_rotation_changes_no_logits(dtype, mode, data, settings, seed):
     if dtype == torch.float64:
         compute_norms_in_fp64(model)
     before = model(tokens).logits
-    rotate(model, mode, seed, data.draw(blocks_of(settings["hidden_size"])))
+    rotations = rotations_of(model, mode, seed, data.draw(blocks_of(settings["hidden_size"])))
+    rotate_model(model, rotations, None if mode == "shared" else mode)
     assert relative_error(model(tokens).logits, before) < TOLERANCE[dtype]

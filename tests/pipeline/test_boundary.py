@@ -4,47 +4,26 @@ import json
 
 import pytest
 import torch
+from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, prune, recipe
 from safetensors.torch import load_file
-from small_models import FAMILIES, random_tokens, small_model
+from small_models import FAMILIES, random_tokens, relative_error, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.rotations import load_rotations
 from drot.cli import app as cli
 from drot.cli.tables import print_manifest
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.core.errors import UserError
 from drot.core.events import silent
-from drot.model.boundary import BoundaryRotation, rotation_place
-from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears
-from drot.model.rotation import folded_weights, rotate_layer
-from drot.pipeline import dense_pass, invariance
+from drot.model.boundary import rotation_place
+from drot.model.decoder import DecoderModel
+from drot.pipeline import training
 from drot.pipeline.context import RunContext
-from drot.pipeline.invariance import InvarianceError, check_model
 from drot.sparse.fused import FusedRotation
 
 CPU = torch.device("cpu")
-TOKENS = random_tokens(8, 40)
-
-
-def recipe(sparsity="2:4", method="sparsegpt", boundary="residual", hessians="dense", steps=5, **rotation):
-    return Recipe(
-        rotation=RotationConfig(boundary=boundary, hessians=hessians, steps=steps, **rotation),
-        pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity), block_size=16),
-        calibration=CalibrationConfig(seqlen=40),
-    )
-
-
-def prune(model, chosen=None, **options):
-    options = dict(device="cpu") | options
-    return drot.prune(model, chosen or recipe(), calibration=TOKENS, **options)
-
-
-def assert_same_weights(expected, model):
-    state = model.state_dict()
-    assert state.keys() == expected.state_dict().keys()
-    for key, value in expected.state_dict().items():
-        assert torch.equal(value, state[key]), key
+RESIDUAL = dict(boundary="residual", hessians="dense")
+CHOSEN = recipe(**RESIDUAL)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,8 +34,8 @@ def test_without_sparsity_the_outputs_do_not_change(family):
     mask[0, :5] = 0
     options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
     logits, text = model(tokens).logits, model.generate(tokens, **options)
-    result = prune(model, recipe("0.0", "wanda", steps=20))
-    assert float((result.model(tokens).logits - logits).norm() / logits.norm()) < 1e-5
+    result = prune(model, recipe(sparsity=0.0, method="wanda", steps=20, **RESIDUAL))
+    assert relative_error(result.model(tokens).logits, logits) < 1e-5
     assert torch.equal(result.model.generate(tokens, **options), text)
     assert result.manifest["relative_logit_error"] < 1e-5
     assert result.manifest["stock_architecture"] is False
@@ -65,11 +44,8 @@ def test_without_sparsity_the_outputs_do_not_change(family):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
 def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
-    result = prune(small_model(family), out=tmp_path / "out")
-    arch = architecture_of(result.model.config)
-    for layer in result.model.model.layers:
-        for linear in layer_linears(layer, arch).values():
-            assert ((linear.weight.unflatten(1, (-1, 4)) != 0).sum(-1) <= 2).all()
+    result = prune(small_model(family), CHOSEN, out=tmp_path / "out")
+    assert_patterns(result.model, CHOSEN.pruning)
     tokens, options = random_tokens(2, 30, seed=5), dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -85,7 +61,7 @@ def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.slow
 def test_dynamo_compiles_the_model_to_one_graph(family):
-    model, tokens = prune(small_model(family), recipe(steps=0)).model, random_tokens(2, 30)
+    model, tokens = prune(small_model(family), CHOSEN.replace(steps=0)).model, random_tokens(2, 30)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(tokens).logits, model(tokens).logits)
 
@@ -102,7 +78,7 @@ class Wrapped(torch.nn.Module):
 
 
 def test_the_rotation_may_be_wrapped():
-    model = prune(small_model("llama")).model
+    model = prune(chosen=CHOSEN).model
     logits = model(TOKENS).logits
     for layer in model.model.layers[:-1]:
         layer.residual_rotation = Wrapped(layer.residual_rotation)
@@ -112,18 +88,17 @@ def test_the_rotation_may_be_wrapped():
 def test_down_takes_the_next_layers_rotation(tmp_path):
     """Also its bias. The last down_proj takes the rotation of its own layer."""
     original, file = small_model("llama-biased"), tmp_path / "rotations.safetensors"
-    arch, shape = architecture_of(original.config), head_shape(original.config)
-    rotated = prune(
-        small_model("llama-biased"), recipe("0.0", "wanda", steps=20), save_rotations_to=file
-    ).model
-    rotations, record = load_rotations(file, layers=3, hidden_size=32, shape=shape)
+    dense = CHOSEN.replace(sparsity=0.0, method="wanda", steps=20)
+    rotated = prune(small_model("llama-biased"), dense, save_rotations_to=file).model
+    handle = DecoderModel(original)
+    rotations, record = load_rotations(file, layers=3, hidden_size=32, shape=handle.heads)
     assert record["recipe"]["rotation"]["boundary"] == "residual"
     for index, r1_index in enumerate((1, 2, 2)):
         down, rotated_down = (model.model.layers[index].mlp.down_proj for model in (original, rotated))
         r1 = rotations[r1_index].r1
         assert torch.allclose(rotated_down.weight.double(), r1.T @ down.weight.double(), atol=1e-5)
         assert torch.allclose(rotated_down.bias.double(), down.bias.double() @ r1, atol=1e-5)
-        up = folded_weights(original.model.layers[index], arch)["up_proj"].double() @ rotations[index].r1
+        up = handle.layers[index].folded_weights(torch.float64)["up_proj"] @ rotations[index].r1
         assert torch.allclose(rotated.model.layers[index].mlp.up_proj.weight.double(), up, atol=1e-5)
     q = rotations[0].r1.T @ rotations[1].r1
     assert torch.allclose(rotated.model.layers[0].residual_rotation.weight.double(), q.T, atol=1e-5)
@@ -135,9 +110,9 @@ def test_each_down_is_trained_with_the_layer_whose_rotation_it_takes(objective):
     model = small_model("llama")
     weights = [layer.mlp.down_proj.weight for layer in model.model.layers]
     expected = {0: [], 1: [weights[0]], 2: [weights[1], weights[2]]}
-    context = RunContext(model, recipe(objective=objective), TOKENS, [CPU], silent)
+    context = RunContext(model, CHOSEN.replace(objective=objective), TOKENS, [CPU], silent)
     for done in ((), (0,), (1,), (0, 1), (0, 2)):
-        found = {index: part.down_projections for index, part, _ in dense_pass._objectives(context, done)}
+        found = {index: part.left_rotated for index, part, _ in training._objectives(context, done)}
         assert found.keys() == {0, 1, 2} - set(done)
         for index, downs in found.items():
             assert len(downs) == len(expected[index])
@@ -149,7 +124,9 @@ def test_each_down_is_trained_with_the_layer_whose_rotation_it_takes(objective):
 def test_every_down_is_trained():
     """At R = I the losses and the entropies of all layers have the same sum for both places."""
     places = ("input", "residual")
-    on_input, on_residual = (prune(small_model("qwen3"), recipe(boundary=place)).manifest for place in places)
+    on_input, on_residual = (
+        prune(small_model("qwen3"), CHOSEN.replace(boundary=place)).manifest for place in places
+    )
     for figure in ("loss_before", "entropy_before"):
         sums = [sum(layer["rotation"][figure] for layer in run["layers"]) for run in (on_input, on_residual)]
         assert sums[0] == pytest.approx(sums[1], rel=1e-5)
@@ -161,59 +138,28 @@ def test_every_down_is_trained():
 @pytest.mark.parametrize("phase", ["prune", "rotate"])
 def test_a_run_survives_a_crash(phase, tmp_path):
     """A run that crashes in the second layer and is resumed gives the weights of an uninterrupted run."""
-    whole, out = prune(small_model("llama")).model, tmp_path / "out"
-
-    def crash(event):
-        if event.phase == phase and event.layer == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(small_model("llama"), out=out, progress=crash)
+    whole, out = prune(chosen=CHOSEN).model, tmp_path / "out"
+    interrupted(chosen=CHOSEN, out=out, at=(phase, 1))
     worked_on = []
     resumed = prune(
-        small_model("llama"), out=out, resume=True, progress=lambda e: worked_on.append((e.phase, e.layer))
+        chosen=CHOSEN, out=out, resume=True, progress=lambda e: worked_on.append((e.phase, e.layer))
     )
     assert (phase, 0) not in worked_on and (phase, 1) in worked_on
-    assert_same_weights(whole, resumed.model)
-    saved = load_file(out / "model.safetensors")
-    assert all(torch.equal(saved[key], value) for key, value in whole.state_dict().items())
+    assert_same_weights(resumed.model, whole)
+    assert_same_weights(load_file(out / "model.safetensors"), whole)
 
 
 def test_layers_trained_in_parallel_are_the_same():
-    serial, parallel = (prune(small_model("llama"), device=device).model for device in ("cpu", "cpu,cpu,cpu"))
-    assert_same_weights(serial, parallel)
+    serial, parallel = (prune(chosen=CHOSEN, device=device).model for device in ("cpu", "cpu,cpu,cpu"))
+    assert_same_weights(parallel, serial)
 
 
 def test_bfloat16_weights_stay_bfloat16(tmp_path):
-    result = prune(small_model("llama", dtype=torch.bfloat16), out=tmp_path / "out")
+    result = prune(small_model("llama", dtype=torch.bfloat16), CHOSEN, out=tmp_path / "out")
     loaded = drot.load(tmp_path / "out", device="cpu")
     assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
     tokens = random_tokens(2, 30)
     assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_check_model_with_rotations_of_the_residual(family):
-    model = small_model(family)
-    arch, shape = architecture_of(model.config), head_shape(model.config)
-    error = check_model(model, arch, shape, random_tokens(1, 40), CPU, place="residual")
-    assert 0 < error < 1e-5
-    assert not any(rotation_place(layer) for layer in decoder_layers(model, arch))
-
-
-def test_check_model_names_the_layer_whose_boundary_is_wrong(monkeypatch):
-    model, rotated = small_model("llama"), []
-
-    def wrong(layer, arch, shape, rotation, boundary=None):
-        rotated.append(layer)
-        if len(rotated) == 2:
-            boundary = BoundaryRotation("residual", rotation.r1, rotation.r1)
-        rotate_layer(layer, arch, shape, rotation, boundary)
-
-    monkeypatch.setattr(invariance, "rotate_layer", wrong)
-    arch, shape = architecture_of(model.config), head_shape(model.config)
-    with pytest.raises(InvarianceError, match="layer 1: "):
-        check_model(model, arch, shape, random_tokens(1, 40), CPU, place="residual")
 
 
 @pytest.mark.parametrize(("trained", "used"), [("input", "residual"), ("residual", "input")])
@@ -221,10 +167,10 @@ def test_rotations_are_reused_at_the_other_place(trained, used, tmp_path):
     """A file holds the rotations of all layers, so `residual` also works with sequential Hessians."""
     file, model, tokens = tmp_path / "rotations.safetensors", small_model("llama"), random_tokens(2, 30)
     logits = model(tokens).logits
-    prune(small_model("llama"), recipe(boundary=trained), save_rotations_to=file)
-    chosen = recipe("0.0", "wanda", boundary=used, hessians="sequential", objective="entropy")
+    prune(chosen=CHOSEN.replace(boundary=trained), save_rotations_to=file)
+    chosen = recipe(sparsity=0.0, method="wanda", boundary=used, hessians="sequential", objective="entropy")
     result = prune(model, chosen, rotations=file)
-    assert float((result.model(tokens).logits - logits).norm() / logits.norm()) < 1e-5
+    assert relative_error(result.model(tokens).logits, logits) < 1e-5
     trained_with = result.manifest["rotations_file"]["trained_with"]["recipe"]["rotation"]["boundary"]
     assert (trained_with, result.manifest["recipe"]["rotation"]["boundary"]) == (trained, used)
 
@@ -232,9 +178,9 @@ def test_rotations_are_reused_at_the_other_place(trained, used, tmp_path):
 @pytest.mark.parametrize(
     ("rotation", "message"),
     [
-        (dict(mode="shared"), 'no effect with `mode="shared"`, where all layers have the same R1: leave out'),
-        (dict(mode="none"), 'no effect with `mode="none"`, where nothing is rotated: leave out'),
-        (dict(hessians="sequential"), 'got `hessians="sequential"`: use `hessians="dense"`, or name a file'),
+        (dict(mode="shared"), 'no effect with `mode="shared"`'),
+        (dict(mode="none"), 'no effect with `mode="none"`'),
+        (dict(hessians="sequential"), 'got `hessians="sequential"`'),
     ],
 )
 def test_a_recipe_without_effect_is_refused_before_the_weights_are_read(rotation, message, tmp_path):
@@ -242,33 +188,30 @@ def test_a_recipe_without_effect_is_refused_before_the_weights_are_read(rotation
     model.config.save_pretrained(tmp_path / "config-only")
     for source in (tmp_path / "config-only", model):
         with pytest.raises(UserError, match=message) as caught:
-            prune(source, recipe(**rotation))
+            prune(source, CHOSEN.replace(**rotation))
         assert "\n" not in str(caught.value)
 
 
 def test_values_are_checked(tmp_path):
-    with pytest.raises(UserError, match="`boundary` must be one of auto, input, residual; got 'previous'"):
+    with pytest.raises(UserError, match="`boundary` must be one of"):
         recipe(boundary="previous")
-    prune(small_model("llama"), out=tmp_path / "out")
+    prune(chosen=CHOSEN, out=tmp_path / "out")
     file = tmp_path / "out" / "config.json"
-    file.write_text(file.read_text().replace('"next"', '"previous"'))
-    with pytest.raises(UserError, match="down_basis: .* 'own' or 'next', got 'previous'"):
+    file.write_text(file.read_text().replace('"residual"', '"previous"'))
+    with pytest.raises(UserError, match="boundary: .* got 'previous'"):
         drot.load(tmp_path / "out", device="cpu")
 
 
 def test_the_table_shows_the_place(capsys):
-    manifest = prune(small_model("llama"), recipe(steps=0)).manifest
+    manifest = prune(chosen=CHOSEN.replace(steps=0)).manifest
     print_manifest(manifest | {"base_model": "m"})
     shown = " ".join(capsys.readouterr().out.split())
     assert "layer, boundary on the residual, objective pruned" in shown
-    del manifest["recipe"]["rotation"]["boundary"]  # as in the manifests of older versions
-    print_manifest(manifest)
-    assert "layer, objective pruned" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_packed_model_rotates_the_residual_by_default(tmp_path, capsys):
     """There the rotation is part of the product of down_proj. The manifest and the summary say so."""
-    chosen = Recipe(rotation=RotationConfig(steps=2), pruning=PruningConfig())
+    chosen = recipe(steps=2)
     out = tmp_path / "out"
     result = prune(small_model("llama", head_dim=16), chosen, out=out, format="packed")
     recorded = result.manifest["recipe"]["rotation"]

@@ -7,15 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from counted_flops import counted_flops
-from small_models import random_tokens, small_model
+from runs import one_shot, prune
+from small_models import random_rotations, random_tokens, small_model
 
 import drot
 from drot.calibration import hessian as hessians
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, head_shape, layer_linears
-from drot.model.rotation import LayerRotation
+from drot.model.decoder import DecoderModel
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.rotation import importance
@@ -25,13 +24,8 @@ TOKENS = random_tokens(4, 40)  # one batch
 PARTS = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 
 
-def recipe(mode, hessians="sequential", method="sparsegpt", **pruning):
-    steps = {} if mode == "none" else {"steps": 2}
-    return Recipe(
-        rotation=RotationConfig(mode=mode, hessians=hessians, **steps),
-        pruning=PruningConfig(method=method, **{"solve": "none", "target": "self"} | pruning),
-        calibration=CalibrationConfig(seqlen=40),
-    )
+def recipe(mode="none", hessians="sequential", **fields):
+    return one_shot(mode, hessians=hessians, steps=2, **fields)
 
 
 def calls_of_parts(chosen, layer=1):
@@ -46,7 +40,7 @@ def calls_of_parts(chosen, layer=1):
 
     for part in PARTS:
         model.model.layers[layer].get_submodule(part).register_forward_hook(count(part))
-    drot.prune(model, chosen, calibration=TOKENS, device="cpu")
+    prune(model, chosen, calibration=TOKENS)
     return [counts[part] for part in PARTS]
 
 
@@ -58,7 +52,7 @@ PRUNING = [1, 1, 1, 1]
 @pytest.mark.parametrize(
     ("chosen", "training"),
     [
-        (recipe("none"), [0, 0, 0, 0]),
+        (recipe(), [0, 0, 0, 0]),
         (recipe("layer", "sequential"), [1, 1, 1, 0]),  # one pass up to down_proj
         (recipe("layer", "dense"), [1, 1, 1, 1]),  # one pass, whose output is the next layer's input
         (recipe("shared"), [1, 1, 1, 1]),
@@ -73,7 +67,7 @@ def test_a_layer_is_computed_as_often_as_its_groups_need(chosen, training):
 
 def test_inputs_of_down_that_are_too_large_are_computed_twice(monkeypatch):
     monkeypatch.setattr("drot.calibration.layer_pass.KEPT_SHARE", 0)
-    assert calls_of_parts(recipe("none")) == [1, 1, 2, 1]
+    assert calls_of_parts(recipe()) == [1, 1, 2, 1]
 
 
 def test_the_target_of_the_dense_model_takes_two_passes_more():
@@ -104,7 +98,7 @@ def test_one_factorisation_for_each_input(mode, method, target, monkeypatch):
         method=method,
         target=target,
     )
-    drot.prune(small_model("llama"), chosen, calibration=TOKENS, device="cpu")
+    prune(chosen=chosen, calibration=TOKENS)
     inputs = {"attention": 32, "o": 48, "mlp": 32, "down": 48}
     expected = list(inputs.values()) if method == "sparsegpt" or target == "dense" else []
     if method == "sparsegpt" and mode != "none":
@@ -117,31 +111,30 @@ def test_sensitivity_factorises_each_input_once(monkeypatch):
     calls = []
     real = hessians.factorize
     monkeypatch.setattr(hessians, "factorize", lambda *args: calls.append(args) or real(*args))
-    drot.sensitivity(small_model("llama"), recipe("none"), calibration=TOKENS, device="cpu")
+    drot.sensitivity(small_model("llama"), recipe(), calibration=TOKENS, device="cpu")
     assert len(calls) == 3 * 4
 
 
 def test_the_hessians_of_training_are_of_the_norms_without_weights():
     """Against the folded layer: the inputs of its linears, in fp64."""
-    model = small_model("qwen3")
-    arch, shape = architecture_of(model.config), head_shape(model.config)
-    stream = CalibrationStream.embed(model, arch, TOKENS, torch.device("cpu"))
-    layer, chosen = decoder_layers(model, arch)[1], recipe("layer", method="wanda", sparsity="2:4")
+    model = DecoderModel(small_model("qwen3"))
+    stream = CalibrationStream.embed(model, TOKENS, torch.device("cpu"))
+    layer, chosen = model.layers[1], recipe("layer", method="wanda")
     before = stream.hidden_states.clone()
-    objective, _ = layer_objective(layer, 1, stream, arch, shape, chosen)
+    objective, _ = layer_objective(layer, stream, chosen)
     assert torch.equal(stream.hidden_states, before)
     seen = {}
-    for group in ("attention", "mlp"):
-        layer_linears(layer, arch)[INPUT_GROUPS[group][0]].register_forward_pre_hook(
-            lambda module, args, group=group: seen.update({group: args[0].flatten(0, 1).double()})
+    for name in ("q_proj", "gate_proj"):
+        layer.linears[name].module.register_forward_pre_hook(
+            lambda module, args, name=name: seen.update({name: args[0].flatten(0, 1).double()})
         )
-    expected_output = layer(before, **stream.layer_kwargs[1])
-    norms = {"attention": layer.input_layernorm, "mlp": layer.post_attention_layernorm}
+    expected_output = layer.module(before, **stream.layer_kwargs[1])
+    norms = {"q_proj": layer.module.input_layernorm, "gate_proj": layer.module.post_attention_layernorm}
     matrices = objective.r1_metric.matrix[0].chunk(2)
-    for (group, norm), found in zip(norms.items(), matrices, strict=True):
-        x = seen[group] / norm.weight.double()
+    for (name, norm), found in zip(norms.items(), matrices, strict=True):
+        x = seen[name] / norm.weight.double()
         torch.testing.assert_close(found.double(), 2 / len(TOKENS) * x.T @ x, rtol=1e-4, atol=1e-4)
-    layer_objective(layer, 1, stream, arch, shape, chosen, advance=True)
+    layer_objective(layer, stream, chosen, advance=True)
     assert torch.equal(stream.hidden_states, expected_output)
 
 
@@ -152,29 +145,26 @@ def test_the_operations_of_a_pruned_layer_are_those_of_the_formulas(monkeypatch)
     sizes = dict(
         hidden_size=48, intermediate_size=112, num_attention_heads=2, num_key_value_heads=1, head_dim=16
     )
-    shape = head_shape(small_model("llama", **sizes).config)
-    chosen = recipe("layer", block_size=16)
-    r1, r2 = torch.linalg.qr(torch.randn(48, 48))[0], torch.linalg.qr(torch.randn(1, 16, 16))[0]
-    rotation = LayerRotation(r1, r2)
+    chosen = recipe("layer")
 
-    def pruned(**figures):
-        model = small_model("llama", **sizes)
-        arch = architecture_of(model.config)
-        stream = CalibrationStream.embed(model, arch, TOKENS, torch.device("cpu"))
-        layer_pass = LayerPass(decoder_layers(model, arch)[0], stream, 0, arch)
+    def pruned(rotated=False):
+        model = DecoderModel(small_model("llama", **sizes))
+        stream = CalibrationStream.embed(model, TOKENS, torch.device("cpu"))
+        layer_pass = LayerPass(model.layers[0], stream)
         # the attention is in no formula: a layer without it
-        layer = layer_pass.layer
-        layer.self_attn.forward = lambda hidden_states, **others: (attention(layer, hidden_states), None)
+        block = layer_pass.layer.module.self_attn
+        block.forward = lambda hidden_states, **others: (attention(block, hidden_states), None)
+        rotation = random_rotations(model.model)[0] if rotated else None
 
         def work():
-            prune_layer(layer_pass, shape, chosen, **figures)
+            prune_layer(layer_pass, chosen, rotation=rotation)
             layer_pass.advance()
 
         return counted_flops(work)
 
-    def attention(layer, x):
-        q, k, v = (getattr(layer.self_attn, role)(x) for role in ("q_proj", "k_proj", "v_proj"))
-        return layer.self_attn.o_proj(q + torch.cat([k, v], -1))
+    def attention(block, x):
+        q, k, v = block.q_proj(x), block.k_proj(x), block.v_proj(x)
+        return block.o_proj(q + torch.cat([k, v], -1))
 
     parts = operations(48, 112, 2, 1, 16, TOKENS.numel(), 16, "cpu")
     cost = {name: sum(costs.values()) for name, costs in parts.items()}
@@ -182,7 +172,7 @@ def test_the_operations_of_a_pruned_layer_are_those_of_the_formulas(monkeypatch)
         cost["figures: Hessians and weights before the rotation"] + cost["figures: sweep before the rotation"]
     )
     maps = cost["figures: maps"]
-    assert pruned(rotation=rotation) - pruned() == figures + maps / 2
+    assert pruned(rotated=True) - pruned() == figures + maps / 2
     names = (
         "forward passes: pruning",
         "Hessians of pruning",

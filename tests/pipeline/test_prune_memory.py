@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 import drot
 from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import Recipe
-from drot.pipeline import figures
+from drot.pipeline import importance
 
 #: Every size of the layer and every number of tokens is that of a 70B model divided by NARROWER, and so every
 #: tensor has its bytes divided by the square.
@@ -50,7 +50,7 @@ def test_a_70b_layer_is_pruned_within_30_gb(monkeypatch):
     monkeypatch.setattr(stream, "TOKENS_PER_BATCH", {"cpu": 8192 // NARROWER})
     monkeypatch.setattr(hessian, "PANEL_COLUMNS", {"cpu": 2048 // NARROWER})
     monkeypatch.setattr(layer_pass, "KEPT_SHARE", 0)
-    monkeypatch.setattr(figures, "CHUNK", figures.CHUNK // NARROWER**2)
+    monkeypatch.setattr(importance, "CHUNK", importance.CHUNK // NARROWER**2)
     monkeypatch.setattr(cholesky, "BLOCK", cholesky.BLOCK // NARROWER)
     sizes = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1, head_dim=8)
     model = small_model("llama", **sizes, num_attention_heads=HIDDEN // 8, num_key_value_heads=4)

@@ -7,13 +7,14 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_models import build, relative_error, settings_of_models, tokens_for
+from random_models import build, settings_of_models, tokens_for
+from runs import named_linears
+from small_models import relative_error
 from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert_checkpoint
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
-from drot.model.families import architecture_of, decoder_layers, layer_linears
 from drot.sparse.packed import PACKED, unpack_model
 
 pytestmark = pytest.mark.slow
@@ -56,15 +57,6 @@ def prune(settings, recipe, **options):
     return drot.prune(build(settings), recipe, calibration=calibration, device="cpu", **options)
 
 
-def named_linears(model):
-    """Name → linear of all decoder layers."""
-    arch = architecture_of(model.config)
-    for index, layer in enumerate(decoder_layers(model, arch)):
-        names = arch.linear_names(index)
-        for role, linear in layer_linears(layer, arch).items():
-            yield names[role], linear
-
-
 def check_pattern(name, zeros, pruning, sparsity):
     """Asserts that `zeros` [out, in] has exactly the zeros that the recipe demands."""
     if sparsity.structured:
@@ -86,7 +78,7 @@ def check_pattern(name, zeros, pruning, sparsity):
 @given(settings=settings_of_models(), recipe=recipes(["2:4", "0.3", "1:4", "1:2", "0.57"]))
 def test_every_weight_has_the_sparsity_of_its_linear(settings, recipe):
     result = prune(settings, recipe)
-    for name, linear in named_linears(result.model):
+    for name, linear in named_linears(result.model).items():
         check_pattern(name, linear.weight == 0, recipe.pruning, recipe.pruning.sparsity_for(name))
         assert torch.isfinite(linear.weight).all()
 
@@ -101,9 +93,9 @@ def test_linears_to_keep_are_rotated_and_not_changed(settings, rotation, keep):
         if options:
             prune(settings, Recipe(rotation=rotation), save_rotations_to=file)
         nothing = Recipe(rotation=rotation, pruning=PruningConfig(sparsity="0"))
-        dense = dict(named_linears(prune(settings, nothing, **options).model))
+        dense = named_linears(prune(settings, nothing, **options).model)
         kept = Recipe(rotation=rotation, pruning=PruningConfig(sparsity="2:4", keep=keep))
-        for name, linear in named_linears(prune(settings, kept, **options).model):
+        for name, linear in named_linears(prune(settings, kept, **options).model).items():
             if kept.pruning.keeps(name):
                 assert torch.equal(linear.weight, dense[name].weight), name
 
@@ -139,7 +131,7 @@ def test_a_packed_checkpoint_is_the_model_in_memory(settings, recipe):
     tokens = tokens_for(settings)
     exact = settings["dtype"] == torch.float32
     # `keep` and `sparsity_of` together may leave nothing to pack, which is refused
-    assume(any(recipe.pruning.sparsity_for(name) == PACKED for name, _ in named_linears(build(settings))))
+    assume(any(recipe.pruning.sparsity_for(name) == PACKED for name in named_linears(build(settings))))
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = prune(settings, recipe, out=folder / "packed", format="packed").model

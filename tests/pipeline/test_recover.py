@@ -4,32 +4,31 @@ import math
 
 import pytest
 import torch
+from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, prune
+from runs import recipe as small_recipe
 from small_models import random_tokens, small_model
 from torch.func import functional_call
 
 import drot
 from drot.calibration.stream import CalibrationStream
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig, RotationConfig, Sparsity
+from drot.config import RecoveryConfig, Sparsity
 from drot.core.errors import UserError
 from drot.manifest.manifest import read_manifest
-from drot.model.families import architecture_of, decoder_layers, layer_linears
+from drot.model.decoder import DecoderModel
 from drot.pipeline import recover
 from drot.pipeline.recover import recover_layer
 from drot.pruning import prune_magnitude
 
-TOKENS = random_tokens(8, 40)
 
-
-def pruned_layer(dtype=torch.float32, family="llama-biased", sparsity="2:4", tokens=TOKENS):
+def pruned_layer(dtype=torch.float32, family="llama-biased", sparsity="2:4"):
     """A layer pruned by magnitude, the stream of its inputs, and the outputs of the dense layer."""
-    model = small_model(family, dtype=dtype)
-    arch = architecture_of(model.config)
-    stream = CalibrationStream.embed(model, arch, tokens, torch.device("cpu"))
-    layer = decoder_layers(model, arch)[0]
-    targets = CalibrationStream(stream.outputs(layer, 0), stream.layer_kwargs)
-    for linear in layer_linears(layer, arch).values():
+    model = DecoderModel(small_model(family, dtype=dtype))
+    stream = CalibrationStream.embed(model, TOKENS, torch.device("cpu"))
+    layer = model.layers[0]
+    targets = CalibrationStream(stream.outputs(layer), stream.layer_kwargs)
+    for linear in layer.linears.values():
         linear.weight.copy_(prune_magnitude(linear.weight, Sparsity.parse(sparsity)).weight)
-    return layer, arch, stream, targets
+    return layer, stream, targets
 
 
 def config(**changes):
@@ -38,23 +37,23 @@ def config(**changes):
 
 @pytest.mark.parametrize("sparsity", ["2:4", "0.5"])
 def test_kept_weights_and_norms_are_trained_and_nothing_else(sparsity):
-    layer, arch, stream, targets = pruned_layer(sparsity=sparsity)
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    record = recover_layer(layer, 0, stream, targets, arch, config())
+    layer, stream, targets = pruned_layer(sparsity=sparsity)
+    before = {name: value.clone() for name, value in layer.module.state_dict().items()}
+    record = recover_layer(layer, stream, targets, config())
     assert record.error_after < 0.8 * record.error_before
     assert record.best_epoch > 0 and record.error_after == record.held_out_curve[record.best_epoch - 1]
-    for name, value in layer.state_dict().items():
+    for name, value in layer.module.state_dict().items():
         trained = name.endswith(("proj.weight", "layernorm.weight"))
         assert torch.equal(value, before[name]) == (not trained), name
         if trained:
             assert torch.equal(value == 0, before[name] == 0), name
-    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in layer.parameters())
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in layer.module.parameters())
 
 
 def test_the_error_is_that_of_the_held_out_sequences():
-    layer, arch, stream, targets = pruned_layer()
-    record = recover_layer(layer, 0, stream, targets, arch, config())
-    out = layer(stream.hidden_states[-1:], **stream.layer_kwargs[0]).double()
+    layer, stream, targets = pruned_layer()
+    record = recover_layer(layer, stream, targets, config())
+    out = layer.module(stream.hidden_states[-1:], **stream.layer_kwargs[0]).double()
     wanted = targets.hidden_states[-1:].double()
     expected = ((out - wanted) ** 2).sum(-1) / (wanted**2).sum(-1)
     assert record.error_after == pytest.approx(float(expected.mean()), rel=1e-4)
@@ -62,11 +61,11 @@ def test_the_error_is_that_of_the_held_out_sequences():
 
 def test_the_steps_are_those_of_adam_on_the_kept_weights():
     """Two epochs against an Adam on a vector of the kept weights only, in fp64."""
-    layer, arch, stream, targets = pruned_layer(torch.float64)
+    layer, stream, targets = pruned_layer(torch.float64)
     chosen = config(recover_epochs=2, recover_lr=1e-3)
-    kept = {name: value != 0 for name, value in layer.named_parameters() if name.endswith("proj.weight")}
-    norms = [name for name, _ in layer.named_parameters() if name.endswith("layernorm.weight")]
-    start = {name: value.detach().clone() for name, value in layer.named_parameters()}
+    kept = {name: value != 0 for name, value in layer.module.named_parameters() if name.endswith("proj.weight")}
+    norms = [name for name, _ in layer.module.named_parameters() if name.endswith("layernorm.weight")]
+    start = {name: value.detach().clone() for name, value in layer.module.named_parameters()}
     vectors = {name: start[name][mask].clone().requires_grad_() for name, mask in kept.items()}
     vectors |= {name: start[name].clone().requires_grad_() for name in norms}
     scales = {name: float(vector.detach().square().mean().sqrt()) for name, vector in vectors.items()}
@@ -81,7 +80,7 @@ def test_the_steps_are_those_of_adam_on_the_kept_weights():
                 else vector
                 for name, vector in vectors.items()
             }
-            out = functional_call(layer, weights, (stream.hidden_states[batch],), stream.layer_kwargs[0])
+            out = functional_call(layer.module, weights, (stream.hidden_states[batch],), stream.layer_kwargs[0])
             wanted = targets.hidden_states[batch]
             loss = (((out - wanted) ** 2).sum(-1) / (wanted**2).sum(-1)).mean()
             adam.zero_grad()
@@ -92,9 +91,9 @@ def test_the_steps_are_those_of_adam_on_the_kept_weights():
                 group["lr"] = chosen.recover_lr * scale * factor
             adam.step()
             step += 1
-    record = recover_layer(layer, 0, stream, targets, arch, chosen)
+    record = recover_layer(layer, stream, targets, chosen)
     assert record.best_epoch == 2
-    for name, value in layer.named_parameters():
+    for name, value in layer.module.named_parameters():
         if name in vectors:
             found = value[kept[name]] if name in kept else value
             torch.testing.assert_close(found, vectors[name].detach(), rtol=1e-7, atol=1e-9)
@@ -103,10 +102,10 @@ def test_the_steps_are_those_of_adam_on_the_kept_weights():
 def test_bfloat16_weights_add_up_small_steps():
     """Steps that are smaller than the rounding of bf16 count, because they are added up in fp32."""
     small = config(recover_epochs=12, recover_lr=6e-4)
-    layer, arch, stream, targets = pruned_layer(torch.bfloat16)
-    before = layer.mlp.up_proj.weight.clone()
-    record = recover_layer(layer, 0, stream, targets, arch, small)
-    after = layer.mlp.up_proj.weight
+    layer, stream, targets = pruned_layer(torch.bfloat16)
+    before = layer.linears["up_proj"].weight.clone()
+    record = recover_layer(layer, stream, targets, small)
+    after = layer.linears["up_proj"].weight
     assert after.dtype == torch.bfloat16 and torch.equal(after == 0, before == 0)
     # one step, 6e-4 of 0.17, is below half a unit in the last place of a weight of 0.1, which is 2.4e-4
     large = before.abs() > 0.1
@@ -115,24 +114,24 @@ def test_bfloat16_weights_add_up_small_steps():
 
 
 def test_a_recovery_that_does_not_help_changes_nothing():
-    layer, arch, stream, targets = pruned_layer()
-    before = {name: value.clone() for name, value in layer.state_dict().items()}
-    record = recover_layer(layer, 0, stream, targets, arch, config(recover_lr=100.0, recover_epochs=20))
+    layer, stream, targets = pruned_layer()
+    before = {name: value.clone() for name, value in layer.module.state_dict().items()}
+    record = recover_layer(layer, stream, targets, config(recover_lr=100.0, recover_epochs=20))
     assert record.best_epoch == 0 and record.error_after == record.error_before
     assert len(record.held_out_curve) == recover.PATIENCE
-    assert all(torch.equal(value, before[name]) for name, value in layer.state_dict().items())
+    assert all(torch.equal(value, before[name]) for name, value in layer.module.state_dict().items())
 
 
 def test_a_rate_that_produces_nan_stops_with_one_line():
-    layer, arch, stream, targets = pruned_layer()
+    layer, stream, targets = pruned_layer()
     with pytest.raises(UserError, match=r"layer 0: .* must be finite, got .*: lower `recover_lr`$"):
-        recover_layer(layer, 0, stream, targets, arch, config(recover_lr=1e30))
+        recover_layer(layer, stream, targets, config(recover_lr=1e30))
 
 
 def test_progress_reports_each_epoch():
-    layer, arch, stream, targets = pruned_layer()
+    layer, stream, targets = pruned_layer()
     seen = []
-    record = recover_layer(layer, 0, stream, targets, arch, config(), lambda *event: seen.append(event))
+    record = recover_layer(layer, stream, targets, config(), lambda *event: seen.append(event))
     assert seen == [
         (epoch, 6, error) for epoch, error in enumerate([record.error_before, *record.held_out_curve])
     ]
@@ -141,32 +140,19 @@ def test_progress_reports_each_epoch():
 # ---- in a run ------------------------------------------------------------------------------------
 
 
-def recipe(method="sparsegpt", sparsity="2:4", mode="layer", **pruning):
-    return Recipe(
-        rotation=RotationConfig(mode=mode, steps=5, hessians="dense" if mode == "layer" else "sequential"),
-        pruning=PruningConfig(method=method, sparsity=sparsity, block_size=16, **pruning),
-        recovery=config(recover_epochs=2),
-        calibration=CalibrationConfig(seqlen=40),
-    )
-
-
-def prune(model, chosen, **options):
-    return drot.prune(model, chosen, calibration=TOKENS, device="cpu", **options)
+def recipe(mode="layer", **fields):
+    hessians = "dense" if mode == "layer" else "sequential"
+    return small_recipe(mode, **dict(hessians=hessians, recover="block", recover_epochs=2, recover_lr=0.02) | fields)
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "shared"])
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 @pytest.mark.parametrize("sparsity", ["2:4", "0.5"])
 def test_every_method_keeps_its_pattern_in_the_saved_checkpoint(method, mode, sparsity, tmp_path):
-    chosen = recipe(method, sparsity, mode, solve="admm", target="dense")
+    chosen = recipe(mode, method=method, sparsity=sparsity, solve="admm", target="dense")
     result = prune(small_model("qwen2"), chosen, out=tmp_path / "out")
     loaded = drot.load(tmp_path / "out", device="cpu")
-    for layer in decoder_layers(loaded, architecture_of(loaded.config)):
-        for linear in layer_linears(layer, architecture_of(loaded.config)).values():
-            zeros = linear.weight == 0
-            if sparsity == "2:4":
-                assert bool((zeros.unflatten(1, (-1, 4)).sum(-1) == 2).all())
-            assert float(zeros.float().mean()) == pytest.approx(0.5, abs=0.02)
+    assert_patterns(loaded, chosen.pruning)
     manifest = read_manifest(tmp_path / "out")
     assert manifest["sparsity"] == pytest.approx(0.5, abs=0.02)
     for layer in manifest["layers"]:
@@ -179,48 +165,35 @@ def test_every_method_keeps_its_pattern_in_the_saved_checkpoint(method, mode, sp
 @pytest.mark.parametrize("boundary", ["input", "residual"])
 @pytest.mark.parametrize("target", ["self", "dense"])
 def test_a_resumed_run_gives_the_same_bytes(target, boundary, tmp_path):
-    base = recipe(solve="admm", target=target)
-    rotation = RotationConfig(steps=5, hessians="dense", boundary=boundary)
-    chosen = Recipe(
-        rotation=rotation, pruning=base.pruning, recovery=base.recovery, calibration=base.calibration
-    )
-    whole = prune(small_model("llama"), chosen).model.state_dict()
-
-    def crash(event):
-        if event.phase == "recover" and event.layer == 1 and event.step == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(small_model("llama"), chosen, out=tmp_path / "out", progress=crash)
-    resumed = prune(small_model("llama"), chosen, out=tmp_path / "out", resume=True).model.state_dict()
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.items())
+    chosen = recipe(solve="admm", target=target, boundary=boundary)
+    whole = prune(chosen=chosen).model
+    interrupted(chosen=chosen, out=tmp_path / "out", at=("recover", 1, 1))
+    assert_same_weights(prune(chosen=chosen, out=tmp_path / "out", resume=True).model, whole)
 
 
 def test_the_stream_of_targets_is_that_of_the_dense_model(monkeypatch):
     """The targets of a layer are the hidden states of the dense model, in the basis of its output."""
     seen = []
 
-    def spy(layer, index, stream, targets, *rest):
+    def spy(layer, stream, targets, *rest):
         seen.append(targets.hidden_states.clone())
-        return recover_layer(layer, index, stream, targets, *rest)
+        return recover_layer(layer, stream, targets, *rest)
 
-    monkeypatch.setattr("drot.pipeline.run.recover_layer", spy)
+    monkeypatch.setattr("drot.pipeline.steps.recover_layer", spy)
     dense = small_model("llama")
     expected = dense(TOKENS, output_hidden_states=True).hidden_states
-    chosen = recipe()
-    model = prune(small_model("llama"), chosen).model
+    prune(chosen=recipe())
     for index, targets in enumerate(seen[:-1]):  # the last hidden state is behind the final norm
         # rotations do not change the lengths and the products of the rows
         wanted = expected[index + 1].flatten(0, 1)[:50]
         found = targets.flatten(0, 1)[:50]
         torch.testing.assert_close(found @ found.T, wanted @ wanted.T, rtol=1e-4, atol=1e-4)
-    assert len(seen) == len(model.model.layers)
+    assert len(seen) == 3
 
 
 def test_one_sequence_is_too_few():
-    with pytest.raises(UserError, match='`recover="block"` needs at least 2 calibration sequences'):
-        drot.prune(small_model("llama"), recipe(), calibration=TOKENS[:1], device="cpu")
+    with pytest.raises(UserError, match="at least 2 calibration sequences"):
+        prune(chosen=recipe(), calibration=TOKENS[:1])
 
 
 @pytest.mark.parametrize(

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers import LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from drot.model.families import architecture_of
+from drot.model.decoder import DecoderModel
 from drot.pipeline.recover import _relative_error, _Training
 
 CONFIG = LlamaConfig(
@@ -16,6 +16,7 @@ CONFIG = LlamaConfig(
     num_attention_heads=64,
     num_key_value_heads=8,
     num_hidden_layers=1,
+    vocab_size=1,
     attn_implementation="sdpa",
 )
 NSAMPLES, SEQLEN, BATCH = 128, 2048, 4
@@ -38,18 +39,19 @@ def test_a_70b_layer_recovers_within_30_gb(monkeypatch):
     """
     monkeypatch.setattr(_Training, "_scale", lambda self, parameter: 1.0)  # it reads values
     with FakeTensorMode(), MemTracker() as tracker:
-        layer = LlamaDecoderLayer(CONFIG, 0).eval()
+        layer = DecoderModel(LlamaForCausalLM(CONFIG).eval()).layers[0]
         inputs = torch.empty(NSAMPLES, SEQLEN, CONFIG.hidden_size, dtype=torch.bfloat16)
         position_ids = torch.arange(SEQLEN)[None]
         embeddings = LlamaRotaryEmbedding(CONFIG)(inputs[:1], position_ids)
         targets = torch.empty(BATCH, SEQLEN, CONFIG.hidden_size, dtype=torch.bfloat16)
-        training = _Training(layer, architecture_of(CONFIG))
+        training = _Training(layer)
         with training.running():
             for _ in range(2):  # the moments exist after the first step
                 tracker.reset_mod_stats()
-                output = layer(inputs[:BATCH], position_embeddings=embeddings, position_ids=position_ids)
+                kwargs = dict(position_embeddings=embeddings, position_ids=position_ids)
+                output = layer(inputs[:BATCH], kwargs)
                 _relative_error(output, targets).backward()
-    weights = sum(parameter.numel() for parameter in layer.parameters())
+    weights = sum(parameter.numel() for parameter in layer.module.parameters())
     stored = 15 * weights + inputs.numel() * 2  # the docstring of recover_layer
     (peak,) = (sum(kinds.values()) / 2 for kinds in tracker.get_tracker_snapshot("peak").values())
     print(f"{peak / 1e9:.1f} GB, of which {stored / 1e9:.1f} are stored")

@@ -4,38 +4,28 @@ import json
 
 import pytest
 import torch
-from small_models import random_tokens, small_model
+from runs import TOKENS, named_linears, one_shot, prune
+from small_models import small_model
 
 import drot
 from drot.checkpoint.rotations import load_rotations
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
-from drot.model.families import architecture_of, decoder_layers, head_shape, layer_linears, module_at
-from drot.model.decoder import fold
+from drot.model.decoder import DecoderModel
 from drot.pipeline.sensitivity import SensitivityResult
 
-TOKENS = random_tokens(8, 40)
 
-
-def recipe(method="wanda", mode="layer", rotation=(), **pruning):
-    training = {} if mode == "none" else dict(steps=5)
-    return Recipe(
-        rotation=RotationConfig(mode=mode, **training, **dict(rotation)),
-        pruning=PruningConfig(
-            method=method, **{"block_size": 16, "solve": "none", "target": "self"} | pruning
-        ),
-        calibration=CalibrationConfig(seqlen=40),
-    )
+def recipe(mode="layer", method="wanda", **fields):
+    return one_shot(mode, method=method, **fields)
 
 
 def measure(model, chosen, **options):
     return drot.sensitivity(model, chosen, calibration=TOKENS, device="cpu", **options)
 
 
-def inputs_of(model, path):
-    """The inputs [tokens, in] of the linear at `path` in fp64, from the model's own forward pass."""
+def inputs_of(model, linear):
+    """The inputs [tokens, in] of a linear in fp64, from the model's own forward pass."""
     seen = []
-    handle = module_at(model, path).register_forward_pre_hook(
+    handle = linear.module.register_forward_pre_hook(
         lambda module, args: seen.append(args[0].flatten(0, 1).double())
     )
     model(TOKENS)
@@ -51,29 +41,29 @@ def removed(score, pattern):
     return (score.unflatten(1, (-1, m)).argsort(-1).argsort(-1) < m - n).flatten(1)
 
 
-@pytest.mark.parametrize("role", ["k_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("name", ["k_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("boundary", ["input", "residual"])
-def test_against_the_outputs_in_fp64(boundary, role, tmp_path):
+def test_against_the_outputs_in_fp64(boundary, name, tmp_path):
     """‖X Wᵀ - X Ŵᵀ‖² / ‖X Wᵀ‖² of layer 1 with X from the dense model, rotated by the trained rotations."""
-    chosen, file = recipe(rotation=dict(boundary=boundary, hessians="dense")), tmp_path / "rotations"
-    drot.prune(small_model("qwen3"), chosen, calibration=TOKENS, device="cpu", save_rotations_to=file)
+    chosen, file = recipe(boundary=boundary, hessians="dense"), tmp_path / "rotations"
+    prune(small_model("qwen3"), chosen, save_rotations_to=file)
     model = small_model("qwen3")
     found = measure(model, chosen, rotations=file)
-    arch, shape = architecture_of(model.config), head_shape(model.config)
-    rotations, _ = load_rotations(file, layers=3, hidden_size=32, shape=shape)
-    layer = decoder_layers(model, arch)[1]
-    path = dict(arch.pairs)[role]
-    x, weight = inputs_of(model, f"model.layers.1.{path}"), module_at(layer, path).weight.double()
-    if role == "down_proj":
+    handle = DecoderModel(model)
+    rotations, _ = load_rotations(file, layers=3, hidden_size=32, shape=handle.heads)
+    layer = handle.layers[1]
+    linear = layer.linears[name]
+    x, weight = inputs_of(model, linear), linear.weight.double()
+    if name == "down_proj":
         weight = rotations[2 if boundary == "residual" else 1].r1.T @ weight
     else:
-        norm = module_at(layer, arch.attention_norm if role == "k_proj" else arch.mlp_norm).weight
-        x, weight = x / norm.double() @ rotations[1].r1, fold(weight, norm) @ rotations[1].r1
+        norm = layer.module.get_submodule(linear.group.norm).weight.double()
+        x, weight = x / norm @ rotations[1].r1, weight * norm @ rotations[1].r1
     score = weight.abs() * x.square().sum(0).sqrt()
     for pattern in ("2:4", "4:8", "0.5"):
         lost = x @ weight.masked_fill(~removed(score, pattern), 0).T
         expected = float(lost.square().sum() / (x @ weight.T).square().sum())
-        assert found.errors[f"layers.1.{path}"][pattern] == pytest.approx(expected, rel=1e-4)
+        assert found.errors[linear.full_name][pattern] == pytest.approx(expected, rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "shared"])
@@ -82,12 +72,11 @@ def test_every_linear_at_every_sparsity(method, mode):
     """The model is not changed. More freedom for the mask, or fewer weights to remove, lowers the error."""
     model = small_model("qwen2")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    chosen = recipe(method, mode, keep=("layers.0.*",), sparsity_of={"down_proj": "3:4", "o_proj": "4:8"})
+    chosen = recipe(mode, method, keep=("layers.0.*",), sparsity_of={"down_proj": "3:4", "o_proj": "4:8"})
     phases = []
     result = measure(model, chosen, progress=lambda event: phases.append((event.phase, event.layer)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    arch = architecture_of(model.config)
-    assert list(result.errors) == [name for i in range(3) for name in arch.linear_names(i).values()]
+    assert list(result.errors) == list(named_linears(model))
     assert result.sparsities == ["2:4", "4:8", "0.5", "3:4"]
     for errors in result.errors.values():
         assert 0 < errors["3:4"] < errors["2:4"] < 1
@@ -109,19 +98,18 @@ def test_every_linear_at_every_sparsity(method, mode):
 def test_the_first_layer_is_pruned_with_this_error():
     """In layer 0 the inputs of q, k and v are those of a pruning run, without and with a rotation."""
     for mode in ("none", "layer"):
-        chosen = recipe("sparsegpt", mode, rotation={} if mode == "none" else dict(hessians="dense"))
-        pruned = drot.prune(small_model("llama"), chosen, calibration=TOKENS, device="cpu").manifest
+        chosen = recipe(mode, "sparsegpt", hessians="dense")
+        pruned = prune(chosen=chosen).manifest
         found = measure(small_model("llama"), chosen)
-        for role in ("q_proj", "k_proj", "v_proj"):
-            expected = pruned["layers"][0]["linears"][role]["output_error"]
-            assert found.errors[f"layers.0.self_attn.{role}"]["2:4"] == pytest.approx(expected, rel=1e-6)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            expected = pruned["layers"][0]["linears"][name]["output_error"]
+            assert found.errors[f"layers.0.self_attn.{name}"]["2:4"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_a_sparsity_that_does_not_fit_a_linear_has_no_error():
     """12 divides the intermediate size 48 only. The block size 12 is rounded to 8 for 4:8."""
-    found = measure(
-        small_model("llama"), recipe("sparsegpt", block_size=12, sparsity_of={"down_proj": "6:12"})
-    )
+    chosen = recipe(method="sparsegpt", block_size=12, sparsity_of={"down_proj": "6:12"})
+    found = measure(small_model("llama"), chosen)
     assert found.sparsities == ["2:4", "4:8", "0.5", "6:12"]
     for name, errors in found.errors.items():
         fits = name.endswith(("down_proj", "o_proj"))  # o_proj has 48 inputs too
@@ -136,7 +124,7 @@ def test_a_model_that_does_not_fit_is_refused():
         with pytest.raises(UserError, match=message):
             measure(small_model("llama"), **options)
     broken = small_model("llama")
-    layer_linears(broken.model.layers[1], architecture_of(broken.config))["up_proj"].weight[0, 0] = torch.nan
+    broken.model.layers[1].mlp.up_proj.weight[0, 0] = torch.nan
     with pytest.raises(UserError, match="layer 1, up_proj: weight must be finite"):
         measure(broken, recipe(mode="none"))
 

@@ -1,4 +1,4 @@
-"""A captured step gives the matrices of a step that is called, and a failed capture is told."""
+"""A captured step gives the matrices of a step that is called, and a failed capture is reported."""
 
 import logging
 from collections.abc import Callable

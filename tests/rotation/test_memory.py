@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from drot.config import Sparsity
-from drot.model.families import HeadShape
+from drot.model.families import LLAMA, HeadShape
 from drot.rotation import importance
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective
@@ -46,8 +46,9 @@ def test_a_70b_layer_trains_within_30_gb(objective, optimizer, monkeypatch):
             "down": Metric(empty(FF) if objective == "pruned" else None, True),
         }
         layer = LayerObjective(
-            {role: empty(*size) for role, size in SIZES.items()},
+            {name: empty(*size) for name, size in SIZES.items()},
             LayerMetrics(metrics, {}),
+            LLAMA.groups,
             SHAPE,
             objective=objective,
             sparsity=Sparsity.parse("2:4"),

@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from drot.config import Sparsity
-from drot.model.families import ROLES, HeadShape
+from drot.model.families import LLAMA, HeadShape
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
 
 D, FF, SHAPE = 24, 40, HeadShape(heads=6, kv_heads=2, head_dim=8)
+LINEARS = [linear.name for linear in LLAMA.linears]
 DAMPING = 0.01
 
 
@@ -26,7 +27,7 @@ def make_layer(seed=0, dtype=torch.float64):
         q_proj=(q, D), k_proj=(kv, D), v_proj=(kv, D), o_proj=(D, q),
         gate_proj=(FF, D), up_proj=(FF, D), down_proj=(D, FF),
     )  # fmt: skip
-    weights = {role: normal(*size) for role, size in sizes.items()}
+    weights = {name: normal(*size) for name, size in sizes.items()}
     inputs = {"attention": D, "o": q, "mlp": D, "down": FF}
     hessians = {}
     for group, n in inputs.items():
@@ -44,7 +45,7 @@ def random_rotations(seed=1):
 
 
 def scores(weights, hessians, r1, r2, method, compat):
-    """Role → scores S [out, in] of the rotated weights, as in appendix A."""
+    """Name → scores S [out, in] of the rotated weights, as in appendix A."""
     block_v = torch.block_diag(*r2)
     block_o = torch.block_diag(*[r2[i // SHAPE.group] for i in range(SHAPE.heads)])
     eye_ff = torch.eye(FF, dtype=r1.dtype)
@@ -54,8 +55,8 @@ def scores(weights, hessians, r1, r2, method, compat):
         down_proj=(r1, eye_ff, "down"),
     )  # fmt: skip
     out = {}
-    for role, (left, right, group) in sides.items():
-        y = weights[role] @ right
+    for name, (left, right, group) in sides.items():
+        y = weights[name] @ right
         if left is not None:
             y = left.T @ y
         if method == "magnitude":
@@ -69,38 +70,38 @@ def scores(weights, hessians, r1, r2, method, compat):
             if compat:
                 inverse = inverse + damp
             column_scale = 1 / (right.T @ inverse @ right).diagonal()
-        out[role] = y**2 * column_scale
+        out[name] = y**2 * column_scale
     return out
 
 
-def entropy_reference(weights, hessians, r1, r2, method, compat, roles=ROLES):
+def entropy_reference(weights, hessians, r1, r2, method, compat, names=LINEARS):
     def rows(s):
         p = s / s.sum(1, keepdim=True)
         return -(p * p.log()).sum()
 
     total = 0
-    for role, s in scores(weights, hessians, r1, r2, method, compat).items():
-        if role not in roles:
+    for name, s in scores(weights, hessians, r1, r2, method, compat).items():
+        if name not in names:
             continue
-        if role != "down_proj":
+        if name != "down_proj":
             total = total + rows(s)
-        if role in ("v_proj", "o_proj", "down_proj"):
+        if name in ("v_proj", "o_proj", "down_proj"):
             total = total + rows(s.T)
     return total
 
 
-def pruned_reference(weights, hessians, r1, r2, method, compat, sparsity, roles=ROLES):
+def pruned_reference(weights, hessians, r1, r2, method, compat, sparsity, names=LINEARS):
     eye2 = torch.eye(SHAPE.head_dim, dtype=r1.dtype).repeat(SHAPE.kv_heads, 1, 1)
     start = scores(weights, hessians, torch.eye(D, dtype=r1.dtype), eye2, method, compat)
     total = 0
-    for role, s in scores(weights, hessians, r1, r2, method, compat).items():
-        if role not in roles:
+    for name, s in scores(weights, hessians, r1, r2, method, compat).items():
+        if name not in names:
             continue
         if sparsity.structured:
             removed = s.reshape(s.shape[0], -1, sparsity.m).sort(-1).values[..., : sparsity.m - sparsity.n]
         else:
             removed = s.sort(-1).values[:, : int(s.shape[1] * sparsity.ratio)]
-        total = total + s.shape[0] * removed.sum() / start[role].sum()
+        total = total + s.shape[0] * removed.sum() / start[name].sum()
     return total
 
 
@@ -116,18 +117,21 @@ def build(weights, hessians, method, objective, sparsity, compat, **options):
     metrics = layer_metrics(
         method,
         {group: h.clone() for group, h in hessians.items()},
+        LLAMA.groups,
         SHAPE,
         damping=DAMPING,
         reference_compat=compat,
-        with_down=objective == "pruned",
+        unrotated=objective == "pruned",
         dtype=weights["q_proj"].dtype,
     )
     patterns = (
-        {role: Sparsity.parse(text) for role, text in sparsity.items()}
+        {name: Sparsity.parse(text) for name, text in sparsity.items()}
         if isinstance(sparsity, dict)
         else Sparsity.parse(sparsity)
     )
-    return LayerObjective(weights, metrics, SHAPE, objective=objective, sparsity=patterns, **options)
+    return LayerObjective(
+        weights, metrics, LLAMA.groups, SHAPE, objective=objective, sparsity=patterns, **options
+    )
 
 
 def reference(weights, hessians, r1, r2, method, objective, sparsity, compat):
@@ -155,24 +159,28 @@ def test_value_and_gradient_in_fp64(method, objective, sparsity, compat):
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 @pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES)
-def test_any_number_of_down_projections_in_fp64(method, objective, sparsity, compat, count):
+def test_any_number_of_left_rotated_in_fp64(method, objective, sparsity, compat, count):
     """With boundary rotations on the residual: none, the down_proj of the layer before, or both."""
     layers = [make_layer(seed) for seed in (0, 3)]
     r1, r2 = random_rotations()
     problem, previous = (
         build(*layer, method, objective, sparsity, compat, product_dtype=torch.float64) for layer in layers
     )
-    problem.down_projections = [*previous.down_projections, *problem.down_projections][:count]
+    problem.left_rotated = [*previous.left_rotated, *problem.left_rotated][:count]
     loss, g1, g2 = problem.value_and_grad(r1[None], r2)
     r1, r2 = r1.requires_grad_(), r2.requires_grad_()
-    parts = [(layers[0], set(ROLES) - {"down_proj"}), (layers[1], {"down_proj"}), (layers[0], {"down_proj"})]
+    parts = [
+        (layers[0], set(LINEARS) - {"down_proj"}),
+        (layers[1], {"down_proj"}),
+        (layers[0], {"down_proj"}),
+    ]
     expected = 0
-    for layer, roles in parts[: count + 1]:
+    for layer, names in parts[: count + 1]:
         if objective == "entropy":
-            expected = expected + entropy_reference(*layer, r1, r2, method, compat, roles)
+            expected = expected + entropy_reference(*layer, r1, r2, method, compat, names)
         else:
             pattern = Sparsity.parse(sparsity)
-            expected = expected + pruned_reference(*layer, r1, r2, method, compat, pattern, roles)
+            expected = expected + pruned_reference(*layer, r1, r2, method, compat, pattern, names)
     expected.backward()
     assert torch.allclose(loss, expected.detach(), rtol=1e-11)
     assert torch.allclose(g1[0], r1.grad, rtol=0, atol=1e-10 * float(r1.grad.abs().max()))
@@ -185,7 +193,7 @@ def test_gradient_error_by_product_dtype(objective, dtype, tolerance):
     """‖g − g64‖ / ‖g64‖. In bf16 a few scores that are almost equal change their order."""
     weights, hessians = make_layer(dtype=torch.float32)
     r1, r2 = random_rotations()
-    double = {role: w.double() for role, w in weights.items()}
+    double = {name: w.double() for name, w in weights.items()}
     expected, e1, _ = reference(
         double, {g: h.double() for g, h in hessians.items()}, r1, r2, "wanda", objective, "2:4", False
     )
@@ -230,19 +238,19 @@ def test_equal_blocks_are_the_diagonal_of_the_dense_gradient(method, objective):
 def test_an_offloaded_objective_has_the_checkpoints_dtype():
     """It takes half the memory, and `to` restores the weights exactly."""
     weights, hessians = make_layer()
-    weights = {role: weight.bfloat16().float() for role, weight in weights.items()}
+    weights = {name: weight.bfloat16().float() for name, weight in weights.items()}
     problem = build(weights, hessians, "wanda", "pruned", "2:4", False)
     offloaded = problem.offload(torch.bfloat16)
-    weights = [*offloaded.weights.values(), *(down.weight for down in offloaded.down_projections)]
+    weights = [*offloaded.weights.values(), *(down.weight for down in offloaded.left_rotated)]
     assert {weight.dtype for weight in weights} == {torch.bfloat16}
-    assert len(weights) == len(ROLES)
+    assert len(weights) == len(LINEARS)
     back = offloaded.to(torch.device("cpu"))
     assert back is not offloaded and back.to(torch.device("cpu")) is back
     assert torch.equal(back.value(*back.identity()), problem.value(*problem.identity()))
     assert problem.offload(torch.float32).weights["q_proj"].dtype == torch.float32
 
 
-#: role → sparsity; a role without an entry is not pruned
+#: name → sparsity; a name without an entry is not pruned
 MIXED = [
     dict(q_proj="2:4", v_proj="0.5", o_proj="1:4", gate_proj="4:8", down_proj="2:8"),
     dict(k_proj="0.25", up_proj="2:4"),
@@ -265,8 +273,8 @@ def test_every_linear_has_its_own_sparsity_in_fp64(method, objective, sparsity):
         expected = entropy_reference(weights, hessians, r1, r2, method, False, sparsity)
     else:
         expected = sum(
-            pruned_reference(weights, hessians, r1, r2, method, False, Sparsity.parse(text), {role})
-            for role, text in sparsity.items()
+            pruned_reference(weights, hessians, r1, r2, method, False, Sparsity.parse(text), {name})
+            for name, text in sparsity.items()
         )
     expected.backward()
     assert torch.allclose(loss, expected.detach(), rtol=1e-11)
@@ -315,7 +323,7 @@ def test_rotations_that_the_caller_has_rounded(objective):
 def test_an_objective_without_pruned_linears():
     weights, hessians = make_layer()
     problem = build(weights, hessians, "wanda", "pruned", {}, False, product_dtype=torch.float64)
-    assert problem.empty and problem.weights == {} and problem.down_projections == []
+    assert problem.empty and problem.weights == {} and problem.left_rotated == []
     r1, r2 = random_rotations()
     loss, g1, g2 = problem.offload(torch.bfloat16).to(torch.device("cpu")).value_and_grad(r1[None], r2)
     assert (float(loss), float(g1.abs().max()), float(g2.abs().max())) == (0, 0, 0)

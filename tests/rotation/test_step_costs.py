@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drot.config import RotationConfig, Sparsity
-from drot.model.families import HeadShape
+from drot.model.families import LLAMA, HeadShape
 from drot.ops import skew_momentum
 from drot.rotation import importance, train
 from drot.rotation.graph import WARM_UP, GraphedStep, Step
@@ -123,9 +123,9 @@ def layer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LayerObjective]:
     def make(kind: str) -> LayerObjective:
         sizes = {"attention": (D, D), "mlp": (D, D), "o": (32, 128, 128), "down": (FF,)}
         metrics = {group: Metric(torch.empty(*size, device="meta"), True) for group, size in sizes.items()}
-        weights = {role: torch.empty(*size, device="meta") for role, size in SIZES.items()}
+        weights = {name: torch.empty(*size, device="meta") for name, size in SIZES.items()}
         return LayerObjective(
-            weights, LayerMetrics(metrics, {}), SHAPE, objective=kind,
+            weights, LayerMetrics(metrics, {}), LLAMA.groups, SHAPE, objective=kind,
             sparsity=Sparsity.parse("2:4"), product_dtype=torch.bfloat16,
         )  # fmt: skip
 

@@ -15,8 +15,8 @@ from drot.demo.demo import MODEL
 from drot.model.boundary import rotation_place
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
-from drot.sparse.quantization_config import DrotConfig
-from drot.speed import figures, speed, variants
+from drot.checkpoint.quantization_config import DrotConfig
+from drot.speed import rates, speed, variants
 from drot.speed.cases import NEW_TOKENS, Case
 from drot.speed.timing import Timing, interleaved
 from drot.speed.variants import (
@@ -127,7 +127,7 @@ def test_shape(monkeypatch, capsys):
     captured = capsys.readouterr()
     for text in ("tiny, bfloat16", "layer decode 2", "model decode 2", "2:4 + rotation", " dense\n", "GB/s"):
         assert text in "".join(line.rstrip() + "\n" for line in captured.out.splitlines()), text
-    assert "prefill" not in captured.out and "measured case 4 of 4" in captured.err
+    assert "prefill" not in captured.out and "measuring, case 4 of 4" in captured.err
     assert max(map(len, captured.out.splitlines())) <= 100
 
 
@@ -148,11 +148,11 @@ def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
         assert torch.equal(
             written, separate.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
         )
-    weight = {name: figures.weight_bytes(model, "model") for name, model in stacks.items()}
+    weight = {name: rates.weight_bytes(model, "model") for name, model in stacks.items()}
     assert weight[DENSE] == sum(parameter.nbytes for parameter in separate.parameters())
     saved = weight[DENSE] - weight[SPARSE]
     assert saved == 3 * (
-        figures.weight_bytes(layer[DENSE], "layer") - figures.weight_bytes(layer[SPARSE], "layer")
+        rates.weight_bytes(layer[DENSE], "layer") - rates.weight_bytes(layer[SPARSE], "layer")
     )
     assert weight[ROTATED] - weight[SPARSE] == 2 * 4 * 32 * 32
     assert [rotation_place(each) is not None for each in stacks[ROTATED].model.layers] == [False, True, True]
@@ -161,11 +161,12 @@ def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
 
 
 def test_the_expected_time_of_a_model_comes_from_its_layer():
-    layer, model = (Case(what, "decode", 2, 1) for what in ("layer", "model"))
-    smaller = Case("model", "prefill", 100, 0)
-    assert speed._expected(model, {}, 8) == 0
-    assert speed._expected(model, {layer: 0.5}, 8) == 0.5 * 8 * NEW_TOKENS
-    assert speed._expected(Case("model", "prefill", 300, 1), {layer: 0.5, smaller: 2.0}, 8) == 6
+    layer, model = (Case(what, "decode", 2) for what in ("layer", "model"))
+    smaller = Case("model", "prefill", 100)
+    assert speed.Budget(0.0, 1.0, 8).expected(model) == 0
+    assert speed.Budget(0.0, 1.0, 8, {layer: 0.5}).expected(model) == 0.5 * 8 * NEW_TOKENS
+    known = speed.Budget(0.0, 1.0, 8, {layer: 0.5, smaller: 2.0})
+    assert known.expected(Case("model", "prefill", 300)) == 6
 
 
 def test_cases_that_do_not_fit_the_time_are_named(monkeypatch, capsys):
@@ -210,8 +211,8 @@ def test_one_call_tells_whether_a_case_fits_the_time(monkeypatch):
 def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     one = Timing(1.0, 1.0, 1.0), Timing(0.1, 0.1, 0.1)
-    assert [figures.verdict(*one, repeats) for repeats in (1, 2)] == ["too few repeats"] * 2
-    assert figures.verdict(*one, 3) == "faster than dense"
+    assert [rates.verdict(*one, repeats) for repeats in (1, 2)] == ["too few repeats"] * 2
+    assert rates.verdict(*one, 3) == "faster than dense"
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1", "--repeats", "1", "--device", "cpu"]) == 0
     assert "too few repeats" in (out := capsys.readouterr().out)
     assert "than dense" not in out and "as fast" not in out
@@ -260,7 +261,7 @@ def test_shapes_are_models(name):
     ],
 )
 def test_verdict(p20, median, p80, words):
-    assert figures.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
+    assert rates.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
 
 
 def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():

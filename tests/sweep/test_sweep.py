@@ -17,7 +17,7 @@ from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.tasks import Score, Tasks
-from drot.sweep import desk as desk_module
+from drot.sweep import runner as runner_module
 from drot.sweep import sweep as sweep_module
 from drot.sweep.charts import chart_of
 from drot.sweep.sweep import sweep
@@ -36,7 +36,7 @@ seqlen: 24
 
 
 @pytest.fixture(scope="module")
-def desk(tmp_path_factory) -> Path:
+def inputs(tmp_path_factory) -> Path:
     """A folder with a small model and two texts."""
     folder = tmp_path_factory.mktemp("sweep")
     save_small_model(small_model("llama", num_hidden_layers=2), folder / "model")
@@ -45,9 +45,9 @@ def desk(tmp_path_factory) -> Path:
     return folder
 
 
-def grid_file(desk: Path, tmp_path: Path, content: str, hessians: str = "sequential") -> Path:
+def grid_file(inputs: Path, tmp_path: Path, content: str, hessians: str = "sequential") -> Path:
     file = tmp_path / "grid.yaml"
-    file.write_text(BASE.format(folder=desk, hessians=hessians) + content)
+    file.write_text(BASE.format(folder=inputs, hessians=hessians) + content)
     return file
 
 
@@ -56,14 +56,14 @@ def lines_of(file: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(handle))
 
 
-def recipe_of(desk: Path, hessians: str = "sequential") -> Recipe:
-    settings = {"source": str(desk / "text.txt"), "nsamples": 3, "seqlen": 24}
+def recipe_of(inputs: Path, hessians: str = "sequential") -> Recipe:
+    settings = {"source": str(inputs / "text.txt"), "nsamples": 3, "seqlen": 24}
     return Recipe().replace(**settings, steps=2, hessians=hessians)
 
 
-def measured(desk: Path, model) -> float:
-    tokenizer = load_tokenizer(desk / "model")
-    return perplexity(model, load_eval_tokens(str(desk / "held.txt"), tokenizer), seqlen=24)
+def measured(inputs: Path, model) -> float:
+    tokenizer = load_tokenizer(inputs / "model")
+    return perplexity(model, load_eval_tokens(str(inputs / "held.txt"), tokenizer), seqlen=24)
 
 
 @pytest.fixture
@@ -82,24 +82,24 @@ def trainings(monkeypatch) -> list[int]:
     return calls
 
 
-def test_the_figures_are_those_of_prune_and_eval(desk, tmp_path, monkeypatch):
+def test_the_figures_are_those_of_prune_and_eval(inputs, tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(
-        desk_module, "load_calibration", lambda *a, **k: read.append(1) or load_calibration(*a, **k)
+        runner_module, "load_calibration", lambda *a, **k: read.append(1) or load_calibration(*a, **k)
     )
-    file = grid_file(desk, tmp_path, "grid: {mode: [none, layer], sparsity: [2:4, 0.5]}")
-    result = sweep(file, out=tmp_path / "out", model=desk / "model")
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer], sparsity: [2:4, 0.5]}")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     rows = lines_of(result.csv)
     assert [(row["mode"], row["sparsity"]) for row in rows] == [
         ("none", "2:4"), ("none", "0.5"), ("layer", "2:4"), ("layer", "0.5"),
     ]  # fmt: skip
     assert len(read) == 1  # all cells have the same calibration
-    text = desk / "held.txt"
-    dense = measured(desk, load(desk / "model", device="cpu"))
+    text = inputs / "held.txt"
+    dense = measured(inputs, load(inputs / "model", device="cpu"))
     for row in rows:
-        recipe = recipe_of(desk).replace(mode=row["mode"], sparsity=row["sparsity"])
-        own = drot.prune(desk / "model", recipe, device="cpu")
-        assert float(row[f"perplexity {text}"]) == measured(desk, own.model)
+        recipe = recipe_of(inputs).replace(mode=row["mode"], sparsity=row["sparsity"])
+        own = drot.prune(inputs / "model", recipe, device="cpu")
+        assert float(row[f"perplexity {text}"]) == measured(inputs, own.model)
         assert float(row[f"dense {text}"]) == dense
         assert float(row["zeros"]) == own.manifest["sparsity"]
         trained = [layer["rotation"] for layer in own.manifest["layers"] if "rotation" in layer]
@@ -112,9 +112,9 @@ def test_the_figures_are_those_of_prune_and_eval(desk, tmp_path, monkeypatch):
     assert rows[0][f"gap closed {text}"] == "" and not (tmp_path / "out/models").exists()
 
 
-def test_rotations_of_the_dense_model_are_trained_once(desk, tmp_path, trainings):
+def test_rotations_of_the_dense_model_are_trained_once(inputs, tmp_path, trainings):
     grid = "grid: {solve: [none, pcg], objective: [entropy], sparsity: [2:4, 0.5]}\ncells: [{steps: 1}]"
-    result = sweep(grid_file(desk, tmp_path, grid, "dense"), out=tmp_path / "out", model=desk / "model")
+    result = sweep(grid_file(inputs, tmp_path, grid, "dense"), out=tmp_path / "out", model=inputs / "model")
     rows = lines_of(result.csv)
     assert len(rows) == 5 and len(trainings) == 2
     assert {row["trained_by"] for row in rows[:4]} == {rows[0]["cell"]}
@@ -123,9 +123,9 @@ def test_rotations_of_the_dense_model_are_trained_once(desk, tmp_path, trainings
     # only rotations that several cells use are kept
     assert len(list((tmp_path / "out/rotations").glob("*.safetensors"))) == 1
     # a rotation from the file is that of a training, up to its rounding to fp32
-    recipe = recipe_of(desk, "dense").replace(solve="pcg", objective="entropy", sparsity="0.5")
-    own = measured(desk, drot.prune(desk / "model", recipe, device="cpu").model)
-    assert float(rows[3][f"perplexity {desk / 'held.txt'}"]) == pytest.approx(own, rel=1e-2)
+    recipe = recipe_of(inputs, "dense").replace(solve="pcg", objective="entropy", sparsity="0.5")
+    own = measured(inputs, drot.prune(inputs / "model", recipe, device="cpu").model)
+    assert float(rows[3][f"perplexity {inputs / 'held.txt'}"]) == pytest.approx(own, rel=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_rotations_of_the_dense_model_are_trained_once(desk, tmp_path, trainings
         "damping_average: [mean, median]",
     ],
 )
-def test_rotations_that_differ_are_not_shared(desk, tmp_path, trainings, changed):
+def test_rotations_that_differ_are_not_shared(inputs, tmp_path, trainings, changed):
     grid = f"grid: {{mode: [shared], {changed}}}"
-    result = sweep(grid_file(desk, tmp_path, grid), out=tmp_path / "out", model=desk / "model")
+    result = sweep(grid_file(inputs, tmp_path, grid), out=tmp_path / "out", model=inputs / "model")
     assert len(trainings) == 2
     assert all(row.record["trained_by"] == row.key for row in result.rows)
 
@@ -157,26 +157,26 @@ def failing_at(number: int, error: BaseException):
     return prune, calls
 
 
-def test_a_second_call_runs_what_is_not_finished(desk, tmp_path, monkeypatch, trainings):
-    file = grid_file(desk, tmp_path, "grid: {solve: [none, pcg, admm]}", "dense")
-    whole = sweep(file, out=tmp_path / "whole", model=desk / "model")
+def test_a_second_call_runs_what_is_not_finished(inputs, tmp_path, monkeypatch, trainings):
+    file = grid_file(inputs, tmp_path, "grid: {solve: [none, pcg, admm]}", "dense")
+    whole = sweep(file, out=tmp_path / "whole", model=inputs / "model")
     del trainings[:]
     prune, calls = failing_at(3, RuntimeError("fault"))
-    monkeypatch.setattr(desk_module, "prune", prune)
+    monkeypatch.setattr(runner_module, "prune", prune)
     with pytest.raises(RuntimeError, match="fault"):
-        sweep(file, out=tmp_path / "out", model=desk / "model")
+        sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert len(lines_of(tmp_path / "out/sweep.csv")) == 2 and not (tmp_path / "out.lock").exists()
-    result = sweep(file, out=tmp_path / "out", model=desk / "model")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert (result.computed, len(calls), len(trainings)) == (1, 4, 1)
     same = [column for column in lines_of(whole.csv)[0] if not column.startswith("seconds")]
     rows = [[row[column] for column in same] for row in lines_of(result.csv)]
     assert rows == [[row[column] for column in same] for row in lines_of(whole.csv)]
-    assert sweep(file, out=tmp_path / "out", model=desk / "model").computed == 0
+    assert sweep(file, out=tmp_path / "out", model=inputs / "model").computed == 0
 
 
-def test_what_a_cell_depends_on_makes_it_new(desk, tmp_path):
-    folder = tmp_path / "desk"
-    shutil.copytree(desk, folder)
+def test_what_a_cell_depends_on_makes_it_new(inputs, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(inputs, folder)
     file = grid_file(folder, tmp_path, "cells: [{mode: none}]")
 
     def computed(**options) -> int:
@@ -198,28 +198,28 @@ def test_what_a_cell_depends_on_makes_it_new(desk, tmp_path):
     assert computed(dtype="bfloat16") == 1
 
 
-def test_models_are_kept_on_request(desk, tmp_path):
+def test_models_are_kept_on_request(inputs, tmp_path):
     """The model is bfloat16: results are rounded to it, and measured in float32 as drot eval does."""
     folder = tmp_path / "model"
     save_small_model(small_model("llama", dtype=torch.bfloat16, num_hidden_layers=2), folder)
-    file = grid_file(desk, tmp_path, "grid: {mode: [none, shared]}\ncells: [{mode: shared, solve: pcg}]")
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, shared]}\ncells: [{mode: shared, solve: pcg}]")
     assert sweep(file, out=tmp_path / "out", model=folder).computed == 3
     result = sweep(file, out=tmp_path / "out", model=folder, keep_models=True)
     assert result.computed == 3
     for row in result.rows:
         kept = tmp_path / "out/models" / row.key
-        assert measured(desk, load(kept, device="cpu", dtype="float32")) == row.perplexity(
-            str(desk / "held.txt")
+        assert measured(inputs, load(kept, device="cpu", dtype="float32")) == row.perplexity(
+            str(inputs / "held.txt")
         )
-        assert Recipe.from_file(kept).calibration.source == str(desk / "text.txt")
+        assert Recipe.from_file(kept).calibration.source == str(inputs / "text.txt")
     assert sweep(file, out=tmp_path / "out", model=folder, keep_models=True).computed == 0
 
 
-def test_tables_and_charts_have_the_figures_of_the_csv(desk, tmp_path):
+def test_tables_and_charts_have_the_figures_of_the_csv(inputs, tmp_path):
     pytest.importorskip("matplotlib")
     grid = "grid: {steps: [1, 3], lr: [0.3, 0.03]}\ncells: [{mode: none}, {steps: 3, lr: 0.3, blocks: 2}]"
-    result = sweep(grid_file(desk, tmp_path, grid), out=tmp_path / "out", model=desk / "model")
-    text = f"perplexity {desk / 'held.txt'}"
+    result = sweep(grid_file(inputs, tmp_path, grid), out=tmp_path / "out", model=inputs / "model")
+    text = f"perplexity {inputs / 'held.txt'}"
     rows = {(r["mode"], r["steps"], r["lr"], r["blocks"]): r for r in lines_of(result.csv)}
 
     def figure(steps: str, lr: str, column: str = text, blocks: str = "1") -> float:
@@ -251,24 +251,24 @@ def test_tables_and_charts_have_the_figures_of_the_csv(desk, tmp_path):
     curves = {line.get_label(): list(line.get_ydata()) for line in chart.figure.axes[0].lines}
     assert curves["lr 0.3"] == [figure("1", "0.3"), figure("3", "0.3")]
     assert curves["lr 0.03"] == [figure("1", "0.03"), figure("3", "0.03")]
-    assert set(curves["dense"]) == {float(next(iter(rows.values()))[f"dense {desk / 'held.txt'}"])}
+    assert set(curves["dense"]) == {float(next(iter(rows.values()))[f"dense {inputs / 'held.txt'}"])}
     names = {f"{name}.{kind}" for name in tables for kind in ("svg", "png")}
     assert {plot.name for plot in result.plots} == names
     assert all(plot.stat().st_size > 1000 for plot in result.plots)
     assert all(f"(plots/{name}.svg)" in written for name in tables)
 
 
-def test_the_accuracy_of_tasks(desk, tmp_path, monkeypatch):
+def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
     """A stand-in answers for lm_eval, which has its own tests."""
     answers = iter([0.9, 0.5, 0.8, 0.4, 0.7, 0.2])
 
     def answer(model, tokenizer, prepared):
         return {name: Score(next(answers), None, "acc", 0) for name in prepared.tasks}
 
-    monkeypatch.setattr(desk_module, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
-    monkeypatch.setattr(desk_module, "run_tasks", answer)
-    file = grid_file(desk, tmp_path, "grid: {steps: [0, 1]}\ntasks: [piqa, boolq]")
-    result = sweep(file, out=tmp_path / "out", model=desk / "model")
+    monkeypatch.setattr(runner_module, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
+    monkeypatch.setattr(runner_module, "run_tasks", answer)
+    file = grid_file(inputs, tmp_path, "grid: {steps: [0, 1]}\ntasks: [piqa, boolq]")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     rows = lines_of(result.csv)
     assert [(float(row["accuracy piqa"]), float(row["accuracy boolq"])) for row in rows] == [
         (0.8, 0.4), (0.7, 0.2),
@@ -282,71 +282,71 @@ def test_the_accuracy_of_tasks(desk, tmp_path, monkeypatch):
     accuracies = table.panels["mean accuracy"]
     assert accuracies["pruned"] == pytest.approx({"0": 0.6, "1": 0.45})
     assert accuracies["dense"] == pytest.approx({"0": 0.7, "1": 0.7})
-    assert sweep(file, out=tmp_path / "out", model=desk / "model").computed == 0
+    assert sweep(file, out=tmp_path / "out", model=inputs / "model").computed == 0
 
 
-def test_without_matplotlib_one_line_says_so(desk, tmp_path, monkeypatch, caplog):
+def test_without_matplotlib_one_line_says_so(inputs, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(sweep_module, "installed", lambda: False)
-    file = grid_file(desk, tmp_path, "grid: {steps: [0, 1]}")
+    file = grid_file(inputs, tmp_path, "grid: {steps: [0, 1]}")
     with caplog.at_level(logging.WARNING, "drot"):
-        result = sweep(file, out=tmp_path / "out", model=desk / "model")
+        result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert result.plots == [] and not (tmp_path / "out/plots").exists()
     assert len([each for each in caplog.messages if "matplotlib" in each]) == 1
     assert "| step |" in result.tables.read_text()
 
 
-def test_what_the_model_refuses_is_listed(desk, tmp_path):
-    file = grid_file(desk, tmp_path, "grid: {blocks: [1, 3]}\ncells: [{lr: -1}]")
-    result = sweep(file, out=tmp_path / "out", model=desk / "model")
+def test_what_the_model_refuses_is_listed(inputs, tmp_path):
+    file = grid_file(inputs, tmp_path, "grid: {blocks: [1, 3]}\ncells: [{lr: -1}]")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert [each.label for each in result.skipped] == ["lr -1", "blocks 3, lr 0.3"]
     rows = lines_of(result.csv)
     assert rows[0]["skipped"] == "" and "`blocks` must divide the hidden size" in rows[2]["skipped"]
     assert "`blocks` must divide the hidden size" in result.tables.read_text()
     with pytest.raises(UserError, match="no cell of .* fits .*: blocks 5: `blocks` must divide"):
-        sweep(grid_file(desk, tmp_path, "grid: {blocks: [5]}"), out=tmp_path / "o", model=desk / "model")
+        sweep(grid_file(inputs, tmp_path, "grid: {blocks: [5]}"), out=tmp_path / "o", model=inputs / "model")
 
 
-def test_mistakes_leave_no_folder_changed(desk, tmp_path):
-    file = grid_file(desk, tmp_path, "grid: {steps: [1]}")
+def test_mistakes_leave_no_folder_changed(inputs, tmp_path):
+    file = grid_file(inputs, tmp_path, "grid: {steps: [1]}")
     with pytest.raises(UserError, match="`model` is missing"):
         sweep(file, out=tmp_path / "out")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").touch()
     with pytest.raises(UserError, match="is not the folder of a sweep"):
-        sweep(file, out=tmp_path / "mine", model=desk / "model")
+        sweep(file, out=tmp_path / "mine", model=inputs / "model")
     assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
     with pytest.raises(UserError, match="there is no such folder"):
         sweep(file, out=tmp_path / "out", model="./nope")
     file.write_text(file.read_text().replace("held.txt", "none.txt"))
     with pytest.raises(UserError, match="which is no such name and no file"):
-        sweep(file, out=tmp_path / "out", model=desk / "model")
+        sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert not (tmp_path / "out").exists()
 
 
-def test_a_cell_without_a_finite_perplexity_is_a_row(desk, tmp_path, monkeypatch, caplog):
+def test_a_cell_without_a_finite_perplexity_is_a_row(inputs, tmp_path, monkeypatch, caplog):
     def ruined(*args, **options):
         result = drot.prune(*args, **options)
         for parameter in result.model.parameters():
             parameter.data.fill_(torch.nan)
         return result
 
-    monkeypatch.setattr(desk_module, "prune", ruined)
-    file = grid_file(desk, tmp_path, "grid: {mode: [none, layer]}")
-    result = sweep(file, out=tmp_path / "out", model=desk / "model")
-    assert [row[f"perplexity {desk / 'held.txt'}"] for row in lines_of(result.csv)] == ["", ""]
+    monkeypatch.setattr(runner_module, "prune", ruined)
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer]}")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
+    assert [row[f"perplexity {inputs / 'held.txt'}"] for row in lines_of(result.csv)] == ["", ""]
     assert "has no perplexity" in caplog.text
 
 
-def test_the_command(desk, tmp_path, monkeypatch, capsys):
-    file = grid_file(desk, tmp_path, "grid: {mode: [none, layer], steps: [1]}\ncells: [{lr: -1}]")
-    arguments = ["sweep", str(file), "--out", str(tmp_path / "out"), "--model", str(desk / "model")]
+def test_the_command(inputs, tmp_path, monkeypatch, capsys):
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer], steps: [1]}\ncells: [{lr: -1}]")
+    arguments = ["sweep", str(file), "--out", str(tmp_path / "out"), "--model", str(inputs / "model")]
     prune, _ = failing_at(2, KeyboardInterrupt())
-    monkeypatch.setattr(desk_module, "prune", prune)
+    monkeypatch.setattr(runner_module, "prune", prune)
     assert cli.run(arguments) == 130
     assert f"1 finished cells are kept in {tmp_path / 'out'}; to go on" in capsys.readouterr().err
     assert cli.run(arguments) == 0
     shown = capsys.readouterr()
-    assert "cell 2 of 2" in shown.err and "1 cells computed, 1 finished before" in shown.out
+    assert "sweeping, cell 2 of 2" in shown.err and "1 cells computed, 1 finished before" in shown.out
     assert "Not run: lr -1: lr must be a finite number" in shown.out
     assert cli.run([*arguments, "--json"]) == 0
     data = json.loads(capsys.readouterr().out)

@@ -1,13 +1,14 @@
-"""The figures of a run that a sweep compares, from the manifest of the run."""
+"""The columns of a sweep that come from the manifest of a run."""
 
 import math
 import statistics
+from collections.abc import Iterable
 
 from drot.manifest.manifest import Manifest
 
 
-def figures_of(manifest: Manifest) -> dict[str, float | None]:
-    """The figures of a run. A figure that the run did not record, or that is not finite, is None.
+def run_columns(manifest: Manifest) -> dict[str, float | None]:
+    """Heading → value. A value that the run did not record, or that is not finite, is None.
 
     zeros: share of zeros in the linears of the decoder layers.
     seconds: time of the run, without the loading of the model and the text.
@@ -25,19 +26,20 @@ def figures_of(manifest: Manifest) -> dict[str, float | None]:
         for linear in layer.linears.values()
         if linear.sparsity > 0
     ]
-    figures = {
+    columns = {
         "zeros": manifest.sparsity,
         "seconds": manifest.seconds.total - manifest.seconds.phases.get("load", 0.0),
         "seconds_per_step": manifest.seconds.phases["rotate"] / steps if steps else None,
-        "entropy_before": _mean([record.entropy_before for record in trained]),
-        "entropy_after": _mean([record.entropy_after for record in trained]),
-        "removed_importance_before": _mean([s.before.removed_importance for s in shots if s.before]),
-        "removed_importance_after": _mean([s.after.removed_importance for s in shots if s.after]),
+        "entropy_before": _mean(record.entropy_before for record in trained),
+        "entropy_after": _mean(record.entropy_after for record in trained),
+        "removed_importance_before": _mean(shot.before.removed_importance for shot in shots),
+        "removed_importance_after": _mean(shot.after.removed_importance for shot in shots),
     }
     return {
-        name: None if value is None or not math.isfinite(value) else value for name, value in figures.items()
+        name: None if value is None or not math.isfinite(value) else value for name, value in columns.items()
     }
 
 
-def _mean(values: list[float]) -> float | None:
-    return statistics.fmean(values) if values else None
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.fmean(known) if known else None

@@ -1,4 +1,4 @@
-"""The figures of a case of `drot bench`, from the times that were measured."""
+"""The rows of `drot bench`: times, rates and verdicts of the variants of a case."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from drot.model.families import architecture_of, decoder_layers, layer_linears, module_at
+from drot.model.decoder import DecoderModel
 from drot.sparse.linear import packed_linears
 from drot.speed.cases import NEW_TOKENS, Case
 from drot.speed.timing import Timing
@@ -27,22 +27,17 @@ def rows_of(
     repeats: the number of calls behind each Timing.
     """
     steps = NEW_TOKENS if (case.what, case.phase) == ("model", "decode") else 1
-    dense = models[DENSE]
-    arch = architecture_of(dense.config)
+    dense = timings[DENSE]
     products = sum(
         linear.weight.numel()
-        for layer in decoder_layers(dense, arch)
-        for linear in layer_linears(layer, arch).values()
+        for layer in DecoderModel(models[DENSE]).layers
+        for linear in layer.linears.values()
     )
     rows = []
     for variant, timing in timings.items():
-        seconds = timing.median / steps
-        weights = weight_bytes(models[variant], case.what)
-        speedup = timings[DENSE].median / timing.median
-        if case.phase == "prefill":
-            bound = 2 * products * case.size / seconds
-        else:
-            bound = streamed_bytes(models[variant], case.what) / seconds
+        seconds, model = timing.median / steps, models[variant]
+        work = 2 * products * case.size if case.phase == "prefill" else streamed_bytes(model, case.what)
+        compared = variant != DENSE
         rows.append(
             {
                 "what": case.what,
@@ -53,10 +48,10 @@ def rows_of(
                 "p20": 1e3 * timing.p20 / steps,
                 "p80": 1e3 * timing.p80 / steps,
                 "tokens_per_second": case.size / seconds,
-                "bound": bound,
-                "weight_bytes": weights,
-                "speedup": None if variant == DENSE else speedup,
-                "verdict": None if variant == DENSE else verdict(timings[DENSE], timing, repeats),
+                "bound": work / seconds,
+                "weight_bytes": weight_bytes(model, case.what),
+                "speedup": dense.median / timing.median if compared else None,
+                "verdict": verdict(dense, timing, repeats) if compared else None,
             }
         )
     return rows
@@ -66,8 +61,6 @@ def verdict(dense: Timing, timing: Timing, repeats: int) -> str:
     """Whether `timing` is faster than, slower than or as fast as `dense`, or why that cannot be told.
 
     Faster or slower needs ranges from p20 to p80 that do not overlap.
-
-    repeats: the number of calls behind each Timing.
     """
     if repeats < FEWEST_REPEATS:
         return "too few repeats"
@@ -84,7 +77,7 @@ def weight_bytes(model: PreTrainedModel, what: str) -> int:
 
     Layers that share their parameters (`stacked_variants`) count separately, as in a real model.
     """
-    layers = decoder_layers(model, architecture_of(model.config))
+    layers = DecoderModel(model).layer_modules
     if what == "layer":
         return _bytes(layers[0])
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
@@ -100,11 +93,8 @@ def _bytes(layer: nn.Module) -> int:
 
 
 def streamed_bytes(model: PreTrainedModel, what: str) -> int:
-    """Bytes of the weights that a decode step reads.
-
-    An untied embedding does not count: a token reads one row of the embedding.
-    """
-    arch = architecture_of(model.config)
-    embedding, head = module_at(model, arch.embedding).weight, module_at(model, arch.head).weight
+    """Bytes of the weights that a decode step reads, of which an untied embedding gives one row a token."""
+    decoder = DecoderModel(model)
+    embedding, head = decoder.embedding.weight, decoder.head.weight
     untied = what == "model" and embedding is not head
     return weight_bytes(model, what) - (embedding.nbytes if untied else 0)

@@ -1,56 +1,26 @@
 """The recorded importance before and after the rotation, against fp64 and other figures of the run."""
 
-import copy
-
 import numpy as np
 import pytest
 import torch
-from small_models import FAMILIES, random_tokens, small_model
+from runs import TOKENS, interrupted, one_shot, prune
+from small_models import FAMILIES, random_rotations, small_model
 
-import drot
 from drot.calibration.hessian import InputHessian
 from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.rotations import load_rotations
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.machine.memory import PeakMemory
-from drot.manifest.importance import FIGURES, load_figures
-from drot.model.boundary import BoundaryRotation
-from drot.model.families import INPUT_GROUPS, ROLES, architecture_of, head_shape
-from drot.model.rotation import LayerRotation, folded_weights, rotate_layer
-from drot.pipeline import figures
-from drot.pipeline.figures import GroupFigures, block_means, histogram
+from drot.manifest.importance import FIGURES, HISTOGRAM_BINS, HISTOGRAM_LOG10, load_figures
+from drot.model.decoder import DecoderModel
+from drot.model.families import LLAMA, head_shape
+from drot.model.rotation import Bases
+from drot.pipeline.importance import GroupImportance, block_means, histogram
 
-TOKENS = random_tokens(8, 40)
 DAMPING = 0.01
 
 
-def recipe(
-    mode="layer",
-    method="sparsegpt",
-    sparsity="2:4",
-    solve="none",
-    target="self",
-    keep=(),
-    damping=DAMPING,
-    **rotation,
-):
-    return Recipe(
-        rotation=RotationConfig(mode=mode, steps=5, **rotation),
-        pruning=PruningConfig(
-            method=method,
-            sparsity=sparsity,
-            block_size=16,
-            solve=solve,
-            target=target,
-            keep=keep,
-            damping=damping,
-        ),
-        calibration=CalibrationConfig(seqlen=40),
-    )
-
-
-def prune(chosen, **options):
-    return drot.prune(small_model("llama"), chosen, calibration=TOKENS, device="cpu", **options)
+def recipe(mode="layer", **fields):
+    return one_shot(mode, **{"damping": DAMPING} | fields)
 
 
 def attention_input(model) -> torch.Tensor:
@@ -86,9 +56,8 @@ def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
     layer = model.model.layers[0]
     weight = layer.self_attn.q_proj.weight.double() * layer.input_layernorm.weight.double()
     hessian = attention_input(model)
-    result = prune(
-        recipe(method=method, sparsity=sparsity), out=tmp_path / "out", save_rotations_to=tmp_path / "r"
-    )
+    chosen = recipe(method=method, sparsity=sparsity)
+    result = prune(chosen=chosen, out=tmp_path / "out", save_rotations_to=tmp_path / "r")
     rotations, _ = load_rotations(tmp_path / "r", layers=3, hidden_size=32, shape=head_shape(model.config))
     r1 = rotations[0].r1
     bases = {"before": (weight, hessian), "after": (weight @ r1, r1.T @ hessian @ r1)}
@@ -106,10 +75,10 @@ def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
         blocks = [[row for row in range(48) if row * 32 // 48 == block] for block in range(32)]
         expected = torch.stack([relative[rows].mean(0) for rows in blocks])
         np.testing.assert_allclose(saved[name.format("map")], expected, rtol=2e-3, atol=1e-4)
-        edges = np.linspace(*figures.HISTOGRAM_LOG10, figures.HISTOGRAM_BINS + 1)
+        edges = np.linspace(*HISTOGRAM_LOG10, HISTOGRAM_BINS + 1)
         got = saved[name.format("histogram")]
         for row, mask in zip(got, (~removed, removed), strict=True):
-            wanted, _ = np.histogram(relative[mask].log10().clamp(*figures.HISTOGRAM_LOG10), edges)
+            wanted, _ = np.histogram(relative[mask].log10().clamp(*HISTOGRAM_LOG10), edges)
             assert row.sum() == wanted.sum() == mask.sum()
             assert np.abs(row - wanted).sum() <= 8  # scores beside an edge, by rounding to fp32
 
@@ -118,12 +87,12 @@ def test_pruned_shares_add_up_to_the_loss_of_the_training():
     """The objective is the sum of out_features · share; only the linears of one input are pruned here, so
     that the pruning sees the inputs of the training. A rotation changes the median of diag H, so the damping
     is as good as 0."""
-    kept = (*INPUT_GROUPS["o"], *INPUT_GROUPS["mlp"], *INPUT_GROUPS["down"])
-    layer = prune(recipe(keep=kept, damping=1e-6)).manifest["layers"][0]
+    kept = ("o_proj", "*.mlp.*")
+    layer = prune(chosen=recipe(keep=kept, damping=1e-6)).manifest["layers"][0]
     rows = {"q_proj": 48, "k_proj": 24, "v_proj": 24}
     for basis in ("before", "after"):
         total = sum(
-            rows[role] * layer["linears"][role]["one_shot"][basis]["removed_importance"] for role in rows
+            rows[name] * layer["linears"][name]["one_shot"][basis]["removed_importance"] for name in rows
         )
         assert total == pytest.approx(layer["rotation"][f"loss_{basis}"], rel=1e-4)
     assert "one_shot" not in layer["linears"]["o_proj"]
@@ -131,16 +100,16 @@ def test_pruned_shares_add_up_to_the_loss_of_the_training():
 
 def test_error_before_the_rotation_is_the_error_of_a_run_without_rotation():
     """Without damping, because the damping of a run without rotation is that of norms that are not folded."""
-    rotated = prune(recipe(solve="admm", target="dense", damping=0.0)).manifest["layers"][0]["linears"]
-    plain = prune(recipe("none", damping=0.0)).manifest["layers"][0]["linears"]
-    for role in INPUT_GROUPS["attention"]:  # the other linears read what pruned linears computed
-        before = rotated[role]["one_shot"]["before"]
-        assert before["output_error"] == pytest.approx(plain[role]["output_error"], rel=1e-3)
+    rotated = prune(chosen=recipe(solve="admm", target="dense", damping=0.0)).manifest["layers"][0]["linears"]
+    plain = prune(chosen=recipe("none", damping=0.0)).manifest["layers"][0]["linears"]
+    for name in ("q_proj", "k_proj", "v_proj"):  # the other linears read what pruned linears computed
+        before = rotated[name]["one_shot"]["before"]
+        assert before["output_error"] == pytest.approx(plain[name]["output_error"], rel=1e-3)
         assert before["output_error"] == pytest.approx(
-            plain[role]["one_shot"]["before"]["output_error"], rel=1e-3
+            plain[name]["one_shot"]["before"]["output_error"], rel=1e-3
         )
-        assert list(plain[role]["one_shot"]) == ["before"]
-        assert rotated[role]["output_error"] < rotated[role]["one_shot"]["after"]["output_error"]
+        assert list(plain[name]["one_shot"]) == ["before"]
+        assert rotated[name]["output_error"] < rotated[name]["one_shot"]["after"]["output_error"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -148,25 +117,20 @@ def test_error_before_the_rotation_is_the_error_of_a_run_without_rotation():
 def test_every_linear_returns_to_its_basis(family, place):
     """Undoing the rotation of a rotated layer gives its folded weights."""
     model = small_model(family)
-    arch, shape, layer = architecture_of(model.config), head_shape(model.config), model.model.layers[0]
-    r1, next_r1, *r2 = (
-        torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0]
-        for size in (32, 32, *[shape.head_dim] * shape.kv_heads)
-    )
-    rotation = LayerRotation(r1, torch.stack(r2))
-    boundary = BoundaryRotation(place, r1, next_r1) if place == "residual" else None
-    original = folded_weights(layer, arch)
-    rotated = copy.deepcopy(layer)
-    rotate_layer(rotated, arch, shape, rotation, boundary)
-    down_r1 = None if boundary is None else next_r1
-    for group, roles in INPUT_GROUPS.items():
-        size = original[roles[0]].shape[1]
+    layer, rotations = DecoderModel(model).layers[0], random_rotations(model)
+    rotation, boundary = rotations[0], Bases(place, 3).held(0, rotations)
+    original = layer.folded_weights()
+    layer.rotate(rotation, boundary)
+    for group in layer.groups:
+        size = original[group.linears[0].name].shape[1]
         hessian = torch.eye(size) + torch.diag(torch.rand(size))
-        of_group = GroupFigures(group, InputHessian(hessian, DAMPING), recipe(), shape, rotation, down_r1)
-        for role in roles:
-            weight = folded_weights(rotated, arch)[role]
-            undone = of_group.unrotated(role, weight)
-            torch.testing.assert_close(undone, original[role], rtol=1e-4, atol=1e-5)
+        of_inputs = InputHessian(hessian, DAMPING)
+        output_r1 = boundary.next_r1 if boundary and layer.ends_layer(group) else None
+        of_group = GroupImportance(group, of_inputs, recipe(), layer.heads, rotation, output_r1)
+        for linear in layer.linears_of(group):
+            weight = linear.weight
+            undone = of_group.unrotated(linear.spec, weight)
+            torch.testing.assert_close(undone, original[linear.name], rtol=1e-4, atol=1e-5)
             # the outputs' energy tr(W H Wᵀ) is the same in both bases
             energies = [
                 float(((w @ h) * w).sum()) for w, h in ((weight, hessian), (undone, of_group.hessian.matrix))
@@ -175,17 +139,11 @@ def test_every_linear_returns_to_its_basis(family, place):
 
 
 def test_a_resumed_run_has_the_same_figures(tmp_path):
-    prune(recipe(), out=tmp_path / "whole")
-
-    def crash(event):
-        if event.phase == "prune" and event.layer == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(recipe(), out=tmp_path / "out", progress=crash)
-    resumed = prune(recipe(), out=tmp_path / "out", resume=True)
+    prune(chosen=recipe(), out=tmp_path / "whole")
+    interrupted(chosen=recipe(), out=tmp_path / "out")
+    resumed = prune(chosen=recipe(), out=tmp_path / "out", resume=True)
     whole, out = load_figures(tmp_path / "whole"), load_figures(tmp_path / "out")
-    assert whole.keys() == out.keys() and len(whole) == 3 * len(ROLES) * 4
+    assert whole.keys() == out.keys() and len(whole) == 3 * len(LLAMA.linears) * 4
     for name, values in whole.items():
         assert np.array_equal(values, out[name]) and values.dtype == out[name].dtype
     one_shot = resumed.manifest["layers"][0]["linears"]["up_proj"]["one_shot"]
@@ -209,16 +167,18 @@ def test_phases_that_overlap_keep_their_peaks(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: peak.update(now=1))
     memory = PeakMemory([torch.device("cuda:0")])
     peak["now"] = 50  # before the first phase
-    with memory.of("rotate"):
-        peak["now"] = 30
-        with memory.of("calibrate"):
-            peak["now"] = 7
+    memory.begin("rotate")
+    peak["now"] = 30
+    memory.begin("calibrate")
+    peak["now"] = 7
+    memory.end("calibrate")
+    memory.end("rotate")
     assert {phase: peaks["gpu"] for phase, peaks in memory.peaks.items()} == {"rotate": 30, "calibrate": 7}
     assert memory.peaks["rotate"]["process"] > 1 << 20
 
 
 def test_a_converted_checkpoint_keeps_its_figures(tmp_path):
-    result = prune(recipe("none"), out=tmp_path / "dense")
+    result = prune(chosen=recipe("none"), out=tmp_path / "dense")
     convert_checkpoint(tmp_path / "dense", tmp_path / "packed", "packed")
     dense, packed = load_figures(tmp_path / "dense"), load_figures(tmp_path / "packed")
     assert dense.keys() == packed.keys() and all(np.array_equal(dense[name], packed[name]) for name in dense)

@@ -1,0 +1,232 @@
+"""The tables of benchmarks/README.md, made from the rows in benchmarks/results/.
+
+    python benchmarks/figures.py            writes each table into the page, between its markers
+    python benchmarks/figures.py --check    names the tables that differ from the rows, with exit status 1
+
+Of rows that measure the same thing, the last one counts. It needs nothing but Python's own library.
+"""
+
+import argparse
+import csv
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+PAGE = FOLDER / "README.md"
+MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+#: columns that say where a row comes from, and not what it measures
+ORIGIN = ("date", "commit", "machine", "torch", "transformers")
+
+Row = dict[str, str]
+
+
+def read(name: str, *measured: str) -> list[Row]:
+    """The rows of results/`name`.csv; of rows that differ only in `measured` and their origin, the last."""
+    with (FOLDER / "results" / f"{name}.csv").open(newline="") as file:
+        last: dict[tuple[str, ...], Row] = {}
+        for row in csv.DictReader(file):
+            last[tuple(value for key, value in row.items() if key not in (*ORIGIN, *measured))] = row
+    return list(last.values())
+
+
+def table(head: Iterable[str], body: Iterable[Iterable[object]], used: Iterable[Row]) -> str:
+    """A table in markdown, and a line with the commits and the machines of the rows that it shows."""
+    head = list(head)
+    lines = [head, ["---"] * len(head), *body]
+    text = "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+    used = list(used)
+    commits = ", ".join(sorted({f"{row['commit'].rstrip('+')} of {row['date']}" for row in used}))
+    machines = "; ".join(sorted({row["machine"] for row in used if "machine" in row}))
+    return f"{text}\n\nRows: {commits}{'; ' + machines if machines else ''}.\n"
+
+
+def gap_closed(row: Row) -> str:
+    """The share of the damage by pruning without a rotation that the recipe undoes."""
+    dense, plain, found = (float(row[key]) for key in ("dense", "not_rotated", "perplexity"))
+    return f"{(plain - found) / (plain - dense):.0%}"
+
+
+def perplexities(calibration: str) -> list[Row]:
+    rows = read("perplexity", "seconds", "dense", "not_rotated", "perplexity")
+    return [row for row in rows if row["calibration"] == calibration]
+
+
+def other_text() -> str:
+    """Recipes calibrated on WikiText2, on text of the calibration's kind and of another kind."""
+    rows = perplexities("wikitext2-valid")
+    found = {(row["recipe"], row["text"]): row for row in rows}
+    body = []
+    for recipe in dict.fromkeys(row["recipe"] for row in rows):
+        line = [found[recipe, text] for text in ("wikitext2-test", "python-heldout")]
+        cells = [cell for row in line for cell in (row["perplexity"], gap_closed(row))]
+        body.append([recipe, *cells, line[0]["seconds"]])
+    first = [found["sparsegpt 2:4", text] for text in ("wikitext2-test", "python-heldout")]
+    for name, key in (("dense", "dense"), ("sparsegpt 2:4, not rotated", "not_rotated")):
+        body.append([name, first[0][key], "", first[1][key], "", ""])
+    head = ["recipe", "wikitext2-test", "gap closed", "python-heldout", "gap closed", "seconds"]
+    return table(head, body, rows)
+
+
+def own_text() -> str:
+    """Recipes calibrated on the embedded Python, on held-out Python."""
+    rows = perplexities("python-calibration")
+    body = [
+        [row["recipe"], row["sequences"], row["not_rotated"], row["perplexity"], gap_closed(row)]
+        for row in rows
+    ]
+    return table(["recipe", "sequences", "not rotated", "rotated", "gap closed"], body, rows)
+
+
+def training(layers: Iterable[tuple[str, str, str]], rows: list[Row]) -> str:
+    runs = [("adam", "50"), ("adam", "100"), ("spectral", "50"), ("spectral", "100")]
+    runs += [("fast", "50"), ("fast", "100")]
+    default = {"pruned": "0.3", "entropy": "0.7"}
+    body = []
+    for layer in layers:
+        own = {
+            (row["optimizer"], row["steps"]): row
+            for row in rows
+            if (row["model"], row["layer"], row["objective"]) == layer
+            and (row["optimizer"] != "fast" or row["lr"] == default[layer[2]])
+        }
+        ends = [f"{float(own[run]['loss_after']):.5g}" if run in own else "" for run in runs]
+        paper = own.get(("paper", "2000"))
+        body.append(
+            [
+                f"{layer[0]} {layer[1]}",
+                layer[2],
+                f"{float(own['fast', '50']['loss_before']):.5g}",
+                f"{float(paper['loss_after']):.5g}" if paper else "",
+                *ends,
+                own["fast", "100"]["steps_to_paper"],
+            ]
+        )
+    head = ["layer", "objective", "start", "`paper`, 2000 steps"]
+    head += [f"{name}, {steps}" for name, steps in (("adam", 50), ("adam", 100))]
+    head += ["spectral, 50", "spectral, 100", "`fast`, 50", "`fast`, 100", "`fast` below `paper` at step"]
+    return table(head, body, rows)
+
+
+def optimizer_rows() -> list[Row]:
+    return read("optimizers", "loss_before", "loss_after", "steps_to_paper")
+
+
+def optimizers() -> str:
+    """The loss at the end of the training, by optimiser."""
+    rows = [row for row in optimizer_rows() if not row["model"].startswith("synthetic")]
+    return training(dict.fromkeys((row["model"], row["layer"], row["objective"]) for row in rows), rows)
+
+
+def rates() -> str:
+    """How far the loss of `fast` at each of its learning rates ends above the best of the three."""
+    rows = [row for row in optimizer_rows() if row["optimizer"] == "fast"]
+    runs: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        name = row["model"] if row["model"].startswith("synthetic") else f"{row['model']} {row['layer']}"
+        run = (row["objective"], name, row["steps"])
+        runs.setdefault(run, {})[row["lr"]] = float(row["loss_after"])
+    body = []
+    for run, losses in sorted(runs.items(), key=lambda item: item[0][0], reverse=True):
+        best = min(losses.values())
+        body.append([*run, *(f"{lr}: {loss / best - 1:.1%}" for lr, loss in sorted(losses.items()))])
+    return table(["objective", "layer", "steps", "low", "middle, the default", "high"], body, rows)
+
+
+def finetuning() -> str:
+    rows = read("finetuning", "perplexity")
+    found = {(row["training"], row["lr"], row["rotation"]): row["perplexity"] for row in rows}
+    body = [
+        [training, lr, *(found[training, lr, rotation] for rotation in ("none", "layer"))]
+        for training, lr in dict.fromkeys((row["training"], row["lr"]) for row in rows)
+    ]
+    return table(["training", "learning rate", "not rotated", "one rotation a layer"], body, rows)
+
+
+def tf32_update() -> str:
+    figures = ("mask_mean", "mask_most", "error_mean", "error_least", "error_most")
+    rows = read("tf32_update", *figures)
+    body = [
+        [
+            row["rotation"],
+            row["block"],
+            *(f"{float(row[figure]):{'.4%' if 'mask' in figure else '+.4%'}}" for figure in figures),
+        ]
+        for row in rows
+    ]
+    head = ["rotation", "columns of a block", "mask changed, mean", "most", "error, mean", "least", "most"]
+    return table(head, body, rows)
+
+
+def operations() -> str:
+    """The operations of a layer, by the formulas of pass_flops.py."""
+    rows = read("pass_flops", "tflop")
+    total = sum(float(row["tflop"]) for row in rows)
+    body = [
+        [row["part"], row["products"], row["tflop"], f"{float(row['tflop']) / total:.1%}"] for row in rows
+    ]
+    body.append(["all", "", f"{total:.1f}", ""])
+    return table(["part of a layer", "products of", "TFLOP", "share"], body, rows)
+
+
+def speeds(name: str, *functions: str) -> Callable[[], str]:
+    """A table of a timed benchmark: the medians of drot's functions, and their speed against the others."""
+
+    def make() -> str:
+        rows = read(name, "p20_us", "median_us", "p80_us", "ratio")
+        cases: dict[tuple[str, ...], dict[str, float]] = {}
+        for row in rows:
+            case = (row["case"], row["threads"], row["machine"])
+            cases.setdefault(case, {})[row["function"]] = float(row["median_us"])
+        body = []
+        for case, medians in cases.items():
+            for ours in functions:
+                if ours not in medians:
+                    continue
+                others = [other for other in medians if other not in functions]
+                ratios = [f"{medians[other] / medians[ours]:.2f} × {other}" for other in others]
+                body.append([*case[:2], ours, f"{medians[ours] / 1e3:.3g} ms", ", ".join(ratios)])
+        return table(["case", "threads", "function", "median", "as fast as"], body, rows)
+
+    return make
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "other_text": other_text,
+    "own_text": own_text,
+    "optimizers": optimizers,
+    "rates": rates,
+    "finetuning": finetuning,
+    "tf32_update": tf32_update,
+    "operations": operations,
+    "entropy_loss": speeds("entropy_loss", "drot"),
+    "pruned_importance": speeds("pruned_importance", "drot"),
+    "batched_qr": speeds("batched_qr", "batched_qr", "cholesky_qr"),
+    "nm_mask": speeds("nm_mask", "drot"),
+    "sparsegpt_sweep": speeds("sparsegpt_sweep", "drot"),
+    "rotation_step": speeds("rotation_step", "paper"),
+    "sparse24_linear": speeds("sparse24_linear", "sparse24_linear"),
+    "generate": speeds("generate", "2:4", "2:4 + rotation"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table differs")
+    options = parser.parse_args()
+    page = PAGE.read_text(encoding="utf-8")
+    names = [match[2] for match in MARKED.finditer(page)]
+    if sorted(names) != sorted(TABLES):
+        sys.exit(f"{PAGE}: expected a marker for each of {', '.join(TABLES)}; got {', '.join(names)}")
+    made = MARKED.sub(lambda match: match[1] + "\n" + TABLES[match[2]]() + "\n" + match[3], page)
+    if not options.check:
+        PAGE.write_text(made, encoding="utf-8")
+        return
+    pairs = zip(MARKED.finditer(page), MARKED.finditer(made), strict=True)
+    if differing := [old[2] for old, new in pairs if old[0] != new[0]]:
+        sys.exit(f"{PAGE} differs from the rows in {', '.join(differing)}: run python benchmarks/figures.py")
+
+
+if __name__ == "__main__":
+    main()

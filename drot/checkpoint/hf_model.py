@@ -1,0 +1,269 @@
+"""What drot adds to the models of transformers: DrotModel, and the quantizer that opens drot's checkpoints.
+
+| what transformers must learn                      | how                                                   |
+|---------------------------------------------------|-------------------------------------------------------|
+| `model_type` drot, and the family's config for it | AutoConfig.register (stored_config.py)                |
+| `quantization_config` of `quant_method` drot      | register_quantization_config (here)                   |
+| rotations and packed linears of an empty model    | register_quantizer (here)                             |
+| to import drot's classes after `import drot`      | no entry point: import hook (transformers_hook.py)    |
+| the forward of a layer that holds a rotation      | no registry: RotatedLayer (drot/model/boundary.py)    |
+| to save drot.json, the card and the stored config | no registry: DrotModel (here)                         |
+
+`AutoModelForCausalLM.register` cannot bring in DrotModel: it finds the class of a model by the class of its
+config, and peft, AutoTokenizer and the Trainer need the config of the family. Nor does it reach a model that
+`drot.prune` changes in memory. So `as_drot_model` changes the class of a model, in this one place.
+"""
+
+import functools
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import cached_file
+
+from drot.checkpoint.quantization_config import QUANT_METHOD, DrotConfig, describe, format_of
+from drot.checkpoint.source import check_headers, read_headers
+from drot.checkpoint.stored_config import write_stored_form
+from drot.core.errors import UserError
+from drot.machine.devices import dtype_name
+from drot.manifest.card import CARD, save_card
+from drot.manifest.integrity import folder_records
+from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, write_manifest
+from drot.model.boundary import RotatedLayer, check_boundary_rotations
+from drot.model.decoder import DecoderModel
+from drot.model.rotation import Bases
+from drot.sparse.fused import unfuse
+from drot.sparse.linear import NOT_TRAINABLE, packed_linears
+from drot.sparse.packed import check_packed, compress_model, expect_packed, unpack_model
+
+#: arguments of `save_pretrained` that are for the upload
+HUB_ARGUMENTS = ("repo_id", "token", "commit_message", "create_pr", "revision", "private")
+
+
+class DrotModel:
+    """Mixin in front of a family's class, for a model that drot has changed or that has a manifest.
+
+    The class has the name of the stock class, by which transformers recognises models: for another name, the
+    Trainer would smooth labels without the shift of a language model.
+
+    drot_files: drot.json and the text of the card, of a model that was loaded with a manifest.
+    """
+
+    drot_files: tuple[CheckpointManifest, str] | None = None
+
+    def save_pretrained(
+        self: Any, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any
+    ) -> None:
+        """`save_pretrained` of transformers. It also writes drot.json, the card and the config's stored form.
+
+        The entries of drot.json on format and dtype describe the model as it is now. All other entries, such
+        as the figures of each layer, are those of the loaded checkpoint.
+        """
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
+        _describe_in_config(self)
+        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
+        if kwargs.get("is_main_process", True):
+            folder = Path(save_directory)
+            config = folder / "config.json"
+            if describe(self) and config.exists():  # with an adapter, transformers writes the adapter alone
+                write_stored_form(config)
+            self._write_files(folder)
+            if push_to_hub:
+                _upload(folder, hub.pop("repo_id", folder.name), **hub)
+
+    def push_to_hub(
+        self: Any, repo_id: str, *, tags: Sequence[str] = (), max_shard_size: int | str = "50GB", **hub: Any
+    ) -> Any:
+        """`push_to_hub` of transformers, which also uploads drot.json and README.md.
+
+        Args:
+            repo_id: the name of the repository, which is created if it does not exist.
+            tags: further tags of the card.
+            max_shard_size: the largest size of a file with weights.
+            hub: further arguments of transformers' method: `commit_message`, `private`, `token`, `revision`,
+                `create_pr`.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            self.save_pretrained(folder, max_shard_size=max_shard_size)
+            self._write_files(Path(folder), name=repo_id, tags=tags)
+            return _upload(Path(folder), repo_id, **hub)
+
+    def _write_files(self: Any, folder: Path, name: str = "", tags: Sequence[str] = ()) -> None:
+        """Writes the card and drot.json to `folder`, where the model was saved."""
+        if self.drot_files is None:
+            return
+        kept, before = self.drot_files
+        format, stock = format_of(self)
+        changes = {"format": format, "stock_architecture": stock, "dtype": dtype_name(self.dtype)}
+        manifest = kept.model_copy(update=changes)
+        if not (folder / CARD).exists() and before:
+            (folder / CARD).write_text(before, encoding="utf-8")
+        save_card(folder, manifest, name, tags)
+        manifest.files = folder_records(folder)
+        write_manifest(folder, manifest)
+
+    def dequantize(self: Any, dtype: Any = None) -> Any:
+        """Makes packed linears dense, in place, and returns the model. Rotations stay.
+
+        dtype: the dtype of the result. None leaves the dtype as it is.
+        """
+        unfuse(self)
+        packed = [name for name, _ in packed_linears(self)]
+        unpack_model(self)
+        # as trainable as the other weights: from_pretrained makes them trainable, drot.load freezes them
+        trainable = self.get_input_embeddings().weight.requires_grad
+        for name in packed:
+            self.get_submodule(name).requires_grad_(trainable)
+        _describe_in_config(self)
+        return self if dtype is None else self.to(dtype)
+
+    def __reduce__(self) -> Any:
+        # pickle finds no class by name that was made at run time
+        return _new_model, (type(self).__bases__[1],), self.__getstate__()
+
+
+@functools.cache
+def _drot_class(stock_class: Any) -> Any:
+    return type(stock_class.__name__, (DrotModel, stock_class), {"__module__": stock_class.__module__})
+
+
+def _new_model(stock_class: Any) -> Any:
+    cls = _drot_class(stock_class)
+    return cls.__new__(cls)
+
+
+def as_drot_model(model: Any) -> None:
+    """Makes `model` a DrotModel, in place. Its config then describes its rotations and packed linears.
+
+    Raises UserError for a family that drot does not support.
+    """
+    if not isinstance(model, DrotModel):
+        stock_class: Any = type(model)
+        model.__class__ = _drot_class(stock_class)
+    _describe_in_config(model)
+
+
+def _describe_in_config(model: Any) -> None:
+    entry, quantizer = describe(model), getattr(model, "hf_quantizer", None)
+    if entry is not None:
+        model.config.quantization_config = entry
+        if quantizer is not None:
+            quantizer.quantization_config = entry
+            # transformers refuses .half() and the like for a quantized model; a rotated one may be cast
+            model.is_quantized = entry.packed
+    elif quantizer is not None:
+        quantizer.remove_quantization_config(model)
+    elif hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+
+
+def keep_files(model: Any, path: str | Path) -> None:
+    """Lets `model`, which was loaded from `path`, write drot.json and README.md wherever it is saved.
+
+    Nothing is done for a model without drot.json.
+    """
+
+    def find(name: str) -> Path | None:
+        found = cached_file(
+            str(path),
+            name,
+            _raise_exceptions_for_gated_repo=False,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+        )
+        return None if found is None else Path(found)
+
+    if (file := find(MANIFEST)) is None:
+        return
+    try:
+        manifest = read_any_manifest(file.parent)
+    except UserError:  # the commands that need the manifest say so
+        return
+    card = find(CARD)
+    as_drot_model(model)
+    model.drot_files = manifest, "" if card is None else card.read_text(encoding="utf-8")
+
+
+def _upload(folder: Path, repo_id: str, *, private: bool | None = None, **arguments: Any) -> Any:
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=arguments.pop("token", None))
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    arguments.setdefault("commit_message", "Upload model")
+    return api.upload_folder(repo_id=repo_id, folder_path=folder, **arguments)
+
+
+# ---- from_pretrained -----------------------------------------------------------------------------
+
+register_quantization_config(QUANT_METHOD)(DrotConfig)
+
+
+@register_quantizer(QUANT_METHOD)
+class DrotQuantizer(HfQuantizer):
+    """Adds the boundary rotations and the packed linears to the empty model before weights are loaded.
+
+    The packed weights are loaded as they are: no dense weight is allocated.
+    """
+
+    requires_calibration = True
+    quantization_config: DrotConfig
+
+    def _process_model_before_weight_loading(
+        self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        if not hasattr(model, model.base_model_prefix):
+            raise UserError(
+                f"a checkpoint that drot wrote must be opened with its language model head, "
+                f"got {type(model).__name__}: use AutoModelForCausalLM"
+            )
+        if (place := self.quantization_config.boundary) is not None:
+            decoder = DecoderModel(model)
+            bases = Bases(place, len(decoder.layers))
+            for layer in decoder.layers:
+                if bases.holds(layer.index):
+                    layer.expect_boundary(place)
+        if self.quantization_config.packed:
+            expect_packed(model, self.quantization_config.dense_linears)
+        if checkpoint_files is not None:  # None if the caller gave a state dict
+            check_headers(model, read_headers(checkpoint_files), dtypes=("BF16", "F16", "F32"))
+        return model
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        decoder = DecoderModel(model)
+        check_packed(model)
+        check_boundary_rotations(decoder.layer_modules, decoder.family.layers)
+        # transformers makes every floating-point parameter trainable
+        for _, linear in packed_linears(model):
+            linear.requires_grad_(False)
+        for layer in decoder.layer_modules:
+            if isinstance(layer, RotatedLayer):
+                layer.residual_rotation.requires_grad_(False)
+        compress_model(model)  # has no effect on a CPU, until the model moves to a GPU
+        as_drot_model(model)
+        keep_files(model, model.name_or_path)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Read by transformers' Trainer. Raises UserError if the model is packed.
+
+        For False, the Trainer would advise adapters, which peft cannot add to packed linears.
+        """
+        if self.quantization_config.packed:
+            raise UserError(NOT_TRAINABLE)
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Read by transformers' Trainer."""
+        return self.is_trainable
+
+    @property
+    def is_compileable(self) -> bool:
+        return True

@@ -1,0 +1,94 @@
+"""`quantization_config` in config.json: whether a checkpoint is packed and has rotations between its layers.
+
+Its keys are defined here and nowhere else. A checkpoint with dense weights and without rotations between its
+layers has no `quantization_config`, so every inference engine opens it.
+"""
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+from torch import nn
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from drot.config import BoundaryPlace, WeightFormat
+from drot.core.errors import UserError
+from drot.core.reading import check_schema
+from drot.model.boundary import rotation_place
+from drot.model.decoder import DecoderModel
+from drot.sparse.linear import is_packed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+QUANT_METHOD = "drot"
+
+
+class Keys(BaseModel):
+    """The keys of a `quantization_config` whose `quant_method` is drot.
+
+    boundary: what the rotations between the layers act on (drot/model/boundary.py). Without rotations, the
+        file has no such key.
+    packed: whether the linears of the decoder layers are packed.
+    dense_linears: names of linears that are not packed, such as `layers.0.mlp.down_proj`. The file has no
+        such key if there are none.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    quant_method: Literal["drot"] = "drot"
+    boundary: BoundaryPlace | None = None
+    packed: bool = False
+    dense_linears: list[str] = Field(default_factory=list)
+
+
+class DrotConfig(QuantizationConfigMixin):
+    """`quantization_config` of a model that needs drot. Its attributes are those of `Keys`.
+
+    Raises UserError for any other key or value, because a later version of drot may have written it.
+    """
+
+    boundary: BoundaryPlace | None
+    packed: bool
+    dense_linears: list[str]
+
+    def __init__(self, **keys: Any) -> None:
+        check_schema(Keys, keys, "config.json: quantization_config")
+        self.__dict__.update(Keys(**keys))
+        if self.dense_linears and not self.packed:
+            raise UserError(
+                "config.json: dense_linears must stand beside packed: true; got packed: false: copy the file "
+                "again"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The keys of the file."""
+        given = {key: getattr(self, key) for key in Keys.model_fields}
+        return {key: value for key, value in given.items() if value}
+
+
+def quantization_config_of(config: Any) -> dict[str, Any]:
+    """`quantization_config` of a model's `config` as a dict; {} if there is none."""
+    entry = getattr(config, "quantization_config", None) or {}
+    return entry if isinstance(entry, dict) else dict(entry.to_dict())
+
+
+def boundary_of(config: Any) -> BoundaryPlace | None:
+    """The place of the boundary rotations of a checkpoint with `config`; None if it has none."""
+    entry = quantization_config_of(config)
+    return DrotConfig(**entry).boundary if entry.get("quant_method") == QUANT_METHOD else None
+
+
+def describe(model: "PreTrainedModel") -> DrotConfig | None:
+    """The `quantization_config` for the modules that `model` has now; None if it opens without drot."""
+    layers = DecoderModel(model).layers
+    boundary = next((place for layer in layers if (place := rotation_place(layer.module))), None)
+    if not is_packed(model):
+        return DrotConfig(boundary=boundary) if boundary else None
+    linears = [linear for layer in layers for linear in layer.linears.values()]
+    dense = [linear.full_name for linear in linears if isinstance(linear.module, nn.Linear)]
+    return DrotConfig(boundary=boundary, packed=True, dense_linears=dense)
+
+
+def format_of(model: "PreTrainedModel") -> tuple[WeightFormat, bool]:
+    """The manifest's entries `format` and `stock_architecture`: whether the model opens without drot."""
+    return "packed" if is_packed(model) else "dense", describe(model) is None

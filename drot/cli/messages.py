@@ -1,0 +1,49 @@
+"""Texts of the library in the words of the command line: the option --hessians for the field `hessians`."""
+
+from collections.abc import Callable
+
+from drot.cli.commands import COMMANDS, imported
+from drot.config.recipe import SECTION_OF
+
+#: field or argument → its option, where the names differ
+FLAGS = {
+    "mode": "--rotation",
+    "blocks": "--rotation block:N",
+    "source": "--calibration",
+    "save_rotations_to": "--save-rotations",
+}
+#: command → options that replace those of FLAGS in its messages
+FLAGS_OF_COMMANDS = {
+    "finetune": {"source": "--text"},
+    # fields of a recipe stand in the grid file, under their own names
+    "sweep": {"ppl": "texts", **{name: name for name in SECTION_OF}},
+}
+
+
+def flag(field: str) -> str:
+    """The option that sets a field: --block-size for `block_size`."""
+    return FLAGS.get(field, "--" + field.replace("_", "-"))
+
+
+def flags_of(command: str) -> dict[str, str]:
+    """Field or argument → its option, for the options of a command and those of `drot prune`."""
+    known = [imported(name) for name in ("prune", command) if name in COMMANDS]
+    options = (param for each in known for param in each.params if param.param_type_name == "option")
+    return {option.name: option.opts[0] for option in options} | FLAGS | FLAGS_OF_COMMANDS.get(command, {})
+
+
+def in_options(text: str, flag_of: Callable[[str], str | None]) -> str:
+    """`text` with options in place of fields in backticks: --hessians dense for `hessians="dense"`.
+
+    flag_of: field → its option; None for other names, which stay as they are.
+    """
+    pieces = text.split("`")
+    shown = pieces[0]
+    for code, after in zip(pieces[1::2], pieces[2::2], strict=False):
+        name, _, value = code.partition("=")
+        option, value = flag_of(name), value.strip('"')
+        if option is None:
+            shown += f"`{code}`{after}"
+        else:
+            shown += option + (f" {value}" if value not in ("", "True") else "") + after
+    return shown if len(pieces) % 2 else f"{shown}`{pieces[-1]}"

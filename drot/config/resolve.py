@@ -1,0 +1,171 @@
+"""From the recipe that a user wishes to the recipe of a run, in which every setting has its value."""
+
+import math
+from typing import Any, cast
+
+from drot.config.calibration import CalibrationConfig, default_seqlen
+from drot.config.pruning import (
+    DAMPING,
+    PUBLISHED_DAMPING,
+    DampingAverage,
+    PruningConfig,
+    Solver,
+    Target,
+)
+from drot.config.recipe import QUALITIES, Recipe, WeightFormat
+from drot.config.rotation import (
+    FAST_ENTROPY_LR,
+    OPTIMIZER_DEFAULTS,
+    TRAINING_TOKENS,
+    BoundaryPlace,
+    HessianSource,
+    Objective,
+    ProductDtype,
+    RotationConfig,
+)
+from drot.config.settings import settings, values_of
+
+#: `source` in the recipe of a run that was given token ids in place of a text
+GIVEN_TOKENS = "tensor"
+
+
+@settings
+class ResolvedRotation(RotationConfig):
+    """How the rotations of a run are trained."""
+
+    objective: Objective
+    steps: int
+    lr: float
+    training_tokens: int
+    hessians: HessianSource
+    boundary: BoundaryPlace
+    product_dtype: ProductDtype
+
+
+@settings
+class ResolvedPruning(PruningConfig):
+    """How a run prunes. `block_size` is a common multiple of every m in n:m."""
+
+    damping: float
+    damping_average: DampingAverage
+    solve: Solver
+    target: Target
+
+
+@settings
+class ResolvedCalibration(CalibrationConfig):
+    """The calibration text of a run."""
+
+    seqlen: int
+
+
+@settings
+class ResolvedRecipe(Recipe):
+    """The settings of one run on one model and machine: values only, no `auto` and no None.
+
+    It is a recipe, so `drot.prune` runs it again. format: the format of the weights in the result.
+    """
+
+    rotation: ResolvedRotation
+    pruning: ResolvedPruning
+    calibration: ResolvedCalibration
+    format: WeightFormat
+
+    @property
+    def reads_calibration(self) -> bool:
+        """Whether the run reads calibration text.
+
+        Magnitude pruning of a model that is not rotated needs the weights alone. It reads a text that is not
+        the default, for the figure `output_error`.
+        """
+        weights_alone = (
+            self.rotation.mode == "none"
+            and self.pruning.method == "magnitude"
+            and (self.pruning.solve, self.pruning.target, self.recovery.recover) == ("none", "self", "none")
+        )
+        return not weights_alone or self.calibration.source != CalibrationConfig().source
+
+    def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
+        """How many of the calibration sequences train the rotations (`training_tokens`)."""
+        if not self.rotation.training_tokens:
+            return nsamples
+        return min(nsamples, -(-self.rotation.training_tokens * hidden_size // seqlen))
+
+
+def resolve(
+    recipe: Recipe,
+    *,
+    positions: int | None = None,
+    device: str = "cpu",
+    format: str = "dense",
+    rotations_given: bool = False,
+    tokens: tuple[int, int] | None = None,
+) -> ResolvedRecipe:
+    """The recipe of a run. A recipe that is resolved already stays as it is, but for `format` and `tokens`.
+
+    The defaults that no argument changes are those of a dense result on a CPU, of a model of any length.
+
+    Args:
+        recipe: the settings that the user wishes.
+        positions: the most tokens that the model reads in one sequence; None if there is no limit.
+        device: the type of the device on which rotations are trained, `cpu` or `cuda`.
+        format: the format of the weights in the result.
+        rotations_given: whether the rotations are loaded from a file instead of trained.
+        tokens: nsamples and seqlen of token ids that replace the calibration text; None for a text.
+    """
+    rotation = recipe.rotation
+    published = rotation.mode == "none" or rotation.optimizer == "paper" or rotation.reference_compat
+    calibration: dict[str, Any] = {"seqlen": recipe.calibration.seqlen or default_seqlen(positions)}
+    if tokens is not None:
+        calibration = {"source": GIVEN_TOKENS, "nsamples": tokens[0], "seqlen": tokens[1]}
+    return ResolvedRecipe(
+        rotation=_rotation(rotation, published, device, format, rotations_given),
+        pruning=_pruning(recipe.pruning, published),
+        recovery=recipe.recovery,
+        calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
+        format=cast(WeightFormat, format),
+    )
+
+
+def _rotation(
+    wishes: RotationConfig, published: bool, device: str, format: str, rotations_given: bool
+) -> ResolvedRotation:
+    steps, lr = OPTIMIZER_DEFAULTS[wishes.optimizer]
+    if wishes.optimizer == "fast" and wishes.objective == "entropy":
+        lr = FAST_ENTROPY_LR
+    boundary, hessians = wishes.boundary, wishes.hessians
+    if boundary == "auto":
+        known = rotations_given or hessians != "sequential"  # the R1 of the next layer, before pruning
+        boundary = "residual" if format == "packed" and wishes.mode == "layer" and known else "input"
+    if hessians == "auto":
+        needed = boundary == "residual" and wishes.mode == "layer" and not rotations_given
+        hessians = "dense" if needed else "sequential"
+    trains_on_a_gpu = device != "cpu" and wishes.mode != "none"
+    values: dict[str, Any] = {
+        "objective": "pruned",
+        "steps": steps,
+        "lr": lr,
+        "training_tokens": 0 if published else TRAINING_TOKENS,
+        "product_dtype": "bfloat16" if trains_on_a_gpu else "float32",
+    }
+    chosen = {"boundary": boundary, "hessians": "dense" if wishes.mode == "shared" else hessians}
+    return ResolvedRotation(**values_of(wishes) | _unset(wishes, values) | chosen)
+
+
+def _pruning(wishes: PruningConfig, published: bool) -> ResolvedPruning:
+    quality = QUALITIES["fast" if published else "balanced"]
+    values: dict[str, Any] = {
+        "damping": PUBLISHED_DAMPING if published else DAMPING,
+        "damping_average": "mean" if published else "median",
+        "solve": quality["solve"],
+        "target": quality["target"],
+    }
+    # a block that splits a group of m columns would prune the group twice
+    multiple = math.lcm(*(sparsity.m for sparsity in wishes.sparsities if sparsity.structured))
+    block_size = max(wishes.block_size // multiple, 1) * multiple
+    return ResolvedPruning(**values_of(wishes) | _unset(wishes, values) | {"block_size": block_size})
+
+
+def _unset(wishes: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """The entries of `values` whose fields the user has left open, as None or `auto`."""
+    return {name: value for name, value in values.items() if getattr(wishes, name) in (None, "auto")}

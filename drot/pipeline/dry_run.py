@@ -1,0 +1,107 @@
+"""What a run of `drot.prune` would do and need, from the model's config alone."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from drot.config import Recipe, ResolvedRecipe
+from drot.machine.devices import DTYPES, computing_dtype, dtype_name
+from drot.machine.environment import machine_name, stored_peaks
+from drot.model.decoder import DecoderModel
+from drot.pipeline.disk import disk_needs
+from drot.pipeline.estimate import device_memory, main_memory, run_work, seconds_at, sizes_of
+from drot.pipeline.prepare import parsed_dtype, plan
+
+
+@dataclass(frozen=True)
+class RunNeeds:
+    """What a run needs. Bytes of memory are estimates; those of the disk are exact but for small files.
+
+    Args:
+        recipe: the settings of the run.
+        model: name or folder of the model.
+        device: the device of the computation.
+        dtype, save_dtype: dtypes of the computation and of the saved weights.
+        tokens: calibration tokens that are read. training_tokens: those that train the rotations.
+        checkpoint, partial: bytes on the disk of the result, and of the folder of the unfinished run.
+        main_memory, device_memory: bytes; on a CPU both lie in main memory.
+        work: phase → dtype → operations.
+        seconds: seconds of the work at the rates that `drot info --measure` measured, which no run reaches;
+            None without them.
+    """
+
+    recipe: ResolvedRecipe
+    model: str
+    device: str
+    dtype: str
+    save_dtype: str
+    tokens: int
+    training_tokens: int
+    checkpoint: int
+    partial: int
+    main_memory: int
+    device_memory: int
+    work: dict[str, dict[str, float]]
+    seconds: float | None
+
+
+def run_needs(
+    model: str | Path,
+    recipe: Recipe,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    save_dtype: str = "auto",
+    rotations_given: bool = False,
+    format: str = "dense",
+) -> RunNeeds:
+    """What `drot.prune` with the same arguments would do and need. Loads no weights and reads no text.
+
+    Raises UserError for what does not fit, as `drot.prune` does before it reads the text.
+    """
+    chosen, saved = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
+    planned = plan(model, recipe, device=device, rotations_given=rotations_given, format=format)
+    resolved, first = planned.recipe, planned.devices[0]
+    own = planned.config.dtype or torch.float32
+    chosen = _dtype(computing_dtype(chosen, first), own)
+    saved = _dtype(saved, own)
+    text = resolved.calibration
+    sizes = sizes_of(
+        DecoderModel(without_weights(planned.config)),
+        text.nsamples if resolved.reads_calibration else 0,
+        text.seqlen,
+    )
+    trains = resolved.rotation.mode != "none" and not rotations_given
+    training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen
+    checkpoint, partial = disk_needs(sizes, resolved, chosen, saved)
+    work, peaks = run_work(sizes, resolved, chosen, trains=trains), stored_peaks(first)
+    return RunNeeds(
+        recipe=resolved,
+        model=str(model),
+        device=machine_name(first),
+        dtype=dtype_name(chosen),
+        save_dtype=dtype_name(saved),
+        tokens=sizes.tokens,
+        training_tokens=training if trains else 0,
+        checkpoint=checkpoint,
+        partial=partial,
+        main_memory=main_memory(sizes, resolved, chosen),
+        device_memory=device_memory(sizes, resolved, chosen),
+        work=work,
+        seconds=None if peaks is None else seconds_at(work, peaks),
+    )
+
+
+def without_weights(config: Any) -> PreTrainedModel:
+    """The modules of a model on the device `meta`, which holds no numbers."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
+
+
+def _dtype(dtype: str | torch.dtype, own: torch.dtype) -> torch.dtype:
+    """A dtype by its name; `auto` is the checkpoint's own."""
+    return DTYPES.get(dtype, own) if isinstance(dtype, str) else dtype

@@ -1,0 +1,380 @@
+"""What a run needs, by formulas from the shapes of the model: operations, main memory and device memory.
+
+A multiplication and an addition are two operations. Counted are the matrix products and the factorisations
+that a phase cannot do without; element-wise work is not counted, nor what is computed for the figures of a
+report. Half of a symmetric product is enough, so a Hessian of n inputs takes n² operations a token.
+tests/pipeline/test_estimate.py compares the formulas with the operations that torch counts.
+"""
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from drot.config import ResolvedRecipe
+from drot.machine.devices import dtype_name
+from drot.model.decoder import DecoderModel
+from drot.model.families import HeadShape, InputGroup
+from drot.pipeline.recover import held_out_sequences
+from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS
+
+#: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the
+#: norm, for `pruned` 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding
+#: (rotation/retraction.py).
+FAST_PRODUCTS = {"pruned": 1 + 2 + 12 + 2 + 2, "entropy": 1 + 2 + 2 + 2}
+#: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
+#: of QR (two products, and a triangular solve of n³)
+PAPER_PRODUCTS = 4 / 3 + 2 + 1 / 2
+#: iterations after which ADMM's mask usually stops moving: 30 to 60 (drot/pruning/solve.py)
+USUAL_ADMM_ITERATIONS = 45
+#: Fp32 copies of the largest Hessian and of its weight on the device while a layer is pruned, without and
+#: with ADMM or a dense target: the 28 and 49 GB of a 70B layer (docs/hardware.md).
+COPIES, COPIES_OF_SOLVERS = 6.6, 11.5
+#: bytes of device memory for a weight of a layer that is recovered (docs/hardware.md)
+RECOVERY_BYTES = 15
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model and of its calibration. All decoder layers have the same shapes.
+
+    groups: the input groups of a layer.
+    shapes: name of a linear → its (out, in).
+    names: for each layer, name of a linear → its full name.
+    heads: attention sizes of the model.
+    layer_weights: numbers in the parameters of a layer.
+    weights: numbers in all parameters of the model.
+    tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
+    nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
+    """
+
+    groups: Sequence[InputGroup]
+    shapes: Mapping[str, tuple[int, int]]
+    names: Sequence[Mapping[str, str]]
+    heads: HeadShape
+    layer_weights: int
+    weights: int
+    tied_head: int
+    nsamples: int
+    seqlen: int
+
+    @property
+    def tokens(self) -> int:
+        """Calibration tokens in all."""
+        return self.nsamples * self.seqlen
+
+    @property
+    def hidden(self) -> int:
+        """The size of a hidden state."""
+        return self.inputs(self.groups[0])
+
+    def inputs(self, group: InputGroup) -> int:
+        """The number of inputs of an input group."""
+        return self.shapes[group.linears[0].name][1]
+
+    def groups_of(self, linears: Collection[str]) -> list[InputGroup]:
+        """The input groups of some linears."""
+        return [group for group in self.groups if any(linear.name in linears for linear in group.linears)]
+
+    def pruned(self, recipe: ResolvedRecipe) -> list[list[str]]:
+        """For each layer, the names of the linears that the recipe prunes."""
+        return [
+            [linear for linear, name in names.items() if recipe.pruning.sparsity_for(name).ratio > 0]
+            for names in self.names
+        ]
+
+
+def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
+    """The sizes of a model, which may lie on the device `meta`."""
+    layer, head = model.layers[0], model.head.weight
+    return Sizes(
+        groups=layer.groups,
+        shapes={name: layer.shape_of(linear.spec) for name, linear in layer.linears.items()},
+        names=[
+            {name: linear.full_name for name, linear in of_layer.linears.items()} for of_layer in model.layers
+        ],
+        heads=model.heads,
+        layer_weights=sum(parameter.numel() for parameter in layer.module.parameters()),
+        weights=sum(parameter.numel() for parameter in model.model.parameters()),
+        tied_head=head.numel() if head is model.embedding.weight else 0,
+        nsamples=nsamples,
+        seqlen=seqlen,
+    )
+
+
+# ---- a whole run -----------------------------------------------------------------------------------------
+
+
+def run_work(
+    sizes: Sizes,
+    recipe: ResolvedRecipe,
+    dtype: torch.dtype,
+    *,
+    trains: bool = True,
+    admm_iterations: int = USUAL_ADMM_ITERATIONS,
+) -> dict[str, dict[str, float]]:
+    """Phase → dtype → operations of a run that stops no training early.
+
+    Args:
+        sizes: the sizes of the model and of its calibration.
+        recipe: the settings of the run.
+        dtype: dtype of the computation.
+        trains: whether the rotations are trained, and not loaded from a file.
+        admm_iterations: iterations of ADMM for each linear.
+    """
+    work: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    calibrate, prunes = work["calibrate"], work["prune"]
+    own, fp32 = dtype_name(dtype), "float32"
+    layers = sizes.pruned(recipe)
+    if trains and recipe.rotation.mode != "none":
+        training = training_sizes(sizes, recipe)
+        for roles in layers:
+            groups = trained_groups(training, recipe, roles)
+            calibrate[own] += hessians(training, groups)
+            if recipe.rotation.hessians == "dense":
+                calibrate[own] += rest_of_forward(training, groups)
+            calibrate[fp32] += metrics(training, recipe, groups)
+        together = [layers] if recipe.rotation.mode == "shared" else [[roles] for roles in layers]
+        work["rotate"][recipe.rotation.product_dtype] = sum(rotate(sizes, recipe, part) for part in together)
+    recovers, to_dense = recipe.recovery.recover == "block", recipe.pruning.target == "dense"
+    for roles in layers:
+        groups = sizes.groups_of(roles)
+        if recovers or to_dense:
+            calibrate[own] += forward(sizes)
+        prunes[own] += hessians(sizes, groups, groups if to_dense else ())
+        prunes[fp32] += prune(sizes, recipe, roles, admm_iterations)
+        if recovers:
+            work["recover"][own] += recover(
+                sizes, recipe.recovery.recover_epochs, held_out_sequences(sizes.nsamples)
+            )
+        calibrate[own] += forward(sizes) if recovers else rest_of_forward(sizes, groups)
+    return {phase: dict(by_dtype) for phase, by_dtype in work.items()}
+
+
+def training_sizes(sizes: Sizes, recipe: ResolvedRecipe) -> Sizes:
+    """The sizes with the sequences that train the rotations."""
+    nsamples = recipe.training_nsamples(sizes.nsamples, sizes.seqlen, sizes.hidden)
+    return dataclasses.replace(sizes, nsamples=nsamples)
+
+
+def seconds_at(work: Mapping[str, Mapping[str, float]], peaks: Mapping[str, float]) -> float:
+    """The seconds of all work at the rates of `peaks` (`stored_peaks`), which no run reaches."""
+    rates = {"float16": peaks["bfloat16"], **peaks}
+    return sum(amount / rates[dtype] for phase in work.values() for dtype, amount in phase.items())
+
+
+def main_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """The bytes of main memory for the model, the hidden states of the calibration and the rotations.
+
+    dtype: dtype of the computation.
+    """
+    states = sizes.tokens * sizes.hidden * dtype.itemsize
+    keeps_dense = recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
+    rotations = 0
+    if recipe.rotation.mode != "none":
+        rotations = len(sizes.names) * rotation_bytes(sizes)
+    return (
+        (sizes.weights + sizes.tied_head * bool(rotations)) * dtype.itemsize
+        + rotations
+        + (3 * states if keeps_dense else states)
+    )
+
+
+def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer.
+
+    dtype: dtype of the computation.
+    """
+    wide = max(sizes.inputs(group) for group in sizes.groups)
+    rows = max(out for out, width in sizes.shapes.values() if width == wide)
+    solves = recipe.pruning.solve == "admm" or recipe.pruning.target == "dense"
+    pruning = (COPIES_OF_SOLVERS if solves else COPIES) * 4 * wide * (wide + rows)
+    if not sizes.tokens:  # no Hessian
+        pruning = 4 * wide * rows
+    if recipe.recovery.recover == "block":
+        pruning = max(pruning, RECOVERY_BYTES * sizes.layer_weights)
+    return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
+
+
+def rotation_bytes(sizes: Sizes) -> int:
+    """The bytes of the rotation of one layer, R1 and the R2 of each head of keys, in fp64."""
+    return 8 * (sizes.hidden**2 + sizes.heads.kv_heads * sizes.heads.head_dim**2)
+
+
+# ---- the parts of a run ----------------------------------------------------------------------------------
+
+
+def forward(sizes: Sizes, groups: Collection[InputGroup] | None = None, tokens: int | None = None) -> float:
+    """A forward pass of the linears of `groups`, with the attention if its last linear is among them.
+
+    groups: None for all. tokens: the number of tokens; None for all.
+    """
+    tokens = sizes.tokens if tokens is None else tokens
+    groups = sizes.groups if groups is None else groups
+    shapes = [sizes.shapes[linear.name] for group in groups for linear in group.linears]
+    weights = 2.0 * tokens * sum(out * width for out, width in shapes)
+    return weights + sum(_attention(sizes, tokens) for group in groups if group.input == "r2")
+
+
+def _attention(sizes: Sizes, tokens: int) -> float:
+    """The scores of every pair of tokens in a sequence, and the sums of values that they weight."""
+    return 4.0 * tokens * sizes.seqlen * sizes.heads.heads * sizes.heads.head_dim
+
+
+def _forward_before(sizes: Sizes, group: InputGroup) -> float:
+    """The forward pass up to the input of `group`."""
+    before = sizes.groups[: sizes.groups.index(group)]
+    return forward(sizes, before) + (_attention(sizes, sizes.tokens) if group.input == "r2" else 0.0)
+
+
+def factorisation(n: int) -> float:
+    """The Cholesky factor of an n x n matrix and its inverse, n³/3 each."""
+    return 2 / 3 * n**3
+
+
+def trained_groups(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str]) -> list[InputGroup]:
+    """The input groups whose Hessians the training of a rotation needs.
+
+    roles: the linears of the layer that are pruned.
+    """
+    if recipe.pruning.method == "magnitude":
+        return []
+    unrotated = recipe.rotation.objective == "pruned"
+    return [group for group in sizes.groups_of(roles) if unrotated or group.input is not None]
+
+
+def hessians(sizes: Sizes, groups: Sequence[InputGroup], to_dense: Sequence[InputGroup] = ()) -> float:
+    """A forward pass up to the last of `groups`, and the Hessian of the input of each of them.
+
+    to_dense: the groups for which the layer that is not pruned sees the same tokens too
+        (TargetStatistics).
+    """
+    if not groups or not sizes.tokens:
+        return 0.0
+    total = _forward_before(sizes, groups[-1])
+    total += sum(sizes.tokens * sizes.inputs(group) ** 2 for group in groups)
+    if to_dense:
+        total += _forward_before(sizes, to_dense[-1])
+    for group in to_dense:  # (x_dense - x) xᵀ, and (r_dense - r) xᵀ of the residual stream
+        n, out = sizes.inputs(group), sizes.shapes[group.linears[0].name][0]
+        total += 2 * sizes.tokens * n * (n + (out if group.writes_residual else 0))
+    return total
+
+
+def rest_of_forward(sizes: Sizes, groups: Sequence[InputGroup]) -> float:
+    """The rest of the forward pass behind the pass of `hessians`: the outputs of a layer for all tokens."""
+    return forward(sizes) - (_forward_before(sizes, groups[-1]) if groups else 0.0)
+
+
+def metrics(sizes: Sizes, recipe: ResolvedRecipe, groups: Collection[InputGroup]) -> float:
+    """What the training of a rotation makes of the Hessians of `groups`: H⁻¹ by SparseGPT's score."""
+    if recipe.pruning.method != "sparsegpt":
+        return 0.0
+    total = 0.0
+    for group in groups:  # H⁻¹ from its factor: whole, its diagonal blocks, or its diagonal
+        n = sizes.inputs(group)
+        block = {"r1": n, "r2": sizes.heads.head_dim, None: 0}[group.input]
+        total += factorisation(n) + n**2 * block
+    return total
+
+
+def evaluation(
+    sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], *, gradients: bool = True
+) -> float:
+    """One evaluation of a layer's loss.
+
+    Args:
+        sizes: the sizes of the layer.
+        recipe: the settings of the run.
+        roles: the linears of the layer that are pruned.
+        gradients: whether the gradients in R1 and R2 are computed.
+    """
+    head, block = sizes.heads.head_dim, sizes.hidden // recipe.rotation.equal_blocks
+    total = 0.0
+    for linear in (linear for group in sizes.groups for linear in group.linears if linear.name in roles):
+        out, width = sizes.shapes[linear.name]
+        total += (4 if gradients else 2) * out * width * block  # the rotated weight, and the gradient in R1
+        if "r2" in (linear.input, linear.output):  # R2, its gradient, and the way back
+            total += (6 if gradients else 2) * out * width * head
+    if recipe.pruning.method != "magnitude":
+        for group in sizes.groups_of(roles):
+            if group.input is not None:
+                total += 2 * sizes.inputs(group) * (block if group.input == "r1" else head) ** 2
+    return total
+
+
+def optimizer_step(sizes: Sizes, recipe: ResolvedRecipe, layers: float) -> float:
+    """One step of the optimizer on one R1 and on the R2 of `layers` layers."""
+    rotation = recipe.rotation
+    products = FAST_PRODUCTS[recipe.rotation.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
+    hidden, head = sizes.hidden, sizes.heads.head_dim
+    blocks = rotation.blocks
+    r1 = sum(b**3 for b in blocks) if isinstance(blocks, tuple) else hidden * (hidden // blocks) ** 2
+    return products * 2.0 * (r1 + layers * sizes.heads.kv_heads * head**3)
+
+
+def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str]]) -> float:
+    """The training of one R1 in all its steps, with the entropy before, meanwhile and after.
+
+    layers: the pruned linears of each layer that shares R1.
+    """
+    steps = recipe.rotation.steps
+    trained = [roles for roles in layers if roles]
+    if not trained:
+        return 0.0
+    once, of_entropy = (
+        sum(evaluation(sizes, recipe, roles, gradients=gradients) for roles in trained)
+        for gradients in (True, False)
+    )
+    share = min(1.0, (recipe.rotation.layers_per_step or len(trained)) / len(trained))
+    # the first and the last evaluation are of all layers, and so are the entropies
+    evaluations, entropies = (steps - 1) * share + 2 if steps else 1, 2
+    if recipe.rotation.objective != "entropy" and share == 1:
+        entropies += len({steps * part // 4 for part in (1, 2, 3)} - {0})
+    return (
+        evaluations * once
+        + entropies * of_entropy
+        + steps * optimizer_step(sizes, recipe, len(trained) * share)
+    )
+
+
+def prune(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], admm_iterations: int) -> float:
+    """The pruning of one layer from its Hessians: one factorisation for each input, sweeps and solvers.
+
+    roles: the linears of the layer that are pruned.
+    admm_iterations: iterations of ADMM for each linear.
+    """
+    if not sizes.tokens:
+        return 0.0
+    total, to_dense, solver = 0.0, recipe.pruning.target == "dense", recipe.pruning.solve
+    sweeps = "sparsegpt" in (recipe.pruning.method, solver)
+    for group in sizes.groups_of(roles):
+        n, members = sizes.inputs(group), [linear.name for linear in group.linears if linear.name in roles]
+        product = 2 * n**2 * sum(sizes.shapes[role][0] for role in members)  # the weights and a matrix [n, n]
+        if sweeps or to_dense:
+            total += factorisation(n)
+        if sweeps:
+            total += product / 2
+        if to_dense:  # W C, and the two triangular factors of H⁻¹
+            total += 3 * product
+        if solver in ("pcg", "admm"):
+            total += (1 + PCG_ITERATIONS) * product
+        if solver == "admm":  # T H, and conjugate gradients for the new mask
+            total += (2 + PCG_ITERATIONS) * product
+            inversions = len(members) * (1 + admm_iterations // ADMM_INTERVAL)
+            total += admm_iterations * product + inversions * n**3
+    return total
+
+
+def recover(sizes: Sizes, epochs: int, held_out: int) -> float:
+    """The training of a layer's kept weights: a backward pass takes twice the operations of a forward pass.
+
+    epochs: passes over the sequences that are trained.
+    held_out: the sequences that are not trained.
+    """
+    held = held_out * sizes.seqlen
+    return 3 * epochs * forward(sizes, tokens=sizes.tokens - held) + (epochs + 1) * forward(
+        sizes, tokens=held
+    )

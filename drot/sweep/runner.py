@@ -1,0 +1,223 @@
+"""The runs of the cells of a sweep, and what all cells share."""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.load import load, load_config, load_tokenizer
+from drot.checkpoint.resume import read_journal
+from drot.config import CalibrationConfig, ResolvedRecipe, default_seqlen
+from drot.core.errors import BrokenModelError, UserError
+from drot.core.events import Progress, ProgressEvent
+from drot.core.files import write_json, writing
+from drot.core.hashes import json_digest, weights_record, with_digest
+from drot.evaluation.evaluate import move_models
+from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
+from drot.evaluation.predictions import check_windows, predict
+from drot.evaluation.tasks import load_tasks, run_tasks
+from drot.machine.devices import computing_dtype, dtype_name
+from drot.machine.environment import machine_name, versions
+from drot.model.families import positions_of
+from drot.pipeline.prune import prune
+from drot.pipeline.validation import check_seqlen
+from drot.sweep.grid import Cell, Grid, effective
+from drot.sweep.run_columns import run_columns
+from drot.text.source import calibration_hash, load_calibration
+
+logger = logging.getLogger("drot")
+
+#: what a sweep keeps in its folder: figures of the dense model and of cells, rotations, and models
+DENSE, CELLS, ROTATIONS, MODELS = "dense.json", "cells", "rotations", "models"
+#: digits of the SHA-256 that names a cell or a rotation file
+KEY_DIGITS = 16
+
+#: `perplexity`: text → perplexity; `accuracy`: task → accuracy in [0, 1]; None if it is not finite
+Measured = dict[str, dict[str, float | None]]
+
+
+class CellRunner:
+    """Prunes and measures the cells of one sweep.
+
+    It reads the texts, the tasks and the calibration tokens of all cells, and measures the dense model unless
+    an earlier call with the same folder did.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        out: Path,
+        grid: Grid,
+        cells: Sequence[Cell],
+        *,
+        devices: list[torch.device],
+        dtype: str,
+        keep_models: bool,
+        progress: Progress,
+    ) -> None:
+        self.model, self.out = model, out
+        self.devices, self.keep_models, self.progress = devices, keep_models, progress
+        self.dtype = str(computing_dtype(dtype, devices[0]))
+        self.tokenizer, self.config = load_tokenizer(model), load_config(model)
+        self.seqlen = default_seqlen(positions_of(self.config)) if grid.seqlen is None else grid.seqlen
+        self.texts: dict[str, Tensor] = {}
+        for source in grid.texts:
+            tokens = load_eval_tokens(source, self.tokenizer, grid.text_column, progress)
+            check_windows(tokens, self.config.get_text_config(), self.seqlen)
+            self.texts[source] = tokens
+        self.tasks = load_tasks(grid.tasks) if grid.tasks else None
+        self.calibration: dict[CalibrationConfig, Tensor] = {}
+        for cell in cells:
+            self._read_calibration(cell.resolved)
+        #: what the figures of every cell depend on besides its recipe
+        self.identity: dict[str, Any] = {}
+        self.dense = self._measure_dense()
+
+    def _read_calibration(self, recipe: ResolvedRecipe) -> None:
+        settings = recipe.calibration
+        if not recipe.reads_calibration or settings in self.calibration:
+            return
+        check_seqlen(settings.seqlen, self.config)
+        self.calibration[settings] = load_calibration(
+            settings.source,
+            self.tokenizer,
+            nsamples=settings.nsamples,
+            seqlen=settings.seqlen,
+            seed=settings.seed,
+            text_column=settings.text_column,
+            progress=self.progress,
+        )
+
+    def _measure_dense(self) -> Any:
+        """The figures of the dense model as in `_measure`, none of which is None."""
+        self.progress(ProgressEvent(phase="load"))
+        model = load(self.model, device="cpu", dtype=self.dtype)
+        self.identity = {
+            "weights": weights_record(model.state_dict()),
+            "dtype": dtype_name(model.dtype),
+            "seqlen": self.seqlen,
+            "texts": {source: calibration_hash(tokens) for source, tokens in self.texts.items()},
+        }
+        if self.tasks is not None:
+            self.identity["tasks"] = list(self.tasks.tasks)
+        before = read_journal(self.out / DENSE)
+        if before is not None and before["identity"] == self.identity:
+            return before
+        measured = {"identity": self.identity, **self._measure(model, may_be_broken=False)}
+        with writing(self.out):
+            for folder in (CELLS, ROTATIONS):
+                (self.out / folder).mkdir(parents=True, exist_ok=True)
+        write_json(self.out / DENSE, with_digest(measured))
+        return measured
+
+    def key(self, cell: Cell) -> str:
+        """The name of a cell: a hash of all that its figures depend on."""
+        settings = effective(cell.resolved) | {"calibration": self._calibration_hash(cell.resolved)}
+        return json_digest([settings, self.identity])[:KEY_DIGITS]
+
+    def rotations_key(self, recipe: ResolvedRecipe) -> str | None:
+        """A hash of all that the rotations of a recipe depend on; None if they depend on pruned layers.
+
+        The entropy does not depend on the sparsity, unless some linears are kept dense.
+        """
+        if recipe.rotation.mode == "none" or recipe.rotation.hessians != "dense":
+            return None
+        settings = recipe.to_dict()
+        fields = ["method", "damping", "damping_average"]
+        if recipe.rotation.objective != "entropy" or recipe.pruning.mixed:
+            fields += ["sparsity", "sparsity_of", "keep"]
+        pruning = {field: settings["pruning"][field] for field in fields}
+        same = {"weights": self.identity["weights"], "dtype": self.identity["dtype"]}
+        data = [settings["rotation"], pruning, self._calibration_hash(recipe), same]
+        return json_digest(data)[:KEY_DIGITS]
+
+    def run(self, cell: Cell, key: str, rotations: str | None) -> dict[str, Any]:
+        """Prunes and measures a cell; writes its record and returns it.
+
+        key: the name of the cell.
+        rotations: the name of the rotations that it shares with other cells; None if it shares none.
+        """
+        file = self.out / ROTATIONS / f"{rotations}.safetensors"
+        earlier = None if rotations is None else read_journal(file.with_suffix(".json"))
+        if earlier is not None and (earlier["cell"] == key or not file.exists()):
+            earlier = None  # the cell was interrupted after its training, which is repeated
+        saves = rotations is not None and earlier is None
+        if saves and not self.keep_models:
+            file.unlink(missing_ok=True)  # prune does not replace a file of another run
+        # the manifest of a checkpoint names its calibration text, so prune reads the text again
+        kept: dict[str, Any] = {"out": self.out / MODELS / key, "resume": True}
+        result = prune(
+            self.model,
+            cell.recipe,
+            tokenizer=self.tokenizer,
+            device=",".join(map(str, self.devices)),
+            dtype=self.dtype,
+            rotations=None if earlier is None else file,
+            save_rotations_to=file if saves else None,
+            progress=self.progress,
+            **kept if self.keep_models else {"calibration": self.calibration.get(cell.resolved.calibration)},
+        )
+        columns: dict[str, Any] = run_columns(result.manifest)
+        columns["trained_by"] = key if cell.resolved.rotation.mode != "none" else None
+        if earlier is not None:
+            columns |= {**earlier["training"], "trained_by": earlier["cell"]}
+        elif saves:
+            names = ("entropy_before", "entropy_after", "seconds_per_step")
+            training = {"cell": key, "training": {name: columns[name] for name in names}}
+            write_json(file.with_suffix(".json"), with_digest(training))
+        if self.dtype != "auto":  # the result has the dtype of the checkpoint
+            cast_weights(result.model, getattr(torch, self.dtype))
+        record = {
+            "recipe": cell.resolved.to_dict(),
+            "identity": self.identity,
+            "calibration": self._calibration_hash(cell.resolved),
+            **self._measure(result.model, may_be_broken=True),
+            **columns,
+            "machine": machine_name(self.devices[0]),
+            "versions": versions(),
+        }
+        plain: dict[str, Any] = json.loads(json.dumps(record))
+        write_json(self.out / CELLS / f"{key}.json", with_digest(plain))
+        return plain
+
+    def _calibration_hash(self, recipe: ResolvedRecipe) -> str | None:
+        tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
+        return None if tokens is None else calibration_hash(tokens)
+
+    def _measure(self, model: PreTrainedModel, *, may_be_broken: bool) -> Measured:
+        """The figures of a model. A model without a finite loss is an error unless it `may_be_broken`."""
+        device = self.devices[0]
+        streamed = move_models([model], self.model, device, stream=False)
+        if streamed and self.tasks is not None:
+            raise UserError(f"tasks need the whole of {self.model} on {device}, where it does not fit")
+        perplexities: dict[str, float | None] = dict.fromkeys(self.texts)
+        accuracies: dict[str, float | None] = {}
+        for source, tokens in self.texts.items():
+            predictions = predict(model, tokens, self.seqlen, device if streamed else None, self.progress)
+            with _none_if_broken(f"perplexity on {source}", may_be_broken):
+                perplexities[source] = perplexity_of(predictions, progress=self.progress)
+        if self.tasks is not None:
+            accuracies = dict.fromkeys(self.tasks.tasks)
+            with _none_if_broken("accuracy", may_be_broken):
+                check_logits(model)
+                scores = run_tasks(model, self.tokenizer, self.tasks)
+                accuracies = {name: score.accuracy for name, score in scores.items()}
+        return {"perplexity": perplexities, "accuracy": accuracies}
+
+
+@contextlib.contextmanager
+def _none_if_broken(figure: str, may_be_broken: bool) -> Iterator[None]:
+    """A block that ends with a warning, and without the figure, for a model without a finite loss."""
+    try:
+        yield
+    except BrokenModelError as error:
+        if not may_be_broken:
+            raise
+        logger.warning("a cell has no %s: %s", figure, error)

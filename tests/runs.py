@@ -1,0 +1,72 @@
+"""Small runs of `drot.prune` for tests: a recipe of few steps, a run on a CPU, and a run that is cut off."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+from torch import nn
+
+import drot
+from drot.config import PruningConfig, Recipe
+from drot.core.events import ProgressEvent
+from drot.model.decoder import DecoderModel
+from drot.model.layer import Linear
+
+#: calibration tokens
+TOKENS = random_tokens(8, 40)
+
+
+def recipe(mode: str = "layer", *, quality: str | None = None, **fields: Any) -> Recipe:
+    """A recipe of five training steps and blocks of 16 columns. fields: as in `Recipe.replace`."""
+    chosen = Recipe().replace(**{"mode": mode, "steps": 5, "block_size": 16, "seqlen": 40} | fields)
+    return chosen.with_quality(quality) if quality else chosen
+
+
+def one_shot(mode: str = "layer", **fields: Any) -> Recipe:
+    """A recipe without solver and without the dense target, the quickest kind."""
+    return recipe(mode, **{"solve": "none", "target": "self"} | fields)
+
+
+def prune(model: Any = None, chosen: Recipe | None = None, **options: Any) -> drot.PruneResult:
+    """`drot.prune` on a CPU. model: None is a small LLaMA."""
+    model = small_model("llama") if model is None else model
+    return drot.prune(model, chosen or recipe(), **{"calibration": TOKENS, "device": "cpu"} | options)
+
+
+def interrupted(
+    model: Any = None, chosen: Recipe | None = None, *, at: tuple[Any, ...] = ("prune", 1), **options: Any
+) -> None:
+    """`prune`, cut off as by Ctrl-C. at: a phase, a layer and, if it matters, a step."""
+
+    def stop(event: ProgressEvent) -> None:
+        if (event.phase, event.layer, event.step)[: len(at)] == at:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prune(model, chosen, progress=stop, **options)
+
+
+def named_linears(model: nn.Module) -> dict[str, Linear]:
+    """Full name → linear of all decoder layers."""
+    layers = DecoderModel(model).layers
+    return {linear.full_name: linear for layer in layers for linear in layer.linears.values()}
+
+
+def assert_patterns(model: nn.Module, pruning: PruningConfig) -> None:
+    """Every linear has exactly the zeros of its n:m, or nearly its ratio of zeros."""
+    for name, linear in named_linears(model).items():
+        sparsity, zeros = pruning.sparsity_for(name), linear.weight == 0
+        if sparsity.structured:
+            assert (zeros.unflatten(1, (-1, sparsity.m)).sum(-1) == sparsity.m - sparsity.n).all(), name
+        else:
+            assert float(zeros.float().mean()) == pytest.approx(sparsity.ratio, abs=0.02), name
+
+
+def assert_same_weights(found: nn.Module | Mapping, expected: nn.Module | Mapping) -> None:
+    """The same tensors, bit for bit, of two models or dicts of tensors."""
+    a, b = (x.state_dict() if isinstance(x, nn.Module) else dict(x) for x in (found, expected))
+    assert a.keys() == b.keys()
+    different: list[str] = [name for name, tensor in a.items() if not torch.equal(tensor, b[name])]
+    assert not different
