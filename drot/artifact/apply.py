@@ -8,8 +8,7 @@ import torch
 
 from drot.artifact.coding import decode
 from drot.artifact.container import Reader, tensors_of
-from drot.artifact.prediction import Prediction, predictions, reported
-from drot.artifact.source import load_source
+from drot.artifact.prediction import Prediction, load_source, predictions, reported
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.save import check_output
 from drot.core.errors import UserError

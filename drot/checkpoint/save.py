@@ -70,17 +70,15 @@ def save_checkpoint(
 ) -> AnyManifest:
     """Writes the model, the tokenizer and the manifest to `out`, which is complete if it exists.
 
-    Returns the manifest as it was written, with the hashes of all files.
-    Raises WriteError if writing fails, as on a full disk.
+    Returns the manifest as it was written, with the hashes of all files. Raises WriteError if writing fails,
+    as on a full disk.
 
-    Args:
-        model: the model.
-        tokenizer: the tokenizer; None writes no tokenizer.
-        manifest: the manifest; None writes none.
-        out: the folder, which must be new or empty.
-        scratch: a folder for the temporary folder, as in `new_folder`.
-        write_more: writes further files into the folder that it is called with.
-        finish: sets the last entries of the manifest, when all else is written and synced.
+    tokenizer: None writes no tokenizer.
+    manifest: None writes no manifest.
+    out: a folder that is new or empty.
+    scratch: a folder for the temporary folder, as in `new_folder`.
+    write_more: writes further files into the folder that it is called with.
+    finish: sets the last entries of the manifest, when all else is written and synced.
     """
     with new_folder(out, scratch) as part:
         model.save_pretrained(part)

@@ -46,9 +46,9 @@ class Header:
 def model_folder(model: str | Path, *, weights: bool = False) -> Path:
     """The folder with the files of `model`: a local folder, or a name on the hub, whose files are fetched.
 
-    weights: whether to fetch the weights too, and not only the config and the tokenizer.
-
     Raises UserError if there is no such folder, and if the hub does not have the model or is not reached.
+
+    weights: whether to fetch the weights too, and not only the config and the tokenizer.
     """
     folder = Path(model)
     try:

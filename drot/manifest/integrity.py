@@ -99,6 +99,6 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
     for name, problem in zip(loaded, problems, strict=True):
         if problem is not None:
             raise UserError(
-                f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the "
-                "checkpoint again, or record a change that you made yourself with drot info --accept"
+                f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the checkpoint "
+                "again, or record a change that you made yourself with drot info and its option accept"
             )

@@ -99,6 +99,8 @@ def compress_model(model: nn.Module) -> None:
 def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
     """Packs the seven linears of every decoder layer, in place.
 
+    The model's config does not say so until `as_drot_model` (drot/checkpoint/hf_model.py) is called.
+
     dense: names of linears that stay dense, such as `layers.0.mlp.down_proj`.
 
     Raises UserError that names the layer, the linear and the row of a weight that is not 2:4. The linears
@@ -114,13 +116,13 @@ def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
 
 
 @torch.no_grad()
-def unpack_model(model: "PreTrainedModel") -> None:
-    """The inverse of `pack_model`, in place: every linear is a dense nn.Linear again."""
+def unpack_model(model: "PreTrainedModel") -> list[str]:
+    """The inverse of `pack_model`, in place. Returns the names of the linears that were packed."""
     unfuse(model)
-    for layer in DecoderModel(model).layers:
-        for linear in layer.linears.values():
-            if isinstance(module := linear.module, SparseLinear):
-                linear.module = module.to_linear()
+    packed = dict(packed_linears(model))
+    for name, linear in packed.items():
+        model.set_submodule(name, linear.to_linear())
+    return list(packed)
 
 
 # ---- from files ----------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ def wait(pid: int, seconds: float | None) -> int | None:
 def content(out: Path) -> dict[str, dict]:
     """The hashes of all files but the card, which names the folder; of drot.json the entry `files`, because
     the rest has times."""
-    hashes = folder_records(out) | {"drot.json": json.loads((out / "drot.json").read_text())["files"]}
+    hashes = {name: record.model_dump() for name, record in folder_records(out).items()}
+    hashes["drot.json"] = json.loads((out / "drot.json").read_text())["files"]
     for names in (hashes, hashes["drot.json"]):
         names.pop("README.md")
     return hashes
