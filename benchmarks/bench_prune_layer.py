@@ -25,8 +25,9 @@ import drot
 from drot.calibration.hessian import HessianAccumulator
 from drot.checkpoint.size import size_text
 from drot.cli.tables import rate_text
-from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
+from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe, resolve
 from drot.model.families import head_shape
+from drot.pipeline.estimate import run_work, sizes_of
 from drot.speed.timing import Timing
 from drot.speed.variants import SHAPES
 from drot.text.rows import one_line
@@ -182,7 +183,8 @@ def main() -> None:
         print(f"  {name}: {seconds:.2f} s{against_aim(aimed, name, seconds)}")
     hessians = hessian_seconds(config, dtype, device, tokens.numel())
     print(f"  Hessians of all inputs: {hessians:.3f} s{against_aim(aimed, 'Hessians', hessians)}")
-    work = runs[0]["work"]
+    resolved = resolve(recipe, device=torch.device(device).type)
+    work = run_work(sizes_of(model, *tokens.shape), resolved, dtype)
     for phase, timing in phases.items():
         if timing.median:
             share, rate = timing.median / layer.median, rate_text(work.get(phase, {}), timing.median)

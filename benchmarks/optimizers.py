@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.load import load_tokenizer
-from drot.config import OPTIMIZER_DEFAULTS, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import OPTIMIZER_DEFAULTS, PruningConfig, Recipe, RotationConfig, Sparsity, resolve
 from drot.demo.demo import CALIBRATION, MODEL
 from drot.machine.devices import pick_device
 from drot.model.families import INPUT_GROUPS, HeadShape, architecture_of, decoder_layers, head_shape
@@ -107,6 +107,7 @@ def real_objectives(
         layer.to(device)
         for kind in options.objective if index in options.layers else ():
             recipe = Recipe(rotation=RotationConfig(objective=kind), pruning=options.pruning)
+            recipe = resolve(recipe, device=device.type)
             objective, _ = layer_objective(layer, index, stream, arch, shape, recipe)
             yield Path(options.model).name, index, kind, objective
         stream.advance(layer, index)
@@ -158,13 +159,14 @@ def main() -> None:
                 runs += [("fast", dataclasses.replace(fast, lr=lr)) for lr in options.lr or RATES[kind]]
         goal = None
         for optimizer, config in runs:
-            with mock.patch.dict(OPTIMIZERS, {"fast": TangentAdam} if optimizer == "adam" else {}):
-                _, record = train_rotation([objective], config, device=device)
-            goal = record.loss_after if goal is None and optimizer == "paper" else goal
-            below = next((i for i, loss in enumerate(record.loss_curve) if goal and loss <= goal), None)
             default = optimizer in OPTIMIZERS and config == RotationConfig(
                 objective=kind, optimizer=config.optimizer, steps=OPTIMIZER_DEFAULTS[optimizer][0]
             )
+            with mock.patch.dict(OPTIMIZERS, {"fast": TangentAdam} if optimizer == "adam" else {}):
+                config = resolve(Recipe(rotation=config), device=device.type).rotation
+                _, record = train_rotation([objective], config, device=device)
+            goal = record.loss_after if goal is None and optimizer == "paper" else goal
+            below = next((i for i, loss in enumerate(record.loss_curve) if goal and loss <= goal), None)
             row = {
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
                 "commit": commit(),
@@ -173,8 +175,8 @@ def main() -> None:
                 "layer": index,
                 "objective": kind,
                 "optimizer": optimizer,
-                "steps": config.resolved_steps,
-                "lr": config.resolved_lr,
+                "steps": config.steps,
+                "lr": config.lr,
                 "loss_before": f"{record.loss_before:.2f}",
                 "loss_after": f"{record.loss_after:.2f}",
                 "steps_to_paper": "" if goal is None else "never" if below is None else below,
@@ -182,8 +184,8 @@ def main() -> None:
             }
             against = "" if goal is None else f"  below paper's end at step {row['steps_to_paper']}"
             print(
-                f"{model} layer {index}  {kind:<8} {optimizer:<6} {config.resolved_steps:>5} steps"
-                f"  lr {config.resolved_lr:<5} loss {row['loss_before']} -> {row['loss_after']}{against}"
+                f"{model} layer {index}  {kind:<8} {optimizer:<6} {config.steps:>5} steps"
+                f"  lr {config.lr:<5} loss {row['loss_before']} -> {row['loss_after']}{against}"
                 f"  {row['ms_per_step']} ms a step{'  (default)' if default else ''}",
                 flush=True,
             )

@@ -8,9 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 import latex2mathml.converter
-import typer.main
 
-COMMANDS = "<!-- the commands of drot -->"
+MARK = "<!-- the commands of drot -->"
 MESSAGES = "<!-- the messages of drot -->"
 #: the exceptions whose messages a user meets
 ERRORS = ("UserError", "WriteError", "BrokenModelError", "InvarianceError")
@@ -23,8 +22,8 @@ MARKUP = re.compile(r"\[/?[a-z ]+\]")
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Replaces $equations$ outside of code by MathML, which browsers draw without a script."""
-    if COMMANDS in markdown:
-        markdown = markdown.replace(COMMANDS, commands())
+    if MARK in markdown:
+        markdown = markdown.replace(MARK, commands())
     if MESSAGES in markdown:
         markdown = markdown.replace(MESSAGES, messages())
     parts = CODE.split(markdown)
@@ -43,10 +42,9 @@ def _equations(text: str) -> str:
 
 def commands() -> str:
     """A section for each command: its first sentence, its usage, and a table of its options."""
-    from drot.cli.app import app
+    from drot.cli.commands import COMMANDS, imported
 
-    group: Any = typer.main.get_command(app)
-    return "\n".join(_command(name, command) for name, command in group.commands.items())
+    return "\n".join(_command(name, imported(name)) for name in COMMANDS)
 
 
 def _command(name: str, command: Any) -> str:

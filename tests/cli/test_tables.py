@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from drot.cli import progress_bars, tables
-from drot.config import Recipe, RotationConfig
+from drot.config import Recipe, RotationConfig, resolve
 from drot.core.events import ProgressEvent
 
 
@@ -212,7 +212,7 @@ def test_table_of_a_shared_rotation(monkeypatch, width):
     layers = [{"layer": i, "linears": linears, "seconds": 0.1, "rotation": {"damping": {}}} for i in range(2)]
     trained = dict(loss_before=800.0, loss_after=600.0, entropy_before=16021.0, entropy_after=14180.0)
     manifest = {
-        "recipe": Recipe(rotation=RotationConfig(mode="shared")).to_dict(),
+        "recipe": resolve(Recipe(rotation=RotationConfig(mode="shared"))).to_dict(),
         "calibration": {"shape": [2, 8]},
         "sparsity": 0.5,
         "relative_logit_error": 1e-6,

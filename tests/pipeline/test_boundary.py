@@ -12,7 +12,7 @@ import drot
 from drot.checkpoint.rotations import load_rotations
 from drot.cli import app as cli
 from drot.cli.tables import print_manifest
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
 from drot.model.boundary import BoundaryRotation, rotation_place
@@ -135,7 +135,7 @@ def test_each_down_is_trained_with_the_layer_whose_rotation_it_takes(objective):
     model = small_model("llama")
     weights = [layer.mlp.down_proj.weight for layer in model.model.layers]
     expected = {0: [], 1: [weights[0]], 2: [weights[1], weights[2]]}
-    context = RunContext(model, recipe(objective=objective), TOKENS, [CPU], silent)
+    context = RunContext(model, resolve(recipe(objective=objective)), TOKENS, [CPU], silent)
     for done in ((), (0,), (1,), (0, 1), (0, 2)):
         found = {index: part.down_projections for index, part, _ in dense_pass._objectives(context, done)}
         assert found.keys() == {0, 1, 2} - set(done)

@@ -1,7 +1,5 @@
 """The average of diag H of which the damping is a share: recorded, repeated, and part of a run's identity."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -33,20 +31,6 @@ def weights(folder):
 
 def same(one, other):
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def test_a_manifest_of_before_is_repeated_with_the_mean(tmp_path):
-    """Before drot recorded the average, it was the mean, also of rotated models."""
-    result = prune(START.replace(damping=0.05, damping_average="mean"), tmp_path / "old")
-    file, manifest = tmp_path / "old/drot.json", json.loads((tmp_path / "old/drot.json").read_text())
-    assert manifest["recipe"]["pruning"].pop("damping_average") == "mean"
-    del manifest["digest"]
-    file.write_text(json.dumps(manifest))
-    repeated = prune(Recipe.from_file(tmp_path / "old"), tmp_path / "again")
-    assert same(weights(tmp_path / "old"), weights(tmp_path / "again"))
-    assert repeated.manifest["recipe"] == result.manifest["recipe"]
-    prune(START.replace(damping=0.05), tmp_path / "median")
-    assert not same(weights(tmp_path / "old"), weights(tmp_path / "median"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from small_models import random_tokens, small_model
 
 import drot
 from drot.checkpoint.rotations import load_rotations
-from drot.config import DAMPING, CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import DAMPING, CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
 from drot.model.families import ROLES, architecture_of, head_shape, layer_linears
@@ -79,7 +79,7 @@ def test_equal_settings_in_all_their_forms():
     assert {PruningConfig(keep="q_proj", sparsity_of=form) for form in forms} == {
         PruningConfig(keep=("q_proj",), sparsity_of=pair)
     }
-    written = Recipe(pruning=PruningConfig(**MIXED)).to_dict()
+    written = resolve(Recipe(pruning=PruningConfig(**MIXED))).to_dict()
     assert json.loads(json.dumps(written)) == written
     resolved = PruningConfig(**MIXED, solve="admm", target="dense", damping=DAMPING, damping_average="median")
     assert PruningConfig(**written["pruning"]) == resolved
@@ -108,7 +108,7 @@ def test_values_are_checked(settings, message):
 
 def test_the_objective_that_auto_is():
     def objective(**pruning):
-        return Recipe(pruning=PruningConfig(**pruning)).objective
+        return resolve(Recipe(pruning=PruningConfig(**pruning))).rotation.objective
 
     assert objective(sparsity=0.5, sparsity_of={"down_proj": "2:4"}) == "pruned"
     assert objective(sparsity="2:4", sparsity_of={"down_proj": "0.5"}) == "pruned"
@@ -202,7 +202,7 @@ def test_a_layer_that_is_kept_takes_no_training_step():
     assert not [event for event in events if (event.phase, event.layer) == ("rotate", 0) and event.step]
 
 
-@pytest.mark.parametrize("layers_per_step", [None, 1])
+@pytest.mark.parametrize("layers_per_step", [0, 1])
 @pytest.mark.parametrize("optimizer", ["fast", "paper"])
 def test_a_shared_rotation_is_trained_without_the_kept_layers(optimizer, layers_per_step):
     """The loss is that of the other layers, and it falls; R2 of a kept layer stays the identity."""
@@ -249,7 +249,7 @@ def test_a_kept_down_proj_is_trained_with_no_layer():
         keep=("layers.0.mlp.down_proj",),
         sparsity_of={"layers.1.mlp.down_proj": "4:8"},
     )
-    context = RunContext(small_model("llama"), chosen, TOKENS, [torch.device("cpu")], silent)
+    context = RunContext(small_model("llama"), resolve(chosen), TOKENS, [torch.device("cpu")], silent)
     found = [[str(down.sparsity) for down in part.down_projections] for _, part, _ in _objectives(context)]
     assert found == [[], [], ["4:8", "2:4"]]
 

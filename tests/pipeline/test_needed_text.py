@@ -8,7 +8,7 @@ from small_models import random_tokens, small_model
 from transformers import AutoTokenizer
 
 import drot
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, default_seqlen, resolve
 from drot.core.errors import UserError
 from drot.demo.demo import MODEL
 from drot.evaluation.evaluate import evaluate
@@ -43,8 +43,7 @@ def test_sequences_are_as_long_as_the_model_reads(tmp_path):
     manifest = drot.prune(model, chosen, device="cpu").manifest
     assert manifest["calibration"]["shape"] == [2, 128] and manifest["positions"] == 128
     assert manifest["recipe"]["calibration"]["seqlen"] == 128
-    assert CalibrationConfig().resolved_seqlen(4096) == CalibrationConfig().resolved_seqlen(None) == 2048
-    assert CalibrationConfig(seqlen=9).resolved_seqlen(4) == 9  # which check_tokens refuses
+    assert default_seqlen(4096) == default_seqlen(None) == 2048
 
 
 def test_mistakes_in_the_text_are_found_before_the_model_is_loaded(tmp_path, monkeypatch):
@@ -93,7 +92,5 @@ def test_magnitude_without_a_rotation_reads_a_text_that_is_named():
     result = drot.prune(small_model("llama"), recipe(method="magnitude"), calibration=TOKENS, device="cpu")
     assert all(linear["output_error"] > 0 for linear in result.manifest["layers"][0]["linears"].values())
     named = CalibrationConfig(source="some.txt")
-    assert not recipe(method="magnitude").reads_calibration
-    assert Recipe(
-        rotation=RotationConfig(mode="none"), pruning=PruningConfig(method="magnitude"), calibration=named
-    ).reads_calibration
+    assert not resolve(recipe(method="magnitude")).reads_calibration
+    assert resolve(dataclasses.replace(recipe(method="magnitude"), calibration=named)).reads_calibration

@@ -13,7 +13,7 @@ import drot
 from drot.calibration import hessian as hessians
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, resolve
 from drot.model.families import INPUT_GROUPS, architecture_of, decoder_layers, head_shape, layer_linears
 from drot.model.rotate import LayerRotation
 from drot.pipeline.layer import prune_layer
@@ -126,7 +126,7 @@ def test_the_hessians_of_training_are_of_the_norms_without_weights():
     model = small_model("qwen3")
     arch, shape = architecture_of(model.config), head_shape(model.config)
     stream = CalibrationStream.embed(model, arch, TOKENS, torch.device("cpu"))
-    layer, chosen = decoder_layers(model, arch)[1], recipe("layer", method="wanda", sparsity="2:4")
+    layer, chosen = decoder_layers(model, arch)[1], resolve(recipe("layer", method="wanda"))
     before = stream.hidden_states.clone()
     objective, _ = layer_objective(layer, 1, stream, arch, shape, chosen)
     assert torch.equal(stream.hidden_states, before)
@@ -153,7 +153,7 @@ def test_the_operations_of_a_pruned_layer_are_those_of_the_formulas(monkeypatch)
         hidden_size=48, intermediate_size=112, num_attention_heads=2, num_key_value_heads=1, head_dim=16
     )
     shape = head_shape(small_model("llama", **sizes).config)
-    chosen = recipe("layer", block_size=16)
+    chosen = resolve(recipe("layer", block_size=16))
     r1, r2 = torch.linalg.qr(torch.randn(48, 48))[0], torch.linalg.qr(torch.randn(1, 16, 16))[0]
     rotation = LayerRotation(r1, r2)
 

@@ -1,18 +1,14 @@
 """`product_dtype="auto"` is resolved once, recorded, and part of what a resumed run must share."""
 
 import pytest
-import torch
 from small_models import random_tokens, small_model
 
 import drot
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.config.recipe_file import read_recipe
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, resolve
+from drot.config.recipe import read_recipe
 from drot.core.errors import UserError
-from drot.machine.devices import product_dtype
-from drot.pipeline.prepare import recipe_on
 
 TOKENS = random_tokens(4, 40)
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
 def recipe(**rotation):
@@ -29,12 +25,11 @@ def prune(chosen, **options):
 
 def test_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu():
     assert Recipe().rotation.product_dtype == "auto"
-    assert (product_dtype("auto", GPU), product_dtype("auto", CPU)) == ("bfloat16", "float32")
-    for name in ("float32", "bfloat16"):
-        assert product_dtype(name, GPU) == product_dtype(name, CPU) == name
-        assert recipe_on(recipe(product_dtype=name), GPU) == recipe(product_dtype=name)
-    assert recipe_on(recipe(), GPU).rotation.product_dtype == "bfloat16"
-    assert recipe_on(recipe(mode="none"), GPU) == recipe(mode="none")
+    for device, dtype in (("cuda", "bfloat16"), ("cpu", "float32")):
+        assert resolve(recipe(), device=device).rotation.product_dtype == dtype
+        for name in ("float32", "bfloat16"):
+            chosen = recipe(product_dtype=name)
+            assert resolve(chosen, device=device).rotation.product_dtype == name
 
 
 def test_the_manifest_records_the_dtype_that_was_used(tmp_path):
@@ -46,7 +41,7 @@ def test_the_manifest_records_the_dtype_that_was_used(tmp_path):
 
 
 def test_a_run_is_not_resumed_in_another_dtype(tmp_path):
-    """A run of a GPU, whose recipe is `recipe_on` a GPU, does not go on in fp32 on a CPU."""
+    """A run of a GPU, whose recipe is resolved on a GPU, does not go on in fp32 on a CPU."""
 
     def crash(event):
         if event.phase == "prune" and event.layer == 1:
@@ -54,7 +49,7 @@ def test_a_run_is_not_resumed_in_another_dtype(tmp_path):
 
     out = tmp_path / "out"
     with pytest.raises(KeyboardInterrupt):
-        prune(recipe_on(recipe(), GPU), out=out, progress=crash)
+        prune(resolve(recipe(), device="cuda"), out=out, progress=crash)
     with pytest.raises(UserError, match="product_dtype"):
         prune(recipe(), out=out, resume=True)
     resumed = prune(recipe(product_dtype="bfloat16"), out=out, resume=True)

@@ -5,7 +5,7 @@ import torch
 from small_models import random_tokens, small_model
 
 import drot
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, resolve
 from drot.config.rotation import TRAINING_TOKENS
 
 HIDDEN, SEQLEN = 32, 128
@@ -18,13 +18,13 @@ TOKENS = random_tokens(USED + 4, SEQLEN)
     [(128, 2048, 4096, 64), (128, 2048, 8192, 128), (100, 500, 64, 5), (3, 16, 4096, 3), (0, 16, 64, 0)],
 )
 def test_the_number_of_sequences(nsamples: int, seqlen: int, hidden: int, expected: int) -> None:
-    assert Recipe().training_nsamples(nsamples, seqlen, hidden) == expected
+    assert resolve(Recipe()).training_nsamples(nsamples, seqlen, hidden) == expected
     for whole in ({"optimizer": "paper"}, {"reference_compat": True}, {"training_tokens": 0}):
-        recipe = Recipe(rotation=RotationConfig(**whole))
+        recipe = resolve(Recipe(rotation=RotationConfig(**whole)))
         assert recipe.training_nsamples(nsamples, seqlen, hidden) == nsamples
-        assert recipe.to_dict()["rotation"]["training_tokens"] == 0
+        assert recipe.rotation.training_tokens == 0
     asked = Recipe(rotation=RotationConfig(optimizer="paper", training_tokens=TRAINING_TOKENS))
-    assert asked.training_nsamples(nsamples, seqlen, hidden) == expected
+    assert resolve(asked).training_nsamples(nsamples, seqlen, hidden) == expected
 
 
 @pytest.mark.parametrize("hessians", ["sequential", "dense"])

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import drot
 from drot.cli import app as cli
+from drot.cli.commands import COMMANDS, imported
 from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -213,8 +214,8 @@ def test_options_in_the_text_exist() -> None:
 
     group = typer.main.get_command(cli.app)
     known = {"--help", "--install-completion", "--show-completion", *options_of(group)}
-    for command in group.commands.values():
-        known |= options_of(command)
+    for command in COMMANDS:
+        known |= options_of(imported(command))
     foreign = {
         "--inplace",
         "--no-build-isolation",

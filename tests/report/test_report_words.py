@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from drot.config import Recipe
+from drot.config import Recipe, resolve
 from drot.report.evaluations import measurements, tasks
 from drot.report.notes import RULES_IN_WORDS, summary, unusual
 from drot.report.reading import Run
@@ -14,7 +14,7 @@ from drot.report.tables import lost_table
 
 def run(name="run", mode="layer", **changes) -> Run:
     """A run of six layers in which nothing is unusual."""
-    recipe = Recipe().to_dict()
+    recipe = resolve(Recipe()).to_dict()
     recipe["rotation"] |= {"mode": mode, "steps": 20}
     linear = {
         "sparsity": 0.5,
