@@ -10,6 +10,7 @@ import argparse
 import csv
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -37,9 +38,13 @@ def table(head: Iterable[str], body: Iterable[Iterable[object]], used: Iterable[
     lines = [head, ["---"] * len(head), *body]
     text = "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
     used = list(used)
-    commits = ", ".join(sorted({f"{row['commit'].rstrip('+')} of {row['date']}" for row in used}))
-    machines = "; ".join(sorted({row["machine"] for row in used if "machine" in row}))
-    return f"{text}\n\nRows: {commits}{'; ' + machines if machines else ''}.\n"
+    commits = [
+        f"{date}: {', '.join(sorted({row['commit'].rstrip('+') for row in used if row['date'] == date}))}"
+        for date in sorted({row["date"] for row in used})
+    ]
+    machines = sorted({row["machine"] for row in used if "machine" in row})
+    origin = textwrap.fill(f"Rows of {'; '.join(commits + machines)}.", 110)
+    return f"{text}\n\n{origin}\n"
 
 
 def gap_closed(row: Row) -> str:

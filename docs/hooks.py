@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import latex2mathml.converter
-import typer.main
 
 COMMANDS = "<!-- the commands of drot -->"
 CODE = re.compile(r"(```.*?```|`[^`\n]*`)", re.DOTALL)
@@ -34,10 +33,9 @@ def _equations(text: str) -> str:
 
 def commands() -> str:
     """A section for each command: its first sentence, its usage, and a table of its options."""
-    from drot.cli.app import app
+    from drot.cli.commands import COMMANDS, imported
 
-    group: Any = typer.main.get_command(app)
-    return "\n".join(_command(name, command) for name, command in group.commands.items())
+    return "\n".join(_command(name, imported(name)) for name in COMMANDS)
 
 
 def _command(name: str, command: Any) -> str:

@@ -70,8 +70,8 @@ def save_checkpoint(
 ) -> AnyManifest:
     """Writes the model, the tokenizer and the manifest to `out`, which is complete if it exists.
 
-    Returns the manifest as it was written, with the hashes of all files. Raises WriteError if writing fails, as
-    on a full disk.
+    Returns the manifest as it was written, with the hashes of all files. Raises WriteError if writing fails,
+    as on a full disk.
 
     tokenizer: None writes no tokenizer.
     manifest: None writes no manifest.

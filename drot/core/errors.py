@@ -1,4 +1,4 @@
-"""The errors whose message is one line for the user, and the quotes of other errors in such a line."""
+"""The errors whose message is one line for the user, and the quotes of other errors in it."""
 
 #: most characters of a library's message in a message of drot
 LONGEST_QUOTE = 300

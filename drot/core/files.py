@@ -73,8 +73,8 @@ def new_folder(out: Path, scratch: Path | None = None) -> Iterator[Path]:
     scratch: an existing folder on the same file system for the temporary folder, which a killed process
         leaves behind; None is the parent of `out`.
     """
-    place: dict[str, Any] = {"dir": scratch or out.parent, "prefix": None if scratch else out.name + "."}
-    with writing(out), tempfile.TemporaryDirectory(suffix=".part", **place) as temporary:
+    prefix = None if scratch else out.name + "."
+    with writing(out), tempfile.TemporaryDirectory(".part", prefix, scratch or out.parent) as temporary:
         # unlike the temporary folder around it, the new folder has the permissions of the umask
         part = Path(temporary) / out.name
         part.mkdir()

@@ -15,7 +15,7 @@ from drot.machine.finite import check_finite
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
 
-#: iterations of the conjugate gradients; 50 lower E of a rotated layer by 1 % more (benchmarks/README.md)
+#: iterations of the conjugate gradients
 PCG_ITERATIONS = 20
 #: most iterations of ADMM; the mask usually stops moving after 30 to 60
 ADMM_ITERATIONS = 100
@@ -93,7 +93,7 @@ def _conjugate_gradients(
     kept part of H. A row that has converged stays as it is, because its step is 0.
 
     products: dtype of the products with H inside the iterations. The first residual is in the dtype of H, so
-        that with bf16 E ends within 2 % of its value with fp32 (benchmarks/README.md).
+        that bf16 products end within 3 % of the least E (tests/pruning/test_solve.py).
     """
     solution = start * kept
     residual = ((target - solution) @ hessian) * kept

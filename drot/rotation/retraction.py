@@ -75,8 +75,8 @@ class Direction:
     squares: float | None = None
 
 
-#: Objective → the direction of its steps. On the entropy Adam's direction ends lower, on layers of a wider
-#: model by up to a tenth (benchmarks/README.md).
+#: Objective → the direction of its steps. On the entropy of layers of a wider model Adam's direction ends up
+#: to a tenth lower (benchmarks/README.md).
 DIRECTIONS = {"pruned": Direction(0.9), "entropy": Direction(0.9, squares=0.95)}
 
 

@@ -1,4 +1,4 @@
-"""The documentation: each command of it is run, its notebook is executed, and its links and options exist."""
+"""The documentation: its commands and notebook run, its links and options exist, its figures are rows."""
 
 import importlib
 import json
@@ -6,6 +6,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import drot
 from drot.cli import app as cli
+from drot.cli.commands import COMMANDS, imported
 from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -178,8 +181,8 @@ def test_options_in_the_text_exist() -> None:
 
     group = typer.main.get_command(cli.app)
     known = {"--help", "--install-completion", "--show-completion", *options_of(group)}
-    for command in group.commands.values():
-        known |= options_of(command)
+    for name in COMMANDS:
+        known |= options_of(imported(name))
     foreign = {
         "--inplace",
         "--no-build-isolation",
@@ -205,3 +208,28 @@ def test_links_between_pages_and_files_exist() -> None:
             r"\]\((?!https?:|#|mailto:)([^)#]+)", (ROOT / page).read_text(encoding="utf-8")
         ):
             assert os.path.exists((ROOT / page).parent / target), f"{page}: {target}"
+
+
+def test_the_page_of_figures_shows_the_committed_rows() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / "figures.py", "--check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def prose(page: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a page that are neither code, an equation, a table, an image nor a drawn frame."""
+    fenced = False
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        fenced ^= line.lstrip().startswith("```")
+        if not fenced and not line.lstrip().startswith(("|", "$$", "![", "```")):
+            yield number, line
+
+
+@pytest.mark.parametrize(
+    "page", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")],
+    ids=lambda page: page.name,
+)  # fmt: skip
+def test_lines_of_prose_have_at_most_110_columns(page: Path) -> None:
+    long = [f"{page.name}:{number}: {len(line)} columns" for number, line in prose(page) if len(line) > 110]
+    assert not long

@@ -74,6 +74,28 @@ def test_imports_run_one_way(path: Path) -> None:
             assert ROOMS.index(target) <= ROOMS.index(room), f"{path} imports {module}"
 
 
+def test_the_diagram_shows_the_imports_of_the_rooms() -> None:
+    """CONTRIBUTING.md draws an arrow for each import, but for those that a way of several arrows shows."""
+    guide = PACKAGE.parent / "CONTRIBUTING.md"
+    if not guide.exists():
+        pytest.skip("needs the checkout")
+    imports: dict[str, set[str]] = {room: set() for room in ROOMS if (PACKAGE / room).is_dir()}
+    for path in modules():
+        if room_of(path) in imports:
+            targets = {module.split(".")[1] for module in imports_of(path) if module.startswith("drot.")}
+            imports[room_of(path)] |= (targets & imports.keys()) - {room_of(path)}
+    below: dict[str, set[str]] = {}
+    for room in sorted(imports, key=ROOMS.index):
+        below[room] = imports[room].union(*(below[target] for target in imports[room]))
+    arrows = {
+        room: targets - set().union(*(below[target] for target in targets))
+        for room, targets in imports.items()
+        if targets
+    }
+    drawn = re.findall(r"^ {4}(\w+)\[.*?\] --> (.*)$", guide.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {room: set(targets.split(" & ")) for room, targets in drawn} == arrows
+
+
 def names_defined_in(path: Path) -> Iterator[str]:
     """The functions, classes, class attributes and instance attributes that a module defines."""
     for node in ast.walk(ast.parse(path.read_text())):
