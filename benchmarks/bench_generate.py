@@ -13,7 +13,7 @@ from _harness import arguments, interleaved, report
 from drot.checkpoint.load import load
 from drot.demo.demo import MODEL
 from drot.model.boundary import add_boundary_rotation
-from drot.model.families import architecture_of, decoder_layers, layer_linears
+from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.speed.variants import DENSE, SPARSE, model_variants
 
@@ -24,12 +24,13 @@ PROMPT, NEW_TOKENS = 1, 128
 def calls(dtype: str, device: str) -> dict[str, Callable[[], object]]:
     """Variant → generate() with that variant of the model."""
     model = load(MODEL, device=device, dtype=dtype)
-    arch, d = architecture_of(model.config), model.config.hidden_size
-    for index, layer in enumerate(decoder_layers(model, arch)):
-        for linear in layer_linears(layer, arch).values():
+    handle = DecoderModel(model)
+    d, where = handle.hidden_size, dict(dtype=handle.dtype, device=handle.device)
+    for layer in handle.layers:
+        for linear in layer.linears.values():
             linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
-        if index:
-            rotation = add_boundary_rotation(layer, arch, "input", d, dtype=model.dtype, device=model.device)
+        if layer.index:
+            rotation = add_boundary_rotation(layer.module, handle.family, "input", d, **where)
             rotation.weight.normal_(0, d**-0.5)
     prompt = torch.randint(model.config.vocab_size, (1, PROMPT), device=model.device)
     options = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)

@@ -24,7 +24,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 import drot
 from drot.calibration.hessian import HessianAccumulator
 from drot.checkpoint.size import size_text
-from drot.cli.tables import rate_text
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
 from drot.model.families import head_shape
 from drot.speed.timing import Timing
@@ -182,11 +181,9 @@ def main() -> None:
         print(f"  {name}: {seconds:.2f} s{against_aim(aimed, name, seconds)}")
     hessians = hessian_seconds(config, dtype, device, tokens.numel())
     print(f"  Hessians of all inputs: {hessians:.3f} s{against_aim(aimed, 'Hessians', hessians)}")
-    work = runs[0]["work"]
     for phase, timing in phases.items():
         if timing.median:
-            share, rate = timing.median / layer.median, rate_text(work.get(phase, {}), timing.median)
-            print(f"  {phase:<10} {timing.median:>9.3f} s  {share:>4.0%}  {rate}")
+            print(f"  {phase:<10} {timing.median:>9.3f} s  {timing.median / layer.median:>4.0%}")
     print(f"  {layers} layers x {layer.median:.2f} s = {layers * layer.median / 60:.1f} minutes a model")
     for kind in ("gpu", "process"):
         peaks = {

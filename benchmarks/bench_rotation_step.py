@@ -14,7 +14,7 @@ from _harness import arguments, interleaved, report
 from torch.utils.flop_counter import FlopCounterMode
 
 from drot.config import Sparsity
-from drot.model.families import HeadShape
+from drot.model.families import LLAMA, HeadShape
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
@@ -73,7 +73,7 @@ class Problem:
             "down": Metric(None, False),
         }
         return LayerObjective(
-            self.weights, LayerMetrics(metrics, {}), self.shape,
+            self.weights, LayerMetrics(metrics, {}), LLAMA.groups, self.shape,
             objective=kind, sparsity=Sparsity.parse("2:4"), product_dtype=dtype,
         )  # fmt: skip
 
@@ -139,7 +139,7 @@ def products_alone(objective: LayerObjective):
     M R for every distinct M. Their time is a lower bound for the step."""
     r1 = objective.identity()[0][0].to(objective.product_dtype)
     right = [weight for role, weight in objective.weights.items() if role != "o_proj"]
-    left = [objective.weights["o_proj"], *(down.weight for down in objective.down_projections)]
+    left = [objective.weights["o_proj"], *(down.weight for down in objective.left_rotated)]
 
     def step() -> None:
         for weight in right:

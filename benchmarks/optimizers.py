@@ -29,7 +29,8 @@ from drot.checkpoint.load import load_tokenizer
 from drot.config import OPTIMIZER_DEFAULTS, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.demo.demo import CALIBRATION, MODEL
 from drot.machine.devices import pick_device
-from drot.model.families import INPUT_GROUPS, HeadShape, architecture_of, decoder_layers, head_shape
+from drot.model.decoder import DecoderModel
+from drot.model.families import LLAMA, HeadShape
 from drot.pipeline.objective import layer_objective
 from drot.rotation.importance import LayerMetrics, layer_metrics
 from drot.rotation.objective import LayerObjective
@@ -75,15 +76,18 @@ def synthetic_objective(n: int, kind: str, device: torch.device) -> LayerObjecti
     rows = {"q_proj": n, "k_proj": 64 * shape.kv_heads, "v_proj": 64 * shape.kv_heads, "o_proj": n,
             "gate_proj": 2 * n, "up_proj": 2 * n, "down_proj": n}  # fmt: skip
     weights, hessians = {}, {}
-    for group, roles in INPUT_GROUPS.items():
-        width = 2 * n if group == "down" else n
-        hessians[group] = power_law_hessian(width, generator)
-        weights |= {role: torch.randn(rows[role], width, generator=generator) / width**0.5 for role in roles}
-    metrics = layer_metrics("sparsegpt", hessians, shape, damping=0.01, with_down=kind == "pruned")
+    for group in LLAMA.groups:
+        width = 2 * n if group.name == "down" else n
+        hessians[group.name] = power_law_hessian(width, generator)
+        for name in (linear.name for linear in group.linears):
+            weights[name] = torch.randn(rows[name], width, generator=generator) / width**0.5
+    metrics = layer_metrics(
+        "sparsegpt", hessians, LLAMA.groups, shape, damping=0.01, unrotated=kind == "pruned"
+    )
     return LayerObjective(
-        {role: weight.to(device) for role, weight in weights.items()},
+        {name: weight.to(device) for name, weight in weights.items()},
         LayerMetrics({group: metric.to(device) for group, metric in metrics.metrics.items()}, {}),
-        shape, objective=kind, sparsity=Sparsity.parse("2:4"),
+        LLAMA.groups, shape, objective=kind, sparsity=Sparsity.parse("2:4"),
     )  # fmt: skip
 
 
@@ -100,20 +104,19 @@ def real_objectives(
     options: argparse.Namespace, device: torch.device
 ) -> Iterator[tuple[str, int, str, LayerObjective]]:
     """(model, layer, objective, the objective of the layer) for the layers of a model."""
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval()
-    arch, shape = architecture_of(model.config), head_shape(model.config)
+    model = DecoderModel(AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval())
     tokens = load_calibration(
         options.calibration, load_tokenizer(options.model), nsamples=CALIBRATION.nsamples,
         seqlen=CALIBRATION.seqlen, seed=CALIBRATION.seed, text_column=CALIBRATION.text_column,
     )  # fmt: skip
-    stream = CalibrationStream.embed(model, arch, tokens, device)
-    for index, layer in enumerate(decoder_layers(model, arch)[: max(options.layers) + 1]):
+    stream = CalibrationStream.embed(model, tokens, device)
+    for layer in model.layers[: max(options.layers) + 1]:
         layer.to(device)
-        for kind in options.objective if index in options.layers else ():
+        for kind in options.objective if layer.index in options.layers else ():
             recipe = Recipe(rotation=RotationConfig(objective=kind), pruning=options.pruning)
-            objective, _ = layer_objective(layer, index, stream, arch, shape, recipe)
-            yield Path(options.model).name, index, kind, objective
-        stream.advance(layer, index)
+            objective, _ = layer_objective(layer, stream, recipe)
+            yield Path(options.model).name, layer.index, kind, objective
+        stream.advance(layer)
 
 
 def main() -> None:

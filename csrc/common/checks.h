@@ -55,7 +55,7 @@ inline void check_same_device(const at::Tensor& t, const char* name, const at::T
                     other.device(), ", got ", t.device());
 }
 
-// `prune` scores of every `group` neighbouring columns are removed; group = 0 stands for the whole row.
+// `prune` scores of every `group` neighbouring columns are removed; group = 0 is the whole row.
 inline void check_groups(int64_t prune, int64_t group, int64_t columns, int64_t max_group) {
   TORCH_CHECK_VALUE(group >= 0 && group <= max_group, "group must be 0 (the whole row) or 1 to ", max_group,
                     ", got ", group);

@@ -1,7 +1,6 @@
 """`drot.apply_artifact`: a checkpoint from its artifact and the public dense model."""
 
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,12 @@ import torch
 
 from drot.artifact.coding import decode
 from drot.artifact.container import Reader, tensors_of
-from drot.artifact.prediction import Prediction, predictions, reported
-from drot.artifact.source import load_source
+from drot.artifact.prediction import Prediction, load_source, predictions, reported
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.save import check_output
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
-from drot.core.files import finish_folder, sync, writing
+from drot.core.files import new_folder
 from drot.core.hashes import damage, tensors_digest
 from drot.core.lock import locked
 from drot.model.families import head_shape
@@ -52,12 +50,7 @@ def apply_artifact(
                 f"{model or index.model} has other weights than {index.model} had when {artifact} was "
                 "made: name that model, in the same revision"
             )
-        with (
-            writing(out),
-            tempfile.TemporaryDirectory(dir=out.parent, prefix=out.name + ".", suffix=".part") as beside,
-        ):
-            part = Path(beside) / out.name
-            part.mkdir()
+        with new_folder(out) as part:
             _write(reader, source, part, progress)
             for name, record in index.files.items():
                 if problem := damage(part / name, record):
@@ -66,11 +59,6 @@ def apply_artifact(
                         "the artifact is damaged, or fp64 results on this machine exceed the recorded "
                         "tolerance; nothing was written"
                     )
-            finish_folder(part)
-            if out.exists():
-                out.rmdir()  # check_output made sure that it is empty
-            os.replace(part, out)
-            sync(out.parent)
     return {"files": {name: record.model_dump() for name, record in index.files.items()}}
 
 

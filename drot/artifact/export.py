@@ -11,8 +11,7 @@ from torch import Tensor
 
 from drot.artifact.coding import encode
 from drot.artifact.container import FORMAT_VERSION, INDEX, Writer, header_bytes, tensors_of
-from drot.artifact.prediction import Prediction, predictions, reported
-from drot.artifact.source import load_source
+from drot.artifact.prediction import Prediction, load_source, predictions, reported
 from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.load import load_config
 from drot.checkpoint.quantization_config import boundary_of
@@ -62,8 +61,8 @@ def export_artifact(
     Args:
         checkpoint: a folder that drot wrote, dense or packed.
         out: the file of the artifact, which must not exist.
-        model: the dense model from which the checkpoint was made, a hub name or a folder. None takes the one
-            that drot.json names.
+        model: the dense model from which the checkpoint was made, a hub name or a folder. None takes the name
+            in drot.json.
         rotations: the file that `save_rotations_to` wrote in the run. None for a model that is not rotated.
         progress: the callback for ProgressEvents.
     """
@@ -79,21 +78,16 @@ def export_artifact(
     source = load_source(name)
     given = _rotations_of(manifest, rotations, source)
     place = boundary_of(load_config(folder))
-    dtypes = set()
-    headers: dict[str, bytes] = {}
-    stored: dict[str, tuple[Path, str]] = {}
-    for path in files:
-        if not holds_weights(path):
-            continue
-        header = headers[path.relative_to(folder).as_posix()] = header_bytes(path)
-        for tensor, (dtype, _, _) in tensors_of(header, path.stat().st_size).items():
-            stored[tensor] = path, dtype
-            dtypes |= {dtype} & SIGNIFICAND.keys()
+    headers = {name: header_bytes(path) for name, path in files.items() if holds_weights(path)}
+    stored = {
+        tensor: (files[file], dtype)
+        for file, header in headers.items()
+        for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
+    }
     if given is not None:
-        bits = max(SIGNIFICAND[dtype] for dtype in dtypes) + EXTRA_BITS
+        bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
         given = [LayerRotation(round_bits(r.r1, bits), round_bits(r.r2, bits)) for r in given]
     tolerances: dict[str, float] = {}
-    names = [path.relative_to(folder).as_posix() for path in files]
     index = {
         "format_version": FORMAT_VERSION,
         "versions": versions(),
@@ -101,11 +95,11 @@ def export_artifact(
         "model_sha256": tensors_digest(source.state_dict()),
         "rotated": given is not None,
         "boundary": place,
-        "files": {file: record.model_dump() for file, record in folder_records(folder, names).items()},
+        "files": {file: record.model_dump() for file, record in folder_records(folder, files).items()},
     }
     # the hashes are compared before `part` gets the name `out`
     with new_file(out) as part, verified_while_loading(folder), Writer(part) as writer:
-        for file, path in zip(names, files, strict=True):
+        for file, path in files.items():
             if file in headers:
                 writer.add(f"headers/{file}", headers[file])
             else:
@@ -121,27 +115,24 @@ def export_artifact(
             )
         writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
         parts = writer.sizes()
-    size = sum(path.stat().st_size for path in files)
+    size = sum(path.stat().st_size for path in files.values())
     return {"bytes": out.stat().st_size, "checkpoint_bytes": size, "parts": parts}
 
 
-def _files(folder: Path, manifest: Manifest) -> list[Path]:
-    """The files of a checkpoint that belong into its artifact.
+def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
+    """Name → path of the files of a checkpoint that belong into its artifact.
 
     Other files are left out, with a warning: they might hold weights of the dense model.
     """
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    files = [
-        path
-        for path in found
-        if holds_weights(path)
-        or path.suffix in TEXTS
-        or path.relative_to(folder).as_posix() in manifest.files
-    ]
-    if not any(map(holds_weights, files)):
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if holds_weights(path) or path.suffix in TEXTS or name in manifest.files:
+            files[name] = path
+        else:
+            logger.warning("%s is left out of the artifact: it is no part of the checkpoint", path)
+    if not any(map(holds_weights, files.values())):
         raise UserError(f"{folder} holds no model.safetensors: name a folder that drot prune wrote")
-    for path in set(found) - set(files):
-        logger.warning("%s is left out of the artifact: it is no part of the checkpoint", path)
     return files
 
 

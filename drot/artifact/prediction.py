@@ -6,12 +6,16 @@ in another order, so their fp64 products differ in the last places. `Prediction.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from drot.checkpoint.load import load_config, load_model
+from drot.checkpoint.quantization_config import quantization_config_of
 from drot.config import BoundaryPlace
+from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Bases, LayerRotation
@@ -39,6 +43,13 @@ class Prediction:
     layer: int | None = None
 
 
+def load_source(name: str | Path) -> Any:
+    """The dense model `name` in the dtype of its files, on the CPU. Raises UserError for a packed model."""
+    if quantization_config_of(load_config(name)):
+        raise UserError(f"{name} is quantised, packed or rotated: name the dense `model`")
+    return load_model(name)
+
+
 def rows_of_a_piece(shape: torch.Size) -> int:
     """The number of rows of a piece of a tensor of `shape`."""
     return max(1, PIECE // max(1, shape[1:].numel()))
@@ -50,10 +61,9 @@ def predictions(
 ) -> Iterator[Prediction]:
     """All tensors of the rotated `model`, one layer after the other. The model is not changed.
 
-    Args:
-        model: the dense model, on the CPU.
-        rotations: the rotation of each layer; None predicts the dense model itself.
-        place: the place of the rotations between the layers; None if the checkpoint has none.
+    model: the dense model, on the CPU.
+    rotations: the rotation of each layer; None predicts the dense model itself.
+    place: the place of the rotations between the layers; None if the checkpoint has none.
     """
     decoder = DecoderModel(model)
     family, bases = decoder.family, Bases(place, len(decoder.layers))

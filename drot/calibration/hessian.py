@@ -1,7 +1,6 @@
 """The Hessian H = (2/n) Σ x xᵀ of a linear's reconstruction error, and the Cholesky factor of its inverse."""
 
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, invert_lower_
 from drot.core.errors import UserError
+from drot.machine.finite import check_finite, is_finite
 from drot.machine.products import add_product
 
 #: Device type → columns of a panel in `lower_panels`. A product with few columns leaves most of a large GPU
@@ -92,21 +92,6 @@ def energy(weight: Tensor, hessian: Tensor) -> float:
         product.addmm_(weight[:, left], hessian[left, panel], alpha=2)
         rows += product.mul_(weight[:, panel]).sum(1, dtype=torch.float64)
     return float(rows.sum())
-
-
-def is_finite(tensor: Tensor) -> bool:
-    """Whether `tensor` holds neither NaN nor Inf. No tensor of its size is made, as `torch.isfinite` does."""
-    # the smallest and the largest element are NaN if an element is
-    return tensor.numel() == 0 or all(math.isfinite(float(bound)) for bound in tensor.aminmax())
-
-
-def check_finite(tensor: Tensor, name: str) -> None:
-    """Raises UserError if `tensor` holds NaN or Inf, for which scores have no order."""
-    if not is_finite(tensor):
-        raise UserError(
-            f"{name} must be finite, got NaN or Inf in a tensor of shape {list(tensor.shape)}: "
-            "check the checkpoint, or load the model in bfloat16 or float32"
-        )
 
 
 def fix_dead_columns(hessian: Tensor) -> Tensor:

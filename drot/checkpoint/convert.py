@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import (
     has_tokenizer,
     load_config,
@@ -39,8 +40,9 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     tokenizer = None
     if has_tokenizer(path):
         tokenizer = load_tokenizer(path)
-    else:  # a model that was pruned from Python with token ids has no tokenizer
+    else:  # a model that was pruned from Python with token ids has none
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
+    maps = load_importance_maps(path)
     model = load_model(path)
     warn_of_rounding(path, model.dtype)
     if is_packed(model) == (format == "packed"):
@@ -49,12 +51,9 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
         pack_model(model, dense_linears_of(path, model.config))
     else:
         unpack_model(model)
+    as_drot_model(model)
     if manifest is not None:
         manifest.format, manifest.stock_architecture = format_of(model)
     return save_checkpoint(
-        model,
-        tokenizer,
-        manifest,
-        out,
-        write_more=lambda folder: save_importance_maps(folder, load_importance_maps(path)),
+        model, tokenizer, manifest, out, write_more=lambda folder: save_importance_maps(folder, maps)
     )

@@ -5,6 +5,7 @@ from transformers import PreTrainedModel
 
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
+from drot.machine.finite import is_finite
 
 
 @torch.no_grad()
@@ -21,7 +22,7 @@ def cast_weights(model: PreTrainedModel, dtype: torch.dtype, field: str = "dtype
         if not parameter.is_floating_point() or parameter.dtype == dtype:
             continue
         rounded = parameter.data.to(dtype)
-        if not bool(rounded.isfinite().all()) and bool(parameter.data.isfinite().all()):
+        if not is_finite(rounded) and is_finite(parameter.data):
             raise UserError(
                 f"{name} has values above the largest {dtype_name(dtype)}, {torch.finfo(dtype).max:g}: use "
                 f'`{field}="bfloat16"` or `{field}="float32"`'

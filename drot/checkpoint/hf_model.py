@@ -35,12 +35,14 @@ from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manife
 from drot.model.boundary import RotatedLayer, check_boundary_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Bases
-from drot.sparse.fused import unfuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_linears
 from drot.sparse.packed import check_packed, compress_model, expect_packed, unpack_model
 
-#: arguments of `save_pretrained` that are for the upload
-HUB_ARGUMENTS = ("repo_id", "token", "commit_message", "create_pr", "revision", "private")
+#: arguments of `save_pretrained` and `push_to_hub` that are for the upload and the card
+HUB_ARGUMENTS = {
+    *("repo_id", "private", "token", "revision", "tags"),
+    *("commit_message", "commit_description", "create_pr"),
+}
 
 
 class DrotModel:
@@ -56,42 +58,41 @@ class DrotModel:
 
     def save_pretrained(
         self: Any, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
+    ) -> Any:
         """`save_pretrained` of transformers. It also writes drot.json, the card and the config's stored form.
 
         The entries of drot.json on format and dtype describe the model as it is now. All other entries, such
         as the figures of each layer, are those of the loaded checkpoint.
         """
-        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS if push_to_hub and name in kwargs}
-        _describe_in_config(self)
+        hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS & kwargs.keys() if push_to_hub}
+        repo_id, tags = hub.pop("repo_id", ""), hub.pop("tags", ())
+        entry = _describe_in_config(self)
         super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         if kwargs.get("is_main_process", True):
             folder = Path(save_directory)
             config = folder / "config.json"
-            if describe(self) and config.exists():  # with an adapter, transformers writes the adapter alone
+            if entry is not None and config.exists():  # an adapter is saved without the config
                 write_stored_form(config)
-            self._write_files(folder)
+            self._write_files(folder, repo_id, tags)
             if push_to_hub:
-                _upload(folder, hub.pop("repo_id", folder.name), **hub)
+                return _upload(folder, repo_id or folder.name, **hub)
+        return None
 
-    def push_to_hub(
-        self: Any, repo_id: str, *, tags: Sequence[str] = (), max_shard_size: int | str = "50GB", **hub: Any
-    ) -> Any:
-        """`push_to_hub` of transformers, which also uploads drot.json and README.md.
+    def push_to_hub(self: Any, repo_id: str, *, max_shard_size: int | str = "50GB", **hub: Any) -> Any:
+        """`push_to_hub` of transformers, which also uploads drot.json and the card.
 
         Args:
             repo_id: the name of the repository, which is created if it does not exist.
-            tags: further tags of the card.
             max_shard_size: the largest size of a file with weights.
-            hub: further arguments of transformers' method: `commit_message`, `private`, `token`, `revision`,
-                `create_pr`.
+            hub: others of HUB_ARGUMENTS, such as `tags`, the further tags of the card.
         """
+        hub |= {"repo_id": repo_id, "max_shard_size": max_shard_size}
+        if self.drot_files is None:
+            return super().push_to_hub(**hub)  # type: ignore[misc]
         with tempfile.TemporaryDirectory() as folder:
-            self.save_pretrained(folder, max_shard_size=max_shard_size)
-            self._write_files(Path(folder), name=repo_id, tags=tags)
-            return _upload(Path(folder), repo_id, **hub)
+            return self.save_pretrained(folder, push_to_hub=True, **hub)
 
-    def _write_files(self: Any, folder: Path, name: str = "", tags: Sequence[str] = ()) -> None:
+    def _write_files(self: Any, folder: Path, name: str, tags: Sequence[str]) -> None:
         """Writes the card and drot.json to `folder`, where the model was saved."""
         if self.drot_files is None:
             return
@@ -110,12 +111,9 @@ class DrotModel:
 
         dtype: the dtype of the result. None leaves the dtype as it is.
         """
-        unfuse(self)
-        packed = [name for name, _ in packed_linears(self)]
-        unpack_model(self)
         # as trainable as the other weights: from_pretrained makes them trainable, drot.load freezes them
         trainable = self.get_input_embeddings().weight.requires_grad
-        for name in packed:
+        for name in unpack_model(self):
             self.get_submodule(name).requires_grad_(trainable)
         _describe_in_config(self)
         return self if dtype is None else self.to(dtype)
@@ -146,7 +144,8 @@ def as_drot_model(model: Any) -> None:
     _describe_in_config(model)
 
 
-def _describe_in_config(model: Any) -> None:
+def _describe_in_config(model: Any) -> DrotConfig | None:
+    """Sets or removes the `quantization_config` of a model, and returns it."""
     entry, quantizer = describe(model), getattr(model, "hf_quantizer", None)
     if entry is not None:
         model.config.quantization_config = entry
@@ -158,6 +157,7 @@ def _describe_in_config(model: Any) -> None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
+    return entry
 
 
 def keep_files(model: Any, path: str | Path) -> None:

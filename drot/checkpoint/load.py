@@ -19,9 +19,9 @@ from drot.checkpoint.source import (
     weight_files,
 )
 from drot.core.checks import is_a
-from drot.core.errors import UserError
-from drot.core.reading import quoted
+from drot.core.errors import UserError, quoted
 from drot.machine.devices import dtype_name, parse_dtype, pick_device
+from drot.machine.finite import is_finite
 from drot.manifest.integrity import is_loaded, verified_while_loading
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("drot")
 
+#: the start of a message, which takes the name of a model
+NO_MODEL = "cannot load a causal language model from {!r} (a hub name or a local folder)"
 #: what it means that a GPU keeps no compressed form
 UNCOMPRESSED = "products of many tokens unpack the weight at each call, which is slower than a dense model"
 
@@ -80,7 +82,7 @@ def load_config(path: str | Path) -> Any:
 
     folder = model_folder(path)
     entries = read_config(folder)
-    with _one_line(_no_model(path), entries), _quiet_transformers():
+    with _transformers(NO_MODEL.format(str(path)), entries):
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         boundary_of(config)  # checks the quantization_config of a checkpoint that drot wrote
         layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
@@ -96,12 +98,14 @@ def load_model(
 
     Code that the model brings along is not run, and neither are pickles.
 
-    Raises UserError if there is no such model or dtype; if a file of the model is truncated or lies outside
-    of its folder; if the weights lack a tensor, hold a tensor of a layer that the model does not have, or a
-    tensor of another shape than config.json says; and for a weight that is NaN or infinite. transformers
-    itself would initialise a missing tensor at random and ignore a superfluous one. With `verify`, raises
-    UserError too if the weights or config.json differ from their hashes in drot.json
-    (drot/manifest/integrity.py).
+    Raises UserError
+
+    - if there is no such model or dtype,
+    - if a file of the model is truncated or lies outside of its folder,
+    - if the weights lack a tensor, where transformers would draw it at random, hold a tensor of a layer that
+      the model does not have, or a tensor of another shape than config.json says,
+    - for a weight that is NaN or infinite,
+    - with `verify`, if the weights or config.json differ from their hashes in drot.json.
     """
     is_a("model", path, str, Path)
     is_a("dtype", dtype, str, torch.dtype)
@@ -115,17 +119,15 @@ def load_model(
     folder = model_folder(path, weights=True)
     headers = read_headers(weight_files(folder))
     check_layers(config, headers, folder)
-    with _one_line(_no_model(path), config.to_dict()), _quiet_transformers():
+    problem, entries = NO_MODEL.format(str(path)), config.to_dict()
+    with _transformers(problem, entries):
         if config.model_type in FAMILIES and not quantization_config_of(config):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             check_headers(empty, headers)
             _refuse_superfluous(path, headers.keys() - empty.state_dict().keys())
-    with (
-        verified_while_loading(folder) if verify else contextlib.nullcontext(),
-        _one_line(_no_model(path), config.to_dict()),
-        _quiet_transformers(),
-    ):
+    verified = verified_while_loading(folder) if verify else contextlib.nullcontext()
+    with verified, _transformers(problem, entries):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
         )
@@ -143,10 +145,6 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def _no_model(path: str | Path) -> str:
-    return f"cannot load a causal language model from {str(path)!r} (a hub name or a local folder)"
-
-
 def _refuse_superfluous(path: str | Path, names: Any) -> None:
     """Raises UserError if one of `names`, of tensors that a model does not have, is of a decoder layer."""
     # old checkpoints hold RoPE's frequencies, inv_freq, which transformers computes
@@ -161,10 +159,8 @@ def _refuse_superfluous(path: str | Path, names: Any) -> None:
 def _check_finite(path: str | Path, model: "PreTrainedModel") -> None:
     """Raises UserError that names a weight with NaN or infinity."""
     for name, tensor in model.state_dict().items():
-        if not tensor.is_floating_point() or tensor.is_meta or not tensor.numel():
-            continue  # a meta tensor is offloaded to disk
-        low, high = torch.aminmax(tensor)  # both are NaN if an element is
-        if not (torch.isfinite(low) and torch.isfinite(high)):
+        # a meta tensor is offloaded to disk
+        if tensor.is_floating_point() and not tensor.is_meta and not is_finite(tensor):
             narrow = ', or choose another `dtype` than "float16"' if tensor.dtype == torch.float16 else ""
             raise UserError(
                 f"{path}: {name} must hold finite numbers, got NaN or infinity: copy the model again{narrow}"
@@ -196,19 +192,24 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = model_folder(path)
-    with _one_line(f"cannot load a tokenizer from {str(path)!r}"), _quiet_transformers():
+    with _transformers(f"cannot load a tokenizer from {str(path)!r}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 @contextlib.contextmanager
-def _one_line(problem: str, entries: dict[str, Any] | None = None) -> Iterator[None]:
-    """Turns any exception of transformers or safetensors into a UserError of one line.
+def _transformers(problem: str, entries: dict[str, Any] | None = None) -> Iterator[None]:
+    """Silences transformers' warnings, and turns any exception into a UserError of one line.
 
     The line is `problem` and the message of the exception. A UserError of drot's own quantizer and an
-    OutOfMemoryError pass unchanged.
+    OutOfMemoryError pass unchanged. A verbosity that the user has chosen stays.
 
     entries: the entries of config.json. If one of them is the key of a KeyError, the line names it.
     """
+    from transformers.utils import logging as its_logging
+
+    before = its_logging.get_verbosity()
+    if before == logging.WARNING:  # the default
+        its_logging.set_verbosity_error()
     try:
         yield
     except (UserError, torch.OutOfMemoryError):
@@ -222,6 +223,8 @@ def _one_line(problem: str, entries: dict[str, Any] | None = None) -> Iterator[N
             if named:
                 reason = f"config.json: {named[0]} is {error.args[0]!r}, which transformers does not have"
         raise UserError(f"{problem}: {reason}") from error
+    finally:
+        its_logging.set_verbosity(before)
 
 
 def _leaves(entries: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -231,20 +234,3 @@ def _leaves(entries: dict[str, Any]) -> Iterator[tuple[str, Any]]:
             yield from ((f"{name}.{key}", item) for key, item in value.items())
         else:
             yield name, value
-
-
-@contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silences the warnings of transformers, such as its report on tensors that do not fit.
-
-    A verbosity that the user has chosen stays.
-    """
-    from transformers.utils import logging as its_logging
-
-    before = its_logging.get_verbosity()
-    if before == logging.WARNING:  # the default
-        its_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        its_logging.set_verbosity(before)

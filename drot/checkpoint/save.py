@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drot.core.errors import UserError
-from drot.core.files import finish_folder, sync, writing
+from drot.core.files import finish_folder, new_folder
 from drot.manifest.card import save_card
 from drot.manifest.integrity import folder_records
 from drot.manifest.manifest import CheckpointManifest, write_manifest
@@ -68,26 +68,19 @@ def save_checkpoint(
     write_more: Callable[[Path], None] | None = None,
     finish: Callable[[AnyManifest], None] | None = None,
 ) -> AnyManifest:
-    """Writes the model, the tokenizer and the manifest to a temporary folder and renames it to `out`.
+    """Writes the model, the tokenizer and the manifest to `out`, which is complete if it exists.
 
-    So `out` is complete if it exists. Returns the manifest as it was written, with the hashes of all files.
-    Raises WriteError if writing fails, as on a full disk.
+    Returns the manifest as it was written, with the hashes of all files. Raises WriteError if writing fails,
+    as on a full disk.
 
-    Args:
-        model: the model.
-        tokenizer: the tokenizer; None writes no tokenizer.
-        manifest: the manifest; None writes none.
-        out: the folder, which must be new or empty.
-        scratch: an existing folder on the same file system for the temporary folder, which a killed process
-            leaves behind; None is the parent of `out`.
-        write_more: writes further files into the folder that it is called with.
-        finish: sets the last entries of the manifest, when all else is written and synced.
+    tokenizer: None writes no tokenizer.
+    manifest: None writes no manifest.
+    out: a folder that is new or empty.
+    scratch: a folder for the temporary folder, as in `new_folder`.
+    write_more: writes further files into the folder that it is called with.
+    finish: sets the last entries of the manifest, when all else is written and synced.
     """
-    beside = {"dir": out.parent, "prefix": out.name + "."} if scratch is None else {"dir": scratch}
-    with writing(out), tempfile.TemporaryDirectory(suffix=".part", **beside) as temporary:
-        # renamed to `out`: unlike the temporary folder around it, it has the permissions of the umask
-        part = Path(temporary) / out.name
-        part.mkdir()
+    with new_folder(out, scratch) as part:
         model.save_pretrained(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
@@ -100,9 +93,4 @@ def save_checkpoint(
                 finish_folder(part)
                 finish(manifest)
             manifest = write_manifest(part, manifest)
-        finish_folder(part)
-        if out.exists():
-            out.rmdir()  # check_output made sure that it is empty
-        os.replace(part, out)
-        sync(out.parent)
     return manifest

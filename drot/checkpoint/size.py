@@ -33,10 +33,8 @@ def size_text(count: float) -> str:
 def check_space(out: Path, checkpoint: int, parts: int) -> None:
     """Raises UserError if the disk of `out` has less space than a run is going to write to it.
 
-    Args:
-        out: the folder of the checkpoint.
-        checkpoint: bytes of the checkpoint.
-        parts: bytes of the finished parts of the run, which are deleted when the checkpoint is written.
+    checkpoint: bytes of the checkpoint in `out`.
+    parts: bytes of the finished parts of the run, which lie beside `out` until the checkpoint is written.
     """
     free = shutil.disk_usage(out.resolve().parent).free
     if free < checkpoint + parts:

@@ -14,9 +14,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from drot.core.checks import shortened
-from drot.core.errors import UserError
+from drot.core.errors import UserError, quoted
 from drot.core.hub import HUB_NAME, hub_access
-from drot.core.reading import check_schema, quoted, read_json
+from drot.core.reading import check_schema, read_json
 from drot.model.families import FAMILIES
 from drot.model.schema import ModelConfig, RopeOfModel, WeightIndex
 
@@ -46,9 +46,9 @@ class Header:
 def model_folder(model: str | Path, *, weights: bool = False) -> Path:
     """The folder with the files of `model`: a local folder, or a name on the hub, whose files are fetched.
 
-    weights: whether to fetch the weights too, and not only the config and the tokenizer.
-
     Raises UserError if there is no such folder, and if the hub does not have the model or is not reached.
+
+    weights: whether to fetch the weights too, and not only the config and the tokenizer.
     """
     folder = Path(model)
     try:

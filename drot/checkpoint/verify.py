@@ -15,8 +15,8 @@ class Verification:
     """The result of `verify_folder`.
 
     files: the names of all files that drot wrote.
-    damaged: file -> what is wrong with it. A file that drot did not write, but from which the model would be
-        loaded, counts as damaged.
+    damaged: file → what is wrong with it. A file from which the model would be loaded, but which drot did
+        not write, counts as damaged.
     unknown: other files that drot did not write.
     """
 

@@ -4,10 +4,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.table import Table
 
 from drot.cli.options import Device, Dtype, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import output, print_line
+from drot.cli.tables import number_table, output, print_line, scaled, three_digits
 from drot.core.errors import UserError
 
 EPILOG = "Example: drot bench --shape llama-3-8b --batch 1,8"
@@ -108,19 +107,20 @@ def parse_sizes(option: str, text: str | None) -> list[int] | None:
 def print_speed(data: dict[str, Any]) -> None:
     """Prints a row for each variant of each case, and the names of the cases that were left out."""
     title = f"{data['model']}, {data['dtype']}, {data['machine']}, medians of {data['repeats']}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("case", "weights", "ms", "tokens/s", "rate", "MiB", "against dense"):
-        is_text = heading in ("case", "weights", "against dense")
-        table.add_column(heading, justify="left" if is_text else "right", no_wrap=True)
+    table = number_table(
+        *("case", "weights", "ms", "tokens/s", "rate", "MiB"),
+        texts=2, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0),
+    )  # fmt: skip
+    table.add_column("against dense", no_wrap=True)
     for row in data["rows"]:
         variants = data["variants"][row["what"]]
         table.add_row(
             f"{row['what']} {row['phase']} {row['size']}" if row["variant"] == variants[0] else "",
             row["variant"],
-            _three_digits(row["milliseconds"]),
-            _three_digits(row["tokens_per_second"]),
-            _rate(row),
-            _three_digits(row["weight_bytes"] / 2**20),
+            three_digits(row["milliseconds"]),
+            three_digits(row["tokens_per_second"]),
+            scaled(row["bound"], "B/s" if row["phase"] == "decode" else "FLOP/s"),
+            three_digits(row["weight_bytes"] / 2**20),
             "" if row["speedup"] is None else f"{row['speedup']:.2f} x, {row['verdict']}",
             end_section=row["variant"] == variants[-1],
         )
@@ -131,15 +131,3 @@ def print_speed(data: dict[str, Any]) -> None:
             "Left out to end in time (allow more --minutes, or fewer or smaller --tokens, --batch or "
             f"--repeats): {', '.join(data['left_out'])}"
         )
-
-
-def _rate(row: dict[str, Any]) -> str:
-    """The figure `bound` of a row (drot/speed/rates.py) with its unit."""
-    if row["phase"] == "decode":
-        return f"{_three_digits(row['bound'] / 1e9)} GB/s"
-    scale, unit = (1e12, "TFLOP/s") if row["bound"] >= 1e12 else (1e9, "GFLOP/s")
-    return f"{_three_digits(row['bound'] / scale)} {unit}"
-
-
-def _three_digits(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -40,12 +40,7 @@ def convert(
     with stdout_for_the_result():
         manifest = convert_checkpoint(model, out, format)
     if as_json:
-        print_json(
-            {
-                "out": str(out),
-                "weight_bytes": {"before": weight_bytes(model), "after": weight_bytes(out)},
-                **(manifest.to_dict() if manifest else {}),
-            }
-        )
+        sizes = {"before": weight_bytes(model), "after": weight_bytes(out)}
+        print_json({"out": str(out), "weight_bytes": sizes, **(manifest.to_dict() if manifest else {})})
     else:
         print_line(saved_line(model, out))

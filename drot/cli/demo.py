@@ -5,10 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 
 from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import output, print_line
+from drot.cli.tables import number_table, output, print_line
 
 if TYPE_CHECKING:
     from drot.demo.demo import DemoResult
@@ -47,10 +46,10 @@ def demo(
 
 def print_demo(result: "DemoResult") -> None:
     """Prints the table of the three models, and a sentence on what the figures mean."""
-    table = Table(title="tiny-llama on held-out Python source", title_justify="left")
-    table.add_column("model")
-    for heading in ("perplexity", "gap closed", "sparsity", "seconds"):
-        table.add_column(heading, justify="right")
+    table = number_table(
+        *("model", "perplexity", "gap closed", "sparsity", "seconds"),
+        title="tiny-llama on held-out Python source",
+    )
     best = result.rows[-1]
     for row in result.rows:
         table.add_row(
@@ -61,6 +60,5 @@ def print_demo(result: "DemoResult") -> None:
             "-" if row.seconds is None else f"{row.seconds:.1f}",
             style="bold green" if row is best and result.rotation_helped else "",
         )
-    console = output()
-    console.print(table)
-    console.print(result.sentence)
+    output().print(table)
+    output().print(result.sentence)

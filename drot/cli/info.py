@@ -56,37 +56,30 @@ def info(
     as_json: Json = False,
 ) -> None:
     """Show the versions, backends and GPUs of this machine; or, with FOLDER, how that model was made."""
-    if measure:
-        if folder is not None:
-            raise UserError("`measure` measures this machine: leave out FOLDER")
-        _measure(device)
     if folder is None and (verify or accept):
         raise UserError(f"{'`verify`' if verify else '`accept`'} needs FOLDER: name a folder that drot wrote")
     if folder is None:
-        from drot.machine.environment import collect
-
-        data = collect()
-        if as_json:
-            print_json(data)
-        else:
-            print_environment(data)
+        if measure:
+            _measure(device)
+        _show_machine(as_json)
         return
-    from drot.manifest.manifest import read_any_manifest
-
+    if measure:
+        raise UserError("`measure` measures this machine: leave out FOLDER")
     if not path_exists(folder) or not folder.is_dir():
         reason = "is a file" if path_exists(folder) else "does not exist"
         raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
+    from drot.manifest.manifest import accept_files, read_any_manifest
+
     if accept:
-        _accept(folder)
+        print_line(f"{len(accept_files(folder).files)} files in {folder} are recorded as they are now")
     if verify:
         _verify(folder, as_json)
-    if verify or accept:
-        return
-    manifest = read_any_manifest(folder)
-    if as_json:
-        print_json(manifest.to_dict())
-        return
-    print_manifest(manifest)
+    elif not accept:
+        manifest = read_any_manifest(folder)
+        if as_json:
+            print_json(manifest.to_dict())
+        else:
+            print_manifest(manifest)
 
 
 def _measure(name: str) -> None:
@@ -123,19 +116,17 @@ def _verify(folder: Path, as_json: bool) -> None:
         print_line(f"{len(found.files)} files in {folder} are as drot wrote them")
 
 
-def _accept(folder: Path) -> None:
-    from drot.manifest.manifest import accept_files
+def _show_machine(as_json: bool) -> None:
+    """Prints one line for each key of `collect` that has a value."""
+    from drot.machine.environment import collect
 
-    manifest = accept_files(folder)
-    print_line(f"{len(manifest.files)} files in {folder} are recorded as they are now")
-
-
-def print_environment(data: dict[str, Any]) -> None:
-    """Prints one line for each key of `drot.machine.environment.collect` that has a value."""
-    table = Table(show_header=False, box=None, pad_edge=False)
+    data = collect()
+    if as_json:
+        print_json(data)
+        return
     peaks = {device: [_rate(*item) for item in rates.items()] for device, rates in data["peaks"].items()}
-    data = data | {"peaks": peaks}
-    for key, value in data.items():
+    table = Table(show_header=False, box=None, pad_edge=False)
+    for key, value in (data | {"peaks": peaks}).items():
         if value is not None and (fact := _fact(value)):
             table.add_row(key.replace("_", " "), fact)
     output().print(table)

@@ -88,7 +88,7 @@ def prune(
     if asked.manifest and asked.recipe.calibration == asked.start.calibration:
         tell_other_input(asked.manifest, result.manifest)
     if as_json:
-        print_json({"out": str(out), **result.manifest})
+        print_json({"out": str(out), **result.manifest.to_dict()})
     else:
         print_manifest(result.manifest)
         before = "was finished already: nothing to do"

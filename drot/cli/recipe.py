@@ -4,12 +4,15 @@ import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from drot.config import Recipe, RotationMode, resolve
 from drot.config.recipe import SECTION_OF, read_recipe
 from drot.core.errors import UserError
 from drot.core.events import Progress
+
+if TYPE_CHECKING:
+    from drot.manifest.manifest import Manifest
 
 logger = logging.getLogger("drot")
 
@@ -115,9 +118,13 @@ def check_rotations_file(manifest: dict[str, Any], rotations: Path | None) -> No
         )
 
 
-def tell_other_input(before: dict[str, Any], now: dict[str, Any]) -> None:
+def tell_other_input(before: dict[str, Any], now: "Manifest") -> None:
     """Logs a warning if the run whose manifest is `before` had other calibration tokens or rotations."""
-    for entry, what in (("calibration", "calibration tokens"), ("rotations_file", "rotations")):
-        old, new = ((manifest.get(entry) or {}).get("sha256") for manifest in (before, now))
+    used = {
+        "calibration tokens": ("calibration", now.calibration),
+        "rotations": ("rotations_file", now.rotations_file),
+    }
+    for what, (entry, record) in used.items():
+        old, new = (before.get(entry) or {}).get("sha256"), None if record is None else record.sha256
         if old is not None and old != new:
             logger.warning("the %s differ from those of the run that is repeated: so does the result", what)

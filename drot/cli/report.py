@@ -45,13 +45,8 @@ def report(
     with stdout_for_the_result(), progress_bar() as progress:
         written = write_report(folders, out=out, figures=figures, linears=linears or [], progress=progress)
     if as_json:
-        print_json(
-            {
-                "page": str(written.page),
-                "figures": [str(file) for file in written.figures],
-                "linears": written.linears,
-            }
-        )
+        charts = [str(file) for file in written.figures]
+        print_json({"page": str(written.page), "figures": charts, "linears": written.linears})
         return
     print_line(f"Wrote {written.page}")
     if figures is not None:

@@ -50,7 +50,7 @@ def _option(field: str, default: Any, differences: dict[str, Any], declared: Fie
     elif typing.get_origin(kind) is tuple:
         values, default = list[str], None
     shown = option(
-        panel, in_options(help, flag), flag(field), choices=choices_of(declared.annotation), **texts
+        panel, in_options(help, flag), flag(name), choices=choices_of(declared.annotation), **texts
     )
     return inspect.Parameter(
         name,

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -31,6 +31,14 @@ def output() -> SafeConsole:
 def print_line(line: str) -> None:
     """Prints one line on stdout, without breaking it."""
     output().print(line, soft_wrap=True)
+
+
+def number_table(*headings: str, texts: int = 1, **settings: Any) -> Table:
+    """A table whose first `texts` columns hold text, and whose others hold numbers."""
+    table = Table(title_justify="left", **settings)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if index < texts else "right")
+    return table
 
 
 def saved_line(source: str, out: Path) -> str:
@@ -135,8 +143,12 @@ def scaled(value: float, unit: str) -> str:
     """A value with three digits and a prefix, as in 12.5 GFLOP/s."""
     for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= scale:
-            return f"{value / scale:.3g} {prefix}{unit}"
-    return f"{value:.3g} {unit}"
+            return f"{three_digits(value / scale)} {prefix}{unit}"
+    return f"{three_digits(value)} {unit}"
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def finetune_line(record: "FinetuneRecord") -> str:

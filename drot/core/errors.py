@@ -1,4 +1,7 @@
-"""The errors whose message is one line for the user."""
+"""The errors whose message is one line for the user, and the quotes of other errors in it."""
+
+#: most characters of a library's message in a message of drot
+LONGEST_QUOTE = 300
 
 
 class UserError(ValueError):
@@ -13,5 +16,17 @@ class UserError(ValueError):
 class BrokenModelError(ArithmeticError):
     """A model whose loss is NaN or infinite, so that no measure of it means anything.
 
-    The message is one line, as that of a UserError. The command line prints it and exits with status 1.
+    The message is one line. The command line prints it and exits with status 1.
     """
+
+
+def quoted(error: BaseException) -> str:
+    """The message of a library's exception, as one line that a message of drot can quote.
+
+    Backticks would name a field of drot. The name of the class goes before a message that says little without
+    it, such as KeyError's.
+    """
+    text = " ".join(str(error).replace("`", "'").split())
+    if not text or isinstance(error, LookupError | ArithmeticError | TypeError | AttributeError):
+        text = f"{type(error).__name__}: {text}".removesuffix(": ")
+    return text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 3] + "..."

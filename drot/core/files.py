@@ -1,9 +1,10 @@
-"""Writing of files. A file is complete or does not exist, also after a power failure or on a full disk."""
+"""Writing of files and folders. Each is complete or does not exist, also after a power failure."""
 
 import contextlib
 import errno
 import json
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,29 @@ def new_file(path: Path) -> Iterator[Path]:
             with contextlib.suppress(OSError):
                 part.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def new_folder(out: Path, scratch: Path | None = None) -> Iterator[Path]:
+    """Yields a temporary folder. When the caller has filled it, it is synced and renamed to `out`.
+
+    So `out` is complete if it exists. After an error `out` is as it was. Raises WriteError if writing fails.
+
+    out: a folder that is new or empty.
+    scratch: an existing folder on the same file system for the temporary folder, which a killed process
+        leaves behind; None is the parent of `out`.
+    """
+    prefix = None if scratch else out.name + "."
+    with writing(out), tempfile.TemporaryDirectory(".part", prefix, scratch or out.parent) as temporary:
+        # unlike the temporary folder around it, the new folder has the permissions of the umask
+        part = Path(temporary) / out.name
+        part.mkdir()
+        yield part
+        finish_folder(part)
+        if out.exists():
+            out.rmdir()
+        os.replace(part, out)
+        sync(out.parent)
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class FileRecord(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
     sha256: str
-    bytes: int
+    bytes: Annotated[int, Field(ge=0)]
 
 
 # ---- JSON with its own digest ------------------------------------------------------------------------

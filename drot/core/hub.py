@@ -6,17 +6,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from drot.core.errors import UserError
+from drot.core.errors import UserError, quoted
 
 #: the name of a model on the hub: MODEL or OWNER/MODEL
 HUB_NAME = re.compile(r"(?=.{1,96}$)(\w[\w.-]*/)?\w[\w.-]*")
 #: seconds in which the hub must answer
 PATIENCE = 5.0
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message; the name of its class if it has no message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 @contextlib.contextmanager
@@ -35,7 +30,7 @@ def hub_access(problem: str, advice: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:  # the libraries raise exceptions of many classes
-        raise UserError(f"{problem} ({reason or first_line(error)}): {advice}") from error
+        raise UserError(f"{problem} ({reason or quoted(error)}): {advice}") from error
 
 
 @contextlib.contextmanager
@@ -55,7 +50,7 @@ def _unreachable() -> str:
     try:
         get_session().head(constants.ENDPOINT, timeout=PATIENCE)  # any status is an answer
     except Exception as error:  # of httpx, whose name and version depend on those of huggingface_hub
-        return f"no connection to {constants.ENDPOINT}, {first_line(error)}, and it is not in the cache"
+        return f"no connection to {constants.ENDPOINT}, {quoted(error)}, and it is not in the cache"
     return ""
 
 

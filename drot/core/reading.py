@@ -8,15 +8,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from drot.core.checks import shortened
-from drot.core.errors import UserError
+from drot.core.errors import UserError, quoted
 from drot.core.validation import file_error, printable
 
 #: largest depth of nested lists and objects; no file that drot reads has more than 8 levels
 DEEPEST = 64
 #: largest whole number: that of an int64
 LARGEST = 2**63 - 1
-#: most characters of a library's message in a message of drot
-LONGEST_QUOTE = 300
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -83,15 +81,3 @@ def check_schema(schema: type[Schema], data: Any, where: str) -> Schema:
         return schema.model_validate(data)
     except ValidationError as error:
         raise file_error(error, where) from None
-
-
-def quoted(error: BaseException) -> str:
-    """The message of a library's exception in one line that drot's own message can quote.
-
-    Backticks would name a field of drot (core/errors.py). The name of the class goes before a message that
-    says little without it, such as KeyError's.
-    """
-    text = " ".join(str(error).replace("`", "'").split())
-    if not text or isinstance(error, LookupError | ArithmeticError | TypeError | AttributeError):
-        text = f"{type(error).__name__}: {text}"
-    return text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 3] + "..."

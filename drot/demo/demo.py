@@ -1,7 +1,7 @@
 """The demo: the embedded model, pruned to 2:4 by SparseGPT alone and by drot."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,12 +17,12 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.evaluation.gap import gap_closed
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.evaluation.record import record
+from drot.evaluation.record import record, text_record
 from drot.machine.environment import machine_name
 from drot.pipeline.prune import prune
 from drot.report.drawing import installed
 from drot.report.write import write_report
-from drot.text.source import calibration_hash, load_calibration
+from drot.text.source import load_calibration
 
 ASSETS = Path(__file__).parent / "assets"
 MODEL = ASSETS / "tiny-llama"
@@ -34,8 +34,8 @@ CALIBRATION = CalibrationConfig(source=str(ASSETS / "python-calibration.txt"), n
 class DemoRow:
     """The figures of one model.
 
-    gap_closed: the share of SparseGPT's damage that drot undoes (`gap_closed` of evaluation/gap.py). None
-        for the dense model and for SparseGPT alone, and if SparseGPT does no damage.
+    gap_closed: the share of SparseGPT's damage that drot undoes (evaluation/gap.py). None for the dense model
+        and for SparseGPT alone, and if SparseGPT does no damage.
     sparsity: the share of zeros in the linears of the decoder layers.
     seconds: the time of the pruning; None for the dense model.
     """
@@ -73,9 +73,8 @@ def run_demo(
 ) -> DemoResult:
     """Measures the perplexity of the three models on held-out text, and saves the rotated model to `out`.
 
-    The perplexities are recorded in its manifest, and a report is written into its folder.
-
-    All computation is in float32 on the CPU, so that the figures are the same on every machine.
+    The perplexities are recorded in its manifest, and a report is written into its folder. All computation is
+    in float32 on the CPU, so that the figures are the same on every machine.
 
     Args:
         out: folder for the rotated and pruned model; new or empty.
@@ -104,7 +103,7 @@ def run_demo(
     def measure(model: PreTrainedModel) -> float:
         return perplexity(model, held_out, seqlen=seqlen, progress=progress)
 
-    def pruned(rotation: RotationConfig, to: Path | None) -> tuple[float, float, float]:
+    def pruned(name: str, rotation: RotationConfig, to: Path | None) -> DemoRow:
         started = time.perf_counter()
         recipe = Recipe(rotation=rotation, calibration=calibration)
         result = prune(
@@ -113,54 +112,33 @@ def run_demo(
         )  # fmt: skip
         seconds = time.perf_counter() - started
         cast_weights(result.model, torch.float32)  # it has the dtype of the checkpoint
-        return measure(result.model), result.manifest.sparsity, seconds
+        value, sparsity = measure(result.model), result.manifest.sparsity
+        return DemoRow(name=name, perplexity=value, sparsity=sparsity, seconds=seconds)
 
-    dense = measure(load(MODEL, device="cpu", dtype="float32"))
-    plain, plain_sparsity, plain_seconds = pruned(RotationConfig(mode="none"), None)
-    rotated, sparsity, seconds = pruned(RotationConfig(steps=steps), out)
-    share = gap_closed(dense, plain, rotated)
-    _record(out, held_out, seqlen, rotated, {"dense": dense, "not_rotated": plain})
-    report = write_report([out], progress=progress).page if installed() else None
-    rows = [
-        DemoRow(name="dense", perplexity=dense),
-        DemoRow(name="SparseGPT 2:4", perplexity=plain, sparsity=plain_sparsity, seconds=plain_seconds),
-        DemoRow(
-            name="drot: DenoiseRotator + SparseGPT 2:4",
-            perplexity=rotated,
-            gap_closed=share,
-            sparsity=sparsity,
-            seconds=seconds,
-        ),
-    ]
-    return DemoResult(rows=rows, sentence=_sentence(share), rotation_helped=rotated < plain, report=report)
+    dense = DemoRow(name="dense", perplexity=measure(load(MODEL, device="cpu", dtype="float32")))
+    plain = pruned("SparseGPT 2:4", RotationConfig(mode="none"), None)
+    rotated = pruned("drot: DenoiseRotator + SparseGPT 2:4", RotationConfig(steps=steps), out)
+    share = gap_closed(dense.perplexity, plain.perplexity, rotated.perplexity)
+    _record(out, held_out, seqlen, dense, plain, rotated)
+    return DemoResult(
+        rows=[dense, plain, replace(rotated, gap_closed=share)],
+        sentence=_sentence(share),
+        rotation_helped=rotated.perplexity < plain.perplexity,
+        report=write_report([out], progress=progress).page if installed() else None,
+    )
 
 
-def _record(out: Path, tokens: Tensor, seqlen: int, value: float, baselines: dict[str, float]) -> None:
-    """Adds the perplexities to the evaluations in the manifest.
-
-    Args:
-        out: folder of the checkpoint.
-        tokens: token ids [n] of the held-out text.
-        seqlen: tokens in a window.
-        value: perplexity of the checkpoint.
-        baselines: perplexities of other models: `dense`, and `not_rotated`.
-    """
+def _record(out: Path, tokens: Tensor, seqlen: int, dense: DemoRow, plain: DemoRow, rotated: DemoRow) -> None:
+    """Adds the perplexities on the held-out text `tokens` [n] to the evaluations in the manifest."""
     text = HELD_OUT.name
     figures = {
         "seqlen": seqlen,
         "dtype": "float32",
         "machine": machine_name(torch.device("cpu")),
         "streamed": False,
-        "texts": {
-            text: {
-                "split": None,
-                "tokens": len(tokens),
-                "windows": len(tokens) // seqlen,
-                "sha256": calibration_hash(tokens),
-            }
-        },
-        "perplexity": {text: value},
-        "baselines": {name: {text: baseline} for name, baseline in baselines.items()},
+        "texts": {text: text_record(text, tokens, seqlen)},
+        "perplexity": {text: rotated.perplexity},
+        "baselines": {"dense": {text: dense.perplexity}, "not_rotated": {text: plain.perplexity}},
         "against": None,
         "agreement": {},
         "tasks": {},

@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from drot.core.errors import UserError
-from drot.core.hub import first_line, quick_hub
+from drot.core.errors import UserError, quoted
+from drot.core.hub import quick_hub
 
 #: Name of a suite → its tasks. `paper`: the five zero-shot tasks of DenoiseRotator (section 4).
 SUITES = {
@@ -91,7 +91,7 @@ def load_tasks(names: Sequence[str]) -> Tasks:
             advice = "lm_eval's tasks need a network or a filled datasets cache"
             if not _is_download(error):
                 advice = "leave it out of `tasks`, or install what it needs"
-            raise UserError(f"cannot load lm_eval's task {name} ({first_line(error)}); {advice}") from error
+            raise UserError(f"cannot load lm_eval's task {name} ({quoted(error)}); {advice}") from error
         tasks[name] = task if isinstance(task, Task) else name
         if isinstance(task, Task) and metric_of(name).partition(",")[0] not in task.aggregation():
             raise _no_accuracy(name, task.aggregation())

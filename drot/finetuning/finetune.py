@@ -129,7 +129,7 @@ def _finetune(
     """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
     _check_config(model_config, config)
-    manifest = _manifest_of(model)
+    manifest, maps = _manifest_of(model), load_importance_maps(model)
     if tokenizer is None and has_tokenizer(model):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and tokens is None:
@@ -188,11 +188,7 @@ def _finetune(
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
-            trained,
-            tokenizer,
-            manifest,
-            out,
-            write_more=lambda part: save_importance_maps(part, load_importance_maps(model)),
+            trained, tokenizer, manifest, out, write_more=lambda part: save_importance_maps(part, maps)
         )
     return FinetuneResult(trained, manifest, out)
 

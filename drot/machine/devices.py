@@ -52,26 +52,22 @@ def pick_device(name: str | torch.device) -> torch.device:
     Raises UserError for another name, for a GPU that torch does not find, and for a GPU for which drot was
     not built (`check_gpu`).
     """
-    device = _named_device(name)
-    if device.type == "cuda":
-        check_gpu(device)
-    return device
-
-
-def _named_device(name: str | torch.device) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     try:
-        device = torch.device(name)
+        device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
     except RuntimeError:
-        raise UserError(f"`device` must be auto, cpu or cuda[:N]; got {name!r}") from None
-    if device.type not in ("cpu", "cuda"):
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
         raise UserError(f"`device` must be auto, cpu or cuda[:N]; got {name!r}")
-    if device.type == "cuda" and not torch.cuda.is_available():
+    if device.type == "cpu":
+        return device
+    if not gpus:
         raise UserError(f'`device` is {name!r}, but torch finds no GPU: use `device="cpu"`')
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        last = torch.cuda.device_count() - 1
-        raise UserError(f"`device` must be at most cuda:{last}, the last GPU that torch finds; got {name!r}")
+    if (device.index or 0) >= gpus:
+        raise UserError(
+            f"`device` must be at most cuda:{gpus - 1}, the last GPU that torch finds; got {name!r}"
+        )
+    check_gpu(device)
     return device
 
 

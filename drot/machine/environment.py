@@ -1,5 +1,6 @@
 """The machine and the versions of the libraries, which `drot info` prints and manifests record."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.backends import cusparselt
 
 from drot import _C
 from drot.core.version import __version__
@@ -16,15 +18,6 @@ from drot.machine.extension import BUILD_INFO
 
 #: the rates that `drot info --measure` measures
 PEAKS = ("float32", "bfloat16", "copy")
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 #: environment variables that choose the instructions, and with them the order of sums, of torch, MKL,
 #: oneDNN and drot
 VARIABLES = (
@@ -37,13 +30,13 @@ VARIABLES = (
 )
 
 
-def versions() -> dict[str, str | None]:
-    """Versions of drot, the libraries that it uses, and Python; None for a package that is not installed."""
+def versions() -> dict[str, str]:
+    """Versions of drot, the libraries that it uses, and Python."""
     libraries = ("transformers", "tokenizers", "safetensors", "numpy")
     return {
         "drot": __version__,
         "torch": torch.__version__,
-        **{name: _installed(name) for name in libraries},
+        **{name: metadata.version(name) for name in libraries},
         "python": platform.python_version(),
     }
 
@@ -119,15 +112,20 @@ def store_peaks(device: torch.device, peaks: dict[str, float]) -> bool:
 
 
 def _cusparselt() -> dict[str, Any]:
-    """The version of cuSPARSELt that torch finds, which needs no GPU, and the one drot was compiled with."""
-    found: int | None = None
-    try:
-        from torch.backends import cusparselt
-
+    """The version of cuSPARSELt that torch finds, and the one drot was compiled with."""
+    found = None
+    with contextlib.suppress(RuntimeError):  # cuSPARSELt does not start without a GPU
         found = cusparselt.version() if cusparselt.is_available() else None
-    except (ImportError, RuntimeError, AttributeError):
-        found = None
     return {"found": found is not None, "version": found, "compiled": BUILD_INFO["cusparselt"] or None}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    return {
+        "name": properties.name,
+        "capability": f"{properties.major}.{properties.minor}",
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+    }
 
 
 def collect() -> dict[str, Any]:
@@ -141,16 +139,8 @@ def collect() -> dict[str, Any]:
     tuning_cache: path of the file with the fastest measured algorithm of each GPU product, or None.
     peaks: device → the rates that `drot info --measure` has measured there (`stored_peaks`).
     """
-    gpus = []
-    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
-        properties = torch.cuda.get_device_properties(index)
-        gpus.append(
-            {
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_gib": round(properties.total_memory / 2**30, 1),
-            }
-        )
+    gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    peaks = {name: stored_peaks(torch.device(name)) for name in ("cpu", *(f"cuda:{gpu}" for gpu in gpus))}
     return {
         **versions(),
         "built_with_torch": BUILD_INFO["torch"],
@@ -161,7 +151,7 @@ def collect() -> dict[str, Any]:
             "architectures": BUILD_INFO["cuda_architectures"].split(),
             "torch": torch.version.cuda,
         },
-        "gpus": gpus,
+        "gpus": [_gpu(index) for index in gpus],
         "cusparselt": _cusparselt(),
         "cpu": {
             "machine": platform.machine(),
@@ -169,9 +159,5 @@ def collect() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         },
         "tuning_cache": _C.tuning_cache_file() or None,
-        "peaks": {
-            str(device): peaks
-            for device in [torch.device("cpu"), *(torch.device("cuda", index) for index in range(len(gpus)))]
-            if (peaks := stored_peaks(device)) is not None
-        },
+        "peaks": {name: rates for name, rates in peaks.items() if rates is not None},
     }

@@ -1,7 +1,7 @@
 """Products of 16-bit matrices whose sums are in fp32.
 
-The tensor cores of a GPU have such a product. A CPU has none: there the product is computed from copies in
-fp32, in which the product of two 16-bit values is exact.
+The tensor cores of a GPU compute them. A CPU computes them from copies in fp32, in which the product of two
+16-bit values is exact.
 """
 
 import torch

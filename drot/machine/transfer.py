@@ -34,9 +34,9 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
         return
     copies = _copy_stream(device)
 
-    def move(layer: Movable, place: torch.device) -> None:
+    def move(layer: Movable, target: torch.device) -> None:
         with torch.cuda.stream(copies):
-            layer.to(place)
+            layer.to(target)
         if copies is not None:
             copies.synchronize()
 
@@ -108,16 +108,16 @@ class CopiesHome:
         if self._copies is not None:
             self._copies.synchronize()
 
-    def write(self, place: Tensor, result: Tensor) -> None:
-        """Copies `result` to `place`, a tensor of the same shape, which may have another dtype."""
-        if self._copies is None or place.is_cuda:
-            place.copy_(result)
+    def write(self, target: Tensor, result: Tensor) -> None:
+        """Copies `result` to `target`, a tensor of the same shape, which may have another dtype."""
+        if self._copies is None or target.is_cuda:
+            target.copy_(result)
             return
         if len(self._under_way) == self.MOST:
             self._under_way.pop(0).synchronize()
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):
-            place.copy_(result, non_blocking=True)
+            target.copy_(result, non_blocking=True)
             self._under_way.append(self._copies.record_event())
         result.record_stream(self._copies)  # keeps the memory until the copy has read it
 

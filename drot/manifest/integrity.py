@@ -100,5 +100,5 @@ def verified_while_loading(folder: Path) -> Iterator[None]:
         if problem is not None:
             raise UserError(
                 f"{folder / name} is not the file that {MANIFEST} describes: it {problem}; copy the "
-                "checkpoint again, or record a change that you made yourself with drot info --accept"
+                "checkpoint again, or record a change of your own with drot info and its option accept"
             )

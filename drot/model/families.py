@@ -117,13 +117,6 @@ class Family:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
         return f"layers.{index}.{linear.path.rpartition('.')[0]}.{linear.name}"
 
-    def linear_names(self, index: int) -> dict[str, str]:  # TEMPORARY
-        return {linear.name: self.full_name(index, linear) for linear in self.linears}
-
-    @property
-    def pairs(self) -> tuple[tuple[str, str], ...]:  # TEMPORARY
-        return tuple((linear.name, linear.path) for linear in self.linears)
-
     def names(self, layers: int) -> Iterator[tuple[str, LinearSpec]]:
         """The full name and the declaration of each linear of a model with this number of decoder layers."""
         for index in range(layers):
@@ -203,40 +196,3 @@ def widths_of(config: Any) -> dict[Width, int]:
 def positions_of(config: Any) -> int | None:
     """The most tokens that a model of `config` reads in one sequence; None if the config names no limit."""
     return getattr(config, "max_position_embeddings", None)
-
-
-# ---- TEMPORARY -------------------------------------------------------------------------------------------
-ARCHITECTURES, architecture_of, Architecture = FAMILIES, family_of, Family
-ROLES = tuple(linear.name for linear in LLAMA.linears)
-INPUT_GROUPS = {group.name: tuple(linear.name for linear in group.linears) for group in LLAMA.groups}
-
-
-def module_at(root: Any, path: str) -> Any:
-    from operator import attrgetter
-
-    try:
-        return attrgetter(path)(root)
-    except AttributeError:
-        raise UserError(
-            f"{type(root).__name__} has no module {path!r}, which drot/model/families.py lists: load the "
-            "model again if it was changed after loading, or correct the entry of its model type"
-        ) from None
-
-
-def decoder_layers(model: Any, arch: Family) -> Any:
-    return module_at(model, arch.layers)
-
-
-def layer_linears(layer: Any, arch: Family) -> Any:
-    from torch import nn
-
-    found = {}
-    for role, path in arch.pairs:
-        linear = module_at(layer, path)
-        if not isinstance(linear, nn.Linear):
-            raise UserError(
-                f"{path} must be a plain torch.nn.Linear, got {type(linear).__name__}: "
-                "load the model unquantised, without adapters"
-            )
-        found[role] = linear
-    return found

@@ -69,11 +69,8 @@ def run_needs(
     chosen = _dtype(computing_dtype(chosen, first), own)
     saved = _dtype(saved, own)
     text = resolved.calibration
-    sizes = sizes_of(
-        DecoderModel(without_weights(planned.config)),
-        text.nsamples if resolved.reads_calibration else 0,
-        text.seqlen,
-    )
+    nsamples = text.nsamples if resolved.reads_calibration else 0
+    sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen
     checkpoint, partial = disk_needs(sizes, resolved, chosen, saved)

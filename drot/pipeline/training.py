@@ -23,7 +23,7 @@ Trained = tuple[LayerRotation, dict[str, Any]]
 
 
 def train(
-    run: RunContext, objectives: list[LayerObjective], index: int
+    run: RunContext, objectives: list[LayerObjective], index: int | None
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
     """The trained rotation of each objective, and the record of the training.
 
@@ -31,7 +31,7 @@ def train(
     memory, because in fp64 they are larger than a layer.
 
     objectives: one objective, or the objectives of all layers, which then share R1.
-    index: the layer for progress reports.
+    index: the layer; None for all layers.
     """
     several = len(run.devices) > 1
     device = objectives[0].device if several else run.device
@@ -40,7 +40,8 @@ def train(
         if not several:  # a progress bar shows the steps of one layer only
             run.emit(Advanced(step="rotate", layer=index, done=step, total=steps, loss=loss))
 
-    with run.during("rotate", device=device):
+    layer = None if index is None else run.model.layers[index]
+    with run.during("rotate", layer, device=device):
         rotations, record = train_rotation(objectives, run.recipe.rotation, on_step, device)
         if several:
             last = len(record.loss_curve) - 1
@@ -80,7 +81,7 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
         objectives.append(objective.offload(run.dtype) if offload else objective)
         dampings.append(damping)
     try:
-        rotations, record = train(run, objectives, 0)
+        rotations, record = train(run, objectives, None)
     except torch.OutOfMemoryError as fault:
         raise UserError(
             f"{len(objectives)} layers do not fit in the memory of {run.device} at once: "

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import check_finite
 from drot.config import Sparsity
+from drot.machine.finite import check_finite
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
 

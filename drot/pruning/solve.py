@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, inverse_of_factor_
-from drot.calibration.hessian import check_finite, damping_unit, fix_dead_columns
+from drot.calibration.hessian import damping_unit, fix_dead_columns
 from drot.config import Sparsity
+from drot.machine.finite import check_finite
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import HessianFactor, check_finite, energy, factorize
+from drot.calibration.hessian import HessianFactor, energy, factorize
 from drot.config import Sparsity
 from drot.core.errors import UserError
+from drot.machine.finite import check_finite
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
 from drot.pruning.result import PruneOutcome, relative_error

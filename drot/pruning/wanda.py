@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import check_finite
 from drot.config import Sparsity
 from drot.core.errors import UserError
+from drot.machine.finite import check_finite
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
 

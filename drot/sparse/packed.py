@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from drot.config import PruningConfig, Sparsity, WeightFormat
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
+from drot.machine.finite import is_finite
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
 from drot.model.layer import Linear
@@ -98,6 +99,8 @@ def compress_model(model: nn.Module) -> None:
 def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
     """Packs the seven linears of every decoder layer, in place.
 
+    The model's config does not say so until `as_drot_model` (drot/checkpoint/hf_model.py) is called.
+
     dense: names of linears that stay dense, such as `layers.0.mlp.down_proj`.
 
     Raises UserError that names the layer, the linear and the row of a weight that is not 2:4. The linears
@@ -113,13 +116,13 @@ def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
 
 
 @torch.no_grad()
-def unpack_model(model: "PreTrainedModel") -> None:
-    """The inverse of `pack_model`, in place: every linear is a dense nn.Linear again."""
+def unpack_model(model: "PreTrainedModel") -> list[str]:
+    """The inverse of `pack_model`, in place. Returns the names of the linears that were packed."""
     unfuse(model)
-    for layer in DecoderModel(model).layers:
-        for linear in layer.linears.values():
-            if isinstance(module := linear.module, SparseLinear):
-                linear.module = module.to_linear()
+    packed = dict(packed_linears(model))
+    for name, linear in packed.items():
+        model.set_submodule(name, linear.to_linear())
+    return list(packed)
 
 
 # ---- from files ----------------------------------------------------------------------------------
@@ -155,8 +158,7 @@ def check_packed(model: nn.Module) -> None:
         values, positions = module.values, module.positions
         if positions.is_meta:
             continue  # the weight is offloaded to disk
-        # aminmax is NaN if an element is, and needs no tensor of the size of `values`
-        if values.numel() and not all(bool(bound.isfinite()) for bound in values.aminmax()):
+        if not is_finite(values):
             raise UserError(
                 f"{name}.values must be finite, got NaN or infinity: the file is damaged; copy or convert it "
                 "again"

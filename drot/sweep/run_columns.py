@@ -41,5 +41,6 @@ def run_columns(manifest: Manifest) -> dict[str, float | None]:
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
+    """The mean of the values that are known."""
     known = [value for value in values if value is not None]
     return statistics.fmean(known) if known else None

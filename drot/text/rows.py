@@ -4,8 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from drot.config import CalibrationConfig
-from drot.core.errors import UserError
-from drot.core.hub import first_line
+from drot.core.errors import UserError, quoted
 
 #: the column of a chat dataset, whose values are lists of {"role": ..., "content": ...}
 MESSAGES = "messages"
@@ -14,15 +13,16 @@ MESSAGES = "messages"
 def texts(rows: Iterable[Any], text_column: str, source: str, tokenizer: Any) -> Iterator[str]:
     """The text of every row. Rows whose text is null, as for removed documents, are left out."""
     for number, row in enumerate(rows):
-        column = text_column
-        if isinstance(row, dict) and column not in row:
-            if column != CalibrationConfig.text_column or MESSAGES not in row:
+        column, text = text_column, row
+        if isinstance(row, dict):
+            if column == CalibrationConfig.text_column and column not in row and MESSAGES in row:
+                column = MESSAGES
+            if column not in row:
                 raise UserError(
-                    f"{source} has no column {text_column!r}; its columns are {', '.join(map(str, row))}: "
+                    f"{source} has no column {column!r}; its columns are {', '.join(map(str, row))}: "
                     "name one of them as `text_column`"
                 )
-            column = MESSAGES
-        text = row[column] if isinstance(row, dict) else row
+            text = row[column]
         if _is_chat(text):
             yield _format_chat(text, tokenizer, f"{source}, row {number}")
         elif isinstance(text, str):
@@ -45,10 +45,6 @@ def _is_chat(value: Any) -> bool:
 
 
 def _format_chat(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> str:
-    """The messages in the format of the tokenizer's chat template.
-
-    where: the source and the row, for error messages.
-    """
     if getattr(tokenizer, "chat_template", None) is None:
         raise UserError(
             f"{where} holds a chat, but the tokenizer of the model has no chat template: copy the "
@@ -58,10 +54,5 @@ def _format_chat(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
     except Exception as error:  # the template is a program of the model's author
         raise UserError(
-            f"{where}: the tokenizer's chat template refuses the chat ({first_line(error)}): leave it out"
+            f"{where}: the tokenizer's chat template refuses the chat ({quoted(error)}): leave it out"
         ) from error
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks, at most 300 characters of it."""
-    return " ".join(str(error).split())[:300]

@@ -1,4 +1,4 @@
-"""Calibration tokens from the Hugging Face hub, a local file or a tensor of token ids."""
+"""Token ids from the Hugging Face hub, a local file or a tensor of token ids."""
 
 import codecs
 import hashlib
@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from drot.core.checks import path_exists, shortened
-from drot.core.errors import UserError
+from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.core.hub import first_line, hub_access
-from drot.core.reading import quoted
-from drot.text.rows import one_line, texts
+from drot.core.hub import hub_access
+from drot.text.rows import texts
 
 #: Source on the hub with a short name → arguments of datasets.load_dataset. A streamed dataset is read row by
 #: row, and only as far as it is needed.
@@ -24,14 +23,14 @@ HUB: dict[str, dict[str, Any]] = {
     "c4": {"path": "allenai/c4", "data_files": "en/c4-train.00000-of-01024.json.gz", "streaming": True},
     "wikitext2": {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1", "streaming": False},
 }
+#: any dataset on the hub: org/name, org/name:split or org/name:config:split
+DATASET = re.compile(r"(?P<path>\w[\w.-]*/[\w.-]+)((:(?P<name>[\w.-]+))?:(?P<split>[\w.-]+))?")
 #: Split → the sources on the hub that have it. `train` is for calibration, `test` for evaluation.
 SPLITS = {"train": ("c4", "wikitext2"), "test": ("wikitext2",)}
 #: Split → the argument by which a caller names its source, for error messages.
 ARGUMENT = {"train": "source", "test": "ppl"}
 SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
 SEPARATOR = "\n\n"
-#: any dataset on the hub: org/name, org/name:split or org/name:config:split
-HUB_NAME = re.compile(r"(?P<path>\w[\w.-]*/[\w.-]+?)(:(?P<name>[\w.-]+))?(:(?P<split>[\w.-]+))?")
 #: characters between two events `read`
 READ_EVERY = 1 << 20
 
@@ -67,15 +66,16 @@ def load_calibration(
     needed = nsamples * seqlen
     text = read_text(source, "train", text_column, tokenizer, max_tokens=needed, progress=progress)
     ids = tokenize(text, tokenizer, progress)
-    if len(ids) <= seqlen:
+    starts = len(ids) - seqlen
+    if starts <= 0:
         raise UserError(
             f"the calibration text must have more tokens than `seqlen`, {seqlen}; {source!r} has {len(ids)}: "
             "lower `seqlen` or give a longer text"
         )
-    if nsamples > len(ids) - seqlen:
+    if nsamples > starts:
         raise UserError(
-            f"`nsamples` must be at most {len(ids) - seqlen}, the number of places in {source!r} where a "
-            f"sequence of {seqlen} tokens can start; got {nsamples}: lower `nsamples` or give a longer text"
+            f"`nsamples` must be at most {starts}, the number of places in {source!r} where a sequence of "
+            f"{seqlen} tokens can start; got {nsamples}: lower `nsamples` or give a longer text"
         )
     return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=seed)
 
@@ -139,28 +139,15 @@ def read_text(
         progress: receives the event `read`, with the number of characters, at the beginning and after every
             READ_EVERY characters.
     """
-    path = Path(source)
     hub = _hub_arguments(source, split)
-    if hub is not None:
-        documents = _hub_documents(source, hub, ARGUMENT[split], text_column, tokenizer)
-    elif not path_exists(path) or not path.is_file():
-        raise UserError(
-            f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])}, a dataset on the hub such as "
-            f"org/name:split, or a {', '.join(SUFFIXES)} file; got {shortened(source)}, which "
-            + ("is no such name and no file" if not path_exists(path) else "is a folder")
-        )
-    elif path.suffix not in SUFFIXES:
-        raise UserError(
-            f"{source}: the file's suffix must be one of {', '.join(SUFFIXES)}; got {path.suffix!r}"
-        )
-    elif path.suffix == ".txt":
-        documents = iter([_read_utf8(path)])
+    if hub is None:
+        rows, enough = _file_rows(_file(source, split)), 0
     else:
-        documents = _file_documents(path, text_column, tokenizer)
-    enough = 8 * max_tokens if max_tokens is not None and hub is not None and hub["streaming"] else 0
+        rows = _hub_rows(source, hub, ARGUMENT[split])
+        enough = 8 * max_tokens if max_tokens is not None and hub["streaming"] else 0
     progress(ProgressEvent(phase="read", steps=enough))
     parts, length, reported = [], 0, 0
-    for document in documents:
+    for document in texts(rows, text_column, source, tokenizer):
         parts.append(document)
         length += len(document)
         if length - reported >= READ_EVERY:
@@ -174,41 +161,23 @@ def read_text(
     return text
 
 
-def _hub_arguments(source: str, split: str) -> dict[str, Any] | None:
-    """The arguments of datasets.load_dataset for `source`; None if `source` is no dataset on the hub.
+# ---- from the hub ------------------------------------------------------------------------------------
 
-    split: the split of a source that does not say one.
-    """
+
+def _hub_arguments(source: str, split: str) -> dict[str, Any] | None:
+    """The arguments of datasets.load_dataset for `source`; None if `source` is no dataset on the hub."""
     if source in SPLITS[split]:  # ./c4 names a file or a folder c4
         return HUB[source] | {"split": split}
-    found = HUB_NAME.fullmatch(source)
+    found = DATASET.fullmatch(source)
     if found is None or path_exists(Path(source)) or Path(source).suffix in SUFFIXES:
         return None
-    name, named_split = found["name"], found["split"]
-    if named_split is None:
-        name, named_split = None, name
-    return {"path": found["path"], "name": name, "split": named_split or split, "streaming": True}
+    return {"path": found["path"], "name": found["name"], "split": found["split"] or split, "streaming": True}
 
 
-def _hub_documents(
-    source: str, hub: dict[str, Any], argument: str, text_column: str, tokenizer: Any
-) -> Iterator[str]:
-    """The documents of a dataset on the hub.
+def _hub_rows(source: str, hub: dict[str, Any], argument: str) -> Iterator[Any]:
+    """The rows of the dataset that datasets.load_dataset gives for `hub`. Messages name it `argument`."""
+    import datasets
 
-    Args:
-        source: the name that the caller gave.
-        hub: arguments of datasets.load_dataset.
-        argument: the argument by which the caller named `source`, for error messages.
-        text_column: as in `read_text`.
-        tokenizer: as in `read_text`.
-    """
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"{source!r} is downloaded with the package datasets, which is missing: pip install datasets, "
-            f"or name a local file as `{argument}`"
-        ) from None
     path = hub["path"]
     if path_exists(Path(path)):
         raise UserError(
@@ -219,51 +188,41 @@ def _hub_documents(
         f"cannot read {path} from the hub", f"without a network, name a local file as `{argument}`"
     ):
         try:
-            yield from texts(datasets.load_dataset(**hub), text_column, source, tokenizer)
+            yield from datasets.load_dataset(**hub)
         except ValueError as error:  # the dataset has no such configuration or split
             raise UserError(
-                f"cannot read {source} from the hub ({one_line(error)}): name it as org/name:split or "
+                f"cannot read {source} from the hub ({quoted(error)}): name it as org/name:split or "
                 f"org/name:config:split in `{argument}`"
             ) from error
 
 
-def _read_utf8(path: Path) -> str:
-    """The text of a file, without a byte order mark."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+# ---- from a file -------------------------------------------------------------------------------------
+
+
+def _file(source: str, split: str) -> Path:
+    path = Path(source)
+    if not path_exists(path) or not path.is_file():
         raise UserError(
-            f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at offset {error.start}: "
-            f"convert it, for example with iconv -f {'utf-16' if utf16 else 'latin1'} -t utf-8"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if "\0" in text:  # UTF-16 of English text without a byte order mark is valid UTF-8
-        raise UserError(
-            f"{path} must be a text in UTF-8, got a zero byte: it is UTF-16 or no text; convert UTF-16 with "
-            "iconv -f utf-16le -t utf-8"
+            f"`{ARGUMENT[split]}` must be {', '.join(SPLITS[split])}, a dataset on the hub such as "
+            f"org/name:split, or a {', '.join(SUFFIXES)} file; got {shortened(source)}, which "
+            + ("is a folder" if path_exists(path) else "is no such name and no file")
         )
-    return text
+    if path.suffix not in SUFFIXES:
+        raise UserError(
+            f"{source}: the file's suffix must be one of {', '.join(SUFFIXES)}; got {path.suffix!r}"
+        )
+    return path
 
 
-def _file_documents(path: Path, text_column: str, tokenizer: Any) -> Iterator[str]:
+def _file_rows(path: Path) -> Iterator[Any]:
+    """The rows of a file: a text, a table, a JSON list, one JSON object or JSON lines."""
     if path.suffix == ".parquet":
-        import pyarrow
-        import pyarrow.parquet as parquet
-
-        try:
-            rows: Any = parquet.read_table(path).to_pylist()
-        except (OSError, ValueError, pyarrow.ArrowException) as error:
-            raise UserError(f"{path} is not a readable parquet file: {first_line(error)}") from None
-    else:
-        rows = _json_rows(path)
-    yield from texts(rows, text_column, str(path), tokenizer)
-
-
-def _json_rows(path: Path) -> Iterator[Any]:
-    """The rows of a file that holds a JSON list, one JSON object or JSON lines."""
+        yield from _parquet_rows(path)
+        return
     content = _read_utf8(path)
+    if path.suffix == ".txt":
+        yield content
+        return
     if path.suffix == ".json":
         try:
             data = json.loads(content or "[]")
@@ -286,3 +245,33 @@ def _json_rows(path: Path) -> Iterator[Any]:
 def _not_json(path: Path, line: int, error: Exception) -> UserError:
     reason = error.msg if isinstance(error, json.JSONDecodeError) else quoted(error)
     return UserError(f"{path}, line {line}: not valid JSON ({reason}); was the file cut off?")
+
+
+def _parquet_rows(path: Path) -> list[Any]:
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    try:
+        return parquet.read_table(path).to_pylist()
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise UserError(f"{path} is not a readable parquet file: {quoted(error)}") from None
+
+
+def _read_utf8(path: Path) -> str:
+    """The text of a file, without a byte order mark."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        raise UserError(
+            f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at offset {error.start}: "
+            f"convert it, for example with iconv -f {'utf-16' if utf16 else 'latin1'} -t utf-8"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None
+    if "\0" in text:  # UTF-16 of English text without a byte order mark is valid UTF-8
+        raise UserError(
+            f"{path} must be a text in UTF-8, got a zero byte: it is UTF-16 or no text; convert UTF-16 with "
+            "iconv -f utf-16le -t utf-8"
+        )
+    return text

@@ -19,6 +19,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from made_manifests import made_finetuning
 from safetensors.torch import load_file, save_file
 from small_checkpoints import save_small
 from small_models import random_text, random_tokens
@@ -30,6 +31,7 @@ from drot.core.errors import UserError
 from drot.evaluation.evaluate import evaluate
 from drot.manifest.card import write_card
 from drot.manifest.manifest import update_manifest
+from drot.manifest.records import FinetuneRecord
 from drot.report.write import write_report
 
 CASES = int(os.environ.get("DROT_FUZZ_CASES", "12"))
@@ -138,17 +140,8 @@ def recorded(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     drot.prune(dense, recipe, calibration=TOKENS, out=out, device="cpu")
     (folder / "text.txt").write_text(random_text(100))
     evaluate([str(out)], ppl=[str(folder / "text.txt")], against=str(dense), seqlen=16, device="cpu")
-    entry = {
-        "from": str(out),
-        "method": "lora",
-        "settings": {"lr": 1e-4, "rank": 8},
-        "text": {"source": "wikitext2", "sha256": "0", "shape": [4, 8]},
-        "held_out": {"perplexity_before": 9.0, "perplexity_after": 8.0},
-        "steps": 4,
-        "seconds": 1.0,
-        "dtype": "float32",
-    }
-    update_manifest(out, lambda manifest: manifest | {"finetune": [entry]})
+    record = FinetuneRecord.model_validate(made_finetuning())
+    update_manifest(out, lambda manifest: manifest.finetune.append(record))
     return out
 
 

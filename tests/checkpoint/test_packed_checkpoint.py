@@ -38,8 +38,8 @@ def test_files_of_a_packed_checkpoint(checkpoints):
         "boundary": "input",
         "packed": True,
     }
-    assert read_manifest(checkpoints / "packed")["format"] == "packed"
-    assert read_manifest(checkpoints / "dense")["format"] == "dense"
+    assert read_manifest(checkpoints / "packed").format == "packed"
+    assert read_manifest(checkpoints / "dense").format == "dense"
 
 
 def test_opens_without_a_dense_weight_and_saves_again(checkpoints, tmp_path, monkeypatch):

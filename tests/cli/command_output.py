@@ -1,5 +1,7 @@
 """Helpers for tests of the command line: a manifest as `drot prune` writes it, and the line of an error."""
 
+from drot.config import resolve
+
 
 def manifest(recipe, **changes):
     """The manifest of a run of `recipe` with one layer. changes: entries to replace."""
@@ -15,7 +17,7 @@ def manifest(recipe, **changes):
         },
     }
     return {
-        "recipe": recipe.to_dict(),
+        "recipe": resolve(recipe).to_dict(),
         "base_model": "someone/some-model",
         "rotations_file": None,
         "calibration": {"sha256": "0", "shape": [2, 8]},

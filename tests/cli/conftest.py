@@ -1,7 +1,7 @@
 """The pipeline of `drot prune`, replaced for tests of its command line."""
 
 import pytest
-from command_output import manifest
+from made_manifests import made_manifest
 from torch import nn
 
 from drot.core.events import ProgressEvent
@@ -17,7 +17,7 @@ def calls(monkeypatch):
         seen.append((model, recipe, options))
         print("a library prints to stdout")
         options["progress"](ProgressEvent(phase="prune", layer=0, layers=1))
-        return pipeline.PruneResult(nn.Identity(), manifest(recipe), options["out"])
+        return pipeline.PruneResult(nn.Identity(), made_manifest(recipe), options["out"])
 
     monkeypatch.setattr(pipeline, "prune", prune)
     return seen

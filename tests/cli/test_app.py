@@ -1,19 +1,19 @@
 """What all commands share: help, version, completion, and the library's messages in the words of options."""
 
 import ast
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-import typer
 
 import drot
 from drot.cli import app as cli
-from drot.cli.app import FIELD, OPTIONS, in_options
+from drot.cli.commands import COMMANDS, imported
+from drot.cli.messages import flag, flags_of, in_options
 
 PACKAGE = Path(drot.__file__).resolve().parent
-COMMANDS = (
-    *("prune", "finetune", "eval", "report", "sweep", "convert", "export", "apply", "bench", "info", "demo"),
-)
 
 
 def test_version(capsys):
@@ -27,7 +27,7 @@ def test_help_has_an_example_that_parses(command, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert f"Example: drot {command}" in shown
     example = shown.split("Example: drot ")[1].split("&&")[0].split()
-    context = typer.main.get_command(cli.app).commands[command].make_context(command, example[1:])
+    context = imported(command).make_context(command, example[1:])
     assert context.params
 
 
@@ -61,8 +61,7 @@ def test_an_option_without_a_value_shows_none(command, width, capsys, monkeypatc
 
 def options() -> dict[str, object]:
     """Every option of every command."""
-    commands = typer.main.get_command(cli.app).commands.values()
-    return {name: param for command in commands for param in command.params for name in param.opts}
+    return {name: param for command in COMMANDS for param in imported(command).params for name in param.opts}
 
 
 @pytest.mark.parametrize(
@@ -70,7 +69,7 @@ def options() -> dict[str, object]:
     [("--method", "", {"magnitude", "wanda", "sparsegpt"}), ("--rotation", "s", {"shared"})],
 )
 def test_the_shell_completes_choices(option, typed, offered):
-    command = typer.main.get_command(cli.app).commands["prune"]
+    command = imported("prune")
     (parameter,) = (param for param in command.params if option in param.opts)
     context = command.make_context("prune", ["m", "--out", "o"])
     assert {item.value for item in parameter.shell_complete(context, typed)} == offered
@@ -86,12 +85,14 @@ def test_the_shell_completes_choices(option, typed, offered):
     ],
 )
 def test_fields_are_shown_as_options(message, shown):
-    assert in_options(message) == shown
+    assert in_options(message, flags_of("prune").get) == shown
 
 
 def test_a_command_may_have_its_own_option_for_a_field():
-    assert in_options("`source` must be c4", "finetune") == "--text must be c4"
-    assert in_options("`source` must be c4", "prune") == "--calibration must be c4"
+    for command, shown in (("finetune", "--text"), ("prune", "--calibration"), ("sweep", "source")):
+        assert in_options("`source` must be c4", flags_of(command).get) == f"{shown} must be c4"
+    kept = "`tokenizer` and an odd ` stay"
+    assert in_options(kept, flags_of("prune").get) == kept
 
 
 def test_every_field_that_a_message_names_has_an_option():
@@ -103,9 +104,20 @@ def test_every_field_that_a_message_names_has_an_option():
             if called == "UserError":
                 for part in ast.walk(node):
                     if isinstance(part, ast.Constant) and isinstance(part.value, str):
-                        named |= {match[1] for match in FIELD.finditer(part.value)}
+                        named |= {match[1] for match in re.finditer(r"`(\w+)(?:=[^`]*)?`", part.value)}
     assert len(named) > 10
     known = options()
     for name in named - python_only:
-        option = OPTIONS.get(name, "--" + name.replace("_", "-")).split()[0]
+        option = flag(name).split()[0]
         assert option in known, f"a message names `{name}`, and no command has {option}"
+
+
+def test_the_list_of_commands_needs_none_of_them(capsys):
+    """`drot --help` has the first line of each command's help, and imports neither commands nor pydantic."""
+    for name, first_line in COMMANDS.items():
+        assert imported(name).help.split("\n")[0] == first_line
+    code = "import sys; from drot.cli import app; app.run(['--help']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
+    loaded = done.stdout.splitlines()[-1].split()
+    assert not {"pydantic", "drot.config", "drot.cli.prune", "drot.cli.sweep"} & set(loaded)
+    assert "drot.cli.commands" in loaded

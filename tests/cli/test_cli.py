@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from command_output import manifest, one_line
+from command_output import one_line
+from made_manifests import made_manifest
 
 import drot
 from drot.cli import app as cli
@@ -19,7 +20,7 @@ def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):
     assert cli.run(["prune", "m", "--out", str(tmp_path), "--json"]) == 0
     captured = capsys.readouterr()
     data = json.loads(captured.out)
-    assert data == {"out": str(tmp_path), **json.loads(json.dumps(manifest(Recipe())))}
+    assert data == {"out": str(tmp_path), **json.loads(json.dumps(made_manifest(Recipe()).to_dict()))}
     assert "a library prints to stdout" in captured.err
     assert "layer 0 (1 of 1): pruning" in captured.err
 
@@ -27,7 +28,7 @@ def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):
 def test_table(calls, capsys):
     assert cli.run(["prune", "m", "--out", "some-folder"]) == 0
     out = capsys.readouterr().out
-    for text in ("sparsegpt 2:4", "0.4 -> 0.2", "900 -> 800", "50.0%", "0.2500", "Saved to some-folder"):
+    for text in ("sparsegpt 2:4", "1 -> 0.2", "900 -> 800", "50.0%", "0.0100", "Saved to some-folder"):
         assert text in out
 
 
@@ -90,7 +91,7 @@ def test_the_facts_of_a_run_name_what_was_chosen_by_itself(calls, capsys):
         "dtype": "bfloat16",
         "calibration": {"sha256": "0", "shape": [128, 512]},
     }
-    tables.print_manifest(manifest(recipe, **changes))
+    tables.print_manifest(made_manifest(recipe, **changes))
     shown = " ".join(capsys.readouterr().out.split())
     for text in (
         "c4, 128 x 512 tokens (all that the model reads), seed 0",
@@ -98,7 +99,7 @@ def test_the_facts_of_a_run_name_what_was_chosen_by_itself(calls, capsys):
         "lm_head untied from the embedding",
     ):
         assert text in shown
-    tables.print_manifest(manifest(recipe, calibration={"sha256": "0", "shape": [0, 1]}))
+    tables.print_manifest(made_manifest(recipe, calibration={"sha256": "0", "shape": [0, 1]}))
     shown = capsys.readouterr().out
     assert "none: magnitude pruning without a rotation needs no text" in " ".join(shown.split())
     assert "lm_head" not in shown and "computed in" not in shown

@@ -1,15 +1,14 @@
 """The recipe that the options of `drot prune` give, and the options that are refused."""
 
-import dataclasses
-import inspect
-
 import pytest
 from command_output import one_line
 
 from drot.cli import app as cli
-from drot.cli.prune import prune as prune_command
+from drot.cli.commands import imported
 from drot.cli.recipe import parse_rotation
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity, resolve
+from drot.config.recipe import SECTION_OF
+from drot.config.settings import fields_of
 from drot.core.errors import UserError
 
 
@@ -122,16 +121,22 @@ def test_defaults_may_be_spelled_out(calls):
 def test_blocks_fit_any_m(calls):
     """m = 3 does not divide the default block size, 128. The manifest has the block size that is used."""
     assert cli.run(["prune", "m", "--out", "o", "--sparsity", "1:3"]) == 0
-    assert calls[0][1].to_dict()["pruning"]["block_size"] == 126
+    assert resolve(calls[0][1]).to_dict()["pruning"]["block_size"] == 126
 
 
-@pytest.mark.parametrize("field", dataclasses.fields(Recipe))
-def test_every_field_of_the_recipe_has_an_option(field):
-    """A field that is added to the configuration needs an option."""
+def test_the_options_are_those_of_the_fields():
+    """With the default, the choices and the description of the field."""
+    options = {option.name: option for option in imported("prune").params}
     renamed = {"mode": "rotation", "blocks": "rotation", "source": "calibration"}
-    options = inspect.signature(prune_command).parameters
-    for setting in dataclasses.fields(field.default_factory):
-        assert renamed.get(setting.name, setting.name) in options
+    assert {renamed.get(field, field) for field in SECTION_OF} <= options.keys()
+    assert options["steps"].opts == ["--steps"] and options["block_size"].default == 128
+    assert options["hessians"].metavar == "[auto|sequential|dense]"
+    described = fields_of(RotationConfig)["hessians"].description
+    assert "`boundary` residual" in described
+    described = described.replace("`boundary`", "--boundary").replace("`mode`", "--rotation")
+    assert options["hessians"].help == described
+    assert options["reference_compat"].is_flag and not options["reference_compat"].secondary_opts
+    assert options["keep"].multiple and options["keep"].default is None
 
 
 @pytest.mark.parametrize(
@@ -164,7 +169,8 @@ def test_parse_rotation_refuses():
         (["--sparsity-of", "down_proj"], "--sparsity-of must be PATTERN=SPARSITY such as down_proj=4:8; got"),
         (["--sparsity-of", "down_proj=2"], "the sparsity in --sparsity-of must be a ratio in [0, 1)"),
         (["--sensitivity"], "--out has no effect with --sensitivity, which writes no model"),
-        (["--lr", "inf"], "--lr must be a finite number above 0 and at most 3.14159; got inf"),
+        (["--lr", "inf"], "--lr must be a finite number above 0; got inf"),
+        (["--lr", "4"], "--lr must be a finite number above 0 and at most 3.14159; got 4.0"),
     ],
 )
 def test_the_users_mistakes(calls, capsys, options, message):

@@ -1,4 +1,4 @@
-"""`drot prune --recipe`: the recipe that reaches the pipeline, which options replace it, what is reported."""
+"""`drot prune --recipe`: the recipe that reaches the pipeline, what beside it replaces, what is told."""
 
 import json
 import logging
@@ -7,7 +7,7 @@ import pytest
 from torch import nn
 
 from drot.cli import app as cli
-from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.config import PruningConfig, Recipe, RotationConfig, resolve
 from drot.pipeline import prune as pipeline
 
 RECIPE = Recipe(
@@ -37,10 +37,11 @@ def checkpoint(tmp_path):
     folder.mkdir()
     manifest = {
         "format_version": 1,
-        "recipe": RECIPE.to_dict(),
+        "recipe": resolve(RECIPE).to_dict(),
         "base_model": "someone/model",
         "format": "packed",
         "dtype": "bfloat16",
+        "compute_dtype": "float32",
         "calibration": {"sha256": "of this run"},
         "rotations_file": None,
     }
@@ -60,8 +61,9 @@ def prune(*arguments):
 def test_a_run_is_repeated_from_its_checkpoint(calls, checkpoint, caplog):
     assert prune("--recipe", checkpoint) == 0
     ((model, recipe, options),) = calls
-    assert model == "someone/model" and recipe.to_dict() == RECIPE.to_dict()
-    assert (options["format"], options["dtype"]) == ("packed", "bfloat16")
+    assert model == "someone/model" and resolve(recipe) == resolve(RECIPE)
+    shown = (options["format"], options["dtype"], options["save_dtype"])
+    assert shown == ("packed", "float32", "bfloat16")
     assert not caplog.messages
     assert prune("other/model", "--recipe", checkpoint / "drot.json", "--format", "dense") == 0
     model, recipe, options = calls[1]
@@ -72,7 +74,7 @@ def test_options_replace_fields_and_say_so(calls, checkpoint, caplog):
     arguments = ("--recipe", checkpoint, "--sparsity", "2:4", "--rotation", "block:2", "--method", "wanda")
     assert prune(*arguments) == 0
     ((_, recipe, _),) = calls
-    written = Recipe.from_dict(RECIPE.to_dict())  # in which solve is none, not auto
+    written = Recipe.from_dict(resolve(RECIPE).to_dict())  # in which solve is none, not auto
     assert recipe == written.replace(sparsity="2:4", mode="layer", blocks=2)
     (said,) = caplog.messages
     assert "rotation.mode none -> layer, rotation.blocks 1 -> 2, pruning.sparsity 4:8 -> 2:4" in said
@@ -116,7 +118,7 @@ def test_an_option_without_effect_is_refused_beside_a_recipe(calls, checkpoint, 
 
 
 def test_rotations_of_a_file_must_be_given_again(calls, checkpoint, capsys, caplog):
-    recipe = RECIPE.replace(mode="layer").to_dict()
+    recipe = resolve(RECIPE.replace(mode="layer")).to_dict()
     change(checkpoint, recipe=recipe, rotations_file={"file": "r.safetensors", "sha256": "a" * 64})
     assert prune("--recipe", checkpoint) == 2
     assert "used the rotations in r.safetensors" in capsys.readouterr().err and not calls

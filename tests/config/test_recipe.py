@@ -1,19 +1,30 @@
 """The recipe: what `auto` stands for, and the qualities."""
 
+import dataclasses
 import json
 
 import pytest
 
-from drot.config import DAMPING, QUALITIES, PruningConfig, Recipe, RecoveryConfig, RotationConfig
-from drot.config.recipe import FAST_STEPS
+from drot.config import (
+    DAMPING,
+    QUALITIES,
+    PruningConfig,
+    Recipe,
+    RecoveryConfig,
+    ResolvedRecipe,
+    RotationConfig,
+    resolve,
+)
+from drot.config.rotation import FAST_STEPS
 from drot.core.errors import UserError
 
 
 @pytest.mark.parametrize("sparsity", ["2:4", "0.5"])
 def test_the_objective_is_the_pruned_importance(sparsity):
     pruning = PruningConfig(sparsity=sparsity)
-    assert Recipe(pruning=pruning).objective == "pruned"
-    assert Recipe(pruning=pruning, rotation=RotationConfig(objective="entropy")).objective == "entropy"
+    assert resolve(Recipe(pruning=pruning)).rotation.objective == "pruned"
+    entropy = Recipe(pruning=pruning, rotation=RotationConfig(objective="entropy"))
+    assert resolve(entropy).rotation.objective == "entropy"
 
 
 @pytest.mark.parametrize(
@@ -28,19 +39,18 @@ def test_the_objective_is_the_pruned_importance(sparsity):
 )
 def test_a_published_method_is_not_changed_unless_that_is_asked_for(rotation, expected):
     recipe = Recipe(rotation=RotationConfig(**rotation))
-    assert (recipe.solve, recipe.target, recipe.damping, recipe.damping_average) == expected
-    written = recipe.to_dict()["pruning"]
-    assert tuple(written[name] for name in ("solve", "target", "damping", "damping_average")) == expected
+    pruning = resolve(recipe).pruning
+    assert (pruning.solve, pruning.target, pruning.damping, pruning.damping_average) == expected
     asked = Recipe(rotation=recipe.rotation, pruning=PruningConfig(solve="pcg", target="dense", damping=0.5))
-    assert (asked.solve, asked.target, asked.damping) == ("pcg", "dense", 0.5)
-    assert asked.to_dict()["pruning"]["damping"] == 0.5
+    pruning = resolve(asked).pruning
+    assert (pruning.solve, pruning.target, pruning.damping) == ("pcg", "dense", 0.5)
 
 
 @pytest.mark.parametrize("mode", ["layer", "none"])
 @pytest.mark.parametrize("average", ["mean", "median"])
 def test_the_average_of_the_damping_is_that_of_the_recipe(mode, average):
     recipe = Recipe(rotation=RotationConfig(mode=mode), pruning=PruningConfig(damping_average=average))
-    assert recipe.damping_average == recipe.to_dict()["pruning"]["damping_average"] == average
+    assert resolve(recipe).pruning.damping_average == average
 
 
 @pytest.mark.parametrize("quality", QUALITIES)
@@ -74,12 +84,11 @@ def test_fast_sets_the_steps_that_nothing_else_sets():
     ],
 )
 def test_the_rate_is_that_of_the_optimizer_and_the_objective(fields, rate):
-    recipe = Recipe(rotation=RotationConfig(**fields))
-    assert recipe.rotation.resolved_lr == recipe.to_dict()["rotation"]["lr"] == rate
+    assert resolve(Recipe(rotation=RotationConfig(**fields))).rotation.lr == rate
 
 
 def test_the_default_is_balanced():
-    assert Recipe().to_dict() == Recipe().with_quality("balanced").to_dict()
+    assert resolve(Recipe()) == resolve(Recipe().with_quality("balanced"))
 
 
 def test_an_unknown_quality_is_refused():
@@ -111,17 +120,39 @@ def test_a_target_weight_outside_of_its_range_is_refused(weight):
 )
 def test_the_format_decides_where_the_rotation_acts(fields, format, given, boundary, hessians):
     recipe = Recipe(rotation=RotationConfig(**fields))
-    resolved = recipe.for_format(format, rotations_given=given)
+    resolved = resolve(recipe, format=format, rotations_given=given)
     assert (resolved.rotation.boundary, resolved.rotation.hessians) == (boundary, hessians)
-    assert resolved.for_format("dense") == resolved.for_format("packed") == resolved
-    recorded = recipe.to_dict()["rotation"]  # what is not resolved is recorded as for a dense model
-    dense = recipe.for_format("dense").rotation
-    assert (recorded["boundary"], recorded["hessians"]) == (dense.boundary, dense.hessians)
+    for other in ("dense", "packed"):  # a resolved recipe stays as it is
+        assert dataclasses.replace(resolve(resolved, format=other, device="cuda"), format=format) == resolved
 
 
 def test_the_recipe_in_the_manifest_survives_json():
     """A resumed run compares its recipe with the recipe in run.json."""
     for rotation in (RotationConfig(blocks=(24, 8)), RotationConfig(mode="shared"), RotationConfig()):
-        written = Recipe(rotation=rotation).to_dict()
+        resolved = resolve(Recipe(rotation=rotation))
+        written = resolved.to_dict()
         assert json.loads(json.dumps(written)) == written
-        assert written["rotation"]["hessians"] == ("dense" if rotation.mode == "shared" else "sequential")
+        assert ResolvedRecipe.from_dict(written, format="dense") == resolved
+        assert resolve(Recipe.from_dict(written)) == resolved
+
+
+def test_a_resolved_recipe_holds_values_only():
+    """Whatever a recipe leaves open: a value that `resolve` forgets is refused, not recorded."""
+    for mode in ("none", "layer", "shared"):
+        for section in resolve(Recipe().replace(mode=mode)).to_dict().values():
+            assert not {"auto", None} & {value for value in section.values() if not isinstance(value, list)}
+    for wrong in ("auto", None):
+        with pytest.raises(UserError, match="`solve` must be one of none, sparsegpt, pcg, admm; got"):
+            ResolvedRecipe.from_dict({"pruning": resolve(Recipe()).to_dict()["pruning"] | {"solve": wrong}})
+
+
+def test_what_the_model_and_the_machine_decide():
+    resolved = resolve(Recipe(), positions=512, device="cuda")
+    assert (resolved.calibration.seqlen, resolved.rotation.product_dtype) == (512, "bfloat16")
+    assert resolve(Recipe().replace(mode="none"), device="cuda").rotation.product_dtype == "float32"
+    given = resolve(Recipe().replace(source="text.txt", seqlen=9), positions=512, tokens=(3, 40)).calibration
+    assert (given.source, given.nsamples, given.seqlen) == ("tensor", 3, 40)
+    assert resolve(Recipe().replace(seqlen=9), positions=4).calibration.seqlen == 9  # prune refuses it
+    mixed = Recipe().replace(sparsity="1:3", sparsity_of={"q_proj": "4:8"}, block_size=100)
+    assert resolve(mixed).pruning.block_size == 96  # of 3 and 8
+    assert resolve(mixed.replace(block_size=5)).pruning.block_size == 24

@@ -76,9 +76,9 @@ def test_a_hub_that_answers_is_used(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     with hub.hub_access("problem", "advice"):
         assert not constants.HF_HUB_OFFLINE
-    failing = pytest.raises(UserError, match=r"^problem \(some reason\): advice$")
+    failing = pytest.raises(UserError, match=r"^problem \(some reason and an explanation\): advice$")
     with failing, hub.hub_access("problem", "advice"):
-        raise OSError("some reason\nand a long explanation")
+        raise OSError("some reason\nand an explanation")
 
 
 def test_a_folder_does_not_shadow_a_dataset(tmp_path, monkeypatch):

@@ -5,9 +5,10 @@ import json
 import pytest
 
 from drot.core.checks import shortened
-from drot.core.errors import UserError
-from drot.core.reading import check_schema, quoted, read_json
-from drot.model.schema import ModelConfig, QuantizationKeys, WeightIndex
+from drot.core.errors import UserError, quoted
+from drot.core.hashes import FileRecord
+from drot.core.reading import check_schema, read_json
+from drot.model.schema import ModelConfig, WeightIndex
 
 
 @pytest.mark.parametrize(
@@ -53,8 +54,12 @@ def test_a_file_as_it_should_be(tmp_path):
         (ModelConfig, {"model_type": "llama", "vocab_size": True}, "vocab_size: .* integer, got True"),
         (ModelConfig, {"model_type": "llama", "vocab_size": 8.0}, "vocab_size: .* integer, got 8.0"),
         (ModelConfig, {"model_type": "llama", "rms_norm_eps": 1}, "rms_norm_eps: .* less than 1, got 1"),
-        (QuantizationKeys, {"layers": 3}, "^file has layers, which this version of drot does not support"),
-        (QuantizationKeys, {"a\nb": 3}, r"^file has 'a\\nb', which this version"),
+        (
+            FileRecord,
+            {"sha256": "0", "bytes": 1, "layers": 3},
+            "^file has layers, which this version of drot does not support",
+        ),
+        (FileRecord, {"sha256": "0", "bytes": 1, "a\nb": 3}, r"^file has 'a\\nb', which this version"),
         (
             WeightIndex,
             {"metadata": {}, "weight_map": {"a": "b/c"}},

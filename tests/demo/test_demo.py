@@ -8,15 +8,16 @@ import re
 import pytest
 import torch
 from rich.console import Console
+from runs import assert_patterns
 
 import drot
 from drot.checkpoint.load import load_tokenizer
 from drot.cli import app as cli
 from drot.cli import demo as command
+from drot.config import PruningConfig
 from drot.core.errors import UserError
 from drot.demo.demo import CALIBRATION, HELD_OUT, DemoResult, DemoRow, run_demo
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.model.families import architecture_of, layer_linears
 
 pytestmark = pytest.mark.slow
 SMALL = dataclasses.replace(CALIBRATION, nsamples=16, seqlen=256)
@@ -45,10 +46,7 @@ def test_the_saved_checkpoint_is_the_model_of_the_table(demo):
     model = drot.load(out, device="cpu", dtype="float32")
     tokens = load_eval_tokens(str(HELD_OUT), load_tokenizer(out))[: 24 * 256]
     assert perplexity(model, tokens, seqlen=256) == pytest.approx(result.rows[2].perplexity, rel=1e-6)
-    for layer in model.model.layers:
-        for linear in layer_linears(layer, architecture_of(model.config)).values():
-            kept = (linear.weight != 0).reshape(linear.out_features, -1, 4).sum(-1)
-            assert int(kept.max()) <= 2
+    assert_patterns(model, PruningConfig(sparsity="2:4"))
     assert torch.isfinite(model(tokens[None, :64]).logits).all()
 
 

@@ -210,7 +210,7 @@ def test_a_model_without_a_finite_loss_is_named(own, against):
     message = f"{own / names[-1]}: {whose}'s loss on the text is nan"
     with pytest.raises(BrokenModelError, match=message):
         measure(own, *names, against=against and str(own / against), record=True)
-    assert len(read_manifest(own / "rotated").get("evaluations", [])) == (against != "broken")
+    assert len(read_manifest(own / "rotated").evaluations) == (against != "broken")
 
 
 # ---- the record in drot.json ----------------------------------------------------------------------------
@@ -218,22 +218,23 @@ def test_a_model_without_a_finite_loss_is_named(own, against):
 
 def test_the_figures_are_recorded(own):
     (figures,) = measure(own, "rotated", record=True, against=str(own / "dense"))
-    (entry,) = read_manifest(own / "rotated")["evaluations"]
-    assert entry.pop("date")[:2] == "20" and entry.pop("versions")["torch"] == torch.__version__
-    assert entry | {"model": str(own / "rotated")} == json.loads(json.dumps(figures))
+    (entry,) = read_manifest(own / "rotated").evaluations
+    assert entry.date[:2] == "20" and entry.versions["torch"] == torch.__version__
+    written = entry.model_dump(exclude={"date", "versions"}, exclude_defaults=True)
+    assert written | {"model": str(own / "rotated")} == json.loads(json.dumps(figures))
     drot.load(own / "rotated", device="cpu")
 
 
 def test_a_repeated_measurement_replaces_its_entry(own):
     measure(own, "rotated", record=True)
-    (entry,) = read_manifest(own / "rotated")["evaluations"]
-    earlier = entry | {"perplexity": {"earlier": 1.0}}
-    update_manifest(own / "rotated", lambda manifest: manifest | {"evaluations": [earlier]})
+    (entry,) = read_manifest(own / "rotated").evaluations
+    earlier = entry.model_copy(update={"perplexity": {"earlier": 1.0}})
+    update_manifest(own / "rotated", lambda manifest: setattr(manifest, "evaluations", [earlier]))
     measure(own, "rotated", record=True, seqlen=64)  # another measurement
     (figures,) = measure(own, "rotated", record=True)
-    entries = read_manifest(own / "rotated")["evaluations"]
-    assert [entry["seqlen"] for entry in entries] == [64, 128]
-    assert entries[1]["perplexity"] == figures["perplexity"]
+    entries = read_manifest(own / "rotated").evaluations
+    assert [entry.seqlen for entry in entries] == [64, 128]
+    assert entries[1].perplexity == figures["perplexity"]
 
 
 @pytest.mark.parametrize("options", [[], ["--no-record"]])
@@ -249,7 +250,7 @@ def test_a_broken_manifest_is_found_before_the_work(own, monkeypatch, capsys, op
 def test_infinity_is_recorded_as_null(own, monkeypatch):
     monkeypatch.setattr(evaluation, "perplexity_of", lambda predictions, progress: float("inf"))
     measure(own, "rotated", record=True)
-    assert list(read_manifest(own / "rotated")["evaluations"][0]["perplexity"].values()) == [None]
+    assert list(read_manifest(own / "rotated").evaluations[0].perplexity.values()) == [None]
 
 
 def test_what_is_not_recorded(own, monkeypatch, caplog):
@@ -278,7 +279,7 @@ def test_a_later_step_that_changes_the_weights_drops_the_record(own):
     tokens = random_tokens(40, 16)
     config = FinetuneConfig(full=True, epochs=1, batch_size=4)
     result = drot.finetune(own / "rotated", config, tokens=tokens, out=own / "tuned", device="cpu")
-    assert "evaluations" not in result.manifest
+    assert not result.manifest.evaluations
 
 
 # ---- the command line -----------------------------------------------------------------------------------
@@ -299,9 +300,9 @@ def test_one_model_on_the_command_line(own, capsys):
     sha256 = figures["texts"][str(text)]["sha256"]
     assert f"900 tokens, 28 windows of 32, SHA-256 of the token ids {sha256}" in shown
     assert "computed in float32 on" in shown
-    original = read_manifest(own / "rotated")["base_model"]
+    original = read_manifest(own / "rotated").base_model
     assert f"--against {original} would compare" in told.err
-    assert len(read_manifest(own / "rotated")["evaluations"]) == 1
+    assert len(read_manifest(own / "rotated").evaluations) == 1
     assert cli.run(["info", str(own / "rotated")]) == 0
     assert "evaluation" in capsys.readouterr().out
 
@@ -309,7 +310,7 @@ def test_one_model_on_the_command_line(own, capsys):
 def test_several_models_on_the_command_line(own, capsys):
     options = ["--ppl", own / "text.txt", "--against", own / "dense", "--no-record"]
     told = run(capsys, own / "rotated", own / "packed", *options)
-    assert "would compare" not in told.err and "evaluations" not in read_manifest(own / "rotated")
+    assert "would compare" not in told.err and not read_manifest(own / "rotated").evaluations
     for word in ("rotated", "packed", "equal next tokens", "KL divergence, 99th percentile", "112 … 127"):
         assert word in told.out
     both = json.loads(run(capsys, own / "rotated", own / "packed", "--json", *options).out)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
+from made_manifests import made_agreement, made_evaluation, made_manifest
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -20,16 +21,15 @@ from drot.config import PruningConfig, Recipe, RotationConfig
 from drot.manifest import card as cards
 from drot.manifest.card import card, write_card
 from drot.manifest.manifest import update_manifest
+from drot.manifest.records import EvaluationRecord
 
-EVALUATION = {
-    "date": "2026-01-02T03:04:05+00:00",
-    "dtype": "float32",
-    "seqlen": 64,
-    "against": "someone/dense",
-    "perplexity": {"some/where/wiki.txt": 5.25, "other.txt": None},
-    "agreement": {"some/where/wiki.txt": {"equal_tokens": 0.9}},
-    "tasks": {"piqa": 0.75},
-}
+EVALUATION = made_evaluation(
+    {"some/where/wiki.txt": 5.25, "other.txt": None},
+    seqlen=64,
+    against="someone/dense",
+    agreement={"some/where/wiki.txt": made_agreement()},
+    tasks={"piqa": 0.75},
+)
 
 
 def pruned(path, mode="layer", format="dense", **entries):
@@ -49,9 +49,12 @@ def pruned(path, mode="layer", format="dense", **entries):
     return path / "pruned"
 
 
-def change(folder, **entries):
-    if entries:
-        update_manifest(folder, lambda manifest: manifest | entries)
+def change(folder, base_model=None, evaluations=None):
+    def set_entries(manifest):
+        manifest.base_model = base_model or manifest.base_model
+        manifest.evaluations = [EvaluationRecord.model_validate(entry) for entry in evaluations or ()]
+
+    update_manifest(folder, set_entries)
 
 
 @pytest.fixture(autouse=True)
@@ -141,9 +144,8 @@ def test_what_a_user_wrote_stays(tmp_path):
 
 
 def test_hostile_names_stay_in_their_cells():
-    manifest = {"sparsity": 0.5, "base_model": "x/y\n---\nlicense: mit", "finetune": [], "evaluations": []}
-    manifest["evaluations"] = [EVALUATION | {"perplexity": {"a|b\n# c": 1.0}}]
-    text = card(manifest, "name")
+    evaluations = [made_evaluation({"a|b\n# c": 1.0})]
+    text = card(made_manifest(base_model="x/y\n---\nlicense: mit", evaluations=evaluations), "name")
     assert "| perplexity on a\\|b # c, windows" in text and "license" not in ModelCard(text).data.to_dict()
 
 

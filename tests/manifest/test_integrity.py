@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from pydantic import BaseModel
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
@@ -17,11 +18,15 @@ from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.core import hashes
 from drot.core.errors import UserError
-from drot.manifest import integrity
 from drot.manifest.manifest import accept_files, read_manifest, update_manifest
 
 TOKENS = random_tokens(2, 40)
+
+
+def unchanged(manifest):
+    """A change for `update_manifest`."""
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +43,7 @@ def checkpoint(tmp_path_factory):
     model.save_pretrained = lambda folder: save(folder, max_shard_size="40KB")
     drot.prune(model, recipe, calibration=TOKENS, device="cpu", out=out, format="packed")
     (out / "README.md").write_text("a card")
-    update_manifest(out, lambda manifest: manifest, rewritten=["README.md"])
+    update_manifest(out, unchanged, rewritten=["README.md"])
     return out
 
 
@@ -75,10 +80,10 @@ def verify(capsys, folder, *options):
 def test_every_file_is_recorded(checkpoint, capsys):
     manifest = read_manifest(checkpoint)
     names = {file.name for file in checkpoint.iterdir()}
-    assert set(manifest["files"]) == names - {"drot.json"} and len(shards(checkpoint)) > 2
-    for name, record in manifest["files"].items():
+    assert set(manifest.files) == names - {"drot.json"} and len(shards(checkpoint)) > 2
+    for name, record in manifest.files.items():
         content = (checkpoint / name).read_bytes()
-        assert record == {"sha256": hashlib.sha256(content).hexdigest(), "bytes": len(content)}
+        assert (record.sha256, record.bytes) == (hashlib.sha256(content).hexdigest(), len(content))
     text = json.loads((checkpoint / "drot.json").read_text())
     digest = text.pop("digest")
     assert (
@@ -168,55 +173,69 @@ def test_a_manifest_that_was_edited(copy, capsys, caplog):
     file = copy / "drot.json"
     text = file.read_text()
     file.write_text(text.replace('"magnitude"', '"wanda"'))
-    assert read_manifest(copy)["recipe"]["pruning"]["method"] == "wanda"
+    assert read_manifest(copy).recipe.pruning.method == "wanda"
     assert "drot.json was edited or damaged: its content does not fit its digest" in caplog.text
     status, lines, _ = verify(capsys, copy)
     assert status == 2 and lines == ["drot.json does not fit its digest"]
     with pytest.raises(UserError, match="was edited or damaged: it is not updated"):
-        update_manifest(copy, lambda manifest: manifest)
+        update_manifest(copy, unchanged)
     drot.load(copy, device="cpu")  # its hashes are still right
     accept_files(copy)
     assert verify(capsys, copy)[0] == 0
     data = json.loads(text)
-    for files in (
-        None,
-        {"config.json": 3},
-        {"../x": data["files"]["config.json"]},
-        {"/x": {"sha256": "", "bytes": 0}},
+    for files, problem in (
+        (None, "lacks files: it was edited"),
+        ({}, "files: Dictionary should have at least 1 item"),
+        ({"config.json": 3}, "files.config.json: .* got 3"),
+        ({"../x": data["files"]["config.json"]}, "must be the path of a file below the folder"),
+        ({"/x": {"sha256": "", "bytes": 0}}, "must be the path of a file below the folder"),
     ):
-        edited = data | {"files": files} if files else {key: data[key] for key in data if key != "files"}
+        edited = {key: data[key] for key in data if key != "files"} | (
+            {} if files is None else {"files": files}
+        )
         file.write_text(json.dumps(edited))
         for use in (lambda: drot.load(copy, device="cpu"), lambda: verify_folder(copy)):
-            with pytest.raises(UserError, match="hashes in its entry files are damaged"):
+            with pytest.raises(UserError, match=problem):
                 use()
 
 
-def test_a_checkpoint_of_an_older_drot_opens(copy, capsys):
-    """It has neither hashes nor a digest. An update gives it a digest; it opens after that too."""
-    file = copy / "drot.json"
-    data = json.loads(file.read_text())
-    file.write_text(
-        json.dumps({key: data[key] for key in data if key not in ("files", "digest", "identity")})
-    )
-    flip_weight(copy)
-    drot.load(copy, device="cpu")
-    status, lines, error = verify(capsys, copy)
-    assert status == 2 and not lines and "drot.json holds no hashes, because an older drot wrote it" in error
-    assert "digest" in update_manifest(copy, lambda manifest: manifest | {"counted": [1]})
-    drot.load(copy, device="cpu")
-    assert read_manifest(copy)["counted"] == [1]
+def test_every_entry_stands_in_the_class_and_comes_back(copy, capsys):
+    """What drot writes has a field, and what another program adds to drot.json stays there."""
+    manifest = read_manifest(copy)
+    assert unknown_entries(manifest) == {"seconds": {*manifest.seconds.phases}}
+    written = json.loads((copy / "drot.json").read_text())
+    assert json.loads(json.dumps(manifest.to_dict())) == written
+    (copy / "drot.json").write_text(json.dumps(hashes.with_digest(written | {"mine": [1]})))
+    update_manifest(copy, unchanged)
+    assert json.loads((copy / "drot.json").read_text())["mine"] == [1]
+
+
+def unknown_entries(value, where=""):
+    """Place → the names of the entries that have no field in their class."""
+    found = {}
+    if isinstance(value, BaseModel):
+        if value.model_extra:
+            found[where] = set(value.model_extra)
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, item in items:
+        found |= unknown_entries(item, f"{where}.{name}".lstrip("."))
+    return found
 
 
 def test_programs_that_update_a_manifest_wait_for_each_other(copy, capsys):
     def append(number):
-        update_manifest(copy, lambda old: old | {"counted": [*old.get("counted", []), number]})
+        def change(manifest):
+            manifest.other_machines = [*manifest.other_machines, {"threads": number}]
+
+        update_manifest(copy, change)
 
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(append, range(12)))
-    assert sorted(read_manifest(copy)["counted"]) == list(range(12))
+    assert sorted(other["threads"] for other in read_manifest(copy).other_machines) == list(range(12))
     assert verify(capsys, copy)[0] == 0
     (copy / "README.md").write_text("a new card")
-    update_manifest(copy, lambda old: old, rewritten=["README.md"])
+    update_manifest(copy, unchanged, rewritten=["README.md"])
     assert verify(capsys, copy)[0] == 0
 
 
@@ -237,14 +256,14 @@ def test_a_failed_load_does_not_wait_for_the_hashes(copy, monkeypatch):
 
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", fails)
     stopped = []
-    real = integrity.file_record
+    real = hashes.file_record
 
     def file_record(file, stop=None):
         stop.wait(20)
         stopped.append(stop.is_set())
         return real(file, stop)
 
-    monkeypatch.setattr(integrity, "file_record", file_record)
+    monkeypatch.setattr(hashes, "file_record", file_record)
     with pytest.raises(UserError, match="no such weights"):
         drot.load(copy, device="cpu")
     assert stopped and all(stopped)

@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from drot.cli import app as cli
-from drot.demo.demo import HELD_OUT, MODEL
+from drot.demo.demo import HELD_OUT
 from drot.manifest.integrity import folder_records
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from small_models import small_model
+from small_checkpoints import save_small
 
 #: mode -> options of drot prune
 MODES = {
@@ -32,16 +31,6 @@ MODES = {
 }
 OPTIONS = ["--nsamples", "8", "--seqlen", "64", "--device", "cpu", "--calibration", str(HELD_OUT)]
 ROTATION = ["--steps", "20"]
-
-
-def make_model(folder: Path, layers: int = 4) -> Path:
-    """Writes a small random model with the tokenizer of the embedded model."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    small_model("llama", head_dim=16, vocab_size=len(tokenizer), num_hidden_layers=layers).save_pretrained(
-        folder
-    )
-    tokenizer.save_pretrained(folder)
-    return folder
 
 
 def start(arguments: list[str], log: Path) -> int:
@@ -73,7 +62,8 @@ def wait(pid: int, seconds: float | None) -> int | None:
 def content(out: Path) -> dict[str, dict]:
     """The hashes of all files but the card, which names the folder; of drot.json the entry `files`, because
     the rest has times."""
-    hashes = folder_records(out) | {"drot.json": json.loads((out / "drot.json").read_text())["files"]}
+    hashes = {name: record.model_dump() for name, record in folder_records(out).items()}
+    hashes["drot.json"] = json.loads((out / "drot.json").read_text())["files"]
     for names in (hashes, hashes["drot.json"]):
         names.pop("README.md")
     return hashes
@@ -121,7 +111,8 @@ def main() -> None:
     torch.set_num_threads(1)  # a forked process has only the thread that forked
     with tempfile.TemporaryDirectory(prefix="drot-crash-") as temporary:
         folder = Path(temporary)
-        model, total = make_model(folder / "model"), 0
+        model = save_small(folder / "model", head_dim=16, num_hidden_layers=4)
+        total = 0
         for number, mode in enumerate(chosen.modes):
             kills = chosen.kills * (number + 1) // len(chosen.modes) - total
             killed, ended = crash(model, folder, mode, kills, random.Random(chosen.seed + number))

@@ -5,11 +5,11 @@ import logging
 
 import pytest
 import torch
+from runs import assert_same_weights, interrupted, prune
+from runs import recipe as small_recipe
 from same_bytes import NUMBERS_OF_THREADS, threads
 from small_models import random_tokens, small_model
 
-import drot
-from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.machine import environment
 from drot.manifest.manifest import read_manifest
 
@@ -25,27 +25,18 @@ SIZES = dict(
 TOKENS = random_tokens(4, 64)
 
 
-def recipe(quality="best", method="sparsegpt", sparsity="2:4", **rotation):
-    return Recipe(
-        rotation=RotationConfig(steps=2, **rotation),
-        pruning=PruningConfig(method=method, sparsity=sparsity),
-        recovery=RecoveryConfig(recover_epochs=1),
-    ).with_quality(quality)
+def recipe(mode="layer", quality="best", **fields):
+    return small_recipe(mode, quality=quality, **dict(steps=2, recover_epochs=1, block_size=128) | fields)
 
 
 def pruned(sizes, **settings):
-    """The tensors of a small model after a run."""
-    model = small_model("llama", **sizes)
-    return drot.prune(model, recipe(**settings), calibration=TOKENS, device="cpu").model.state_dict()
-
-
-def equal(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    """A small model after a run."""
+    return prune(small_model("llama", **sizes), recipe(**settings), calibration=TOKENS).model
 
 
 def test_a_run_gives_the_same_bytes_again():
     """In all phases of a run, with the number of threads that the process has."""
-    assert equal(pruned({}), pruned({}))
+    assert_same_weights(pruned({}), pruned({}))
 
 
 @pytest.mark.parametrize("settings", [{}, {"quality": "fast", "sparsity": "0.5", "mode": "shared"}], ids=str)
@@ -56,7 +47,8 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(settings):
     for count in NUMBERS_OF_THREADS:
         with threads(count):
             results.append(pruned(SIZES, **settings))
-    assert all(equal(result, results[0]) for result in results)
+    for result in results:
+        assert_same_weights(result, results[0])
 
 
 def test_the_manifest_names_the_machine(monkeypatch):
@@ -72,22 +64,12 @@ def test_the_manifest_names_the_machine(monkeypatch):
 
 
 def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch, caplog):
-    chosen, out = recipe("fast", mode="none"), tmp_path / "out"
-
-    def run(**options):
-        model = small_model("llama")
-        return drot.prune(model, chosen, calibration=TOKENS, device="cpu", out=out, **options)
-
-    def crash(event):
-        if event.phase == "prune" and event.layer == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run(progress=crash)
+    chosen, out = recipe("none", "fast"), tmp_path / "out"
+    interrupted(chosen=chosen, out=out)
     here = environment.machine(torch.device("cpu"))
     monkeypatch.setattr("drot.pipeline.prune.machine", lambda device: here | {"threads": 77})
     with caplog.at_level(logging.WARNING, "drot"):
-        manifest = run(resume=True).manifest
+        manifest = prune(chosen=chosen, out=out, resume=True).manifest
     told = [record.getMessage() for record in caplog.records if "computed elsewhere" in record.getMessage()]
     assert len(told) == 1 and f"threads: {here['threads']} in those parts, 77 now" in told[0]
     assert [other["threads"] for other in manifest["other_machines"]] == [here["threads"]]
@@ -95,15 +77,8 @@ def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch, caplog):
 
 
 def test_a_run_that_goes_on_here_says_nothing(tmp_path, caplog):
-    chosen, out = recipe("fast", mode="none"), tmp_path / "out"
-
-    def crash(event):
-        if event.phase == "prune" and event.layer == 1:
-            raise KeyboardInterrupt
-
-    options = dict(calibration=TOKENS, device="cpu", out=out)
-    with pytest.raises(KeyboardInterrupt):
-        drot.prune(small_model("llama"), chosen, progress=crash, **options)
+    chosen, out = recipe("none", "fast"), tmp_path / "out"
+    interrupted(chosen=chosen, out=out)
     with caplog.at_level(logging.WARNING, "drot"):
-        manifest = drot.prune(small_model("llama"), chosen, resume=True, **options).manifest
+        manifest = prune(chosen=chosen, out=out, resume=True).manifest
     assert not caplog.records and "other_machines" not in manifest

@@ -6,23 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_models import random_tokens, small_model
+from runs import TOKENS, interrupted, one_shot, prune
+from small_models import small_model
 
 import drot
 from drot.checkpoint.size import size_text, weight_bytes
-from drot.config import PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.pipeline import prune as pipeline
 
-TOKENS = random_tokens(4, 32)
 Usage = collections.namedtuple("Usage", "total used free")
 
 
-def recipe(mode="layer", **rotation):
-    return Recipe(
-        rotation=RotationConfig(mode=mode, steps=1, **rotation),
-        pruning=PruningConfig(method="wanda", solve="none", target="self", keep=("layers.0.*",)),
-    )
+def recipe(mode="layer", **fields):
+    return one_shot(mode, method="wanda", steps=1, keep=("layers.0.*",), **fields)
 
 
 @pytest.fixture
@@ -52,10 +48,9 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
         if event.phase == "save":
             written.append(weight_bytes(tmp_path / "out.partial"))
 
-    drot.prune(
-        small_model(family, vocab_size=500, hidden_size=64), recipe(mode, **rotation), calibration=TOKENS,
-        device="cpu", out=tmp_path / "out", format=format, save_dtype="bfloat16", progress=at_the_end,
-    )  # fmt: skip
+    model, out = small_model(family, vocab_size=500, hidden_size=64), tmp_path / "out"
+    options = dict(out=out, format=format, save_dtype="bfloat16", progress=at_the_end)
+    prune(model, recipe(mode, **rotation), **options)
     ((checkpoint, parts),) = needs
     # the files have headers too, and the records of the layers lie in them
     assert 0 <= weight_bytes(tmp_path / "out") - checkpoint < 10_000
@@ -63,14 +58,9 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
 
 
 def test_a_resumed_run_needs_less(needs, tmp_path):
-    def crash(event):
-        if event.phase == "prune" and event.layer == 2:
-            raise KeyboardInterrupt
-
-    options = dict(calibration=TOKENS, device="cpu", out=tmp_path / "out")
-    with pytest.raises(KeyboardInterrupt):
-        drot.prune(small_model("llama"), recipe(), progress=crash, **options)
-    drot.prune(small_model("llama"), recipe(), resume=True, **options)
+    out = tmp_path / "out"
+    interrupted(chosen=recipe(), at=("prune", 2), out=out)
+    prune(chosen=recipe(), resume=True, out=out)
     (checkpoint, first), (again, second) = needs
     assert checkpoint == again and 0 < second < 0.5 * first
 
@@ -78,13 +68,8 @@ def test_a_resumed_run_needs_less(needs, tmp_path):
 def test_a_disk_that_is_too_small_is_refused_before_the_run(monkeypatch, tmp_path):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 50_000))
     events = []
-    with pytest.raises(
-        UserError, match=r"needs \d+\.\d kB of free space .* its disk has 50\.0 kB: .* another disk as `out`"
-    ) as error:
-        drot.prune(
-            small_model("llama"), recipe(), calibration=TOKENS, device="cpu", out=tmp_path / "out",
-            progress=events.append,
-        )  # fmt: skip
+    with pytest.raises(UserError, match=r"its disk has 50\.0 kB") as error:
+        prune(chosen=recipe(), out=tmp_path / "out", progress=events.append)
     assert (
         "\n" not in str(error.value)
         and {e.phase for e in events} <= {"load"}
@@ -95,9 +80,7 @@ def test_a_disk_that_is_too_small_is_refused_before_the_run(monkeypatch, tmp_pat
 def test_the_disk_is_that_of_the_output(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(Path(path)) or Usage(1, 0, 10**12))
-    drot.prune(
-        small_model("llama"), recipe("none"), calibration=TOKENS, device="cpu", out=tmp_path / "a" / "b"
-    )
+    prune(chosen=recipe("none"), out=tmp_path / "a" / "b")
     assert asked == [tmp_path / "a"]
 
 
@@ -112,13 +95,7 @@ def test_sizes_have_units():
 
 
 def test_a_result_is_shown_in_one_line(tmp_path):
-    result = drot.prune(
-        small_model("llama", dtype=torch.bfloat16),
-        recipe(),
-        calibration=TOKENS,
-        device="cpu",
-        out=tmp_path / "o",
-    )
+    result = prune(small_model("llama", dtype=torch.bfloat16), recipe(), out=tmp_path / "o")
     count = sum(parameter.numel() for parameter in result.model.parameters())
     assert repr(result) == (
         f"PruneResult(out={str(tmp_path / 'o')!r}, sparsity=33.33%, layers=3, "

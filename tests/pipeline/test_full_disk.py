@@ -5,29 +5,21 @@ import os
 import resource
 
 import pytest
-from small_models import random_tokens, small_model
+import runs
+from small_models import small_model
 
-import drot
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core import files
 from drot.core.errors import UserError
 from drot.core.files import WriteError, writing
 from drot.manifest.integrity import folder_records
 
-TOKENS = random_tokens(4, 40)
 SEQUENTIAL, DENSE = (
-    Recipe(
-        rotation=RotationConfig(steps=1, hessians=hessians),
-        pruning=PruningConfig(method="wanda"),
-        calibration=CalibrationConfig(seqlen=40),
-    )
-    for hessians in ("sequential", "dense")
+    runs.recipe(steps=1, method="wanda", hessians=hessians) for hessians in ("sequential", "dense")
 )
 
 
-def prune(out, recipe=SEQUENTIAL, **options):
-    model = small_model("llama", head_dim=16, num_hidden_layers=2)
-    return drot.prune(model, recipe, out=out, calibration=TOKENS, device="cpu", **options)
+def prune(out, recipe=SEQUENTIAL, run=runs.prune, **options):
+    return run(small_model("llama", head_dim=16, num_hidden_layers=2), recipe, out=out, **options)
 
 
 def check_full(error, folder):
@@ -124,13 +116,7 @@ def test_files_have_the_permissions_of_the_umask(tmp_path):
     before = os.umask(0o027)
     try:
         prune(tmp_path / "out", save_rotations_to=tmp_path / "r.safetensors")
-
-        def crash(event):
-            if event.phase == "prune" and event.layer == 1:
-                raise KeyboardInterrupt
-
-        with pytest.raises(KeyboardInterrupt):
-            prune(tmp_path / "cut", progress=crash)
+        prune(tmp_path / "cut", run=runs.interrupted)
     finally:
         os.umask(before)
     written = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}

@@ -13,7 +13,7 @@ import torch
 
 import drot
 from drot.checkpoint.load import load_tokenizer
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
+from drot.config import Recipe
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 SHARED = Path(os.environ.get("DROT_SHARED") or Path(__file__).resolve().parents[3] / "shared")
@@ -33,14 +33,11 @@ def golden(method, sparsity=None, steps=0, precision=None):
     return row
 
 
-def pruned(method, sparsity, **rotation):
-    recipe = Recipe(
-        rotation=RotationConfig(**rotation),
-        pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity)),
-        calibration=CalibrationConfig(source=str(DATA / "wikitext2-valid.txt"), nsamples=64, seqlen=512),
-    )
+def pruned(method, sparsity, **fields):
+    text = dict(source=str(DATA / "wikitext2-valid.txt"), nsamples=64, seqlen=512)
     # what is rotated and removed is compared, without the solvers that win a part of the loss back
-    return drot.prune(MODEL, recipe.with_quality("fast"), device="cpu", dtype="float32", save_dtype="float32")
+    chosen = Recipe().replace(method=method, sparsity=sparsity, **text, **fields).with_quality("fast")
+    return drot.prune(MODEL, chosen, device="cpu", dtype="float32", save_dtype="float32")
 
 
 def measure(model, name):
@@ -68,9 +65,9 @@ def test_entropy_as_in_the_papers_code():
         "sparsegpt", "2:4", objective="entropy", optimizer="paper", steps=100, lr=0.01, reference_compat=True
     )
     row = golden("sparsegpt", "2:4", 100, "fp32")
-    layers = [layer["rotation"] for layer in result.manifest["layers"]]
+    layers = [layer.rotation for layer in result.manifest.layers]
     for figure in ("entropy_before", "entropy_after"):
-        mean = sum(layer[figure] for layer in layers) / len(layers)
+        mean = sum(getattr(layer, figure) for layer in layers) / len(layers)
         assert mean == pytest.approx(row[figure], rel=2e-3)
     for name, expected in row["perplexity"].items():
         assert measure(result.model, name) <= expected * 1.004

@@ -9,7 +9,6 @@ from small_models import FAMILIES, random_rotations, small_model
 from drot.calibration.hessian import InputHessian
 from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.rotations import load_rotations
-from drot.machine.memory import PeakMemory
 from drot.manifest.importance import FIGURES, HISTOGRAM_BINS, HISTOGRAM_LOG10, load_figures
 from drot.model.decoder import DecoderModel
 from drot.model.families import LLAMA, head_shape
@@ -158,23 +157,6 @@ def test_block_means_and_histogram_of_awkward_sizes():
     assert means[5, 0] == pytest.approx(float(score[rows][:, :2].mean()))  # 33 columns: block 0 has two
     counts = histogram(torch.tensor([[0.0, 1e9, 1.0]]), torch.tensor([[True, False, False]]))
     assert counts[1, 0] == 1 and counts[0, -1] == 1 and counts.sum() == 3
-
-
-def test_phases_that_overlap_keep_their_peaks(monkeypatch):
-    """The peak that torch counts is set back for a new phase, and the phase that still runs keeps its own."""
-    peak = {"now": 10}
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: peak["now"])
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: peak.update(now=1))
-    memory = PeakMemory([torch.device("cuda:0")])
-    peak["now"] = 50  # before the first phase
-    memory.begin("rotate")
-    peak["now"] = 30
-    memory.begin("calibrate")
-    peak["now"] = 7
-    memory.end("calibrate")
-    memory.end("rotate")
-    assert {phase: peaks["gpu"] for phase, peaks in memory.peaks.items()} == {"rotate": 30, "calibrate": 7}
-    assert memory.peaks["rotate"]["process"] > 1 << 20
 
 
 def test_a_converted_checkpoint_keeps_its_figures(tmp_path):

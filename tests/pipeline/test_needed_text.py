@@ -1,32 +1,20 @@
 """How much calibration text a run reads: sequences as long as the model reads, or no text at all."""
 
-import dataclasses
-
 import pytest
 import torch
-from small_models import random_tokens, small_model
-from transformers import AutoTokenizer
+from runs import one_shot, prune
+from small_checkpoints import save_small
+from small_models import small_model
 
 import drot
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.config import CalibrationConfig
 from drot.core.errors import UserError
-from drot.demo.demo import MODEL
 from drot.evaluation.evaluate import evaluate
 from drot.pipeline import prepare
 
-TOKENS = random_tokens(4, 32)
 
-
-def recipe(mode="none", **pruning):
-    settings = dict(method="wanda", solve="none", target="self") | pruning
-    return Recipe(rotation=RotationConfig(mode=mode, steps=2), pruning=PruningConfig(**settings))
-
-
-def embedded_checkpoint(folder, **changes):
-    """A small model with the tokenizer of the embedded model, saved to `folder`."""
-    small_model("llama", vocab_size=4096, **changes).save_pretrained(folder)
-    AutoTokenizer.from_pretrained(MODEL).save_pretrained(folder)
-    return folder
+def recipe(mode="none", method="wanda", **fields):
+    return one_shot(mode, method=method, **{"steps": 2, "seqlen": None} | fields)
 
 
 def text_file(folder):
@@ -37,9 +25,8 @@ def text_file(folder):
 
 def test_sequences_are_as_long_as_the_model_reads(tmp_path):
     """The default of 2048 tokens would be refused for a model of 128 positions."""
-    model = embedded_checkpoint(tmp_path / "model")
-    calibration = CalibrationConfig(source=text_file(tmp_path), nsamples=2)
-    chosen = dataclasses.replace(recipe(), calibration=calibration)
+    model = save_small(tmp_path / "model")
+    chosen = recipe(source=text_file(tmp_path), nsamples=2)
     manifest = drot.prune(model, chosen, device="cpu").manifest
     assert manifest["calibration"]["shape"] == [2, 128] and manifest["positions"] == 128
     assert manifest["recipe"]["calibration"]["seqlen"] == 128
@@ -49,24 +36,23 @@ def test_sequences_are_as_long_as_the_model_reads(tmp_path):
 
 def test_mistakes_in_the_text_are_found_before_the_model_is_loaded(tmp_path, monkeypatch):
     """And too long sequences before the text is read."""
-    model, events = embedded_checkpoint(tmp_path / "model"), []
-    too_long = CalibrationConfig(source=text_file(tmp_path), seqlen=129)
-    missing = CalibrationConfig(source=str(tmp_path / "nothing.txt"))
-    for calibration, message in ((too_long, "`seqlen` must be at most 128"), (missing, "is no such name")):
-        chosen = dataclasses.replace(recipe(), calibration=calibration)
+    model, events = save_small(tmp_path / "model"), []
+    too_long = recipe(source=text_file(tmp_path), seqlen=129)
+    missing = recipe(source=str(tmp_path / "nothing.txt"))
+    for chosen, message in ((too_long, "`seqlen` must be at most 128"), (missing, "is no such name")):
         with pytest.raises(UserError, match=message):
             drot.prune(model, chosen, device="cpu", progress=events.append)
     assert events == []
 
 
 def test_eval_takes_windows_that_the_model_reads(tmp_path):
-    model = embedded_checkpoint(tmp_path / "model")
+    model = save_small(tmp_path / "model")
     (figures,) = evaluate([str(model)], ppl=[text_file(tmp_path)], device="cpu")
     assert figures["seqlen"] == 128
 
 
 def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
-    model = embedded_checkpoint(tmp_path / "model")
+    model = save_small(tmp_path / "model")
 
     def refuse(*args, **options):
         raise AssertionError("a text is read")
@@ -76,12 +62,12 @@ def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
     assert result.manifest["calibration"]["shape"][0] == 0
     for layer in result.manifest["layers"]:
         assert {linear["output_error"] for linear in layer["linears"].values()} == {None}
-    weight = small_model("llama", vocab_size=4096).model.layers[0].mlp.up_proj.weight
+    weight = small_model("llama").model.layers[0].mlp.up_proj.weight
     kept = weight.abs().reshape(-1, 4).argsort(-1)[:, 2:]
     expected = torch.zeros(len(kept), 4).scatter_(1, kept, 1).bool().reshape(weight.shape)
     pruned = result.model.model.layers[0].mlp.up_proj.weight
     assert torch.equal(pruned, weight * expected)
-    for other in (recipe(), recipe("layer", method="magnitude"), recipe(method="magnitude", solve="pcg")):
+    for other in (recipe(), recipe("layer", "magnitude"), recipe(method="magnitude", solve="pcg")):
         with pytest.raises(AssertionError, match="a text is read"):
             drot.prune(model, other, device="cpu")
     with pytest.raises(AssertionError, match="a text is read"):
@@ -90,10 +76,7 @@ def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
 
 def test_magnitude_without_a_rotation_reads_a_text_that_is_named():
     """For the output errors."""
-    result = drot.prune(small_model("llama"), recipe(method="magnitude"), calibration=TOKENS, device="cpu")
+    result = prune(chosen=recipe(method="magnitude"))
     assert all(linear["output_error"] > 0 for linear in result.manifest["layers"][0]["linears"].values())
-    named = CalibrationConfig(source="some.txt")
     assert not recipe(method="magnitude").reads_calibration
-    assert Recipe(
-        rotation=RotationConfig(mode="none"), pruning=PruningConfig(method="magnitude"), calibration=named
-    ).reads_calibration
+    assert recipe(method="magnitude", source="some.txt").reads_calibration

@@ -2,29 +2,20 @@
 
 import pytest
 import torch
-from small_models import random_tokens, small_model
+from runs import interrupted, prune
+from runs import recipe as small_recipe
 
-import drot
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.config import Recipe
 from drot.config.recipe_file import read_recipe
 from drot.core.errors import UserError
 from drot.machine.devices import product_dtype
 from drot.pipeline.prepare import recipe_on
 
-TOKENS = random_tokens(4, 40)
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
 
-def recipe(**rotation):
-    return Recipe(
-        rotation=RotationConfig(**({"steps": 2} | rotation)),
-        pruning=PruningConfig(block_size=16),
-        calibration=CalibrationConfig(seqlen=40),
-    )
-
-
-def prune(chosen, **options):
-    return drot.prune(small_model("llama", head_dim=16), chosen, calibration=TOKENS, device="cpu", **options)
+def recipe(**fields):
+    return small_recipe(**{"steps": 2} | fields)
 
 
 def test_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu():
@@ -38,26 +29,20 @@ def test_auto_is_bfloat16_on_a_gpu_and_float32_on_a_cpu():
 
 
 def test_the_manifest_records_the_dtype_that_was_used(tmp_path):
-    prune(recipe(), out=tmp_path / "auto")
+    prune(chosen=recipe(), out=tmp_path / "auto")
     again, _ = read_recipe(tmp_path / "auto")
     assert again.rotation.product_dtype == "float32"
-    manifest = prune(recipe(product_dtype="bfloat16")).manifest
+    manifest = prune(chosen=recipe(product_dtype="bfloat16")).manifest
     assert manifest["recipe"]["rotation"]["product_dtype"] == "bfloat16"
 
 
 def test_a_run_is_not_resumed_in_another_dtype(tmp_path):
     """A run of a GPU, whose recipe is `recipe_on` a GPU, does not go on in fp32 on a CPU."""
-
-    def crash(event):
-        if event.phase == "prune" and event.layer == 1:
-            raise KeyboardInterrupt
-
     out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        prune(recipe_on(recipe(), GPU), out=out, progress=crash)
+    interrupted(chosen=recipe_on(recipe(), GPU), out=out)
     with pytest.raises(UserError, match="product_dtype"):
-        prune(recipe(), out=out, resume=True)
-    resumed = prune(recipe(product_dtype="bfloat16"), out=out, resume=True)
+        prune(chosen=recipe(), out=out, resume=True)
+    resumed = prune(chosen=recipe(product_dtype="bfloat16"), out=out, resume=True)
     assert resumed.manifest["recipe"]["rotation"]["product_dtype"] == "bfloat16"
 
 

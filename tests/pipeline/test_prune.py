@@ -9,42 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from runs import assert_patterns, assert_same_weights, interrupted, named_linears, prune, recipe
 from safetensors.torch import load_file, save_file
-from small_models import FAMILIES, random_tokens, small_model
+from small_models import FAMILIES, random_tokens, relative_error, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.resume import RunState
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity
 from drot.core.errors import UserError
 from drot.manifest.manifest import read_manifest
-from drot.model.families import ROLES, architecture_of, layer_linears
 from drot.pipeline import layer as pipeline_layer
-from drot.pipeline import run
+from drot.pipeline import steps
 from drot.pipeline.invariance import InvarianceError
-
-TOKENS = random_tokens(8, 40)
-
-
-def recipe(mode="layer", method="sparsegpt", sparsity="2:4", steps=5, block_size=16, **rotation):
-    return Recipe(
-        rotation=RotationConfig(mode=mode, steps=steps, **rotation),
-        pruning=PruningConfig(method=method, sparsity=Sparsity.parse(sparsity), block_size=block_size),
-        calibration=CalibrationConfig(seqlen=40),
-    )
-
-
-def prune(model, chosen=None, **options):
-    return drot.prune(model, chosen or recipe(), calibration=TOKENS, device="cpu", **options)
-
-
-def linears(model):
-    for layer in model.model.layers:
-        yield from layer_linears(layer, architecture_of(model.config)).values()
-
-
-def groups_of(weight, m):
-    return weight.reshape(weight.shape[0], -1, m)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -52,8 +28,7 @@ def groups_of(weight, m):
 @pytest.mark.slow
 def test_every_family_keeps_the_pattern_and_survives_saving(family, mode, tmp_path):
     result = prune(small_model(family), recipe(mode), out=tmp_path / "out")
-    for linear in linears(result.model):
-        assert ((groups_of(linear.weight, 4) != 0).sum(-1) <= 2).all()
+    assert_patterns(result.model, recipe().pruning)
     assert result.manifest["sparsity"] == pytest.approx(0.5, abs=0.01)
     tokens = random_tokens(2, 30, seed=5)
     loaded = drot.load(tmp_path / "out", device="cpu")
@@ -65,15 +40,11 @@ def test_every_family_keeps_the_pattern_and_survives_saving(family, mode, tmp_pa
 @pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
 @pytest.mark.parametrize("sparsity", ["0.5", "2:4", "1:4", "4:8"])
 def test_methods_and_sparsities(method, sparsity):
-    result = prune(small_model("llama"), recipe("layer", method, sparsity))
-    parsed = Sparsity.parse(sparsity)
-    for linear in linears(result.model):
-        zeros = linear.weight == 0
-        assert float(zeros.float().mean()) == pytest.approx(parsed.ratio, abs=0.02)
-        if parsed.structured:
-            assert (groups_of(zeros, parsed.m).sum(-1) == parsed.m - parsed.n).all()
+    chosen = recipe(method=method, sparsity=sparsity)
+    result = prune(chosen=chosen)
+    assert_patterns(result.model, chosen.pruning)
     for layer in result.manifest["layers"]:
-        assert set(layer["linears"]) == set(ROLES)
+        assert len(layer["linears"]) == 7
         assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
         assert layer["rotation"]["invariance_error"] < 1e-5
     assert result.manifest["relative_logit_error"] < 1e-5
@@ -85,50 +56,37 @@ def test_without_sparsity_the_logits_do_not_change():
     model = small_model("qwen3-biased")
     tokens = random_tokens(2, 30, seed=5)
     before = model(tokens).logits
-    after = prune(model, recipe("layer", "wanda", "0.0", steps=20, objective="entropy")).model(tokens).logits
-    assert float((after - before).norm() / before.norm()) < 1e-5
+    chosen = recipe(method="wanda", sparsity=0.0, steps=20, objective="entropy")
+    assert relative_error(prune(model, chosen).model(tokens).logits, before) < 1e-5
 
 
 @pytest.mark.parametrize("hessians", ["sequential", "dense"])
 def test_a_run_survives_a_crash(hessians, tmp_path):
     """A run that crashes in the second layer and is resumed gives the weights of an uninterrupted run."""
-    whole = prune(small_model("llama"), recipe(hessians=hessians)).model.state_dict()
-    out = tmp_path / "out"
-
-    def crash(event):
-        if event.phase == "prune" and event.layer == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(small_model("llama"), recipe(hessians=hessians), out=out, progress=crash)
+    chosen, out = recipe(hessians=hessians), tmp_path / "out"
+    whole = prune(chosen=chosen).model
+    interrupted(chosen=chosen, out=out)
     assert not out.exists()
-    worked_on = []
     with pytest.raises(UserError, match="holds an unfinished run: continue it with `resume=True`"):
-        prune(small_model("llama"), recipe(hessians=hessians), out=out)
+        prune(chosen=chosen, out=out)
     with pytest.raises(UserError, match="cannot resume .*: rotation.steps: 5 in the unfinished run, 6 now"):
-        prune(small_model("llama"), recipe(hessians=hessians, steps=6), out=out, resume=True)
-    prune(
-        small_model("llama"),
-        recipe(hessians=hessians),
-        out=out,
-        resume=True,
-        progress=lambda event: worked_on.append((event.phase, event.layer)),
-    )
+        prune(chosen=chosen.replace(steps=6), out=out, resume=True)
+    worked_on = []
+    prune(chosen=chosen, out=out, resume=True, progress=lambda e: worked_on.append((e.phase, e.layer)))
     assert ("prune", 0) not in worked_on
     assert {("prune", 1), ("prune", 2)} <= set(worked_on)
-    saved = load_file(out / "model.safetensors")
-    assert all(torch.equal(saved[key], value) for key, value in whole.items())
+    assert_same_weights(load_file(out / "model.safetensors"), whole)
     assert not list(tmp_path.glob("*.partial"))
 
 
 def test_layers_trained_in_parallel_are_the_same(tmp_path):
     """Three devices, a crash in the second layer and a resumed run give the result of one device."""
     chosen = recipe(hessians="dense", steps=8)
-    serial = prune(small_model("llama"), chosen)
+    serial = prune(chosen=chosen)
 
     def prune_in_parallel(progress, resume=False):
-        options = dict(calibration=TOKENS, device="cpu,cpu,cpu", out=tmp_path / "out", resume=resume)
-        return drot.prune(small_model("llama"), chosen, progress=progress, **options)
+        options = dict(device="cpu,cpu,cpu", out=tmp_path / "out", resume=resume)
+        return prune(chosen=chosen, progress=progress, **options)
 
     def crash(event):
         if event.phase == "rotate" and event.layer == 1:
@@ -140,8 +98,7 @@ def test_layers_trained_in_parallel_are_the_same(tmp_path):
     trained = []
     result = prune_in_parallel(lambda e: e.phase == "rotate" and trained.append(e.layer), resume=True)
     assert 0 not in trained and 1 in trained
-    for key, value in serial.model.state_dict().items():
-        assert torch.equal(value, result.model.state_dict()[key]), key
+    assert_same_weights(result.model, serial.model)
     keys = ("loss_curve", "entropy_after", "damping", "best_step")
     for expected, layer in zip(serial.manifest["layers"], result.manifest["layers"], strict=True):
         assert all(expected["rotation"][key] == layer["rotation"][key] for key in keys)
@@ -150,7 +107,7 @@ def test_layers_trained_in_parallel_are_the_same(tmp_path):
 @pytest.mark.parametrize("rotation", [dict(mode="layer"), dict(mode="shared"), dict(mode="none")])
 def test_several_devices_need_independent_layers(rotation):
     with pytest.raises(UserError, match='which needs `mode="layer"` and `hessians="dense"`'):
-        drot.prune(small_model("llama"), recipe(**rotation), calibration=TOKENS, device="cpu,cpu")
+        prune(chosen=recipe(**rotation), device="cpu,cpu")
 
 
 @pytest.mark.slow
@@ -171,7 +128,7 @@ def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
 
 
 def test_layer_rotations_load_with_from_pretrained_and_save_again(tmp_path):
-    result = prune(small_model("llama"), out=tmp_path / "out")
+    result = prune(out=tmp_path / "out")
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     model.save_pretrained(tmp_path / "again")
@@ -191,8 +148,8 @@ def test_bfloat16_weights_stay_bfloat16(tmp_path):
 
 
 def test_the_same_seed_gives_the_same_weights():
-    first, second = (prune(small_model("mistral")).model.state_dict() for _ in range(2))
-    assert all(torch.equal(first[key], second[key]) for key in first)
+    first, second = (prune(small_model("mistral")).model for _ in range(2))
+    assert_same_weights(first, second)
 
 
 def test_mistakes_raise_user_errors(tmp_path):
@@ -213,17 +170,17 @@ def test_mistakes_raise_user_errors(tmp_path):
     ]
     for options, message in cases:
         with pytest.raises(UserError, match=message):
-            prune(small_model("llama"), **options)
+            prune(**options)
     for device in ("gpu", "meta", "mps"):
         with pytest.raises(UserError, match="`device` must be auto, cpu or cuda"):
-            drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device=device)
+            prune(device=device)
     with pytest.raises(UserError, match="torch finds"):
-        drot.prune(small_model("llama"), recipe(), calibration=TOKENS, device="cuda:99")
+        prune(device="cuda:99")
     with pytest.raises(UserError, match="there is no such folder"):
-        drot.prune(tmp_path / "nothing", recipe(), calibration=TOKENS)
+        prune(tmp_path / "nothing")
     with pytest.raises(UserError, match="needs `tokenizer`, or token ids as `calibration`"):
-        drot.prune(small_model("llama"), recipe())
-    rotated = prune(small_model("llama")).model
+        prune(calibration=None)
+    rotated = prune().model
     with pytest.raises(UserError, match="already rotated by drot"):
         prune(rotated)
 
@@ -231,10 +188,10 @@ def test_mistakes_raise_user_errors(tmp_path):
 @pytest.mark.parametrize(
     ("chosen", "message"),
     [
-        (recipe(sparsity="5:20", block_size=20), "multiples of 20; this model's hidden size is 32"),
-        (recipe(sparsity="2:32", block_size=32), "multiples of 32; this model's intermediate size is 48"),
-        (recipe(blocks=3), "`blocks` must divide the hidden size 32; got 3"),
-        (recipe(blocks=(30, 4)), r"must add up to the hidden size 32; got \[30, 4\] with the sum 34"),
+        (recipe(sparsity="5:20", block_size=20), "needs dimensions that are multiples of 20"),
+        (recipe(sparsity="2:32", block_size=32), "needs dimensions that are multiples of 32"),
+        (recipe(blocks=3), "`blocks` must divide"),
+        (recipe(blocks=(30, 4)), "`blocks` must add up to"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_before_the_weights_are_read(chosen, message, tmp_path):
@@ -269,23 +226,12 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path):
 def test_an_unfinished_run_resumes_only_with_the_same_rotations(tmp_path):
     file, out = tmp_path / "rotations.safetensors", tmp_path / "out"
     chosen = recipe("shared")
-    prune(small_model("llama"), chosen, save_rotations_to=file)
-
-    def crash(event):
-        if event.phase == "prune" and event.layer == 1:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(small_model("llama"), chosen, rotations=file, out=out, progress=crash)
-    with pytest.raises(
-        UserError,
-        match="cannot resume .*: SHA-256 of the file of rotations: [0-9a-f]{64} in the unfinished run, None",
-    ):
-        prune(small_model("llama"), chosen, out=out, resume=True)
-    resumed = prune(small_model("llama"), chosen, rotations=file, out=out, resume=True)
-    whole = prune(small_model("llama"), chosen, rotations=file)
-    for a, b in zip(linears(whole.model), linears(resumed.model), strict=True):
-        assert torch.equal(a.weight, b.weight)
+    prune(chosen=chosen, save_rotations_to=file)
+    interrupted(chosen=chosen, rotations=file, out=out)
+    with pytest.raises(UserError, match="cannot resume .*: SHA-256 of the file of rotations: "):
+        prune(chosen=chosen, out=out, resume=True)
+    resumed = prune(chosen=chosen, rotations=file, out=out, resume=True)
+    assert_same_weights(resumed.model, prune(chosen=chosen, rotations=file).model)
 
 
 def test_a_run_that_stops_before_its_first_layer_leaves_nothing(tmp_path, caplog):
@@ -295,14 +241,14 @@ def test_a_run_that_stops_before_its_first_layer_leaves_nothing(tmp_path, caplog
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prune(small_model("llama"), out=out, progress=crash)
+        prune(out=out, progress=crash)
     assert not list(tmp_path.iterdir())
-    prune(small_model("llama"), recipe(blocks=(8, 24)), out=out, resume=True)
+    prune(chosen=recipe(blocks=(8, 24)), out=out, resume=True)
     assert "holds no unfinished run: the run starts at the first layer" in caplog.text
     (tmp_path / "torn.partial").mkdir()
     (tmp_path / "torn.partial" / "run.json").write_text('{"model": ')
     with pytest.raises(UserError, match="its run.json is broken"):
-        prune(small_model("llama"), out=tmp_path / "torn", resume=True)
+        prune(out=tmp_path / "torn", resume=True)
 
 
 def test_saving_leaves_other_folders_alone(tmp_path):
@@ -310,7 +256,7 @@ def test_saving_leaves_other_folders_alone(tmp_path):
     (tmp_path / "out.part").mkdir()
     (tmp_path / "out.part" / "mine").touch()
     (tmp_path / "plain").mkdir()
-    prune(small_model("llama"), recipe("none"), out=tmp_path / "out")
+    prune(chosen=recipe("none"), out=tmp_path / "out")
     assert (tmp_path / "out.part" / "mine").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.part", "plain"]
     assert (tmp_path / "out").stat().st_mode == (tmp_path / "plain").stat().st_mode
@@ -346,12 +292,12 @@ def test_the_message_for_a_broken_manifest_is_one_line(content, tmp_path):
 
 def test_tokens_must_fit_the_model():
     for tokens, message in (
-        (torch.full((2, 10), 96), r"must be in \[0, 96\), the model's vocabulary, got 96 to 96"),
-        (random_tokens(2, 200), "`seqlen` must be at most 128, the positions of this model; got 200"),
-        (torch.rand(2, 10), r"must be integers of shape \[nsamples, seqlen\], got float32"),
+        (torch.full((2, 10), 96), r"must be in \[0, 96\)"),
+        (random_tokens(2, 200), "`seqlen` must be at most 128"),
+        (torch.rand(2, 10), "must be integers of shape"),
     ):
         with pytest.raises(UserError, match=message):
-            drot.prune(small_model("llama"), recipe(), calibration=tokens)
+            prune(calibration=tokens)
 
 
 @pytest.mark.parametrize("mode", ["layer", "shared"])
@@ -361,32 +307,28 @@ def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
     In one shot: ADMM's masks have near ties, which the rounding may turn.
     """
     file = tmp_path / "rotations.safetensors"
-    first = prune(
-        small_model("llama"), recipe(mode, hessians="dense").with_quality("fast"), save_rotations_to=file
-    )
+    chosen = recipe(mode, hessians="dense", quality="fast")
+    first = prune(chosen=chosen, save_rotations_to=file)
     events = []
     again = prune(
-        small_model("llama"),
-        recipe(mode, sparsity="4:8", hessians="dense"),
+        chosen=chosen.replace(sparsity="4:8"),
         rotations=file,
         progress=lambda event: events.append(event.phase),
     )
     assert "rotate" not in events
     assert again.manifest["rotations_file"]["file"] == "rotations.safetensors"
     assert again.manifest["rotations_file"]["trained_with"]["recipe"]["pruning"]["sparsity"] == "2:4"
-    same = prune(small_model("llama"), recipe(mode, hessians="dense").with_quality("fast"), rotations=file)
-    pairs = zip(linears(first.model), linears(same.model), strict=True)
-    equal = torch.cat([((a.weight == 0) == (b.weight == 0)).flatten() for a, b in pairs])
+    same = prune(chosen=chosen, rotations=file)
+    models = (named_linears(result.model).values() for result in (first, same))
+    equal = torch.cat([((a.weight == 0) == (b.weight == 0)).flatten() for a, b in zip(*models)])
     assert float(equal.float().mean()) > 0.99
-    with pytest.raises(
-        UserError, match="layers.0.r1 must be .32, 32. for this model, got None|holds 3 layers"
-    ):
+    with pytest.raises(UserError, match="holds 3 layers"):
         prune(small_model("llama", num_hidden_layers=2), recipe(mode), rotations=file)
     with pytest.raises(UserError, match='`rotations` need `mode="layer"` or `mode="shared"`; got'):
-        prune(small_model("llama"), recipe("none"), rotations=file)
+        prune(chosen=recipe("none"), rotations=file)
     if mode == "layer":
         with pytest.raises(UserError, match="holds a different R1 for each layer"):
-            prune(small_model("llama"), recipe("shared"), rotations=file)
+            prune(chosen=recipe("shared"), rotations=file)
 
 
 def test_an_error_in_the_pruning_names_the_layer(monkeypatch):
@@ -400,7 +342,7 @@ def test_an_error_in_the_pruning_names_the_layer(monkeypatch):
     prune_once = pipeline_layer.prune_once
     monkeypatch.setattr(pipeline_layer, "prune_once", fails)
     with pytest.raises(UserError, match="layer 1, gate_proj: hessian must be finite"):
-        prune(small_model("llama"), recipe("none"))
+        prune(chosen=recipe("none"))
 
 
 def test_a_model_that_computes_nan_is_refused_before_the_run(tmp_path):
@@ -417,7 +359,7 @@ def test_nothing_is_written_when_the_rotation_is_wrong(monkeypatch, tmp_path):
     def wrong(*args):
         raise InvarianceError("layer 2: ...")
 
-    monkeypatch.setattr(run, "check_layer", wrong)
+    monkeypatch.setattr(steps, "check_layer", wrong)
     with pytest.raises(InvarianceError):
-        prune(small_model("llama"), out=tmp_path / "out")
+        prune(out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -47,7 +47,9 @@ def test_kept_weights_and_norms_are_trained_and_nothing_else(sparsity):
         assert torch.equal(value, before[name]) == (not trained), name
         if trained:
             assert torch.equal(value == 0, before[name] == 0), name
-    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in layer.module.parameters())
+    assert not any(
+        parameter.requires_grad or parameter.grad is not None for parameter in layer.module.parameters()
+    )
 
 
 def test_the_error_is_that_of_the_held_out_sequences():
@@ -63,7 +65,9 @@ def test_the_steps_are_those_of_adam_on_the_kept_weights():
     """Two epochs against an Adam on a vector of the kept weights only, in fp64."""
     layer, stream, targets = pruned_layer(torch.float64)
     chosen = config(recover_epochs=2, recover_lr=1e-3)
-    kept = {name: value != 0 for name, value in layer.module.named_parameters() if name.endswith("proj.weight")}
+    kept = {
+        name: value != 0 for name, value in layer.module.named_parameters() if name.endswith("proj.weight")
+    }
     norms = [name for name, _ in layer.module.named_parameters() if name.endswith("layernorm.weight")]
     start = {name: value.detach().clone() for name, value in layer.module.named_parameters()}
     vectors = {name: start[name][mask].clone().requires_grad_() for name, mask in kept.items()}
@@ -80,7 +84,9 @@ def test_the_steps_are_those_of_adam_on_the_kept_weights():
                 else vector
                 for name, vector in vectors.items()
             }
-            out = functional_call(layer.module, weights, (stream.hidden_states[batch],), stream.layer_kwargs[0])
+            out = functional_call(
+                layer.module, weights, (stream.hidden_states[batch],), stream.layer_kwargs[0]
+            )
             wanted = targets.hidden_states[batch]
             loss = (((out - wanted) ** 2).sum(-1) / (wanted**2).sum(-1)).mean()
             adam.zero_grad()
@@ -142,7 +148,9 @@ def test_progress_reports_each_epoch():
 
 def recipe(mode="layer", **fields):
     hessians = "dense" if mode == "layer" else "sequential"
-    return small_recipe(mode, **dict(hessians=hessians, recover="block", recover_epochs=2, recover_lr=0.02) | fields)
+    return small_recipe(
+        mode, **dict(hessians=hessians, recover="block", recover_epochs=2, recover_lr=0.02) | fields
+    )
 
 
 @pytest.mark.parametrize("mode", ["none", "layer", "shared"])
@@ -154,10 +162,10 @@ def test_every_method_keeps_its_pattern_in_the_saved_checkpoint(method, mode, sp
     loaded = drot.load(tmp_path / "out", device="cpu")
     assert_patterns(loaded, chosen.pruning)
     manifest = read_manifest(tmp_path / "out")
-    assert manifest["sparsity"] == pytest.approx(0.5, abs=0.02)
-    for layer in manifest["layers"]:
-        assert layer["recovery"]["error_after"] <= layer["recovery"]["error_before"]
-    assert manifest["seconds"]["recover"] > 0
+    assert manifest.sparsity == pytest.approx(0.5, abs=0.02)
+    for layer in manifest.layers:
+        assert layer.recovery.error_after <= layer.recovery.error_before
+    assert manifest.seconds.phases["recover"] > 0
     tokens = random_tokens(2, 30, seed=5)
     assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
 

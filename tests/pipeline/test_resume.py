@@ -5,6 +5,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
+import runs
 import torch
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
@@ -12,7 +13,6 @@ from small_models import random_tokens, small_model
 import drot
 from drot.checkpoint.resume import RunState, identity_differences
 from drot.cli import app as cli
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.manifest import integrity
 from drot.manifest.integrity import folder_records, weights_record
@@ -21,29 +21,22 @@ from drot.manifest.manifest import read_manifest
 TOKENS = random_tokens(4, 40)
 
 
-def recipe(mode="layer", method="sparsegpt", damping=0.01, **rotation):
-    return Recipe(
-        rotation=RotationConfig(mode=mode, **({"steps": 3} | rotation if mode != "none" else {})),
-        pruning=PruningConfig(method=method, block_size=16, damping=damping),
-        calibration=CalibrationConfig(seqlen=40),
-    )
+def recipe(**fields):
+    return runs.recipe(**dict(steps=3, damping=0.01) | fields)
 
 
-def prune(out, chosen=None, model=None, **options):
+def run_of(run, out, chosen=None, model=None, **options):
     model = small_model("llama", head_dim=16) if model is None else model
-    options = {"calibration": TOKENS, "device": "cpu"} | options
-    return drot.prune(model, chosen or recipe(), out=out, **options)
+    return run(model, chosen or recipe(), out=out, **{"calibration": TOKENS} | options)
+
+
+def prune(out, chosen=None, **options):
+    return run_of(runs.prune, out, chosen, **options)
 
 
 def interrupted(out, chosen=None, before=2, **options):
-    """A run that is cut off before layer `before` is pruned."""
-
-    def crash(event):
-        if event.phase == "prune" and event.layer == before:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prune(out, chosen, progress=crash, **options)
+    """The folder of a run that is cut off before layer `before` is pruned."""
+    run_of(runs.interrupted, out, chosen, at=("prune", before), **options)
     return out.with_name(out.name + ".partial")
 
 

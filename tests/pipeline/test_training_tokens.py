@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from runs import prune, recipe
 from small_models import random_tokens, small_model
 
-import drot
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
+from drot.config import Recipe
 from drot.config.rotation import TRAINING_TOKENS
 
 HIDDEN, SEQLEN = 32, 128
@@ -20,10 +20,10 @@ TOKENS = random_tokens(USED + 4, SEQLEN)
 def test_the_number_of_sequences(nsamples: int, seqlen: int, hidden: int, expected: int) -> None:
     assert Recipe().training_nsamples(nsamples, seqlen, hidden) == expected
     for whole in ({"optimizer": "paper"}, {"reference_compat": True}, {"training_tokens": 0}):
-        recipe = Recipe(rotation=RotationConfig(**whole))
-        assert recipe.training_nsamples(nsamples, seqlen, hidden) == nsamples
-        assert recipe.to_dict()["rotation"]["training_tokens"] == 0
-    asked = Recipe(rotation=RotationConfig(optimizer="paper", training_tokens=TRAINING_TOKENS))
+        all_tokens = Recipe().replace(**whole)
+        assert all_tokens.training_nsamples(nsamples, seqlen, hidden) == nsamples
+        assert all_tokens.to_dict()["rotation"]["training_tokens"] == 0
+    asked = Recipe().replace(optimizer="paper", training_tokens=TRAINING_TOKENS)
     assert asked.training_nsamples(nsamples, seqlen, hidden) == expected
 
 
@@ -32,17 +32,13 @@ def test_the_number_of_sequences(nsamples: int, seqlen: int, hidden: int, expect
 def test_what_the_last_sequences_change(optimizer: str, hessians: str) -> None:
     """Other last sequences: the same training of the first layer, unless the paper is reproduced."""
     other = torch.cat([TOKENS[:USED], random_tokens(4, SEQLEN, seed=1)])
-    recipe = Recipe(
-        rotation=RotationConfig(optimizer=optimizer, hessians=hessians, steps=2),
-        pruning=PruningConfig(block_size=16),
-        calibration=CalibrationConfig(seqlen=SEQLEN),
-    )
+    chosen = recipe(optimizer=optimizer, hessians=hessians, steps=2)
     first, second = (
-        drot.prune(small_model("llama", head_dim=16), recipe, calibration=tokens, device="cpu").manifest
+        prune(small_model("llama", head_dim=16), chosen, calibration=tokens).manifest
         for tokens in (TOKENS, other)
     )
-    trained, again = (manifest["layers"][0]["rotation"] for manifest in (first, second))
-    assert trained["nsamples"] == (USED if optimizer == "fast" else len(TOKENS))
-    assert (trained["loss_curve"] == again["loss_curve"]) == (optimizer == "fast")
-    pruned, pruned_again = (manifest["layers"][0]["linears"]["q_proj"] for manifest in (first, second))
-    assert pruned["output_error"] != pruned_again["output_error"]
+    trained, again = (manifest.layers[0].rotation for manifest in (first, second))
+    assert trained.nsamples == (USED if optimizer == "fast" else len(TOKENS))
+    assert (trained.loss_curve == again.loss_curve) == (optimizer == "fast")
+    pruned, pruned_again = (manifest.layers[0].linears["q_proj"] for manifest in (first, second))
+    assert pruned.output_error != pruned_again.output_error

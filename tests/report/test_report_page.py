@@ -6,12 +6,13 @@ import shutil
 import sys
 import zipfile
 
+import numpy as np
 import pytest
 
 from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.report.drawing import COLOURS, SERIES
-from drot.report.reading import mean, one_shot, read_runs
+from drot.report.reading import REMOVED_IMPORTANCE, read_runs
 from drot.report.write import write_report
 
 pytestmark = pytest.mark.slow
@@ -57,11 +58,11 @@ def test_structure_for_screen_readers(page):
 def test_words_have_the_means_of_the_manifest(page, pruned):
     (run,) = read_runs([pruned["rotated"]])
     shares = [
-        linear["one_shot"]["after"]["removed_importance"]
-        for layer in run.manifest["layers"]
-        for linear in layer["linears"].values()
+        linear.one_shot.after.removed_importance
+        for layer in run.manifest.layers
+        for linear in layer.linears.values()
     ]
-    assert mean(run, one_shot("after", "removed_importance")) == pytest.approx(sum(shares) / 21)
+    assert run.mean(REMOVED_IMPORTANCE[1]) == pytest.approx(sum(shares) / 21)
     assert f" to {sum(shares) / 21:.1%} (mean over the linears)" in page
 
 
@@ -96,20 +97,30 @@ def test_series_differ_by_more_than_colour():
     assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)
 
 
-def test_a_run_of_an_older_drot_gives_a_page(pruned, tmp_path):
-    """A manifest without the newer figures, and no file of figures: the page leaves them out and says so."""
-    folder = tmp_path / "old"
+def test_a_run_without_its_maps_of_importance(pruned, tmp_path):
+    folder = tmp_path / "run"
     folder.mkdir()
-    manifest = json.loads((pruned["rotated"] / "drot.json").read_text())
-    del manifest["peak_memory"]
-    for layer in manifest["layers"]:
-        for linear in layer["linears"].values():
-            del linear["one_shot"]
-    (folder / "drot.json").write_text(json.dumps(manifest))
+    shutil.copy(pruned["rotated"] / "drot.json", folder)
     report = write_report([folder])
     assert report.page == folder / "report.html" and report.linears == []
-    text = report.page.read_text()
-    assert "has no drot-figures.npz" in text and "Peak memory" not in text and "Seconds by phase" in text
+    assert "Seconds by phase" in report.page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "array"),
+    [
+        ("layers.0.self_attn.q_proj.map_before", np.zeros((2, 2))),
+        ("layers.0.self_attn.q_proj.histogram_before", np.zeros((2, 3), np.int64)),
+        ("../q_proj.map_before", np.zeros((2, 2), np.float16)),
+    ],
+)
+def test_maps_that_drot_did_not_write_are_refused(pruned, tmp_path, name, array):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    shutil.copy(pruned["rotated"] / "drot.json", folder)
+    np.savez(folder / "drot-figures.npz", **{name: array})
+    with pytest.raises(UserError, match="which drot did not write: copy the checkpoint again"):
+        write_report([folder])
 
 
 def test_a_comparison(pruned, tmp_path, monkeypatch):
@@ -140,7 +151,7 @@ def test_chosen_linears_and_files(pruned, tmp_path):
 
 def test_many_linears_are_left_out_and_the_page_says_so(pruned, tmp_path, monkeypatch):
     monkeypatch.setattr("drot.report.write.MOST_LINEARS", 20)
-    monkeypatch.setattr("drot.report.page.linear_charts", lambda run, linear: [])
+    monkeypatch.setattr("drot.report.write.linear_charts", lambda run, linear: [])
     folder = tmp_path / "run"
     shutil.copytree(pruned["plain"], folder)
     report = write_report([folder], linears=["down_proj"])

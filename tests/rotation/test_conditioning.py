@@ -6,12 +6,16 @@ import torch
 from test_objective import build, make_layer
 from torch import Tensor
 
-from drot.config import RotationConfig
+from drot.config import Recipe, resolve
 from drot.rotation import optimizers
 from drot.rotation.importance import RESOLUTION, ColumnScales, Metric, upper_factor
 from drot.rotation.train import train_rotation
 
 N = 256
+
+
+def config(**fields):
+    return resolve(Recipe().replace(**fields)).rotation
 
 
 def hessian(n: int, condition: float, seed: int = 0) -> Tensor:
@@ -104,7 +108,7 @@ def test_training_in_bf16_on_an_ill_conditioned_layer(
     losses = {}
     for dtype in (torch.float32, torch.bfloat16):
         problem = build(weights, hessians, method, objective, "2:4", False, product_dtype=dtype)
-        (rotation,), record = train_rotation([problem], RotationConfig(steps=50, early_stop=0.0))
+        (rotation,), record = train_rotation([problem], config(steps=50, early_stop=0.0))
         assert torch.tensor(record.loss_curve).isfinite().all()
         losses[dtype] = float(exact.value(rotation.r1[None], rotation.r2))
         assert record.loss_after == pytest.approx(losses[dtype], rel=5e-3)

@@ -9,7 +9,7 @@ import torch
 from test_objective import build, make_layer
 from torch import Tensor
 
-from drot.config import RotationConfig
+from drot.config import Recipe, resolve
 from drot.rotation import graph, optimizers, train
 from drot.rotation.graph import WARM_UP, GraphedStep, Step
 from drot.rotation.train import train_rotation
@@ -59,6 +59,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return Recorder(state)
 
 
+def config(**fields):
+    return resolve(Recipe().replace(**fields)).rotation
+
+
 def layer(kind="pruned", seed=0):
     weights, hessians = make_layer(seed, dtype=torch.float32)
     return build(weights, hessians, "wanda", kind, "2:4", False, product_dtype=torch.bfloat16)
@@ -66,7 +70,7 @@ def layer(kind="pruned", seed=0):
 
 def test_replays_give_the_matrices_of_calls(recorder, monkeypatch):
     problems = [layer(seed=seed) for seed in (0, 3)]
-    settings = RotationConfig(steps=20, early_stop=0.0)
+    settings = config(steps=20, early_stop=0.0)
     called, record = train_rotation(problems, settings)
     monkeypatch.setattr(train, "capture_for", lambda device: recorder)
     replayed, again = train_rotation(problems, settings)
@@ -82,7 +86,7 @@ def test_a_failed_capture_is_told_once_and_changes_nothing(monkeypatch, caplog):
     def fail(work):
         raise RuntimeError("operation not permitted when stream is capturing\nsecond line")
 
-    settings = RotationConfig(steps=8, early_stop=0.0)
+    settings = config(steps=8, early_stop=0.0)
     (called,), _ = train_rotation([layer()], settings)
     monkeypatch.setattr(train, "capture_for", lambda device: fail)
     with caplog.at_level(logging.WARNING, logger="drot"):
@@ -96,8 +100,8 @@ def test_a_failed_capture_is_told_once_and_changes_nothing(monkeypatch, caplog):
 
 def test_steps_on_some_of_the_layers_are_not_captured(recorder, monkeypatch):
     monkeypatch.setattr(train, "capture_for", lambda device: recorder)
-    train_rotation([layer(seed=seed) for seed in (0, 3)], RotationConfig(steps=8, layers_per_step=1))
-    train_rotation([layer()], RotationConfig(steps=8, optimizer="paper"))
+    train_rotation([layer(seed=seed) for seed in (0, 3)], config(steps=8, layers_per_step=1))
+    train_rotation([layer()], config(steps=8, optimizer="paper"))
     assert recorder.captures == 0
 
 
@@ -119,7 +123,7 @@ def test_the_graph_of_a_step_cuda(kind, monkeypatch, caplog):
 
     def run() -> tuple[Tensor, list[float]]:
         moved = layer(kind).to(device)
-        (rotation,), record = train_rotation([moved], RotationConfig(steps=30, early_stop=0.0))
+        (rotation,), record = train_rotation([moved], config(steps=30, early_stop=0.0))
         return rotation.r1.cpu(), record.loss_curve
 
     with caplog.at_level(logging.WARNING, logger="drot"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from test_objective import SHAPE, D, build, entropy_reference, make_layer
 
-from drot.config import RotationConfig
+from drot.config import Recipe, resolve
 from drot.core.errors import UserError
 from drot.rotation import optimizers
 from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
@@ -18,7 +18,7 @@ def objective(kind="entropy", sparsity="2:4", method="wanda", seed=0, blocks=1):
 
 
 def config(**changes):
-    return RotationConfig(**({"steps": 30, "lr": 0.02} | changes))
+    return resolve(Recipe().replace(**({"steps": 30, "lr": 0.02} | changes))).rotation
 
 
 def test_paper_optimizer_is_adam_through_qr():

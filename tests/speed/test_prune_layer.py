@@ -41,7 +41,7 @@ def test_a_tiny_layer_is_measured_and_compared(tmp_path: Path) -> None:
     assert float(seconds) == pytest.approx(layer / 1e6, abs=0.006)
     assert float(minutes) == pytest.approx(2 * float(seconds) / 60, abs=0.06)
     for phase in ("calibrate", "rotate", "prune"):
-        assert re.search(rf"^  {phase} +\S+ s +\d+%  \S+ .FLOP/s$", done.stdout, re.MULTILINE), done.stdout
+        assert re.search(rf"^  {phase} +\S+ s +\d+%$", done.stdout, re.MULTILINE), done.stdout
     assert "peak memory, process:" in done.stdout
     one_step = float(re.search(r"^  one step of drot: (\S+) ms$", done.stdout, re.MULTILINE)[1])
     assert (

@@ -9,13 +9,13 @@ from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.demo.demo import MODEL
 from drot.model.boundary import rotation_place
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
-from drot.checkpoint.quantization_config import DrotConfig
 from drot.speed import rates, speed, variants
 from drot.speed.cases import NEW_TOKENS, Case
 from drot.speed.timing import Timing, interleaved
@@ -125,7 +125,7 @@ def test_shape(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1,2", "--repeats", "1", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
-    for text in ("tiny, bfloat16", "layer decode 2", "model decode 2", "2:4 + rotation", " dense\n", "GB/s"):
+    for text in ("tiny, bfloat16", "layer decode 2", "model decode 2", "2:4 + rotation", " dense\n", "B/s"):
         assert text in "".join(line.rstrip() + "\n" for line in captured.out.splitlines()), text
     assert "prefill" not in captured.out and "measuring, case 4 of 4" in captured.err
     assert max(map(len, captured.out.splitlines())) <= 100

@@ -101,10 +101,10 @@ def test_the_figures_are_those_of_prune_and_eval(inputs, tmp_path, monkeypatch):
         own = drot.prune(inputs / "model", recipe, device="cpu")
         assert float(row[f"perplexity {text}"]) == measured(inputs, own.model)
         assert float(row[f"dense {text}"]) == dense
-        assert float(row["zeros"]) == own.manifest["sparsity"]
-        trained = [layer["rotation"] for layer in own.manifest["layers"] if "rotation" in layer]
+        assert float(row["zeros"]) == own.manifest.sparsity
+        trained = [layer.rotation for layer in own.manifest.layers if layer.rotation]
         for name in ("entropy_before", "entropy_after"):
-            expected = sum(record[name] for record in trained) / 2 if trained else None
+            expected = sum(getattr(record, name) for record in trained) / 2 if trained else None
             assert (float(row[name]) if row[name] else None) == expected
     plain, rotated = (float(rows[index][f"perplexity {text}"]) for index in (0, 2))
     gap = rows[2][f"gap closed {text}"]

@@ -99,10 +99,10 @@ def test_a_missing_file_and_another_suffix(tmp_path):
 def test_the_shipped_grid_is_the_papers():
     """Steps 100 to 4000 with rates 0.1 to 0.0001, the model that is not rotated, and 2, 4 and 8 blocks."""
     grid = read_grid(EXAMPLE)
-    recipes = [cell.recipe for cell in grid.cells]
+    recipes, resolved = zip(*((cell.recipe, cell.resolved.pruning) for cell in grid.cells), strict=True)
     assert len(recipes) == 6 * 4 + 1 + 3 and grid.skipped == []
     assert {(r.rotation.steps, r.rotation.lr) for r in recipes[:24]} == {
         (steps, lr) for steps in (100, 200, 400, 800, 2000, 4000) for lr in (0.1, 0.01, 0.001, 0.0001)
     }
     assert [r.rotation.blocks for r in recipes[25:]] == [2, 4, 8]
-    assert {(r.solve, r.target, str(r.pruning.sparsity)) for r in recipes} == {("none", "self", "0.5")}
+    assert {(p.solve, p.target, str(p.sparsity)) for p in resolved} == {("none", "self", "0.5")}

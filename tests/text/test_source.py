@@ -3,7 +3,6 @@
 import hashlib
 import json
 import struct
-import sys
 
 import datasets
 import pytest
@@ -156,14 +155,9 @@ def test_hub_without_a_network(monkeypatch, source):
     monkeypatch.setattr(hub, "_unreachable", lambda: "")
     with pytest.raises(UserError) as error:
         load(source)
-    assert "(name resolution failed): without a network, name a local file as `source`" in str(error.value)
+    message = "(name resolution failed and more): without a network, name a local file as `source`"
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
-
-
-def test_hub_without_datasets(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
-        load("c4")
 
 
 def test_the_right_data_are_read_from_the_hub_and_c4_only_in_part(monkeypatch):

@@ -1,8 +1,6 @@
-"""The formulas of drot/pipeline/work.py against the operations that torch counts, and the clock of a run."""
+"""The estimates of a run: its formulas against the operations that torch counts, and a dry run."""
 
 import contextlib
-import threading
-import time
 
 import pytest
 import torch
@@ -11,11 +9,14 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 import drot
 from drot.calibration.stream import CalibrationStream
-from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig, resolve
+from drot.core.errors import UserError
 from drot.core.events import silent
 from drot.model.families import INPUT_GROUPS
-from drot.pipeline import work
+from drot.pipeline import estimate
 from drot.pipeline.context import RunContext
+from drot.pipeline.disk import disk_needs
+from drot.pipeline.dry_run import run_needs
 from drot.pipeline.objective import layer_objective
 from drot.rotation.optimizers import FastOptimizer
 
@@ -50,8 +51,9 @@ def counted(function) -> float:
     return count.get_total_flops()
 
 
-def context(recipe: Recipe, family="llama") -> RunContext:
-    return RunContext(small_model(family, **SIZES), recipe, TOKENS, [torch.device("cpu")], silent)
+def context(recipe: Recipe, family="llama") -> tuple[RunContext, estimate.Sizes]:
+    run = RunContext(small_model(family, **SIZES), resolve(recipe), TOKENS, [torch.device("cpu")], silent)
+    return run, estimate.sizes_of(run.model, *TOKENS.shape)
 
 
 def recipe(*, quality="fast", method="sparsegpt", keep=(), sparsity="2:4", **rotation) -> Recipe:
@@ -65,17 +67,17 @@ def recipe(*, quality="fast", method="sparsegpt", keep=(), sparsity="2:4", **rot
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_forward_and_hessians(family):
     """A Hessian takes n² operations a token, and twice that where both of its halves are computed."""
-    run = context(recipe(), family)
+    run, sizes = context(recipe(), family)
     stream = CalibrationStream.embed(run.model, run.arch, TOKENS, run.device)
     layer = run.layers[0]
-    assert counted(lambda: stream.outputs(layer, 0)) == work.forward(run.sizes)
+    assert counted(lambda: stream.outputs(layer, 0)) == estimate.forward(sizes)
     paths = dict(run.arch.linears)
     linears = {g: (layer.get_submodule(paths[roles[0]]), None) for g, roles in INPUT_GROUPS.items()}
     for last in range(1, len(INPUT_GROUPS) + 1):
         groups = list(INPUT_GROUPS)[:last]
         count = counted(lambda: stream.hessians(layer, 0, {g: linears[g] for g in groups}))  # noqa: B023
-        half = sum(TOKENS.numel() * run.sizes.inputs(group) ** 2 for group in groups)
-        assert count - half <= work.hessians(run.sizes, groups) <= count, groups
+        half = sum(TOKENS.numel() * sizes.inputs(group) ** 2 for group in groups)
+        assert count - half <= estimate.hessians(sizes, groups) <= count, groups
 
 
 @pytest.mark.parametrize(
@@ -87,18 +89,20 @@ def test_forward_and_hessians(family):
         recipe(keep=("down_proj", "k_proj")),
         recipe(keep=("self_attn.*",), sparsity="0.5"),
     ],
-    ids=lambda r: f"{r.pruning.method} {r.objective} {r.rotation.blocks} {r.pruning.keep}",
+    ids=lambda r: f"{r.pruning.method} {r.rotation.objective} {r.rotation.blocks} {r.pruning.keep}",
 )
 def test_one_step_of_the_training(chosen):
-    run = context(chosen)
+    run, sizes = context(chosen)
     stream = CalibrationStream.embed(run.model, run.arch, TOKENS, run.device)
-    objective, _ = layer_objective(run.layers[0], 0, stream, run.arch, run.shape, chosen)
+    objective, _ = layer_objective(run.layers[0], 0, stream, run.arch, run.shape, run.recipe)
     optimizer = FastOptimizer(list(objective.identity()), lr=0.1, steps=4, objective=objective.objective)
     _, *gradients = objective.value_and_grad(*optimizer.matrices)
     evaluation = counted(lambda: objective.value_and_grad(*optimizer.matrices))
-    assert evaluation == pytest.approx(work.evaluation(run.sizes, chosen, run.pruned_roles(0)), rel=1e-12)
+    assert evaluation == pytest.approx(
+        estimate.evaluation(sizes, run.recipe, sizes.pruned(run.recipe)[0]), rel=1e-12
+    )
     step = counted(lambda: optimizer.step(gradients))
-    assert step == pytest.approx(work.optimizer_step(run.sizes, chosen, 1), rel=1e-12)
+    assert step == pytest.approx(estimate.optimizer_step(sizes, run.recipe, 1), rel=1e-12)
 
 
 def counted_by_phase(monkeypatch, chosen, **options) -> tuple[dict[str, float], dict]:
@@ -136,7 +140,11 @@ def test_every_phase_of_a_run(monkeypatch, chosen):
     """A formula is never above what is computed. A run computes more: both halves of a symmetric product,
     linears again for the outputs of a layer, output errors, and figures."""
     phases, manifest = counted_by_phase(monkeypatch, chosen)
-    needed = {phase: done["float32"] for phase, done in manifest["work"].items() if "float32" in done}
+    resolved, sizes = resolve(chosen), estimate.sizes_of(small_model("llama", **SIZES), *TOKENS.shape)
+    linears = [linear for layer in manifest["layers"] for linear in layer["linears"].values()]
+    iterations = min(linear.get("admm_iterations", 0) for linear in linears)
+    work = estimate.run_work(sizes, resolved, torch.float32, admm_iterations=iterations)
+    needed = {phase: done["float32"] for phase, done in work.items()}
     assert needed.keys() == {
         "calibrate",
         "prune",
@@ -150,37 +158,28 @@ def test_every_phase_of_a_run(monkeypatch, chosen):
         assert least[phase] <= amount / phases[phase] <= 1.001, (phase, amount / phases[phase])
 
 
-def test_the_manifest_says_where_the_time_went(tmp_path):
-    started = time.perf_counter()
-    manifest = drot.prune(
-        small_model("llama"), recipe(), calibration=TOKENS, device="cpu", out=tmp_path / "out"
-    ).manifest
-    passed = time.perf_counter() - started
-    seconds = manifest["seconds"]
-    phases = sum(value for phase, value in seconds.items() if phase != "total")
-    assert 0.7 * passed < phases <= seconds["total"] <= passed
-    assert all(
-        seconds[phase] > 0 for phase in ("load", "check", "calibrate", "rotate", "merge", "prune", "save")
+@pytest.mark.parametrize("trains", [True, False])
+def test_rotations_from_a_file_take_no_training(trains):
+    resolved, sizes = resolve(recipe()), estimate.sizes_of(small_model("llama", **SIZES), *TOKENS.shape)
+    assert ("rotate" in estimate.run_work(sizes, resolved, torch.float32, trains=trains)) == trains
+
+
+def test_the_time_at_the_peaks_adds_up():
+    work = {"calibrate": {"float16": 4.0, "float32": 3.0}, "prune": {"float32": 3.0}}
+    assert estimate.seconds_at(work, {"float32": 2.0, "bfloat16": 8.0, "copy": 1.0}) == 3.5
+
+
+def test_a_dry_run_needs_what_the_run_writes(tmp_path):
+    """Without reading a weight: the sizes of the meta model are those of the loaded one."""
+    small_model("llama", **SIZES).save_pretrained(tmp_path / "model")
+    needs = run_needs(
+        tmp_path / "model", recipe().replace(nsamples=6, seqlen=32), device="cpu", save_dtype="bfloat16"
     )
-    parts = {file: file.stat().st_size for file in (tmp_path / "out").iterdir()}
-    assert manifest["work"]["save"]["bytes"] > sum(parts.values()) / 2
-    assert "total" in drot.prune(small_model("llama"), recipe(), calibration=TOKENS).manifest["seconds"]
-
-
-def test_a_phase_of_several_threads_counts_its_time_once():
-    run, both = context(recipe()), threading.Barrier(2)
-
-    def sleep_in_phase(seconds):
-        with run.clock("rotate"):
-            both.wait()
-            time.sleep(seconds)
-
-    threads = [threading.Thread(target=sleep_in_phase, args=[seconds]) for seconds in (0.2, 0.4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert 0.4 <= run.seconds["rotate"] < 0.59
-    with pytest.raises(ValueError), run.clock("rotate"):
-        raise ValueError
-    assert not run._running
+    sizes = estimate.sizes_of(small_model("llama", **SIZES), 6, 32)
+    assert (needs.checkpoint, needs.partial) == disk_needs(sizes, needs.recipe, torch.float32, torch.bfloat16)
+    assert (needs.tokens, needs.dtype, needs.save_dtype) == (192, "float32", "bfloat16")
+    assert needs.work == estimate.run_work(sizes, needs.recipe, torch.float32)
+    (tmp_path / "model" / "model.safetensors").unlink()
+    assert run_needs(tmp_path / "model", Recipe().replace(mode="none", method="magnitude")).tokens == 0
+    with pytest.raises(UserError, match="`blocks` must divide the hidden size 64; got 5"):
+        run_needs(tmp_path / "model", Recipe().replace(blocks=5))
