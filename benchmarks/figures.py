@@ -143,7 +143,7 @@ def finetuning() -> str:
     rows = read("finetuning", "perplexity")
     found = {(row["training"], row["lr"], row["rotation"]): row["perplexity"] for row in rows}
     body = [
-        [training, lr, *(found[training, lr, rotation] for rotation in ("none", "layer"))]
+        [training, lr, *(found.get((training, lr, rotation), "") for rotation in ("none", "layer"))]
         for training, lr in dict.fromkeys((row["training"], row["lr"]) for row in rows)
     ]
     return table(["training", "learning rate", "not rotated", "one rotation a layer"], body, rows)
