@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from drot.cli.options import OUTPUT, RUN, Json, option, print_json, stdout_for_the_result
+from drot.cli.options import OUTPUT, RUN, SOURCES, Json, option, print_json, stdout_for_the_result
 from drot.cli.settings import options_of, with_settings
 from drot.cli.tables import finetune_line, print_line
 from drot.config import CalibrationConfig, FinetuneConfig
-from drot.config.calibration import SOURCES
 from drot.config.settings import fields_of
 from drot.core.errors import UserError
 from drot.core.events import silent

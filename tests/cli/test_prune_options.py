@@ -8,7 +8,7 @@ from drot.cli.commands import imported
 from drot.cli.recipe import parse_rotation
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity, resolve
 from drot.config.recipe import SECTION_OF
-from drot.config.settings import fields_of
+from drot.config.settings import description_of
 from drot.core.errors import UserError
 
 
@@ -131,7 +131,7 @@ def test_the_options_are_those_of_the_fields():
     assert {renamed.get(field, field) for field in SECTION_OF} <= options.keys()
     assert options["steps"].opts == ["--steps"] and options["block_size"].default == 128
     assert options["hessians"].metavar == "[auto|sequential|dense]"
-    described = fields_of(RotationConfig)["hessians"].description
+    described = description_of(RotationConfig, "hessians")
     assert "`boundary` residual" in described
     described = described.replace("`boundary`", "--boundary").replace("`mode`", "--rotation")
     assert options["hessians"].help == described

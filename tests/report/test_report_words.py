@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from drot.config import Recipe, resolve
+from drot.config import DAMPING, Recipe, resolve
 from drot.report.evaluations import measurements, tasks
 from drot.report.notes import RULES_IN_WORDS, summary, unusual
 from drot.report.reading import Run
@@ -19,14 +19,14 @@ def run(name="run", mode="layer", **changes) -> Run:
     linear = {
         "sparsity": 0.5,
         "output_error": 0.01,
-        "damping": Recipe().damping,
+        "damping": recipe["pruning"]["damping"],
         "one_shot": {
             "before": {"removed_importance": 0.12, "output_error": 0.05},
             "after": {"removed_importance": 0.03, "output_error": 0.02},
         },
     }
     curve = [1.0 - 0.1 * min(step, 8) for step in range(21)]
-    trained = {"loss_curve": curve, "best_step": 20, "damping": {"attention": Recipe().damping}}
+    trained = {"loss_curve": curve, "best_step": 20, "damping": {"attention": DAMPING}}
     layers = [
         {
             "layer": index,
@@ -81,7 +81,7 @@ CASES = {
         r"raised the one-shot output error of 1 linear: layer 4 down_proj",
     ),
     "damping": (
-        lambda r: linear_of(r, 0).update(damping=10 * Recipe().damping),
+        lambda r: linear_of(r, 0).update(damping=10 * DAMPING),
         r"from 0\.3 up to 3 for 1 Hessian: layer 0 q_proj",
     ),
     "damping of the training": (
