@@ -167,7 +167,10 @@ def test_parse_rotation_refuses():
         (["--seed", "-1"], "--seed must be a whole number from 0 to 18446744073709551615; got -1"),
         (["--seed", str(2**64)], "--seed must be a whole number from 0 to 18446744073709551615; got 1844"),
         (["--sparsity-of", "down_proj"], "--sparsity-of must be PATTERN=SPARSITY such as down_proj=4:8; got"),
-        (["--sparsity-of", "down_proj=2"], "the sparsity in --sparsity-of must be a ratio in [0, 1)"),
+        (
+            ["--sparsity-of", "down_proj=2"],
+            "the sparsity of down_proj in --sparsity-of must be a ratio in [0, 1)",
+        ),
         (["--sensitivity"], "--out has no effect with --sensitivity, which writes no model"),
         (["--lr", "inf"], "--lr must be a finite number above 0; got inf"),
         (["--lr", "4"], "--lr must be a finite number above 0 and at most 3.14159; got 4.0"),
