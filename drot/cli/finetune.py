@@ -23,10 +23,11 @@ TEXT_OPTIONS = options_of(
     source={"name": "text", "metavar": "[c4|ORG/NAME|PATH]", "help": f"Text to train on: {SOURCES}"},
     seed={"help": "Random seed of the positions at which sequences are cut, and of the training."},
 )
-OTHER_OPTIONS = options_of(DEFAULT, TEXT, only=("held_out", "keep_adapter"), keep_adapter={"panel": OUTPUT})
+HELD_OUT = options_of(DEFAULT, TEXT, only=("held_out",))
+KEEP_ADAPTER = options_of(DEFAULT, OUTPUT, only=("keep_adapter",))
 
 
-@with_settings(out=[*TRAINING_OPTIONS, *TEXT_OPTIONS, *OTHER_OPTIONS])
+@with_settings(out=[*TRAINING_OPTIONS, *TEXT_OPTIONS, *HELD_OUT], as_json=KEEP_ADAPTER)
 def finetune(
     model: Annotated[
         str,

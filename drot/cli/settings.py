@@ -29,17 +29,16 @@ def options_of(
         panel: the panel of `--help` that shows the options.
         only: the fields with an option; () is all.
         leave_out: fields without an option.
-        differences: field → what differs from its declaration: `name`, `panel`, `help`, or an argument of
-            typer.Option.
+        differences: field → what differs from its declaration: `name`, `help`, or an argument of typer.Option.
     """
     fields = [field for field in only or fields_of(type(defaults)) if field not in leave_out]
-    return [_option(defaults, field, {"panel": panel} | differences.get(field, {})) for field in fields]
+    return [_option(defaults, field, panel, differences.get(field, {})) for field in fields]
 
 
-def _option(defaults: Any, field: str, differences: dict[str, Any]) -> inspect.Parameter:
+def _option(defaults: Any, field: str, panel: str, differences: dict[str, Any]) -> inspect.Parameter:
     section, default = type(defaults), getattr(defaults, field)
     texts = {"name": field, "help": description_of(section, field)} | differences
-    name, panel, help = (texts.pop(key) for key in ("name", "panel", "help"))
+    name, help = texts.pop("name"), texts.pop("help")
     annotation = fields_of(section)[field].annotation
     kind = members_of(annotation)[0]
     values: Any = str  # the class of the field reads the text: its message is the same from Python

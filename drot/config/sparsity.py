@@ -29,7 +29,7 @@ class Sparsity:
 
     @classmethod
     def parse(cls, text: "str | float | Sparsity", *, what: str = "`sparsity`") -> "Sparsity":
-        """Reads `0.5`, `"0.5"`, `"50%"` or `"2:4"`. Raises UserError, which names `what`, for anything else."""
+        """Reads `0.5`, `"0.5"`, `"50%"` or `"2:4"`. Otherwise raises UserError, which names `what`."""
         if isinstance(text, Sparsity):
             return text
         try:
