@@ -25,8 +25,8 @@ from drot.cli import app as cli
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.demo.demo import HELD_OUT, MODEL
-from drot.model.boundary import BoundaryRotation, rotated_layers, set_boundary
-from drot.model.families import architecture_of, decoder_layers, layer_linears
+from drot.model.decoder import DecoderModel
+from drot.model.rotation import Bases, Boundary
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
@@ -43,15 +43,15 @@ def orthogonal(size: int) -> torch.Tensor:
 def a_model(kind: str, family: str = "llama", place: BoundaryPlace = "input", **options):
     """A small model: rotated, packed, both as `rotated packed`, or stock."""
     model = small_model(family, **options)
-    arch = architecture_of(model.config)
-    layers = decoder_layers(model, arch)
+    layers = DecoderModel(model).layers
     if "rotated" in kind:
-        for layer in rotated_layers(layers, place):
-            set_boundary(layer, arch, BoundaryRotation(place, orthogonal(32), orthogonal(32)))
+        for layer in layers:
+            if Bases(place, len(layers)).holds(layer.index):
+                layer.hold(Boundary(place, orthogonal(32), orthogonal(32)))
     if "packed" in kind:
         for layer in layers:
-            for linear in layer_linears(layer, arch).values():
-                linear.weight.mul_(torch.tensor([1, 0, 0, 1]).repeat(linear.in_features // 4))
+            for linear in layer.linears.values():
+                linear.weight.mul_(torch.tensor([1, 0, 0, 1]).repeat(linear.weight.shape[1] // 4))
         pack_model(model)
     as_drot_model(model)
     return model
@@ -322,7 +322,7 @@ def test_training_of_a_packed_model_names_dequantize(kind, folders, tmp_path):
     model.dequantize().train()
     Trainer(model=model)
     model(TOKENS, labels=TOKENS).loss.backward()
-    for linear in layer_linears(model.model.layers[0], architecture_of(model.config)).values():
+    for linear in DecoderModel(model).layers[0].linears.values():
         assert float(linear.weight.grad.abs().sum()) > 0
 
 

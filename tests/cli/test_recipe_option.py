@@ -4,6 +4,7 @@ import json
 import logging
 
 import pytest
+from made_manifests import made_manifest
 from torch import nn
 
 from drot.cli import app as cli
@@ -23,7 +24,8 @@ def calls(monkeypatch):
 
     def prune(model, recipe, **options):
         seen.append((model, recipe, options))
-        manifest = {"calibration": {"sha256": "of this run"}, "rotations_file": options["rotations"]}
+        calibration = {"sha256": "of this run", "shape": [2, 8]}
+        manifest = made_manifest(RECIPE, calibration=calibration)
         return pipeline.PruneResult(nn.Identity(), manifest, options["out"])
 
     monkeypatch.setattr(pipeline, "prune", prune)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from made_manifests import made_agreement, made_evaluation, made_finetuning, made_manifest
 
-from drot.config import Recipe
+from drot.config import Recipe, resolve
 from drot.manifest.importance import HISTOGRAM_BINS
 from drot.manifest.records import FinetuneRecord
 from drot.report.evaluations import measurements, tasks
@@ -54,7 +54,7 @@ CASES = {
         r"raised the one-shot output error of 1 linear: layer 4 down_proj",
     ),
     "damping": (
-        lambda r: setattr(linear_of(r, 0), "damping", 10 * Recipe().damping),
+        lambda r: setattr(linear_of(r, 0), "damping", 10 * resolve(Recipe()).pruning.damping),
         r"from 0\.3 up to 3 for 1 Hessian: layer 0 q_proj",
     ),
     "damping of the training": (
