@@ -29,7 +29,7 @@ def options_of(
         panel: the panel of `--help` that shows the options.
         only: the fields with an option; () is all.
         leave_out: fields without an option.
-        differences: field → what differs from its declaration: `name`, `help`, arguments of typer.Option.
+        differences: field → what its option has of its own: `name`, `help`, or arguments of typer.Option.
     """
     fields = [field for field in only or fields_of(type(defaults)) if field not in leave_out]
     return [_option(defaults, field, panel, differences.get(field, {})) for field in fields]
