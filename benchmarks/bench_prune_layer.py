@@ -25,10 +25,10 @@ import drot
 from drot.calibration.hessian import HessianAccumulator
 from drot.checkpoint.size import size_text
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
+from drot.core.errors import quoted
 from drot.model.families import head_shape
 from drot.speed.timing import Timing
 from drot.speed.variants import SHAPES
-from drot.text.rows import one_line
 
 #: shapes that a CPU prunes within minutes, and within a second
 OWN_SHAPES: dict[str, dict[str, Any]] = {
@@ -75,7 +75,7 @@ def paper_step(config: Any, dtype: torch.dtype, device: str, steps: int) -> floa
         step = reference_step(problem.cast(dtype))
         return interleaved({"paper": step}, device=device, repeats=steps, warmup=1)["paper"].median
     except torch.OutOfMemoryError as fault:
-        return one_line(fault)
+        return quoted(fault)
 
 
 def hessian_seconds(config: Any, dtype: torch.dtype, device: str, tokens: int) -> float:

@@ -143,7 +143,7 @@ def finetuning() -> str:
     rows = read("finetuning", "perplexity")
     found = {(row["training"], row["lr"], row["rotation"]): row["perplexity"] for row in rows}
     body = [
-        [training, lr, *(found[training, lr, rotation] for rotation in ("none", "layer"))]
+        [training, lr, *(found.get((training, lr, rotation), "") for rotation in ("none", "layer"))]
         for training, lr in dict.fromkeys((row["training"], row["lr"]) for row in rows)
     ]
     return table(["training", "learning rate", "not rotated", "one rotation a layer"], body, rows)
@@ -155,12 +155,14 @@ def tf32_update() -> str:
     body = [
         [
             row["rotation"],
+            row["weights"],
             row["block"],
             *(f"{float(row[figure]):{'.4%' if 'mask' in figure else '+.4%'}}" for figure in figures),
         ]
         for row in rows
     ]
-    head = ["rotation", "columns of a block", "mask changed, mean", "most", "error, mean", "least", "most"]
+    head = ["rotation", "weights", "columns of a block", "mask changed, mean", "most"]
+    head += ["error, mean", "least", "most"]
     return table(head, body, rows)
 
 

@@ -105,10 +105,8 @@ def real_objectives(
 ) -> Iterator[tuple[str, int, str, LayerObjective]]:
     """(model, layer, objective, the objective of the layer) for the layers of a model."""
     model = DecoderModel(AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32).eval())
-    tokens = load_calibration(
-        options.calibration, load_tokenizer(options.model), nsamples=CALIBRATION.nsamples,
-        seqlen=CALIBRATION.seqlen, seed=CALIBRATION.seed, text_column=CALIBRATION.text_column,
-    )  # fmt: skip
+    settings = dataclasses.replace(CALIBRATION, source=options.calibration)
+    tokens = load_calibration(settings, load_tokenizer(options.model))
     stream = CalibrationStream.embed(model, tokens, device)
     for layer in model.layers[: max(options.layers) + 1]:
         layer.to(device)

@@ -9,6 +9,7 @@ model that the same method prunes to the same sparsities without a rotation and 
 """
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import time
@@ -92,10 +93,10 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     tokenizer = load_tokenizer(options.model)
-    tokens = load_calibration(
-        options.calibration, tokenizer, nsamples=options.nsamples, seqlen=options.seqlen,
-        seed=CALIBRATION.seed, text_column=CALIBRATION.text_column,
-    )  # fmt: skip
+    settings = dataclasses.replace(
+        CALIBRATION, source=options.calibration, nsamples=options.nsamples, seqlen=options.seqlen
+    )
+    tokens = load_calibration(settings, tokenizer)
     texts = {Path(path).stem: load_eval_tokens(path, tokenizer) for path in options.eval or [str(HELD_OUT)]}
 
     def measure(model: Any) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from drot.config import Recipe
+from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.manifest.manifest import Manifest
 
 MACHINE = {"processor": "x86_64", "gpu": None}
@@ -20,9 +20,9 @@ TRAINED = {
 }
 
 
-def made_layer(index: int, recipe: Recipe, roles: tuple[str, ...]) -> dict[str, Any]:
+def made_layer(index: int, recipe: ResolvedRecipe, roles: tuple[str, ...]) -> dict[str, Any]:
     """The record of a layer in which nothing is unusual."""
-    damping = recipe.damping
+    damping = recipe.pruning.damping
     linear = {
         "sparsity": 0.5,
         "output_error": 0.01,
@@ -52,8 +52,8 @@ def made_manifest(
     recipe: Recipe | None = None, layers: int = 1, roles: tuple[str, ...] = ("q_proj",), **changes: Any
 ) -> Manifest:
     """The manifest of a run of `recipe`. changes: entries to replace, in plain JSON types."""
-    recipe = recipe or Recipe()
-    shared = TRAINED | {"damping": [{"attention": recipe.damping}] * layers}
+    resolved = resolve(recipe or Recipe())
+    shared = TRAINED | {"damping": [{"attention": resolved.pruning.damping}] * layers}
     entries = {
         "format_version": 1,
         "base_model": "someone/some-model",
@@ -61,11 +61,11 @@ def made_manifest(
         "dtype": "float32",
         "format": "dense",
         "stock_architecture": False,
-        "recipe": recipe,
+        "recipe": resolved,
         "calibration": {"sha256": "0", "shape": [2, 8]},
         "positions": 64,
-        "layers": [made_layer(index, recipe, roles) for index in range(layers)],
-        "shared_rotation": shared if recipe.rotation.mode == "shared" else None,
+        "layers": [made_layer(index, resolved, roles) for index in range(layers)],
+        "shared_rotation": shared if resolved.rotation.mode == "shared" else None,
         "rotations_file": None,
         "untied_lm_head": False,
         "relative_logit_error": 1e-7,

@@ -38,12 +38,13 @@ def bench(
             "--tokens and --batch: 128 to 8192 tokens.",
         ),
     ] = None,
-    batch: Annotated[
+    batches: Annotated[
         str | None,
         option(
             CASES,
             "Time the decoding of one token per sequence, for each of these numbers of sequences, as in 1,8. "
             "Without --tokens and --batch: 1 to 32 sequences.",
+            "--batch",
         ),
     ] = None,
     repeats: Annotated[
@@ -77,7 +78,7 @@ def bench(
             model,
             shape,
             tokens=parse_sizes("--tokens", tokens),
-            batches=parse_sizes("--batch", batch),
+            batches=parse_sizes("--batch", batches),
             repeats=repeats,
             minutes=minutes,
             device=device,

@@ -40,7 +40,7 @@ def info(
         option(
             RUN,
             "Measure matrix products and a copy on --device, in a few seconds, and keep the rates in the "
-            "tuning cache. drot prune compares its phases with them.",
+            "tuning cache.",
             "--measure",
         ),
     ] = False,

@@ -1,7 +1,6 @@
 """Reading of JSON files, and the check of their content by a schema."""
 
 import json
-import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,6 +14,9 @@ from drot.core.validation import file_error, printable
 DEEPEST = 64
 #: largest whole number: that of an int64
 LARGEST = 2**63 - 1
+#: Largest float, and the inverse of the smallest but 0. No figure is near to it, and no quotient of two
+#: figures and no product overflows.
+LARGEST_FLOAT = 1e100
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
@@ -26,7 +28,7 @@ class Entries(BaseModel):
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`, whose numbers are finite and within 64 bits.
+    """The JSON object in `file`, whose numbers are finite, and neither too large nor too small.
 
     Raises UserError that names the file, and the entry where there is one: for a file that is missing, not a
     file, not UTF-8 or not JSON, for anything but an object, for deep nesting, and for NaN and other numbers
@@ -59,7 +61,7 @@ def _check_values(data: dict[str, Any], file: str) -> None:
     waiting: list[tuple[str, Any, int]] = [("", data, 0)]
     while waiting:
         name, value, depth = waiting.pop()
-        if isinstance(value, float) and not math.isfinite(value):
+        if isinstance(value, float) and value and not 1 / LARGEST_FLOAT <= abs(value) <= LARGEST_FLOAT:
             raise UserError(f"{file}: {name} must be a finite number, got {value}: copy the file again")
         if isinstance(value, int) and abs(value) > LARGEST:
             raise UserError(f"{file}: {name} must be a number of 64 bits, got {shortened(value)}")

@@ -88,15 +88,7 @@ def run_demo(
         raise UserError(f"{partial} was left by an interrupted demo: remove it or name another `out`")
     tokenizer = load_tokenizer(MODEL)
     seqlen = calibration.seqlen or default_seqlen(None)
-    tokens = load_calibration(
-        calibration.source,
-        tokenizer,
-        nsamples=calibration.nsamples,
-        seqlen=seqlen,
-        seed=calibration.seed,
-        text_column=calibration.text_column,
-        progress=progress,
-    )
+    tokens = load_calibration(replace(calibration, seqlen=seqlen), tokenizer, progress)
     held_out = load_eval_tokens(str(HELD_OUT), tokenizer, progress=progress)
     held_out = held_out[: None if windows is None else windows * seqlen]
 

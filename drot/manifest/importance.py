@@ -25,7 +25,7 @@ def save_importance_maps(folder: Path, maps: Mapping[str, Tensor | np.ndarray]) 
     """Writes `maps`, name → array on the CPU, compressed. Without arrays no file is written.
 
     maps: `<linear>.map_<basis>`, fp16 [rows, columns], and `<linear>.histogram_<basis>`, int64
-        [2, HISTOGRAM_BINS] (pipeline/figures.py). basis: `before` or `after` the rotation.
+        [2, HISTOGRAM_BINS] (pipeline/importance.py). basis: `before` or `after` the rotation.
     """
     if maps:
         # sorted and in C order, since the parts of a resumed run have them in another order

@@ -85,7 +85,7 @@ class SharedRotationRecord(TrainingRecord):
 class OneShotFigures(Entries):
     """Pruning by the method alone, without a solver, in one basis; None for a basis without figures.
 
-    removed_importance: the pruned share of the importance (pipeline/figures.py).
+    removed_importance: the pruned share of the importance (pipeline/importance.py).
     output_error: relative error of the outputs.
     """
 

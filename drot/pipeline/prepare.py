@@ -185,15 +185,7 @@ def _read_text(recipe: ResolvedRecipe, tokenizer: Any, config: Any, progress: Pr
             "`source`, or give the token ids as `calibration`"
         )
     check_seqlen(text.seqlen, config)  # before the text is tokenised, which may take a minute
-    return load_calibration(
-        text.source,
-        tokenizer,
-        nsamples=text.nsamples,
-        seqlen=text.seqlen,
-        seed=text.seed,
-        text_column=text.text_column,
-        progress=progress,
-    )
+    return load_calibration(text, tokenizer, progress)
 
 
 def _refuse_pruned(folder: Path) -> None:

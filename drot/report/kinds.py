@@ -1,4 +1,7 @@
-"""The kinds of charts of a report: lines, bars and grids."""
+"""The kinds of charts of a report: lines, bars and grids.
+
+name: of a chart's files. title: above it. caption: the chart in words.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -15,12 +18,7 @@ MOST_NUMBERED = 10
 def lines(name: str, title: str, x: str, series: Mapping[str, Mapping[int, float]], caption: str) -> Chart:
     """Lines through points, each with a colour, a dash and a marker of its own.
 
-    Args:
-        name: of the chart's files.
-        title: above the chart.
-        x: the label of the x axis.
-        series: label of a line → x → y.
-        caption: the chart in words.
+    x: the label of the x axis. series: label of a line → x → y.
     """
     with axes(280) as (figure, axis):
         for number, (label, values) in enumerate(series.items()):
@@ -40,12 +38,7 @@ def lines(name: str, title: str, x: str, series: Mapping[str, Mapping[int, float
 def bars(name: str, title: str, groups: Mapping[str, Mapping[str, float]], text: str, caption: str) -> Chart:
     """Horizontal bars with their values.
 
-    Args:
-        name: of the chart's files.
-        title: above the chart.
-        groups: label of a colour → name of a bar → value.
-        text: the format of a value, as in `{:.1f} s`.
-        caption: the chart in words.
+    groups: label of a colour → name of a bar → value. text: the format of a value, as in `{:.1f} s`.
     """
     names = list(dict.fromkeys(bar for values in groups.values() for bar in values))
     with axes(60 + 26 * len(names) * len(groups)) as (figure, axis):

@@ -75,7 +75,7 @@ class Run:
     @property
     def roles(self) -> list[str]:
         """The linears of a layer, in the order of the forward pass."""
-        return list(self.manifest.layers[0].linears)
+        return list(dict.fromkeys(role for layer in self.manifest.layers for role in layer.linears))
 
     @property
     def linears(self) -> list[str]:

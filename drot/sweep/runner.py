@@ -85,15 +85,7 @@ class CellRunner:
         if not recipe.reads_calibration or settings in self.calibration:
             return
         check_seqlen(settings.seqlen, self.config)
-        self.calibration[settings] = load_calibration(
-            settings.source,
-            self.tokenizer,
-            nsamples=settings.nsamples,
-            seqlen=settings.seqlen,
-            seed=settings.seed,
-            text_column=settings.text_column,
-            progress=self.progress,
-        )
+        self.calibration[settings] = load_calibration(settings, self.tokenizer, self.progress)
 
     def _measure_dense(self) -> Any:
         """The figures of the dense model as in `_measure`, none of which is None."""

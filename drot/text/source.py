@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from drot.config import CalibrationConfig
 from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
@@ -35,36 +36,21 @@ SEPARATOR = "\n\n"
 READ_EVERY = 1 << 20
 
 
-def load_calibration(
-    source: str | Tensor,
-    tokenizer: Any,
-    *,
-    nsamples: int,
-    seqlen: int,
-    seed: int,
-    text_column: str,
-    progress: Progress = silent,
-) -> Tensor:
-    """Token ids [nsamples, seqlen], int64, on the CPU.
+def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Progress = silent) -> Tensor:
+    """Token ids [nsamples, seqlen], int64, on the CPU, of the text of `settings`, whose seqlen is known.
 
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
     position drawn from torch.Generator().manual_seed(seed).
 
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
-    Args:
-        source: a text, as in `read_text`. A tensor of token ids is used as it is, with its own shape.
-        tokenizer: the tokenizer of the model.
-        nsamples: number of sequences.
-        seqlen: tokens in a sequence.
-        seed: seed of the sequences' positions.
-        text_column: the column of the text, as in `read_text`.
-        progress: receives the events of `read_text` and `tokenize`.
+    progress: receives the events of `read_text` and `tokenize`.
     """
-    if isinstance(source, Tensor):
-        return as_token_ids(source)
-    needed = nsamples * seqlen
-    text = read_text(source, "train", text_column, tokenizer, max_tokens=needed, progress=progress)
+    source, nsamples, seqlen = settings.source, settings.nsamples, settings.seqlen
+    assert seqlen is not None
+    text = read_text(
+        source, "train", settings.text_column, tokenizer, max_tokens=nsamples * seqlen, progress=progress
+    )
     ids = tokenize(text, tokenizer, progress)
     starts = len(ids) - seqlen
     if starts <= 0:
@@ -77,7 +63,7 @@ def load_calibration(
             f"`nsamples` must be at most {starts}, the number of places in {source!r} where a sequence of "
             f"{seqlen} tokens can start; got {nsamples}: lower `nsamples` or give a longer text"
         )
-    return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=seed)
+    return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=settings.seed)
 
 
 def draw_sequences(ids: Tensor, *, nsamples: int, seqlen: int, seed: int) -> Tensor:

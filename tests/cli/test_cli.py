@@ -159,7 +159,13 @@ def test_json_has_no_infinity(monkeypatch, capsys):
     """JSON has no Infinity and no NaN: a figure that is not finite is null."""
     text = {"tokens": 9, "windows": 1, "split": None, "sha256": "0"}
     figures = {"model": "m", "seqlen": 8, "perplexity": {"a": math.inf, "b": math.nan}, "tasks": {"t": 0.5}}
-    figures |= {"texts": {"a": text, "b": text}, "averages": {}, "against": None, "streamed": False}
+    figures |= {
+        "texts": {"a": text, "b": text},
+        "averages": {},
+        "against": None,
+        "agreement": {},
+        "streamed": False,
+    }
     figures |= {"dtype": "float32", "machine": "cpu"}
     figures |= {"task_details": {"t": {"metric": "acc", "fewshot": 0, "stderr": math.nan}}}
     monkeypatch.setattr("drot.evaluation.evaluate.evaluate", lambda models, **options: [figures])

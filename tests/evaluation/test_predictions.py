@@ -10,7 +10,7 @@ from drot.core.errors import UserError
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import perplexity, perplexity_of
 from drot.evaluation.predictions import predict
-from drot.model.families import architecture_of, decoder_layers
+from drot.model.decoder import DecoderModel
 from drot.sparse.fused import FusedLinear, FusedRotation, fuse
 
 TOKENS = random_tokens(1, 200)[0]
@@ -54,7 +54,7 @@ def test_rotated_packed_and_fused(boundary, format, device):
 def test_one_layer_at_a_time(monkeypatch):
     """Each layer goes to the device and back before the next one goes."""
     model, moves = small_model("llama"), []
-    layers = list(decoder_layers(model, architecture_of(model.config)))
+    layers = list(DecoderModel(model).layer_modules)
     original = torch.nn.Module.to
 
     def to(module, target):
@@ -74,7 +74,7 @@ def test_one_layer_at_a_time(monkeypatch):
 
 def test_all_windows_pass_a_layer_before_the_next(monkeypatch):
     model, calls = small_model("llama"), []
-    for index, layer in enumerate(decoder_layers(model, architecture_of(model.config))):
+    for index, layer in enumerate(DecoderModel(model).layer_modules):
         layer.register_forward_hook(
             lambda module, args, out, index=index: calls.append((index, len(args[0])))
         )

@@ -264,14 +264,14 @@ def test_verdict(p20, median, p80, words):
     assert rates.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
 
 
-def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it():
-    config = small_model("llama").config
-    entries = {basis: DrotConfig(residual_rotation=True, down_basis=basis) for basis in ("own", "next")}
-    for basis, entry in [*entries.items(), *((basis, entry.to_dict()) for basis, entry in entries.items())]:
-        config.quantization_config = entry
-        layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
-        assert rotation_place(layer) == {"own": "input", "next": "residual"}[basis]
-        assert isinstance(layer.mlp.down_proj, DeferredLinear) == (basis == "next")
+@pytest.mark.parametrize("boundary", ["input", "residual"])
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it(boundary, as_dict):
+    config, entry = small_model("llama").config, DrotConfig(boundary=boundary)
+    config.quantization_config = entry.to_dict() | {"quant_method": "drot"} if as_dict else entry
+    layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
+    assert rotation_place(layer) == boundary
+    assert isinstance(layer.mlp.down_proj, DeferredLinear) == (boundary == "residual")
 
 
 def test_interleaved_takes_turns():

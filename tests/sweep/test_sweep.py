@@ -72,13 +72,9 @@ def trainings(monkeypatch) -> list[int]:
     from drot.pipeline import run
 
     calls: list[int] = []
-    original = run.train_dense
-
-    def counted(*args):
-        calls.append(1)
-        return original(*args)
-
-    monkeypatch.setattr(run, "train_dense", counted)
+    for name in ("train_layers", "train_shared"):
+        original = getattr(run, name)
+        monkeypatch.setattr(run, name, lambda *args, train=original: calls.append(1) or train(*args))
     return calls
 
 

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from drot.checkpoint.load import load_tokenizer
-from drot.config import FinetuneConfig
+from drot.config import CalibrationConfig, FinetuneConfig
 from drot.core.errors import UserError
 from drot.demo.demo import HELD_OUT, MODEL
 from drot.evaluation.perplexity import load_eval_tokens
@@ -90,7 +90,7 @@ def test_a_dataset_is_read_only_as_far_as_needed(monkeypatch):
         lambda: ({"text": read.append(i) or "0123456789"} for i in range(10000))
     )
     monkeypatch.setattr(datasets, "load_dataset", lambda path, **options: rows)
-    load_calibration("a/b", tokenizer(), nsamples=2, seqlen=5, seed=0, text_column="text")
+    load_calibration(CalibrationConfig(source="a/b", nsamples=2, seqlen=5), tokenizer())
     assert 8 <= len(read) < 50
     config = FinetuneConfig(held_out=1)
     replace = dataclasses.replace
@@ -138,7 +138,8 @@ def test_a_chat_is_tokenised_as_the_template_of_the_tokenizer_does(tmp_path):
     path, made = tmp_path / "chats.jsonl", tokenizer()
     path.write_text(json.dumps({"messages": CHAT}))
     length = len(made.apply_chat_template(CHAT, tokenize=True)["input_ids"])
-    tokens = load_calibration(str(path), made, nsamples=1, seqlen=length - 1, seed=0, text_column="text")
+    settings = CalibrationConfig(source=str(path), nsamples=1, seqlen=length - 1)
+    tokens = load_calibration(settings, made)
     expected = made.apply_chat_template(CHAT, tokenize=True)["input_ids"]
     assert tokens.tolist() == [expected[:-1]]
     assert made.convert_tokens_to_ids("<|user|>") in tokens

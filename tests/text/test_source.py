@@ -8,9 +8,10 @@ import datasets
 import pytest
 import torch
 
+from drot.config import CalibrationConfig
 from drot.core import hub
 from drot.core.errors import UserError
-from drot.text.source import calibration_hash, load_calibration, read_text
+from drot.text.source import as_token_ids, calibration_hash, load_calibration, read_text
 
 
 class ByteTokenizer:
@@ -22,9 +23,10 @@ class ByteTokenizer:
 
 
 def load(source, nsamples=3, seqlen=4, seed=0, text_column="text"):
-    return load_calibration(
-        source, ByteTokenizer(), nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
+    settings = CalibrationConfig(
+        source=str(source), nsamples=nsamples, seqlen=seqlen, seed=seed, text_column=text_column
     )
+    return load_calibration(settings, ByteTokenizer())
 
 
 def test_sequences_start_at_positions_of_the_generator(tmp_path):
@@ -182,13 +184,13 @@ def test_the_right_data_are_read_from_the_hub_and_c4_only_in_part(monkeypatch):
 
 def test_a_tensor_is_used_as_it_is():
     tokens = torch.arange(6, dtype=torch.int32).reshape(2, 3)
-    assert torch.equal(load(tokens), tokens.long())
+    assert torch.equal(as_token_ids(tokens), tokens.long())
 
 
 @pytest.mark.parametrize("tokens", [torch.zeros(2, 3), torch.arange(3), torch.zeros(0, 3, dtype=torch.long)])
 def test_a_tensor_of_no_token_ids(tokens):
     with pytest.raises(UserError, match=r"must be integers of shape \[nsamples, seqlen\], got"):
-        load(tokens)
+        as_token_ids(tokens)
 
 
 def test_the_hash_depends_on_the_ids_alone():
