@@ -1,28 +1,26 @@
 """The estimates of a run: its formulas against the operations that torch counts, and a dry run."""
 
-import contextlib
-
 import pytest
 import torch
 from small_models import random_tokens, small_model
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-import drot
 from drot.calibration.stream import CalibrationStream
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
-from drot.model.families import INPUT_GROUPS
+from drot.model.decoder import DecoderModel
 from drot.pipeline import estimate
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.dry_run import run_needs
+from drot.pipeline.events import StepBegan, StepEnded
 from drot.pipeline.objective import layer_objective
+from drot.pipeline.run import PruningRun
 from drot.rotation.optimizers import FastOptimizer
 
 SIZES = dict(hidden_size=64, intermediate_size=112, num_hidden_layers=2)
 TOKENS = random_tokens(6, 32)
-ROLES = [role for roles in INPUT_GROUPS.values() for role in roles]
 
 
 def counter() -> FlopCounterMode:
@@ -51,9 +49,12 @@ def counted(function) -> float:
     return count.get_total_flops()
 
 
-def context(recipe: Recipe, family="llama") -> tuple[RunContext, estimate.Sizes]:
-    run = RunContext(small_model(family, **SIZES), resolve(recipe), TOKENS, [torch.device("cpu")], silent)
-    return run, estimate.sizes_of(run.model, *TOKENS.shape)
+def context(recipe: Recipe, family="llama") -> RunContext:
+    return RunContext(small_model(family, **SIZES), resolve(recipe), TOKENS, [torch.device("cpu")], silent)
+
+
+def small_sizes() -> estimate.Sizes:
+    return estimate.sizes_of(DecoderModel(small_model("llama", **SIZES)), *TOKENS.shape)
 
 
 def recipe(*, quality="fast", method="sparsegpt", keep=(), sparsity="2:4", **rotation) -> Recipe:
@@ -67,15 +68,14 @@ def recipe(*, quality="fast", method="sparsegpt", keep=(), sparsity="2:4", **rot
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_forward_and_hessians(family):
     """A Hessian takes n² operations a token, and twice that where both of its halves are computed."""
-    run, sizes = context(recipe(), family)
-    stream = CalibrationStream.embed(run.model, run.arch, TOKENS, run.device)
-    layer = run.layers[0]
-    assert counted(lambda: stream.outputs(layer, 0)) == estimate.forward(sizes)
-    paths = dict(run.arch.linears)
-    linears = {g: (layer.get_submodule(paths[roles[0]]), None) for g, roles in INPUT_GROUPS.items()}
-    for last in range(1, len(INPUT_GROUPS) + 1):
-        groups = list(INPUT_GROUPS)[:last]
-        count = counted(lambda: stream.hessians(layer, 0, {g: linears[g] for g in groups}))  # noqa: B023
+    run = context(recipe(), family)
+    sizes = estimate.sizes_of(run.model, *TOKENS.shape)
+    stream = CalibrationStream.embed(run.model, TOKENS, run.device)
+    layer = run.model.layers[0]
+    assert counted(lambda: stream.outputs(layer)) == estimate.forward(sizes)
+    for last in range(1, len(layer.groups) + 1):
+        groups = layer.groups[:last]
+        count = counted(lambda: stream.hessians(layer, groups))  # noqa: B023
         half = sum(TOKENS.numel() * sizes.inputs(group) ** 2 for group in groups)
         assert count - half <= estimate.hessians(sizes, groups) <= count, groups
 
@@ -92,9 +92,9 @@ def test_forward_and_hessians(family):
     ids=lambda r: f"{r.pruning.method} {r.rotation.objective} {r.rotation.blocks} {r.pruning.keep}",
 )
 def test_one_step_of_the_training(chosen):
-    run, sizes = context(chosen)
-    stream = CalibrationStream.embed(run.model, run.arch, TOKENS, run.device)
-    objective, _ = layer_objective(run.layers[0], 0, stream, run.arch, run.shape, run.recipe)
+    run, sizes = context(chosen), small_sizes()
+    stream = CalibrationStream.embed(run.model, TOKENS, run.device)
+    objective, _ = layer_objective(run.model.layers[0], stream, run.recipe)
     optimizer = FastOptimizer(list(objective.identity()), lr=0.1, steps=4, objective=objective.objective)
     _, *gradients = objective.value_and_grad(*optimizer.matrices)
     evaluation = counted(lambda: objective.value_and_grad(*optimizer.matrices))
@@ -105,24 +105,20 @@ def test_one_step_of_the_training(chosen):
     assert step == pytest.approx(estimate.optimizer_step(sizes, run.recipe, 1), rel=1e-12)
 
 
-def counted_by_phase(monkeypatch, chosen, **options) -> tuple[dict[str, float], dict]:
-    """The operations that torch counts in each phase of a run, and the manifest of the run."""
-    phases: dict[str, float] = {}
-    clock = RunContext.clock
+def counted_by_step(run: PruningRun) -> dict[str, float]:
+    """The operations that torch counts in each step of a run."""
+    steps: dict[str, float] = {}
     with counter() as count:
 
-        @contextlib.contextmanager
-        def counting(self, phase, device=None):
-            before = count.get_total_flops()
-            with clock(self, phase, device):
-                yield
-            phases[phase] = phases.get(phase, 0.0) + count.get_total_flops() - before
+        def listen(event):
+            if isinstance(event, StepBegan):
+                steps[event.step] = steps.get(event.step, 0.0) - count.get_total_flops()
+            elif isinstance(event, StepEnded):
+                steps[event.step] += count.get_total_flops()
 
-        monkeypatch.setattr(RunContext, "clock", counting)
-        result = drot.prune(
-            small_model("llama", **SIZES), chosen, calibration=TOKENS, device="cpu", **options
-        )
-    return phases, result.manifest
+        run.context.listeners.append(listen)
+        run.execute(None)
+    return steps
 
 
 @pytest.mark.parametrize(
@@ -136,15 +132,15 @@ def counted_by_phase(monkeypatch, chosen, **options) -> tuple[dict[str, float], 
     ],
     ids=["layer", "shared", "dense hessians", "not rotated", "best"],
 )
-def test_every_phase_of_a_run(monkeypatch, chosen):
+def test_every_step_of_a_run(chosen):
     """A formula is never above what is computed. A run computes more: both halves of a symmetric product,
     linears again for the outputs of a layer, output errors, and figures."""
-    phases, manifest = counted_by_phase(monkeypatch, chosen)
-    resolved, sizes = resolve(chosen), estimate.sizes_of(small_model("llama", **SIZES), *TOKENS.shape)
-    linears = [linear for layer in manifest["layers"] for linear in layer["linears"].values()]
+    run = PruningRun(context(chosen))
+    steps, resolved, sizes = counted_by_step(run), run.context.recipe, small_sizes()
+    linears = [linear for layer in run.layers for linear in layer["linears"].values()]
     iterations = min(linear.get("admm_iterations", 0) for linear in linears)
     work = estimate.run_work(sizes, resolved, torch.float32, admm_iterations=iterations)
-    needed = {phase: done["float32"] for phase, done in work.items()}
+    needed = {step: done["float32"] for step, done in work.items()}
     assert needed.keys() == {
         "calibrate",
         "prune",
@@ -154,14 +150,13 @@ def test_every_phase_of_a_run(monkeypatch, chosen):
     least = {"calibrate": 0.3, "rotate": 0.95, "prune": 0.28, "recover": 0.9}
     if chosen.rotation.mode == "layer" and chosen.rotation.hessians == "dense":
         del needed["rotate"]  # trained in a thread, where torch does not count
-    for phase, amount in needed.items():
-        assert least[phase] <= amount / phases[phase] <= 1.001, (phase, amount / phases[phase])
+    for step, amount in needed.items():
+        assert least[step] <= amount / steps[step] <= 1.001, (step, amount / steps[step])
 
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_rotations_from_a_file_take_no_training(trains):
-    resolved, sizes = resolve(recipe()), estimate.sizes_of(small_model("llama", **SIZES), *TOKENS.shape)
-    assert ("rotate" in estimate.run_work(sizes, resolved, torch.float32, trains=trains)) == trains
+    assert ("rotate" in estimate.run_work(small_sizes(), resolve(recipe()), torch.float32, trains=trains)) == trains
 
 
 def test_the_time_at_the_peaks_adds_up():
@@ -175,7 +170,7 @@ def test_a_dry_run_needs_what_the_run_writes(tmp_path):
     needs = run_needs(
         tmp_path / "model", recipe().replace(nsamples=6, seqlen=32), device="cpu", save_dtype="bfloat16"
     )
-    sizes = estimate.sizes_of(small_model("llama", **SIZES), 6, 32)
+    sizes = small_sizes()
     assert (needs.checkpoint, needs.partial) == disk_needs(sizes, needs.recipe, torch.float32, torch.bfloat16)
     assert (needs.tokens, needs.dtype, needs.save_dtype) == (192, "float32", "bfloat16")
     assert needs.work == estimate.run_work(sizes, needs.recipe, torch.float32)

@@ -1,22 +1,25 @@
 """The events of a run: their order, and what the clock and the progress reports make of them."""
 
+import time
+
 import pytest
 import torch
-from runs import TOKENS, recipe
+from runs import TOKENS, one_shot, prune, recipe
 from small_models import small_model
 
 from drot.checkpoint.resume import RunState
+from drot.config import resolve
 from drot.core.events import ProgressEvent, silent
 from drot.pipeline import events
 from drot.pipeline.context import RunContext
-from drot.pipeline.events import Advanced, ProgressReports, StepBegan, StepEnded, Stopwatch
+from drot.pipeline.events import Advanced, Announced, ProgressReports, StepBegan, StepEnded, Stopwatch
 from drot.pipeline.run import PruningRun
 
 CPU = torch.device("cpu")
 
 
-def began(step, layer=None, **fields):
-    return StepBegan(step=step, layer=layer, **fields)
+def began(step, layer=None):
+    return StepBegan(step=step, layer=layer)
 
 
 def ended(step, layer=None):
@@ -79,9 +82,11 @@ def test_announced_steps_and_advances_are_reported():
     seen: list[ProgressEvent] = []
     report = ProgressReports(seen.append, 3)
     for event in (
-        began("calibrate", announced=True),
+        Announced(step="calibrate"),
+        began("calibrate"),
         began("merge", 1),
-        began("prune", 1, announced=True),
+        Announced(step="prune", layer=1),
+        began("prune", 1),
         ended("prune", 1),
         Advanced(step="rotate", layer=2, done=10, total=50, loss=0.5),
     ):
@@ -96,11 +101,17 @@ def test_announced_steps_and_advances_are_reported():
 # ---- a run -------------------------------------------------------------------------------------------
 
 
-def events_of(chosen, out):
-    """What a listener hears of a run whose finished layers are saved."""
-    context = RunContext(small_model("llama"), chosen, TOKENS, [CPU], silent)
+def listened(chosen):
+    """The context of a run, and the list of what a listener hears of it."""
+    context = RunContext(small_model("llama"), resolve(chosen), TOKENS, [CPU], silent)
     heard = []
     context.listeners.append(heard.append)
+    return context, heard
+
+
+def events_of(chosen, out):
+    """What a listener hears of a run whose finished layers are saved."""
+    context, heard = listened(chosen)
     PruningRun(context).execute(RunState(out, {}))
     return heard
 
@@ -113,7 +124,7 @@ def check_balance(heard):
             open_steps.append((event.step, event.layer))
         elif isinstance(event, StepEnded):
             assert open_steps.pop() == (event.step, event.layer)
-        else:
+        elif isinstance(event, Advanced):
             assert open_steps[-1] == (event.step, event.layer)
     assert not open_steps
 
@@ -157,9 +168,15 @@ def test_the_losses_of_the_training_are_heard(tmp_path):
 
 
 def test_a_step_that_fails_ends(tmp_path):
-    context = RunContext(small_model("llama"), recipe("none"), TOKENS, [CPU], silent)
-    heard = []
-    context.listeners.append(heard.append)
+    context, heard = listened(recipe("none"))
     with pytest.raises(MemoryError), context.during("prune", context.model.layers[1]):
         raise MemoryError
     assert heard == [began("prune", 1), ended("prune", 1)]
+
+
+def test_the_manifest_says_where_the_time_went(tmp_path):
+    started = time.perf_counter()
+    seconds = prune(chosen=one_shot(), out=tmp_path / "out").manifest.seconds
+    passed = time.perf_counter() - started
+    assert 0.7 * passed < sum(seconds.phases.values()) <= seconds.total <= passed
+    assert {step for step, value in seconds.phases.items() if value > 0} == set(events.STEPS) - {"recover"}

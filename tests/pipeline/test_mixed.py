@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 from small_models import random_tokens, relative_error, small_model
 
 from drot.checkpoint.rotations import load_rotations
-from drot.config import DAMPING, PruningConfig, Recipe, Sparsity
+from drot.config import PruningConfig, Recipe, Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
+from drot.manifest.records import LinearRecord
 from drot.model.families import head_shape
 from drot.pipeline.context import RunContext
 from drot.pipeline.training import _objectives
@@ -54,8 +55,7 @@ def test_equal_settings_in_all_their_forms():
     }
     written = Recipe(pruning=PruningConfig(**MIXED)).to_dict()
     assert json.loads(json.dumps(written)) == written
-    resolved = PruningConfig(**MIXED, solve="admm", target="dense", damping=DAMPING, damping_average="median")
-    assert PruningConfig(**written["pruning"]) == resolved
+    assert PruningConfig(**written["pruning"]) == PruningConfig(**MIXED)
     assert PruningConfig().for_linear("layers.0.mlp.up_proj") == PruningConfig()
     one = PruningConfig(damping=0.1, **MIXED).for_linear("layers.1.mlp.down_proj")
     assert one == PruningConfig(damping=0.1, sparsity="4:8")
@@ -107,21 +107,21 @@ def test_every_linear_has_its_own_pattern(mode, method):
     model, dense = small_model("qwen3-biased"), named_linears(small_model("qwen3-biased"))
     result = prune(model, chosen)
     assert_patterns(result.model, chosen.pruning)
-    layers, zeros, total = result.manifest["layers"], 0, 0
+    layers, zeros, total = result.manifest.layers, 0, 0
     for name, linear in named_linears(result.model).items():
         _, index, _, role = name.split(".")
-        figures, kept = layers[int(index)]["linears"][role], chosen.pruning.keeps(name)
+        figures, kept = layers[int(index)].linears[role], chosen.pruning.keeps(name)
         assert kept == (index == "0" or (index, role) == ("2", "up_proj"))
         if kept:
-            assert figures == {"sparsity": 0.0, "output_error": 0.0, "damping": None}
+            assert figures == LinearRecord(sparsity=0.0, output_error=0.0, damping=None)
         else:
-            assert figures["output_error"] > 0
+            assert figures.output_error > 0
         if kept and mode == "none":
             assert torch.equal(linear.weight, dense[name].weight)
         zeros, total = zeros + int((linear.weight == 0).sum()), total + linear.weight.numel()
-    assert result.manifest["sparsity"] == zeros / total
-    assert all(list(layer["linears"]) == [name.split(".")[-1] for name in dense][:7] for layer in layers)
-    json.dumps(result.manifest, allow_nan=False)
+    assert result.manifest.sparsity == zeros / total
+    assert all(list(layer.linears) == [name.split(".")[-1] for name in dense][:7] for layer in layers)
+    json.dumps(result.manifest.to_dict(), allow_nan=False)
 
 
 @pytest.mark.parametrize("boundary", ["input", "residual"])
@@ -149,21 +149,21 @@ def test_kept_weights_are_the_dense_ones_rotated(boundary, tmp_path):
 def test_a_layer_that_is_kept_takes_no_training_step():
     events = []
     manifest = prune(chosen=recipe(), progress=events.append).manifest
-    trained = manifest["layers"][0]["rotation"]
-    assert (trained["loss_curve"], trained["entropy_before"], trained["damping"]) == ([0.0], 0.0, {})
-    assert len(manifest["layers"][1]["rotation"]["loss_curve"]) == 6
+    trained = manifest.layers[0].rotation
+    assert (trained.loss_curve, trained.entropy_before, trained.damping) == ([0.0], 0.0, {})
+    assert len(manifest.layers[1].rotation.loss_curve) == 6
     assert not [event for event in events if (event.phase, event.layer) == ("rotate", 0) and event.step]
 
 
-@pytest.mark.parametrize("layers_per_step", [None, 1])
+@pytest.mark.parametrize("layers_per_step", [0, 1])
 @pytest.mark.parametrize("optimizer", ["fast", "paper"])
 def test_a_shared_rotation_is_trained_without_the_kept_layers(optimizer, layers_per_step):
     """The loss is that of the other layers, and it falls; R2 of a kept layer stays the identity."""
     chosen = recipe("shared", optimizer=optimizer, layers_per_step=layers_per_step, steps=20)
     result = prune(chosen=chosen)
-    trained = result.manifest["shared_rotation"]
-    assert 0 < trained["loss_after"] < trained["loss_before"]
-    assert all(loss > 0 for loss in trained["loss_curve"])
+    trained = result.manifest.shared_rotation
+    assert 0 < trained.loss_after < trained.loss_before
+    assert all(loss > 0 for loss in trained.loss_curve)
     assert_patterns(result.model, recipe().pruning)
 
 
@@ -174,31 +174,31 @@ def test_a_model_that_is_kept_whole_does_not_change(mode, objective):
     before = model(tokens).logits
     result = prune(model, recipe(mode, objective=objective, keep=("*",)))
     assert relative_error(result.model(tokens).logits, before) < 1e-5
-    assert result.manifest["sparsity"] == 0
+    assert result.manifest.sparsity == 0
 
 
 def test_only_one_linear_is_pruned():
     chosen = small_recipe(sparsity=0, sparsity_of={"down_proj": "2:4"})
     result = prune(small_model("mistral"), chosen)
     assert_patterns(result.model, chosen.pruning)
-    for layer in result.manifest["layers"]:
-        assert list(layer["rotation"]["damping"]) == ["down"]
-        assert [role for role, figures in layer["linears"].items() if figures["damping"]] == ["down_proj"]
-        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
+    for layer in result.manifest.layers:
+        assert list(layer.rotation.damping) == ["down"]
+        assert [role for role, figures in layer.linears.items() if figures.damping] == ["down_proj"]
+        assert layer.rotation.loss_after < layer.rotation.loss_before
 
 
 def test_without_any_sparsity_a_rotation_is_trained():
     chosen = small_recipe(method="wanda", objective="entropy", sparsity=0.0)
     manifest = prune(chosen=chosen).manifest
-    for layer in manifest["layers"]:
-        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
+    for layer in manifest.layers:
+        assert layer.rotation.loss_after < layer.rotation.loss_before
 
 
 def test_a_kept_down_proj_is_trained_with_no_layer():
     """With rotations on the residual, a down_proj belongs to the next layer: it takes its pattern along."""
     own = dict(keep=("layers.0.mlp.down_proj",), sparsity_of={"layers.1.mlp.down_proj": "4:8"})
     chosen = recipe(**RESIDUAL, **own)
-    context = RunContext(small_model("llama"), chosen, TOKENS, [torch.device("cpu")], silent)
+    context = RunContext(small_model("llama"), resolve(chosen), TOKENS, [torch.device("cpu")], silent)
     found = [[str(down.sparsity) for down in part.left_rotated] for _, part, _ in _objectives(context)]
     assert found == [[], [], ["4:8", "2:4"]]
 

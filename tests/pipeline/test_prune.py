@@ -29,11 +29,11 @@ from drot.pipeline.invariance import InvarianceError
 def test_every_family_keeps_the_pattern_and_survives_saving(family, mode, tmp_path):
     result = prune(small_model(family), recipe(mode), out=tmp_path / "out")
     assert_patterns(result.model, recipe().pruning)
-    assert result.manifest["sparsity"] == pytest.approx(0.5, abs=0.01)
+    assert result.manifest.sparsity == pytest.approx(0.5, abs=0.01)
     tokens = random_tokens(2, 30, seed=5)
     loaded = drot.load(tmp_path / "out", device="cpu")
     assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
-    assert read_manifest(tmp_path / "out") == json.loads(json.dumps(result.manifest))
+    assert read_manifest(tmp_path / "out").to_dict() == result.manifest.to_dict()
     assert not list(tmp_path.glob("*.part*"))
 
 
@@ -43,12 +43,12 @@ def test_methods_and_sparsities(method, sparsity):
     chosen = recipe(method=method, sparsity=sparsity)
     result = prune(chosen=chosen)
     assert_patterns(result.model, chosen.pruning)
-    for layer in result.manifest["layers"]:
-        assert len(layer["linears"]) == 7
-        assert layer["rotation"]["loss_after"] < layer["rotation"]["loss_before"]
-        assert layer["rotation"]["invariance_error"] < 1e-5
-    assert result.manifest["relative_logit_error"] < 1e-5
-    json.dumps(result.manifest)
+    for layer in result.manifest.layers:
+        assert len(layer.linears) == 7
+        assert layer.rotation.loss_after < layer.rotation.loss_before
+        assert layer.rotation.invariance_error < 1e-5
+    assert result.manifest.relative_logit_error < 1e-5
+    json.dumps(result.manifest.to_dict())
 
 
 def test_without_sparsity_the_logits_do_not_change():
@@ -100,8 +100,8 @@ def test_layers_trained_in_parallel_are_the_same(tmp_path):
     assert 0 not in trained and 1 in trained
     assert_same_weights(result.model, serial.model)
     keys = ("loss_curve", "entropy_after", "damping", "best_step")
-    for expected, layer in zip(serial.manifest["layers"], result.manifest["layers"], strict=True):
-        assert all(expected["rotation"][key] == layer["rotation"][key] for key in keys)
+    for expected, layer in zip(serial.manifest.layers, result.manifest.layers, strict=True):
+        assert all(getattr(expected.rotation, key) == getattr(layer.rotation, key) for key in keys)
 
 
 @pytest.mark.parametrize("rotation", [dict(mode="layer"), dict(mode="shared"), dict(mode="none")])
@@ -123,7 +123,7 @@ def test_shared_rotation_is_a_stock_checkpoint(tmp_path):
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
     assert torch.equal(torch.load(tmp_path / "logits.pt"), result.model(tokens).logits)
-    assert result.manifest["stock_architecture"] is True
+    assert result.manifest.stock_architecture
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 
 
@@ -316,8 +316,8 @@ def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
         progress=lambda event: events.append(event.phase),
     )
     assert "rotate" not in events
-    assert again.manifest["rotations_file"]["file"] == "rotations.safetensors"
-    assert again.manifest["rotations_file"]["trained_with"]["recipe"]["pruning"]["sparsity"] == "2:4"
+    assert again.manifest.rotations_file.file == "rotations.safetensors"
+    assert again.manifest.rotations_file.trained_with["recipe"]["pruning"]["sparsity"] == "2:4"
     same = prune(chosen=chosen, rotations=file)
     models = (named_linears(result.model).values() for result in (first, same))
     equal = torch.cat([((a.weight == 0) == (b.weight == 0)).flatten() for a, b in zip(*models)])

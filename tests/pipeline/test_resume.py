@@ -7,15 +7,17 @@ from types import SimpleNamespace
 import pytest
 import runs
 import torch
+from made_manifests import made_manifest
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
 
 import drot
 from drot.checkpoint.resume import RunState, identity_differences
 from drot.cli import app as cli
+from drot.core import hashes
 from drot.core.errors import UserError
-from drot.manifest import integrity
-from drot.manifest.integrity import folder_records, weights_record
+from drot.core.hashes import file_record, weights_record
+from drot.manifest.integrity import folder_records
 from drot.manifest.manifest import read_manifest
 
 TOKENS = random_tokens(4, 40)
@@ -179,8 +181,8 @@ def test_another_recipe_names_its_fields_with_both_values(tmp_path):
         prune(out, recipe(damping=0.02, steps=4), resume=True)
     assert "rotation.steps: 3 in the unfinished run, 4 now" in str(caught.value)
     assert "pruning.damping: 0.01 in the unfinished run, 0.02 now" in str(caught.value)
-    hashes = {"recipe": {"calibration": {"seqlen": 8}}, "calibration": "ab"}
-    text = identity_differences(hashes, {"recipe": {"calibration": {"seqlen": 9}}, "calibration": "cd"}, "x")
+    before = {"recipe": {"calibration": {"seqlen": 8}}, "calibration": "ab"}
+    text = identity_differences(before, {"recipe": {"calibration": {"seqlen": 9}}, "calibration": "cd"}, "x")
     assert text == "calibration.seqlen: 8 in x, 9 now, SHA-256 of the calibration tokens: ab in x, cd now"
     text = identity_differences({"a": {"b": 1}, "gone": 2}, {"a": {"b": 1}, "new": [3]}, "x")
     assert text == "gone: 2 in x, no value now, new: no value in x, [3] now"
@@ -214,7 +216,7 @@ def test_a_run_is_known_by_its_weights_and_not_by_its_path(tmp_path, monkeypatch
 
 
 def test_large_weights_are_hashed_at_the_ends_of_each_tensor(monkeypatch):
-    monkeypatch.setattr(integrity, "SAMPLE_BYTES", 40)
+    monkeypatch.setattr(hashes, "SAMPLE_BYTES", 40)
     tensors = {"a": torch.arange(100.0), "b": torch.zeros((), dtype=torch.bfloat16), "c": torch.empty(0)}
     whole, ends = weights_record(tensors), weights_record(tensors, bound=100)
     assert (whole["hashed"], ends["hashed"]) == ("all bytes", "40 bytes at both ends of each tensor")
@@ -251,11 +253,13 @@ def test_rotations_inside_out_and_of_a_resumed_run(tmp_path):
         assert not file.exists() and not out.exists()
         prune(out, save_rotations_to=file, resume=True)
         assert file.read_bytes() == (tmp_path / f"whole-{name}.safetensors").read_bytes()
-        files, saved = (read_manifest(out).get(key, {}) for key in ("files", "saved_rotations"))
-        record = files.get("sub/r.safetensors") or {key: saved[key] for key in ("sha256", "bytes")}
-        assert record == integrity.file_record(file)
+        manifest, record = read_manifest(out), file_record(file)
+        if name == "in":
+            assert manifest.files["sub/r.safetensors"] == record and manifest.saved_rotations is None
+        else:
+            saved = manifest.saved_rotations
+            assert (saved.file, saved.sha256, saved.bytes) == ("r.safetensors", record.sha256, record.bytes)
         drot.load(out, device="cpu")
-    assert read_manifest(tmp_path / "beside")["saved_rotations"]["file"] == "r.safetensors"
     for wrong in ("model.safetensors", "drot.json", ""):
         with pytest.raises(UserError, match="inside `out` must be a .safetensors file"):
             prune(tmp_path / "new", save_rotations_to=tmp_path / "new" / wrong)
@@ -271,7 +275,7 @@ def test_rotations_that_a_killed_run_has_written_are_no_obstacle(tmp_path, monke
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("drot.pipeline.prune.save_checkpoint", killed)
+        patch.setattr("drot.pipeline.output.save_checkpoint", killed)
         with pytest.raises(KeyboardInterrupt):
             prune(out, save_rotations_to=file)
     assert file.exists()
@@ -298,7 +302,8 @@ def test_a_finished_run_has_nothing_to_do(tmp_path):
     before = folder_records(tmp_path)
     again = prune(out, save_rotations_to=file, format="packed", resume=True)
     assert folder_records(tmp_path) == before
-    assert again.finished_before and again.manifest == first.manifest and again.out == out
+    assert again.finished_before and again.out == out
+    assert again.manifest.to_dict() == first.manifest.to_dict()
     assert not first.finished_before
     assert torch.equal(again.model(TOKENS).logits, first.model(TOKENS).logits)
     for options, message in (
@@ -328,7 +333,7 @@ def test_a_run_killed_after_its_last_step_is_finished(tmp_path, monkeypatch):
 
 
 def test_the_command_says_that_there_is_nothing_to_do(tmp_path, capsys, monkeypatch):
-    result = drot.PruneResult(None, {"format_version": 1}, tmp_path, finished_before=True)
+    result = drot.PruneResult(None, made_manifest(), tmp_path, finished_before=True)
     monkeypatch.setattr("drot.pipeline.prune.prune", lambda *args, **options: result)
     monkeypatch.setattr("drot.cli.prune.print_manifest", lambda manifest: None)
     assert cli.run(["prune", "m", "--out", str(tmp_path), "--resume"]) == 0
