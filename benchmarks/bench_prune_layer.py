@@ -25,11 +25,10 @@ import drot
 from drot.calibration.hessian import HessianAccumulator
 from drot.checkpoint.size import size_text
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
-from drot.manifest.manifest import Manifest
+from drot.core.errors import quoted
 from drot.model.families import head_shape
 from drot.speed.timing import Timing
 from drot.speed.variants import SHAPES
-from drot.text.rows import one_line
 
 #: shapes that a CPU prunes within minutes, and within a second
 OWN_SHAPES: dict[str, dict[str, Any]] = {
@@ -76,7 +75,7 @@ def paper_step(config: Any, dtype: torch.dtype, device: str, steps: int) -> floa
         step = reference_step(problem.cast(dtype))
         return interleaved({"paper": step}, device=device, repeats=steps, warmup=1)["paper"].median
     except torch.OutOfMemoryError as fault:
-        return one_line(fault)
+        return quoted(fault)
 
 
 def hessian_seconds(config: Any, dtype: torch.dtype, device: str, tokens: int) -> float:
@@ -137,16 +136,15 @@ def main() -> None:
     # as in a run from files, the model lies in main memory, and only its layer goes to the device
     model = random_layer(config, dtype, device).to("cpu")
 
-    def run(recipe: Recipe, tokens: torch.Tensor) -> Manifest:
+    def run(recipe: Recipe, tokens: torch.Tensor) -> dict[str, Any]:
         return drot.prune(copy.deepcopy(model), recipe, calibration=tokens, device=device).manifest
 
     run(recipe.replace(steps=2), tokens[: max(2, options.nsamples // 16)])  # warms up
     runs = [run(recipe, tokens) for _ in range(options.repeats)]
-    phases = {phase: timing_of([run.seconds.phases[phase] for run in runs]) for phase in PER_LAYER}
-    layer = timing_of([sum(run.seconds.phases[phase] for phase in PER_LAYER) for run in runs])
-    trainings = [record for run in runs if (record := run.layers[0].rotation)]
-    trained = len(trainings[0].loss_curve) - 1
-    steps = [record.seconds / max(trained, 1) for record in trainings]
+    phases = {phase: timing_of([run["seconds"][phase] for run in runs]) for phase in PER_LAYER}
+    layer = timing_of([sum(run["seconds"][phase] for phase in PER_LAYER) for run in runs])
+    trained = len(runs[0]["layers"][0]["rotation"]["loss_curve"]) - 1
+    steps = [run["layers"][0]["rotation"]["seconds"] / max(trained, 1) for run in runs]
 
     case = (
         f"{options.shape} {dtype}, {options.nsamples} x {options.seqlen} tokens, --quality {options.quality}"
@@ -188,8 +186,9 @@ def main() -> None:
             print(f"  {phase:<10} {timing.median:>9.3f} s  {timing.median / layer.median:>4.0%}")
     print(f"  {layers} layers x {layer.median:.2f} s = {layers * layer.median / 60:.1f} minutes a model")
     for kind in ("gpu", "process"):
-        found = [(phase, getattr(peak, kind)) for run in runs for phase, peak in run.peak_memory.items()]
-        peaks = {phase: size for phase, size in found if size is not None}
+        peaks = {
+            phase: peak[kind] for run in runs for phase, peak in run["peak_memory"].items() if kind in peak
+        }
         if peaks:
             phase = max(peaks, key=peaks.__getitem__)
             aim = against_aim(aimed, "peak memory", peaks[phase]) if kind == "gpu" else ""

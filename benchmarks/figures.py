@@ -155,12 +155,14 @@ def tf32_update() -> str:
     body = [
         [
             row["rotation"],
+            row["weights"],
             row["block"],
             *(f"{float(row[figure]):{'.4%' if 'mask' in figure else '+.4%'}}" for figure in figures),
         ]
         for row in rows
     ]
-    head = ["rotation", "columns of a block", "mask changed, mean", "most", "error, mean", "least", "most"]
+    head = ["rotation", "weights", "columns of a block", "mask changed, mean", "most"]
+    head += ["error, mean", "least", "most"]
     return table(head, body, rows)
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 import drot
 from drot.config import Recipe, RotationConfig
 from drot.demo.demo import CALIBRATION, MODEL
-from drot.pipeline import layer
-from drot.pruning import PruneOutcome, output_error, prune_sparsegpt
+from drot.pruning import PruneOutcome, output_error, prune_sparsegpt, weight
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:
@@ -61,7 +60,7 @@ def main() -> None:
             )
         return prune_sparsegpt(target, hessian, sparsity, **settings)
 
-    layer.prune_sparsegpt = compared
+    weight.prune_sparsegpt = compared
     calibration = dataclasses.replace(CALIBRATION, nsamples=32)
     for rotation in (RotationConfig(mode="none"), RotationConfig(mode="layer", steps=30)):
         rows.clear()

@@ -54,5 +54,5 @@ def _time(seconds: float | None, operations: float) -> str:
     amount = f"{scaled(operations, 'FLOP')} of matrix products and factorisations"
     if seconds is None:
         return f"not known: {amount}; drot info --measure measures how fast this machine computes them"
-    at_least = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
-    return f"at least {at_least}: {amount} at the machine's measured peak, which a run does not reach"
+    least = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    return f"{least} or more: {amount} at the machine's measured peak, which no run reaches"

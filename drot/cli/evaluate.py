@@ -12,6 +12,8 @@ from drot.cli.options import (
     COMPUTE_DTYPE,
     OUTPUT,
     RUN,
+    SEQLEN_DEFAULT,
+    TEXT_COLUMN,
     Device,
     Json,
     option,
@@ -20,7 +22,6 @@ from drot.cli.options import (
 )
 from drot.cli.tables import number_table, output, print_line
 from drot.config import CalibrationConfig
-from drot.config.calibration import SEQLEN_DEFAULT, TEXT_COLUMN
 from drot.machine.devices import DTYPES
 
 DEFAULTS = CalibrationConfig()

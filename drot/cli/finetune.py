@@ -5,11 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from drot.cli.options import OUTPUT, RUN, Json, option, print_json, stdout_for_the_result
+from drot.cli.options import OUTPUT, RUN, SOURCES, Json, option, print_json, stdout_for_the_result
 from drot.cli.settings import options_of, with_settings
 from drot.cli.tables import finetune_line, print_line
 from drot.config import CalibrationConfig, FinetuneConfig
-from drot.config.calibration import SOURCES
 from drot.config.settings import fields_of
 from drot.core.errors import UserError
 from drot.core.events import silent
@@ -24,10 +23,11 @@ TEXT_OPTIONS = options_of(
     source={"name": "text", "metavar": "[c4|ORG/NAME|PATH]", "help": f"Text to train on: {SOURCES}"},
     seed={"help": "Random seed of the positions at which sequences are cut, and of the training."},
 )
-OTHER_OPTIONS = options_of(DEFAULT, TEXT, only=("held_out", "keep_adapter"), keep_adapter={"panel": OUTPUT})
+HELD_OUT = options_of(DEFAULT, TEXT, only=("held_out",))
+KEEP_ADAPTER = options_of(DEFAULT, OUTPUT, only=("keep_adapter",))
 
 
-@with_settings(out=[*TRAINING_OPTIONS, *TEXT_OPTIONS, *OTHER_OPTIONS])
+@with_settings(out=[*TRAINING_OPTIONS, *TEXT_OPTIONS, *HELD_OUT], as_json=KEEP_ADAPTER)
 def finetune(
     model: Annotated[
         str,

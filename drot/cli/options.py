@@ -9,6 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
+from drot.config import SEQLEN, CalibrationConfig
+from drot.config.settings import description_of
 from drot.machine.devices import DTYPES
 
 #: panels of `--help`
@@ -53,6 +55,10 @@ Dtype = Annotated[
     str,
     option(RUN, "Dtype of the weights. auto is the dtype of the checkpoint.", choices=["auto", *DTYPES]),
 ]
+SEQLEN_DEFAULT = f"Default: {SEQLEN}, or what the model reads if that is less."
+TEXT_COLUMN = description_of(CalibrationConfig, "text_column")
+#: the sources of a text, for the help of --calibration and --text
+SOURCES = description_of(CalibrationConfig, "source")
 COMPUTE_DTYPE = (
     "Dtype of the computation. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU."
 )

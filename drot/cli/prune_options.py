@@ -16,6 +16,7 @@ from drot.cli.options import (
     RECOVERY,
     ROTATION,
     RUN,
+    SOURCES,
     option,
 )
 from drot.cli.settings import options_of
@@ -47,7 +48,14 @@ ROTATION_OPTIONS = options_of(
     },
 )
 CALIBRATION_OPTIONS = options_of(
-    DEFAULT.calibration, CALIBRATION, source={"name": "calibration", "metavar": "[c4|ORG/NAME|PATH]"}
+    DEFAULT.calibration,
+    CALIBRATION,
+    source={
+        "name": "calibration",
+        "metavar": "[c4|ORG/NAME|PATH]",
+        "help": f"Text from which the Hessians are computed: {SOURCES} --method magnitude with --rotation "
+        "none needs no text.",
+    },
 )
 
 Model = Annotated[

@@ -6,11 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, Any, TypeVar
 
 import typer
-from pydantic.fields import FieldInfo
 
 from drot.cli.messages import flag, in_options
 from drot.cli.options import option
-from drot.config.settings import fields_of
+from drot.config.settings import description_of, fields_of
 from drot.core.validation import choices_of, members_of
 
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -30,28 +29,24 @@ def options_of(
         panel: the panel of `--help` that shows the options.
         only: the fields with an option; () is all.
         leave_out: fields without an option.
-        differences: field → what differs from its declaration: `name`, `panel`, `help`, or an argument of
-            typer.Option.
+        differences: field → what differs from its declaration: `name`, `help`, or an argument of typer.Option.
     """
-    return [
-        _option(field, getattr(defaults, field), {"panel": panel} | differences.get(field, {}), declared)
-        for field, declared in fields_of(type(defaults)).items()
-        if field not in leave_out and (not only or field in only)
-    ]
+    fields = [field for field in only or fields_of(type(defaults)) if field not in leave_out]
+    return [_option(defaults, field, panel, differences.get(field, {})) for field in fields]
 
 
-def _option(field: str, default: Any, differences: dict[str, Any], declared: FieldInfo) -> inspect.Parameter:
-    texts = {"name": field, "help": declared.description or ""} | differences
-    name, panel, help = (texts.pop(key) for key in ("name", "panel", "help"))
-    kind = members_of(declared.annotation)[0]
+def _option(defaults: Any, field: str, panel: str, differences: dict[str, Any]) -> inspect.Parameter:
+    section, default = type(defaults), getattr(defaults, field)
+    texts = {"name": field, "help": description_of(section, field)} | differences
+    name, help = texts.pop("name"), texts.pop("help")
+    annotation = fields_of(section)[field].annotation
+    kind = members_of(annotation)[0]
     values: Any = str  # the class of the field reads the text: its message is the same from Python
     if kind in (bool, int, float):
         values = kind
     elif typing.get_origin(kind) is tuple:
         values, default = list[str], None
-    shown = option(
-        panel, in_options(help, flag), flag(name), choices=choices_of(declared.annotation), **texts
-    )
+    shown = option(panel, in_options(help, flag), flag(name), choices=choices_of(annotation), **texts)
     return inspect.Parameter(
         name,
         inspect.Parameter.KEYWORD_ONLY,

@@ -7,25 +7,13 @@ stores it. Whether the values fit a model is checked in drot/pipeline/validation
 
 from drot.config.calibration import SEQLEN, CalibrationConfig, default_seqlen
 from drot.config.finetune import FINETUNE_LR, FinetuneConfig
-from drot.config.pruning import (
-    DAMPING,
-    PUBLISHED_DAMPING,
-    DampingAverage,
-    PruningConfig,
-    RecoveryConfig,
-    Solver,
-    Target,
-)
+from drot.config.pruning import DAMPING, PUBLISHED_DAMPING, PruningConfig, RecoveryConfig
 from drot.config.recipe import QUALITIES, Recipe, WeightFormat
 from drot.config.resolve import ResolvedPruning, ResolvedRecipe, ResolvedRotation, resolve
 from drot.config.rotation import (
     FAST_ENTROPY_LR,
     OPTIMIZER_DEFAULTS,
     BoundaryPlace,
-    HessianSource,
-    Objective,
-    Optimizer,
-    ProductDtype,
     RotationConfig,
     RotationMode,
 )
@@ -41,12 +29,7 @@ __all__ = [
     "SEQLEN",
     "BoundaryPlace",
     "CalibrationConfig",
-    "DampingAverage",
     "FinetuneConfig",
-    "HessianSource",
-    "Objective",
-    "Optimizer",
-    "ProductDtype",
     "PruningConfig",
     "Recipe",
     "RecoveryConfig",
@@ -55,9 +38,7 @@ __all__ = [
     "ResolvedRotation",
     "RotationConfig",
     "RotationMode",
-    "Solver",
     "Sparsity",
-    "Target",
     "WeightFormat",
     "default_seqlen",
     "matches",

@@ -12,36 +12,26 @@ LARGEST_TOKENS = 2**32
 
 #: tokens in a sequence, by default, for a model that reads that many
 SEQLEN = 2048
-SEQLEN_DEFAULT = f"Default: {SEQLEN}, or what the model reads if that is less."
-#: the sources of a text
-SOURCES = (
-    "c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is "
-    "read only as far as needed; or a .txt, .json, .jsonl or .parquet file."
-)
-TEXT_COLUMN = (
-    "The column that holds the text, or chats as lists of role and content, in .json, .jsonl and .parquet "
-    "files and in datasets on the hub. Without a column text, it is messages."
-)
 
 
 @settings
 class CalibrationConfig:
     """The text from which the Hessians are computed."""
 
-    source: str = Field(
-        default="c4",
-        description=f"Text from which the Hessians are computed: {SOURCES} `method` magnitude with `mode` "
-        "none needs no text.",
-    )
-    nsamples: int = Field(default=128, ge=1, description="Number of sequences to cut from the text.")
-    seqlen: int | None = Field(default=None, ge=2, description=f"Tokens in a sequence. {SEQLEN_DEFAULT}")
-    seed: int = Field(
-        default=0,
-        ge=0,
-        le=2**64 - 1,  # the range of torch.Generator
-        description="Random seed of the positions at which sequences are cut.",
-    )
-    text_column: str = Field(default="text", description=TEXT_COLUMN)
+    source: str = "c4"
+    """c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is
+    read only as far as needed; or a .txt, .json, .jsonl or .parquet file.
+    """
+    nsamples: int = Field(default=128, ge=1)
+    """Number of sequences to cut from the text."""
+    seqlen: int | None = Field(default=None, ge=2)
+    """Tokens in a sequence. Default: 2048, or what the model reads if that is less."""
+    seed: int = Field(default=0, ge=0, le=2**64 - 1)
+    """Random seed of the positions at which sequences are cut."""
+    text_column: str = "text"
+    """The column that holds the text, or chats as lists of role and content, in .json, .jsonl and .parquet
+    files and in datasets on the hub. Without a column text, it is messages.
+    """
 
     @model_validator(mode="after")
     def _few_enough_tokens(self) -> Self:

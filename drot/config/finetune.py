@@ -21,52 +21,42 @@ class FinetuneConfig:
     The paper names neither the batch size nor the epochs. With 1 and 1, its 4096 sequences are 4096 steps.
     """
 
-    full: bool = Field(
-        default=False,
-        description="Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. "
-        "Takes 16 bytes of memory a weight, and more for the activations.",
-    )
-    rank: int = Field(
-        default=8, ge=1, description="LoRA's rank r: the columns of its matrix B, and the rows of A."
-    )
-    alpha: float = Field(default=32.0, gt=0, description="LoRA's product B A is multiplied by alpha / rank.")
-    dropout: float = Field(default=0.1, ge=0, lt=1, description="Dropout on LoRA's inputs.")
-    lr: float | None = Field(
-        default=None,
-        gt=0,
-        description=f"Learning rate. Default: {FINETUNE_LR['lora']:g}, with `full` {FINETUNE_LR['full']:g}.",
-    )
-    weight_decay: float = Field(default=0.01, ge=0, description="Weight decay of AdamW.")
-    warmup_steps: int | None = Field(
-        default=None,
-        ge=0,
-        description="Steps in which the learning rate rises; it then falls to 0. Default: 400, or a tenth of "
-        "all steps if that is less.",
-    )
-    epochs: int = Field(default=1, ge=1, description="Passes over the sequences.")
-    batch_size: int = Field(default=1, ge=1, description="Sequences in a forward pass of one GPU.")
-    accumulation: int = Field(
-        default=1, ge=1, description="Forward passes of one GPU in a step of the optimiser."
-    )
-    gradient_checkpointing: bool = Field(
-        default=False,
-        description="Compute activations again in the backward pass: less memory, more time.",
-    )
-    held_out: int = Field(
-        default=32,
-        ge=1,
-        description="Sequences at the end of the text that are not trained on. Their perplexity is measured "
-        "before and after.",
-    )
-    keep_adapter: bool = Field(
-        default=False,
-        description="Write LoRA's matrices as an adapter for peft, and do not merge them. An adapter that is "
-        "merged is trained under the mask, so that the merge is exact; a kept adapter is not.",
-    )
-    text: CalibrationConfig = Field(
-        default=CalibrationConfig(source="wikitext2", nsamples=4096),
-        description="The training text. Its seed is also that of LoRA's A, of the dropout and of the order.",
-    )
+    full: bool = False
+    """Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. Takes 16 bytes
+    of memory a weight, and more for the activations.
+    """
+    rank: int = Field(default=8, ge=1)
+    """LoRA's rank r: the columns of its matrix B, and the rows of A."""
+    alpha: float = Field(default=32.0, gt=0)
+    """LoRA's product B A is multiplied by alpha / rank."""
+    dropout: float = Field(default=0.1, ge=0, lt=1)
+    """Dropout on LoRA's inputs."""
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate. Default: 0.0002, with `full` 5e-05."""
+    weight_decay: float = Field(default=0.01, ge=0)
+    """Weight decay of AdamW."""
+    warmup_steps: int | None = Field(default=None, ge=0)
+    """Steps in which the learning rate rises; it then falls to 0. Default: 400, or a tenth of all steps if
+    that is less.
+    """
+    epochs: int = Field(default=1, ge=1)
+    """Passes over the sequences."""
+    batch_size: int = Field(default=1, ge=1)
+    """Sequences in a forward pass of one GPU."""
+    accumulation: int = Field(default=1, ge=1)
+    """Forward passes of one GPU in a step of the optimiser."""
+    gradient_checkpointing: bool = False
+    """Compute activations again in the backward pass: less memory, more time."""
+    held_out: int = Field(default=32, ge=1)
+    """Sequences at the end of the text that are not trained on. Their perplexity is measured before and
+    after.
+    """
+    keep_adapter: bool = False
+    """Write LoRA's matrices as an adapter for peft, and do not merge them. An adapter that is merged is
+    trained under the mask, so that the merge is exact; a kept adapter is not.
+    """
+    text: CalibrationConfig = CalibrationConfig(source="wikitext2", nsamples=4096)
+    """The training text. Its seed is also that of LoRA's A, of the dropout and of the order."""
 
     @model_validator(mode="after")
     def _full_has_no_adapter(self) -> Self:

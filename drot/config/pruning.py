@@ -20,8 +20,6 @@ DampingAverage = Literal["mean", "median"]
 LARGEST_DAMPING = 1e6
 #: the default of `damping`, and the default for a run that reproduces a published method: SparseGPT's
 DAMPING, PUBLISHED_DAMPING = 0.3, 0.01
-#: the runs that reproduce a published method, in the descriptions of fields whose default they change
-PUBLISHED = "with `mode` none, `optimizer` paper or `reference_compat`"
 
 #: these accept all that the functions parse, such as "2:4" or {"down_proj": "4:8"}
 AnySparsity = Annotated[Sparsity, BeforeValidator(Sparsity.parse), PlainSerializer(str)]
@@ -42,62 +40,43 @@ class PruningConfig:
     `q_proj`.
     """
 
-    method: Method = Field(
-        default="sparsegpt",
-        description="How the weights to remove are chosen. sparsegpt also updates the weights that it keeps.",
-    )
-    sparsity: AnySparsity = Field(
-        default=Sparsity.parse("2:4"),
-        description="n:m (2:4 keeps 2 of every 4 neighbouring weights), or the share of weights to remove "
-        "(0.5).",
-    )
-    sparsity_of: SparsityOf = Field(
-        default=(),
-        description="Another sparsity for the linears that match a pattern, as in down_proj=4:8 or "
-        "'layers.0.self_attn.*=0.5'. There may be several; the last match is used.",
-    )
-    keep: Patterns = Field(
-        default=(),
-        description="Leave the linears that match this pattern dense, as in 'layers.0.*' or down_proj. There "
-        "may be several patterns, and they go before `sparsity_of`. The linears are rotated all the same.",
-    )
-    damping: float | None = Field(
-        default=None,
-        ge=0,
-        le=LARGEST_DAMPING,
-        description="Share of `damping_average` that is added to the diagonal of H before H is inverted; ten "
-        "times as much if that fails. The larger it is, the less the result depends on the calibration "
-        f"text. Default: {DAMPING:g}; {PUBLISHED} it is SparseGPT's: {PUBLISHED_DAMPING:g}.",
-    )
-    damping_average: DampingAverage | None = Field(
-        default=None,
-        description="The average of diag H of which `damping` is a share. Default: median; "
-        f"{PUBLISHED}: mean.",
-    )
-    block_size: int = Field(
-        default=128,
-        ge=1,
-        description="SparseGPT only: columns to prune before the columns right of them are updated, rounded "
-        "to a multiple of m in n:m.",
-    )
-    solve: Literal["auto"] | Solver = Field(
-        default="auto",
-        description="How the kept weights are computed. none: as `method` leaves them. sparsegpt: by "
-        "SparseGPT's sweep. pcg: with the smallest error of the outputs, by conjugate gradients. admm: the "
-        f"same, and the mask moves too. auto: admm, but none {PUBLISHED}, which reproduce published methods.",
-    )
-    target: Literal["auto"] | Target = Field(
-        default="auto",
-        description="Outputs that a linear should have. self: its dense outputs on its inputs in the pruned "
-        "model. dense: nearer to its outputs in the dense model. auto: dense, but self where `solve` auto is "
-        "none.",
-    )
-    target_weight: float = Field(
-        default=0.25,
-        gt=0,
-        le=1,
-        description="With `target` dense: the share of the way from self to the dense model, up to 1.",
-    )
+    method: Method = "sparsegpt"
+    """How the weights to remove are chosen. sparsegpt also updates the weights that it keeps."""
+    sparsity: AnySparsity = Sparsity.parse("2:4")
+    """n:m (2:4 keeps 2 of every 4 neighbouring weights), or the share of weights to remove (0.5)."""
+    sparsity_of: SparsityOf = ()
+    """Another sparsity for the linears that match a pattern, as in down_proj=4:8 or
+    'layers.0.self_attn.*=0.5'. There may be several; the last match is used.
+    """
+    keep: Patterns = ()
+    """Leave the linears that match this pattern dense, as in 'layers.0.*' or down_proj. There may be several
+    patterns, and they go before `sparsity_of`. The linears are rotated all the same.
+    """
+    damping: float | None = Field(default=None, ge=0, le=LARGEST_DAMPING)
+    """Share of `damping_average` that is added to the diagonal of H before H is inverted; ten times as much
+    if that fails. The larger it is, the less the result depends on the calibration text. Default: 0.3; with
+    `mode` none, `optimizer` paper or `reference_compat` it is SparseGPT's: 0.01.
+    """
+    damping_average: DampingAverage | None = None
+    """The average of diag H of which `damping` is a share. Default: median; with `mode` none, `optimizer`
+    paper or `reference_compat`: mean.
+    """
+    block_size: int = Field(default=128, ge=1)
+    """SparseGPT only: columns to prune before the columns right of them are updated, rounded to a multiple of
+    m in n:m.
+    """
+    solve: Literal["auto"] | Solver = "auto"
+    """How the kept weights are computed. none: as `method` leaves them. sparsegpt: by SparseGPT's sweep. pcg:
+    with the smallest error of the outputs, by conjugate gradients. admm: the same, and the mask moves too.
+    auto: admm, but none with `mode` none, `optimizer` paper or `reference_compat`, which reproduce published
+    methods.
+    """
+    target: Literal["auto"] | Target = "auto"
+    """Outputs that a linear should have. self: its dense outputs on its inputs in the pruned model. dense:
+    nearer to its outputs in the dense model. auto: dense, but self where `solve` auto is none.
+    """
+    target_weight: float = Field(default=0.25, gt=0, le=1)
+    """With `target` dense: the share of the way from self to the dense model, up to 1."""
 
     @property
     def mixed(self) -> bool:
@@ -136,18 +115,13 @@ class PruningConfig:
 class RecoveryConfig:
     """How the kept weights of a pruned layer are trained (drot/pipeline/recover.py)."""
 
-    recover: Recovery = Field(
-        default="none",
-        description="block: train the kept weights of each pruned layer to have the dense model's outputs. "
-        "none: train no weights.",
-    )
-    recover_epochs: int = Field(
-        default=8,
-        ge=1,
-        description="Passes over the calibration sequences. Fewer if the error on held-out sequences does "
-        "not fall.",
-    )
-    recover_lr: float = Field(
-        default=0.01, gt=0, description="Largest learning rate, as a share of a matrix's root mean square."
-    )
-    recover_batch: int = Field(default=4, ge=1, description="Sequences in one step.")
+    recover: Recovery = "none"
+    """block: train the kept weights of each pruned layer to have the dense model's outputs. none: train no
+    weights.
+    """
+    recover_epochs: int = Field(default=8, ge=1)
+    """Passes over the calibration sequences. Fewer if the error on held-out sequences does not fall."""
+    recover_lr: float = Field(default=0.01, gt=0)
+    """Largest learning rate, as a share of a matrix's root mean square."""
+    recover_batch: int = Field(default=4, ge=1)
+    """Sequences in one step."""

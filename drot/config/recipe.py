@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field
 from pydantic_core import to_jsonable_python
 
 from drot.config.calibration import CalibrationConfig
@@ -42,10 +41,10 @@ class Recipe:
     Values such as `auto` and None leave the choice to `resolve` (drot/config/resolve.py).
     """
 
-    rotation: RotationConfig = Field(default=RotationConfig())
-    pruning: PruningConfig = Field(default=PruningConfig())
-    recovery: RecoveryConfig = Field(default=RecoveryConfig())
-    calibration: CalibrationConfig = Field(default=CalibrationConfig())
+    rotation: RotationConfig = RotationConfig()
+    pruning: PruningConfig = PruningConfig()
+    recovery: RecoveryConfig = RecoveryConfig()
+    calibration: CalibrationConfig = CalibrationConfig()
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], **more: Any) -> Self:

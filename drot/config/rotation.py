@@ -37,11 +37,6 @@ Size = Annotated[int, Field(ge=1)]
 Sizes = Annotated[tuple[Size, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
 
-def _by_optimizer(index: int) -> str:
-    """The default of each optimizer: of the steps (index 0) or of the learning rate (index 1)."""
-    return ", ".join(f"{values[index]} for {name}" for name, values in OPTIMIZER_DEFAULTS.items())
-
-
 @settings
 class RotationConfig:
     """How the orthogonal matrices R1 and R2 are trained (paper, section 3.3).
@@ -49,81 +44,54 @@ class RotationConfig:
     The loss, the gradients and their sums are computed in fp32 at least, whatever `product_dtype` is.
     """
 
-    mode: RotationMode = Field(
-        default="layer",
-        description="Rotations of the residual stream. layer: one R1 for each layer (the paper). shared: "
-        "one for the whole model, which loads without drot if it is saved dense. none: no rotations.",
-    )
-    blocks: Size | Sizes = Field(
-        default=1,
-        description="The number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A list gives "
-        "the sizes of unequal blocks, which must add up to the hidden size.",
-    )
-    objective: Literal["auto"] | Objective = Field(
-        default="auto",
-        description="What the training minimises. pruned: the importance of the weights to remove. entropy: "
-        "the paper's, which prunes better with `reference_compat` if `method` is sparsegpt. auto: pruned.",
-    )
-    optimizer: Optimizer = Field(
-        default="fast",
-        description="Optimizer of the training. fast: steps in so(n), spectral for the objective pruned and "
-        "with Adam's direction for the entropy. paper: Adam through QR.",
-    )
-    steps: int | None = Field(
-        default=None,
-        ge=0,
-        le=MOST_STEPS,
-        description=f"Training steps for each layer. Default: {_by_optimizer(0)}; {FAST_STEPS} with the "
-        "quality fast.",
-    )
-    lr: float | None = Field(
-        default=None,
-        gt=0,
-        description=f"Learning rate; of fast the largest angle of a step in radians. Default: "
-        f"{_by_optimizer(1)}; {FAST_ENTROPY_LR} for fast with `objective` entropy.",
-    )
-    early_stop: float = Field(
-        default=1e-5,
-        ge=0,
-        description="fast stops when the loss changes by less than this share in a step. 0: it never does.",
-    )
-    training_tokens: int | None = Field(
-        default=None,
-        ge=0,
-        description="Calibration tokens for each channel of the hidden state with which the rotations are "
-        "trained: the first sequences. 0: all tokens, which pruning always reads. Default: "
-        f"{TRAINING_TOKENS}; all with `optimizer` paper and `reference_compat`.",
-    )
-    hessians: Literal["auto"] | HessianSource = Field(
-        default="auto",
-        description="The layer inputs from which the training computes its Hessians. sequential: inputs that "
-        "went through the pruned layers before. dense: inputs in the dense model, so that layers train "
-        "independently of each other. auto: dense with `boundary` residual or `mode` shared, otherwise "
-        "sequential.",
-    )
-    boundary: Literal["auto"] | BoundaryPlace = Field(
-        default="auto",
-        description="Where the rotation between two layers acts. input: on the input of the later layer. "
-        "residual: beside the MLP of the earlier layer, where a packed model computes it together with "
-        "down_proj, which is then trained with the later layer; needs `hessians` dense or `rotations`. auto: "
-        "residual with `format` packed and one rotation a layer, unless `hessians` is sequential; otherwise "
-        "input.",
-    )
-    layers_per_step: int = Field(
-        default=0,
-        ge=0,
-        description="With `mode` shared: the number of layers in the loss of one step. The other layers are "
-        "offloaded to main memory. 0: all layers.",
-    )
-    product_dtype: Literal["auto"] | ProductDtype = Field(
-        default="auto",
-        description="Dtype of the matrix products of the training. auto is bfloat16 on a GPU, and float32 on "
-        "a CPU.",
-    )
-    reference_compat: bool = Field(
-        default=False,
-        description="Compute SparseGPT's score as the paper's code does, which adds the damping twice.",
-    )
+    mode: RotationMode = "layer"
+    """Rotations of the residual stream. layer: one R1 for each layer (the paper). shared: one for the whole
+    model, which loads without drot if it is saved dense. none: no rotations.
+    """
+    blocks: Size | Sizes = 1
+    """The number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A list gives the sizes of
+    unequal blocks, which must add up to the hidden size.
+    """
+    objective: Literal["auto"] | Objective = "auto"
+    """What the training minimises. pruned: the importance of the weights to remove. entropy: the paper's,
+    which prunes better with `reference_compat` if `method` is sparsegpt. auto: pruned.
+    """
+    optimizer: Optimizer = "fast"
+    """Optimizer of the training. fast: steps in so(n), spectral for the objective pruned and with Adam's
+    direction for the entropy. paper: Adam through QR.
+    """
+    steps: int | None = Field(default=None, ge=0, le=MOST_STEPS)
+    """Training steps for each layer. Default: 100 for fast, 2000 for paper; 50 with the quality fast."""
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate; of fast the largest angle of a step in radians. Default: 0.3 for fast, 0.01 for paper;
+    0.7 for fast with `objective` entropy.
+    """
+    early_stop: float = Field(default=1e-5, ge=0)
+    """fast stops when the loss changes by less than this share in a step. 0: it never does."""
+    training_tokens: int | None = Field(default=None, ge=0)
+    """Calibration tokens for each channel of the hidden state with which the rotations are trained: the first
+    sequences. 0: all tokens, which pruning always reads. Default: 32; all with `optimizer` paper and
+    `reference_compat`.
+    """
+    hessians: Literal["auto"] | HessianSource = "auto"
+    """The layer inputs from which the training computes its Hessians. sequential: inputs that went through
+    the pruned layers before. dense: inputs in the dense model, so that layers train independently of each
+    other. auto: dense with `boundary` residual or `mode` shared, otherwise sequential.
+    """
+    boundary: Literal["auto"] | BoundaryPlace = "auto"
+    """Where the rotation between two layers acts. input: on the input of the later layer. residual: beside
+    the MLP of the earlier layer, where a packed model computes it together with down_proj, which is then
+    trained with the later layer; needs `hessians` dense or `rotations`. auto: residual with `format` packed
+    and one rotation a layer, unless `hessians` is sequential; otherwise input.
+    """
+    layers_per_step: int = Field(default=0, ge=0)
+    """With `mode` shared: the number of layers in the loss of one step. The other layers are offloaded to
+    main memory. 0: all layers.
+    """
+    product_dtype: Literal["auto"] | ProductDtype = "auto"
+    """Dtype of the matrix products of the training. auto is bfloat16 on a GPU, and float32 on a CPU."""
+    reference_compat: bool = False
+    """Compute SparseGPT's score as the paper's code does, which adds the damping twice."""
 
     @model_validator(mode="after")
     def _rate_of_the_optimizer(self) -> Self:

@@ -1,8 +1,6 @@
 """The dataclasses of the configuration: each field once, with its type, bounds, default and description."""
 
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar, dataclass_transform
@@ -16,18 +14,23 @@ from drot.core.validation import user_error
 Settings = TypeVar("Settings", bound=type)
 
 #: A bool is no int and "4" is no number; the defaults are checked too.
-CONFIG = ConfigDict(strict=True, allow_inf_nan=False, validate_default=True, extra="forbid")
+CONFIG = ConfigDict(
+    strict=True,
+    allow_inf_nan=False,
+    validate_default=True,
+    extra="forbid",
+    use_attribute_docstrings=True,
+)
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(Field,))
 def settings(cls: Settings) -> Settings:
     """Makes a class of declared fields a frozen dataclass, whose wrong values raise a UserError of one line.
 
-    The descriptions of the fields become the part `Args` of its docstring.
+    The docstring below a field describes it, in the reference and in the help of its option.
     """
     made: Any = dataclass(frozen=True, kw_only=True, config=CONFIG)(cls)
     made.__init__ = _with_user_errors(made.__init__, fields_of(made))
-    made.__doc__ = "\n\n".join(filter(None, [inspect.cleandoc(made.__doc__), _arguments(made)]))
     checked: Settings = made
     return checked
 
@@ -36,6 +39,11 @@ def fields_of(cls: type) -> dict[str, FieldInfo]:
     """Name → the declaration of each field of a class that `settings` made."""
     declared: dict[str, FieldInfo] = cls.__pydantic_fields__  # type: ignore[attr-defined]
     return declared
+
+
+def description_of(cls: type, field: str) -> str:
+    """The description of a field, in one line."""
+    return " ".join((fields_of(cls)[field].description or "").split())
 
 
 def values_of(instance: Any) -> dict[str, Any]:
@@ -52,13 +60,3 @@ def _with_user_errors(init: Callable[..., None], declared: dict[str, FieldInfo])
             raise user_error(error, declared) from None
 
     return checked
-
-
-def _arguments(cls: type) -> str:
-    """The part `Args` of the docstring, for the fields that `cls` itself describes."""
-    lines = [
-        textwrap.fill(f"{name}: {text}", 106, initial_indent=" " * 4, subsequent_indent=" " * 8)
-        for name in cls.__annotations__
-        if (text := fields_of(cls)[name].description)
-    ]
-    return "\n".join(["Args:", *lines]) if lines else ""

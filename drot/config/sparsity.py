@@ -28,11 +28,10 @@ class Sparsity:
         return self.m > 0
 
     @classmethod
-    def parse(cls, text: "str | float | Sparsity") -> "Sparsity":
-        """Reads `0.5`, `"0.5"`, `"50%"` or `"2:4"`. Raises UserError for anything else."""
+    def parse(cls, text: "str | float | Sparsity", *, what: str = "`sparsity`") -> "Sparsity":
+        """Reads `0.5`, `"0.5"`, `"50%"` or `"2:4"`. Otherwise raises UserError, which names `what`."""
         if isinstance(text, Sparsity):
             return text
-        expected = "`sparsity` must be a ratio in [0, 1) such as 0.5, or n:m with 0 < n < m <= 32 such as 2:4"
         try:
             if isinstance(text, str) and ":" in text:
                 n, m = (int(part) for part in text.split(":"))
@@ -46,7 +45,8 @@ class Sparsity:
             if not 0 <= ratio < 1:
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            raise UserError(f"{expected}; got {shortened(text)}") from None
+            expected = "a ratio in [0, 1) such as 0.5, or n:m with 0 < n < m <= 32 such as 2:4"
+            raise UserError(f"{what} must be {expected}; got {shortened(text)}") from None
         return cls(ratio=ratio)
 
     def __str__(self) -> str:
@@ -88,12 +88,5 @@ def parse_sparsity_of(value: Any) -> tuple[tuple[str, Sparsity], ...]:
             raise UserError(
                 f"`sparsity_of` must be PATTERN=SPARSITY such as down_proj=4:8; got {shortened(item)}"
             )
-        pattern, sparsity = pair
-        try:
-            pairs.append((pattern, Sparsity.parse(sparsity)))
-        except UserError:
-            raise UserError(
-                "the sparsity in `sparsity_of` must be a ratio in [0, 1) such as 0.5, or n:m with "
-                f"0 < n < m <= 32 such as 2:4; got {shortened(sparsity)} for {pattern}"
-            ) from None
+        pairs.append((pair[0], Sparsity.parse(pair[1], what=f"the sparsity of {pair[0]} in `sparsity_of`")))
     return tuple(pairs)

@@ -52,7 +52,7 @@ def expected(field: FieldInfo) -> str:
     kind, bounds = members_of(field.annotation)[0], list(field.metadata)
     if typing.get_origin(kind) is typing.Annotated:
         kind, *annotations = typing.get_args(kind)
-        bounds += [bound for each in annotations for bound in getattr(each, "metadata", ())]
+        bounds += [bound for each in annotations if isinstance(each, FieldInfo) for bound in each.metadata]
     if kind not in (int, float):
         return f"a {getattr(kind, '__name__', kind)}"
     number = "a whole number" if kind is int else "a finite number"

@@ -2,12 +2,20 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 
 from drot.config import (
     DAMPING,
+    FAST_ENTROPY_LR,
+    FINETUNE_LR,
+    OPTIMIZER_DEFAULTS,
+    PUBLISHED_DAMPING,
     QUALITIES,
+    SEQLEN,
+    CalibrationConfig,
+    FinetuneConfig,
     PruningConfig,
     Recipe,
     RecoveryConfig,
@@ -15,7 +23,8 @@ from drot.config import (
     RotationConfig,
     resolve,
 )
-from drot.config.rotation import FAST_STEPS
+from drot.config.rotation import FAST_STEPS, TRAINING_TOKENS
+from drot.config.settings import description_of
 from drot.core.errors import UserError
 
 
@@ -144,6 +153,20 @@ def test_a_resolved_recipe_holds_values_only():
     for wrong in ("auto", None):
         with pytest.raises(UserError, match="`solve` must be one of none, sparsegpt, pcg, admm; got"):
             ResolvedRecipe.from_dict({"pruning": resolve(Recipe()).to_dict()["pruning"] | {"solve": wrong}})
+
+
+def test_the_descriptions_name_the_defaults():
+    """They are docstrings, which cannot hold the values of constants."""
+    for section, field, values in (
+        (PruningConfig, "damping", (DAMPING, PUBLISHED_DAMPING)),
+        (RotationConfig, "steps", (*(steps for steps, _ in OPTIMIZER_DEFAULTS.values()), FAST_STEPS)),
+        (RotationConfig, "lr", (*(rate for _, rate in OPTIMIZER_DEFAULTS.values()), FAST_ENTROPY_LR)),
+        (RotationConfig, "training_tokens", (TRAINING_TOKENS,)),
+        (CalibrationConfig, "seqlen", (SEQLEN,)),
+        (FinetuneConfig, "lr", FINETUNE_LR.values()),
+    ):
+        said = re.findall(r"\d[\d.e-]*\d|\d", description_of(section, field).partition("Default: ")[2])
+        assert [float(number) for number in said] == list(values), field
 
 
 def test_what_the_model_and_the_machine_decide():

@@ -102,7 +102,10 @@ BOMB = (
         (f"rotation: {{steps: {BOMB}}}", "`steps` must be a whole number"),
         (f"rotation: {BOMB}", "rotation must hold the fields of a section; got [['x', "),
         (f"pruning: {{keep: [{BOMB}]}}", "`keep` must be patterns"),
-        (f"pruning: {{sparsity_of: {{q_proj: {BOMB}}}}}", "the sparsity in `sparsity_of` must be a ratio"),
+        (
+            f"pruning: {{sparsity_of: {{q_proj: {BOMB}}}}}",
+            "the sparsity of q_proj in `sparsity_of` must be a ratio",
+        ),
         (f"pruning: {{sparsity: {BOMB}}}", "`sparsity` must be a ratio"),
         ("rotation: " + "x" * 100_000, "rotation must hold the fields of a section; got 'xxx"),
         ("rotation: {steps: 1000000000000}", "`steps` must be a whole number from 0 to 1000000"),

@@ -67,7 +67,7 @@ def test_a_run_survives_a_crash(hessians, tmp_path):
     whole = prune(chosen=chosen).model
     interrupted(chosen=chosen, out=out)
     assert not out.exists()
-    with pytest.raises(UserError, match="holds an unfinished run: continue it with `resume=True`"):
+    with pytest.raises(UserError, match="holds an unfinished run: .*`resume=True`"):
         prune(chosen=chosen, out=out)
     with pytest.raises(UserError, match="cannot resume .*: rotation.steps: 5 in the unfinished run, 6 now"):
         prune(chosen=chosen.replace(steps=6), out=out, resume=True)
@@ -106,7 +106,7 @@ def test_layers_trained_in_parallel_are_the_same(tmp_path):
 
 @pytest.mark.parametrize("rotation", [dict(mode="layer"), dict(mode="shared"), dict(mode="none")])
 def test_several_devices_need_independent_layers(rotation):
-    with pytest.raises(UserError, match='which needs `mode="layer"` and `hessians="dense"`'):
+    with pytest.raises(UserError, match="several devices"):
         prune(chosen=recipe(**rotation), device="cpu,cpu")
 
 
@@ -176,9 +176,9 @@ def test_mistakes_raise_user_errors(tmp_path):
             prune(device=device)
     with pytest.raises(UserError, match="torch finds"):
         prune(device="cuda:99")
-    with pytest.raises(UserError, match="there is no such folder"):
+    with pytest.raises(UserError, match="no such folder"):
         prune(tmp_path / "nothing")
-    with pytest.raises(UserError, match="needs `tokenizer`, or token ids as `calibration`"):
+    with pytest.raises(UserError, match="needs `tokenizer`"):
         prune(calibration=None)
     rotated = prune().model
     with pytest.raises(UserError, match="already rotated by drot"):
@@ -211,11 +211,11 @@ def test_an_incomplete_checkpoint_is_refused(tmp_path):
     tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}  # file is overwritten
     missing = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="model.layers.1.mlp.up_proj.weight is missing from the checkpoint"):
+    with pytest.raises(UserError, match="model.layers.1.mlp.up_proj.weight is missing"):
         drot.load(whole)
     tensors["model.layers.1.mlp.up_proj.weight"] = missing[:, :8].clone()
     save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"up_proj.weight must be \[48, 32\] .* got \[48, 8\]") as caught:
+    with pytest.raises(UserError, match=r"up_proj.weight must be \[48, 32\]") as caught:
         drot.load(whole)
     assert "\n" not in str(caught.value)
     file.write_bytes(file.read_bytes()[:1000])
@@ -324,7 +324,7 @@ def test_rotations_are_reused_for_another_sparsity(mode, tmp_path):
     assert float(equal.float().mean()) > 0.99
     with pytest.raises(UserError, match="holds 3 layers"):
         prune(small_model("llama", num_hidden_layers=2), recipe(mode), rotations=file)
-    with pytest.raises(UserError, match='`rotations` need `mode="layer"` or `mode="shared"`; got'):
+    with pytest.raises(UserError, match="`rotations` need `mode="):
         prune(chosen=recipe("none"), rotations=file)
     if mode == "layer":
         with pytest.raises(UserError, match="holds a different R1 for each layer"):
@@ -350,7 +350,7 @@ def test_a_model_that_computes_nan_is_refused_before_the_run(tmp_path):
     for mode in ("none", "layer"):
         model = small_model("llama")
         model.model.layers[1].mlp.gate_proj.weight[0, 0] = torch.nan
-        with pytest.raises(UserError, match="layer 1: the model's outputs .* got nan in fp32"):
+        with pytest.raises(UserError, match="layer 1: .* got nan"):
             prune(model, recipe(mode), out=tmp_path / "out")
         assert not list(tmp_path.glob("*out*"))
 

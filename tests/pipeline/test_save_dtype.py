@@ -101,7 +101,7 @@ def test_a_value_that_the_dtype_cannot_hold():
 
 
 def test_an_unknown_dtype():
-    with pytest.raises(UserError, match="`save_dtype` must be auto or one of"):
+    with pytest.raises(UserError, match="`save_dtype`"):
         prune(chosen=recipe(), save_dtype="int8")
 
 
@@ -133,5 +133,5 @@ def test_eval_computes_in_float32_on_a_cpu(monkeypatch, tmp_path):
 
 def test_a_wrong_dtype_is_found_before_the_text_is_read(source, tmp_path):
     missing = drot.CalibrationConfig(source=str(tmp_path / "missing.txt"))
-    with pytest.raises(UserError, match="`dtype` must be auto or one of"):
+    with pytest.raises(UserError, match="`dtype`"):
         drot.prune(source, drot.Recipe(calibration=missing), device="cpu", dtype="half")

@@ -206,22 +206,16 @@ def test_an_indefinite_hessian_needs_more_damping_up_to_the_bound() -> None:
     assert prune(weight, slightly, "2:4").damping == pytest.approx(0.1)
     values[0] = -50 * mean
     values[-1] += 60 * mean  # keeps the mean diagonal above 0
-    with pytest.raises(UserError, match=r"no Cholesky factor even with a damping of 1: .*more calibration"):
+    with pytest.raises(UserError, match="no Cholesky factor even with a damping of 1"):
         prune(weight, (vectors * values) @ vectors.T, "2:4")
 
 
 @pytest.mark.parametrize(
     ("shape", "side", "sparsity", "block_size", "message"),
     [
-        ((4, 10), 10, "2:4", 128, r"2:4 needs .* multiple of 4, got a weight of shape \[4, 10\]"),
-        (
-            (4, 16),
-            12,
-            "2:4",
-            128,
-            r"hessian must be \[16, 16\] for a weight of shape \[4, 16\], got \[12, 12\]",
-        ),
-        ((4, 16), 16, "2:4", 6, "`block_size` must be a multiple of m in n:m; got 6 with 2:4"),
+        ((4, 10), 10, "2:4", 128, "2:4 needs .* multiple of 4"),
+        ((4, 16), 12, "2:4", 128, "hessian must be"),
+        ((4, 16), 16, "2:4", 6, "`block_size` must be a multiple of m"),
     ],
 )
 def test_refusals(shape: tuple[int, int], side: int, sparsity: str, block_size: int, message: str) -> None:

@@ -66,7 +66,7 @@ def test_every_ratio(ratio: float, rows: int, columns: int) -> None:
 
 
 def test_refuses_a_group_that_does_not_divide() -> None:
-    with pytest.raises(UserError, match=r"2:4 needs .* multiple of 4, got a weight of shape \[3, 10\]"):
+    with pytest.raises(UserError, match="2:4 needs .* multiple of 4"):
         removed_mask(torch.ones(3, 10), Sparsity.parse("2:4"), scope="row")
 
 
@@ -99,9 +99,9 @@ def test_wanda(sparsity: str, dtype: torch.dtype, device: str) -> None:
 
 def test_wanda_refuses_wrong_input() -> None:
     weight, half = torch.randn(4, 8), Sparsity.parse("0.5")
-    with pytest.raises(UserError, match=r"hessian_diag must be \[8\] .* got \[7\]"):
+    with pytest.raises(UserError, match="hessian_diag must be"):
         prune_wanda(weight, torch.ones(7), half)
-    with pytest.raises(UserError, match="hessian_diag must not be negative, got values below 0"):
+    with pytest.raises(UserError, match="hessian_diag must not be negative"):
         prune_wanda(weight, -torch.ones(8), half)
     with pytest.raises(UserError, match="hessian_diag must be finite"):
         prune_wanda(weight, torch.full((8,), torch.inf), half)

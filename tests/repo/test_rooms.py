@@ -148,9 +148,16 @@ import drot
 print(time.perf_counter() - start, *sorted({name.partition(".")[0] for name in sys.modules}))
 """
     seconds, *loaded = python(code).split()
-    assert not {"transformers", "datasets", "rich", "typer", "safetensors", "peft", "accelerate"} & set(
-        loaded
-    )
+    assert not {
+        "transformers",
+        "datasets",
+        "rich",
+        "typer",
+        "safetensors",
+        "pydantic",
+        "peft",
+        "accelerate",
+    } & set(loaded)
     assert float(seconds) < 1
 
 

@@ -147,7 +147,7 @@ def test_equal_blocks_train_the_same_given_by_number_or_by_sizes():
 
 
 def test_blocks_that_do_not_fit_are_refused():
-    with pytest.raises(UserError, match="must add up to the hidden size 24"):
+    with pytest.raises(UserError, match="must add up to"):
         train_rotation([objective()], config(blocks=(6, 6)))
 
 
@@ -211,7 +211,7 @@ def test_a_loss_that_is_not_finite_stops_with_advice(monkeypatch):
     problem = objective()
     nan = torch.tensor(torch.nan, dtype=torch.float64)
     monkeypatch.setattr(type(problem), "value_and_grad", lambda self, r1, r2, rounded: (nan, r1, r2))
-    with pytest.raises(UserError, match="objective must be finite, got nan at step 0: lower `lr`"):
+    with pytest.raises(UserError, match="got nan at step 0: lower `lr`"):
         train_rotation([problem], config())
 
 

@@ -1,0 +1,57 @@
+"""The handles to a model and its layers: what they replace for a while is there again afterwards."""
+
+import pytest
+import torch
+from small_models import random_tokens, small_model
+from torch import nn
+
+from drot.core.errors import UserError
+from drot.model.decoder import DecoderModel
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding"])
+def test_the_recorded_arguments_compute_the_model(family):
+    """Layer after layer from the recorded input, with the masks and positions of the model's own forward."""
+    model, tokens = small_model(family), random_tokens(3, 20)
+    handle = DecoderModel(model)
+    hidden, kwargs = handle.record(tokens, CPU)
+    assert torch.equal(hidden, model.model.embed_tokens(tokens))
+    for layer in handle.layers:
+        hidden = layer(hidden, kwargs[layer.index])
+    torch.testing.assert_close(model.lm_head(model.model.norm(hidden)), model(tokens).logits)
+
+
+def test_the_layers_are_back_after_an_error():
+    model = small_model("llama")
+    layers = model.model.layers
+    with pytest.raises(IndexError):
+        DecoderModel(model).record(torch.tensor([[10**6]]), CPU)
+    assert model.model.layers is layers
+
+
+def test_a_module_that_replaced_a_linear_is_found_and_has_no_plain_weight():
+    model = small_model("llama")
+    linear = DecoderModel(model).layers[2].linears["up_proj"]
+    linear.module = wrapped = nn.Sequential(linear.module)
+    assert model.model.layers[2].mlp.up_proj is wrapped and linear.module is wrapped
+    with pytest.raises(UserError, match=r"mlp\.up_proj must be a plain"):
+        _ = linear.weight
+
+
+def test_a_copy_of_a_layer_is_its_own():
+    layer = DecoderModel(small_model("qwen3")).layers[1]
+    copy = layer.copy(dtype=torch.float64)
+    assert (copy.index, copy.dtype, layer.dtype) == (1, torch.float64, torch.float32)
+    copy.linears["q_proj"].weight.zero_()
+    assert bool(layer.linears["q_proj"].weight.any())
+
+
+def test_the_share_of_zeros():
+    model = small_model("llama")
+    weights = [linear.weight for layer in DecoderModel(model).layers for linear in layer.linears.values()]
+    weights[0].zero_()
+    weights[-1][:, ::2] = 0
+    zeros = weights[0].numel() + weights[-1].numel() // 2
+    assert DecoderModel(model).zero_share() == zeros / sum(weight.numel() for weight in weights)
