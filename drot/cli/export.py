@@ -1,13 +1,13 @@
 """The command `drot export`: its options, and the sizes that it prints."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
 
 from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import output, print_line
+from drot.cli.tables import number_table, output, print_line
 
 EPILOG = "Example: drot export llama-2of4 --out llama-2of4.drot --rotations rotations.safetensors"
 #: part of an artifact → what it is
@@ -61,13 +61,12 @@ def export(
 
 def print_sizes(result: dict[str, Any]) -> None:
     """Prints what takes how many bytes of an artifact."""
-    table = Table("part", title_justify="left")
-    table.add_column("MB", justify="right")
-    parts = {PARTS.get(name, "index"): 0 for name in result["parts"]}
+    table = number_table("part", "MB")
+    parts: Counter[str] = Counter()
     for name, size in result["parts"].items():
         parts[PARTS.get(name, "index")] += size
-    for name, size in sorted(parts.items(), key=lambda item: -item[1]):
-        table.add_row(name, f"{size / 1e6:.2f}", end_section=False)
+    for name, size in parts.most_common():
+        table.add_row(name, f"{size / 1e6:.2f}")
     table.add_section()
     share = result["bytes"] / result["checkpoint_bytes"]
     table.add_row(f"artifact ({share:.0%} of the checkpoint)", f"{result['bytes'] / 1e6:.2f}")

@@ -1,4 +1,4 @@
-"""The peak rates of a machine, with which the phases of a run are compared: matrix products and a copy."""
+"""The peak rates of a machine, from which the time of a run is estimated: matrix products and a copy."""
 
 import functools
 from collections.abc import Callable

@@ -74,18 +74,14 @@ class CellRunner:
             self.texts[source] = tokens
         self.tasks = load_tasks(grid.tasks) if grid.tasks else None
         self.calibration: dict[CalibrationConfig, Tensor] = {}
-        for cell in cells:
-            self._read_calibration(cell.resolved)
+        for recipe in (cell.resolved for cell in cells):
+            if recipe.reads_calibration and recipe.calibration not in self.calibration:
+                check_seqlen(recipe.calibration.seqlen, self.config)
+                tokens = load_calibration(recipe.calibration, self.tokenizer, progress)
+                self.calibration[recipe.calibration] = tokens
         #: what the figures of every cell depend on besides its recipe
         self.identity: dict[str, Any] = {}
         self.dense = self._measure_dense()
-
-    def _read_calibration(self, recipe: ResolvedRecipe) -> None:
-        settings = recipe.calibration
-        if not recipe.reads_calibration or settings in self.calibration:
-            return
-        check_seqlen(settings.seqlen, self.config)
-        self.calibration[settings] = load_calibration(settings, self.tokenizer, self.progress)
 
     def _measure_dense(self) -> Any:
         """The figures of the dense model as in `_measure`, none of which is None."""
