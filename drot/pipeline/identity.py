@@ -14,12 +14,9 @@ NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_ver
 
 
 def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any]:
-    """The identity of a run, in plain JSON types. Called before the run changes the weights.
+    """The identity of a run, in plain JSON types. It must be taken before the run changes the weights.
 
-    The values do not depend on where the model and the calibration text lie: the weights and the tokens are
-    named by their hashes.
-
-    given: the rotations that the run uses; None if it trains its own.
+    It does not depend on where the model and the text lie: weights and tokens are named by their hashes.
     """
     recipe = run.recipe.to_dict()
     del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path
