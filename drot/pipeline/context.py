@@ -59,7 +59,7 @@ class RunContext:
         announced: bool = False,
         device: torch.device | None = None,
     ) -> Iterator[None]:
-        """A context that emits the beginning and the end of `step`, on the first device of the run if None."""
+        """A context that emits the beginning and the end of `step`, on the run's first device if None."""
         index = None if layer is None else layer.index
         if announced:
             self.emit(events.Announced(step=step, layer=index))

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from torch import Tensor
+
 from drot.core.hashes import weights_record
 from drot.machine.devices import dtype_name
 from drot.pipeline.context import RunContext
@@ -11,6 +13,10 @@ from drot.text.source import calibration_hash
 
 #: keys of a model's config that say where it came from or what program wrote it, and not what it computes
 NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
+
+
+def calibration_record(tokens: Tensor) -> dict[str, Any]:
+    return {"sha256": calibration_hash(tokens), "shape": list(tokens.shape)}
 
 
 def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any]:
