@@ -19,8 +19,7 @@ BLOCK = 128
 def cholesky_(matrix: Tensor) -> bool:
     """Replaces a symmetric matrix [n, n], fp32 or fp64, by its Cholesky factor L, lower triangular.
 
-    Only the lower triangle is read. Returns False if the matrix is not positive definite; its content is then
-    undefined.
+    Only the lower triangle is read. Returns False, with undefined content, if it is not positive definite.
     """
     size = matrix.shape[0]
     if size <= BLOCK or matrix.is_cuda:

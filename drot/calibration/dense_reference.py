@@ -36,18 +36,15 @@ class DenseReference:
 
     @torch.no_grad()
     def statistics(self, pruned: LayerPass, group: InputGroup) -> TargetStatistics:
-        """The statistics of the linears of an input group.
+        """The statistics of an input group, E of its first linear. Both passes go on to this group.
 
-        pruned: the pass through the layer that is being pruned. Both passes go on to this group.
-        group: the input group; E is of its first linear.
+        pruned: the pass through the layer that is being pruned.
         """
         out, size = pruned.layer.shape_of(group.linears[0])
         device = pruned.stream.device
         hessian = HessianAccumulator(size, device)
         change = torch.zeros(size, size, device=device)
-        residual = None
-        if group.writes_residual:
-            residual = torch.zeros(out, size, device=device)
+        residual = torch.zeros(out, size, device=device) if group.writes_residual else None
         batches = (of_model.inputs(group, residual=True) for of_model in (pruned, self.dense))
         for (x, rest), (x_dense, rest_dense) in zip(*batches, strict=True):
             hessian.add(x)

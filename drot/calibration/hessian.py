@@ -66,11 +66,7 @@ class HessianAccumulator:
 
 
 def product_factor(x: Tensor) -> Tensor:
-    """Inputs x [..., in] as rows [tokens, in] for `add_product` (drot/machine/products.py).
-
-    bf16 and fp16 stay as they are on a GPU, for which torch has products with sums in fp32. Elsewhere the
-    rows are fp32.
-    """
+    """Inputs x [..., in] as rows [tokens, in] for `add_product`: fp32, or bf16 and fp16 on a GPU."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
 
@@ -78,8 +74,7 @@ def product_factor(x: Tensor) -> Tensor:
 def energy(weight: Tensor, hessian: Tensor) -> float:
     """tr(W H Wᵀ) = ‖X Wᵀ‖² for H = XᵀX, without damping.
 
-    The product W H takes the blocks of H on or above the diagonal only (`lower_panels`): the blocks below
-    it add the same again.
+    The product W H takes the blocks of H on or above the diagonal only: the blocks below add the same again.
 
     weight: W [out, in], any float dtype. hessian: H [in, in], fp32 or fp64, symmetric.
     """
@@ -131,7 +126,6 @@ class HessianFactor:
 
     @property
     def inverse_diagonal(self) -> Tensor:
-        """The diagonal [in] of the inverse UᵀU."""
         return self.hinv.square().sum(0)
 
 
@@ -145,7 +139,6 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
 
     hessian: H [in, in], symmetric, any float dtype; not changed. The factor is fp32, or fp64 for fp64.
     damping: the first λ. While the factorisation fails, λ is multiplied by 10, up to MAX_DAMPING means.
-    average: as in `damping_unit`.
     """
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
@@ -172,17 +165,11 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
 
 
 class InputHessian:
-    """The Hessian of an input, and its factor, which is computed once, when it is first asked for.
-
-    matrix: H [in, in], any float dtype; not changed.
-    damping: the first λ of `factorize`.
-    average: as in `damping_unit`.
-    """
+    """The Hessian H [in, in] of an input, and its factor, which `factorize` computes at most once."""
 
     def __init__(self, matrix: Tensor, damping: float, average: str = "mean") -> None:
         self.matrix, self.damping, self.average = matrix, damping, average
 
     @functools.cached_property
     def factor(self) -> HessianFactor:
-        """The factor of the Hessian. Raises UserError as `factorize` does."""
         return factorize(self.matrix, self.damping, self.average)

@@ -20,30 +20,26 @@ KEPT_SHARE = 1 / 8
 class LayerPass:
     """The inputs of a layer's linears, group after group, in the order of `layer.groups`.
 
-    A group's linears may be pruned after their inputs were computed. The inputs of the next group are then
-    computed without the parts of the layer in front of the pruned linears. For this, one tensor
-    [nsamples, seqlen, width] is kept where the stream lies: the inputs of the attention's last linear, and
-    later its outputs. So the attention is computed once.
+    A group's linears may be pruned after their inputs were computed. So that the attention is computed once,
+    one tensor [nsamples, seqlen, width] is kept where the stream lies: the inputs of the attention's last
+    linear, and later its outputs.
 
     The inputs of the MLP's last linear are several times larger than the stream. They are kept too if they
     take at most KEPT_SHARE of the device's memory and the stream lies there. Otherwise the linears in front
     of it are computed twice, for its inputs and for the output of the layer.
-
-    stream: the inputs of the layer.
     """
 
     def __init__(self, layer: DecoderLayer, stream: CalibrationStream) -> None:
         self.layer, self.stream = layer, stream
         self._kwargs = stream.layer_kwargs[layer.index]
         self._kept: Tensor | None = None
-        self._kept_input = (
-            False  # whether the inputs of the attention's last linear are kept, not its outputs
-        )
-        self._inputs_of_end: dict[int, Tensor] = {}  # number of a batch → the inputs of the MLP's last linear
+        #: whether the inputs of the attention's last linear are kept, not its outputs
+        self._kept_input = False
+        #: number of a batch → the inputs of the MLP's last linear
+        self._inputs_of_end: dict[int, Tensor] = {}
 
     @torch.no_grad()
     def hessian(self, group: InputGroup) -> Tensor:
-        """H [in, in], fp32, of the inputs of a group."""
         accumulator = HessianAccumulator(self.layer.shape_of(group.linears[0])[1], self.stream.device)
         for x, _ in self.inputs(group):
             accumulator.add(x)
@@ -52,9 +48,9 @@ class LayerPass:
     def inputs(self, group: InputGroup, *, residual: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Yields for each batch the inputs x [sequences, seqlen, in] of a group, and a residual stream.
 
-        The residual stream [sequences, seqlen, d] is that to which the linear's output is added, after the
-        boundary matrix of the residual that the layer may hold. It is None without `residual`, and for
-        linears that do not write to the residual stream.
+        The linear's output is added to this residual stream [sequences, seqlen, d], after the boundary matrix
+        that the layer may hold. It is None without `residual`, and for linears that do not write to the
+        stream.
         """
         buffer = None
         ends_attention = group is self.layer.attention_end
@@ -99,7 +95,6 @@ class LayerPass:
             yield batch, hidden, of_batch
 
     def _room_for(self, group: InputGroup) -> bool:
-        """Whether the inputs of `group` may be kept."""
         hidden, device = self.stream.hidden_states, self.stream.device
         width = self.layer.shape_of(group.linears[0])[1]
         size = hidden[..., 0].numel() * width * hidden.element_size()
@@ -123,7 +118,7 @@ class LayerPass:
         )
 
     def _attention(self, kept: Tensor | None) -> Output | None:
-        """Gives the output of the attention for a batch from its part of the kept tensor, if there is any."""
+        """The output of the attention for a batch, from its part of the kept tensor."""
         if kept is None:
             return None
         if self._kept_input:

@@ -18,11 +18,9 @@ TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
 
 
 class CalibrationStream:
-    """The input [nsamples, seqlen, d] of one decoder layer, and the keyword arguments of all layers.
+    """The input `hidden_states` [nsamples, seqlen, d] of a decoder layer, and the keyword arguments of all.
 
-    hidden_states: [nsamples, seqlen, d]. It may lie in main memory: a batch of it is copied to `device`.
-    layer_kwargs: the keyword arguments of each layer, on `device`.
-    device: the device of the layers; None is the device of hidden_states.
+    The hidden states may lie in main memory: a batch of them is copied to `device`, where the layers compute.
     """
 
     def __init__(
@@ -38,9 +36,9 @@ class CalibrationStream:
     ) -> "CalibrationStream":
         """The first layer's input for `tokens` [nsamples, seqlen]. The model is not moved.
 
-        With no sequences (nsamples 0), the stream is empty, and so are the keyword arguments of the layers.
+        Without sequences, the stream is empty, and so are the keyword arguments of the layers.
 
-        offload: whether the hidden states lie in main memory instead of on `device`.
+        offload: whether the hidden states lie in main memory.
         """
         if not len(tokens):
             empty = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
@@ -69,10 +67,6 @@ class CalibrationStream:
             return torch.empty(shape, dtype=dtype, device=self.device)
         return empty_on_host(shape, dtype, self.device)
 
-    def _like_hidden_states(self) -> Tensor:
-        """An uninitialised tensor with the shape, the dtype and the place of the hidden states."""
-        return self.buffer(self.hidden_states.shape[-1], self.hidden_states.dtype)
-
     def loaded_batches(self) -> Iterator[tuple[slice, Tensor]]:
         """Each of the `batches` with its hidden states on `device`, which are copied ahead from main memory.
 
@@ -98,7 +92,7 @@ class CalibrationStream:
     @torch.no_grad()
     def outputs(self, layer: DecoderLayer) -> Tensor:
         """The output [nsamples, seqlen, d] of `layer`. The stream is not changed."""
-        out = self._like_hidden_states()
+        out = self.buffer(self.hidden_states.shape[-1], self.hidden_states.dtype)
         with self.copies_home() as home:
             for batch, inputs in self.loaded_batches():
                 home.write(out[batch], layer(inputs, self.layer_kwargs[layer.index]))
@@ -118,6 +112,12 @@ class CalibrationStream:
             for batch, inputs in self.loaded_batches():
                 home.write(self.hidden_states[batch], (inputs.to(work) @ matrix).to(dtype))
 
+    def rotated_copy(self, matrix: Tensor) -> "CalibrationStream":
+        """A stream with a copy of the hidden states, rotated by `matrix` [d, d]."""
+        copy = CalibrationStream(self.hidden_states.clone(), self.layer_kwargs)
+        copy.rotate(matrix)
+        return copy
+
     @torch.no_grad()
     def hessians(
         self,
@@ -129,18 +129,20 @@ class CalibrationStream:
     ) -> dict[str, Tensor]:
         """Name of a group → H [in, in], fp32, of its inputs, from one pass.
 
-        folded: whether the inputs are those without the weights of norms, as in `DecoderLayer.reading`.
-        advance: whether the hidden states are replaced by the output of the layer. Without it the pass stops
-            in front of the last of the groups.
+        folded: as in `DecoderLayer.reading`.
+        advance: whether the hidden states are replaced by the output of the layer. Without it the pass ends
+            at the last of the groups.
         """
-        accumulators: dict[str, HessianAccumulator] = {}
+        accumulators = {
+            group.name: HessianAccumulator(layer.shape_of(group.linears[0])[1], self.device)
+            for group in groups
+        }
 
         def read(group: InputGroup, x: Tensor) -> None:
-            if group.name not in accumulators:
-                accumulators[group.name] = HessianAccumulator(x.shape[-1], self.device)
             accumulators[group.name].add(x)
 
-        out = self._like_hidden_states() if advance else None
+        hidden = self.hidden_states
+        out = self.buffer(hidden.shape[-1], hidden.dtype) if advance else None
         with (
             layer.reading(groups, read, folded=folded, to_end=advance) as forward,
             self.copies_home() as home,

@@ -12,27 +12,17 @@ from drot.core.events import Progress
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases
-from drot.pipeline.events import (
-    Announced,
-    Event,
-    Listener,
-    MemoryWatch,
-    ProgressReports,
-    StepBegan,
-    StepEnded,
-    Stopwatch,
-)
+from drot.pipeline import events
+from drot.pipeline.events import Event, Listener
 
 
 class RunContext:
     """The model, the recipe, the calibration tokens, the devices and the listeners of one run.
 
     model: a causal language model that fits the recipe (validation.py).
-    recipe: the settings of the run.
     tokens: calibration token ids [nsamples, seqlen]. `training_tokens` are the first of them, with which
         rotations are trained.
-    devices: the devices; rotations are trained on all of them in parallel, the rest runs on the first.
-    bases: the bases of the layers; its place is None if no layer holds a boundary matrix.
+    devices: rotations are trained on all of them in parallel, the rest runs on the first.
     """
 
     def __init__(
@@ -52,8 +42,8 @@ class RunContext:
         self.bases = Bases(place, len(self.model.layers))
         count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=self.model.hidden_size)
         self.training_tokens = tokens[:count]
-        self.clock, self.memory = Stopwatch(), MemoryWatch(devices)
-        reports = ProgressReports(progress, len(self.model.layers))
+        self.clock, self.memory = events.Stopwatch(), events.MemoryWatch(devices)
+        reports = events.ProgressReports(progress, len(self.model.layers))
         self.listeners: list[Listener] = [self.clock, self.memory, reports]
 
     def emit(self, event: Event) -> None:
@@ -69,12 +59,12 @@ class RunContext:
         announced: bool = False,
         device: torch.device | None = None,
     ) -> Iterator[None]:
-        """A context that emits the beginning and the end of `step`; `device` is the run's first if None."""
+        """A context that emits the beginning and the end of `step`, on the run's first device if None."""
         index = None if layer is None else layer.index
         if announced:
-            self.emit(Announced(step=step, layer=index))
-        self.emit(StepBegan(step=step, layer=index))
+            self.emit(events.Announced(step=step, layer=index))
+        self.emit(events.StepBegan(step=step, layer=index))
         try:
             yield
         finally:
-            self.emit(StepEnded(step=step, layer=index, device=device or self.device))
+            self.emit(events.StepEnded(step=step, layer=index, device=device or self.device))

@@ -11,13 +11,11 @@ from drot.sparse.packed import PACKED
 def disk_needs(
     sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, save_dtype: torch.dtype
 ) -> tuple[int, int]:
-    """The bytes of the checkpoint, and of the parts of the run that lie beside it until it is written.
+    """The bytes of the checkpoint, and of the parts of the run that lie next to it until it is written.
 
-    The parts hold the layers in the dtype of the computation, the figures of the linears, and the rotations
-    in fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest are left
-    out: they are small.
-
-    dtype: dtype of the computation. save_dtype: dtype of the saved weights.
+    The parts hold the layers in the `dtype` of the computation, the maps of the linears, and the rotations in
+    fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest are left out:
+    they are small.
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
     rotates = rotation.mode != "none"

@@ -20,17 +20,13 @@ from drot.pipeline.prepare import parsed_dtype, plan
 class RunNeeds:
     """What a run needs. Bytes of memory are estimates; those of the disk are exact but for small files.
 
-    Args:
-        recipe: the settings of the run.
-        model: name or folder of the model.
-        device: the device of the computation.
-        dtype, save_dtype: dtypes of the computation and of the saved weights.
-        tokens: calibration tokens that are read. training_tokens: those that train the rotations.
-        checkpoint, partial: bytes on the disk of the result, and of the folder of the unfinished run.
-        main_memory, device_memory: bytes; on a CPU both lie in main memory.
-        work: phase → dtype → operations.
-        seconds: seconds of the work at the rates that `drot info --measure` measured, which no run reaches;
-            None without them.
+    dtype, save_dtype: dtypes of the computation and of the saved weights.
+    tokens: calibration tokens that are read. training_tokens: those that train the rotations.
+    checkpoint, partial: bytes on the disk of the result, and of the folder of the unfinished run.
+    main_memory, device_memory: bytes; on a CPU both lie in main memory.
+    work: phase → dtype → operations.
+    seconds: seconds of the work at the rates that `drot info --measure` measured, which no run reaches; None
+        without them.
     """
 
     recipe: ResolvedRecipe
@@ -64,11 +60,9 @@ def run_needs(
     """
     chosen, saved = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
     planned = plan(model, recipe, device=device, rotations_given=rotations_given, format=format)
-    resolved, first = planned.recipe, planned.devices[0]
+    resolved, first, text = planned.recipe, planned.devices[0], planned.recipe.calibration
     own = planned.config.dtype or torch.float32
-    chosen = _dtype(computing_dtype(chosen, first), own)
-    saved = _dtype(saved, own)
-    text = resolved.calibration
+    chosen, saved = _dtype(computing_dtype(chosen, first), own), _dtype(saved, own)
     nsamples = text.nsamples if resolved.reads_calibration else 0
     sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
@@ -93,7 +87,7 @@ def run_needs(
 
 
 def without_weights(config: Any) -> PreTrainedModel:
-    """The modules of a model on the device `meta`, which holds no numbers."""
+    """A model on the device `meta`, which holds no numbers."""
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return model

@@ -40,12 +40,9 @@ RECOVERY_BYTES = 15
 class Sizes:
     """The sizes of a model and of its calibration. All decoder layers have the same shapes.
 
-    groups: the input groups of a layer.
     shapes: name of a linear → its (out, in).
     names: for each layer, name of a linear → its full name.
-    heads: attention sizes of the model.
-    layer_weights: numbers in the parameters of a layer.
-    weights: numbers in all parameters of the model.
+    layer_weights, weights: numbers in the parameters of a layer, and of the model.
     tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     """
@@ -62,20 +59,16 @@ class Sizes:
 
     @property
     def tokens(self) -> int:
-        """Calibration tokens in all."""
         return self.nsamples * self.seqlen
 
     @property
     def hidden(self) -> int:
-        """The size of a hidden state."""
         return self.inputs(self.groups[0])
 
     def inputs(self, group: InputGroup) -> int:
-        """The number of inputs of an input group."""
         return self.shapes[group.linears[0].name][1]
 
     def groups_of(self, linears: Collection[str]) -> list[InputGroup]:
-        """The input groups of some linears."""
         return [group for group in self.groups if any(linear.name in linears for linear in group.linears)]
 
     def pruned(self, recipe: ResolvedRecipe) -> list[list[str]]:
@@ -115,23 +108,23 @@ def run_work(
     trains: bool = True,
     admm_iterations: int = USUAL_ADMM_ITERATIONS,
 ) -> dict[str, dict[str, float]]:
-    """Phase → dtype → operations of a run that stops no training early.
+    """Phase → dtype → operations of a run in `dtype` that stops no training early.
 
-    Args:
-        sizes: the sizes of the model and of its calibration.
-        recipe: the settings of the run.
-        dtype: dtype of the computation.
-        trains: whether the rotations are trained, and not loaded from a file.
-        admm_iterations: iterations of ADMM for each linear.
+    trains: whether the rotations are trained, and not loaded from a file.
     """
     work: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     calibrate, prunes = work["calibrate"], work["prune"]
     own, fp32 = dtype_name(dtype), "float32"
     layers = sizes.pruned(recipe)
     if trains and recipe.rotation.mode != "none":
-        training = training_sizes(sizes, recipe)
+        nsamples = recipe.training_nsamples(sizes.nsamples, sizes.seqlen, sizes.hidden)
+        training = dataclasses.replace(sizes, nsamples=nsamples)
         for roles in layers:
-            groups = trained_groups(training, recipe, roles)
+            groups = sizes.groups_of(roles)
+            if recipe.rotation.objective == "entropy":  # it needs no Hessian of inputs that are not rotated
+                groups = [group for group in groups if group.input is not None]
+            if recipe.pruning.method == "magnitude":
+                groups = []
             calibrate[own] += hessians(training, groups)
             if recipe.rotation.hessians == "dense":
                 calibrate[own] += rest_of_forward(training, groups)
@@ -146,17 +139,9 @@ def run_work(
         prunes[own] += hessians(sizes, groups, groups if to_dense else ())
         prunes[fp32] += prune(sizes, recipe, roles, admm_iterations)
         if recovers:
-            work["recover"][own] += recover(
-                sizes, recipe.recovery.recover_epochs, held_out_sequences(sizes.nsamples)
-            )
+            work["recover"][own] += recover(sizes, recipe.recovery.recover_epochs)
         calibrate[own] += forward(sizes) if recovers else rest_of_forward(sizes, groups)
     return {phase: dict(by_dtype) for phase, by_dtype in work.items()}
-
-
-def training_sizes(sizes: Sizes, recipe: ResolvedRecipe) -> Sizes:
-    """The sizes with the sequences that train the rotations."""
-    nsamples = recipe.training_nsamples(sizes.nsamples, sizes.seqlen, sizes.hidden)
-    return dataclasses.replace(sizes, nsamples=nsamples)
 
 
 def seconds_at(work: Mapping[str, Mapping[str, float]], peaks: Mapping[str, float]) -> float:
@@ -166,27 +151,16 @@ def seconds_at(work: Mapping[str, Mapping[str, float]], peaks: Mapping[str, floa
 
 
 def main_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
-    """The bytes of main memory for the model, the hidden states of the calibration and the rotations.
-
-    dtype: dtype of the computation.
-    """
-    states = sizes.tokens * sizes.hidden * dtype.itemsize
+    """The bytes of main memory for the model, the hidden states of the calibration and the rotations."""
     keeps_dense = recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
-    rotations = 0
-    if recipe.rotation.mode != "none":
-        rotations = len(sizes.names) * rotation_bytes(sizes)
-    return (
-        (sizes.weights + sizes.tied_head * bool(rotations)) * dtype.itemsize
-        + rotations
-        + (3 * states if keeps_dense else states)
-    )
+    numbers = sizes.weights + sizes.tokens * sizes.hidden * (3 if keeps_dense else 1)
+    if recipe.rotation.mode == "none":
+        return numbers * dtype.itemsize
+    return (numbers + sizes.tied_head) * dtype.itemsize + len(sizes.names) * rotation_bytes(sizes)
 
 
 def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
-    """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer.
-
-    dtype: dtype of the computation.
-    """
+    """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer."""
     wide = max(sizes.inputs(group) for group in sizes.groups)
     rows = max(out for out, width in sizes.shapes.values() if width == wide)
     solves = recipe.pruning.solve == "admm" or recipe.pruning.target == "dense"
@@ -207,10 +181,7 @@ def rotation_bytes(sizes: Sizes) -> int:
 
 
 def forward(sizes: Sizes, groups: Collection[InputGroup] | None = None, tokens: int | None = None) -> float:
-    """A forward pass of the linears of `groups`, with the attention if its last linear is among them.
-
-    groups: None for all. tokens: the number of tokens; None for all.
-    """
+    """A forward pass of the linears of `groups`, with the attention if its last linear is among them."""
     tokens = sizes.tokens if tokens is None else tokens
     groups = sizes.groups if groups is None else groups
     shapes = [sizes.shapes[linear.name] for group in groups for linear in group.linears]
@@ -234,22 +205,10 @@ def factorisation(n: int) -> float:
     return 2 / 3 * n**3
 
 
-def trained_groups(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str]) -> list[InputGroup]:
-    """The input groups whose Hessians the training of a rotation needs.
-
-    roles: the linears of the layer that are pruned.
-    """
-    if recipe.pruning.method == "magnitude":
-        return []
-    unrotated = recipe.rotation.objective == "pruned"
-    return [group for group in sizes.groups_of(roles) if unrotated or group.input is not None]
-
-
 def hessians(sizes: Sizes, groups: Sequence[InputGroup], to_dense: Sequence[InputGroup] = ()) -> float:
     """A forward pass up to the last of `groups`, and the Hessian of the input of each of them.
 
-    to_dense: the groups for which the layer that is not pruned sees the same tokens too
-        (TargetStatistics).
+    to_dense: the groups for which the dense layer sees the same tokens too (TargetStatistics).
     """
     if not groups or not sizes.tokens:
         return 0.0
@@ -283,14 +242,7 @@ def metrics(sizes: Sizes, recipe: ResolvedRecipe, groups: Collection[InputGroup]
 def evaluation(
     sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], *, gradients: bool = True
 ) -> float:
-    """One evaluation of a layer's loss.
-
-    Args:
-        sizes: the sizes of the layer.
-        recipe: the settings of the run.
-        roles: the linears of the layer that are pruned.
-        gradients: whether the gradients in R1 and R2 are computed.
-    """
+    """One evaluation of a layer's loss, of which the linears `roles` are pruned."""
     head, block = sizes.heads.head_dim, sizes.hidden // recipe.rotation.equal_blocks
     total = 0.0
     for linear in (linear for group in sizes.groups for linear in group.linears if linear.name in roles):
@@ -308,9 +260,8 @@ def evaluation(
 def optimizer_step(sizes: Sizes, recipe: ResolvedRecipe, layers: float) -> float:
     """One step of the optimizer on one R1 and on the R2 of `layers` layers."""
     rotation = recipe.rotation
-    products = FAST_PRODUCTS[recipe.rotation.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
-    hidden, head = sizes.hidden, sizes.heads.head_dim
-    blocks = rotation.blocks
+    products = FAST_PRODUCTS[rotation.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
+    hidden, head, blocks = sizes.hidden, sizes.heads.head_dim, rotation.blocks
     r1 = sum(b**3 for b in blocks) if isinstance(blocks, tuple) else hidden * (hidden // blocks) ** 2
     return products * 2.0 * (r1 + layers * sizes.heads.kv_heads * head**3)
 
@@ -320,32 +271,22 @@ def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str
 
     layers: the pruned linears of each layer that shares R1.
     """
-    steps = recipe.rotation.steps
-    trained = [roles for roles in layers if roles]
+    steps, trained = recipe.rotation.steps, [roles for roles in layers if roles]
     if not trained:
         return 0.0
-    once, of_entropy = (
-        sum(evaluation(sizes, recipe, roles, gradients=gradients) for roles in trained)
-        for gradients in (True, False)
-    )
+    once = sum(evaluation(sizes, recipe, roles) for roles in trained)
+    of_entropy = sum(evaluation(sizes, recipe, roles, gradients=False) for roles in trained)
     share = min(1.0, (recipe.rotation.layers_per_step or len(trained)) / len(trained))
     # the first and the last evaluation are of all layers, and so are the entropies
     evaluations, entropies = (steps - 1) * share + 2 if steps else 1, 2
     if recipe.rotation.objective != "entropy" and share == 1:
         entropies += len({steps * part // 4 for part in (1, 2, 3)} - {0})
-    return (
-        evaluations * once
-        + entropies * of_entropy
-        + steps * optimizer_step(sizes, recipe, len(trained) * share)
-    )
+    turns = steps * optimizer_step(sizes, recipe, len(trained) * share)
+    return evaluations * once + entropies * of_entropy + turns
 
 
 def prune(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], admm_iterations: int) -> float:
-    """The pruning of one layer from its Hessians: one factorisation for each input, sweeps and solvers.
-
-    roles: the linears of the layer that are pruned.
-    admm_iterations: iterations of ADMM for each linear.
-    """
+    """The pruning of a layer's linears `roles`: one factorisation for each input, sweeps and solvers."""
     if not sizes.tokens:
         return 0.0
     total, to_dense, solver = 0.0, recipe.pruning.target == "dense", recipe.pruning.solve
@@ -368,13 +309,8 @@ def prune(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], admm_ite
     return total
 
 
-def recover(sizes: Sizes, epochs: int, held_out: int) -> float:
-    """The training of a layer's kept weights: a backward pass takes twice the operations of a forward pass.
-
-    epochs: passes over the sequences that are trained.
-    held_out: the sequences that are not trained.
-    """
-    held = held_out * sizes.seqlen
-    return 3 * epochs * forward(sizes, tokens=sizes.tokens - held) + (epochs + 1) * forward(
-        sizes, tokens=held
-    )
+def recover(sizes: Sizes, epochs: int) -> float:
+    """The training of the kept weights: a backward pass takes twice the operations of a forward pass."""
+    held = held_out_sequences(sizes.nsamples) * sizes.seqlen
+    once, test = forward(sizes, tokens=sizes.tokens - held), forward(sizes, tokens=held)
+    return 3 * epochs * once + (epochs + 1) * test

@@ -38,7 +38,7 @@ class StepEnded(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Announced(Event):
-    """The work of a step that the caller of a run is told of begins."""
+    """A step begins that is reported to the caller of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +64,8 @@ class Stopwatch:
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepEnded) and event.device.type == "cuda":
-            torch.cuda.current_stream(
-                event.device
-            ).synchronize()  # the step ends when its queued work is done
+            # the step ends when its queued work is done
+            torch.cuda.current_stream(event.device).synchronize()
         with self._lock:
             threads, started = self._running.get(event.step, (0, time.perf_counter()))
             if isinstance(event, StepBegan):
@@ -75,8 +74,8 @@ class Stopwatch:
                 self._running[event.step] = threads - 1, started
                 if threads == 1:
                     del self._running[event.step]
-                    before = self.seconds.get(event.step, 0.0)
-                    self.seconds[event.step] = before + time.perf_counter() - started
+                    seconds = time.perf_counter() - started
+                    self.seconds[event.step] = self.seconds.get(event.step, 0.0) + seconds
 
 
 class MemoryWatch:

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+from torch import Tensor
+
 from drot.core.hashes import weights_record
 from drot.machine.devices import dtype_name
 from drot.pipeline.context import RunContext
@@ -13,13 +15,14 @@ from drot.text.source import calibration_hash
 NOT_OF_THE_MODEL = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
+def calibration_record(tokens: Tensor) -> dict[str, Any]:
+    return {"sha256": calibration_hash(tokens), "shape": list(tokens.shape)}
+
+
 def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any]:
-    """The identity of a run, in plain JSON types. Called before the run changes the weights.
+    """The identity of a run, in plain JSON types. It must be taken before the run changes the weights.
 
-    The values do not depend on where the model and the calibration text lie: the weights and the tokens are
-    named by their hashes.
-
-    given: the rotations that the run uses; None if it trains its own.
+    It does not depend on where the model and the text lie: weights and tokens are named by their hashes.
     """
     recipe = run.recipe.to_dict()
     del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path

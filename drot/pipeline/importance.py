@@ -26,13 +26,9 @@ CHUNK = 1 << 22
 class GroupImportance:
     """The importance of the weights of one input group.
 
-    Args:
-        group: the input group.
-        hessian: H [in, in] of the inputs of the rotated layer, with its factor.
-        recipe: the settings of the run.
-        shape: attention sizes of the model.
-        rotation: the rotation of the layer; None for a layer that is not rotated.
-        output_r1: R1 [d, d] of the basis in which the linears write; None is the layer's own.
+    hessian: H [in, in] of the inputs of the rotated layer.
+    rotation: None for a layer that is not rotated.
+    output_r1: R1 [d, d] of the basis in which the linears write; None is the layer's own.
     """
 
     def __init__(
@@ -46,7 +42,7 @@ class GroupImportance:
     ) -> None:
         self._shape = shape
         self._rotation: LayerRotation | None = None
-        #: H [in, in] in the basis before the rotation; the same object as `hessian` where the bases are equal
+        #: H in the basis before the rotation
         self.hessian = hessian
         matrix = hessian.matrix
         if rotation is not None:
@@ -69,14 +65,10 @@ class GroupImportance:
 
     @property
     def rotated(self) -> bool:
-        """Whether the layer is rotated, so that the importance before and after the rotation differs."""
         return self._rotation is not None
 
     def unrotated(self, linear: LinearSpec, weight: Tensor) -> Tensor:
-        """The weight [out, in] of a linear in the basis before the rotation, in the dtype of the Hessian.
-
-        weight: the weight in the layer, which is rotated and dense.
-        """
+        """The rotated `weight` [out, in] in the basis before the rotation, in the dtype of the Hessian."""
         weight = weight.to(self.hessian.matrix.dtype)
         if self._rotation is None:
             return weight
@@ -96,7 +88,6 @@ class GroupImportance:
         `before`, and `after` for a rotated layer.
 
         weight, unrotated: the dense weight [out, in] after and before the rotation.
-        sparsity: n:m or ratio of the linear.
         """
         bases = {"before": (unrotated, self._before)}
         if self.rotated:
@@ -142,10 +133,7 @@ def block_means(score: Tensor) -> Tensor:
 
 
 def histogram(score: Tensor, removed: Tensor) -> Tensor:
-    """The numbers of kept and of removed weights by log10(score), int64 [2, HISTOGRAM_BINS].
-
-    score: [out, in], at least 0. removed: bool [out, in].
-    """
+    """The numbers of kept and of removed weights by log10(score), int64 [2, HISTOGRAM_BINS]."""
     low, high = HISTOGRAM_LOG10
     counts = torch.zeros(2 * HISTOGRAM_BINS, dtype=torch.int64, device=score.device)
     for part, mask in zip(score.flatten().split(CHUNK), removed.flatten().split(CHUNK), strict=True):

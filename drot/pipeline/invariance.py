@@ -7,7 +7,7 @@ rotations if all of them are known before the pruning starts. Otherwise it uses 
 
 import copy
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,10 +31,7 @@ class InvarianceError(RuntimeError):
 def random_rotation(
     d: int, shape: HeadShape, generator: torch.Generator, device: torch.device | str = "cpu"
 ) -> LayerRotation:
-    """Random orthogonal R1 [d, d] and R2 [kv_heads, head_dim, head_dim], in fp64 on `device`.
-
-    The matrices are QR factors of Gaussian matrices that are drawn on the CPU.
-    """
+    """QR factors of Gaussian matrices that are drawn on the CPU, in fp64 on `device`."""
 
     def draw(*size: int) -> Tensor:
         gaussian = torch.randn(*size, generator=generator, dtype=torch.float64)
@@ -43,15 +40,7 @@ def random_rotation(
     return LayerRotation(draw(d, d), draw(shape.kv_heads, shape.head_dim, shape.head_dim))
 
 
-def _random_rotations(model: DecoderModel, device: torch.device) -> Iterator[LayerRotation]:
-    """A random rotation of each layer, the same at every call. They are drawn one by one, to save memory."""
-    generator = torch.Generator().manual_seed(0)
-    for _ in model.layers:
-        yield random_rotation(model.hidden_size, model.heads, generator, device)
-
-
 def _check_finite(hidden_states: Tensor, layer: DecoderLayer) -> None:
-    """Raises UserError if the norm of the original layer's outputs is not finite."""
     norm = float(hidden_states.norm())
     if not math.isfinite(norm):
         raise UserError(
@@ -60,8 +49,15 @@ def _check_finite(hidden_states: Tensor, layer: DecoderLayer) -> None:
         )
 
 
-def _relative_error(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
+def _checked_error(where: str, got: Tensor, expected: Tensor) -> float:
+    """‖got − expected‖ / ‖expected‖. Raises InvarianceError if it is above TOLERANCE or NaN."""
+    error = float((got - expected).norm() / expected.norm().clamp_min(torch.finfo(expected.dtype).tiny))
+    if not error <= TOLERANCE:
+        raise InvarianceError(
+            f"{where}: the rotated output differs from the original output by {error:.2e} (relative, fp32), "
+            f"above {TOLERANCE:g}; nothing was written"
+        )
+    return error
 
 
 def _embedded(model: DecoderModel, tokens: Tensor, device: torch.device) -> CalibrationStream:
@@ -95,19 +91,15 @@ def check_layer(
     Raises InvarianceError if the error is above TOLERANCE, and UserError if the original output is not
     finite.
 
-    Args:
-        layer: a decoder layer.
-        stream: input of the layer; afterwards its output.
-        rotation: R1 and R2 of the layer.
-        rotated_stream: input of the rotated layer, in the basis R1; afterwards its output. None computes it
-            from `stream`.
-        boundary: the boundary of the residual that the rotated layer holds; None if it holds none.
+    stream: input of the layer; afterwards its output.
+    rotated_stream: input of the rotated layer, in the basis R1; afterwards its output. None computes it from
+        `stream`.
+    boundary: the boundary of the residual that the rotated layer holds.
     """
     device = stream.hidden_states.device
     r1 = rotation.r1.to(device)
     if rotated_stream is None:
-        rotated_stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
-        rotated_stream.rotate(r1)
+        rotated_stream = stream.rotated_copy(r1)
     rotated = layer.copy(device, torch.float32)
     stream.advance(rotated)
     _check_finite(stream.hidden_states, layer)
@@ -115,13 +107,7 @@ def check_layer(
     rotated_stream.advance(rotated)
     output_r1 = r1 if boundary is None else boundary.next_r1.to(device)
     output = rotated_stream.hidden_states @ output_r1.T.to(rotated_stream.hidden_states.dtype)
-    error = _relative_error(output, stream.hidden_states)
-    if not error <= TOLERANCE:
-        raise InvarianceError(
-            f"layer {layer.index}: the rotated layer's output differs from the original output by "
-            f"{error:.2e} (relative, fp32), above {TOLERANCE:g}; nothing was written"
-        )
-    return error
+    return _checked_error(f"layer {layer.index}", output, stream.hidden_states)
 
 
 @torch.no_grad()
@@ -137,37 +123,28 @@ def check_model(
     Raises InvarianceError if the logits or the output of a layer have an error above TOLERANCE.
 
     device: where the check computes, to which one layer at a time is copied.
-    rotations: the rotation of each layer; None draws random rotations.
+    rotations: the rotation of each layer; None draws them at random.
     """
-    place = bases.place or "input"  # the boundary matrices of a shared R1 are the identity
-    bases = Bases(place, bases.layers)
-    stream = _embedded(model, tokens, device)
-    remaining = iter(rotations or _random_rotations(model, device))
-    known = {0: next(remaining)}
-    rotated_stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
-    rotated_stream.rotate(known[0].r1.to(device))
+    bases = Bases(bases.place or "input", bases.layers)  # of a shared R1 each boundary matrix is the identity
+    stream, generator = _embedded(model, tokens, device), torch.Generator().manual_seed(0)
+    drawn = (random_rotation(model.hidden_size, model.heads, generator, device) for _ in model.layers)
+    remaining = iter(rotations or drawn)
+    known = {0: next(remaining)}  # of three layers at most, to save memory
+    rotated_stream = stream.rotated_copy(known[0].r1)
     for layer in model.layers:
-        index = layer.index
         if (following := next(remaining, None)) is not None:
-            known[index + 1] = following
-        boundary = bases.held(index, known)
-        if place == "input":
-            if boundary is not None:
-                rotated_stream.rotate(boundary.to(device).matrix())
+            known[layer.index + 1] = following
+        boundary = bases.held(layer.index, known)
+        if boundary is not None and boundary.place == "input":
+            rotated_stream.rotate(boundary.to(device).matrix())
             boundary = None
-        check_layer(layer, stream, known[index], rotated_stream, boundary and boundary.to(device))
-        known.pop(index - 1, None)
+        check_layer(layer, stream, known[layer.index], rotated_stream, boundary and boundary.to(device))
+        known.pop(layer.index - 1, None)
     last_r1 = known[bases.layers - 1].r1.to(device)
     norm, head = _float_copy(model.final_norm, device), _float_copy(model.head, device)
     expected = head(norm(stream.hidden_states))
     rotate_head(norm, head, last_r1)
-    error = _relative_error(head(norm(rotated_stream.hidden_states)), expected)
-    if not error <= TOLERANCE:
-        raise InvarianceError(
-            f"{model.family.head}: the rotated model's logits differ from the original logits by {error:.2e} "
-            f"(relative, fp32), above {TOLERANCE:g}; nothing was written"
-        )
-    return error
+    return _checked_error(model.family.head, head(norm(rotated_stream.hidden_states)), expected)
 
 
 def _float_copy(module: Any, device: torch.device) -> Any:

@@ -31,36 +31,24 @@ def prune_layer(
     The Hessian of an input group is computed after the groups before it are pruned, and factorised once for
     all its linears. A linear with a sparsity of 0 is not changed, and has only the first three figures.
 
-    Returns two dicts. The first is name of a linear → figures for the manifest:
-        sparsity: the share of zeros.
-        output_error: relative error of the outputs on the calibration inputs; None without such inputs.
-        damping: the damping of the inverted Hessian; None for a method that inverts no Hessian.
-        one_shot: `before` and, in a rotated layer, `after` the rotation → removed_importance, the pruned
-            share of the importance, and output_error, the error of the method alone, without a solver.
-            Empty without calibration inputs.
-        admm_iterations: iterations of ADMM.
-    The second is `<name>.<map>` → the tensors of GroupImportance.
+    Returns name of a linear → its entry of the manifest (manifest/records.py), and `<name>.<map>` → the
+    tensors of GroupImportance. Output errors compare with the outputs of the target weight, which differs
+    from the weight of the layer for `target="dense"`; the error `before` the rotation always compares with
+    the outputs of the weight.
 
-    Output errors compare with the outputs of the target weight, which differs from the weight of the layer
-    for `target="dense"`. The error `before` the rotation of a rotated layer always compares with the outputs
-    of the weight.
-
-    Args:
-        layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
-        recipe: the settings of the run.
-        dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
-        rotation: the rotation that was merged into the layer; None for a layer that is not rotated.
-        output_r1: R1 [d, d] of the basis in which the layer writes.
+    layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
+    dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
+    rotation: the rotation that was merged into the layer.
+    output_r1: R1 [d, d] of the basis in which the layer writes.
     """
     layer, pruning = layer_pass.layer, recipe.pruning
-    figures: dict[str, dict[str, Any]] = {}
+    figures: dict[str, dict[str, Any]] = {
+        name: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for name in layer.linears
+    }
     maps: dict[str, Tensor] = {}
     for group in layer.groups:
         linears = layer.linears_of(group)
         pruned = [linear for linear in linears if pruning.sparsity_for(linear.full_name).ratio > 0]
-        for linear in linears:
-            if linear not in pruned:
-                figures[linear.name] = {"sparsity": 0.0, "output_error": 0.0, "damping": None}
         if not pruned:
             continue
         writes_in = output_r1 if layer.ends_layer(group) else None
@@ -70,7 +58,7 @@ def prune_layer(
                 figures[linear.name] = of_group.prune(linear, maps)
             except UserError as error:
                 raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
-    return {name: figures[name] for name in layer.linears}, maps
+    return figures, maps
 
 
 class _PrunedGroup:
@@ -101,12 +89,12 @@ class _PrunedGroup:
         self._hessian = InputHessian(matrix, recipe.pruning.damping, recipe.pruning.damping_average)
 
     def prune(self, linear: Linear, maps: dict[str, Tensor]) -> dict[str, Any]:
-        """Prunes a linear in place; returns its figures, and adds the maps of its importance to `maps`."""
+        """Prunes a linear in place; returns its figures, and adds its maps to `maps`."""
         weight, config = linear.weight, self._recipe.pruning.for_linear(linear.full_name)
         target = weight
         if self._statistics is not None and self._hessian is not None:
-            share = config.target_weight
-            target = dense_target(weight, self._statistics, self._hessian.factor, share=share)
+            factor, share = self._hessian.factor, config.target_weight
+            target = dense_target(weight, self._statistics, factor, share=share)
         outcome = first = prune_once(target, self._hessian, config)
         one_shot: dict[str, dict[str, float | None]] = {}
         if self._hessian is not None:
@@ -122,10 +110,8 @@ class _PrunedGroup:
                 total = first.energy if self._statistics is None else None  # a rotation does not change it
                 before = prune_once(unrotated, self._importance.hessian, config, total=total)
                 errors["before"] = before.output_error
-            one_shot = {
-                basis: {"removed_importance": share, "output_error": errors[basis]}
-                for basis, share in shares.items()
-            }
+            for basis, lost in shares.items():
+                one_shot[basis] = {"removed_importance": lost, "output_error": errors[basis]}
             maps |= {f"{linear.name}.{name}": values for name, values in found.items()}
         weight.copy_(outcome.weight)
         return {

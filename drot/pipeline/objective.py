@@ -19,7 +19,6 @@ def layer_objective(
     A Hessian is computed only for an input group with a linear that is pruned. The weights of the norms are
     folded into the linears, so a Hessian behind a norm is that of the norm's output without its weights.
 
-    stream: inputs of the layer.
     advance: whether the stream goes on to the output of the layer, in the same pass.
     """
     weights = layer.folded_weights()

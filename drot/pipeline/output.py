@@ -17,10 +17,10 @@ from drot.manifest.records import MemoryPeak, SavedRotations, Seconds
 from drot.model.families import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Announced
+from drot.pipeline.identity import calibration_record
 from drot.pipeline.prepare import Prepared
 from drot.pipeline.rotation_files import path_inside
 from drot.pipeline.run import PruningRun
-from drot.text.source import calibration_hash
 
 
 def manifest_of(
@@ -38,10 +38,7 @@ def manifest_of(
             "format_version": FORMAT_VERSION,
             "base_model": prepared.source,
             "recipe": context.recipe,
-            "calibration": {
-                "sha256": calibration_hash(context.tokens),
-                "shape": list(context.tokens.shape),
-            },
+            "calibration": calibration_record(context.tokens),
             "positions": positions_of(context.model.config),
             "layers": run.layers,
             "shared_rotation": run.shared_record,
@@ -78,10 +75,7 @@ def write_result(
     state: RunState | None,
     started: float,
 ) -> Manifest:
-    """Writes the rotations and the checkpoint, where they are wanted; returns the whole manifest.
-
-    started: when the run began, by time.perf_counter().
-    """
+    """Writes the rotations and the checkpoint, where they are wanted; returns the whole manifest."""
     context = prepared.context
 
     def write_rotations(file: Path) -> None:
@@ -103,8 +97,7 @@ def write_result(
 
     before_saving = time.perf_counter()
 
-    def finish(manifest: Manifest) -> None:
-        """Sets the entries about time, when all else is written."""
+    def finish(manifest: Manifest) -> None:  # all else is written
         now = time.perf_counter()
         context.clock.seconds["save"] += now - before_saving
         for name, value in _times(context, now - started).items():

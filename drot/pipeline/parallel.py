@@ -17,12 +17,11 @@ def train_in_parallel(
     train: Callable[[int, LayerObjective], Result],
     devices: list[torch.device],
 ) -> dict[int, Result]:
-    """Index → result of `train(index, objective)` for every objective.
+    """Index → result of `train(index, objective)`, called in a thread with the objective on a free device.
 
-    objectives: index and objective of each layer. The next objective is requested only when a device is free,
-        so that there is at most one objective for each device.
-    train: is called in a thread, with the objective on a free device. If it raises an exception, no further
-        training is started, and the exception is raised again when the running ones have finished.
+    The next objective is requested only when a device is free, so there is at most one for each device. After
+    an exception of `train` no further training is started. It is raised again when the running ones have
+    finished.
     """
     idle: queue.SimpleQueue[torch.device] = queue.SimpleQueue()
     for device in devices:

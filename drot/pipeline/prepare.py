@@ -19,12 +19,7 @@ from drot.machine.devices import computing_dtype, parse_dtype, pick_devices
 from drot.manifest.manifest import MANIFEST, read_manifest
 from drot.model.families import positions_of
 from drot.pipeline.context import RunContext
-from drot.pipeline.validation import (
-    check_config,
-    check_recipe,
-    check_seqlen,
-    check_tokens,
-)
+from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens
 from drot.text.source import as_token_ids, load_calibration
 
 Model = str | Path | PreTrainedModel
@@ -41,13 +36,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The model and all else that a run starts with.
-
-    context: the state of the run.
-    source: name or folder of the model.
-    tokenizer: the tokenizer; None without one.
-    save_dtype: dtype of the weights in the result.
-    """
+    """What a run starts with. source: name or folder of the model. save_dtype: dtype of the result."""
 
     context: RunContext
     source: str
@@ -64,10 +53,7 @@ def plan(
     rotations_given: bool = False,
     format: str = "dense",
 ) -> Plan:
-    """Resolves the recipe for a model and the devices. Raises UserError for what does not fit.
-
-    The arguments are those of `prepare`; calibration: token ids [nsamples, seqlen], int64.
-    """
+    """Resolves the recipe for a model and the devices. Raises UserError for what does not fit."""
     devices = pick_devices(device)
     if isinstance(model, PreTrainedModel):
         config = model.config
@@ -103,18 +89,10 @@ def prepare(
 ) -> Prepared:
     """Loads the model and the calibration tokens. Raises UserError for what does not fit.
 
-    Args:
-        model: a name on the Hugging Face hub, a local folder, or a loaded model.
-        recipe: the settings that the user wishes.
-        tokenizer: the tokenizer for the calibration text; None loads the model's own.
-        calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
-        device: the device or devices of the computation.
-        dtype: dtype of the computation. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU.
-        save_dtype: dtype of the weights in the result. `auto` is the dtype of the model before the run.
-        rotations_given: whether the rotations are loaded from a file instead of trained.
-        format: format of the weights in the result.
-        measures: whether the run measures output errors, so that it reads calibration text in any case.
-        progress: the callback for ProgressEvents.
+    The arguments are those of `drot.prune`.
+
+    rotations_given: whether the rotations are loaded from a file instead of trained.
+    measures: whether the run measures output errors, so that it reads calibration text in any case.
     """
     is_a("model", model, str, Path, PreTrainedModel)
     is_a("calibration", calibration, Tensor, or_none=True)
@@ -125,18 +103,13 @@ def prepare(
     dtype, save_dtype = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
     tokens = None if calibration is None else as_token_ids(calibration)
     planned = plan(
-        model,
-        recipe,
-        calibration=tokens,
-        device=device,
-        rotations_given=rotations_given,
-        format=format,
+        model, recipe, calibration=tokens, device=device, rotations_given=rotations_given, format=format
     )
     config, devices, resolved = planned.config, planned.devices, planned.recipe
-    if not isinstance(model, PreTrainedModel):
-        source, tokenizer = str(model), tokenizer or load_tokenizer(model)
-    else:
+    if isinstance(model, PreTrainedModel):
         source = getattr(config, "_name_or_path", "")
+    else:
+        source, tokenizer = str(model), tokenizer or load_tokenizer(model)
     if tokens is None and (measures or resolved.reads_calibration):
         tokens = _read_text(resolved, tokenizer, config, progress)
     elif tokens is None:
@@ -150,12 +123,7 @@ def prepare(
     model.eval()  # dropout would change the Hessians
     context = RunContext(model, resolved, tokens, devices, progress)
     context.model.check()
-    return Prepared(
-        context,
-        source,
-        tokenizer,
-        own if isinstance(save_dtype, str) else save_dtype,
-    )
+    return Prepared(context, source, tokenizer, own if isinstance(save_dtype, str) else save_dtype)
 
 
 def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:
@@ -189,9 +157,7 @@ def _read_text(recipe: ResolvedRecipe, tokenizer: Any, config: Any, progress: Pr
 
 
 def _refuse_pruned(folder: Path) -> None:
-    """Raises UserError for a checkpoint that was pruned by drot."""
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         if any(sparsity.ratio > 0 for sparsity in manifest.recipe.pruning.sparsities):
-            original = manifest.base_model
-            raise UserError(f"{folder} was pruned already: prune its dense original, {original}")
+            raise UserError(f"{folder} was pruned already: prune its dense original, {manifest.base_model}")

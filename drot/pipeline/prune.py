@@ -32,11 +32,7 @@ from drot.pipeline.identity import run_identity
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import prepare
 from drot.pipeline.recover import check_sequences
-from drot.pipeline.rotation_files import (
-    check_rotations_output,
-    check_same_rotations,
-    read_given,
-)
+from drot.pipeline.rotation_files import check_rotations_output, check_same_rotations, read_given
 from drot.pipeline.run import PruningRun
 from drot.sparse.packed import check_format, check_packable, dense_linears, pack_model
 
@@ -167,7 +163,7 @@ def prune(
             sizes = sizes_of(context.model, *context.tokens.shape)
             checkpoint, parts = disk_needs(sizes, context.recipe, context.dtype, prepared.save_dtype)
             check_space(out, checkpoint, max(0, parts - (weight_bytes(state.folder) or 0)))
-        with _told_how_to_resume(state):
+        with _says_how_to_resume(state):
             run.execute(state)
             if prepared.save_dtype != context.dtype:
                 cast_weights(context.model.model, prepared.save_dtype, "save_dtype")
@@ -181,7 +177,7 @@ def prune(
 
 
 @contextlib.contextmanager
-def _told_how_to_resume(state: RunState | None) -> Iterator[None]:
+def _says_how_to_resume(state: RunState | None) -> Iterator[None]:
     """Adds to a WriteError, as on a full disk, that the finished parts of the run are kept."""
     try:
         yield
@@ -198,12 +194,7 @@ def _finished_result(
 ) -> PruneResult:
     """The result of a run that is finished already. Raises UserError if `out` is the result of another run.
 
-    Args:
-        out: the folder of the finished run.
-        identity: the identity of this run.
-        format: format of the weights in the result of this run.
-        save_dtype: dtype of the weights in the result of this run.
-        rotations: the file in which the caller wants the rotations.
+    identity, format, save_dtype: those of this run. rotations: where the caller wants the rotations.
     """
     manifest = read_manifest(out)
     if manifest.finetune:

@@ -48,7 +48,6 @@ class RecoveryRecord:
 
     error_before, error_after: the error on the held-out sequences, before and after.
     best_epoch: the number of epochs after which the weights were kept; 0 keeps the weights as pruned.
-    seconds: duration.
     train_curve: the mean error on the trained sequences in each epoch.
     held_out_curve: the error on the held-out sequences after each epoch.
     """
@@ -71,7 +70,6 @@ def check_sequences(nsamples: int) -> None:
 
 
 def held_out_sequences(nsamples: int) -> int:
-    """The number of calibration sequences that the training does not see."""
     return max(1, int(nsamples * HELD_OUT_SHARE))
 
 
@@ -91,12 +89,9 @@ def recover_layer(
 
     Raises UserError if the loss is not finite, or if the memory of the device does not suffice.
 
-    Args:
-        layer: the pruned layer.
-        stream: inputs of the layer, computed by the pruned layers before it.
-        targets: the outputs that the layer should have, in the basis of its outputs.
-        config: the settings of the recovery.
-        on_epoch: the progress callback, called before the first and after each epoch.
+    stream: inputs of the layer, computed by the pruned layers before it.
+    targets: the outputs that the layer should have, in the basis of its outputs.
+    on_epoch: called before the first and after each epoch.
     """
     started = time.perf_counter()
     training = _Training(layer)
@@ -176,8 +171,7 @@ def _schedule(step: int, steps: int) -> float:
 class _Training:
     """The trained parameters of a layer, with a context in which each backward pass updates them.
 
-    Every parameter has fp32 values and an Adam of its own. So it can be updated as soon as its gradient is
-    known, and only one gradient is in memory at a time.
+    Every parameter has fp32 values and an Adam of its own. So only one gradient is in memory at a time.
     """
 
     def __init__(self, layer: DecoderLayer) -> None:
@@ -188,8 +182,7 @@ class _Training:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Inside of the context, `backward` takes one step of Adam with the learning rate `rate`, in units of
-        the root mean square of each parameter."""
+        """A context in which `backward` takes a step of Adam, at `rate` times each root mean square."""
         handles = []
         for parameter in self._parameters:
             master = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
@@ -220,7 +213,6 @@ class _Training:
         parameter.copy_(master)
 
     def _scale(self, parameter: nn.Parameter) -> float:
-        """The root mean square of the kept weights."""
         kept = self._kept.get(parameter)
         count = parameter.numel() if kept is None else int(kept.sum())
         dtype = torch.promote_types(parameter.dtype, torch.float32)
@@ -228,11 +220,9 @@ class _Training:
         return norm / math.sqrt(max(count, 1))
 
     def state(self) -> list[Tensor]:
-        """Copies of the parameters in main memory."""
         return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:
-        """Sets the parameters to a `state`."""
         for parameter, value in zip(self._parameters, state, strict=True):
             parameter.copy_(value)

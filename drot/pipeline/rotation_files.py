@@ -19,12 +19,7 @@ from drot.pipeline.context import RunContext
 
 @dataclass(frozen=True)
 class GivenRotations:
-    """The rotations of all layers, from a file.
-
-    rotations: the rotation of each layer.
-    entry: `rotations_file` of the manifest: the file's name, its SHA-256, and the record that was saved with
-        the rotations.
-    """
+    """The rotations of all layers, from a file. entry: `rotations_file` of the manifest."""
 
     rotations: list[LayerRotation]
     entry: dict[str, Any]
@@ -55,7 +50,6 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
 def check_rotations_output(file: Path, recipe: Recipe, out: Path | None, *, resume: bool) -> None:
     """Raises UserError if the rotations of a run cannot be written to `file`.
 
-    out: the folder of the checkpoint; None if the run writes none.
     resume: whether the run may be a resumed run, which may have written `file` already.
     """
     if recipe.rotation.mode == "none":

@@ -24,12 +24,11 @@ class PruningRun:
     Afterwards the attributes hold what came out:
         rotations: layer → its rotation; empty for a model that is not rotated.
         layers: the records of the layers.
-        maps: full name of a linear and name of a map → the maps of the importance of its weights.
+        maps: `<full name of a linear>.<map>` → the maps of the importance of its weights.
         shared_record: the record of the training of a shared R1.
         logit_error: the relative error of the rotated model's logits before the pruning.
         untied: whether lm_head was tied to the embedding before.
 
-    context: the state of the run.
     given: rotations from a file; None trains the rotations.
     """
 
@@ -108,7 +107,6 @@ class PruningRun:
             check_outputs(run.model, run.tokens[:1], run.device)
 
     def _keep(self, work: LayerWork) -> None:
-        """Keeps what came out of a finished layer."""
         self.layers.append(work.record)
         if work.rotation is not None:
             self.rotations[work.layer.index] = work.rotation

@@ -20,12 +20,12 @@ from drot.machine.transfer import on_device
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
+from drot.pipeline.identity import calibration_record
 from drot.pipeline.invariance import check_model
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given
 from drot.pipeline.training import train_layers, train_shared
 from drot.pruning import prune_weight
-from drot.text.source import calibration_hash
 
 #: the sparsities that are measured in addition to those of the recipe
 SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
@@ -35,7 +35,6 @@ SPARSITIES = tuple(map(Sparsity.parse, ("2:4", "4:8", "0.5")))
 class SensitivityResult:
     """The result of `drot.sensitivity`. Its repr is one line.
 
-    recipe: the recipe, whose rotations were used.
     errors: name of a linear → sparsity, as in `2:4` → relative output error. None where n:m does not divide
         the inputs of the linear.
     figures: further facts for `to_dict`.
@@ -53,7 +52,6 @@ class SensitivityResult:
 
     @property
     def sparsities(self) -> list[str]:
-        """The sparsities that were measured."""
         return list(next(iter(self.errors.values())))
 
     def largest(self, count: int) -> list[tuple[str, str, float]]:
@@ -133,7 +131,7 @@ def sensitivity(
             error = check_model(run.model, run.tokens[:1], run.device, run.bases, used)
     figures = {
         "base_model": prepared.source,
-        "calibration": {"sha256": calibration_hash(run.tokens), "shape": list(run.tokens.shape)},
+        "calibration": calibration_record(run.tokens),
         "device": device_name(run.device),
         "dtype": dtype_name(run.dtype),
         "relative_logit_error": error,
@@ -146,57 +144,32 @@ def _errors(
 ) -> dict[str, dict[str, float | None]]:
     """SensitivityResult.errors, from one pass of the dense model.
 
-    rotations: the rotation of each layer; None for a model that is not rotated.
     measured: sparsity → how to prune a linear to it.
     """
     stream = CalibrationStream.embed(run.model, run.tokens, run.device)
     errors: dict[str, dict[str, float | None]] = {}
     for layer in on_device(run.model.layers, run.device, run.home):
         with run.during("sensitivity", layer, announced=True):
-            rotated, inputs = _rotated(run, layer, stream, rotations)
+            rotated, inputs = layer, stream
+            if rotations is not None:
+                rotation = rotations[layer.index]
+                boundary = run.bases.held(layer.index, rotations) if run.bases.place == "residual" else None
+                rotated, inputs = layer.copy(), stream.rotated_copy(rotation.r1)
+                rotated.rotate(rotation.to(run.device), boundary)
             errors |= _output_errors(rotated, inputs, measured)
         stream.advance(layer)
     return errors
 
 
 def measured_sparsities(pruning: PruningConfig) -> list[Sparsity]:
-    """SPARSITIES and the recipe's sparsities."""
     return [sparsity for sparsity in dict.fromkeys([*SPARSITIES, *pruning.sparsities]) if sparsity.ratio > 0]
-
-
-def _rotated(
-    run: RunContext,
-    layer: DecoderLayer,
-    stream: CalibrationStream,
-    rotations: list[LayerRotation] | None,
-) -> tuple[DecoderLayer, CalibrationStream]:
-    """A rotated copy of the layer, and a rotated copy of its inputs in the dense model.
-
-    Without rotations, `layer` and `stream` themselves.
-    """
-    if rotations is None:
-        return layer, stream
-    rotation = rotations[layer.index]
-    boundary = run.bases.held(layer.index, rotations) if run.bases.place == "residual" else None
-    layer = layer.copy()
-    layer.rotate(rotation.to(run.device), boundary)
-    stream = CalibrationStream(stream.hidden_states.clone(), stream.layer_kwargs)
-    stream.rotate(rotation.r1)
-    return layer, stream
 
 
 @torch.no_grad()
 def _output_errors(
     layer: DecoderLayer, stream: CalibrationStream, measured: dict[Sparsity, ResolvedPruning]
 ) -> dict[str, dict[str, float | None]]:
-    """The relative output error of each linear of a layer, pruned alone. No weight is changed.
-
-    Returns full name of a linear → sparsity, as in `2:4` → error. The error is None where n:m does not divide
-    the inputs of the linear.
-
-    stream: inputs of the layer.
-    measured: sparsity → how to prune a linear to it.
-    """
+    """SensitivityResult.errors of a layer's linears, each pruned alone. No weight is changed."""
     hessians = stream.hessians(layer, layer.groups)
     first = next(iter(measured.values()))  # all have one damping
     errors: dict[str, dict[str, float | None]] = {linear.full_name: {} for linear in layer.linears.values()}

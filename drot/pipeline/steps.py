@@ -2,7 +2,6 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,13 +37,12 @@ class LayerWork:
         the steps `merge` and `unrotate` they are in the basis of the layer, otherwise in the original basis.
     dense: the inputs of the layer in the dense model, in main memory; None if the recipe does not use them.
     dense_outputs: the outputs [nsamples, seqlen, d] of the dense layer on `dense`.
-    rotation: the rotation of the layer; None before it is trained, and for a layer that is not rotated.
-    boundary: the boundary of the residual that the layer has to hold; None if it holds none.
-    output_r1: R1 [d, d] of the basis in which the layer writes; None for a layer that is not rotated.
+    boundary: the boundary of the residual that the layer has to hold.
+    output_r1: R1 [d, d] of the basis in which the layer writes.
     objective: the objective of the rotation, until it is trained.
     layer_pass: the pass of the tokens through the layer while it is pruned.
     record: the entry of the layer in the manifest.
-    maps: name of a linear and of a map → the maps of the importance of its weights.
+    maps: `<name of a linear>.<map>` → the maps of the importance of its weights.
     """
 
     layer: DecoderLayer
@@ -59,9 +57,6 @@ class LayerWork:
     layer_pass: LayerPass | None = None
     maps: dict[str, Tensor] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
-
-
-Step = Callable[[RunContext, LayerWork], None]
 
 
 def calibrate(run: RunContext, work: LayerWork) -> None:
@@ -191,5 +186,4 @@ def restore(run: RunContext, work: LayerWork, saved: tuple[dict[str, Tensor], di
 
 
 def part_of(layer: DecoderLayer) -> str:
-    """The name of the part of a finished layer."""
     return f"layer_{layer.index:05d}"

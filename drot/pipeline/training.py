@@ -25,10 +25,9 @@ Trained = tuple[LayerRotation, dict[str, Any]]
 def train(
     run: RunContext, objectives: list[LayerObjective], index: int | None
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
-    """The trained rotation of each objective, and the record of the training.
+    """The trained rotation of each objective, in main memory, and the record of the training.
 
-    With several devices the training runs on the device of the objectives. The rotations are returned in main
-    memory, because in fp64 they are larger than a layer.
+    With several devices the training runs on the device of the objectives.
 
     objectives: one objective, or the objectives of all layers, which then share R1.
     index: the layer; None for all layers.
@@ -47,11 +46,7 @@ def train(
             last = len(record.loss_curve) - 1
             run.emit(Advanced(step="rotate", layer=index, done=last, total=last, loss=record.loss_after))
         before, after = (
-            sum(
-                objective.to(device).entropy(rotation)
-                for objective, rotation in zip(objectives, used, strict=True)
-            )
-            / len(objectives)
+            sum(o.to(device).entropy(r) for o, r in zip(objectives, used, strict=True)) / len(objectives)
             for used in ([None] * len(objectives), rotations)
         )
     # in the manifest the curve begins at R = I and holds the entropy of the rotations that are kept
@@ -70,11 +65,9 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
 
     They are loaded instead if an interrupted run has saved them in `state`.
     """
-    saved = state.load("rotations") if state else None
-    if saved is not None:
+    if saved := state.load("rotations") if state else None:
         tensors, record = saved
-        kept = [LayerRotation.from_tensors(tensors, f"layers.{i}.") for i in range(run.bases.layers)]
-        return kept, record
+        return [LayerRotation.from_tensors(tensors, f"layers.{i}.") for i in range(run.bases.layers)], record
     offload = run.recipe.rotation.layers_per_step > 0
     objectives, dampings = [], []
     for _, objective, damping in _objectives(run):
@@ -138,9 +131,8 @@ def _objectives(
             needed = index not in done or (writes_next and index + 1 not in done)
             if needed:
                 objective, damping = layer_objective(layer, stream, run.recipe, advance=True)
-                if (
-                    run.bases.place == "residual"
-                ):  # each down_proj is trained with the layer whose R1 it takes
+                if run.bases.place == "residual":
+                    # each down_proj is trained with the layer whose R1 it takes
                     own = objective.left_rotated
                     objective.left_rotated = before + ([] if writes_next else own)
                     before = own if writes_next else []

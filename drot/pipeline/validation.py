@@ -45,8 +45,6 @@ def check_recipe(
     - patterns of `keep` and `sparsity_of` that match no linear,
     - n:m or blocks that do not divide the model's dimensions,
     - the packed format if no linear is 2:4.
-
-    rotations_given: whether the rotations are loaded from a file instead of trained.
     """
     rotation, hidden = recipe.rotation, config.hidden_size
     if len(devices) > 1 and (rotation.mode, rotation.hessians) != ("layer", "dense"):
@@ -71,18 +69,15 @@ def check_recipe(
 def _check_patterns(config: Any, pruning: PruningConfig) -> None:
     """Raises UserError for a pattern that matches no linear, and for n:m that does not divide its inputs."""
     names, widths = dict(family_of(config).names(config.num_hidden_layers)), widths_of(config)
-    for field, patterns in (
-        ("keep", pruning.keep),
-        ("sparsity_of", [pair[0] for pair in pruning.sparsity_of]),
-    ):
-        for pattern in patterns:
-            if not any(matches(pattern, name) for name in names):
-                first = next(iter(names))
-                raise UserError(
-                    f"the pattern {pattern!r} of `{field}` matches no linear of this model, which has "
-                    f"{config.num_hidden_layers} layers: {first} is the name of a linear, which layers.0.* "
-                    f"and {names[first].name} match"
-                )
+    patterns = [("keep", pattern) for pattern in pruning.keep]
+    for field, pattern in patterns + [("sparsity_of", pattern) for pattern, _ in pruning.sparsity_of]:
+        if not any(matches(pattern, name) for name in names):
+            first = next(iter(names))
+            raise UserError(
+                f"the pattern {pattern!r} of `{field}` matches no linear of this model, which has "
+                f"{config.num_hidden_layers} layers: {first} is the name of a linear, which layers.0.* and "
+                f"{names[first].name} match"
+            )
     for name, linear in names.items():
         sparsity, size = pruning.sparsity_for(name), widths[linear.shape[1]]
         if sparsity.structured and size % sparsity.m:
