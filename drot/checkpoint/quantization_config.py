@@ -56,8 +56,7 @@ class DrotConfig(QuantizationConfigMixin):
         self.__dict__.update(Keys(**keys))
         if self.dense_linears and not self.packed:
             raise UserError(
-                "config.json: dense_linears needs packed: true; got packed: false: copy the file "
-                "again"
+                "config.json: dense_linears needs packed: true; got packed: false: copy the file again"
             )
 
     def to_dict(self) -> dict[str, Any]:

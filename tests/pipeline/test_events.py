@@ -55,23 +55,23 @@ def test_the_seconds_of_a_step_add_up(at):
 def test_several_threads_in_one_step_count_once(at):
     """From the beginning of the first to the end of the last; then the step is over."""
     clock = Stopwatch()
-    for time, event in (
+    for moment, event in (
         (0, began("rotate", 0)), (1, began("rotate", 1)), (4, ended("rotate", 1)), (6, ended("rotate", 0)),
         (8, began("rotate", 2)), (9, ended("rotate", 2)),
     ):  # fmt: skip
-        at(clock, time, event)
+        at(clock, moment, event)
     assert clock.seconds["rotate"] == 7
 
 
 def test_a_step_inside_of_another_counts_for_both(at):
     clock = Stopwatch()
-    for time, event in (
+    for moment, event in (
         (0, began("calibrate")),
         (1, began("save")),
         (3, ended("save")),
         (4, ended("calibrate")),
     ):
-        at(clock, time, event)
+        at(clock, moment, event)
     assert (clock.seconds["calibrate"], clock.seconds["save"]) == (4, 2)
 
 
