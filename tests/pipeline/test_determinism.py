@@ -72,8 +72,8 @@ def test_a_run_that_goes_on_elsewhere_says_so(tmp_path, monkeypatch, caplog):
         manifest = prune(chosen=chosen, out=out, resume=True).manifest
     told = [record.getMessage() for record in caplog.records if "computed elsewhere" in record.getMessage()]
     assert len(told) == 1 and f"threads: {here['threads']} in those parts, 77 now" in told[0]
-    assert [other["threads"] for other in manifest["other_machines"]] == [here["threads"]]
-    assert read_manifest(out)["machine"] == here
+    assert [other["threads"] for other in manifest.other_machines] == [here["threads"]]
+    assert read_manifest(out).machine == here
 
 
 def test_a_run_that_goes_on_here_says_nothing(tmp_path, caplog):
@@ -81,4 +81,4 @@ def test_a_run_that_goes_on_here_says_nothing(tmp_path, caplog):
     interrupted(chosen=chosen, out=out)
     with caplog.at_level(logging.WARNING, "drot"):
         manifest = prune(chosen=chosen, out=out, resume=True).manifest
-    assert not caplog.records and "other_machines" not in manifest
+    assert not caplog.records and not manifest.other_machines

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from made_manifests import made_finetuning, made_manifest
 from runs import TOKENS, interrupted, one_shot, prune
 from small_models import small_model
 
@@ -110,8 +111,8 @@ def test_a_result_is_shown_in_one_line(tmp_path):
 
 def test_a_fine_tuning_is_shown_in_one_line():
     finetuning = pytest.importorskip("drot.finetuning.finetune")
-    record = {"held_out": {"perplexity_before": 12.3456, "perplexity_after": 11.0}}
-    result = finetuning.FinetuneResult(torch.nn.Linear(3, 4), {"sparsity": 0.5, "finetune": [record]}, None)
+    manifest = made_manifest(finetune=[made_finetuning(12.3456, 11.0)])
+    result = finetuning.FinetuneResult(torch.nn.Linear(3, 4), manifest, None)
     assert repr(result) == (
         "FinetuneResult(out=None, sparsity=50.00%, held-out perplexity=12.35 -> 11, "
         "parameters=16 (0.1 kB, float32))"

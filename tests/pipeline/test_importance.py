@@ -9,7 +9,13 @@ from small_models import FAMILIES, random_rotations, small_model
 from drot.calibration.hessian import InputHessian
 from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.rotations import load_rotations
-from drot.manifest.importance import FIGURES, HISTOGRAM_BINS, HISTOGRAM_LOG10, load_figures
+from drot.manifest.importance import (
+    HISTOGRAM_BINS,
+    HISTOGRAM_LOG10,
+    IMPORTANCE_MAPS,
+    load_importance_maps,
+)
+from drot.manifest.records import OneShotFigures, OneShotRecord
 from drot.model.decoder import DecoderModel
 from drot.model.families import LLAMA, head_shape
 from drot.model.rotation import Bases
@@ -60,15 +66,14 @@ def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
     rotations, _ = load_rotations(tmp_path / "r", layers=3, hidden_size=32, shape=head_shape(model.config))
     r1 = rotations[0].r1
     bases = {"before": (weight, hessian), "after": (weight @ r1, r1.T @ hessian @ r1)}
-    saved = load_figures(tmp_path / "out")
-    shares = result.manifest["layers"][0]["linears"]["q_proj"]["one_shot"]
+    saved = load_importance_maps(tmp_path / "out")
+    shares = result.manifest.layers[0].linears["q_proj"].one_shot
     total = scores(*bases["before"], method).sum()
     for basis, (matrix, of_inputs) in bases.items():
         score = scores(matrix, of_inputs, method)
         removed = smallest(score, sparsity)
-        assert shares[basis]["removed_importance"] == pytest.approx(
-            float(score[removed].sum() / total), rel=1e-4
-        )
+        share = float(score[removed].sum() / total)
+        assert getattr(shares, basis).removed_importance == pytest.approx(share, rel=1e-4)
         relative = score / (total / score.numel())
         name = f"layers.0.self_attn.q_proj.{{}}_{basis}"
         blocks = [[row for row in range(48) if row * 32 // 48 == block] for block in range(32)]
@@ -87,28 +92,26 @@ def test_pruned_shares_add_up_to_the_loss_of_the_training():
     that the pruning sees the inputs of the training. A rotation changes the median of diag H, so the damping
     is as good as 0."""
     kept = ("o_proj", "*.mlp.*")
-    layer = prune(chosen=recipe(keep=kept, damping=1e-6)).manifest["layers"][0]
+    layer = prune(chosen=recipe(keep=kept, damping=1e-6)).manifest.layers[0]
     rows = {"q_proj": 48, "k_proj": 24, "v_proj": 24}
     for basis in ("before", "after"):
         total = sum(
-            rows[name] * layer["linears"][name]["one_shot"][basis]["removed_importance"] for name in rows
+            rows[name] * getattr(layer.linears[name].one_shot, basis).removed_importance for name in rows
         )
-        assert total == pytest.approx(layer["rotation"][f"loss_{basis}"], rel=1e-4)
-    assert "one_shot" not in layer["linears"]["o_proj"]
+        assert total == pytest.approx(getattr(layer.rotation, f"loss_{basis}"), rel=1e-4)
+    assert layer.linears["o_proj"].one_shot == OneShotRecord()
 
 
 def test_error_before_the_rotation_is_the_error_of_a_run_without_rotation():
     """Without damping, because the damping of a run without rotation is that of norms that are not folded."""
-    rotated = prune(chosen=recipe(solve="admm", target="dense", damping=0.0)).manifest["layers"][0]["linears"]
-    plain = prune(chosen=recipe("none", damping=0.0)).manifest["layers"][0]["linears"]
+    rotated = prune(chosen=recipe(solve="admm", target="dense", damping=0.0)).manifest.layers[0].linears
+    plain = prune(chosen=recipe("none", damping=0.0)).manifest.layers[0].linears
     for name in ("q_proj", "k_proj", "v_proj"):  # the other linears read what pruned linears computed
-        before = rotated[name]["one_shot"]["before"]
-        assert before["output_error"] == pytest.approx(plain[name]["output_error"], rel=1e-3)
-        assert before["output_error"] == pytest.approx(
-            plain[name]["one_shot"]["before"]["output_error"], rel=1e-3
-        )
-        assert list(plain[name]["one_shot"]) == ["before"]
-        assert rotated[name]["output_error"] < rotated[name]["one_shot"]["after"]["output_error"]
+        before = rotated[name].one_shot.before.output_error
+        assert before == pytest.approx(plain[name].output_error, rel=1e-3)
+        assert before == pytest.approx(plain[name].one_shot.before.output_error, rel=1e-3)
+        assert plain[name].one_shot.after == OneShotFigures()
+        assert rotated[name].output_error < rotated[name].one_shot.after.output_error
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -141,12 +144,12 @@ def test_a_resumed_run_has_the_same_figures(tmp_path):
     prune(chosen=recipe(), out=tmp_path / "whole")
     interrupted(chosen=recipe(), out=tmp_path / "out")
     resumed = prune(chosen=recipe(), out=tmp_path / "out", resume=True)
-    whole, out = load_figures(tmp_path / "whole"), load_figures(tmp_path / "out")
+    of_linear = resumed.manifest.layers[0].linears["up_proj"].one_shot
+    assert None not in (of_linear.before.removed_importance, of_linear.after.removed_importance)
+    whole, out = load_importance_maps(tmp_path / "whole"), load_importance_maps(tmp_path / "out")
     assert whole.keys() == out.keys() and len(whole) == 3 * len(LLAMA.linears) * 4
     for name, values in whole.items():
         assert np.array_equal(values, out[name]) and values.dtype == out[name].dtype
-    one_shot = resumed.manifest["layers"][0]["linears"]["up_proj"]["one_shot"]
-    assert set(one_shot) == {"before", "after"}
 
 
 def test_block_means_and_histogram_of_awkward_sizes():
@@ -162,6 +165,6 @@ def test_block_means_and_histogram_of_awkward_sizes():
 def test_a_converted_checkpoint_keeps_its_figures(tmp_path):
     result = prune(chosen=recipe("none"), out=tmp_path / "dense")
     convert_checkpoint(tmp_path / "dense", tmp_path / "packed", "packed")
-    dense, packed = load_figures(tmp_path / "dense"), load_figures(tmp_path / "packed")
+    dense, packed = load_importance_maps(tmp_path / "dense"), load_importance_maps(tmp_path / "packed")
     assert dense.keys() == packed.keys() and all(np.array_equal(dense[name], packed[name]) for name in dense)
-    assert FIGURES in result.manifest["files"]
+    assert IMPORTANCE_MAPS in result.manifest.files

@@ -7,7 +7,7 @@ from small_checkpoints import save_small
 from small_models import small_model
 
 import drot
-from drot.config import CalibrationConfig
+from drot.config import resolve
 from drot.core.errors import UserError
 from drot.evaluation.evaluate import evaluate
 from drot.pipeline import prepare
@@ -28,10 +28,8 @@ def test_sequences_are_as_long_as_the_model_reads(tmp_path):
     model = save_small(tmp_path / "model")
     chosen = recipe(source=text_file(tmp_path), nsamples=2)
     manifest = drot.prune(model, chosen, device="cpu").manifest
-    assert manifest["calibration"]["shape"] == [2, 128] and manifest["positions"] == 128
-    assert manifest["recipe"]["calibration"]["seqlen"] == 128
-    assert CalibrationConfig().resolved_seqlen(4096) == CalibrationConfig().resolved_seqlen(None) == 2048
-    assert CalibrationConfig(seqlen=9).resolved_seqlen(4) == 9  # which check_tokens refuses
+    assert manifest.calibration.shape == [2, 128] and manifest.positions == 128
+    assert manifest.recipe.calibration.seqlen == 128
 
 
 def test_mistakes_in_the_text_are_found_before_the_model_is_loaded(tmp_path, monkeypatch):
@@ -59,9 +57,9 @@ def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
 
     monkeypatch.setattr(prepare, "load_calibration", refuse)
     result = drot.prune(model, recipe(method="magnitude"), device="cpu", out=tmp_path / "out")
-    assert result.manifest["calibration"]["shape"][0] == 0
-    for layer in result.manifest["layers"]:
-        assert {linear["output_error"] for linear in layer["linears"].values()} == {None}
+    assert result.manifest.calibration.shape[0] == 0
+    for layer in result.manifest.layers:
+        assert {linear.output_error for linear in layer.linears.values()} == {None}
     weight = small_model("llama").model.layers[0].mlp.up_proj.weight
     kept = weight.abs().reshape(-1, 4).argsort(-1)[:, 2:]
     expected = torch.zeros(len(kept), 4).scatter_(1, kept, 1).bool().reshape(weight.shape)
@@ -77,6 +75,6 @@ def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
 def test_magnitude_without_a_rotation_reads_a_text_that_is_named():
     """For the output errors."""
     result = prune(chosen=recipe(method="magnitude"))
-    assert all(linear["output_error"] > 0 for linear in result.manifest["layers"][0]["linears"].values())
-    assert not recipe(method="magnitude").reads_calibration
-    assert recipe(method="magnitude", source="some.txt").reads_calibration
+    assert all(linear.output_error > 0 for linear in result.manifest.layers[0].linears.values())
+    assert not resolve(recipe(method="magnitude")).reads_calibration
+    assert resolve(recipe(method="magnitude", source="some.txt")).reads_calibration

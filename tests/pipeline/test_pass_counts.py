@@ -14,6 +14,7 @@ import drot
 from drot.calibration import hessian as hessians
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
+from drot.config import resolve
 from drot.model.decoder import DecoderModel
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
@@ -119,7 +120,7 @@ def test_the_hessians_of_training_are_of_the_norms_without_weights():
     """Against the folded layer: the inputs of its linears, in fp64."""
     model = DecoderModel(small_model("qwen3"))
     stream = CalibrationStream.embed(model, TOKENS, torch.device("cpu"))
-    layer, chosen = model.layers[1], recipe("layer", method="wanda")
+    layer, chosen = model.layers[1], resolve(recipe("layer", method="wanda"))
     before = stream.hidden_states.clone()
     objective, _ = layer_objective(layer, stream, chosen)
     assert torch.equal(stream.hidden_states, before)
@@ -145,7 +146,7 @@ def test_the_operations_of_a_pruned_layer_are_those_of_the_formulas(monkeypatch)
     sizes = dict(
         hidden_size=48, intermediate_size=112, num_attention_heads=2, num_key_value_heads=1, head_dim=16
     )
-    chosen = recipe("layer")
+    chosen = resolve(recipe("layer"))
 
     def pruned(rotated=False):
         model = DecoderModel(small_model("llama", **sizes))

@@ -36,7 +36,7 @@ def bytes_of(folder):
 def test_computed_in_float32_and_saved_in_the_checkpoints_own_dtype(source, tmp_path, mode, format):
     out, wide = tmp_path / "out", tmp_path / "wide"
     result = prune(source, recipe(mode), out=out, format=format)
-    assert result.manifest["dtype"] == "bfloat16" and result.manifest["compute_dtype"] == "float32"
+    assert result.manifest.dtype == "bfloat16" and result.manifest.compute_dtype == "float32"
     assert result.model.dtype == torch.bfloat16 and str(result.model.config.dtype).endswith("bfloat16")
     saved = load_file(out / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} <= {torch.bfloat16, torch.uint8}
@@ -45,16 +45,16 @@ def test_computed_in_float32_and_saved_in_the_checkpoints_own_dtype(source, tmp_
     assert all(torch.equal(saved[name], state[name]) for name in saved)
     assert loaded.dtype == torch.bfloat16
     unrounded = prune(source, recipe(mode), out=wide, save_dtype="float32", format=format)
-    assert unrounded.manifest["dtype"] == "float32" and bytes_of(wide) > 1.6 * bytes_of(out)
+    assert unrounded.manifest.dtype == "float32" and bytes_of(wide) > 1.6 * bytes_of(out)
     for name, tensor in load_file(wide / "model.safetensors").items():
         assert torch.equal(tensor.to(saved[name].dtype), saved[name])  # rounded once, from the float32 result
 
 
 def test_figures_of_the_manifest_are_those_of_the_computation(source):
     rounded, wide = (prune(source, recipe("layer"), save_dtype=name).manifest for name in ("auto", "float32"))
-    for left, right in zip(rounded["layers"], wide["layers"], strict=True):
-        assert left["linears"] == right["linears"]
-        assert left["rotation"]["loss_curve"] == right["rotation"]["loss_curve"]
+    for left, right in zip(rounded.layers, wide.layers, strict=True):
+        assert left.linears == right.linears
+        assert left.rotation.loss_curve == right.rotation.loss_curve
 
 
 def test_a_resumed_run_rounds_the_parts_of_the_computing_dtype(source, tmp_path):
@@ -74,14 +74,14 @@ def test_the_head_stays_tied_unless_the_model_is_rotated(source, tmp_path, mode)
     rotated = mode == "layer"
     assert result.model.config.tie_word_embeddings is not rotated
     assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) is rotated
-    assert read_manifest(tmp_path / "out")["untied_lm_head"] is rotated
+    assert read_manifest(tmp_path / "out").untied_lm_head is rotated
 
 
 def test_a_loaded_model_keeps_its_dtype():
     result = prune(small_model("llama", dtype=torch.float16), recipe())
-    assert result.model.dtype == torch.float16 and result.manifest["compute_dtype"] == "float16"
+    assert result.model.dtype == torch.float16 and result.manifest.compute_dtype == "float16"
     other = prune(chosen=recipe(), save_dtype=torch.bfloat16)
-    assert other.model.dtype == torch.bfloat16 and other.manifest["compute_dtype"] == "float32"
+    assert other.model.dtype == torch.bfloat16 and other.manifest.compute_dtype == "float32"
 
 
 def test_a_config_without_a_dtype(source):
@@ -90,7 +90,7 @@ def test_a_config_without_a_dtype(source):
     del config["dtype"]
     (source / "config.json").write_text(json.dumps(config))
     manifest = prune(source, recipe()).manifest
-    assert (manifest["dtype"], manifest["compute_dtype"]) == ("bfloat16", "float32")
+    assert (manifest.dtype, manifest.compute_dtype) == ("bfloat16", "float32")
 
 
 def test_a_value_that_the_dtype_cannot_hold():

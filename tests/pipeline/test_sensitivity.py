@@ -102,7 +102,7 @@ def test_the_first_layer_is_pruned_with_this_error():
         pruned = prune(chosen=chosen).manifest
         found = measure(small_model("llama"), chosen)
         for name in ("q_proj", "k_proj", "v_proj"):
-            expected = pruned["layers"][0]["linears"][name]["output_error"]
+            expected = pruned.layers[0].linears[name].output_error
             assert found.errors[f"layers.0.self_attn.{name}"]["2:4"] == pytest.approx(expected, rel=1e-6)
 
 

@@ -5,7 +5,7 @@ import torch
 from runs import prune, recipe
 from small_models import random_tokens, small_model
 
-from drot.config import Recipe
+from drot.config import Recipe, resolve
 from drot.config.rotation import TRAINING_TOKENS
 
 HIDDEN, SEQLEN = 32, 128
@@ -18,12 +18,12 @@ TOKENS = random_tokens(USED + 4, SEQLEN)
     [(128, 2048, 4096, 64), (128, 2048, 8192, 128), (100, 500, 64, 5), (3, 16, 4096, 3), (0, 16, 64, 0)],
 )
 def test_the_number_of_sequences(nsamples: int, seqlen: int, hidden: int, expected: int) -> None:
-    assert Recipe().training_nsamples(nsamples, seqlen, hidden) == expected
+    assert resolve(Recipe()).training_nsamples(nsamples, seqlen, hidden) == expected
     for whole in ({"optimizer": "paper"}, {"reference_compat": True}, {"training_tokens": 0}):
-        all_tokens = Recipe().replace(**whole)
+        all_tokens = resolve(Recipe().replace(**whole))
         assert all_tokens.training_nsamples(nsamples, seqlen, hidden) == nsamples
         assert all_tokens.to_dict()["rotation"]["training_tokens"] == 0
-    asked = Recipe().replace(optimizer="paper", training_tokens=TRAINING_TOKENS)
+    asked = resolve(Recipe().replace(optimizer="paper", training_tokens=TRAINING_TOKENS))
     assert asked.training_nsamples(nsamples, seqlen, hidden) == expected
 
 
