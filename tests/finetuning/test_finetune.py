@@ -18,11 +18,11 @@ from drot.checkpoint.convert import convert_checkpoint
 from drot.checkpoint.load import load_model, load_tokenizer
 from drot.cli import app as cli
 from drot.cli.finetune import finetune as finetune_command
-from drot.config import FINETUNE_LR
+from drot.config import FINETUNE_LR, default_seqlen
 from drot.core.errors import UserError
 from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.finetuning import finetune as module
-from drot.manifest.manifest import accept_files, read_manifest
+from drot.manifest.manifest import accept_files, read_any_manifest, read_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import unpack_model
 
@@ -103,42 +103,41 @@ def test_the_record(tmp_path):
     folder = pruned(tmp_path / "pruned", "rotated")
     first = run(folder, tmp_path / "one", epochs=2).manifest
     second = run(tmp_path / "one", tmp_path / "two", full=True, lr=1e-4).manifest
-    base = read_manifest(folder)
-    own = ("finetune", "files", "digest")
-    assert {name: value for name, value in second.items() if name not in own} == {
-        name: value for name, value in base.items() if name not in own
-    }
-    assert second["finetune"][0] == first["finetune"][0] and len(second["finetune"]) == 2
-    lora, full = second["finetune"]
-    assert (lora["from"], full["from"]) == (str(folder), str(tmp_path / "one"))
-    assert (lora["steps"], full["steps"], lora["processes"]) == (8, 4, 1)
-    assert lora["settings"]["rank"] == 8 and "rank" not in full["settings"]
-    assert lora["settings"]["warmup_steps"] == 0 and lora["settings"]["lr"] == 1e-2
-    assert lora["text"]["shape"] == [8, 24] and lora["held_out"]["shape"] == [2, 24]
-    assert [step for step, _ in lora["loss_curve"]] == list(range(1, 9))
-    assert lora["loss_curve"][-1][1] < lora["loss_curve"][0][1]
-    assert {"drot", "torch", "transformers", "python", "peft", "accelerate"} <= lora["versions"].keys()
-    assert lora["machine"]["threads"] == torch.get_num_threads()
-    for record in second["finetune"]:
-        held_out = record["held_out"]
-        assert held_out["perplexity_after"] == pytest.approx(math.exp(held_out["loss_after"]))
+    own = {"finetune", "files", "digest"}
+    assert second.model_dump(exclude=own) == read_manifest(folder).model_dump(exclude=own)
+    assert second.finetune[0] == first.finetune[0] and len(second.finetune) == 2
+    lora, full = second.finetune
+    assert (lora.start, full.start) == (str(folder), str(tmp_path / "one"))
+    assert (lora.steps, full.steps, lora.processes) == (8, 4, 1)
+    assert lora.settings.rank == 8 and full.settings.rank is None
+    assert lora.settings.warmup_steps == 0 and lora.settings.lr == 1e-2
+    assert lora.text.shape == [8, 24] and lora.held_out.shape == [2, 24]
+    assert [step for step, _ in lora.loss_curve] == list(range(1, 9))
+    assert lora.loss_curve[-1][1] < lora.loss_curve[0][1]
+    assert {"drot", "torch", "transformers", "python", "peft", "accelerate"} <= lora.versions.keys()
+    assert lora.machine["threads"] == torch.get_num_threads()
+    for record in second.finetune:
+        assert record.held_out.perplexity_after == pytest.approx(math.exp(record.held_out.loss_after))
+        assert not any(part.model_extra for part in (record, record.settings, record.text, record.held_out))
     # the second run started from the file of the first, so the figures agree
-    assert full["held_out"]["loss_before"] == pytest.approx(lora["held_out"]["loss_after"], rel=1e-6)
+    assert full.held_out.loss_before == pytest.approx(lora.held_out.loss_after, rel=1e-6)
     linears = [w for n, w in tensors(folder).items() if n.endswith("_proj.weight")]
     kept = sum(int((w != 0).sum()) for w in linears)
     others = sum(w.numel() for n, w in tensors(folder).items() if n.endswith(("norm.weight", "_proj.bias")))
-    assert full["trained_weights"] == kept + others
-    assert lora["trained_weights"] == sum(8 * (w.shape[0] + w.shape[1]) for w in linears)
+    assert full.trained_weights == kept + others
+    assert lora.trained_weights == sum(8 * (w.shape[0] + w.shape[1]) for w in linears)
 
 
 def test_the_figures_are_of_the_written_model(tmp_path):
     """The held-out loss is measured after the merge and the rounding, not before."""
     folder = pruned(tmp_path / "pruned")
-    held_out = run(folder, tmp_path / "out").manifest["finetune"][-1]["held_out"]
+    held_out = run(folder, tmp_path / "out").manifest.finetune[-1].held_out
     for path, figure in ((folder, "loss_before"), (tmp_path / "out", "loss_after")):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         rows = tokens()[-2:]
-        assert float(model(rows, labels=rows).loss.detach()) == pytest.approx(held_out[figure], rel=1e-5)
+        assert float(model(rows, labels=rows).loss.detach()) == pytest.approx(
+            getattr(held_out, figure), rel=1e-5
+        )
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
@@ -198,7 +197,7 @@ def test_a_model_that_another_program_pruned(tmp_path, capsys):
     shown = " ".join(capsys.readouterr().out.split())
     assert "pruning by another program" in shown and "fine-tuning LoRA r 8, lr 0.01, 4 steps" in shown
     run(out, tmp_path / "again")
-    assert len(read_manifest(tmp_path / "again", recipe_needed=False)["finetune"]) == 2
+    assert len(read_any_manifest(tmp_path / "again").finetune) == 2
     with pytest.raises(UserError, match="was pruned by another program and fine-tuned by drot"):
         drot.prune(out)
     with pytest.raises(UserError, match=r"holds no drot.json, and 2.\d% of the linear weights"):
@@ -208,7 +207,7 @@ def test_a_model_that_another_program_pruned(tmp_path, capsys):
 def test_a_fine_tuned_checkpoint_is_converted_with_its_record(tmp_path):
     run(pruned(tmp_path / "pruned", "rotated"), tmp_path / "out")
     manifest = convert_checkpoint(tmp_path / "out", tmp_path / "packed", "packed")
-    assert manifest["format"] == "packed" and len(manifest["finetune"]) == 1
+    assert manifest.format == "packed" and len(manifest.finetune) == 1
 
 
 def test_a_rise_of_the_held_out_loss_is_logged(tmp_path, caplog):
@@ -218,8 +217,8 @@ def test_a_rise_of_the_held_out_loss_is_logged(tmp_path, caplog):
     result = drot.finetune(
         pruned(tmp_path / "pruned"), FinetuneConfig(**QUICK, epochs=3), tokens=rows, device="cpu"
     )
-    held_out = result.manifest["finetune"][-1]["held_out"]
-    assert held_out["loss_after"] > held_out["loss_before"]
+    held_out = result.manifest.finetune[-1].held_out
+    assert held_out.loss_after > held_out.loss_before
     assert "the model is worse on the held-out text after the fine-tuning" in caplog.text
 
 
@@ -337,6 +336,7 @@ def test_the_papers_settings_are_the_defaults():
     assert (config.rank, config.alpha, config.dropout, config.resolved_lr) == (8, 32, 0.1, 2e-4)
     assert (config.weight_decay, config.resolved_warmup_steps(4096)) == (1e-2, 400)
     assert config.text == CalibrationConfig(source="wikitext2", nsamples=4096)
+    assert config.text.seqlen is None and default_seqlen(4096) == 2048
     assert config.resolved_warmup_steps(50) == 5
     assert FinetuneConfig(full=True).resolved_lr == FINETUNE_LR["full"]
 
@@ -374,7 +374,7 @@ def test_the_command(capsys, tmp_path):
     assert cli.run([*command, "--out", str(tmp_path / "out"), "--json", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
     record = json.loads(captured.out)["finetune"][0]
-    assert record["steps"] == 4 and "fine-tuning step 4/4, loss" in captured.err
+    assert record["steps"] == 4 and "fine-tuning, step 4 of 4, loss" in captured.err
     assert cli.run(["info", str(tmp_path / "out")]) == 0
     assert "fine-tuning LoRA r 8" in " ".join(capsys.readouterr().out.split())
     assert cli.run([*command, "--out", str(tmp_path / "full"), "--full", "--device", "cpu"]) == 0
