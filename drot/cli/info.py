@@ -40,7 +40,7 @@ def info(
         option(
             RUN,
             "Measure matrix products and a copy on --device, in a few seconds, and keep the rates in the "
-            "tuning cache.",
+            "tuning cache. drot prune --dry-run estimates a run with them.",
             "--measure",
         ),
     ] = False,

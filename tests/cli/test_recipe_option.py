@@ -9,6 +9,7 @@ from torch import nn
 
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig, resolve
+from drot.manifest.manifest import write_manifest
 from drot.pipeline import prune as pipeline
 
 RECIPE = Recipe(
@@ -24,8 +25,7 @@ def calls(monkeypatch):
 
     def prune(model, recipe, **options):
         seen.append((model, recipe, options))
-        calibration = {"sha256": "of this run", "shape": [2, 8]}
-        manifest = made_manifest(RECIPE, calibration=calibration)
+        manifest = made_manifest(recipe, calibration={"sha256": "of this run", "shape": [2, 8]})
         return pipeline.PruneResult(nn.Identity(), manifest, options["out"])
 
     monkeypatch.setattr(pipeline, "prune", prune)
@@ -37,17 +37,15 @@ def checkpoint(tmp_path):
     """The folder of a checkpoint, of which only the manifest is there."""
     folder = tmp_path / "checkpoint"
     folder.mkdir()
-    manifest = {
-        "format_version": 1,
-        "recipe": resolve(RECIPE).to_dict(),
-        "base_model": "someone/model",
-        "format": "packed",
-        "dtype": "bfloat16",
-        "compute_dtype": "float32",
-        "calibration": {"sha256": "of this run"},
-        "rotations_file": None,
-    }
-    (folder / "drot.json").write_text(json.dumps(manifest))
+    manifest = made_manifest(
+        RECIPE,
+        base_model="someone/model",
+        format="packed",
+        dtype="bfloat16",
+        compute_dtype="float32",
+        calibration={"sha256": "of this run", "shape": [2, 8]},
+    )
+    write_manifest(folder, manifest)
     return folder
 
 
@@ -64,8 +62,7 @@ def test_a_run_is_repeated_from_its_checkpoint(calls, checkpoint, caplog):
     assert prune("--recipe", checkpoint) == 0
     ((model, recipe, options),) = calls
     assert model == "someone/model" and resolve(recipe) == resolve(RECIPE)
-    shown = (options["format"], options["dtype"], options["save_dtype"])
-    assert shown == ("packed", "float32", "bfloat16")
+    assert (options["format"], options["dtype"], options["save_dtype"]) == ("packed", "float32", "bfloat16")
     assert not caplog.messages
     assert prune("other/model", "--recipe", checkpoint / "drot.json", "--format", "dense") == 0
     model, recipe, options = calls[1]
@@ -121,14 +118,18 @@ def test_an_option_without_effect_is_refused_beside_a_recipe(calls, checkpoint, 
 
 def test_rotations_of_a_file_must_be_given_again(calls, checkpoint, capsys, caplog):
     recipe = resolve(RECIPE.replace(mode="layer")).to_dict()
-    change(checkpoint, recipe=recipe, rotations_file={"file": "r.safetensors", "sha256": "a" * 64})
+    change(
+        checkpoint,
+        recipe=recipe,
+        rotations_file={"file": "r.safetensors", "sha256": "a" * 64, "trained_with": {}},
+    )
     assert prune("--recipe", checkpoint) == 2
     assert "used the rotations in r.safetensors" in capsys.readouterr().err and not calls
 
 
 @pytest.mark.parametrize(("now", "told"), [("of this run", 0), ("of another", 1)])
 def test_another_calibration_text_is_told(calls, checkpoint, caplog, now, told):
-    change(checkpoint, calibration={"sha256": now})
+    change(checkpoint, calibration={"sha256": now, "shape": [2, 8]})
     with caplog.at_level(logging.WARNING, "drot"):
         assert prune("--recipe", checkpoint) == 0
     assert sum("calibration tokens differ" in message for message in caplog.messages) == told
