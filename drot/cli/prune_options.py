@@ -72,7 +72,7 @@ RecipeFile = Annotated[
     option(
         PRUNING,
         "Take the settings from this file, a recipe in YAML or JSON or the drot.json of a checkpoint, or "
-        "from the folder of a checkpoint. Options beside it replace single settings.",
+        "from the folder of a checkpoint. Options next to it replace single settings.",
         metavar="[FILE|DIR]",
     ),
 ]

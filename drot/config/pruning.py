@@ -16,7 +16,7 @@ Recovery = Literal["none", "block"]
 #: the average of diag H that is the unit of `damping` (`damping_unit` of drot/calibration/hessian.py)
 DampingAverage = Literal["mean", "median"]
 
-#: largest share of diag H that is added to the diagonal: H itself no longer counts beside it
+#: largest share of diag H that is added to the diagonal: H itself no longer counts
 LARGEST_DAMPING = 1e6
 #: the default of `damping`, and the default for a run that reproduces a published method: SparseGPT's
 DAMPING, PUBLISHED_DAMPING = 0.3, 0.01

@@ -17,7 +17,7 @@ from drot.core.errors import UserError
 
 WeightFormat = Literal["dense", "packed"]
 
-#: Quality → the fields that it sets. What each quality costs and gives stands in README.md.
+#: Quality → the fields that it sets. docs/choose.md says what each costs and gives.
 QUALITIES: dict[str, dict[str, Any]] = {
     "fast": {"solve": "none", "target": "self", "recover": "none"},
     "balanced": {"solve": "admm", "target": "dense", "recover": "none"},

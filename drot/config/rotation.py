@@ -28,7 +28,7 @@ FAST_ENTROPY_LR = 0.7
 #: nothing of A.
 LARGEST_LR = {"fast": math.pi, "paper": 100.0}
 #: Training steps of the quality `fast` with the optimizer `fast`. What fewer and more
-#: steps cost and give stands in benchmarks/README.md.
+#: steps cost and give: benchmarks/README.md.
 FAST_STEPS = 50
 #: The default of `training_tokens`. With more the model is not better (benchmarks/README.md).
 TRAINING_TOKENS = 32
@@ -49,7 +49,7 @@ class RotationConfig:
     model, which loads without drot if it is saved dense. none: no rotations.
     """
     blocks: Size | Sizes = 1
-    """The number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A list gives the sizes of
+    """The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense. A list gives the sizes of
     unequal blocks, which must add up to the hidden size.
     """
     objective: Literal["auto"] | Objective = "auto"

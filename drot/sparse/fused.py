@@ -114,7 +114,7 @@ class FusedPart(nn.Module):
 
 
 class FusedRotation(RotateAndAdd):
-    """Replaces the rotation of the residual beside the MLP: r Q + a Wᵀ + b, with W and b of down_proj.
+    """Replaces the rotation of the residual of the MLP: r Q + a Wᵀ + b, with W and b of down_proj.
 
     q is Q [d, d], the form that `sparse24_linear` takes. The state dict holds Qᵀ, the weight of the linear
     that it replaces.
@@ -191,7 +191,7 @@ def fuse(model: "PreTrainedModel") -> None:
 
 
 def _fuse_rotation(layer: DecoderLayer) -> None:
-    """Merges the rotation of the residual beside the MLP with the product of down_proj."""
+    """Merges the rotation of the residual of the MLP with the product of down_proj."""
     rotated: Any = layer.module
     if rotation_place(rotated) == "residual" and isinstance(rotated.residual_rotation, nn.Linear):
         (linear,) = layer.linears_of(layer.groups[-1])
