@@ -27,8 +27,8 @@ FAST_ENTROPY_LR = 0.7
 #: `paper` is the step of an entry of A, whose entries are at most 1 at the start: far above 1, a step keeps
 #: nothing of A.
 LARGEST_LR = {"fast": math.pi, "paper": 100.0}
-#: Training steps of the quality `fast` with the optimizer `fast`. What fewer and more
-#: steps cost and give: benchmarks/README.md.
+#: Training steps of the quality `fast` with the optimizer `fast`. benchmarks/README.md has what more steps
+#: give.
 FAST_STEPS = 50
 #: The default of `training_tokens`. With more the model is not better (benchmarks/README.md).
 TRAINING_TOKENS = 32
