@@ -7,7 +7,7 @@ The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [
 | input    | l + 1         | h ← h Q, then its stock forward                 | R1(l)                      |
 | residual | l             | y = r Q + MLP(r), r the residual before the MLP | R1(l+1)                    |
 
-The product r Q does not depend on the MLP. So it can be computed with the MLP, or in one operation with the
+The product r Q does not depend on the MLP. So it can be computed beside the MLP, or in one operation with the
 MLP's last product (drot/sparse/fused.py).
 
 A layer that holds a rotation has its attention norm under another name, `rotated_input_layernorm`. A program
