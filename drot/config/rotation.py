@@ -56,7 +56,7 @@ class RotationConfig:
     )
     blocks: Size | Sizes = Field(
         default=1,
-        description="The number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A list gives "
+        description="The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense. A list gives "
         "the sizes of unequal blocks, which must add up to the hidden size.",
     )
     objective: Literal["auto"] | Objective = Field(

@@ -96,7 +96,7 @@ def turn(q: Tensor, high: Tensor, j: Tensor, angle: Tensor, scale: Tensor | None
     """Replaces q by q exp(-θ s j), as in `retraction.turn`; returns q.
 
     The same product removes what qᵀq - 1 was before. What rounding adds to it stays. A part of j that is not
-    skew-symmetric does not turn q, and is such a rounding.
+    skew-symmetric does not turn q; it too is rounding.
 
     q: [n, b, b]. high: q in bf16. j: [n, b, b] in bf16. angle: a row [2] of `angles`.
     scale: s for each matrix [n] in bf16; None for 1.
