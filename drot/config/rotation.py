@@ -49,7 +49,7 @@ class RotationConfig:
     model, which loads without drot if it is saved dense. none: no rotations.
     """
     blocks: Size | Sizes = 1
-    """The number of equal diagonal blocks of R1 (appendix F); 1 makes R1 dense. A list gives the sizes of
+    """The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense. A list gives the sizes of
     unequal blocks, which must add up to the hidden size.
     """
     objective: Literal["auto"] | Objective = "auto"
