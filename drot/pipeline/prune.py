@@ -118,15 +118,7 @@ def prune(
     check_format(format, recipe.pruning)
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
-    finished = False
-    if out is not None:
-        finished = resume and (out / MANIFEST).exists()
-        if not finished:
-            check_output(out)
-    elif resume:
-        raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
-    if rotations_out is not None:
-        check_rotations_output(rotations_out, recipe, out, resume=resume)
+    finished = _check_outputs(out, rotations_out, recipe, resume=resume)
     with contextlib.nullcontext() if out is None else locked(out):
         if out is not None and not finished:
             check_unfinished(out, resume=resume)
@@ -148,6 +140,18 @@ def prune(
             check_sequences(len(context.tokens))
         run = PruningRun(context, None if rotations is None else read_given(context, Path(rotations)))
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)
+
+
+def _check_outputs(out: Path | None, rotations_out: Path | None, recipe: Recipe, *, resume: bool) -> bool:
+    """Whether `out` holds a finished run that is resumed. Raises UserError if the outputs cannot be written."""
+    if out is None and resume:
+        raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
+    finished = out is not None and resume and (out / MANIFEST).exists()
+    if out is not None and not finished:
+        check_output(out)
+    if rotations_out is not None:
+        check_rotations_output(rotations_out, recipe, out, resume=resume)
+    return finished
 
 
 def _run(
