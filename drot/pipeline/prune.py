@@ -143,7 +143,7 @@ def prune(
 
 
 def _check_outputs(out: Path | None, rotations_out: Path | None, recipe: Recipe, *, resume: bool) -> bool:
-    """Whether `out` holds a finished run that is resumed. Raises UserError if the outputs cannot be written."""
+    """Whether `out` holds a finished run that is resumed. Raises UserError if nothing can be written."""
     if out is None and resume:
         raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
     finished = out is not None and resume and (out / MANIFEST).exists()
