@@ -7,8 +7,8 @@ The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [
 | input    | l + 1         | h ← h Q, then its stock forward                 | R1(l)                      |
 | residual | l             | y = r Q + MLP(r), r the residual before the MLP | R1(l+1)                    |
 
-The product r Q does not depend on the MLP. So it can be computed beside the MLP, or in one operation with the
-MLP's last product (drot/sparse/fused.py).
+The product r Q does not depend on the MLP. So it can be computed at the same time, or in one operation with
+the MLP's last product (drot/sparse/fused.py).
 
 A layer that holds a rotation has its attention norm under another name, `rotated_input_layernorm`. A program
 that reads a checkpoint as a stock model of its family then lacks a tensor in each of these layers. It cannot
@@ -96,7 +96,7 @@ def _rotated_class(stock_class: Any, family: Family) -> Any:
 
 
 def rotation_place(layer: object) -> BoundaryPlace | None:
-    """The place of the rotation that a decoder layer holds; None if it holds no rotation."""
+    """The place of the boundary matrix that a decoder layer holds, if it holds any."""
     return layer.boundary_place if isinstance(layer, RotatedLayer) else None
 
 
@@ -114,13 +114,6 @@ def add_boundary_rotation(
     The rotation is an nn.Linear [d, d] without bias, h → h Wᵀ, so its weight is Qᵀ. The layer becomes a
     RotatedLayer, and the name of its attention norm gets NORM_PREFIX.
 
-    Args:
-        layer: a decoder layer without a rotation.
-        arch: family of the model.
-        place: whether Q rotates the layer's input or the residual beside its MLP.
-        hidden_size: d.
-        dtype: dtype of Q.
-        device: device of Q.
     """
     rotation = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype, device=device)
     rotation.requires_grad_(False)
@@ -134,7 +127,7 @@ def add_boundary_rotation(
 
 
 def remove_boundary_rotation(layer: Any) -> None:
-    """Undoes `add_boundary_rotation`: the layer has its stock class and the stock name of its norm again."""
+    """Undoes `add_boundary_rotation`."""
     assert isinstance(layer, RotatedLayer)
     name = layer.family.first_norm
     norm = getattr(layer, NORM_PREFIX + name)
@@ -148,9 +141,8 @@ def remove_boundary_rotation(layer: Any) -> None:
 def check_boundary_rotations(layers: nn.ModuleList, path: str) -> None:
     """Raises UserError that names the first boundary rotation of `layers` that is not orthogonal.
 
-    A matrix Q with NaN or infinity is not orthogonal either. QᵀQ would take d³ operations a layer, minutes
-    for 80 layers of d = 8192 on a CPU. So ‖QᵀQx - x‖ / ‖x‖ is measured, in fp32, for PROBES random vectors x.
-    A rotation that is offloaded to disk is not checked.
+    QᵀQ would take minutes for 80 layers of d = 8192 on a CPU. So ‖QᵀQx - x‖ / ‖x‖ is measured, in fp32, for
+    PROBES random vectors x. A rotation that is offloaded to disk is not checked.
 
     path: the path of the layers in their model, for the message.
     """

@@ -11,13 +11,10 @@ from drot.model.layer import DecoderLayer, module_at, reset_norm
 
 
 class DecoderModel:
-    """A causal language model of a supported family.
+    """A causal language model of a supported family. Raises UserError for a model of another family.
 
-    model: the Hugging Face model. config: its config. family: the declaration of its parts. heads: its
-        attention
-    sizes. widths: the sizes of its linears. layers: its decoder layers.
-
-    Raises UserError for a model of another family.
+    model: the Hugging Face model. family: the declaration of its parts. heads, widths: the sizes of its
+        attention and of its linears.
     """
 
     def __init__(self, model: Any) -> None:
@@ -39,7 +36,6 @@ class DecoderModel:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter."""
         return next(self.model.parameters()).device
 
     @property
@@ -82,7 +78,7 @@ class DecoderModel:
         The further arguments of each layer are recorded in the model's own forward pass, so that masks, RoPE
         and sliding windows are right for every family. No layer is computed, and the model is not moved.
 
-        home: where the input lies.
+        home: the device of the returned input.
         """
         recorders = [_Recorder(layer.module) for layer in self.layers]
         parent, _, name = self.family.layers.rpartition(".")

@@ -55,7 +55,6 @@ class LinearSpec:
 
     @property
     def writes_residual(self) -> bool:
-        """Whether its outputs are added to the residual stream."""
         return self.output == "r1"
 
 
@@ -73,7 +72,6 @@ class InputGroup:
 
     @property
     def input(self) -> Rotates | None:
-        """The rotation of the input that the linears share."""
         return self.linears[0].input
 
     @property

@@ -34,8 +34,7 @@ def module_at(root: nn.Module, path: str) -> Any:
 class Linear:
     """One linear of a decoder layer: an nn.Linear, or the rows of a fused nn.Linear.
 
-    spec: its declaration. group: the linears that read the same input. full_name: such as
-    `layers.0.self_attn.q_proj`. rows: its rows of the module's weight.
+    full_name: such as `layers.0.self_attn.q_proj`. rows: its rows of the module's weight.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Linear:
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias [out], or a view of its rows; None without a bias."""
         bias = self.plain.bias
         return bias if self.spec.part is None or bias is None else bias[self.rows]
 
@@ -103,10 +101,7 @@ Output = Callable[[], Tensor]
 class DecoderLayer:
     """One decoder layer.
 
-    module: the Hugging Face module.
-    index: its number, counted from 0.
-    family: the declaration of its linears.
-    heads: its attention sizes.
+    module: the Hugging Face module. index: its number, counted from 0.
     linears: name → linear, in the order in which they are pruned.
     """
 
@@ -130,12 +125,10 @@ class DecoderLayer:
         return self.family.groups
 
     def linears_of(self, group: InputGroup) -> list[Linear]:
-        """The linears that read the input of `group`."""
         return [self.linears[spec.name] for spec in group.linears]
 
     @property
     def norms(self) -> list[Any]:
-        """The norms whose weights are folded into linears."""
         return [module_at(self.module, path) for path in self.family.norms]
 
     @property
@@ -162,7 +155,6 @@ class DecoderLayer:
         self.module.to(device)
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "DecoderLayer":
-        """A copy of the layer, on another device and in another dtype if they are given."""
         module = copy.deepcopy(self.module).to(device=device, dtype=dtype)
         return DecoderLayer(module, self.index, self.family, self.heads, self._widths)
 
@@ -197,28 +189,22 @@ class DecoderLayer:
         """The input of `group`, from a forward pass that ends there. The arguments are those of a call."""
         seen: dict[str, Tensor] = {}
 
-        def see_residual(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen["residual"] = args[0]
-
-        def see_output(module: nn.Module, args: Any, output: Tensor) -> None:
-            seen["attended"] = output
-
         def see_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
             seen["input"] = args[0]
             raise _Stop
 
-        (attention_output,) = self.linears_of(self.attention_end)
-        handles = [
-            module_at(self.module, self.family.first_norm).register_forward_pre_hook(see_residual),
-            attention_output.module.register_forward_hook(see_output),
+        (attention_end,) = self.linears_of(self.attention_end)
+        with (
+            module_at(self.module, self.family.first_norm).register_forward_pre_hook(
+                lambda module, args: seen.update(residual=args[0])
+            ),
+            attention_end.module.register_forward_hook(
+                lambda module, args, output: seen.update(attended=output)
+            ),
             self.linears_of(group)[0].module.register_forward_pre_hook(see_input),
-        ]
-        try:
-            with contextlib.suppress(_Stop):
-                self(hidden, kwargs, attention=attention)
-        finally:
-            for handle in handles:
-                handle.remove()
+            contextlib.suppress(_Stop),
+        ):
+            self(hidden, kwargs, attention=attention)
         return Captured(seen["input"], seen["residual"], seen.get("attended"))
 
     @contextlib.contextmanager
@@ -248,26 +234,21 @@ class DecoderLayer:
 
             return see
 
-        handles = []
-        for group in groups:
-            module, norm = self.linears_of(group)[0].module, None
-            if folded and group.norm is not None:
-                module = module_at(self.module, group.norm)
-                norm = copy.deepcopy(module)
-                reset_norm(norm)
-            handles.append(module.register_forward_pre_hook(hook(group, norm)))
-
         def forward(hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
             remaining.update(group.name for group in groups)
             with contextlib.suppress(_Stop):
                 return self(hidden, kwargs)
             return None
 
-        try:
+        with contextlib.ExitStack() as hooks:
+            for group in groups:
+                module, norm = self.linears_of(group)[0].module, None
+                if folded and group.norm is not None:
+                    module = module_at(self.module, group.norm)
+                    norm = copy.deepcopy(module)
+                    reset_norm(norm)
+                hooks.enter_context(module.register_forward_pre_hook(hook(group, norm)))
             yield forward
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @property
     def attention_end(self) -> InputGroup:
@@ -301,12 +282,9 @@ class DecoderLayer:
 
         The products are computed in fp64 from the original weights and rounded once.
 
-        boundary: a boundary of the residual. The layer then holds its matrix, and writes in the basis
-            next_r1.
+        boundary: of the residual. The layer then holds its matrix, and writes in the basis next_r1.
         """
-        assert boundary is None or boundary.place == "residual", (
-            "the next layer holds a boundary of its input"
-        )
+        assert boundary is None or boundary.place == "residual", "the next layer holds an input's boundary"
         device = self.device
         rotation = rotation.to(device, torch.float64)
         output_r1 = rotation.r1 if boundary is None else boundary.next_r1.to(device).double()

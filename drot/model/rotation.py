@@ -26,7 +26,6 @@ class LayerRotation:
 
     @property
     def inverse(self) -> "LayerRotation":
-        """The rotation that undoes this rotation."""
         return LayerRotation(self.r1.mT, self.r2.mT)
 
     def tensors(self, prefix: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
@@ -44,7 +43,7 @@ class LayerRotation:
 
 @dataclass(frozen=True)
 class Boundary:
-    """Q = R1(l)ᵀ R1(l+1) between layers l and l + 1, which have different bases (paper, section 4.4).
+    """Q = R1(l)ᵀ R1(l+1) between layers l and l + 1, which have different bases (paper, section 4.3).
 
     r1, next_r1: R1 [d, d] of layers l and l + 1.
     """
@@ -63,15 +62,9 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Bases:
-    """In which basis each layer reads and writes the residual stream, and which layer holds a matrix Q.
+    """In which basis each of `layers` layers writes the residual stream, and which of them holds a matrix Q.
 
-    | place    | held by layer | the layer computes                              | writes in |
-    |----------|---------------|-------------------------------------------------|-----------|
-    | input    | l + 1         | h ← h Q, then its stock forward                 | R1(l)     |
-    | residual | l             | y = r Q + MLP(r), r the residual before the MLP | R1(l+1)   |
-    | None     | none          | its stock forward, since all layers share R1    | R1        |
-
-    layers: the number of decoder layers.
+    The places are those of model/boundary.py; None where all layers share R1, and no layer holds a matrix.
     """
 
     place: BoundaryPlace | None
@@ -82,7 +75,6 @@ class Bases:
         return self.place == "residual" and index + 1 < self.layers
 
     def holds(self, index: int) -> bool:
-        """Whether layer `index` holds a boundary matrix."""
         return self.writes_next(index) or (self.place == "input" and index > 0)
 
     def held(
@@ -124,14 +116,9 @@ def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:
 def rotated_weight(
     linear: LinearSpec, weight: Tensor, rotation: LayerRotation, shape: HeadShape, output_r1: Tensor
 ) -> Tensor:
-    """The rotated weight [out, in] of one linear, in the dtype of its arguments.
+    """The rotated weight [out, in] of a linear, from its folded weight, in the dtype of the arguments.
 
-    Args:
-        linear: the sides on which rotations act.
-        weight: folded weight [out, in].
-        rotation: R1 and R2 of the layer.
-        shape: attention sizes of the model.
-        output_r1: R1 [d, d] of the basis in which the linear writes, if it writes to the residual stream.
+    output_r1: R1 [d, d] of the basis in which the linear writes, if it writes to the residual stream.
     """
     if linear.output == "r1":
         weight = output_r1.T @ weight

@@ -6,6 +6,8 @@ Y and H, in the rotated basis. The importance of a weight is the score of the re
 (rotation/importance.py), in units of the mean score of the linear before the rotation.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -40,28 +42,24 @@ class GroupImportance:
         rotation: LayerRotation | None,
         output_r1: Tensor | None = None,
     ) -> None:
-        self._shape = shape
+        self._group, self._recipe, self._shape, self._hessian_after = group, recipe, shape, hessian
         self._rotation: LayerRotation | None = None
-        #: H in the basis before the rotation
-        self.hessian = hessian
-        matrix = hessian.matrix
         if rotation is not None:
-            self._rotation = rotation.to(matrix.device, matrix.dtype)
-            self._output_r1 = self._rotation.r1 if output_r1 is None else output_r1.to(matrix)
-            if group.input is not None:
-                before = rotated_hessian(group, matrix, self._rotation.inverse, shape)
-                self.hessian = InputHessian(before, hessian.damping, hessian.average)
+            self._rotation = rotation.to(hessian.matrix.device, hessian.matrix.dtype)
+            self._output_r1 = self._rotation.r1 if output_r1 is None else output_r1.to(hessian.matrix)
 
-        def scale(of_inputs: InputHessian) -> Tensor | None:
-            return column_scale(
-                recipe.pruning.method,
-                of_inputs,
-                damping=recipe.pruning.damping,
-                reference_compat=recipe.rotation.reference_compat,
-            )
+    @functools.cached_property
+    def hessian(self) -> InputHessian:
+        """H in the basis before the rotation."""
+        after = self._hessian_after
+        if self._rotation is None or self._group.input is None:
+            return after
+        before = rotated_hessian(self._group, after.matrix, self._rotation.inverse, self._shape)
+        return InputHessian(before, after.damping, after.average)
 
-        self._before = scale(self.hessian)
-        self._after = self._before if self.hessian is hessian else scale(hessian)
+    def _scale(self, hessian: InputHessian) -> Tensor | None:
+        pruning, compat = self._recipe.pruning, self._recipe.rotation.reference_compat
+        return column_scale(pruning.method, hessian, damping=pruning.damping, reference_compat=compat)
 
     @property
     def rotated(self) -> bool:
@@ -89,14 +87,14 @@ class GroupImportance:
 
         weight, unrotated: the dense weight [out, in] after and before the rotation.
         """
-        bases = {"before": (unrotated, self._before)}
+        bases = {"before": (unrotated, self.hessian)}
         if self.rotated:
-            bases["after"] = (weight.to(unrotated.dtype), self._after)
+            bases["after"] = (weight.to(unrotated.dtype), self._hessian_after)
         shares, tensors = {}, {}
         mean = total = unrotated.new_ones((), dtype=torch.float64)
-        for basis, (matrix, scale) in bases.items():
+        for basis, (matrix, hessian) in bases.items():
             score = matrix.square()
-            if scale is not None:
+            if (scale := self._scale(hessian)) is not None:
                 score *= scale
             if basis == "before":
                 total = score.sum(dtype=torch.float64)

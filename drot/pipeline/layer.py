@@ -10,7 +10,6 @@ from drot.calibration.hessian import InputHessian
 from drot.calibration.layer_pass import LayerPass
 from drot.config import ResolvedRecipe
 from drot.core.errors import UserError
-from drot.model.families import InputGroup
 from drot.model.layer import Linear
 from drot.model.rotation import LayerRotation
 from drot.pipeline.importance import GroupImportance
@@ -51,73 +50,52 @@ def prune_layer(
         pruned = [linear for linear in linears if pruning.sparsity_for(linear.full_name).ratio > 0]
         if not pruned:
             continue
-        writes_in = output_r1 if layer.ends_layer(group) else None
-        of_group = _PrunedGroup(layer_pass, group, recipe, dense, rotation, writes_in)
+        hessian = statistics = importance = None
+        if len(layer_pass.stream.hidden_states):
+            statistics = None if dense is None else dense.statistics(layer_pass, group)
+            matrix = layer_pass.hessian(group) if statistics is None else statistics.hessian
+            hessian = InputHessian(matrix, pruning.damping, pruning.damping_average)
+            writes_in = output_r1 if layer.ends_layer(group) else None
+            importance = GroupImportance(group, hessian, recipe, layer.heads, rotation, writes_in)
         for linear in pruned:
             try:
-                figures[linear.name] = of_group.prune(linear, maps)
+                figures[linear.name] = _prune_linear(linear, recipe, hessian, statistics, importance, maps)
             except UserError as error:
                 raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
     return figures, maps
 
 
-class _PrunedGroup:
-    """The Hessian of an input group and what follows from it, for the pruning of its linears."""
-
-    def __init__(
-        self,
-        layer_pass: LayerPass,
-        group: InputGroup,
-        recipe: ResolvedRecipe,
-        dense: DenseReference | None,
-        rotation: LayerRotation | None,
-        output_r1: Tensor | None,
-    ) -> None:
-        self._recipe, self._group, self._heads = recipe, group, layer_pass.layer.heads
-        self._rotation, self._output_r1 = rotation, output_r1
-        self._hessian: InputHessian | None = None
-        self._statistics: TargetStatistics | None = None
-        self._importance: GroupImportance | None = None
-        if not len(layer_pass.stream.hidden_states):
-            assert recipe.pruning.method == "magnitude", f"{recipe.pruning.method} needs calibration tokens"
-            return
-        if dense is None:
-            matrix = layer_pass.hessian(group)
-        else:
-            self._statistics = dense.statistics(layer_pass, group)
-            matrix = self._statistics.hessian
-        self._hessian = InputHessian(matrix, recipe.pruning.damping, recipe.pruning.damping_average)
-
-    def prune(self, linear: Linear, maps: dict[str, Tensor]) -> dict[str, Any]:
-        """Prunes a linear in place; returns its figures, and adds its maps to `maps`."""
-        weight, config = linear.weight, self._recipe.pruning.for_linear(linear.full_name)
-        target = weight
-        if self._statistics is not None and self._hessian is not None:
-            factor, share = self._hessian.factor, config.target_weight
-            target = dense_target(weight, self._statistics, factor, share=share)
-        outcome = first = prune_once(target, self._hessian, config)
-        one_shot: dict[str, dict[str, float | None]] = {}
-        if self._hessian is not None:
-            outcome = solve_weight(first, target, self._hessian, config, self._recipe.pruning.solve)
-            if self._importance is None:  # after the first linear, whose pruning checks the Hessian
-                self._importance = GroupImportance(
-                    self._group, self._hessian, self._recipe, self._heads, self._rotation, self._output_r1
-                )
-            unrotated = self._importance.unrotated(linear.spec, weight)
-            shares, found = self._importance.of_weight(weight, unrotated, config.sparsity)
-            errors = {list(shares)[-1]: first.output_error}
-            if self._importance.rotated:
-                total = first.energy if self._statistics is None else None  # a rotation does not change it
-                before = prune_once(unrotated, self._importance.hessian, config, total=total)
-                errors["before"] = before.output_error
-            for basis, lost in shares.items():
-                one_shot[basis] = {"removed_importance": lost, "output_error": errors[basis]}
-            maps |= {f"{linear.name}.{name}": values for name, values in found.items()}
-        weight.copy_(outcome.weight)
-        return {
-            "sparsity": float((weight == 0).float().mean()),
-            "output_error": outcome.output_error,
-            "damping": outcome.damping,
-            "one_shot": one_shot,
-            "admm_iterations": outcome.admm_iterations,
-        }
+def _prune_linear(
+    linear: Linear,
+    recipe: ResolvedRecipe,
+    hessian: InputHessian | None,
+    statistics: TargetStatistics | None,
+    importance: GroupImportance | None,
+    maps: dict[str, Tensor],
+) -> dict[str, Any]:
+    """Prunes a linear in place; returns its entry of the manifest, and adds its maps to `maps`."""
+    weight, config = linear.weight, recipe.pruning.for_linear(linear.full_name)
+    target = weight
+    if statistics is not None and hessian is not None:
+        target = dense_target(weight, statistics, hessian.factor, share=config.target_weight)
+    outcome = first = prune_once(target, hessian, config)
+    one_shot: dict[str, dict[str, float | None]] = {}
+    if hessian is not None and importance is not None:
+        outcome = solve_weight(first, target, hessian, config, recipe.pruning.solve)
+        unrotated = importance.unrotated(linear.spec, weight)
+        shares, found = importance.of_weight(weight, unrotated, config.sparsity)
+        errors = {list(shares)[-1]: first.output_error}
+        if importance.rotated:
+            total = first.energy if statistics is None else None  # a rotation does not change it
+            errors["before"] = prune_once(unrotated, importance.hessian, config, total=total).output_error
+        for basis, lost in shares.items():
+            one_shot[basis] = {"removed_importance": lost, "output_error": errors[basis]}
+        maps |= {f"{linear.name}.{name}": values for name, values in found.items()}
+    weight.copy_(outcome.weight)
+    return {
+        "sparsity": float((weight == 0).float().mean()),
+        "output_error": outcome.output_error,
+        "damping": outcome.damping,
+        "one_shot": one_shot,
+        "admm_iterations": outcome.admm_iterations,
+    }

@@ -30,7 +30,7 @@ from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import sizes_of
 from drot.pipeline.identity import run_identity
 from drot.pipeline.output import manifest_of, write_result
-from drot.pipeline.prepare import prepare
+from drot.pipeline.prepare import Prepared, prepare
 from drot.pipeline.recover import check_sequences
 from drot.pipeline.rotation_files import check_rotations_output, check_same_rotations, read_given
 from drot.pipeline.run import PruningRun
@@ -102,9 +102,8 @@ def prune(
             after it.
         rotations: a file written by `save_rotations_to`, whose rotations are used instead of training.
         save_rotations_to: a new file for the rotations, which other sparsities and methods can reuse. It may
-            lie inside `out`.
-        format: format of the weights in the result and in `out`: `dense`, or `packed`, which stores values
-            and positions of 2:4 weights, and other weights dense.
+            be inside `out`.
+        format: `dense`, or `packed`, which stores values and positions of 2:4 weights, and others dense.
         resume: continues an interrupted run, whose finished layers are in the folder `<out>.partial`. Of a
             finished run it returns the result. The model, the recipe and the calibration must be equal to
             those of that run.
@@ -119,15 +118,7 @@ def prune(
     check_format(format, recipe.pruning)
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
-    finished = False
-    if out is not None:
-        finished = resume and (out / MANIFEST).exists()
-        if not finished:
-            check_output(out)
-    elif resume:
-        raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
-    if rotations_out is not None:
-        check_rotations_output(rotations_out, recipe, out, resume=resume)
+    finished = _check_outputs(out, rotations_out, recipe, resume=resume)
     with contextlib.nullcontext() if out is None else locked(out):
         if out is not None and not finished:
             check_unfinished(out, resume=resume)
@@ -147,33 +138,58 @@ def prune(
         context.clock.seconds["load"] = time.perf_counter() - started
         if recipe.recovery.recover == "block":
             check_sequences(len(context.tokens))
-        given = None if rotations is None else read_given(context, Path(rotations))
-        run = PruningRun(context, given)
-        dense = dense_linears(context.model.config, recipe.pruning) if format == "packed" else []
-        if format == "packed":
-            check_packable(context.model.model, dense)
-        identity = run_identity(context, given) if out is not None or rotations_out is not None else None
-        if rotations_out is not None and rotations_out.exists():
-            check_same_rotations(rotations_out, identity or {})
-        state = None
-        if out is not None and identity is not None:
-            if finished:
-                return _finished_result(out, identity, format, prepared.save_dtype, rotations_out)
-            state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
-            sizes = sizes_of(context.model, *context.tokens.shape)
-            checkpoint, parts = disk_needs(sizes, context.recipe, context.dtype, prepared.save_dtype)
-            check_space(out, checkpoint, max(0, parts - (weight_bytes(state.folder) or 0)))
-        with _says_how_to_resume(state):
-            run.execute(state)
-            if prepared.save_dtype != context.dtype:
-                cast_weights(context.model.model, prepared.save_dtype, "save_dtype")
-            sparsity = context.model.zero_share()
-            if format == "packed":
-                pack_model(context.model.model, dense)
-            as_drot_model(context.model.model)
-            manifest = manifest_of(prepared, run, identity, state, sparsity)
-            manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
-        return PruneResult(context.model.model, manifest, out)
+        run = PruningRun(context, None if rotations is None else read_given(context, Path(rotations)))
+        return _run(run, prepared, out, rotations_out, finished=finished, started=started)
+
+
+def _check_outputs(out: Path | None, rotations_out: Path | None, recipe: Recipe, *, resume: bool) -> bool:
+    """Whether `out` holds a finished run that is resumed. Raises UserError if nothing can be written."""
+    if out is None and resume:
+        raise UserError("`resume` needs `out`: name the `out` of the interrupted run")
+    finished = out is not None and resume and (out / MANIFEST).exists()
+    if out is not None and not finished:
+        check_output(out)
+    if rotations_out is not None:
+        check_rotations_output(rotations_out, recipe, out, resume=resume)
+    return finished
+
+
+def _run(
+    run: PruningRun,
+    prepared: Prepared,
+    out: Path | None,
+    rotations_out: Path | None,
+    *,
+    finished: bool,
+    started: float,
+) -> PruneResult:
+    """Executes the run and writes its result, or loads the result of a run that is `finished`."""
+    context, model, state = run.context, run.context.model, None
+    packed = context.recipe.format == "packed"
+    dense = dense_linears(model.config, context.recipe.pruning) if packed else []
+    if packed:
+        check_packable(model.model, dense)
+    identity = run_identity(context, run.given) if out is not None or rotations_out is not None else None
+    if rotations_out is not None and rotations_out.exists():
+        check_same_rotations(rotations_out, identity or {})
+    if out is not None and identity is not None:
+        if finished:
+            return _finished_result(out, identity, context.recipe.format, prepared.save_dtype, rotations_out)
+        state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
+        sizes = sizes_of(model, *context.tokens.shape)
+        checkpoint, parts = disk_needs(sizes, context.recipe, context.dtype, prepared.save_dtype)
+        check_space(out, checkpoint, max(0, parts - (weight_bytes(state.folder) or 0)))
+    with _says_how_to_resume(state):
+        run.execute(state)
+        if prepared.save_dtype != context.dtype:
+            cast_weights(model.model, prepared.save_dtype, "save_dtype")
+        sparsity = model.zero_share()
+        if packed:
+            pack_model(model.model, dense)
+        as_drot_model(model.model)
+        manifest = manifest_of(prepared, run, identity, state, sparsity)
+        manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
+    return PruneResult(model.model, manifest, out)
 
 
 @contextlib.contextmanager

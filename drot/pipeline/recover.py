@@ -93,22 +93,20 @@ def recover_layer(
     targets: the outputs that the layer should have, in the basis of its outputs.
     on_epoch: called before the first and after each epoch.
     """
-    started = time.perf_counter()
-    training = _Training(layer)
+    started, training, index = time.perf_counter(), _Training(layer), layer.index
     count = len(stream.hidden_states)
-    held_out = range(count - held_out_sequences(count), count)
-    trained, steps = held_out.start, config.recover_epochs * math.ceil(held_out.start / config.recover_batch)
-    index = layer.index
+    trained = count - held_out_sequences(count)
+    steps = config.recover_epochs * math.ceil(trained / config.recover_batch)
     generator = torch.Generator().manual_seed(index)
 
-    def error(sequences: Tensor | slice) -> Tensor:
+    def error(sequences: Tensor) -> Tensor:
         output = layer(stream.batch(sequences), stream.layer_kwargs[index])
         return _relative_error(output, targets.batch(sequences))
 
     @torch.no_grad()
     def held_out_error() -> float:
-        parts = torch.arange(held_out.start, held_out.stop).split(config.recover_batch)
-        return float(sum(error(part) * len(part) for part in parts)) / len(held_out)
+        parts = torch.arange(trained, count).split(config.recover_batch)
+        return float(sum(error(part) * len(part) for part in parts)) / (count - trained)
 
     step, best_epoch, best = 0, 0, training.state()
     train_curve: list[float] = []
@@ -183,18 +181,17 @@ class _Training:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """A context in which `backward` takes a step of Adam, at `rate` times each root mean square."""
-        handles = []
-        for parameter in self._parameters:
-            master = parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)
-            adam = torch.optim.Adam([master], betas=BETAS)
-            parameter.requires_grad_(True)
-            hook = functools.partial(self._update, master, adam, self._scale(parameter))
-            handles.append(parameter.register_post_accumulate_grad_hook(hook))
         try:
-            yield
+            with contextlib.ExitStack() as hooks:
+                for parameter in self._parameters:
+                    dtype = torch.promote_types(parameter.dtype, torch.float32)
+                    master = parameter.detach().to(dtype, copy=True)
+                    adam = torch.optim.Adam([master], betas=BETAS)
+                    parameter.requires_grad_(True)
+                    hook = functools.partial(self._update, master, adam, self._scale(parameter))
+                    hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
+                yield
         finally:
-            for handle in handles:
-                handle.remove()
             for parameter in self._parameters:
                 parameter.requires_grad_(False)
                 parameter.grad = None

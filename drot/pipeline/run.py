@@ -21,7 +21,7 @@ from drot.pipeline.training import train_layers, train_shared
 class PruningRun:
     """One run of `drot.prune` on a loaded model, which is changed in place.
 
-    Afterwards the attributes hold what came out:
+    Afterwards the attributes hold the results:
         rotations: layer → its rotation; empty for a model that is not rotated.
         layers: the records of the layers.
         maps: `<full name of a linear>.<map>` → the maps of the importance of its weights.

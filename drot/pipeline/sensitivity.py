@@ -59,10 +59,12 @@ class SensitivityResult:
 
         Linears that the recipe keeps dense are left out.
         """
-        own = [(name, str(self.recipe.pruning.sparsity_for(name))) for name in self.errors]
-        found = [(name, text, self.errors[name].get(text)) for name, text in own]
-        known = [(name, text, error) for name, text, error in found if error is not None]
-        return sorted(known, key=lambda row: -row[2])[:count]
+        found = []
+        for name, errors in self.errors.items():
+            own = str(self.recipe.pruning.sparsity_for(name))
+            if (error := errors.get(own)) is not None:
+                found.append((name, own, error))
+        return sorted(found, key=lambda row: -row[2])[:count]
 
     def to_dict(self) -> dict[str, Any]:
         """All figures in plain JSON types."""
@@ -122,11 +124,10 @@ def sensitivity(
     used = None if rotations is None else read_given(run, Path(rotations)).rotations
     error = None
     if run.rotates:
-        if used is None:
-            if recipe.rotation.mode == "shared":
-                used, _ = train_shared(run, None)
-            else:
-                used = [rotation for rotation, _ in train_layers(run, None)]
+        if used is None and recipe.rotation.mode == "shared":
+            used, _ = train_shared(run, None)
+        elif used is None:
+            used = [rotation for rotation, _ in train_layers(run, None)]
         with run.during("check"):
             error = check_model(run.model, run.tokens[:1], run.device, run.bases, used)
     figures = {

@@ -46,7 +46,7 @@ def check_recipe(
     - n:m or blocks that do not divide the model's dimensions,
     - the packed format if no linear is 2:4.
     """
-    rotation, hidden = recipe.rotation, config.hidden_size
+    rotation, hidden, blocks = recipe.rotation, config.hidden_size, recipe.rotation.blocks
     if len(devices) > 1 and (rotation.mode, rotation.hessians) != ("layer", "dense"):
         raise UserError(
             'several devices train layers in parallel, which needs `mode="layer"` and `hessians="dense"`; '
@@ -57,13 +57,11 @@ def check_recipe(
     _check_patterns(config, recipe.pruning)
     if recipe.format == "packed":
         dense_linears(config, recipe.pruning)
-    if isinstance(rotation.blocks, tuple) and sum(rotation.blocks) != hidden:
-        raise UserError(
-            f"`blocks` must add up to the hidden size {hidden}; got {list(rotation.blocks)} with the sum "
-            f"{sum(rotation.blocks)}"
-        )
-    if isinstance(rotation.blocks, int) and hidden % rotation.blocks:
-        raise UserError(f"`blocks` must divide the hidden size {hidden}; got {rotation.blocks}")
+    if isinstance(blocks, int) and hidden % blocks:
+        raise UserError(f"`blocks` must divide the hidden size {hidden}; got {blocks}")
+    if not isinstance(blocks, int) and sum(blocks) != hidden:
+        got = f"{list(blocks)} with the sum {sum(blocks)}"
+        raise UserError(f"`blocks` must add up to the hidden size {hidden}; got {got}")
 
 
 def _check_patterns(config: Any, pruning: PruningConfig) -> None:

@@ -15,8 +15,7 @@ def prune_magnitude(
     """Removes the smallest |W| of each group (n:m) or of the whole matrix (ratio).
 
     weight: [out, in], any float dtype.
-    hessian: [in, in], used only for the output error of the result.
-    total: tr(W H Wᵀ), where it is known.
+    hessian: H [in, in], used only for the output error of the result. total: tr(W H Wᵀ), where it is known.
 
     Raises UserError for a weight that is not finite or whose `in` is not a multiple of m.
     """

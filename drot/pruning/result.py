@@ -15,8 +15,7 @@ class PruneOutcome:
 
     weight: [out, in] in the dtype of the dense weight, 0 where a weight is removed.
     removed: bool [out, in], True where a weight is removed.
-    damping: the share of diag H with which the Hessian was inverted; None for a method that inverts no
-        Hessian.
+    damping: the damping λ of the inverted Hessian; None for a method that inverts no Hessian.
     output_error: relative squared error of the outputs on the calibration inputs (`output_error`), without
         damping; None without a Hessian. The error of SparseGPT is that of the weights before they are rounded
         to their dtype.
@@ -45,10 +44,7 @@ def output_error(weight: Tensor, pruned: Tensor, hessian: Tensor, total: float |
 
 
 def with_output_error(outcome: PruneOutcome, weight: Tensor, hessian: Tensor | None) -> PruneOutcome:
-    """The outcome with the output error of its weight, computed by products with H; unchanged without H.
-
-    weight: the dense weight [out, in]. hessian: [in, in].
-    """
+    """The outcome with its output error against the dense weight [out, in]; unchanged without H."""
     if hessian is None:
         return outcome
     total = energy(weight, hessian) if outcome.energy is None else outcome.energy

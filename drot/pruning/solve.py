@@ -45,15 +45,12 @@ def solve_kept_weights(
 
     Raises UserError for values that are not finite.
 
-    Args:
-        outcome: a pruned weight [out, in]. Its weights are the start, its mask the first mask.
-        target: T [out, in], any float dtype.
-        hessian: H [in, in], proportional to XᵀX; not changed.
-        sparsity: the sparsity that the mask of `admm` has to have.
-        solver: `pcg` or `admm`.
-        damping: what is added to the diagonal, in units of `damping_unit`.
-        average: as in `damping_unit`.
-        total: tr(T H Tᵀ), where it is known.
+    outcome: a pruned weight [out, in]. Its weights are the start, its mask the first mask.
+    target: T [out, in], any float dtype.
+    hessian: H [in, in], proportional to XᵀX; not changed.
+    sparsity: of the mask of `admm`. solver: `pcg` or `admm`.
+    damping: what is added to the diagonal, in units of `damping_unit` for `average`.
+    total: tr(T H Tᵀ), where it is known.
     """
     assert solver in ("pcg", "admm"), f"{solver} is no solver"
     check_finite(target, "target")
@@ -142,7 +139,7 @@ def _admm(start: Tensor, target: Tensor, hessian: Tensor, sparsity: Sparsity) ->
 
 
 def _shifted_inverse(hessian: Tensor, shift: float) -> Tensor:
-    """(H + shift · I)⁻¹ for a positive semi-definite H with ones on its diagonal."""
+    """(H + shift · I)⁻¹"""
     shifted = hessian.clone()
     shifted.diagonal().add_(shift)
     if not cholesky_(shifted):

@@ -56,18 +56,13 @@ def prune_sparsegpt(
     Raises UserError for values that are not finite, shapes that do not fit, `in` or block_size not a multiple
     of m, and a Hessian that cannot be factorised.
 
-    Args:
-        weight: [out, in], any float dtype.
-        hessian: H [in, in], proportional to XᵀX; not changed.
-        sparsity: n:m or a ratio.
-        damping: without `factor`, the share of mean(diag H) that is added to the diagonal, as in the paper of
-            SparseGPT. It is raised until H can be factorised; the result holds the final share.
-        block_size: the number of columns that are pruned before the columns right of them are updated.
-        removed: bool [out, in], the mask of another method, for which the kept weights are updated. None
-            chooses the mask.
-        factor: the factor of `hessian`, for several weights that read one input. `damping` is not used then.
-            None computes it.
-        total: tr(W H Wᵀ), where it is known.
+    weight: [out, in], any float dtype.
+    hessian: H [in, in], proportional to XᵀX; not changed.
+    damping: λ of `factorize`, in units of mean(diag H); unused with `factor`. The result holds the final λ.
+    block_size: the number of columns that are pruned before the columns right of them are updated.
+    removed: bool [out, in], the mask of another method, for which the kept weights are updated.
+    factor: the factor of `hessian`, for several weights that read one input.
+    total: tr(W H Wᵀ), where it is known.
     """
     columns = weight.shape[1]
     if hessian.shape != (columns, columns):

@@ -14,11 +14,8 @@ def dense_target(
     With share 1 and D = 0, T x is the least-squares fit of W x_dense + r_dense - r. (GPTAQ, arXiv 2504.02692,
     has the term W C; the term E is ours.)
 
-    Args:
-        weight: W [out, in], any float dtype.
-        statistics: H, C and E.
-        factor: the factor of H.
-        share: the share of the way from W to the fit, in [0, 1].
+    weight: W [out, in], any float dtype. statistics: H, C and E. factor: of H.
+    share: the share of the way from W to the fit, in [0, 1].
     """
     hinv = factor.hinv
     dense = weight.to(hinv.dtype)

@@ -25,12 +25,9 @@ def prune_wanda(
     Raises UserError for values that are not finite, a negative diagonal, or an `in` that is not a multiple of
     m.
 
-    Args:
-        weight: [out, in], any float dtype.
-        hessian_diag: [in], the diagonal of H ∝ XᵀX; its square root is proportional to ‖X_j‖.
-        sparsity: n:m or a ratio.
-        hessian: [in, in], used only for the output error of the result.
-        total: tr(W H Wᵀ), where it is known.
+    weight: [out, in], any float dtype.
+    hessian_diag: [in], the diagonal of H ∝ XᵀX; its square root is proportional to ‖X_j‖.
+    hessian: H [in, in], used only for the output error of the result. total: tr(W H Wᵀ), where it is known.
     """
     if hessian_diag.shape != weight.shape[1:]:
         raise UserError(

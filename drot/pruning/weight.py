@@ -21,12 +21,8 @@ def prune_weight(
 ) -> PruneOutcome:
     """The pruned weight [out, in] whose outputs are near to those of `target` [out, in].
 
-    Args:
-        target: the weight whose outputs are wanted.
-        hessian: H [in, in] of the inputs.
-        config: the method and its settings.
-        solver: `solve` of the recipe, with `auto` resolved.
-        total: tr(T H Tᵀ) of the target T; None computes it.
+    solver: `solve` of the recipe, with `auto` resolved.
+    total: tr(T H Tᵀ) of the target T; None computes it.
     """
     outcome = prune_once(target, hessian, config, total=total)
     return solve_weight(outcome, target, hessian, config, solver)
@@ -37,9 +33,7 @@ def prune_once(
 ) -> PruneOutcome:
     """The weight [out, in] that the method makes of `target` [out, in], without a solver.
 
-    hessian: H [in, in] of the inputs; None for magnitude, whose outcome then has no output error.
-    config: the method and its settings.
-    total: tr(T H Tᵀ) of the target T; None computes it.
+    hessian: None for magnitude, whose outcome then has no output error.
     """
     matrix = None if hessian is None else hessian.matrix
     if config.method == "magnitude":
@@ -55,16 +49,9 @@ def prune_once(
 def solve_weight(
     outcome: PruneOutcome, target: Tensor, hessian: InputHessian, config: PruningConfig, solver: str
 ) -> PruneOutcome:
-    """The outcome with the kept weights that the solver computes.
+    """The outcome of `prune_once` with the kept weights that the solver computes.
 
     Returns `outcome` itself for the solver `none`, and for `sparsegpt` after the method `sparsegpt`.
-
-    Args:
-        outcome: the result of `prune_once`.
-        target: the weight [out, in] whose outputs are wanted.
-        hessian: H [in, in] of the inputs.
-        config: the method and its settings.
-        solver: `solve` of the recipe, with `auto` resolved.
     """
     if solver == "sparsegpt" and config.method != "sparsegpt":
         return _sweep(target, hessian, config, outcome.energy, outcome.removed)
@@ -89,15 +76,7 @@ def _sweep(
     total: float | None,
     removed: Tensor | None = None,
 ) -> PruneOutcome:
-    """SparseGPT's sweep with the factor of the input, as in `prune_sparsegpt`.
-
-    Args:
-        target: the weight [out, in] whose outputs are wanted.
-        hessian: H [in, in] of the inputs.
-        config: the settings of the method.
-        total: tr(T H Tᵀ) of the target T; None computes it.
-        removed: the mask of another method; None chooses the mask.
-    """
+    """SparseGPT's sweep with the factor of the input. removed: the mask of another method, if it is given."""
     return prune_sparsegpt(
         target,
         hessian.matrix,

@@ -39,12 +39,9 @@ def capture_for(device: torch.device) -> Capture | None:
 
 
 class GraphedStep:
-    """A step that is captured after WARM_UP calls.
+    """A step that is captured after WARM_UP calls; without `capture` never.
 
     If the capture fails, a warning says so, and the step is called as before.
-
-    step: the function.
-    capture: how it is captured; None never captures it.
     """
 
     def __init__(self, step: Step, capture: Capture | None) -> None:

@@ -18,7 +18,7 @@ from drot.machine.products import add_product
 from drot.model.families import HeadShape, InputGroup
 
 #: The smallest share of the largest element of M's diagonal that is added to the diagonal, where M has no
-#: Cholesky factor without it. In 16 bits a smaller q could not be told from rounding.
+#: Cholesky factor without it. In 16 bits rounding would hide a smaller q.
 RESOLUTION = 2.0**-20
 
 
@@ -51,7 +51,6 @@ class Metric:
         return Metric(factors.reshape(self.matrix.shape).to(dtype), self.inverse, factored=True)
 
     def column_scale(self, q: Tensor) -> Tensor:
-        """column_scale [in] from q [in]."""
         return q.reciprocal() if self.inverse else q
 
     @property
@@ -145,19 +144,13 @@ def layer_metrics(
     unrotated: bool = True,
     dtype: torch.dtype = torch.float32,
 ) -> LayerMetrics:
-    """The metrics of one layer.
+    """The metrics of one layer for `magnitude`, `wanda` or `sparsegpt`.
 
-    Args:
-        method: `magnitude`, `wanda` or `sparsegpt`.
-        hessians: name of an input group → H [in, in]; not used by `magnitude`.
-        groups: the input groups that have a metric.
-        shape: attention sizes of the model.
-        damping: what is added to the diagonal before the inversion, in units of `damping_unit`.
-        average: as in `damping_unit`.
-        reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
-        unrotated: False omits the metrics of inputs that are not rotated, and so the inversion of the largest
-            Hessian. The entropy does not depend on them, because it normalises each column of these linears.
-        dtype: dtype of the metrics.
+    hessians: name of an input group → H [in, in]; not used by `magnitude`.
+    damping: what is added to the diagonal before the inversion, in units of `damping_unit` for `average`.
+    reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
+    unrotated: False omits the metrics of inputs that are not rotated, and so the inversion of the largest
+        Hessian. The entropy does not depend on them, because it normalises each column of these linears.
     """
     assert method in ("magnitude", "wanda", "sparsegpt"), f"{method} has no metric"
     metrics, dampings = {}, {}
@@ -186,11 +179,7 @@ def column_scale(
 ) -> Tensor | None:
     """The column_scale [in] of weights whose inputs have the Hessian `hessian`; None if it is 1.
 
-    Args:
-        method: `magnitude`, `wanda` or `sparsegpt`.
-        hessian: H of the inputs; `sparsegpt` takes its factor.
-        damping: as in `layer_metrics`.
-        reference_compat: as in `layer_metrics`.
+    method, damping, reference_compat: as in `layer_metrics`.
     """
     if method == "magnitude":
         return None

@@ -30,11 +30,7 @@ from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagona
 
 
 class _Sums:
-    """The sums over the linears: the loss, d loss/d R1 [n, b, b] and d loss/d R2 [kv, h, h].
-
-    dtype: dtype of the sums.
-    with_gradients: whether the gradients are summed; without them their products are not computed.
-    """
+    """The sums over the linears of the loss and, `with_gradients`, of d loss/d R1 and d loss/d R2."""
 
     def __init__(self, dtype: torch.dtype, *, with_gradients: bool = True) -> None:
         self.dtype, self.with_gradients = dtype, with_gradients
@@ -42,8 +38,7 @@ class _Sums:
         self.gradients: dict[str, Tensor] = {}
 
     def loss(self) -> Tensor:
-        """The sum of the losses (0-dim)."""
-        if self.losses[0].device.type == "cpu":  # one after the other: the bits of earlier versions
+        if self.losses[0].device.type == "cpu":  # in a fixed order, which a sum of a stack does not promise
             return functools.reduce(torch.add, self.losses)
         return torch.stack(self.losses).sum()
 
@@ -59,11 +54,8 @@ class _Sums:
 class LeftRotated:
     """A linear of which R1 rotates the outputs and nothing rotates the input: down_proj.
 
-    Args:
-        weight: folded weight [d, ff], times a factor for `pruned` (LayerObjective).
-        column_scale: the column_scale [ff] of its scores, which no rotation changes; None for 1.
-        sparsity: its n:m or ratio, for `pruned`.
-        factor: the factor that `weight` contains; 1 for the entropy.
+    weight: folded weight [d, ff], times `factor`.
+    column_scale: the column_scale [ff] of its scores, which no rotation changes; None for 1.
     """
 
     weight: Tensor
@@ -81,16 +73,11 @@ class LayerObjective:
 
     A linear that is not pruned adds nothing to the loss, the gradients and the entropy, for either objective.
 
-    Args:
-        weights: name of a linear → weight [out, in], folded and not rotated.
-        metrics: metrics of the layer.
-        groups: the input groups of the layer.
-        shape: attention sizes of the model.
-        objective: `entropy` or `pruned`.
-        sparsity: n:m or ratio of the mask, for `pruned`: one for all linears, or name → sparsity. A linear
-            whose name is missing is not pruned.
-        product_dtype: dtype of the matrix products. Losses and gradients are fp32, or fp64 for fp64 products.
-        blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
+    weights: name of a linear → weight [out, in], folded and not rotated.
+    objective: `entropy` or `pruned`.
+    sparsity: one for all linears, or name → sparsity. A linear whose name is missing is not pruned.
+    product_dtype: dtype of the matrix products. Losses and gradients are fp32, or fp64 for fp64 products.
+    blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
     """
 
     def __init__(
@@ -105,10 +92,8 @@ class LayerObjective:
         product_dtype: torch.dtype = torch.float32,
         blocks: int = 1,
     ) -> None:
-        self.groups, self.shape = groups, shape
-        self.objective = objective
+        self.groups, self.shape, self.objective, self.blocks = groups, shape, objective, blocks
         self.sparsity = dict.fromkeys(weights, sparsity) if isinstance(sparsity, Sparsity) else sparsity
-        self.blocks = blocks
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
         self._weights_dtype = product_dtype
@@ -126,22 +111,20 @@ class LayerObjective:
                 weight, metric = weights[name].to(self.loss_dtype), metrics.metrics[group.name]
                 self._factors[name] = _factor(weight, metric) if objective == "pruned" else 1.0
                 parts[name] = (weight * self._factors[name]).to(product_dtype)
+                if group.input == "r2":
+                    self.r2_metric = metric.rounded(product_dtype)
             if group.input is None:
                 self.left_rotated += [
-                    self._left_rotated(name, weight, metrics.metrics[group.name])
-                    for name, weight in parts.items()
+                    self._left_rotated(name, part, metrics.metrics[group.name])
+                    for name, part in parts.items()
                 ]
             elif parts:
-                self._keep(
-                    group, torch.cat(list(parts.values())), list(map(len, parts.values())), list(parts)
-                )
-                if group.input == "r2":
-                    self.r2_metric = metrics.metrics[group.name].rounded(product_dtype)
+                sizes = [len(part) for part in parts.values()]
+                self._keep(group, torch.cat(list(parts.values())), sizes, list(parts))
         self._by_r1 = [group for group in groups if group.input == "r1" and group.name in self._stacks]
         self.r1_metric = self._stacked_metric([metrics.metrics[group.name] for group in self._by_r1])
 
     def _pruned(self, group: InputGroup, weights: Mapping[str, Tensor]) -> list[str]:
-        """The names of the pruned linears of a group that are in `weights`."""
         names = (linear.name for linear in group.linears)
         return [name for name in names if name in self.sparsity and name in weights]
 
@@ -163,10 +146,7 @@ class LayerObjective:
         return Metric(stack, parts[0].inverse, parts[0].factored)
 
     def _keep(self, group: InputGroup, stack: Tensor, sizes: list[int], names: list[str]) -> None:
-        """Keeps the weights of an input group as one matrix, which one product rotates.
-
-        stack: the weights [Σ sizes, in], one below the other. sizes: rows of each. names: name of each.
-        """
+        """Keeps the weights of an input group as one matrix [Σ sizes, in], which one product rotates."""
         self._stacks[group.name] = stack
         self.weights |= dict(zip(names, stack.split(sizes), strict=True))
 
@@ -215,15 +195,11 @@ class LayerObjective:
                 other._keep(group, stack, sizes, names)
         other.r1_metric = self.r1_metric.to(device)
         other.r2_metric = None if self.r2_metric is None else self.r2_metric.to(device)
-        other.left_rotated = [
-            LeftRotated(
-                moved(linear.weight, [len(linear.weight)], [linear.factor]),
-                None if linear.column_scale is None else linear.column_scale.to(device),
-                linear.sparsity,
-                linear.factor,
-            )
-            for linear in self.left_rotated
-        ]
+        other.left_rotated = []
+        for linear in self.left_rotated:
+            weight = moved(linear.weight, [len(linear.weight)], [linear.factor])
+            scale = None if linear.column_scale is None else linear.column_scale.to(device)
+            other.left_rotated.append(LeftRotated(weight, scale, linear.sparsity, linear.factor))
         return other
 
     def identity(self) -> tuple[Tensor, Tensor]:
@@ -249,7 +225,6 @@ class LayerObjective:
         return sums.loss(), r1_gradient, r2_gradient
 
     def value(self, r1: Tensor, r2: Tensor) -> Tensor:
-        """The loss (0-dim)."""
         rounded = r1.to(self.product_dtype), r2.to(self.product_dtype)
         return self._evaluate(r1, r2, rounded, _Sums(self.loss_dtype, with_gradients=False)).loss()
 
@@ -257,8 +232,7 @@ class LayerObjective:
         """Adds all linears to `sums`, and returns it.
 
         The linear whose input R2 rotates comes first: its gradient of R2 is a sum over the query heads of a
-            KV
-        head. The product of v_proj is then added to it.
+        KV head, to which the product of v_proj is then added.
         """
         for group in self.groups:
             if group.input == "r2" and group.name in self._stacks:
@@ -281,24 +255,12 @@ class LayerObjective:
     ) -> Tensor:
         """The linears that read the output of one norm: Y = W R1, and blockdiag(R2)ᵀ W R1 for v_proj.
 
-        Linears of one sparsity that lie side by side are one Y. v_proj, which R2 rotates too, is its own.
-
-        Args:
-            group: the input group.
-            column_scale: column_scale [in] of the group's input; None for 1.
-            r1_cast: R1 [n, b, b] in the dtype of the products.
-            r2_cast: R2 [kv, h, h] in the dtype of the products.
-            sums: sums of this evaluation.
-
-        Returns the gradient in column_scale [in].
+        Neighbours of one sparsity are one Y. v_proj, which R2 rotates too, is its own. r1_cast and r2_cast
+        are in the dtype of the products. Returns the gradient in column_scale [in].
         """
         pruned = [linear for linear in group.linears if linear.name in self.weights]
-        runs = [
-            list(run)
-            for _, run in itertools.groupby(
-                pruned, lambda linear: (linear.output, self.sparsity[linear.name])
-            )
-        ]
+        alike = itertools.groupby(pruned, lambda linear: (linear.output, self.sparsity[linear.name]))
+        runs = [list(run) for _, run in alike]
         stack = self._stacks[group.name]
         sizes = [sum(len(self.weights[linear.name]) for linear in run) for run in runs]
         rotated = rotate_right(stack, r1_cast)
@@ -355,19 +317,17 @@ class LayerObjective:
 
         The entropy is that of the rows if the input is rotated, and of the columns if the outputs are.
 
-        linear: its declaration; None for one of which R1 rotates only the outputs.
-        sparsity: n:m or ratio of the mask, for `pruned`.
-        y: rotated weight [out, in]. column_scale: column_scale [in] of y; None for 1.
+        linear: None for a linear of which R1 rotates only the outputs.
         """
         if self.objective == "entropy":
-            loss, dy, dcolumn_scale = ops.entropy_loss_and_grad(
-                y, column_scale, rows=linear is not None, columns=linear is None or linear.output is not None
-            )
+            columns = linear is None or linear.output is not None
+            found = ops.entropy_loss_and_grad(y, column_scale, rows=linear is not None, columns=columns)
         else:
-            prune, group = _removed_per_group(sparsity, y.shape[1])
-            loss, dy, dcolumn_scale = ops.pruned_importance_and_grad(
-                y, column_scale, prune=prune, group=group
-            )
+            prune, group = int(y.shape[1] * sparsity.ratio), 0
+            if sparsity.structured:
+                prune, group = sparsity.m - sparsity.n, sparsity.m
+            found = ops.pruned_importance_and_grad(y, column_scale, prune=prune, group=group)
+        loss, dy, dcolumn_scale = found
         sums.losses.append(loss)
         return dy, dcolumn_scale
 
@@ -398,13 +358,6 @@ def _factor(weight: Tensor, metric: Metric) -> float:
         squares = squares * metric.column_scale(diagonal.to(squares))
     total = float(squares.sum())
     return math.sqrt(weight.shape[0] / total) if total > 0 else 1.0
-
-
-def _removed_per_group(sparsity: Sparsity, width: int) -> tuple[int, int]:
-    """The arguments `prune` and `group` of the ops for a weight with `width` columns."""
-    if sparsity.structured:
-        return sparsity.m - sparsity.n, sparsity.m
-    return int(width * sparsity.ratio), 0
 
 
 def _right_factors(matrix: Tensor, dy: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,6 @@
-"""Optimisers over orthogonal matrices.
+"""Optimisers over orthogonal matrices `matrices`, a list of [batch, n, n].
 
-An optimiser holds `matrices`, a list of [batch, n, n]. `step` takes d loss/d Q of each of them, or
-None to leave the matrix as it is. No optimiser builds an autograd graph.
+`step` takes d loss/d Q of each of them, or None to leave the matrix as it is.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +26,6 @@ class PaperOptimizer:
     def __init__(self, start: list[Tensor], *, lr: float, steps: int, objective: str) -> None:
         self._parameters = [matrix.clone().requires_grad_(True) for matrix in start]
         self._adam = torch.optim.Adam(self._parameters, lr=lr)
-        self._factors: list[tuple[Tensor, Tensor]] = []
         self._factorise()
 
     def _factorise(self) -> None:
@@ -76,9 +74,7 @@ class FastOptimizer:
     def turn(self, gradients: list[Tensor | None], rounded: list[Tensor] | None = None) -> None:
         """Turns the matrices in place. `count_step` must follow.
 
-        gradients: d loss/d matrix for each matrix; a matrix with None stays as it is.
-        rounded: the matrices in a smaller dtype, where the caller has them; steps on tensor cores use them if
-            the dtype is bf16.
+        rounded: the matrices in a smaller dtype, where the caller has them (TensorCoreStep).
         """
         copies = [()] * len(self.matrices) if rounded is None else [(copy,) for copy in rounded]
         for matrix, gradient, turn, copy in zip(self.matrices, gradients, self._turns, copies, strict=True):

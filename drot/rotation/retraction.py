@@ -81,10 +81,7 @@ DIRECTIONS = {"pruned": Direction(0.9), "entropy": Direction(0.9, squares=0.95)}
 
 
 class SpectralStep:
-    """Steps of bounded spectral norm of one stack of orthogonal matrices [..., n, n], with their moments.
-
-    start: the first matrices.
-    """
+    """Steps of bounded spectral norm of one stack of orthogonal matrices [..., n, n], with their moments."""
 
     def __init__(self, start: Tensor, direction: Direction) -> None:
         self._direction = direction

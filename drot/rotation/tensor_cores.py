@@ -53,10 +53,7 @@ def polar_factor(u: Tensor) -> Tensor:
 
 
 def inverse_norm(u: Tensor) -> Tensor:
-    """The factors [n] that scale matrices u [n, b, b] as `retraction.scaled_to_one` does, in bf16.
-
-    u has the limits of `polar_factor`.
-    """
+    """The factors [n] of `retraction.scaled_to_one` for u [n, b, b]. u has the limits of `polar_factor`."""
     squared = u @ u
     fourth = squared @ squared
     factor = ops.polar_start(fourth, fourth, 1.0, 0.0, 0.0, margin=1.0)  # a multiple of 1
@@ -64,10 +61,7 @@ def inverse_norm(u: Tensor) -> Tensor:
 
 
 class TensorCoreStep:
-    """The steps of one stack of orthogonal matrices [n, b, b] in fp32, with their moments.
-
-    start: the first matrices.
-    """
+    """The steps of one stack of orthogonal matrices [n, b, b] in fp32, with their moments."""
 
     def __init__(self, start: Tensor, direction: Direction) -> None:
         self._direction = direction
@@ -78,9 +72,7 @@ class TensorCoreStep:
     def __call__(self, q: Tensor, gradient: Tensor, angle: Tensor, rounded: Tensor | None = None) -> None:
         """Replaces q by q exp(-θ J) for the direction J of `gradient`.
 
-        q: [n, b, b], orthogonal but for rounding.
-        gradient: d loss/d q [n, b, b].
-        angle: a row [2] of `angles`.
+        q, gradient: [n, b, b]. angle: a row [2] of `angles`.
         rounded: q in a smaller dtype, from a caller that has it. It is used if the dtype is bf16.
         """
         if self._unit is None:
@@ -91,7 +83,9 @@ class TensorCoreStep:
             ops.spectral_step(q, self._momentum, gradient, self._unit, angle, decay, POLYNOMIALS, MARGIN)
             return
         high = rounded if rounded is not None and rounded.dtype == torch.bfloat16 else q.bfloat16()
-        u = ops.skew_momentum(high.mT @ _scaled(gradient, self._unit), self._momentum, decay, squares)
+        # scaled in bf16, rounded once
+        scaled = torch.mul(gradient, self._unit, out=torch.empty_like(gradient, dtype=torch.bfloat16))
+        u = ops.skew_momentum(high.mT @ scaled, self._momentum, decay, squares)
         if squares is None:
             turn(q, high, polar_factor(u), angle)
         else:
@@ -102,20 +96,12 @@ def turn(q: Tensor, high: Tensor, j: Tensor, angle: Tensor, scale: Tensor | None
     """Replaces q by q exp(-θ s j), as in `retraction.turn`; returns q.
 
     The same product removes what qᵀq - 1 was before. What rounding adds to it stays. A part of j that is not
-    skew-symmetric does not turn q, and is such a rounding.
+    skew-symmetric does not turn q; it too is rounding.
 
-    q: [n, b, b].
-    high: q in bf16.
-    j: [n, b, b] in bf16.
-    angle: a row [2] of `angles`.
+    q: [n, b, b]. high: q in bf16. j: [n, b, b] in bf16. angle: a row [2] of `angles`.
     scale: s for each matrix [n] in bf16; None for 1.
     """
     change, scaled = ops.turn_start(j, angle, scale)
     add_product(change, high.mT, high, alpha=-0.5)
     add_product(change, j, scaled)
     return add_product(q, high, change)
-
-
-def _scaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x · factor in bf16, rounded once."""
-    return torch.mul(x, factor, out=torch.empty_like(x, dtype=torch.bfloat16))

@@ -1,5 +1,6 @@
 """The training loop of rotations."""
 
+import itertools
 import math
 import time
 from collections.abc import Callable
@@ -48,59 +49,48 @@ class TrainingRecord:
 
 
 class _R1Parameters:
-    """The matrices that are optimised for R1: R1 [n, b, b] itself, or [1, b, b] for each unequal block."""
+    """The `count` matrices that are optimised for R1: R1 [n, b, b], or [1, b, b] for each unequal block."""
 
     def __init__(self, start: Tensor, blocks: int | tuple[int, ...]) -> None:
-        self.size = start.shape[0] * start.shape[1]
+        size = start.shape[0] * start.shape[1]
         self.sizes = blocks if isinstance(blocks, tuple) else None
-        if self.sizes and sum(self.sizes) != self.size:
-            raise UserError(f"`blocks` must add up to the hidden size {self.size}, got {self.sizes}")
+        if self.sizes and sum(self.sizes) != size:
+            raise UserError(f"`blocks` must add up to the hidden size {size}, got {self.sizes}")
+        self.count = len(self.sizes) if self.sizes else 1
 
     def split(self, r1: Tensor) -> list[Tensor]:
-        """The matrices that are optimised, from R1 [n, b, b]."""
         if not self.sizes:
             return [r1]
-        dense, parts, start = r1[0], [], 0
-        for size in self.sizes:
-            parts.append(dense[None, start : start + size, start : start + size])
-            start += size
-        return parts
+        stops = itertools.accumulate(self.sizes)
+        return [r1[:, s - size : s, s - size : s] for size, s in zip(self.sizes, stops, strict=True)]
 
     def join(self, matrices: list[Tensor]) -> Tensor:
-        """R1 [n, b, b] from the matrices that are optimised; the inverse of `split`."""
+        """The inverse of `split`."""
         return torch.block_diag(*(matrix[0] for matrix in matrices))[None] if self.sizes else matrices[0]
 
 
 class _SummedObjective:
     """The sum of the objectives, with gradients; optionally estimated from a few objectives in each step.
 
-    objectives: the objectives of the layers.
-    r1: the parameters of R1.
-    r1_count: the number of matrices of R1, which come first in a list of matrices; the R2 of each objective
-        follow.
-    config: gives layers_per_step.
+    In a list of matrices those of R1 come first, and the R2 of each objective follow.
+
+    per_step: the number of objectives in a step; 0 for all.
     """
 
-    def __init__(
-        self, objectives: list[LayerObjective], r1: _R1Parameters, r1_count: int, config: ResolvedRotation
-    ) -> None:
-        self._objectives, self._r1, self._r1_count = objectives, r1, r1_count
-        self._per_step = min(config.layers_per_step or len(objectives), len(objectives))
+    def __init__(self, objectives: list[LayerObjective], r1: _R1Parameters, per_step: int) -> None:
+        self._objectives, self._r1 = objectives, r1
+        self._per_step = min(per_step or len(objectives), len(objectives))
         self._generator = torch.Generator().manual_seed(0)
         self._queue: list[int] = []
 
     @property
     def whole(self) -> bool:
-        """Whether every step takes all objectives."""
         return self._per_step == len(self._objectives)
 
     def entropy(self, matrices: list[Tensor]) -> float:
-        """The sum of the objectives' entropies."""
-        r1 = self._r1.join(matrices[: self._r1_count])
-        return sum(
-            objective.to(r1.device).entropy_at(r1, r2)
-            for objective, r2 in zip(self._objectives, matrices[self._r1_count :], strict=True)
-        )
+        r1, r2s = self._r1.join(matrices[: self._r1.count]), matrices[self._r1.count :]
+        pairs = zip(self._objectives, r2s, strict=True)
+        return sum(objective.to(r1.device).entropy_at(r1, r2) for objective, r2 in pairs)
 
     def choose(self, *, everything: bool) -> list[int]:
         """The objectives of the next step: all of them, or the next in a random order."""
@@ -111,10 +101,6 @@ class _SummedObjective:
         chosen, self._queue = self._queue[: self._per_step], self._queue[self._per_step :]
         return sorted(set(chosen))
 
-    def rounded(self, matrices: list[Tensor]) -> list[Tensor]:
-        """The matrices in the dtype of the objectives' products."""
-        return [matrix.to(self._objectives[0].product_dtype) for matrix in matrices]
-
     def __call__(
         self, matrices: list[Tensor], chosen: list[int], rounded: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor | None]]:
@@ -122,11 +108,9 @@ class _SummedObjective:
 
         The loss and the gradient in R1 are scaled from the chosen objectives to all objectives.
 
-        matrices: the matrices of R1, then the R2 of each objective.
-        chosen: the indices of the objectives that are computed, at least one.
-        rounded: what the method `rounded` returns for `matrices`; None computes it for each objective.
+        rounded: `matrices` in the dtype of the objectives' products; None computes them for each objective.
         """
-        count, scale = self._r1_count, len(self._objectives) / len(chosen)
+        count, scale = self._r1.count, len(self._objectives) / len(chosen)
         r1 = self._r1.join(matrices[:count])
         r1_rounded = r1 if rounded is None else self._r1.join(rounded[:count])
         loss = r1_gradient = None
@@ -147,9 +131,8 @@ class _SummedObjective:
 def _has_converged(curve: list[Tensor], config: ResolvedRotation) -> bool:
     """Whether early stopping applies: the loss changes by less than its share `early_stop` in a step.
 
-    The change is the spread of the last steps, not the difference of the first and the last of them, because
-    a loss that rises and falls can return to an earlier value. The optimizer `paper` and `layers_per_step` do
-    not stop early.
+    The change is the spread of the last steps, because a loss that rises and falls can return to an earlier
+    value. The optimizer `paper` and `layers_per_step` do not stop early.
     """
     if config.optimizer != "fast" or config.layers_per_step or len(curve) <= EARLY_STOP_STEPS:
         return False
@@ -174,9 +157,8 @@ class _Training:
         eye, self._eye_r2 = (matrix.to(device) for matrix in objectives[0].identity())
         self._r1 = _R1Parameters(eye, config.blocks)
         self.start = [*self._r1.split(eye), *(self._eye_r2 for _ in self.trained)]
-        self._r1_count = len(self.start) - len(self.trained)
         trained = [objectives[index] for index in self.trained]
-        self.total = _SummedObjective(trained, self._r1, self._r1_count, config)
+        self.total = _SummedObjective(trained, self._r1, config.layers_per_step)
         self.optimizer = OPTIMIZERS[config.optimizer](
             self.start, lr=config.lr, steps=self.steps, objective=objectives[0].objective
         )
@@ -190,7 +172,8 @@ class _Training:
         turn = optimizer.turn
 
         def evaluate_and_turn() -> Tensor:
-            rounded = total.rounded(optimizer.matrices)  # once, for the evaluation and the step
+            # once, for the evaluation and the step
+            rounded = [matrix.to(self._objectives[0].product_dtype) for matrix in optimizer.matrices]
             loss, gradients = total(optimizer.matrices, total.choose(everything=True), rounded)
             turn(gradients, rounded)
             return loss
@@ -217,13 +200,12 @@ class _Training:
 
     def rotations(self, matrices: list[Tensor]) -> list[LayerRotation]:
         """The rotation of every objective from the matrices, made orthogonal in fp64."""
-        r1 = self._r1.join([reorthogonalize(matrix) for matrix in matrices[: self._r1_count]])
-        r2 = dict(zip(self.trained, matrices[self._r1_count :], strict=True))
-        dense_r1 = torch.block_diag(*r1)
-        return [
-            LayerRotation(dense_r1, reorthogonalize(r2.get(index, self._eye_r2)))
-            for index in range(len(self._objectives))
-        ]
+        count = self._r1.count
+        r1 = torch.block_diag(*self._r1.join([reorthogonalize(matrix) for matrix in matrices[:count]]))
+        r2 = [self._eye_r2] * len(self._objectives)
+        for index, matrix in zip(self.trained, matrices[count:], strict=True):
+            r2[index] = matrix
+        return [LayerRotation(r1, reorthogonalize(matrix)) for matrix in r2]
 
 
 @torch.no_grad()
@@ -245,11 +227,8 @@ def train_rotation(
 
     Raises UserError if the loss is not finite.
 
-    Args:
-        objectives: the objectives. With `layers_per_step` they may be on another device than `device`.
-        config: the settings of the training.
-        on_step: the progress callback.
-        device: device of the training; None is the device of the first objective.
+    objectives: with `layers_per_step` they may be on another device than `device`.
+    device: None is the device of the first objective.
     """
     started = time.perf_counter()
     training = _Training(objectives, config, device or objectives[0].device)
