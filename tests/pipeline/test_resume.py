@@ -22,7 +22,7 @@ TOKENS = random_tokens(4, 40)
 
 
 def recipe(**fields):
-    return runs.recipe(**dict(steps=3, damping=0.01) | fields)
+    return runs.one_shot(**dict(steps=3, damping=0.01) | fields)
 
 
 def run_of(run, out, chosen=None, model=None, **options):
