@@ -20,14 +20,14 @@ from drot.demo.demo import CALIBRATION, HELD_OUT, DemoResult, DemoRow, run_demo
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 pytestmark = pytest.mark.slow
-SMALL = dataclasses.replace(CALIBRATION, nsamples=16, seqlen=256)
+SMALL, WINDOWS = dataclasses.replace(CALIBRATION, nsamples=8, seqlen=256), 16
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     pytest.importorskip("matplotlib", reason="the demo's report needs matplotlib")
     out = tmp_path_factory.mktemp("demo") / "out"
-    return out, run_demo(out, steps=40, calibration=SMALL, windows=24)
+    return out, run_demo(out, steps=20, calibration=SMALL, windows=WINDOWS)
 
 
 def test_rotation_undoes_most_of_the_damage(demo):
@@ -44,7 +44,7 @@ def test_rotation_undoes_most_of_the_damage(demo):
 def test_the_saved_checkpoint_is_the_model_of_the_table(demo):
     out, result = demo
     model = drot.load(out, device="cpu", dtype="float32")
-    tokens = load_eval_tokens(str(HELD_OUT), load_tokenizer(out))[: 24 * 256]
+    tokens = load_eval_tokens(str(HELD_OUT), load_tokenizer(out))[: WINDOWS * 256]
     assert perplexity(model, tokens, seqlen=256) == pytest.approx(result.rows[2].perplexity, rel=1e-6)
     assert_patterns(model, PruningConfig(sparsity="2:4"))
     assert torch.isfinite(model(tokens[None, :64]).logits).all()

@@ -14,7 +14,7 @@ from drot.core.files import WriteError, writing
 from drot.manifest.integrity import folder_records
 
 SEQUENTIAL, DENSE = (
-    runs.recipe(steps=1, method="wanda", hessians=hessians) for hessians in ("sequential", "dense")
+    runs.one_shot(steps=1, method="wanda", hessians=hessians) for hessians in ("sequential", "dense")
 )
 
 

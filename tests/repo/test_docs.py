@@ -40,6 +40,8 @@ SHORTER = {
     "finetune": ["--nsamples", "8"],  # in place of 4096
     "bench": ["--batch", "1", "--repeats", "1"],
 }
+#: characters of the texts here
+TEXT_LENGTH = 20_000
 #: names of models in the documentation, which stand for a small random model here
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "MODEL")
 
@@ -76,9 +78,10 @@ def desk(tmp_path_factory) -> Path:
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    shutil.copy(HELD_OUT, folder / "text.txt")
-    shutil.copy(HELD_OUT, folder / "mine.txt")
-    lines = [json.dumps({"text": part}) for part in HELD_OUT.read_text().split("\n\n")[:400]]
+    text = HELD_OUT.read_text()
+    for name in ("text.txt", "mine.txt"):
+        (folder / name).write_text(text[:TEXT_LENGTH])
+    lines = [json.dumps({"text": part}) for part in text.split("\n\n")[:400]]
     (folder / "mine.jsonl").write_text("\n".join(lines))
     (folder / "grid.yaml").write_text(
         f"model: {folder}/model\nbase: {{rotation: {{steps: 2}}, calibration: {{nsamples: 4}}}}\n"
@@ -91,7 +94,7 @@ def fake_load_dataset(*args, streaming: bool = False, **kwargs):
     """The rows of any dataset: paragraphs of the embedded text, since tests have no network."""
     import datasets
 
-    parts = Path(CALIBRATION.source).read_text().split("\n\n")
+    parts = Path(CALIBRATION.source).read_text()[:TEXT_LENGTH].split("\n\n")
     rows = datasets.Dataset.from_list([{"text": part} for part in parts])
     return rows.to_iterable_dataset() if streaming else rows
 
@@ -133,6 +136,8 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys) -> None:
     notebook = json.loads((ROOT / "docs/python.ipynb").read_text())
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(HELD_OUT.read_text()[:TEXT_LENGTH])
+    monkeypatch.setattr("drot.demo.demo.HELD_OUT", tmp_path / "text.txt")
     cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(cells) > 5
     names: dict[str, object] = {}
