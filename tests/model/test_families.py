@@ -135,5 +135,5 @@ def test_slices_are_pruned_one_by_one(phi3):
     chosen = one_shot(keep=("k_proj",), sparsity_of={"up_proj": "1:4"})
     result = prune(phi3, chosen)
     assert_patterns(result.model, chosen.pruning)
-    assert list(result.manifest["layers"][0]["linears"]) == [linear.name for linear in LLAMA.linears]
-    assert result.manifest["relative_logit_error"] < 1e-5
+    assert list(result.manifest.layers[0].linears) == [linear.name for linear in LLAMA.linears]
+    assert result.manifest.relative_logit_error < 1e-5

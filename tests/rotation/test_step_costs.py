@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from drot.config import RotationConfig, Sparsity
+from drot.config import Recipe, Sparsity, resolve
 from drot.model.families import LLAMA, HeadShape
 from drot.ops import skew_momentum
 from drot.rotation import importance, train
@@ -148,8 +148,9 @@ def costs_of_a_step(objective: LayerObjective, monkeypatch: pytest.MonkeyPatch) 
         raise Stop
 
     monkeypatch.setattr(train, "GraphedStep", keep)
+    recipe = Recipe().replace(steps=10, objective=objective.objective)
     with pytest.raises(Stop):
-        train.train_rotation([objective], RotationConfig(steps=10))
+        train.train_rotation([objective], resolve(recipe).rotation)
 
     graphed = GraphedStep(steps[0], lambda step: (step, step()))
     for _ in range(WARM_UP + 2):
