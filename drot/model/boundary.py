@@ -116,7 +116,7 @@ def add_boundary_rotation(
 
     Args:
         layer: a decoder layer without a rotation.
-        arch: family of the model.
+        family: family of the model.
         place: whether Q rotates the layer's input or the residual beside its MLP.
         hidden_size: d.
         dtype: dtype of Q.
