@@ -57,7 +57,7 @@ def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
     assert torch.equal(again(tokens).logits, result.model(tokens).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3"])
 @pytest.mark.slow
 def test_dynamo_compiles_the_model_to_one_graph(family):
     model, tokens = prune(small_model(family), CHOSEN.replace(steps=0)).model, random_tokens(2, 30)

@@ -67,7 +67,7 @@ def test_equal_settings_in_all_their_forms():
         (dict(sparsity_of=["down_proj"]), "`sparsity_of`"),
         (dict(sparsity_of=["=2:4"]), "`sparsity_of`"),
         (dict(sparsity_of=[("down_proj", "4:8", 1)]), "`sparsity_of`"),
-        (dict(sparsity_of={"down_proj": "8:4"}), "`sparsity_of` .* got '8:4' for down_proj"),
+        (dict(sparsity_of={"down_proj": "8:4"}), "down_proj in `sparsity_of` .* got '8:4'"),
         (dict(keep=[""]), "`keep`"),
     ],
 )

@@ -148,8 +148,9 @@ def costs_of_a_step(objective: LayerObjective, monkeypatch: pytest.MonkeyPatch) 
         raise Stop
 
     monkeypatch.setattr(train, "GraphedStep", keep)
+    recipe = Recipe().replace(steps=10, objective=objective.objective)
     with pytest.raises(Stop):
-        train.train_rotation([objective], resolve(Recipe().replace(steps=10)).rotation)
+        train.train_rotation([objective], resolve(recipe).rotation)
 
     graphed = GraphedStep(steps[0], lambda step: (step, step()))
     for _ in range(WARM_UP + 2):

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from runs import named_linears
 from small_models import FAMILIES, random_tokens, small_model
 from torch import nn
 
@@ -14,8 +15,9 @@ import drot
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.quantization_config import describe
 from drot.core.errors import UserError
-from drot.model.boundary import BoundaryRotation, rotation_place, set_boundary
-from drot.model.families import architecture_of, decoder_layers, layer_linears
+from drot.model.boundary import rotation_place
+from drot.model.decoder import DecoderModel
+from drot.model.rotation import Boundary
 from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
 from drot.sparse.linear import NOT_TRAINABLE, SparseLinear, is_packed, packed_linears
@@ -30,24 +32,20 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 def pruned_model(family, dtype=torch.float32, rotated=True, **changes):
     """A small dense model with 2:4 weights and, unless `rotated` is False, random rotations of the inputs."""
     model = small_model(family, dtype=dtype, **changes)
-    arch = architecture_of(model.config)
-    layers = decoder_layers(model, arch)
-    for layer in layers:
-        for linear in layer_linears(layer, arch).values():
-            linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
+    for linear in named_linears(model).values():
+        linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
     if rotated:
         d = model.config.hidden_size
-        bases = [torch.linalg.qr(torch.randn(d, d))[0] for _ in layers]
-        for layer, before, after in zip(layers[1:], bases, bases[1:], strict=False):
-            set_boundary(layer, arch, BoundaryRotation("input", before, after))
+        bases = [torch.linalg.qr(torch.randn(d, d))[0] for _ in model.model.layers]
+        for layer, before, after in zip(DecoderModel(model).layers[1:], bases, bases[1:], strict=False):
+            layer.hold(Boundary("input", before, after))
     return model
 
 
-def rotate_beside_mlp(model, layer):
-    """Gives `layer` a random rotation of the residual beside its MLP."""
+def rotate_beside_mlp(model, index):
+    """Gives a layer a random rotation of the residual beside its MLP."""
     q, eye = torch.linalg.qr(torch.randn(32, 32, dtype=torch.float64))[0], torch.eye(32, dtype=torch.float64)
-    arch = architecture_of(model.config)
-    set_boundary(layer, arch, BoundaryRotation("residual", eye, q))
+    DecoderModel(model).layers[index].hold(Boundary("residual", eye, q))
 
 
 def packed_copy(model, fused=False):
@@ -138,7 +136,7 @@ def test_as_a_cuda_graph(compress, tokens):
 def test_packing_and_back_loses_nothing(family, dtype):
     model = pruned_model(family, dtype)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    size = sum(linear.weight.nbytes for _, linear in dense_linears(model))
+    size = sum(linear.weight.nbytes for linear in named_linears(model).values())
     pack_model(model)
     assert is_packed(model)
     assert describe(model).to_dict() == {"quant_method": "drot", "boundary": "input", "packed": True}
@@ -159,12 +157,6 @@ def test_packing_and_back_loses_nothing(family, dtype):
 
 def bits(tensor):
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
-
-
-def dense_linears(model):
-    arch = architecture_of(model.config)
-    for layer in decoder_layers(model, arch):
-        yield from layer_linears(layer, arch).items()
 
 
 def test_a_model_without_rotations_is_stock_again():
@@ -213,8 +205,8 @@ def test_a_fused_model_saves_and_copies_as_separate_linears(family, tmp_path):
 def test_a_rotation_beside_the_mlp_is_fused_with_down_proj(family, tmp_path):
     """Logits and files are those of the separate modules, and `unfuse` undoes `fuse`."""
     dense = pruned_model(family, torch.float32, rotated=False)
-    for layer in dense.model.layers[:-1]:
-        rotate_beside_mlp(dense, layer)
+    for index in range(2):
+        rotate_beside_mlp(dense, index)
     packed = packed_copy(dense)
     before = {name: tensor.clone() for name, tensor in packed.state_dict().items()}
     tokens = random_tokens(2, 9)
@@ -243,26 +235,33 @@ def test_a_rotation_beside_the_mlp_is_fused_with_down_proj(family, tmp_path):
     assert torch.equal(loaded(tokens).logits, packed(tokens).logits)
 
 
-@pytest.mark.parametrize("place", ["input", "residual"])
-@pytest.mark.parametrize("fused", [None, False, True], ids=["dense", "packed", "fused"])
 @pytest.mark.slow
-def test_a_pickled_model(fused, place, tmp_path):
-    """A process that has not imported drot loads a model that torch.save wrote."""
-    model = pruned_model("llama", rotated=place == "input")
-    if place == "residual":
-        rotate_beside_mlp(model, model.model.layers[0])
-    if fused is not None:
-        model = packed_copy(model, fused)
+def test_pickled_models(tmp_path):
+    """A process that has not imported drot loads models that torch.save wrote: dense, packed and fused."""
+    on_input, on_residual = (
+        pruned_model("llama", rotated=place == "input") for place in ("input", "residual")
+    )
+    rotate_beside_mlp(on_residual, 0)
+    models = [
+        model
+        for dense in (on_input, on_residual)
+        for model in (dense, packed_copy(dense), packed_copy(dense, True))
+    ]
     tokens = random_tokens(2, 9)
-    torch.save(model, tmp_path / "model.pt")
+    for number, model in enumerate(models):
+        torch.save(model, tmp_path / f"{number}.pt")
+    torch.save(tokens, tmp_path / "tokens.pt")
     script = (
         "import sys, torch\n"
-        "model = torch.load(sys.argv[1] + '/model.pt', weights_only=False)\n"
-        "torch.save(model(torch.load(sys.argv[1] + '/tokens.pt')).logits, sys.argv[1] + '/logits.pt')"
+        "folder, count = sys.argv[1], int(sys.argv[2])\n"
+        "models = [torch.load(f'{folder}/{i}.pt', weights_only=False) for i in range(count)]\n"
+        "tokens = torch.load(f'{folder}/tokens.pt')\n"
+        "torch.save([model(tokens).logits for model in models], f'{folder}/logits.pt')"
     )
-    torch.save(tokens, tmp_path / "tokens.pt")
-    subprocess.run([sys.executable, "-P", "-c", script, str(tmp_path)], check=True)
-    assert torch.equal(torch.load(tmp_path / "logits.pt"), model(tokens).logits)
+    command = [sys.executable, "-P", "-c", script, str(tmp_path), str(len(models))]
+    subprocess.run(command, check=True)
+    for model, logits in zip(models, torch.load(tmp_path / "logits.pt"), strict=True):
+        assert torch.equal(logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("place", ["input", "residual"])
@@ -273,7 +272,7 @@ def test_a_fused_model_loads_what_it_saves(place):
         for parameter in model.parameters():
             parameter.mul_(1 + number)
         if place == "residual":
-            rotate_beside_mlp(model, model.model.layers[0])
+            rotate_beside_mlp(model, 0)
     one, other, tokens = packed_copy(one, True), packed_copy(other), random_tokens(2, 9)
     assert not close(one(tokens).logits, other(tokens).logits, torch.float32)
     one.load_state_dict(other.state_dict())
