@@ -11,9 +11,9 @@ import torch
 from _harness import arguments, interleaved, report
 from torch import Tensor
 
+from drot.model.rotation import orthogonality_error
 from drot.ops import batched_qr, cholesky_qr
 from drot.rotation.optimizers import FastOptimizer
-from drot.rotation.retraction import orthogonality_error
 
 
 def small(batch: int, n: int, device: str, repeats: int, save: Path | None) -> None:

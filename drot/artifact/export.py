@@ -16,10 +16,9 @@ from drot.artifact.tensors import DTYPES, at_positions, holds_weights, numbered,
 from drot.checkpoint.load import load_config
 from drot.checkpoint.quantization_config import boundary_of
 from drot.checkpoint.rotations import load_rotations
-from drot.checkpoint.save import check_writable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
-from drot.core.files import new_file
+from drot.core.files import check_writable, new_file
 from drot.core.hashes import tensors_digest
 from drot.machine.environment import versions
 from drot.manifest.integrity import folder_records, verified_while_loading

@@ -11,12 +11,12 @@ from drot.checkpoint.load import (
     logger,
     warn_of_rounding,
 )
-from drot.checkpoint.quantization_config import format_of
+from drot.checkpoint.quantization_config import dense_linears_of, format_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.core.errors import UserError
 from drot.core.lock import locked
 from drot.manifest.importance import load_importance_maps, save_importance_maps
-from drot.manifest.manifest import MANIFEST, CheckpointManifest, dense_linears_of, read_any_manifest
+from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, pack_model, unpack_model
 

@@ -4,6 +4,7 @@ Its keys are defined here and nowhere else. A checkpoint with dense weights and 
 layers has no `quantization_config`, so every inference engine opens it.
 """
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -13,9 +14,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
+from drot.manifest.manifest import MANIFEST, read_manifest
 from drot.model.boundary import rotation_place
 from drot.model.decoder import DecoderModel
 from drot.sparse.linear import is_packed
+from drot.sparse.packed import dense_linears
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,3 +94,15 @@ def describe(model: "PreTrainedModel") -> DrotConfig | None:
 def format_of(model: "PreTrainedModel") -> tuple[WeightFormat, bool]:
     """The manifest's entries `format` and `stock_architecture`: whether the model opens without drot."""
     return "packed" if is_packed(model) else "dense", describe(model) is None
+
+
+def dense_linears_of(path: Path | str, config: Any) -> list[str]:
+    """The linears that the checkpoint `path` leaves dense when it is packed, by its manifest.
+
+    It leaves none where the manifest names one sparsity for all linears, and without a manifest. Raises
+    UserError if no linear is 2:4.
+    """
+    if not (Path(path) / MANIFEST).exists():
+        return []
+    pruning = read_manifest(path).recipe.pruning
+    return dense_linears(config, pruning) if pruning.mixed else []

@@ -13,8 +13,7 @@ from drot.core.errors import UserError
 from drot.core.files import new_file
 from drot.core.hashes import DIGEST, json_digest, tensors_digest
 from drot.model.families import HeadShape
-from drot.model.rotation import LayerRotation
-from drot.rotation.retraction import orthogonality_error, reorthogonalize
+from drot.model.rotation import LayerRotation, orthogonality_error, reorthogonalize
 
 #: largest allowed max |QᵀQ - I| of a stored matrix; rounding a large matrix to fp32 gives about 1e-6
 ORTHOGONALITY_TOLERANCE = 1e-3

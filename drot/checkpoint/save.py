@@ -1,13 +1,12 @@
 """Writing of checkpoints. A folder is complete or does not exist."""
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from drot.core.errors import UserError
-from drot.core.files import finish_folder, new_folder
+from drot.core.files import check_writable, finish_folder, new_folder
 from drot.manifest.card import save_card
 from drot.manifest.integrity import folder_records
 from drot.manifest.manifest import CheckpointManifest, write_manifest
@@ -17,9 +16,6 @@ if TYPE_CHECKING:
 
 #: the class of the manifest of a checkpoint; None for a model that drot neither pruned nor fine-tuned
 AnyManifest = TypeVar("AnyManifest", bound=CheckpointManifest | None)
-#: Bytes of the longest name of a file or folder to write. File systems allow 255, and the longest suffix,
-#: that of the temporary folder of tempfile, takes 14.
-LONGEST_NAME = 240
 
 
 def check_output(out: Path) -> None:
@@ -33,29 +29,6 @@ def check_output(out: Path) -> None:
         raise UserError(
             f"`out` must not be the current folder, got {out}: name a folder inside it ({out}/NAME)"
         )
-
-
-def check_name(file: Path) -> None:
-    """Raises UserError if the name of a file or folder to write is too long."""
-    if (length := len(os.fsencode(file.name))) > LONGEST_NAME:
-        raise UserError(
-            f"cannot write {file.name[:20]}...: a name must have at most {LONGEST_NAME} bytes, got {length}: "
-            "shorten it"
-        )
-
-
-def check_writable(file: Path) -> None:
-    """Creates the parent folder of a file or folder to write.
-
-    Raises UserError if nothing can be written there, and as `check_name` does.
-    """
-    check_name(file)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=file.parent):
-            pass
-    except OSError as error:
-        raise UserError(f"cannot write {file}: {error.strerror}: {file.parent}") from None
 
 
 def save_checkpoint(

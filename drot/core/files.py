@@ -15,6 +15,9 @@ from drot.core.errors import UserError
 
 #: errors of fsync on the folders of file systems that cannot sync a folder
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
+#: Bytes of the longest name of a file or folder to write. File systems allow 255, and the longest suffix,
+#: that of the temporary folder of tempfile, takes 14.
+LONGEST_NAME = 240
 
 
 class WriteError(UserError):
@@ -112,3 +115,26 @@ def finish_folder(folder: Path) -> None:
             path.chmod(mode)
         sync(path)
     sync(folder)
+
+
+def check_name(file: Path) -> None:
+    """Raises UserError if the name of a file or folder to write is too long."""
+    if (length := len(os.fsencode(file.name))) > LONGEST_NAME:
+        raise UserError(
+            f"cannot write {file.name[:20]}...: a name must have at most {LONGEST_NAME} bytes, got {length}: "
+            "shorten it"
+        )
+
+
+def check_writable(file: Path) -> None:
+    """Creates the parent folder of a file or folder to write.
+
+    Raises UserError if nothing can be written there, and as `check_name` does.
+    """
+    check_name(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}: {file.parent}") from None

@@ -32,7 +32,6 @@ from drot.manifest.records import (
     TokensRecord,
     Versions,
 )
-from drot.sparse.packed import dense_linears
 
 logger = logging.getLogger("drot")
 
@@ -206,18 +205,3 @@ def _turn(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-# ---- what a manifest says of the weights -------------------------------------------------------------
-
-
-def dense_linears_of(path: Path | str, config: Any) -> list[str]:
-    """The linears that the checkpoint `path` leaves dense when it is packed, by its manifest.
-
-    It leaves none where the manifest names one sparsity for all linears, and without a manifest. Raises
-    UserError if no linear is 2:4.
-    """
-    if not (Path(path) / MANIFEST).exists():
-        return []
-    pruning = read_manifest(path).recipe.pruning
-    return dense_linears(config, pruning) if pruning.mixed else []

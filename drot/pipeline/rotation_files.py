@@ -9,10 +9,10 @@ import torch
 
 from drot.checkpoint.resume import identity_differences, partial_folder
 from drot.checkpoint.rotations import load_rotations, read_rotations
-from drot.checkpoint.save import check_name, check_writable
 from drot.config import Recipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
+from drot.core.files import check_name, check_writable
 from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
 

@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from drot.checkpoint.save import check_writable
 from drot.config import matches
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.core.files import new_file, writing
+from drot.core.files import check_writable, new_file, writing
 from drot.report.charts import charts_of
 from drot.report.comparison import charts_of_several
 from drot.report.drawing import Chart, check_matplotlib

@@ -11,11 +11,10 @@ from torch import Tensor
 
 from drot.config import ResolvedRotation
 from drot.core.errors import UserError
-from drot.model.rotation import LayerRotation
+from drot.model.rotation import LayerRotation, orthogonality_error, reorthogonalize
 from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer
-from drot.rotation.retraction import orthogonality_error, reorthogonalize
 
 #: Progress callback of the training: (step, steps, mean loss of a layer).
 OnStep = Callable[[int, int, float], None]

@@ -16,12 +16,12 @@ import torch
 from transformers import PreTrainedModel
 
 from drot.checkpoint.load import load
+from drot.checkpoint.quantization_config import dense_linears_of
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.version import __version__
 from drot.machine.devices import dtype_name, parse_dtype, pick_device
 from drot.machine.environment import machine_name
-from drot.manifest.manifest import dense_linears_of
 from drot.sparse.linear import is_packed
 from drot.speed.cases import NEW_TOKENS, Case, call_of, set_compressed
 from drot.speed.rates import rows_of

@@ -9,11 +9,11 @@ import torch
 
 from drot.checkpoint.load import load_config
 from drot.checkpoint.resume import read_journal
-from drot.checkpoint.save import check_writable
 from drot.config import resolve
 from drot.core.checks import is_a
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.files import check_writable
 from drot.core.lock import locked
 from drot.machine.devices import pick_devices
 from drot.manifest.manifest import MANIFEST

@@ -15,8 +15,9 @@ import torch
 from compiled import compiled_kernels
 from torch import Tensor
 
+from drot.model.rotation import orthogonality_error
 from drot.ops import spectral_step_ref
-from drot.rotation.retraction import DIRECTIONS, STEPS, orthogonality_error
+from drot.rotation.retraction import DIRECTIONS, STEPS
 from drot.rotation.tensor_cores import MARGIN, TensorCoreStep, angles, polar_factor
 
 pytestmark = pytest.mark.slow

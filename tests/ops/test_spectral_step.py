@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from drot.model.rotation import orthogonality_error
 from drot.ops import spectral_step, spectral_step_ref
-from drot.rotation.retraction import DIRECTIONS, LAST_STEPS, STEPS, SpectralStep, orthogonality_error
+from drot.rotation.retraction import DIRECTIONS, LAST_STEPS, STEPS, SpectralStep
 from drot.rotation.tensor_cores import MARGIN, angles
 
 POLYNOMIALS = list(chain.from_iterable(STEPS))

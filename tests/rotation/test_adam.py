@@ -5,8 +5,9 @@ import torch
 from test_retraction import orthogonal, skew
 from torch import Tensor
 
+from drot.model.rotation import orthogonality_error
 from drot.rotation.optimizers import FastOptimizer
-from drot.rotation.retraction import DIRECTIONS, SpectralStep, orthogonality_error, scaled_to_one
+from drot.rotation.retraction import DIRECTIONS, SpectralStep, scaled_to_one
 from drot.rotation.tensor_cores import TensorCoreStep, angles, inverse_norm
 
 SHAPES = [(1, 2, 2), (1, 7, 7), (3, 32, 32), (1, 130, 130)]

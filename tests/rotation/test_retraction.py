@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
+from drot.model.rotation import orthogonality_error
 from drot.rotation.optimizers import FastOptimizer
-from drot.rotation.retraction import STEPS, orthogonality_error, polar_of_skew, turn
+from drot.rotation.retraction import STEPS, polar_of_skew, turn
 
 SHAPES = [(1, 1), (2, 2), (7, 7), (3, 32, 32), (2, 2, 16, 16), (130, 130)]
 

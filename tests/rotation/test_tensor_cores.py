@@ -5,7 +5,8 @@ import torch
 from test_retraction import orthogonal, skew, with_spectrum
 
 from drot.machine.products import add_identity, identity_plus_product
-from drot.rotation.retraction import DIRECTIONS, SpectralStep, orthogonality_error, reorthogonalize
+from drot.model.rotation import orthogonality_error, reorthogonalize
+from drot.rotation.retraction import DIRECTIONS, SpectralStep
 from drot.rotation.tensor_cores import TensorCoreStep, angles, polar_factor, turn
 
 SHAPES = [(1, 2, 2), (1, 7, 7), (3, 32, 32), (1, 130, 130)]

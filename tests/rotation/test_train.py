@@ -6,9 +6,9 @@ from test_objective import SHAPE, D, build, entropy_reference, make_layer
 
 from drot.config import Recipe, resolve
 from drot.core.errors import UserError
+from drot.model.rotation import reorthogonalize
 from drot.rotation import optimizers
 from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
-from drot.rotation.retraction import reorthogonalize
 from drot.rotation.train import train_rotation
 
 
