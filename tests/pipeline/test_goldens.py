@@ -64,14 +64,14 @@ def test_dense():
 
 @pytest.mark.parametrize("sparsity", ["2:4", 0.5])
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
-def test_without_rotation_within_two_percent(method, sparsity, dense_on_some_windows):
+def test_without_rotation_within_one_percent(method, sparsity, dense_on_some_windows):
     """A fourth of wikitext-2, where the loss of pruning is within 0.6 % of that on all of it."""
     model = pruned(method, sparsity, mode="none").model
     expected, dense = (row["perplexity"] for row in (golden(method, sparsity), golden("dense")))
-    assert measure(model, "python-heldout") == pytest.approx(expected["python-heldout"], rel=0.02)
+    assert measure(model, "python-heldout") == pytest.approx(expected["python-heldout"], rel=0.01)
     increase = expected["wikitext2-test"] / dense["wikitext2-test"]
     found = measure(model, "wikitext2-test", every=4) / dense_on_some_windows
-    assert found == pytest.approx(increase, rel=0.02)
+    assert found == pytest.approx(increase, rel=0.01)
 
 
 def test_entropy_as_in_the_papers_code():
