@@ -63,13 +63,13 @@ def settings_of_models(draw: st.DrawFn, multiple: int = 4) -> dict[str, Any]:
         **_rope(draw),
     )
     if hidden == heads * head_dim and draw(st.booleans()):  # head_dim is then hidden / heads
-        if family == "qwen2":
+        if family in ("qwen2", "smollm3"):
             del chosen["head_dim"]
         elif family != "qwen3":
             chosen["head_dim"] = None
-    if family in ("llama", "qwen3"):
+    if family in ("llama", "qwen3", "smollm3"):
         chosen["attention_bias"] = draw(st.booleans())
-    if family == "llama":
+    if family in ("llama", "smollm3"):
         chosen["mlp_bias"] = draw(st.booleans())
     window = draw(st.sampled_from([None, 3, 10]))
     if family == "mistral":

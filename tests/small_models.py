@@ -33,6 +33,15 @@ FAMILIES: dict[str, dict] = {
     "qwen2-sliding": dict(use_sliding_window=True, sliding_window=8, max_window_layers=1),
     "qwen3": dict(head_dim=16, tie_word_embeddings=True),
     "qwen3-biased": dict(head_dim=16, attention_bias=True, tie_word_embeddings=False),
+    "smollm3": dict(head_dim=12, no_rope_layer_interval=2, pad_token_id=2, tie_word_embeddings=True),
+    "smollm3-biased": dict(
+        head_dim=16,
+        no_rope_layers=[0, 1, 0],
+        pad_token_id=2,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
 }
 
 

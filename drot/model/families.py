@@ -156,7 +156,7 @@ LLAMA = Family(
     ),
 )
 #: `model_type` of a config.json → family
-FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
+FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "smollm3": LLAMA}
 
 
 def family_of(config: Any) -> Family:
