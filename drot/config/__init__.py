@@ -7,7 +7,14 @@ stores it. Whether the values fit a model is checked in drot/pipeline/validation
 
 from drot.config.calibration import SEQLEN, CalibrationConfig, default_seqlen
 from drot.config.finetune import FINETUNE_LR, FinetuneConfig
-from drot.config.pruning import DAMPING, PUBLISHED_DAMPING, PruningConfig, RecoveryConfig
+from drot.config.pruning import (
+    DAMPING,
+    PUBLISHED_DAMPING,
+    WITHOUT_HESSIAN,
+    Method,
+    PruningConfig,
+    RecoveryConfig,
+)
 from drot.config.recipe import QUALITIES, Recipe, WeightFormat
 from drot.config.resolve import ResolvedPruning, ResolvedRecipe, ResolvedRotation, resolve
 from drot.config.rotation import (
@@ -27,9 +34,11 @@ __all__ = [
     "PUBLISHED_DAMPING",
     "QUALITIES",
     "SEQLEN",
+    "WITHOUT_HESSIAN",
     "BoundaryPlace",
     "CalibrationConfig",
     "FinetuneConfig",
+    "Method",
     "PruningConfig",
     "Recipe",
     "RecoveryConfig",

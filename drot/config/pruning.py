@@ -10,6 +10,8 @@ from drot.config.settings import settings
 from drot.config.sparsity import Sparsity, matches, parse_patterns, parse_sparsity_of
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
+#: the methods that score a weight without a Hessian, and so need no calibration text
+WITHOUT_HESSIAN: frozenset[Method] = frozenset({"magnitude"})
 Solver = Literal["none", "sparsegpt", "pcg", "admm"]
 Target = Literal["self", "dense"]
 Recovery = Literal["none", "block"]

@@ -7,6 +7,7 @@ from drot.config.calibration import CalibrationConfig, default_seqlen
 from drot.config.pruning import (
     DAMPING,
     PUBLISHED_DAMPING,
+    WITHOUT_HESSIAN,
     DampingAverage,
     PruningConfig,
     Solver,
@@ -80,7 +81,7 @@ class ResolvedRecipe(Recipe):
         """
         weights_alone = (
             self.rotation.mode == "none"
-            and self.pruning.method == "magnitude"
+            and self.pruning.method in WITHOUT_HESSIAN
             and (self.pruning.solve, self.pruning.target, self.recovery.recover) == ("none", "self", "none")
         )
         return not weights_alone or self.calibration.source != CalibrationConfig().source

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from drot.config import ResolvedRecipe
+from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name
 from drot.model.decoder import DecoderModel
 from drot.model.families import HeadShape, InputGroup
@@ -123,7 +123,7 @@ def run_work(
             groups = sizes.groups_of(roles)
             if recipe.rotation.objective == "entropy":  # it needs no Hessian of inputs that are not rotated
                 groups = [group for group in groups if group.input is not None]
-            if recipe.pruning.method == "magnitude":
+            if recipe.pruning.method in WITHOUT_HESSIAN:
                 groups = []
             calibrate[own] += hessians(training, groups)
             if recipe.rotation.hessians == "dense":
@@ -250,7 +250,7 @@ def evaluation(
         total += (4 if gradients else 2) * out * width * block  # the rotated weight, and the gradient in R1
         if "r2" in (linear.input, linear.output):  # R2, its gradient, and the way back
             total += (6 if gradients else 2) * out * width * head
-    if recipe.pruning.method != "magnitude":
+    if recipe.pruning.method not in WITHOUT_HESSIAN:
         for group in sizes.groups_of(roles):
             if group.input is not None:
                 total += 2 * sizes.inputs(group) * (block if group.input == "r1" else head) ** 2

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
-from drot.config import ResolvedRecipe
+from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.model.layer import DecoderLayer
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
@@ -31,7 +31,9 @@ def layer_objective(
     groups = [group for group in layer.groups if any(linear.name in sparsity for linear in group.linears)]
     # the entropy needs no metric of an input that is not rotated, whose Hessian is the largest
     unrotated = recipe.rotation.objective == "pruned"
-    read = [group for group in groups if method != "magnitude" and (unrotated or group.input is not None)]
+    read = [
+        group for group in groups if method not in WITHOUT_HESSIAN and (unrotated or group.input is not None)
+    ]
     hessians: dict[str, Tensor] = {}
     if read or advance:
         hessians = stream.hessians(layer, read, folded=True, advance=advance)

@@ -7,6 +7,7 @@ because q is the column sum of R ∘ (M R), and of (U R) ∘ (U R) for M = UᵀU
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from torch import Tensor
 from drot import ops
 from drot.calibration.cholesky import cholesky_
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
+from drot.config import WITHOUT_HESSIAN, Method
 from drot.machine.products import add_product
 from drot.model.families import HeadShape, InputGroup
 
@@ -152,10 +154,10 @@ def layer_metrics(
     unrotated: False omits the metrics of inputs that are not rotated, and so the inversion of the largest
         Hessian. The entropy does not depend on them, because it normalises each column of these linears.
     """
-    assert method in ("magnitude", "wanda", "sparsegpt"), f"{method} has no metric"
+    assert method in get_args(Method), f"{method} has no metric"
     metrics, dampings = {}, {}
     for group in groups:
-        if method == "magnitude" or (group.input is None and not unrotated):
+        if method in WITHOUT_HESSIAN or (group.input is None and not unrotated):
             metrics[group.name] = Metric(None, False)
             continue
         matrix = hessians[group.name]
@@ -181,7 +183,7 @@ def column_scale(
 
     method, damping, reference_compat: as in `layer_metrics`.
     """
-    if method == "magnitude":
+    if method in WITHOUT_HESSIAN:
         return None
     if method == "wanda":
         return hessian.matrix.diagonal()
