@@ -26,6 +26,7 @@ from drot.calibration.hessian import HessianAccumulator
 from drot.checkpoint.size import size_text
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
 from drot.core.errors import quoted
+from drot.manifest.manifest import Manifest
 from drot.model.families import head_shape
 from drot.speed.timing import Timing
 from drot.speed.variants import SHAPES
@@ -136,15 +137,17 @@ def main() -> None:
     # as in a run from files, the model lies in main memory, and only its layer goes to the device
     model = random_layer(config, dtype, device).to("cpu")
 
-    def run(recipe: Recipe, tokens: torch.Tensor) -> dict[str, Any]:
+    def run(recipe: Recipe, tokens: torch.Tensor) -> Manifest:
         return drot.prune(copy.deepcopy(model), recipe, calibration=tokens, device=device).manifest
 
     run(recipe.replace(steps=2), tokens[: max(2, options.nsamples // 16)])  # warms up
     runs = [run(recipe, tokens) for _ in range(options.repeats)]
-    phases = {phase: timing_of([run["seconds"][phase] for run in runs]) for phase in PER_LAYER}
-    layer = timing_of([sum(run["seconds"][phase] for phase in PER_LAYER) for run in runs])
-    trained = len(runs[0]["layers"][0]["rotation"]["loss_curve"]) - 1
-    steps = [run["layers"][0]["rotation"]["seconds"] / max(trained, 1) for run in runs]
+    seconds = [run.seconds.phases for run in runs]
+    phases = {phase: timing_of([by_phase[phase] for by_phase in seconds]) for phase in PER_LAYER}
+    layer = timing_of([sum(by_phase[phase] for phase in PER_LAYER) for by_phase in seconds])
+    trainings = [record for run in runs if (record := run.layers[0].rotation) is not None]
+    trained = len(trainings[0].loss_curve) - 1
+    steps = [record.seconds / max(trained, 1) for record in trainings]
 
     case = (
         f"{options.shape} {dtype}, {options.nsamples} x {options.seqlen} tokens, --quality {options.quality}"

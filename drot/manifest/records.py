@@ -6,9 +6,9 @@ An entry without a default is always written. An entry with a default is left ou
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer
+from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
 
-from drot.config import Recipe
+from drot.config import ResolvedRecipe
 from drot.core.reading import Entries
 
 Share = Annotated[float, Field(ge=0, le=1)]
@@ -22,12 +22,16 @@ Machine = dict[str, Any]
 Finite = float | None
 
 
-def _from_sections(value: Any) -> Any:
-    return Recipe.from_dict(value) if isinstance(value, Mapping) else value
+def _from_sections(value: Any, info: ValidationInfo) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return ResolvedRecipe.from_dict(value, format=info.data.get("format", "dense"))
 
 
-#: the settings of the run, with every default resolved
-StoredRecipe = Annotated[Recipe, BeforeValidator(_from_sections), PlainSerializer(Recipe.to_dict)]
+#: the settings of the run; `format` stands in the entry of this name, which comes first
+StoredRecipe = Annotated[
+    ResolvedRecipe, BeforeValidator(_from_sections), PlainSerializer(ResolvedRecipe.to_dict)
+]
 
 
 # ---- what was done -----------------------------------------------------------------------------------

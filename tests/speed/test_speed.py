@@ -62,7 +62,7 @@ def test_rows_of_a_checkpoint(checkpoint, capsys):
     assert cli.run(["bench", str(checkpoint), *options]) == 0
     data = json.loads(capsys.readouterr().out)
     rotated = "quantization_config" in json.loads((checkpoint / "config.json").read_text())
-    rotated = rotated and drot.load(checkpoint).config.quantization_config.residual_rotation
+    rotated = rotated and drot.load(checkpoint).config.quantization_config.boundary
     of_model = [DENSE, SPARSE, *([ROTATED] if rotated else [])]
     assert data["variants"] == {"layer": [DENSE, SPARSE, ROTATED], "model": of_model}
     seen = [(row["what"], row["phase"], row["size"], row["variant"]) for row in data["rows"]]
