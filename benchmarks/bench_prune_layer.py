@@ -190,7 +190,10 @@ def main() -> None:
     print(f"  {layers} layers x {layer.median:.2f} s = {layers * layer.median / 60:.1f} minutes a model")
     for kind in ("gpu", "process"):
         peaks = {
-            phase: peak[kind] for run in runs for phase, peak in run["peak_memory"].items() if kind in peak
+            phase: size
+            for run in runs
+            for phase, peak in run.peak_memory.items()
+            if (size := getattr(peak, kind)) is not None
         }
         if peaks:
             phase = max(peaks, key=peaks.__getitem__)
