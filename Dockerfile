@@ -1,7 +1,9 @@
 # drot with its CUDA kernels.
 #
 #   docker build --tag drot .
-#   docker run --gpus all --volume "$PWD:/models" drot prune MODEL --out /models/pruned --format packed
+#   docker run --gpus all --user "$(id -u):$(id -g)" --volume "$PWD:/models" \
+#     --volume "$HOME/.cache/huggingface:/cache/huggingface" --env HF_TOKEN \
+#     drot prune MODEL --out /models/pruned --format packed
 #
 # CUDA must be the CUDA that the wheels of TORCH are built for: 13.0 for torch 2.11 to 2.14. No GPU is needed to
 # build the image. MAX_JOBS limits the parallel compiles, which take about 2 GiB each.
@@ -31,6 +33,11 @@ COPY --from=build /opt/drot /opt/drot
 ENV PATH=/opt/drot/bin:$PATH \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility
+# Any user may run the image, root too: the caches lie where each of them can write. USER is what torch.compile
+# names its cache by, as a number such as 1234 has no name here.
+ENV HOME=/cache HF_HOME=/cache/huggingface DROT_CACHE=/cache/drot USER=drot
+RUN mkdir --parents /cache/huggingface /cache/drot /models && chmod --recursive 1777 /cache /models
+USER 1000:1000
 WORKDIR /models
 ENTRYPOINT ["drot"]
 CMD ["info"]

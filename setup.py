@@ -43,10 +43,22 @@ def torch_version() -> str:
     return torch.__version__
 
 
+def check_headers() -> None:
+    """Ends with one line if the headers of this Python are missing, which a system installs on their own."""
+    folder = Path(sysconfig.get_path("include"))
+    if not (folder / "Python.h").exists():
+        python = f"python{sys.version_info.major}.{sys.version_info.minor}"
+        sys.exit(
+            f"building drot needs Python.h of {python}, which is not in {folder}: install its headers, "
+            f"on Debian and Ubuntu with: apt install {python}-dev"
+        )
+
+
 class CMakeBuild(build_ext):
     """Builds the only Extension; it lists no sources, since CMakeLists.txt does."""
 
     def build_extension(self, ext: Extension) -> None:
+        check_headers()
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
         # pip gives an editable install a temporary folder, which would leave nothing for the next build
         kept = f"build/temp.{sysconfig.get_platform()}-{sys.implementation.cache_tag}"

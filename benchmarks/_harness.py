@@ -8,14 +8,15 @@ import argparse
 import csv
 import ctypes
 import datetime
+import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
 from drot.machine.environment import processor_name
-from drot.speed.timing import Timing
+from drot.speed.timing import Timing, replayed
 from drot.speed.timing import interleaved as interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +56,18 @@ def keep_pages() -> None:
         trim_threshold, mmap_max = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX of malloc.h
         mallopt(mmap_max, 0)
         mallopt(trim_threshold, 2**31 - 1)
+
+
+def graphs(functions: Mapping[str, Callable[[], object]], device: str) -> dict[str, Callable[[], object]]:
+    """Each function as `replayed` returns it. One that cannot be captured is called, and a line says so."""
+    result = {}
+    for name, function in functions.items():
+        try:
+            result[name] = replayed(function, torch.device(device))
+        except RuntimeError as error:
+            result[name] = function
+            print(f"  {name} is timed with the launches of its kernels: {str(error).splitlines()[0]}")
+    return result
 
 
 def report(
@@ -148,7 +161,9 @@ def machine(device: str) -> str:
 
 
 def commit() -> str:
-    """The short hash of the checkout, with a + if it has changes; `unknown` outside of a git checkout."""
+    """DROT_COMMIT, or the short hash of the checkout, with a + if it has changes; `unknown` without git."""
+    if given := os.environ.get("DROT_COMMIT"):
+        return given
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
     described = subprocess.run(command, capture_output=True, text=True)
     return described.stdout.strip() or "unknown"

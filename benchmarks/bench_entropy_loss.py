@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from _harness import arguments, compare, interleaved, keep_pages, report
+from _harness import arguments, compare, graphs, interleaved, keep_pages, report
 from torch import Tensor
 
 from drot.ops import entropy_loss_and_grad, entropy_loss_ref
@@ -45,7 +45,7 @@ def bench(rows: int, columns: int, dtype: torch.dtype, options: argparse.Namespa
                 "clone": y.clone,
                 "drot": partial(entropy_loss_and_grad, y, column_scale, **axes),
             }
-            timings = interleaved(functions, device=device, repeats=options.repeats, warmup=2)
+            timings = interleaved(graphs(functions, device), device=device, repeats=options.repeats, warmup=2)
             case = f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {name}"
             report(
                 "entropy_loss",

@@ -11,11 +11,11 @@ import torch
 from _harness import arguments, interleaved, report
 
 from drot.checkpoint.load import load
-from drot.demo.demo import MODEL
 from drot.model.boundary import add_boundary_rotation
 from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.speed.variants import DENSE, SPARSE, model_variants
+from drot.sweep.demo import MODEL
 
 PROMPT, NEW_TOKENS = 1, 128
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 import torch
-from _harness import arguments, interleaved, report
+from _harness import arguments, graphs, interleaved, report
 from torch import Tensor
 
 from drot.ops import nm_mask, nm_mask_ref
@@ -34,7 +34,7 @@ def main() -> None:
             report(
                 "nm_mask",
                 f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {prune} of {group or columns}",
-                interleaved(functions, device=device, repeats=options.repeats, warmup=1),
+                interleaved(graphs(functions, device), device=device, repeats=options.repeats, warmup=1),
                 peer="stable sort",
                 # each score is read, and a byte of mask is written for it
                 bytes_moved=rows * columns * (score.element_size() + 1),

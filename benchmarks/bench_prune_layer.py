@@ -1,9 +1,9 @@
 """One decoder layer through the whole of `drot prune`, and the paper's training of the same layer.
 
 A model with one layer of the named shape, random weights and a small vocabulary is pruned on random tokens,
-with Hessians, training, pruning and solver of the recipe. So a model of 70B parameters is measured on one
-device without a checkpoint. The seconds of the layer, times the layers of the model, are those of the whole
-model without loading and saving.
+from a folder and to a folder, with the recipe of each named quality. So a model of 70B parameters is measured
+on one device without its checkpoint. The seconds of the layer, with those of loading, checking and saving it,
+times the layers of the model, are those of the whole model without its embedding and lm_head.
 
 The peer `paper` is the training of the same layer in the paper's formulation (bench_rotation_step.py): a few
 of its steps are measured, and their median is scaled up to its 2000 steps. For the whole layer, the peer
@@ -12,8 +12,12 @@ takes drot's own seconds for everything but the training.
 On a GPU the figures of the two LLaMA-3 shapes with `--quality fast` are compared with the aims of one H100.
 """
 
-import copy
+import argparse
+import shutil
 import statistics
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +31,7 @@ from drot.checkpoint.size import size_text
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
 from drot.core.errors import quoted
 from drot.manifest.manifest import Manifest
-from drot.model.families import head_shape
+from drot.model.sizes import head_shape
 from drot.speed.timing import Timing
 from drot.speed.variants import SHAPES
 
@@ -48,7 +52,7 @@ AIMS = {
 BATCH = 8192
 PAPER_STEPS = OPTIMIZER_DEFAULTS["paper"][0]
 #: the phases that a model takes once for each layer
-PER_LAYER = ("calibrate", "rotate", "merge", "prune", "recover")
+PER_LAYER = ("load", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
 
 
 def random_layer(config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
@@ -117,7 +121,7 @@ def main() -> None:
     parser.add_argument("--shape", choices=sorted(shapes), default="llama-3-8b" if cuda else "small")
     parser.add_argument("--nsamples", type=int, default=128 if cuda else 16)
     parser.add_argument("--seqlen", type=int, default=2048 if cuda else 512)
-    parser.add_argument("--quality", choices=sorted(QUALITIES), default="fast")
+    parser.add_argument("--quality", nargs="+", choices=sorted(QUALITIES), default=["fast"])
     parser.add_argument("--steps", type=int, help="steps of drot's training; default: those of the recipe")
     parser.add_argument("--paper-steps", type=int, default=5, help="steps of the paper's training to measure")
     options = parser.parse_args()
@@ -125,23 +129,52 @@ def main() -> None:
     torch.manual_seed(0)
     device, on_gpu = options.device, torch.device(options.device).type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    layers = shapes[options.shape]["num_hidden_layers"]
     config = AutoConfig.for_model(
         **shapes[options.shape] | dict(num_hidden_layers=1, vocab_size=VOCABULARY, tie_word_embeddings=False)
         | dict(max_position_embeddings=options.seqlen)
     )  # fmt: skip
-    recipe = Recipe().with_quality(options.quality)
+    tokens = torch.randint(0, VOCABULARY, (options.nsamples, options.seqlen))
+    paper = paper_step(config, dtype, device, options.paper_steps)
+    layers = shapes[options.shape]["num_hidden_layers"]
+    with tempfile.TemporaryDirectory(prefix="drot-prune-layer-") as temporary:
+        folder = Path(temporary)
+        random_layer(config, dtype, device).save_pretrained(folder / "model")
+        for quality in options.quality:
+            measure(options, quality, config, folder, tokens, layers, paper)
+
+
+def pruned(folder: Path, recipe: Recipe, tokens: torch.Tensor, device: str) -> Manifest:
+    """The manifest of a run from `folder`/model to a folder that is deleted again."""
+    no_tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
+    out = folder / "out"
+    result = drot.prune(
+        folder / "model", recipe, out=out, tokenizer=no_tokenizer, calibration=tokens, device=device
+    )
+    shutil.rmtree(out)
+    return result.manifest
+
+
+def measure(
+    options: argparse.Namespace,
+    quality: str,
+    config: Any,
+    folder: Path,
+    tokens: torch.Tensor,
+    layers: int,
+    paper: float | str,
+) -> None:
+    """Prints the figures of one quality, and writes its rows.
+
+    folder: holds the model of one layer in `model`. layers: those of the whole model.
+    paper: the seconds of a step of the paper's training, or why it was not measured.
+    """
+    device, on_gpu = options.device, torch.device(options.device).type == "cuda"
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    recipe = Recipe().with_quality(quality)
     if options.steps is not None:
         recipe = recipe.replace(steps=options.steps)
-    tokens = torch.randint(0, VOCABULARY, (options.nsamples, options.seqlen))
-    # as in a run from files, the model lies in main memory, and only its layer goes to the device
-    model = random_layer(config, dtype, device).to("cpu")
-
-    def run(recipe: Recipe, tokens: torch.Tensor) -> Manifest:
-        return drot.prune(copy.deepcopy(model), recipe, calibration=tokens, device=device).manifest
-
-    run(recipe.replace(steps=2), tokens[: max(2, options.nsamples // 16)])  # warms up
-    runs = [run(recipe, tokens) for _ in range(options.repeats)]
+    pruned(folder, recipe.replace(steps=2), tokens[: max(2, options.nsamples // 16)], device)  # warms up
+    runs = [pruned(folder, recipe, tokens, device) for _ in range(options.repeats)]
     seconds = [run.seconds.phases for run in runs]
     phases = {phase: timing_of([by_phase[phase] for by_phase in seconds]) for phase in PER_LAYER}
     layer = timing_of([sum(by_phase[phase] for phase in PER_LAYER) for by_phase in seconds])
@@ -149,12 +182,9 @@ def main() -> None:
     trained = len(trainings[0].loss_curve) - 1
     steps = [record.seconds / max(trained, 1) for record in trainings]
 
-    case = (
-        f"{options.shape} {dtype}, {options.nsamples} x {options.seqlen} tokens, --quality {options.quality}"
-    )
+    case = f"{options.shape} {dtype}, {options.nsamples} x {options.seqlen} tokens, --quality {quality}"
     training = {f"drot, {trained} steps": phases["rotate"]}
     whole = {"drot": layer}
-    paper = paper_step(config, dtype, device, options.paper_steps)
     if isinstance(paper, float):
         seconds = paper * PAPER_STEPS
         training["paper"] = Timing(seconds, seconds, seconds)
@@ -177,7 +207,7 @@ def main() -> None:
         )
     else:
         print(f"  paper: not measured: {paper}")
-    aimed = options.shape if on_gpu and options.quality == "fast" else ""
+    aimed = options.shape if on_gpu and quality == "fast" else ""
     one_step = statistics.median(steps)
     print(f"  one step of drot: {one_step * 1e3:.1f} ms{against_aim(aimed, 'one step', one_step)}")
     for name, seconds in (("training of a layer", phases["rotate"].median), ("whole layer", layer.median)):

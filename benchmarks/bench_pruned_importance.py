@@ -8,7 +8,7 @@ import argparse
 from functools import partial
 
 import torch
-from _harness import arguments, compare, interleaved, keep_pages, report
+from _harness import arguments, compare, graphs, interleaved, keep_pages, report
 from torch import Tensor
 
 from drot.ops import pruned_importance_and_grad, pruned_importance_ref
@@ -39,7 +39,7 @@ def bench(rows: int, columns: int, dtype: torch.dtype, options: argparse.Namespa
             "clone": y.clone,
             "drot": partial(pruned_importance_and_grad, y, column_scale, prune=prune, group=group),
         }
-        timings = interleaved(functions, device=device, repeats=options.repeats, warmup=1)
+        timings = interleaved(graphs(functions, device), device=device, repeats=options.repeats, warmup=1)
         report(
             "pruned_importance",
             f"{rows}x{columns} {str(dtype).removeprefix('torch.')} {prune} of {group or columns}",

@@ -14,7 +14,8 @@ from _harness import arguments, interleaved, report
 from torch.utils.flop_counter import FlopCounterMode
 
 from drot.config import Sparsity
-from drot.model.families import LLAMA, HeadShape
+from drot.model.families import LLAMA
+from drot.model.sizes import HeadShape
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import FastOptimizer, PaperOptimizer

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from _harness import arguments, interleaved, report
+from _harness import arguments, graphs, interleaved, report
 from torch import Tensor
 
 from drot.ops import nm_mask, pack24, sparse24_compress, sparse24_linear
@@ -67,7 +67,7 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
     report(
         "sparse24_linear",
         f"{out}x{columns} {options.dtype}, {tokens} tokens{', rotation' if rotate else ''}",
-        interleaved(functions, device=device, repeats=options.repeats),
+        interleaved(graphs(functions, device), device=device, repeats=options.repeats),
         peer="linear",
         target="sparse24_linear",
         at_least=target,

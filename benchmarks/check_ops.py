@@ -1,13 +1,16 @@
 """Checks every op on a few small inputs against its reference in fp64 on the CPU.
 
-It is short enough for compute-sanitizer and needs neither pytest nor a network; the tests check far more. The
-exit status is 1 if a result is wrong.
+The cases of an op run in a process of their own. The script is short enough for compute-sanitizer, and needs
+neither pytest nor a network; the tests check far more. The exit status is 1 if a result is wrong.
 """
 
 import argparse
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -274,38 +277,59 @@ def sparse_linear_cases(device: str) -> Iterator[Case]:
                 yield f"sparse24_linear {tokens} {out}x{columns} {dtype} {len(added)}", product, tolerance
 
 
+GROUPS = {
+    "qr": qr_cases,
+    "retraction": retraction_cases,
+    "score": score_cases,
+    "mask": mask_cases,
+    "momentum": momentum_cases,
+    "step": step_cases,
+    "spectral_step": spectral_step_cases,
+    "scale": scale_cases,
+    "sweep": sweep_cases,
+    "pack": pack_cases,
+    "sparse_linear": sparse_linear_cases,
+}
+
+
+def check(name: str, device: str) -> bool:
+    """Runs the cases of a group in this process, and says which are wrong; returns whether none is."""
+    torch.manual_seed(0)
+    count = wrong = 0
+    for case, run, tolerance in GROUPS[name](device):
+        count += 1
+        try:
+            size = error(*run())
+        except Exception:
+            traceback.print_exc()
+            size = float("inf")
+        if not size <= tolerance:
+            wrong += 1
+            print(f"WRONG  {case}: error {size:.1e}, at most {tolerance:g}")
+    print(f"{name}: {count} cases on {device}, {wrong} wrong")
+    return wrong == 0
+
+
+def check_apart(name: str, device: str) -> bool:
+    """`check` in a process of its own: after an illegal access a process can use its GPU no more."""
+    command = [sys.executable, __file__, "--device", device, "--only", name]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout, end="", flush=True)
+    if done.returncode not in (0, 1):
+        print(f"WRONG  {name}: its process ended with the status {done.returncode}", flush=True)
+    return done.returncode == 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--only", choices=GROUPS, help="checks one group, in this process")
     options = parser.parse_args()
-    torch.manual_seed(0)
-    groups = (
-        qr_cases,
-        retraction_cases,
-        score_cases,
-        mask_cases,
-        momentum_cases,
-        step_cases,
-        spectral_step_cases,
-        scale_cases,
-        sweep_cases,
-        pack_cases,
-        sparse_linear_cases,
-    )
-    count = wrong = 0
-    for group in groups:
-        for name, run, tolerance in group(options.device):
-            count += 1
-            try:
-                size = error(*run())
-            except Exception:
-                traceback.print_exc()
-                size = float("inf")
-            if not size <= tolerance:
-                wrong += 1
-                print(f"WRONG  {name}: error {size:.1e}, at most {tolerance:g}")
-    print(f"{count} cases on {options.device}, {wrong} wrong")
-    return int(wrong > 0)
+    if options.only:
+        return int(not check(options.only, options.device))
+    with ThreadPoolExecutor(4) as pool:
+        right = list(pool.map(check_apart, GROUPS, repeat(options.device)))
+    return int(not all(right))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The tables of benchmarks/README.md, made from the rows in benchmarks/results/.
+"""The tables of README.md, docs and benchmarks/README.md, made from the rows in benchmarks/results/.
 
-    python benchmarks/figures.py            writes each table into the page, between its markers
+    python benchmarks/figures.py            writes each table into its page, between its markers
     python benchmarks/figures.py --check    names the tables that differ from the rows, with exit status 1
 
 Of rows that measure the same thing, the last one counts. It needs nothing but Python's own library.
@@ -8,14 +8,21 @@ Of rows that measure the same thing, the last one counts. It needs nothing but P
 
 import argparse
 import csv
+import math
 import re
+import statistics
 import sys
 import textwrap
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
-PAGE = FOLDER / "README.md"
+PAGES = (
+    FOLDER / "README.md",
+    *(FOLDER.parent / page for page in ("README.md", "docs/index.md", "docs/records.md")),
+)
+#: recipes of the rows `records`: the baseline, and the default
+PLAIN, DEFAULT = "not rotated", "full, balanced"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: columns that say where a row comes from, and not what it measures
 ORIGIN = ("date", "commit", "machine", "torch", "transformers")
@@ -177,6 +184,69 @@ def operations() -> str:
     return table(["part of a layer", "products of", "TFLOP", "share"], body, rows)
 
 
+def headline() -> str:
+    """Each model and text of the rows `records`: the baseline and drot's default, as medians of the seeds."""
+    rows = read("records", "dense", "perplexity", "kl", "equal_tokens", "seconds")
+    rows = [row for row in rows if row["recipe"] in (PLAIN, DEFAULT)]
+    cases: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
+    for row in rows:
+        case = cases.setdefault((row["model"], row["calibration"], row["text"]), {})
+        case.setdefault(row["recipe"], []).append(row)
+    body = []
+    for (model, _, text), found in cases.items():
+        if found.keys() != {PLAIN, DEFAULT}:
+            continue
+        dense, plain, pruned = (
+            statistics.median(float(row[figure]) for row in found[recipe])
+            for recipe, figure in ((PLAIN, "dense"), (PLAIN, "perplexity"), (DEFAULT, "perplexity"))
+        )
+        closed = f"{(plain - pruned) / (plain - dense):.0%}"
+        body.append([f"{model}, {text}", *(f"{x:.1f}" for x in (dense, plain, pruned)), closed])
+    return table(["model, text", "dense", "SparseGPT", "drot", "gap closed"], body, rows)
+
+
+def records() -> str:
+    """The runs of real_models.py: medians of the seeds, with the range where there are several."""
+    figures = ("dense", "perplexity", "kl", "equal_tokens", "seconds")
+    rows = read("records", *figures)
+    runs: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        run = tuple(row[key] for key in ("model", "calibration", "tokens", "text", "recipe"))
+        runs.setdefault(run, []).append(row)
+
+    def median(run: tuple[str, ...], figure: str) -> float:
+        return statistics.median(float(row[figure]) for row in runs[run])
+
+    body = []
+    for run, seeds in sorted(runs.items(), key=lambda item: (item[0][:4], -median(item[0], "perplexity"))):
+        dense, found = (median(run, key) for key in ("dense", "perplexity"))
+        shares = ["", ""]
+        if (plain := (*run[:4], "not rotated")) in runs:
+            before = median(plain, "perplexity")
+            shares = [
+                f"{(before - found) / (before - dense):.0%}",
+                f"{math.log(before / found) / math.log(before / dense):.0%}",
+            ]
+        values = sorted(float(row["perplexity"]) for row in seeds)
+        spread = f" ({values[0]:.2f} … {values[-1]:.2f})" if len(values) > 1 else ""
+        times = sorted(float(row["seconds"]) for row in seeds if row["seconds"])
+        body.append(
+            [
+                *run,
+                len(seeds),
+                f"{dense:.2f}",
+                f"{found:.2f}{spread}",
+                *shares,
+                f"{median(run, 'kl'):.3f}",
+                f"{median(run, 'equal_tokens'):.1%}",
+                f"{statistics.median(times):.0f}" if times else "",
+            ]
+        )
+    head = ["model", "calibration", "tokens", "text", "recipe", "seeds", "dense", "perplexity"]
+    head += ["gap closed", "of its logarithm", "KL", "same token", "seconds"]
+    return table(head, body, rows)
+
+
 def speeds(name: str, *functions: str) -> Callable[[], str]:
     """A table of a timed benchmark: the medians of drot's functions, and their speed against the others."""
 
@@ -200,6 +270,8 @@ def speeds(name: str, *functions: str) -> Callable[[], str]:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "headline": headline,
+    "records": records,
     "other_text": other_text,
     "own_text": own_text,
     "optimizers": optimizers,
@@ -222,17 +294,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a table differs")
     options = parser.parse_args()
-    page = PAGE.read_text(encoding="utf-8")
-    names = [match[2] for match in MARKED.finditer(page)]
-    if sorted(names) != sorted(TABLES):
-        sys.exit(f"{PAGE}: expected a marker for each of {', '.join(TABLES)}; got {', '.join(names)}")
-    made = MARKED.sub(lambda match: match[1] + "\n" + TABLES[match[2]]() + "\n" + match[3], page)
-    if not options.check:
-        PAGE.write_text(made, encoding="utf-8")
-        return
-    pairs = zip(MARKED.finditer(page), MARKED.finditer(made), strict=True)
-    if differing := [old[2] for old, new in pairs if old[0] != new[0]]:
-        sys.exit(f"{PAGE} differs from the rows in {', '.join(differing)}: run python benchmarks/figures.py")
+    pages = {page: page.read_text(encoding="utf-8") for page in PAGES}
+    names = [match[2] for text in pages.values() for match in MARKED.finditer(text)]
+    if set(names) != set(TABLES):
+        sys.exit(f"expected a marker for each of {', '.join(TABLES)}; got {', '.join(names)}")
+    for page, text in pages.items():
+        made = MARKED.sub(lambda match: match[1] + "\n" + TABLES[match[2]]() + "\n" + match[3], text)
+        pairs = zip(MARKED.finditer(text), MARKED.finditer(made), strict=True)
+        differing = [old[2] for old, new in pairs if old[0] != new[0]]
+        if not options.check:
+            page.write_text(made, encoding="utf-8")
+        elif differing:
+            sys.exit(
+                f"{page} differs from the rows in {', '.join(differing)}: run python benchmarks/figures.py"
+            )
 
 
 if __name__ == "__main__":

@@ -22,13 +22,16 @@ from _harness import add_csv, append_rows, commit, machine
 
 import drot
 from drot.checkpoint.load import load_tokenizer
-from drot.config import Recipe
-from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.config import QUALITIES, Recipe
+from drot.config.rotation import POINTS
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.machine.devices import pick_device
+from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.text.source import load_calibration
 
-FAST = Recipe().with_quality("fast")
+#: R1 and R2 alone, of which most rows are
+RECIPE = Recipe().replace(down_rotation="none")
+FAST = RECIPE.with_quality("fast")
 METHODS = [
     ("sparsegpt", "2:4"), ("wanda", "2:4"), ("magnitude", "2:4"), ("sparsegpt", "4:8"), ("sparsegpt", "0.5")
 ]  # fmt: skip
@@ -57,6 +60,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "keep down_proj": dict(keep=("down_proj",)),
     "down_proj=4:8": dict(sparsity_of=("down_proj=4:8",)),
 }
+#: name → what differs from the point `full`, with R3, and `--quality fast`
+DOWN: dict[str, dict[str, Any]] = {
+    f"full, fast, R3 in blocks of {size}": dict(down_rotation=size) for size in (16, 32, 88, 176, 704)
+} | {
+    "full, fast, 100 steps": dict(steps=100),
+    "full, fast, all training tokens": dict(training_tokens=0),
+    "light, fast, all training tokens": POINTS["light"] | dict(training_tokens=0),
+    "full, fast, boundary on the residual": dict(hessians="dense", boundary="residual"),
+    **{
+        f"full, fast, {method} {sparsity}": dict(method=method, sparsity=sparsity)
+        for method, sparsity in METHODS
+    },
+}
 #: name → what differs from SparseGPT 2:4 with `--quality balanced`
 DAMPINGS: dict[str, dict[str, Any]] = {
     "balanced, damping 0.01 of the mean": dict(damping=0.01, damping_average="mean"),
@@ -68,9 +84,15 @@ RECIPES: dict[str, Recipe] = {
         f"{method} {sparsity}": FAST.replace(method=method, sparsity=sparsity) for method, sparsity in METHODS
     },
     **{name: FAST.replace(**fields) for name, fields in VARIANTS.items()},
-    "balanced": Recipe().with_quality("balanced"),
-    "best": Recipe().with_quality("best"),
-    **{name: Recipe().with_quality("balanced").replace(**fields) for name, fields in DAMPINGS.items()},
+    "balanced": RECIPE.with_quality("balanced"),
+    "best": RECIPE.with_quality("best"),
+    **{name: RECIPE.with_quality("balanced").replace(**fields) for name, fields in DAMPINGS.items()},
+    **{
+        f"{point}, {quality}": Recipe().replace(**fields).with_quality(quality)
+        for point, fields in POINTS.items()
+        for quality in QUALITIES
+    },
+    **{name: Recipe().with_quality("fast").replace(**fields) for name, fields in DOWN.items()},
 }
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 
 import drot
 from drot.config import Recipe, RotationConfig
-from drot.demo.demo import CALIBRATION, MODEL
 from drot.pruning import PruneOutcome, output_error, prune_sparsegpt, weight
+from drot.sweep.demo import CALIBRATION, MODEL
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:

@@ -1,5 +1,6 @@
 """Hooks of mkdocs: equations as MathML; the commands and their options from drot itself."""
 
+import html
 import re
 from typing import Any
 
@@ -23,10 +24,12 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _equations(text: str) -> str:
     def block(match: re.Match[str]) -> str:
-        return f"\n<div>{latex2mathml.converter.convert(match[1].strip(), display='block')}</div>\n"
+        equation = latex2mathml.converter.convert(match[1].strip(), display="block")
+        return f'\n<div class="equation">{equation}</div>\n'
 
     def inline(match: re.Match[str]) -> str:
-        return latex2mathml.converter.convert(match[1])
+        # markdown takes a line that begins with <math> for a block of its own, which ends the paragraph
+        return f"<span>{latex2mathml.converter.convert(match[1])}</span>"
 
     return INLINE.sub(inline, DISPLAY.sub(block, text))
 
@@ -45,7 +48,7 @@ def _command(name: str, command: Any) -> str:
     lines += ["```text", usage, "```", ""]
     if arguments:
         lines += ["| argument | |", "|---|---|"]
-        lines += [f"| `{a.metavar}` | {_text(a.help or '')} |" for a in arguments]
+        lines += [f"| {_code(a.metavar)} | {_text(a.help or '')} |" for a in arguments]
         lines.append("")
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     panel = None
@@ -53,11 +56,11 @@ def _command(name: str, command: Any) -> str:
         if option.rich_help_panel != panel:
             panel = option.rich_help_panel
             lines += ["", f"**{panel or 'Options'}**", "", "| option | |", "|---|---|"]
-        names = ", ".join(f"`{n}`" for n in (*option.opts, *option.secondary_opts))
+        names = ", ".join(map(_code, (*option.opts, *option.secondary_opts)))
         value = (option.metavar or "").strip()
         default = _default(option)
         lines.append(
-            f"| {names}{f' `{_text(value)}`' if value else ''} | {_text(option.help or '')}{default} |"
+            f"| {names}{f' {_code(value)}' if value else ''} | {_text(option.help or '')}{default} |"
         )
     if command.epilog:
         lines += ["", _text(command.epilog)]
@@ -73,7 +76,13 @@ def _default(option: Any) -> str:
         or "Default" in (option.help or "")
     ):
         return ""
-    return f" Default: `{value}`."
+    return f" Default: {_code(str(value))}."
+
+
+def _code(text: str) -> str:
+    """Code in a cell of a table, where a backslash before a | would be shown. A line ends behind a |."""
+    kind = ' class="option"' if text.startswith("-") else ""
+    return f"<code{kind}>{html.escape(text).replace('|', '&#124;<wbr>')}</code>"
 
 
 def _text(text: str) -> str:

@@ -3,37 +3,46 @@
 from importlib import import_module
 from typing import Any
 
-from drot import ops as ops  # registers fake kernels and autograd of torch.ops.drot.*
-from drot.checkpoint.transformers_hook import register_with_transformers
+from drot.core.import_hook import register_when_imported
 from drot.core.version import __version__
 
-#: public name -> the module that defines it, which is imported at first use so that `import drot` is fast
+#: public name -> the module that defines it, which is imported at first use: `import drot` and `drot --help`
+#: need no torch
 _PUBLIC = {
     "CalibrationConfig": "drot.config",
+    "DEMO": "drot.sweep.demo",
     "FinetuneConfig": "drot.config",
     "FinetuneResult": "drot.finetuning.finetune",
+    "KeepMask": "drot.finetuning.masks",
     "PruneResult": "drot.pipeline.prune",
     "PruningConfig": "drot.config",
     "Recipe": "drot.config",
     "RecoveryConfig": "drot.config",
+    "Report": "drot.reporting.write",
     "RotationConfig": "drot.config",
     "SensitivityResult": "drot.pipeline.sensitivity",
     "Sparsity": "drot.config",
     "UserError": "drot.core.errors",
-    "apply_artifact": "drot.artifact.apply",
-    "export_artifact": "drot.artifact.export",
+    "apply_artifact": "drot.checkpoint.artifact.apply",
+    "compare": "drot.sweep.compare",
+    "convert": "drot.checkpoint.convert",
+    "evaluate": "drot.evaluation.evaluate",
+    "export_artifact": "drot.checkpoint.artifact.export",
     "finetune": "drot.finetuning.finetune",
     "load": "drot.checkpoint.load",
     "prune": "drot.pipeline.prune",
+    "report": "drot.reporting.write",
     "sensitivity": "drot.pipeline.sensitivity",
 }
 
 __all__ = ["__version__", "ops", *sorted(_PUBLIC)]
 
-register_with_transformers()
+register_when_imported()
 
 
 def __getattr__(name: str) -> Any:
+    if name == "ops":
+        return import_module("drot.ops")
     if name not in _PUBLIC:
         raise AttributeError(f"module 'drot' has no attribute {name!r}")
     return getattr(import_module(_PUBLIC[name]), name)

@@ -5,6 +5,9 @@
 A TEXT is a file, or a folder of which all .py, .md, .rst and .txt files are read. Without a TEXT, the model
 learns the standard library of this Python, except for the modules that drot keeps for evaluation. Training
 the embedded model took an hour on three CPU cores.
+
+--family trains a small model of another family with the same sizes, as --family granite or --family phi3;
+--hidden and --layers make it smaller.
 """
 
 import argparse
@@ -17,10 +20,19 @@ from pathlib import Path
 
 import torch
 from tokenizers import ByteLevelBPETokenizer
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 VOCABULARY, WINDOW, BATCH, LEARNING_RATE, WARM_UP = 4096, 512, 8, 2e-3, 100
-NOTICE = Path(__file__).parent.parent / "drot" / "demo" / "assets" / "NOTICE"
+#: what a family has beside LLaMA's sizes; Granite's are those of Granite 3.3 2B, for a narrow model
+SETTINGS = {
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 1 / 32,
+        "residual_multiplier": 0.22,
+        "logits_scaling": 2.0,
+    }
+}
+NOTICE = Path(__file__).parent.parent / "drot" / "sweep" / "assets" / "NOTICE"
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 
 
@@ -58,22 +70,29 @@ def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def train(ids: torch.Tensor, seconds: float) -> LlamaForCausalLM:
-    """A model trained for `seconds` on random windows of the token ids [n]."""
-    model = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=256,
-            intermediate_size=704,
-            num_hidden_layers=8,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            max_position_embeddings=2048,
-            bos_token_id=0,
-            eos_token_id=1,
-            tie_word_embeddings=True,
-        )
+def untrained(family: str, hidden: int, layers: int) -> PreTrainedModel:
+    """A model of a family, with heads of 32 channels."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=11 * hidden // 4,
+        num_hidden_layers=layers,
+        num_attention_heads=hidden // 32,
+        num_key_value_heads=hidden // 64,
+        head_dim=32,
+        max_position_embeddings=2048,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=None,
+        tie_word_embeddings=True,
+        **SETTINGS.get(family, {}),
     )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def train(model: PreTrainedModel, ids: torch.Tensor, seconds: float) -> PreTrainedModel:
+    """The model, trained for `seconds` on random windows of the token ids [n]."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.1)
     started, step = time.monotonic(), 0
     while (share := (time.monotonic() - started) / seconds) < 1:
@@ -98,6 +117,9 @@ def main() -> None:
     parser.add_argument("texts", nargs="*", type=Path, help="files or folders; default: the standard library")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--family", default="llama", help="model_type of transformers; default: llama")
+    parser.add_argument("--hidden", type=int, default=256, help="channels, a multiple of 64; default: 256")
+    parser.add_argument("--layers", type=int, default=8, help="decoder layers; default: 8")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.manual_seed(options.seed)
@@ -109,7 +131,7 @@ def main() -> None:
     if len(ids) <= WINDOW:
         parser.error(f"the texts must have more than {WINDOW} tokens, got {len(ids)}: name more texts")
     print(f"{len(ids)} tokens of {len(texts)} texts", flush=True)
-    model = train(ids, 60 * options.minutes)
+    model = train(untrained(options.family, options.hidden, options.layers), ids, 60 * options.minutes)
     model.to(torch.bfloat16).save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
 

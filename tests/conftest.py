@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # torch.compile caches code for the instruction set that torch reports; a run with another one, as with
 # ATEN_CPU_CAPABILITY, needs a cache of its own
@@ -16,9 +16,17 @@ os.environ.setdefault(
     os.path.join(tempfile.gettempdir(), f"drot-tests-inductor-{torch.backends.cpu.get_cpu_capability()}"),
 )
 
-# Property tests draw the same few examples each time. A search for new faults, by hand:
+# Property tests draw the same few examples each time, and show a failing example as it was drawn, since a
+# search for a smaller one takes minutes. A search for new faults, by hand:
 # HYPOTHESIS_PROFILE=long pytest tests -k properties
-settings.register_profile("short", max_examples=6, derandomize=True, deadline=None, database=None)
+settings.register_profile(
+    "short",
+    max_examples=6,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    phases=(Phase.explicit, Phase.generate),
+)
 settings.register_profile("long", max_examples=1000, deadline=None, print_blob=True)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "short"))
 

@@ -1,6 +1,7 @@
 """Hypothesis strategies for small random models of every supported family."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,10 @@ BARE = sorted({family.partition("-")[0] for family in FAMILIES})
 ORIGINAL_POSITIONS = 16
 
 
-def _rope(draw: st.DrawFn) -> dict[str, Any]:
+def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     """`rope_parameters` of config.json, and `max_position_embeddings` that goes with them."""
+    if family == "phi3":
+        return _rope_of_phi3(draw, head_dim)
     kind = draw(st.sampled_from(["default", "linear", "dynamic", "yarn", "llama3"]))
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": draw(st.sampled_from([100.0, 1e4, 5e5]))}
     if kind != "default":
@@ -24,18 +27,44 @@ def _rope(draw: st.DrawFn) -> dict[str, Any]:
         rope["original_max_position_embeddings"] = ORIGINAL_POSITIONS
     if kind == "llama3":
         rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    if family == "ministral3":  # it multiplies queries beyond the original positions
+        rope |= {"original_max_position_embeddings": ORIGINAL_POSITIONS}
+        rope["llama_4_scaling_beta"] = draw(st.sampled_from([0.0, 0.1, 1.0]))
     # `dynamic` scales beyond this number of positions, `yarn` expects factor · original
     positions = {"dynamic": ORIGINAL_POSITIONS, "yarn": int(ORIGINAL_POSITIONS * rope.get("factor", 1))}
     return {"rope_parameters": rope, "max_position_embeddings": positions.get(kind, 128)}
 
 
+def _rope_of_phi3(draw: st.DrawFn, head_dim: int) -> dict[str, Any]:
+    """The same for Phi-3, which turns a share of a head, and has one set of factors for long sequences."""
+    share = draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share}
+    if draw(st.booleans()):
+        pairs = int(head_dim * share) // 2
+        factors = {f"{part}_factor": draw(_FACTORS)[:pairs] for part in ("short", "long")}
+        rope |= factors | {"rope_type": "longrope", "original_max_position_embeddings": ORIGINAL_POSITIONS}
+    return {
+        "rope_parameters": rope,
+        "max_position_embeddings": 128,
+        "original_max_position_embeddings": ORIGINAL_POSITIONS,
+    }
+
+
+_FACTORS = st.lists(st.sampled_from([1.0, 1.5, 4.0]), min_size=8, max_size=8)
+
+
 @st.composite
-def settings_of_models(draw: st.DrawFn, multiple: int = 4) -> dict[str, Any]:
+def settings_of_models(
+    draw: st.DrawFn, multiple: int = 4, families: Sequence[str] = tuple(BARE)
+) -> dict[str, Any]:
     """The arguments of `small_model`: a family, a seed, a dtype, and settings of the config.
 
     multiple: the hidden size, the intermediate size and heads · head_dim are multiples of it.
+    families: those of which one is drawn.
     """
-    family = draw(st.sampled_from(BARE))
+    family = draw(st.sampled_from(families))
+    if family in ("qwen3_moe", "mixtral"):  # grouped products want rows of whole 16 bytes
+        multiple = math.lcm(multiple, 8)
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
     # RoPE turns pairs; `dynamic` divides by head_dim - 2
@@ -44,7 +73,9 @@ def settings_of_models(draw: st.DrawFn, multiple: int = 4) -> dict[str, Any]:
     # LLaMA's config demands a hidden size that the heads divide
     step = math.lcm(multiple, heads) if family == "llama" else multiple
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
-    hidden = draw(st.one_of(sizes, st.just(heads * head_dim)))
+    # Phi-3's config compares the factors of RoPE with hidden / heads
+    own = st.just(heads * head_dim)
+    hidden = draw(own if family == "phi3" else st.one_of(sizes, own))
     layers = draw(st.sampled_from([2, 1, 3]))
     chosen: dict[str, Any] = dict(
         family=family,
@@ -60,19 +91,35 @@ def settings_of_models(draw: st.DrawFn, multiple: int = 4) -> dict[str, Any]:
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
         hidden_act=draw(st.sampled_from(["silu", "gelu_pytorch_tanh"])),
         tie_word_embeddings=draw(st.booleans()),
-        **_rope(draw),
+        pad_token_id=None,
+        **_rope(draw, family, head_dim),
     )
     if hidden == heads * head_dim and draw(st.booleans()):  # head_dim is then hidden / heads
         if family in ("qwen2", "smollm3"):
             del chosen["head_dim"]
-        elif family != "qwen3":
+        elif family in ("llama", "mistral", "seed_oss"):
             chosen["head_dim"] = None
-    if family in ("llama", "qwen3", "smollm3"):
+    if family in ("granite", "phi3") and hidden == heads * head_dim:
+        del chosen["head_dim"]  # their published configs have none
+    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite"):
         chosen["attention_bias"] = draw(st.booleans())
-    if family in ("llama", "smollm3"):
+    if family == "seed_oss":
+        chosen["attention_out_bias"] = draw(st.booleans())
+    if family in ("llama", "smollm3", "seed_oss", "granite"):
         chosen["mlp_bias"] = draw(st.booleans())
+    if family == "granite":
+        multipliers = ("residual", "embedding", "attention")
+        chosen |= {f"{of}_multiplier": draw(st.sampled_from([0.22, 1.0, 3.0])) for of in multipliers}
+        chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
+    if family == "qwen3_moe":
+        chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
+        chosen["norm_topk_prob"] = draw(st.booleans())
+    if family in ("qwen3_moe", "mixtral"):
+        experts = draw(st.integers(1, 4))
+        chosen |= {"num_experts" if family == "qwen3_moe" else "num_local_experts": experts}
+        chosen["num_experts_per_tok"] = draw(st.integers(1, experts))
     window = draw(st.sampled_from([None, 3, 10]))
-    if family == "mistral":
+    if family in ("mistral", "ministral3", "mixtral", "phi3"):
         chosen["sliding_window"] = window
     if family in ("qwen2", "qwen3") and window:
         chosen |= dict(use_sliding_window=True, sliding_window=window)

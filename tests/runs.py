@@ -1,10 +1,12 @@
 """Small runs of `drot.prune` for tests: a recipe of few steps, a run on a CPU, and a run that is cut off."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from small_models import random_tokens, small_model
 from torch import nn
 
@@ -12,15 +14,19 @@ import drot
 from drot.config import PruningConfig, Recipe
 from drot.core.events import ProgressEvent
 from drot.model.decoder import DecoderModel
-from drot.model.layer import Linear
+from drot.model.linear import Linear
 
 #: calibration tokens
 TOKENS = random_tokens(8, 40)
 
 
 def recipe(mode: str = "layer", *, quality: str | None = None, **fields: Any) -> Recipe:
-    """A recipe of five training steps and blocks of 16 columns. fields: as in `Recipe.replace`."""
-    chosen = Recipe().replace(**{"mode": mode, "steps": 5, "block_size": 16, "seqlen": 40} | fields)
+    """A recipe of five training steps and blocks of 16 columns. fields: as in `Recipe.replace`.
+
+    With one R1 a layer, R3 has three blocks in a small model.
+    """
+    down = {"down_rotation": 16} if mode == "layer" else {}
+    chosen = Recipe().replace(**{"mode": mode, "steps": 5, "block_size": 16, "seqlen": 40} | down | fields)
     return chosen.with_quality(quality) if quality else chosen
 
 
@@ -46,6 +52,17 @@ def interrupted(
 
     with pytest.raises(KeyboardInterrupt):
         prune(model, chosen, progress=stop, **options)
+
+
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Name → tensor, from all files with weights of a checkpoint."""
+    files = sorted(folder.glob("model*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def saved_bytes(folder: Path) -> list[bytes]:
+    """The bytes of all files with weights of a checkpoint."""
+    return [file.read_bytes() for file in sorted(folder.glob("model*.safetensors"))]
 
 
 def named_linears(model: nn.Module) -> dict[str, Linear]:

@@ -10,7 +10,9 @@ from tokenizers.pre_tokenizers import Split
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
+from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases, LayerRotation
 from drot.pipeline.invariance import random_rotation
 
@@ -42,7 +44,66 @@ FAMILIES: dict[str, dict] = {
         mlp_bias=True,
         tie_word_embeddings=False,
     ),
+    "ministral3": dict(
+        head_dim=12,
+        sliding_window=16,
+        pad_token_id=2,
+        tie_word_embeddings=True,
+        rope_parameters=dict(
+            rope_type="yarn",
+            rope_theta=1e4,
+            factor=8.0,
+            original_max_position_embeddings=16,
+            llama_4_scaling_beta=0.5,
+        ),
+    ),
+    "seed_oss": dict(
+        head_dim=12, attention_out_bias=True, mlp_bias=True, pad_token_id=2, tie_word_embeddings=False
+    ),
+    "granite": dict(
+        residual_multiplier=0.22,
+        embedding_multiplier=12.0,
+        attention_multiplier=0.3,
+        logits_scaling=8.0,
+        tie_word_embeddings=True,
+    ),
+    "granite-biased": dict(
+        head_dim=12,
+        residual_multiplier=1.7,
+        embedding_multiplier=3.0,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_moe": dict(
+        head_dim=12,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    ),
+    "mixtral": dict(
+        head_dim=12, num_local_experts=3, num_experts_per_tok=2, sliding_window=16, tie_word_embeddings=False
+    ),
+    "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
+    "phi3-longrope": dict(
+        sliding_window=10,
+        pad_token_id=2,
+        original_max_position_embeddings=16,
+        rope_parameters=dict(
+            rope_type="longrope",
+            rope_theta=1e4,
+            partial_rotary_factor=0.5,
+            short_factor=[1.0, 1.5],
+            long_factor=[2.0, 4.0],
+            original_max_position_embeddings=16,
+        ),
+        tie_word_embeddings=True,
+    ),
 }
+#: those without experts: they take R3, packed weights, fine-tuning and artifacts
+WITHOUT_EXPERTS = [family for family in FAMILIES if family not in ("qwen3_moe", "mixtral")]
 
 
 @torch.no_grad()
@@ -63,25 +124,37 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
     return model.eval().requires_grad_(False)
 
 
-def random_rotations(model: nn.Module, seed: int = 1) -> list[LayerRotation]:
-    """A random rotation of each layer, in fp64."""
+def random_rotations(model: nn.Module, seed: int = 1, down_block: int | None = None) -> list[LayerRotation]:
+    """A random rotation of each layer, in fp64, with an R3 of blocks of `down_block`."""
     handle, generator = DecoderModel(model), torch.Generator().manual_seed(seed)
-    return [random_rotation(handle.hidden_size, handle.heads, generator) for _ in handle.layers]
+    down = None if down_block is None else (handle.widths["mlp"] // down_block, down_block)
+    return [random_rotation(handle.hidden_size, handle.heads, generator, down=down) for _ in handle.layers]
 
 
 def rotate_model(
-    model: nn.Module, rotations: list[LayerRotation] | None = None, place: str | None = "input"
+    model: nn.Module,
+    rotations: list[LayerRotation] | None = None,
+    place: str | None = "input",
+    dtype: torch.dtype = torch.float64,
 ) -> list[LayerRotation]:
     """Merges rotations into a model, as a run does, and returns them. None draws random rotations."""
     rotations = rotations or random_rotations(model)
     handle, bases = DecoderModel(model), Bases(place, len(rotations))
     for layer, rotation in zip(handle.layers, rotations, strict=True):
-        layer.rotate(rotation, bases.held(layer.index, rotations) if place == "residual" else None)
-    handle.rotate_ends(rotations[0].r1, rotations[-1].r1)
+        boundary = bases.held(layer.index, rotations) if place == "residual" else None
+        layer.rotate(rotation, boundary, dtype=dtype)
+    handle.rotate_ends(rotations[0].r1, rotations[-1].r1, torch.device("cpu"))
     if place == "input":
         for layer in handle.layers[1:]:
             layer.hold(bases.held(layer.index, rotations))
     return rotations
+
+
+def layer_outputs(stream: CalibrationStream, layer: DecoderLayer) -> torch.Tensor:
+    """The outputs of a layer on a stream, which is not changed."""
+    copy = stream.copy()
+    copy.advance(layer)
+    return copy.hidden_states
 
 
 def random_tokens(rows: int, length: int, seed: int = 0, vocab: int = COMMON["vocab_size"]) -> torch.Tensor:

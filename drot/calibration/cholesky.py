@@ -1,9 +1,12 @@
 """Cholesky factor and inverse of a symmetric matrix, in place.
 
 LAPACK divides a matrix among the threads, so the bytes of its factor and of its inverse depend on the number
-of threads. On a CPU these functions halve the matrix down to blocks that LAPACK does not divide. Everything
-else is matrix products and triangular solves. With MKL their bytes are the same for all numbers of threads,
-except for some products whose sizes are no multiples of 64 (docs/repeat.md, *After a crash*).
+of threads. These functions halve the matrix down to blocks that LAPACK does not divide. Everything else is
+matrix products and triangular solves. With MKL their bytes are the same for all numbers of threads, except
+for some products whose sizes are no multiples of 64 (docs/repeat.md, *After a crash*).
+
+A factor and the inverse from it take n³ operations for large n, and memory for a quarter of the matrix;
+`torch.cholesky_inverse` takes 7/3 n³ on a GPU, and two further copies of the matrix.
 
 Instructions for a matrix of 512 columns, counted by valgrind (AVX2): the factor takes 24 million, LAPACK's
 11 million; factor and inverse take 69 million, LAPACK's 76 million.
@@ -12,8 +15,13 @@ Instructions for a matrix of 512 columns, counted by valgrind (AVX2): the factor
 import torch
 from torch import Tensor
 
-#: columns of a block, which LAPACK does not divide among threads; MKL divides 192 columns
-BLOCK = 128
+from drot.machine.devices import is_gpu
+
+#: columns of a block that is not halved, on a CPU and on a GPU. LAPACK does not divide the CPU's among
+#: threads (MKL divides 192 columns). Smaller products would leave most of a GPU idle.
+CPU_BLOCK, GPU_BLOCK = 128, 2048
+#: columns up to which a product with a triangle, or for one, is a product of whole matrices; at least a block
+WHOLE = 2048
 
 
 def cholesky_(matrix: Tensor) -> bool:
@@ -21,8 +29,7 @@ def cholesky_(matrix: Tensor) -> bool:
 
     Only the lower triangle is read. Returns False, with undefined content, if it is not positive definite.
     """
-    size = matrix.shape[0]
-    if size <= BLOCK or matrix.is_cuda:
+    if len(matrix) <= _block(matrix):
         info = torch.empty((), dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(matrix, out=(matrix, info))
         return int(info) == 0
@@ -30,51 +37,83 @@ def cholesky_(matrix: Tensor) -> bool:
     if not cholesky_(top):
         return False
     left.copy_(torch.linalg.solve_triangular(top.T, left, upper=True, left=False))
-    bottom.addmm_(left, left.T, alpha=-1)
+    _add_gram_(bottom, left.T, alpha=-1)
     right.zero_()
     return cholesky_(bottom)
 
 
 def inverse_of_factor_(lower: Tensor) -> None:
     """Replaces the Cholesky factor L [n, n] of a matrix by the inverse of the matrix, (L Lᵀ)⁻¹ = L⁻ᵀ L⁻¹."""
-    if lower.is_cuda:
-        torch.cholesky_inverse(lower, out=lower)
-        return
     invert_lower_(lower)
     _gram_(lower)
 
 
+def _block(matrix: Tensor) -> int:
+    return GPU_BLOCK if is_gpu(matrix.device) else CPU_BLOCK
+
+
 def _quarters(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Views of the upper left, lower left, lower right and upper right part, cut at a multiple of BLOCK."""
-    cut = (matrix.shape[0] // 2 + BLOCK - 1) // BLOCK * BLOCK
+    """Views of the upper left, lower left, lower right and upper right part, cut at a multiple of a block."""
+    block = _block(matrix)
+    cut = (matrix.shape[0] // 2 + block - 1) // block * block
     return matrix[:cut, :cut], matrix[cut:, :cut], matrix[cut:, cut:], matrix[:cut, cut:]
 
 
 def invert_lower_(lower: Tensor) -> None:
-    """Replaces a lower triangular matrix L [n, n], fp32 or fp64, with 0 above the diagonal, by L⁻¹.
-
-    It takes 2/3 n³ operations; a triangular solve for the identity takes n³ and the memory of the identity.
-    """
-    size = lower.shape[0]
-    if size <= BLOCK:
-        identity = torch.eye(size, dtype=lower.dtype, device=lower.device)
+    """Replaces a lower triangular matrix L [n, n], fp32 or fp64, with 0 above the diagonal, by L⁻¹."""
+    if len(lower) <= _block(lower):
+        identity = torch.eye(lower.shape[0], dtype=lower.dtype, device=lower.device)
         lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
         return
     top, left, bottom, _ = _quarters(lower)
     invert_lower_(top)
     invert_lower_(bottom)
-    left.copy_((bottom @ left @ top).neg_())
+    _multiply_(bottom, left)
+    _multiply_(top, left.T, transposed=True)
+    left.neg_()
 
 
 def _gram_(lower: Tensor) -> None:
     """L ← Lᵀ L."""
-    if lower.shape[0] <= BLOCK:
+    if len(lower) <= _block(lower):
         lower.copy_(lower.T @ lower)
         return
     top, left, bottom, right = _quarters(lower)
-    before = left.clone()
-    left.copy_(bottom.T @ before)
-    right.copy_(left.T)
     _gram_(top)
-    top.addmm_(before.T, before)
+    _add_gram_(top, left)
+    _multiply_(bottom, left, transposed=True)
+    right.copy_(left.T)
     _gram_(bottom)
+
+
+def _multiply_(lower: Tensor, matrix: Tensor, *, transposed: bool = False) -> None:
+    """matrix ← L matrix, or Lᵀ matrix, for L [n, n] lower triangular and matrix [n, any width]."""
+    if len(lower) <= WHOLE:
+        matrix.copy_((lower.T if transposed else lower) @ matrix)
+        return
+    top, left, bottom, _ = _quarters(lower)
+    first, second = matrix[: len(top)], matrix[len(top) :]
+    if transposed:
+        _multiply_(top, first, transposed=True)
+        first.addmm_(left.T, second)
+        _multiply_(bottom, second, transposed=True)
+    else:
+        _multiply_(bottom, second)
+        second.addmm_(left, first)
+        _multiply_(top, first)
+
+
+def _add_gram_(symmetric: Tensor, a: Tensor, alpha: float = 1.0) -> None:
+    """symmetric [n, n] += alpha · aᵀ a for a [any length, n].
+
+    Above WHOLE columns the upper quarter is a copy of the lower one.
+    """
+    if len(symmetric) <= WHOLE:
+        symmetric.addmm_(a.T, a, alpha=alpha)
+        return
+    top, left, bottom, right = _quarters(symmetric)
+    before, after = a[:, : len(top)], a[:, len(top) :]
+    _add_gram_(top, before, alpha)
+    _add_gram_(bottom, after, alpha)
+    left.addmm_(after.T, before, alpha=alpha)
+    right.copy_(left.T)

@@ -15,17 +15,18 @@ from drot.model.families import InputGroup
 class TargetStatistics:
     """Sums over the calibration tokens, in the scale of a Hessian, (2/n) Σ.
 
-    x is the input of a linear in the pruned model, x_dense in the dense model. r and r_dense are the residual
-    streams that the linear's output is added to.
+    x is the input of a linear in the pruned model, x_dense in the dense model. A linear that writes to the
+    residual stream leaves there y, as it is now, and y_dense in the dense model; where the layer multiplies
+    the outputs before it adds them, y is divided by the number. One of C and E is None.
 
     hessian: H = (2/n) Σ x xᵀ [in, in].
-    input_change: C = (2/n) Σ (x_dense - x) xᵀ [in, in].
-    residual_change: E = (2/n) Σ (r_dense - r) xᵀ [out, in]; None if the output is not added to the stream.
+    input_change: C = (2/n) Σ (x_dense - x) xᵀ [in, in], of linears that do not write to the stream.
+    output_change: E = (2/n) Σ (y_dense - y) xᵀ [out, in], of a linear that does.
     """
 
     hessian: Tensor
-    input_change: Tensor
-    residual_change: Tensor | None
+    input_change: Tensor | None = None
+    output_change: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -36,23 +37,24 @@ class DenseReference:
 
     @torch.no_grad()
     def statistics(self, pruned: LayerPass, group: InputGroup) -> TargetStatistics:
-        """The statistics of an input group, E of its first linear. Both passes go on to this group.
+        """The statistics of an input group, whose linears are not pruned yet. Both passes go on to it.
 
         pruned: the pass through the layer that is being pruned.
         """
         out, size = pruned.layer.shape_of(group.linears[0])
         device = pruned.stream.device
         hessian = HessianAccumulator(size, device)
-        change = torch.zeros(size, size, device=device)
-        residual = torch.zeros(out, size, device=device) if group.writes_residual else None
-        batches = (of_model.inputs(group, residual=True) for of_model in (pruned, self.dense))
-        for (x, rest), (x_dense, rest_dense) in zip(*batches, strict=True):
+        change = torch.zeros(out if group.writes_residual else size, size, device=device)
+        batches = (of_model.inputs(group, outputs=True) for of_model in (pruned, self.dense))
+        for (x, y), (x_dense, y_dense) in zip(*batches, strict=True):
             hessian.add(x)
-            rows = product_factor(x)
-            add_product(change, (product_factor(x_dense) - rows).T, rows)
-            if residual is not None and rest is not None and rest_dense is not None:
-                add_product(residual, (product_factor(rest_dense) - product_factor(rest)).T, rows)
-        scale = 2.0 / len(pruned.stream.hidden_states)
-        return TargetStatistics(
-            hessian.hessian(), change * scale, None if residual is None else residual * scale
-        )
+            if y is not None and y_dense is not None:
+                difference = product_factor(y_dense).sub(product_factor(y))
+            else:
+                difference = product_factor(x_dense).sub(product_factor(x))
+            add_product(change, difference.T, product_factor(x))
+        change.mul_(2.0 / len(pruned.stream.hidden_states))
+        if group.writes_residual:
+            change.div_(pruned.layer.residual_multiplier)  # E is of the outputs of the linear
+            return TargetStatistics(hessian.hessian(), output_change=change)
+        return TargetStatistics(hessian.hessian(), input_change=change)

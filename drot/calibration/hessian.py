@@ -9,6 +9,7 @@ from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, invert_lower_
 from drot.core.errors import UserError
+from drot.machine.devices import is_gpu
 from drot.machine.finite import check_finite, is_finite
 from drot.machine.products import add_product
 
@@ -68,11 +69,16 @@ class HessianAccumulator:
 def product_factor(x: Tensor) -> Tensor:
     """Inputs x [..., in] as rows [tokens, in] for `add_product`: fp32, or bf16 and fp16 on a GPU."""
     rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.is_cuda and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
+    return rows if is_gpu(rows.device) and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
 
 
 def energy(weight: Tensor, hessian: Tensor) -> float:
-    """tr(W H Wᵀ) = ‖X Wᵀ‖² for H = XᵀX, without damping.
+    """tr(W H Wᵀ) = ‖X Wᵀ‖² for H = XᵀX, without damping. The arguments are those of `energy_of_rows`."""
+    return float(energy_of_rows(weight, hessian).sum())
+
+
+def energy_of_rows(weight: Tensor, hessian: Tensor) -> Tensor:
+    """w H wᵀ of each row w, fp64 [out].
 
     The product W H takes the blocks of H on or above the diagonal only: the blocks below add the same again.
 
@@ -86,7 +92,7 @@ def energy(weight: Tensor, hessian: Tensor) -> float:
         product = weight[:, panel] @ hessian[panel, panel]
         product.addmm_(weight[:, left], hessian[left, panel], alpha=2)
         rows += product.mul_(weight[:, panel]).sum(1, dtype=torch.float64)
-    return float(rows.sum())
+    return rows
 
 
 def fix_dead_columns(hessian: Tensor) -> Tensor:
@@ -126,7 +132,8 @@ class HessianFactor:
 
     @property
     def inverse_diagonal(self) -> Tensor:
-        return self.hinv.square().sum(0)
+        panels = lower_panels(len(self.hinv), self.hinv.device)  # the squares of all columns take memory
+        return torch.cat([self.hinv[:, panel].square().sum(0) for panel, _ in panels])
 
 
 def factorize(hessian: Tensor, damping: float, average: str = "mean") -> HessianFactor:
@@ -173,3 +180,7 @@ class InputHessian:
     @functools.cached_property
     def factor(self) -> HessianFactor:
         return factorize(self.matrix, self.damping, self.average)
+
+    def forget_factor(self) -> None:
+        """Frees the memory of the factor, which is as large as that of H."""
+        self.__dict__.pop("factor", None)

@@ -11,6 +11,7 @@ from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.stream import CalibrationStream
 from drot.machine.devices import total_memory
 from drot.model.families import InputGroup
+from drot.model.inputs import capture
 from drot.model.layer import DecoderLayer, Output
 
 #: the largest share of a device's memory that the inputs of the MLP's last linear may take if they are kept
@@ -27,65 +28,83 @@ class LayerPass:
     The inputs of the MLP's last linear are several times larger than the stream. They are kept too if they
     take at most KEPT_SHARE of the device's memory and the stream lies there. Otherwise the linears in front
     of it are computed twice, for its inputs and for the output of the layer.
+
+    fixed: whether the layer stays as it is during the pass. Then `outputs` are not computed again:
+        those of the attention are kept, and with those of the last linear the stream advances at once.
     """
 
-    def __init__(self, layer: DecoderLayer, stream: CalibrationStream) -> None:
-        self.layer, self.stream = layer, stream
+    def __init__(self, layer: DecoderLayer, stream: CalibrationStream, *, fixed: bool = False) -> None:
+        self.layer, self.stream, self._fixed = layer, stream, fixed
         self._kwargs = stream.layer_kwargs[layer.index]
+        #: name of a group → the tokens from which `hessian` computed
+        self.tokens: dict[str, int] = {}
         self._kept: Tensor | None = None
         #: whether the inputs of the attention's last linear are kept, not its outputs
         self._kept_input = False
         #: number of a batch → the inputs of the MLP's last linear
         self._inputs_of_end: dict[int, Tensor] = {}
+        #: whether the hidden states of the stream are the output of the layer
+        self._advanced = False
 
     @torch.no_grad()
     def hessian(self, group: InputGroup) -> Tensor:
         accumulator = HessianAccumulator(self.layer.shape_of(group.linears[0])[1], self.stream.device)
+        self.tokens[group.name] = 0
         for x, _ in self.inputs(group):
             accumulator.add(x)
+            self.tokens[group.name] += x[..., 0].numel()
         return accumulator.hessian()
 
-    def inputs(self, group: InputGroup, *, residual: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Yields for each batch the inputs x [sequences, seqlen, in] of a group, and a residual stream.
+    def inputs(self, group: InputGroup, *, outputs: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
+        """Yields for each batch the inputs x [sequences, seqlen, in] of a group, and what its linear writes.
 
-        The linear's output is added to this residual stream [sequences, seqlen, d], after the boundary matrix
-        that the layer may hold. It is None without `residual`, and for linears that do not write to the
-        stream.
+        That is the residual stream [sequences, seqlen, d] with the output of the linear, as it is now, added.
+        It is None without `outputs`, and for linears that do not write to the stream.
         """
         buffer = None
-        ends_attention = group is self.layer.attention_end
-        keeps_inputs = self.layer.ends_layer(group) and self._room_for(group)
+        ends_attention, ends_layer = group is self.layer.attention_end, self.layer.ends_layer(group)
+        last = outputs and ends_layer and self._fixed
+        keeps_inputs = ends_layer and not last and group.expert is None and self._room_for(group)
         with self.stream.copies_home() as home:
             for index, (batch, hidden, kept) in enumerate(self._batches()):
-                seen = self.layer.capture(hidden, self._kwargs, group, attention=self._attention(kept))
+                seen = capture(self.layer, hidden, self._kwargs, group, attention=self._attention(kept))
                 if keeps_inputs:
                     self._inputs_of_end[index] = seen.input
-                rest = None
-                if residual and group.writes_residual:
-                    attended = kept if seen.attended is None else seen.attended
-                    rest = seen.residual if ends_attention else self._residual_of_mlp(hidden, attended)
+                written = None
                 new = seen.input if ends_attention else seen.attended
-                if new is not None:
+                if outputs and group.writes_residual:
+                    linear = partial(self.layer.linears_of(group)[0].module, seen.input)
+                    attended = kept if seen.attended is None else seen.attended
+                    if ends_attention:
+                        attended = linear()
+                        written = seen.residual + self.layer.residual_multiplier * attended
+                        new = attended if self._fixed else new
+                    else:
+                        assert attended is not None
+                        written = self.layer(hidden, self._kwargs, attention=_value(attended), mlp=linear)
+                if last and written is not None:
+                    home.write(self.stream.hidden_states[batch], written)
+                elif new is not None:
                     if buffer is None:
                         buffer = self._buffer(new)
                     home.write(buffer[batch], new)
-                yield seen.input, rest
+                yield seen.input, written
+        self._advanced = last
         if buffer is not None:
-            self._kept, self._kept_input = buffer, ends_attention
+            self._kept, self._kept_input = buffer, ends_attention and not (outputs and self._fixed)
 
     @torch.no_grad()
     def advance(self) -> None:
-        """Replaces the hidden states of the stream by the output of the layer. The pass ends."""
-        out = self._buffer(self.stream.hidden_states)
+        """Replaces the hidden states of the stream by the output of the layer, in place. The pass ends."""
         end = self.layer.groups[-1]
-        with self.stream.copies_home() as home:
-            for index, (batch, hidden, kept) in enumerate(self._batches()):
-                x = self._inputs_of_end.pop(index, None)
-                mlp = None if x is None else partial(self.layer.linears_of(end)[0].module, x)
-                home.write(
-                    out[batch], self.layer(hidden, self._kwargs, attention=self._attention(kept), mlp=mlp)
-                )
-        self.stream.hidden_states, self._kept = out, None
+        if not self._advanced:
+            with self.stream.copies_home() as home:
+                for index, (batch, hidden, kept) in enumerate(self._batches()):
+                    x = self._inputs_of_end.pop(index, None)
+                    mlp = None if x is None else partial(self.layer.linears_of(end)[0].module, x)
+                    output = self.layer(hidden, self._kwargs, attention=self._attention(kept), mlp=mlp)
+                    home.write(self.stream.hidden_states[batch], output)
+        self._kept = None
 
     def _batches(self) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """The batches with their hidden states and, if there is a kept tensor, their part of it."""
@@ -110,13 +129,6 @@ class LayerPass:
             return kept
         return self.stream.buffer(width, like.dtype)
 
-    def _residual_of_mlp(self, hidden: Tensor, attended: Tensor | None) -> Tensor:
-        """The output of the layer without the output of its MLP."""
-        assert attended is not None
-        return self.layer(
-            hidden, self._kwargs, attention=lambda: attended, mlp=lambda: attended.new_zeros(())
-        )
-
     def _attention(self, kept: Tensor | None) -> Output | None:
         """The output of the attention for a batch, from its part of the kept tensor."""
         if kept is None:
@@ -124,4 +136,8 @@ class LayerPass:
         if self._kept_input:
             (linear,) = self.layer.linears_of(self.layer.attention_end)
             return partial(linear.module, kept)
-        return lambda: kept
+        return _value(kept)
+
+
+def _value(tensor: Tensor) -> Output:
+    return lambda: tensor

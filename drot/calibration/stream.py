@@ -7,9 +7,12 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import HessianAccumulator
+from drot.machine.devices import is_gpu
+from drot.machine.products import rounded_once
 from drot.machine.transfer import CopiesHome, ahead, empty_on_host
 from drot.model.decoder import DecoderModel
 from drot.model.families import InputGroup
+from drot.model.inputs import reading
 from drot.model.layer import DecoderLayer
 
 #: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
@@ -29,6 +32,8 @@ class CalibrationStream:
         self.hidden_states = hidden_states
         self.layer_kwargs = layer_kwargs
         self.device = device or hidden_states.device
+        #: width and dtype → the buffer in main memory
+        self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @classmethod
     def embed(
@@ -45,11 +50,15 @@ class CalibrationStream:
             return cls(empty, [{} for _ in model.layers])
         hidden_states, kwargs = model.record(tokens, torch.device("cpu") if offload else device)
         stream = cls(hidden_states, [_to_device(of_layer, device) for of_layer in kwargs], device)
-        return stream.offloaded_copy() if offload and device.type == "cuda" else stream
+        return stream.offloaded_copy() if offload and is_gpu(device) else stream
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a view of the first `nsamples` sequences."""
         return CalibrationStream(self.hidden_states[:nsamples], self.layer_kwargs, self.device)
+
+    def copy(self) -> "CalibrationStream":
+        """A stream with a copy of the hidden states in the same place."""
+        return CalibrationStream(self.hidden_states.clone(), self.layer_kwargs, self.device)
 
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""
@@ -58,14 +67,27 @@ class CalibrationStream:
 
     def batch(self, sequences: slice | Tensor) -> Tensor:
         """The hidden states of some sequences, on `device`."""
-        return self.hidden_states[sequences].to(self.device)
+        if isinstance(sequences, slice) or self.hidden_states.device == self.device:
+            return self.hidden_states[sequences].to(self.device)
+        # sequence by sequence: so main memory gathers nothing, and the CPU does not wait
+        shape = (len(sequences), *self.hidden_states.shape[1:])
+        result = torch.empty(shape, dtype=self.hidden_states.dtype, device=self.device)
+        for row, index in zip(result, sequences.tolist(), strict=True):
+            row.copy_(self.hidden_states[index], non_blocking=True)
+        return result
 
     def buffer(self, width: int, dtype: torch.dtype) -> Tensor:
-        """An uninitialised tensor [nsamples, seqlen, width] where the hidden states lie."""
+        """A tensor [nsamples, seqlen, width] where the hidden states lie, with any content.
+
+        In main memory it is the same tensor at each call, because pinning takes long.
+        """
         shape = (*self.hidden_states.shape[:2], width)
         if self.hidden_states.device == self.device:
             return torch.empty(shape, dtype=dtype, device=self.device)
-        return empty_on_host(shape, dtype, self.device)
+        key = (width, dtype)
+        if key not in self._buffers:
+            self._buffers[key] = empty_on_host(shape, dtype, self.device)
+        return self._buffers[key]
 
     def loaded_batches(self) -> Iterator[tuple[slice, Tensor]]:
         """Each of the `batches` with its hidden states on `device`, which are copied ahead from main memory.
@@ -90,31 +112,25 @@ class CalibrationStream:
         return (slice(start, start + step) for start in range(0, count, step))
 
     @torch.no_grad()
-    def outputs(self, layer: DecoderLayer) -> Tensor:
-        """The output [nsamples, seqlen, d] of `layer`. The stream is not changed."""
-        out = self.buffer(self.hidden_states.shape[-1], self.hidden_states.dtype)
+    def advance(self, layer: DecoderLayer) -> None:
+        """Replaces the hidden states by the output [nsamples, seqlen, d] of `layer`, in place."""
         with self.copies_home() as home:
             for batch, inputs in self.loaded_batches():
-                home.write(out[batch], layer(inputs, self.layer_kwargs[layer.index]))
-        return out
-
-    def advance(self, layer: DecoderLayer) -> None:
-        """Replaces the hidden states by the output of `layer`."""
-        self.hidden_states = self.outputs(layer)
+                home.write(self.hidden_states[batch], layer(inputs, self.layer_kwargs[layer.index]))
 
     @torch.no_grad()
     def rotate(self, matrix: Tensor) -> None:
-        """h ← h · matrix, for matrix [d, d], computed in fp32 at least and rounded once."""
-        dtype = self.hidden_states.dtype
-        work = torch.promote_types(dtype, torch.float32)
-        matrix = matrix.to(self.device, work)
+        """h ← h · matrix, for matrix [d, d], computed in fp32 at least and rounded once, in place."""
+        matrix = matrix.to(self.device)
         with self.copies_home() as home:
             for batch, inputs in self.loaded_batches():
-                home.write(self.hidden_states[batch], (inputs.to(work) @ matrix).to(dtype))
+                home.write(
+                    self.hidden_states[batch], rounded_once(inputs.flatten(0, 1), matrix).view_as(inputs)
+                )
 
     def rotated_copy(self, matrix: Tensor) -> "CalibrationStream":
         """A stream with a copy of the hidden states, rotated by `matrix` [d, d]."""
-        copy = CalibrationStream(self.hidden_states.clone(), self.layer_kwargs)
+        copy = self.copy()
         copy.rotate(matrix)
         return copy
 
@@ -130,8 +146,8 @@ class CalibrationStream:
         """Name of a group → H [in, in], fp32, of its inputs, from one pass.
 
         folded: as in `DecoderLayer.reading`.
-        advance: whether the hidden states are replaced by the output of the layer. Without it the pass ends
-            at the last of the groups.
+        advance: whether the hidden states are replaced by the output of the layer, in place. Without it the
+            pass ends at the last of the groups.
         """
         accumulators = {
             group.name: HessianAccumulator(layer.shape_of(group.linears[0])[1], self.device)
@@ -141,18 +157,14 @@ class CalibrationStream:
         def read(group: InputGroup, x: Tensor) -> None:
             accumulators[group.name].add(x)
 
-        hidden = self.hidden_states
-        out = self.buffer(hidden.shape[-1], hidden.dtype) if advance else None
         with (
-            layer.reading(groups, read, folded=folded, to_end=advance) as forward,
+            reading(layer, groups, read, folded=folded, to_end=advance) as forward,
             self.copies_home() as home,
         ):
             for batch, inputs in self.loaded_batches():
                 output = forward(inputs, self.layer_kwargs[layer.index])
-                if out is not None and output is not None:
-                    home.write(out[batch], output)
-        if out is not None:
-            self.hidden_states = out
+                if output is not None:
+                    home.write(self.hidden_states[batch], output)
         return {group.name: accumulators[group.name].hessian() for group in groups}
 
 

@@ -21,7 +21,7 @@ from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, pack_model, unpack_model
 
 
-def convert_checkpoint(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
+def convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
     """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
 
     Returns the manifest; None for a model that drot did not prune. Raises UserError for an unknown format,
@@ -42,7 +42,7 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
         tokenizer = load_tokenizer(path)
     else:  # a model that was pruned from Python with token ids has none
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
-    maps = load_importance_maps(path)
+    maps = {} if manifest is None else load_importance_maps(path)
     model = load_model(path)
     warn_of_rounding(path, model.dtype)
     if is_packed(model) == (format == "packed"):
@@ -55,5 +55,10 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     if manifest is not None:
         manifest.format, manifest.stock_architecture = format_of(model)
     return save_checkpoint(
-        model, tokenizer, manifest, out, write_more=lambda folder: save_importance_maps(folder, maps)
+        model,
+        tokenizer,
+        manifest,
+        out,
+        shards={},
+        write_more=lambda folder: save_importance_maps(folder, maps),
     )

@@ -1,6 +1,7 @@
-"""The dtype of a model's weights: rounding to it, before the model is saved."""
+"""The dtype of saved weights: rounding to it."""
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.core.errors import UserError
@@ -12,20 +13,26 @@ from drot.machine.finite import is_finite
 def cast_weights(model: PreTrainedModel, dtype: torch.dtype, field: str = "dtype") -> None:
     """Rounds every parameter to `dtype`, in place, and sets the config's `dtype`.
 
-    Buffers, such as the frequencies of RoPE, keep their dtype.
-
-    Raises UserError that names the parameter if a finite value becomes infinite, as in float16.
+    Buffers, such as the frequencies of RoPE, keep their dtype. Raises UserError as `rounded` does.
 
     field: the argument that chose `dtype`, for the error message.
     """
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point() or parameter.dtype == dtype:
-            continue
-        rounded = parameter.data.to(dtype)
-        if not is_finite(rounded) and is_finite(parameter.data):
-            raise UserError(
-                f"{name} has values above the largest {dtype_name(dtype)}, {torch.finfo(dtype).max:g}: use "
-                f'`{field}="bfloat16"` or `{field}="float32"`'
-            )
-        parameter.data = rounded
+        if parameter.is_floating_point():
+            parameter.data = rounded(name, parameter.data, dtype, field)
     model.config.dtype = dtype
+
+
+def rounded(name: str, tensor: Tensor, dtype: torch.dtype, field: str = "save_dtype") -> Tensor:
+    """`tensor` in `dtype`; the tensor itself if it has that dtype.
+
+    Raises UserError if a finite value becomes infinite, as in float16. name, field: for its message, the name
+    of the tensor and the argument that chose `dtype`.
+    """
+    result = tensor.to(dtype)
+    if result is not tensor and not is_finite(result) and is_finite(tensor):
+        raise UserError(
+            f"{name} has values above the largest {dtype_name(dtype)}, {torch.finfo(dtype).max:g}: use "
+            f'`{field}="bfloat16"` or `{field}="float32"`'
+        )
+    return result

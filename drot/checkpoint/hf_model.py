@@ -5,7 +5,7 @@
 | `model_type` drot, and the family's config for it | AutoConfig.register (stored_config.py)                |
 | `quantization_config` of `quant_method` drot      | register_quantization_config (here)                   |
 | rotations and packed linears of an empty model    | register_quantizer (here)                             |
-| to import drot's classes after `import drot`      | no entry point: import hook (transformers_hook.py)    |
+| to import drot's classes after `import drot`      | no entry point: import hook (core/import_hook.py)     |
 | the forward of a layer that holds a rotation      | no registry: RotatedLayer (drot/model/boundary.py)    |
 | to save drot.json, the card and the stored config | no registry: DrotModel (here)                         |
 
@@ -14,9 +14,10 @@ config, and peft, AutoTokenizer and the Trainer need the config of the family. N
 `drot.prune` changes in memory. So `as_drot_model` changes the class of a model, in this one place.
 """
 
+import contextlib
 import functools
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +26,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 
 from drot.checkpoint.quantization_config import QUANT_METHOD, DrotConfig, describe, format_of
+from drot.checkpoint.recount import recount
 from drot.checkpoint.source import check_headers, read_headers
 from drot.checkpoint.stored_config import write_stored_form
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
-from drot.manifest.card import CARD, save_card
+from drot.manifest.card import CARD, read_card, save_card
 from drot.manifest.integrity import folder_records
 from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, write_manifest
-from drot.model.boundary import RotatedLayer, check_boundary_rotations
+from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Bases
 from drot.sparse.linear import NOT_TRAINABLE, packed_linears
@@ -57,18 +59,24 @@ class DrotModel:
     drot_files: tuple[CheckpointManifest, str] | None = None
 
     def save_pretrained(
-        self: Any, save_directory: Any, *args: Any, push_to_hub: bool = False, **kwargs: Any
+        self: Any,
+        save_directory: Any,
+        is_main_process: bool = True,
+        state_dict: dict[str, Any] | None = None,
+        push_to_hub: bool = False,
+        **kwargs: Any,
     ) -> Any:
         """`save_pretrained` of transformers. It also writes drot.json, the card and the config's stored form.
 
-        The entries of drot.json on format and dtype describe the model as it is now. All other entries, such
-        as the figures of each layer, are those of the loaded checkpoint.
+        The entries of drot.json on format, dtype and zeros describe the model as it is now (`recount`). The
+        other figures of the layers are those of the loaded checkpoint.
         """
         hub = {name: kwargs.pop(name) for name in HUB_ARGUMENTS & kwargs.keys() if push_to_hub}
         repo_id, tags = hub.pop("repo_id", ""), hub.pop("tags", ())
         entry = _describe_in_config(self)
-        super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
-        if kwargs.get("is_main_process", True):
+        with _saving(getattr(self, "hf_quantizer", None), state_dict):
+            super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)  # type: ignore[misc]
+        if is_main_process:
             folder = Path(save_directory)
             config = folder / "config.json"
             if entry is not None and config.exists():  # an adapter is saved without the config
@@ -99,11 +107,13 @@ class DrotModel:
         kept, before = self.drot_files
         format, stock = format_of(self)
         changes = {"format": format, "stock_architecture": stock, "dtype": dtype_name(self.dtype)}
-        manifest = kept.model_copy(update=changes)
+        manifest = kept.model_copy(update=changes, deep=True)
+        manifest.files = folder_records(folder)
+        recount(folder, DecoderModel(self), manifest, kept)
         if not (folder / CARD).exists() and before:
             (folder / CARD).write_text(before, encoding="utf-8")
         save_card(folder, manifest, name, tags)
-        manifest.files = folder_records(folder)
+        manifest.files |= folder_records(folder, [CARD])
         write_manifest(folder, manifest)
 
     def dequantize(self: Any, dtype: Any = None) -> Any:
@@ -121,6 +131,18 @@ class DrotModel:
     def __reduce__(self) -> Any:
         # pickle finds no class by name that was made at run time
         return _new_model, (type(self).__bases__[1],), self.__getstate__()
+
+
+@contextlib.contextmanager
+def _saving(quantizer: Any, state_dict: dict[str, Any] | None) -> Iterator[None]:
+    """`save_pretrained` of transformers asks a quantizer for the tensors, and forgets those of its caller."""
+    if quantizer is not None:
+        quantizer.state_dict_to_save = state_dict
+    try:
+        yield
+    finally:
+        if quantizer is not None:
+            quantizer.state_dict_to_save = None
 
 
 @functools.cache
@@ -178,13 +200,13 @@ def keep_files(model: Any, path: str | Path) -> None:
 
     if (file := find(MANIFEST)) is None:
         return
-    try:
-        manifest = read_any_manifest(file.parent)
-    except UserError:  # the commands that need the manifest say so
-        return
     card = find(CARD)
+    try:
+        manifest, text = read_any_manifest(file.parent), "" if card is None else read_card(card)
+    except UserError:  # the commands that need the files say so
+        return
     as_drot_model(model)
-    model.drot_files = manifest, "" if card is None else card.read_text(encoding="utf-8")
+    model.drot_files = manifest, text
 
 
 def _upload(folder: Path, repo_id: str, *, private: bool | None = None, **arguments: Any) -> Any:
@@ -210,6 +232,11 @@ class DrotQuantizer(HfQuantizer):
 
     requires_calibration = True
     quantization_config: DrotConfig
+    #: the tensors that the caller of `save_pretrained` gave; None saves those of the model
+    state_dict_to_save: dict[str, Any] | None = None
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
+        return self.state_dict_to_save, {}
 
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
@@ -219,12 +246,13 @@ class DrotQuantizer(HfQuantizer):
                 f"a checkpoint that drot wrote must be opened with its language model head, "
                 f"got {type(model).__name__}: use AutoModelForCausalLM"
             )
-        if (place := self.quantization_config.boundary) is not None:
-            decoder = DecoderModel(model)
-            bases = Bases(place, len(decoder.layers))
-            for layer in decoder.layers:
-                if bases.holds(layer.index):
-                    layer.expect_boundary(place)
+        decoder, place = DecoderModel(model), self.quantization_config.boundary
+        bases, block = Bases(place, len(decoder.layers)), self.quantization_config.down_rotation
+        for layer in decoder.layers:
+            if place is not None and bases.holds(layer.index):
+                layer.expect_boundary(place)
+            if block is not None:
+                layer.expect_down_rotation(block)
         if self.quantization_config.packed:
             expect_packed(model, self.quantization_config.dense_linears)
         if checkpoint_files is not None:  # None if the caller gave a state dict
@@ -234,13 +262,13 @@ class DrotQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         decoder = DecoderModel(model)
         check_packed(model)
-        check_boundary_rotations(decoder.layer_modules, decoder.family.layers)
+        check_rotations(decoder.layer_modules, decoder.family.layers)
         # transformers makes every floating-point parameter trainable
         for _, linear in packed_linears(model):
             linear.requires_grad_(False)
-        for layer in decoder.layer_modules:
-            if isinstance(layer, RotatedLayer):
-                layer.residual_rotation.requires_grad_(False)
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2] in (ROTATION_MODULE, DOWN_ROTATION):
+                module.requires_grad_(False)
         compress_model(model)  # has no effect on a CPU, until the model moves to a GPU
         as_drot_model(model)
         keep_files(model, model.name_or_path)

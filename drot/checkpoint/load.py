@@ -16,11 +16,12 @@ from drot.checkpoint.source import (
     model_folder,
     read_config,
     read_headers,
+    stored_state,
     weight_files,
 )
-from drot.core.checks import is_a
+from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError, quoted
-from drot.machine.devices import dtype_name, parse_dtype, pick_device
+from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.finite import is_finite
 from drot.manifest.integrity import is_loaded, verified_while_loading
 from drot.model.families import FAMILIES
@@ -70,7 +71,7 @@ def load(
     model = model.to(target)  # type: ignore[arg-type]
     if packed and compress is not False:
         compress_model(model)
-    elif packed and target.type == "cuda":
+    elif packed and is_gpu(target):
         logger.warning("%s is loaded without compressed weights: %s", path, UNCOMPRESSED)
     return model
 
@@ -78,14 +79,19 @@ def load(
 def load_config(path: str | Path) -> Any:
     """The config of the model at `path`, a hub name or a folder. Raises UserError if there is none."""
     is_a("model", path, str, Path)
-    from transformers import AutoConfig
+    from transformers import AutoConfig, PreTrainedConfig
 
     folder = model_folder(path)
     entries = read_config(folder)
-    with _transformers(NO_MODEL.format(str(path)), entries):
+    with silent_transformers(NO_MODEL.format(str(path)), entries):
         config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         boundary_of(config)  # checks the quantization_config of a checkpoint that drot wrote
-        layers = getattr(config.get_text_config(), "num_hidden_layers", 1)
+        text = config.get_text_config()
+        if not isinstance(text, PreTrainedConfig):
+            raise UserError(
+                f"{folder}/config.json: text_config must be the config of a model, got {shortened(text)}"
+            )
+        layers = getattr(text, "num_hidden_layers", 1)
     if not isinstance(layers, int) or not 0 <= layers <= MOST_LAYERS:
         raise UserError(f"{folder}/config.json: a model must have at most {MOST_LAYERS} layers, got {layers}")
     return config
@@ -120,14 +126,14 @@ def load_model(
     headers = read_headers(weight_files(folder))
     check_layers(config, headers, folder)
     problem, entries = NO_MODEL.format(str(path)), config.to_dict()
-    with _transformers(problem, entries):
+    with silent_transformers(problem, entries):
         if config.model_type in FAMILIES and not quantization_config_of(config):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             check_headers(empty, headers)
-            _refuse_superfluous(path, headers.keys() - empty.state_dict().keys())
+            _refuse_superfluous(path, headers.keys() - stored_state(empty).keys())
     verified = verified_while_loading(folder) if verify else contextlib.nullcontext()
-    with verified, _transformers(problem, entries):
+    with verified, silent_transformers(problem, entries):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
         )
@@ -192,12 +198,12 @@ def load_tokenizer(path: str | Path) -> Any:
     from transformers import AutoTokenizer
 
     folder = model_folder(path)
-    with _transformers(f"cannot load a tokenizer from {str(path)!r}"):
+    with silent_transformers(f"cannot load a tokenizer from {str(path)!r}"):
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
 
 
 @contextlib.contextmanager
-def _transformers(problem: str, entries: dict[str, Any] | None = None) -> Iterator[None]:
+def silent_transformers(problem: str, entries: dict[str, Any] | None = None) -> Iterator[None]:
     """Silences transformers' warnings, and turns any exception into a UserError of one line.
 
     The line is `problem` and the message of the exception. A UserError of drot's own quantizer and an

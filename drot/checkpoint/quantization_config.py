@@ -1,11 +1,11 @@
-"""`quantization_config` in config.json: whether a checkpoint is packed and has rotations between its layers.
+"""`quantization_config` in config.json: whether a checkpoint is packed, and which rotations its layers hold.
 
-Its keys are defined here and nowhere else. A checkpoint with dense weights and without rotations between its
-layers has no `quantization_config`, so every inference engine opens it.
+Its keys are defined here and nowhere else. A checkpoint with dense weights whose layers hold no rotations has
+no `quantization_config`, so every inference engine opens it.
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
@@ -15,7 +15,7 @@ from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
 from drot.manifest.manifest import MANIFEST, read_manifest
-from drot.model.boundary import rotation_place
+from drot.model.boundary import down_rotation, rotation_place
 from drot.model.decoder import DecoderModel
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import dense_linears
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 QUANT_METHOD = "drot"
+#: `quant_method` of other programs → the name by which users know it
+OTHERS = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4"}
+#: what to do with a model that another program has quantised
+NAME_THE_ORIGINAL = "name the model that it was made from, in 16 or 32 bits"
 
 
 class Keys(BaseModel):
@@ -31,6 +35,7 @@ class Keys(BaseModel):
 
     boundary: what the rotations between the layers act on (drot/model/boundary.py). Without rotations, the
         file has no such key.
+    down_rotation: the size of the blocks of R3 in every layer. Without R3, the file has no such key.
     packed: whether the linears of the decoder layers are packed.
     dense_linears: names of linears that are not packed, such as `layers.0.mlp.down_proj`. The file has no
         such key if there are none.
@@ -40,6 +45,7 @@ class Keys(BaseModel):
 
     quant_method: Literal["drot"] = "drot"
     boundary: BoundaryPlace | None = None
+    down_rotation: Annotated[int, Field(ge=2)] | None = None
     packed: bool = False
     dense_linears: list[str] = Field(default_factory=list)
 
@@ -51,6 +57,7 @@ class DrotConfig(QuantizationConfigMixin):
     """
 
     boundary: BoundaryPlace | None
+    down_rotation: int | None
     packed: bool
     dense_linears: list[str]
 
@@ -74,21 +81,41 @@ def quantization_config_of(config: Any) -> dict[str, Any]:
     return entry if isinstance(entry, dict) else dict(entry.to_dict())
 
 
+def quantised_by(config: Any) -> str | None:
+    """The method by which another program has quantised a model with `config`; None if it is not."""
+    entry = quantization_config_of(config)
+    if not entry or (method := entry.get("quant_method")) == QUANT_METHOD:
+        return None
+    if method is None and any(str(key).startswith("load_in_") for key in entry):
+        return "bitsandbytes"  # before it wrote its name
+    return OTHERS.get(str(method), str(method))
+
+
+def drot_config_of(config: Any) -> DrotConfig | None:
+    """What the layers of a checkpoint with `config` hold; None if it opens without drot."""
+    entry = quantization_config_of(config)
+    return DrotConfig(**entry) if entry.get("quant_method") == QUANT_METHOD else None
+
+
 def boundary_of(config: Any) -> BoundaryPlace | None:
     """The place of the boundary rotations of a checkpoint with `config`; None if it has none."""
-    entry = quantization_config_of(config)
-    return DrotConfig(**entry).boundary if entry.get("quant_method") == QUANT_METHOD else None
+    held = drot_config_of(config)
+    return None if held is None else held.boundary
 
 
 def describe(model: "PreTrainedModel") -> DrotConfig | None:
     """The `quantization_config` for the modules that `model` has now; None if it opens without drot."""
     layers = DecoderModel(model).layers
-    boundary = next((place for layer in layers if (place := rotation_place(layer.module))), None)
+    r3 = down_rotation(layers[0].module)
+    held: dict[str, Any] = {
+        "boundary": next((place for layer in layers if (place := rotation_place(layer.module))), None),
+        "down_rotation": None if r3 is None else r3.weight.shape[-1],
+    }
     if not is_packed(model):
-        return DrotConfig(boundary=boundary) if boundary else None
+        return DrotConfig(**held) if any(held.values()) else None
     linears = [linear for layer in layers for linear in layer.linears.values()]
     dense = [linear.full_name for linear in linears if isinstance(linear.module, nn.Linear)]
-    return DrotConfig(boundary=boundary, packed=True, dense_linears=dense)
+    return DrotConfig(**held, packed=True, dense_linears=dense)
 
 
 def format_of(model: "PreTrainedModel") -> tuple[WeightFormat, bool]:

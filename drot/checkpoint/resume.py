@@ -5,31 +5,25 @@ import json
 import logging
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 
+from drot.checkpoint.shards import save_shard
 from drot.core.errors import UserError
 from drot.core.files import new_file, write_json, writing
-from drot.core.hashes import (
-    DIGEST,
-    FileRecord,
-    damage,
-    digest_fits,
-    file_record,
-    tensors_digest,
-    with_digest,
-)
+from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
+from drot.core.reading import read_json
 
 logger = logging.getLogger("drot")
 
 #: the identity of the run, in the folder of its parts
 IDENTITY = "run.json"
-#: part -> the hashes of its file and of its tensors
+#: part -> the hash and the size of its file, the machine that computed it, and its record
 JOURNAL = "parts.json"
 LAYER = "layer_"
 
@@ -45,6 +39,8 @@ def check_unfinished(out: Path, *, resume: bool) -> None:
     Logs a warning if `resume` is True and there is no unfinished run.
     """
     folder = partial_folder(out)
+    if folder.is_symlink():
+        raise UserError(f"{folder} is a link, and would keep its files for ever: remove it")
     unfinished = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
     if unfinished and not resume:
         raise UserError(f"{folder} holds an unfinished run: continue it with `resume=True` or remove it")
@@ -77,10 +73,10 @@ def _read_identity(folder: Path) -> dict[str, Any] | None:
 def read_journal(file: Path) -> dict[str, Any] | None:
     """The content of run.json or parts.json without its digest; None if it is missing or damaged."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        data = read_json(file)
+    except UserError:
         return None
-    if not isinstance(data, dict) or not digest_fits(data):
+    if not digest_fits(data):
         return None
     return {key: value for key, value in data.items() if key != DIGEST}
 
@@ -118,9 +114,11 @@ def _fields(data: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 class RunState:
     """The finished parts of a run, which are saved in `<out>.partial` so that the run survives a crash.
 
-    A part, such as a pruned layer, is one safetensors file with its tensors, and its record in the metadata.
-    The folder is created with the first part. Its run.json holds the identity of the run, and its parts.json
-    the hashes of the parts.
+    A part, such as a pruned layer, is one safetensors file with its tensors, whose bytes depend on nothing
+    else. The folder is created with the first part. Its run.json holds the identity of the run, and its
+    parts.json the hashes and the records of the parts.
+
+    `save_later` writes parts in a thread while the run goes on, inside the context `saving`.
 
     A part that does not fit its hashes is computed again. The parts after it are kept if the new tensors
     equal the lost ones, as they do on the same machine with the same number of threads; otherwise they are
@@ -139,6 +137,8 @@ class RunState:
         self.folder = partial_folder(out)
         self.identity = identity
         self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+        self._under_way: Future[None] | None = None
         self._parts: dict[str, Any] = {}
         self._machine = json.loads(json.dumps(machine))  # as it is read from the journal
         self.other_machines: list[dict[str, Any]] = []
@@ -169,8 +169,51 @@ class RunState:
                 identity_differences(other, self._machine, "those parts"),
             )
 
-    def _file(self, name: str) -> Path:
+    def file(self, name: str) -> Path:
+        """The file of the part `name`."""
         return self.folder / f"{name}.safetensors"
+
+    def record(self, name: str) -> FileRecord:
+        """The hash of the file of a finished part, taken when it was written."""
+        entry = self._parts[name]
+        return FileRecord(sha256=entry["sha256"], bytes=entry["bytes"])
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """A context for `save_later`: all parts are written when it ends, also after an error."""
+        with ThreadPoolExecutor(1, thread_name_prefix="drot-save") as self._thread:
+            try:
+                yield
+            except BaseException:
+                with contextlib.suppress(Exception):  # the caller's error came first
+                    self._wait()
+                raise
+            self._wait()
+
+    def save_later(self, parts: Mapping[str, tuple[Mapping[str, torch.Tensor], Any]]) -> None:
+        """As `save` for each name → (tensors, record) of `parts`, in a thread, when those before are written.
+
+        Tensors on a GPU are copied first. Tensors in main memory must not change before the context ends.
+        Raises the WriteError of the parts before.
+        """
+        assert self._thread is not None, "`save_later` needs the context `saving`"
+        self._wait()
+        copies = [
+            (name, {key: tensor.detach().cpu() for key, tensor in tensors.items()}, record)
+            for name, (tensors, record) in parts.items()
+        ]
+
+        def save_all() -> None:
+            for part in copies:
+                self.save(*part)
+
+        self._under_way = self._thread.submit(save_all)
+
+    def _wait(self) -> None:
+        """Waits until the thread has written its parts."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.result()
 
     def save(self, name: str, tensors: dict[str, torch.Tensor], record: Any) -> None:
         """Writes the part `name`. Several threads may call it at the same time.
@@ -178,18 +221,14 @@ class RunState:
         Raises WriteError if writing fails; the parts before it are kept.
         """
         self._begin()
-        file = self._file(name)
-        contiguous = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
+        file = self.file(name)
         with new_file(file) as part:
-            save_file(contiguous, part, metadata={"record": json.dumps(record)})
-        entry = {
-            **file_record(file).model_dump(),
-            "tensors": tensors_digest(contiguous),
-            "machine": self._machine,
-        }
+            save_shard(tensors, part)
+        entry = {**file_record(file).model_dump(), "machine": self._machine}
+        entry["record"] = json.dumps(record)
         with self._lock:
             parts = self._parts | {name: entry}
-            if name in self._parts and self._parts[name]["tensors"] != entry["tensors"]:
+            if name in self._parts and self._parts[name]["sha256"] != entry["sha256"]:
                 later = [other for other in self._parts if _depends(other, name)]
                 parts = {other: parts[other] for other in parts if other not in later}
                 if later:
@@ -216,16 +255,18 @@ class RunState:
 
     def load(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
         """The tensors and the record of the part `name`; None if it is not finished, or damaged."""
-        file, entry = self._file(name), self._parts.get(name)
-        if entry is None:
+        if name not in self._parts:
             return None  # a file without an entry was cut off between the writing of the two
-        problem = damage(file, FileRecord(sha256=entry["sha256"], bytes=entry["bytes"]))
+        self._wait()  # a part that was computed again may have made this one useless
+        if (entry := self._parts.get(name)) is None:
+            return None
+        file = self.file(name)
+        problem = damage(file, self.record(name))
         if problem is not None:
             logger.warning("%s %s: it is computed again", file, problem)
             return None
         with safe_open(file, framework="pt") as handle:
-            tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
-            return tensors, json.loads(handle.metadata()["record"])
+            return {key: handle.get_tensor(key) for key in handle.keys()}, json.loads(entry["record"])  # noqa: SIM118
 
     def discard(self) -> None:
         """Deletes the folder. Called after the checkpoint was written."""

@@ -1,6 +1,8 @@
 """Rotation files: trained rotations of a model, which can be used again for other sparsities and methods."""
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +11,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.files import new_file
 from drot.core.hashes import DIGEST, json_digest, tensors_digest
-from drot.model.families import HeadShape
+from drot.core.reading import check_regular, parse_json
+from drot.machine.devices import dtype_name
 from drot.model.rotation import LayerRotation, orthogonality_error, reorthogonalize
+from drot.model.sizes import HeadShape
 
 #: largest allowed max |QᵀQ - I| of a stored matrix; rounding a large matrix to fp32 gives about 1e-6
 ORTHOGONALITY_TOLERANCE = 1e-3
+FIRST_R3 = "layers.0.r3"
 
 
 def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str, Any]) -> None:
@@ -39,42 +45,64 @@ def _digest(tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
     return json_digest([tensors_digest(tensors), record])
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """The open file `path`. Raises UserError if it is missing or broken."""
+    if not path_exists(path):
+        raise UserError(f"there is no rotation file {path}: write one with `save_rotations_to`")
+    check_regular(path)
+    try:
+        with safe_open(path, framework="pt") as handle:
+            yield handle
+    except (SafetensorError, OSError, ValueError) as error:
+        raise UserError(f"{path} is not a readable safetensors file ({error}): copy it again") from None
+
+
+def stored_down_block(path: Path) -> int | None:
+    """The size of the blocks of R3 in a rotation file; None if it holds no R3.
+
+    Raises UserError if the file is missing or broken.
+    """
+    with _opened(path) as handle:
+        return handle.get_slice(FIRST_R3).get_shape()[-1] if FIRST_R3 in handle.keys() else None  # noqa: SIM118
+
+
 def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors and the record of a rotation file, as they are in the file.
 
-    Raises UserError if the file is missing or broken, or does not fit its digest.
+    Raises UserError if the file is missing or broken, holds anything but fp32, or does not fit its digest.
     """
-    try:
-        with safe_open(path, framework="pt") as handle:
-            tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
-            record = json.loads((handle.metadata() or {}).get("record", "{}"))
-    except FileNotFoundError:
-        raise UserError(f"there is no rotation file {path}: write one with `save_rotations_to`") from None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} is not a readable safetensors file ({error}): copy it again") from None
-    if not isinstance(record, dict):
-        raise UserError(
-            f"{path}: its record must be a JSON object, got {type(record).__name__}: copy it again"
-        )
+    with _opened(path) as handle:
+        tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
+        content = (handle.metadata() or {}).get("record", "{}")
+    for name, tensor in tensors.items():
+        if tensor.dtype != torch.float32:
+            raise UserError(f"{path}: {name} must be of dtype float32, got {dtype_name(tensor.dtype)}")
+    record = parse_json(content.encode(), f"{path}: its record")
     if record.pop(DIGEST, None) != _digest(tensors, record):
         raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
     return tensors, record
 
 
 def load_rotations(
-    path: Path, *, layers: int, hidden_size: int, shape: HeadShape
+    path: Path, *, layers: int, hidden_size: int, shape: HeadShape, down_width: int
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
     """The rotations of each layer and the record that was saved with them.
 
     The matrices are fp64, and orthogonalised again, because the file has them in fp32. Raises UserError if
     the file is missing, broken or damaged, has another shape than this model, or holds a matrix that is not
     orthogonal.
+
+    down_width: the number of inputs of down_proj.
     """
     tensors, record = read_rotations(path)
+    block = tensors[FIRST_R3].shape[-1] if FIRST_R3 in tensors else None
     expected = {}
     for index in range(layers):
         expected[f"layers.{index}.r1"] = [hidden_size, hidden_size]
         expected[f"layers.{index}.r2"] = [shape.kv_heads, shape.head_dim, shape.head_dim]
+        if block is not None:
+            expected[f"layers.{index}.r3"] = [down_width // block, block, block]
     for name, size in expected.items():
         got = list(tensors[name].shape) if name in tensors else None
         if got != size:
@@ -82,9 +110,8 @@ def load_rotations(
                 f"{path}: {name} must be {size} for this model, got {got}: use a file of this model"
             )
     if len(tensors) != len(expected):
-        raise UserError(
-            f"{path} holds {len(tensors) // 2} layers, but this model has {layers}: use a file of this model"
-        )
+        held = sum(name.endswith(".r1") for name in tensors)
+        raise UserError(f"{path} holds {held} layers, but this model has {layers}: use a file of this model")
     for name, tensor in tensors.items():
         if not (deviation := orthogonality_error(tensor)) < ORTHOGONALITY_TOLERANCE:
             raise UserError(

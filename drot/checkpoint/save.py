@@ -1,12 +1,14 @@
 """Writing of checkpoints. A folder is complete or does not exist."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from drot.checkpoint.shards import save_in_shards
 from drot.core.errors import UserError
 from drot.core.files import check_writable, finish_folder, new_folder
+from drot.core.hashes import FileRecord
 from drot.manifest.card import save_card
 from drot.manifest.integrity import folder_records
 from drot.manifest.manifest import CheckpointManifest, write_manifest
@@ -38,6 +40,7 @@ def save_checkpoint(
     out: Path,
     *,
     scratch: Path | None = None,
+    shards: Mapping[Path, FileRecord] | None = None,
     write_more: Callable[[Path], None] | None = None,
     finish: Callable[[AnyManifest], None] | None = None,
 ) -> AnyManifest:
@@ -50,18 +53,27 @@ def save_checkpoint(
     manifest: None writes no manifest.
     out: a folder that is new or empty.
     scratch: a folder for the temporary folder, as in `new_folder`.
+    shards: None writes the weights as transformers does, in one file up to 50 GB. Otherwise each layer gets a
+        shard of its own. A shard that is written already, on the disk of `out`, is named here with its hash
+        and becomes part of the checkpoint; an empty mapping writes all shards.
     write_more: writes further files into the folder that it is called with.
     finish: sets the last entries of the manifest, when all else is written and synced.
     """
+    if hasattr(model, "drot_files"):
+        model.drot_files = None  # type: ignore[assignment]  # `manifest` replaces the loaded one
     with new_folder(out, scratch) as part:
-        model.save_pretrained(part)
+        hashes: Mapping[str, FileRecord] = {}
+        if shards is None:
+            model.save_pretrained(part)
+        else:
+            hashes = save_in_shards(model, part, shards)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         if write_more is not None:
             write_more(part)
         if manifest is not None:
             save_card(part, manifest)
-            manifest.files = folder_records(part)
+            manifest.files = folder_records(part, known=hashes)
             if finish is not None:
                 finish_folder(part)
                 finish(manifest)

@@ -2,11 +2,12 @@
 
 import shutil
 from pathlib import Path
-
-from torch import nn
+from typing import TYPE_CHECKING
 
 from drot.core.errors import UserError
-from drot.machine.devices import dtype_name
+
+if TYPE_CHECKING:  # `drot info FOLDER` needs no torch
+    from torch import nn
 
 
 def weight_bytes(folder: str | Path) -> int | None:
@@ -14,8 +15,10 @@ def weight_bytes(folder: str | Path) -> int | None:
     return sum(file.stat().st_size for file in Path(folder).glob("*.safetensors")) or None
 
 
-def size_of(model: nn.Module) -> str:
+def size_of(model: "nn.Module") -> str:
     """The number, the bytes and the dtypes of a model's parameters, for a repr."""
+    from drot.machine.devices import dtype_name
+
     parameters = list(model.parameters())
     dtypes = ", ".join(sorted({dtype_name(parameter.dtype) for parameter in parameters}))
     count = sum(parameter.numel() for parameter in parameters)
@@ -30,16 +33,17 @@ def size_text(count: float) -> str:
     return f"{count / 1e3:.1f} kB"
 
 
-def check_space(out: Path, checkpoint: int, parts: int) -> None:
+def check_space(out: Path, checkpoint: int, beside: int, written: int = 0) -> None:
     """Raises UserError if the disk of `out` has less space than a run is going to write to it.
 
     checkpoint: bytes of the checkpoint in `out`.
-    parts: bytes of the finished parts of the run, which lie beside `out` until the checkpoint is written.
+    beside: bytes of rotations and maps, which lie beside `out` until the checkpoint is complete.
+    written: bytes that an interrupted run has written already.
     """
-    free = shutil.disk_usage(out.resolve().parent).free
-    if free < checkpoint + parts:
+    free, needed = shutil.disk_usage(out.resolve().parent).free, max(0, checkpoint + beside - written)
+    if free < needed:
         raise UserError(
-            f"{out} needs {size_text(checkpoint + parts)} of free space ({size_text(parts)} for the finished "
-            f"layers, until the checkpoint of {size_text(checkpoint)} is written); its disk has "
+            f"{out} needs {size_text(needed)} of free space ({size_text(beside)} of it for rotations and "
+            f"maps, until the checkpoint of {size_text(checkpoint)} is complete); its disk has "
             f"{size_text(free)}: make room, or name a folder on another disk as `out`"
         )

@@ -16,18 +16,25 @@ from safetensors import SafetensorError, safe_open
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.core.hub import HUB_NAME, hub_access
-from drot.core.reading import check_schema, read_json
+from drot.core.reading import check_regular, check_schema, read_json
 from drot.model.families import FAMILIES
 from drot.model.schema import ModelConfig, RopeOfModel, WeightIndex
 
 CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 WEIGHTS = "model.safetensors"
+GGUF = ".gguf"
+NO_GGUF = ", whose weights are quantised: name the model in safetensors that it was made from"
 INDEX = WEIGHTS + ".index.json"
 #: files of weights that Python opens by running what they hold
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 #: what is fetched from the hub before the weights: the config and the tokenizer
 SMALL_FILES = ["*.json", "*.txt", "*.model", "*.jinja"]
+#: those of them that transformers reads whole, and the bytes of the largest; tokenizers have up to 40 MB
+READ_BY_TRANSFORMERS = re.compile(
+    r"(.*config|.*token.*|vocab.*|merges|chat_template.*|.*\.index)\.(json|txt|model|jinja)"
+)
+LARGEST_SMALL_FILE = 2**30
 #: part of a tensor's name that holds the number of its decoder layer
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
 #: the dtypes in safetensors files that a dense weight may have
@@ -53,10 +60,15 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
     folder = Path(model)
     try:
         if folder.is_dir():
+            for file in folder.iterdir():
+                if READ_BY_TRANSFORMERS.fullmatch(file.name):
+                    check_regular(file, LARGEST_SMALL_FILE)
             return folder
         is_file = folder.exists()
     except OSError as error:  # a name that is too long, or a folder that must not be read
         raise UserError(f"cannot read {shortened(str(model))}: {error.strerror}") from None
+    if is_file and folder.suffix == GGUF:
+        raise UserError(f"{model} is a GGUF file{NO_GGUF}")
     if is_file:
         raise UserError(f"{model} is a file: name the folder of the model that holds it")
     if isinstance(model, Path) or not HUB_NAME.fullmatch(model):
@@ -90,9 +102,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / CONFIG
     if not file.exists():
-        raise UserError(f"{folder} holds no {CONFIG}: name the folder of a model")
+        raise UserError(f"{folder} holds no {CONFIG}{_instead(folder)}")
     config = read_json(file)
     check_schema(ModelConfig, config, str(file))
+    # Qwen2 has an entry that says whether the window counts
+    if config.get("sliding_window") == 0 and config.get("use_sliding_window") is not False:
+        raise UserError(f"{file}: sliding_window must be at least 1, got 0: copy the file again")
     types, layers = config.get("layer_types"), config.get("num_hidden_layers")
     if types is not None and layers is not None and len(types) != layers:
         raise UserError(
@@ -124,6 +139,21 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def _instead(folder: Path) -> str:
+    """What a folder without config.json holds, and what to do."""
+    if (folder / ADAPTER).exists():
+        entries = read_json(folder / ADAPTER)
+        base = entries.get("base_model_name_or_path") if isinstance(entries, dict) else None
+        of = f" of {shortened(base)}" if isinstance(base, str) else ""
+        return (
+            f" but {ADAPTER}, so it is an adapter (LoRA){of}: merge it into its model with peft's "
+            "merge_and_unload, save that model, and name its folder"
+        )
+    if files := sorted(folder.glob(f"*{GGUF}")):
+        return f" but {files[0].name}, a GGUF file{NO_GGUF}"
+    return ": name the folder of a model"
+
+
 def weight_files(folder: Path) -> list[Path]:
     """The safetensors files with the weights of the model in `folder`, in the order of their names.
 
@@ -134,6 +164,8 @@ def weight_files(folder: Path) -> list[Path]:
         names = [WEIGHTS]
     elif (folder / INDEX).exists():
         names = _files_of(folder / INDEX)
+    elif files := sorted(folder.glob(f"*{GGUF}")):
+        raise UserError(f"{folder} holds no {WEIGHTS} but {files[0].name}, a GGUF file{NO_GGUF}")
     elif pickles := sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
         raise UserError(
             f"{folder} holds no {WEIGHTS}, but {pickles[0]}, a pickle, which can run code when it is opened: "
@@ -202,6 +234,14 @@ def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:
         )
 
 
+def stored_state(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model as its files hold them: transformers stores each expert by itself."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    found: dict[str, torch.Tensor] = revert_weight_conversion(model, model.state_dict())
+    return found
+
+
 def check_headers(
     model: Any, headers: dict[str, Header], dtypes: Sequence[str] = tuple(DENSE_DTYPES)
 ) -> None:
@@ -214,7 +254,7 @@ def check_headers(
     """
     prefix = f"{model.base_model_prefix}."
     without_head = not any(name.startswith(prefix) for name in headers)  # a saved base model has no prefix
-    for key, tensor in model.state_dict().items():
+    for key, tensor in stored_state(model).items():
         header = headers.get(key.removeprefix(prefix) if without_head else key)
         if header is None and not key.startswith(prefix):
             continue

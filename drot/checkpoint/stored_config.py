@@ -1,6 +1,6 @@
 """The stored form of config.json: without drot, no program opens a checkpoint that needs drot.
 
-Such a checkpoint is packed, or has rotations between its layers. transformers without drot would warn, drop
+Such a checkpoint is packed, or its layers hold rotations. transformers without drot would warn, drop
 the rotations, draw random weights for the packed ones, and compute garbage. Three entries of config.json stop
 it, and stop other engines and converters:
 
@@ -13,7 +13,7 @@ it, and stop other engines and converters:
 | safetensors                              | only warn of another `model_type`                               |
 
 A program that reads none of these entries lacks tensors: a packed linear has no tensor `weight`, and a layer
-that holds a rotation has none of its attention norm (drot/model/boundary.py).
+that holds a rotation has none of one of its norms (drot/model/boundary.py).
 
 In memory, a model has the config of its family: AutoConfig returns it (StoredConfig), and `save_pretrained`
 of drot's models writes the stored form (drot/checkpoint/hf_model.py).

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal
-from drot.core.hashes import FileRecord, digest_fits
+from drot.core.hashes import DIGEST, FileRecord, digest_fits
 from drot.core.reading import read_json
 from drot.manifest.integrity import compare, files_in, recorded_files
 from drot.manifest.manifest import MANIFEST, read_any_manifest
@@ -34,7 +34,10 @@ def verify_folder(folder: Path) -> Verification:
         return _unfinished_run(folder)
     read_any_manifest(folder)  # refuses a folder that drot did not write
     files = recorded_files(folder)
-    own = {} if digest_fits(read_json(folder / MANIFEST)) else {MANIFEST: "does not fit its digest"}
+    data = read_json(folder / MANIFEST)
+    own = (
+        {} if digest_fits(data) else {MANIFEST: f"{'does not fit' if DIGEST in data else 'lacks'} its digest"}
+    )
     return _verification(folder, files, own, [MANIFEST])
 
 

@@ -1,1 +1,1 @@
-"""The command line: `drot prune | finetune | eval | convert | bench | info | demo`."""
+"""The command line: `drot prune | finetune | eval | convert | bench | run | info | demo`."""

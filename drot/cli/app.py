@@ -1,18 +1,22 @@
 """The command `drot`: its subcommands, its exit status, and its error messages of one line.
 
 Results go to stdout, progress and errors to stderr. The exit status is 0 for success, 1 for a fault of drot
-(--debug shows the traceback) or a model without a finite loss, 2 for a mistake of the user, and 130 after
-Ctrl-C.
+(--debug shows the traceback), a model without a finite loss or one that fails `drot eval --fail-above`, 2 for
+a mistake of the user, 130 after Ctrl-C, and 143 after SIGTERM.
 """
 
+import contextlib
 import errno
+import io
+import signal
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from drot.cli.commands import Group, Interrupted, add_commands
+from drot.cli.commands import COMMANDS, Group, Interrupted, add_commands, flags_of, imported
+from drot.cli.log import LOG, tell
 from drot.cli.safe_text import safe_log_messages, visible
 from drot.core.checks import shortened
 from drot.core.errors import BrokenModelError, UserError
@@ -23,6 +27,8 @@ add_commands(app)
 
 #: exit status after Ctrl-C
 INTERRUPTED = 130
+#: exit status after SIGTERM, which `kill`, `docker stop` and job schedulers send
+TERMINATED = 128 + signal.SIGTERM
 
 
 def show_version(given: bool) -> None:
@@ -42,46 +48,68 @@ def drot(
 ) -> None:
     """Rotate a language model so that pruning hurts it less, and prune it."""
     # --debug is declared here for --help only: `run` removes it from any place of the command line
+    # in front of --
 
 
 def run(arguments: list[str]) -> int:
     """Runs one command line and returns its exit status."""
-    debug = "--debug" in arguments
-    arguments = [a for a in arguments if a != "--debug"] or ["--help"]
-    try:
-        with safe_log_messages():
-            status = app(arguments, prog_name="drot", standalone_mode=False) or 0
-    except Interrupted as stop:
-        print(f"drot: interrupted: {visible(str(stop))}", file=sys.stderr)
-        return INTERRUPTED
-    except (KeyboardInterrupt, typer.Abort):
-        status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
-    except Exception as error:
-        status, message = describe(error, debug, command=next(iter(arguments)))
-        if debug:
-            print("\n".join(map(visible, traceback.format_exc().splitlines())), file=sys.stderr)
-        print(f"drot: {visible(' '.join(message.split()))}", file=sys.stderr)
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    debug = "--debug" in own
+    arguments = [*(a for a in own if a != "--debug"), *arguments[len(own) :]] or ["--help"]
+    with contextlib.closing(LOG):
+        try:
+            with safe_log_messages():
+                status = app(arguments, prog_name="drot", standalone_mode=False) or 0
+        except Interrupted as stop:
+            tell(f"drot: interrupted: {visible(str(stop))}")
+            return INTERRUPTED
+        except (KeyboardInterrupt, typer.Abort):
+            status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
+        except Exception as error:
+            status, message = describe(error, debug, command=next(iter(arguments)))
+            if debug:
+                tell("\n".join(map(visible, traceback.format_exc().splitlines())))
+            tell(f"drot: {visible(' '.join(message.split()))}")
+            return status
+        if status == INTERRUPTED:
+            tell("drot: interrupted")
         return status
-    if status == INTERRUPTED:
-        print("drot: interrupted", file=sys.stderr)
-    return status
 
 
 def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str]:
     """The exit status and the message of an exception in a command."""
     if isinstance(error, UserError | BrokenModelError):
-        from drot.cli.messages import flags_of, in_options
+        from drot.cli.messages import in_options
 
         return 2 if isinstance(error, UserError) else 1, in_options(str(error), flags_of(command).get)
     # a usage error is recognised by its method: typer contains its own copy of click's exception classes
     format_message = getattr(error, "format_message", None)
     if format_message is not None:
-        return 2, f"{format_message()} (drot --help lists the options)"
+        return 2, f"{format_message()} ({_help_line(error, command)} lists the options)"
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # of any option or argument
         return 2, f"the name {shortened(error.filename)} is too long for a file: shorten it"
     return 1, f"{type(error).__name__}: {error}{'' if debug else ' (--debug shows where)'}"
 
 
+def _help_line(error: Any, command: str) -> str:
+    """The command line whose help shows the option of a usage error, as in `drot prune --help`."""
+    if command not in COMMANDS:
+        return "drot --help"
+    typed, param = getattr(error, "option_name", None), getattr(error, "param", None)
+    return f"drot {command} {imported(command).help_option(typed or (param and param.opts[0]))}"
+
+
 def main() -> None:
     """The console script `drot`."""
-    sys.exit(run(sys.argv[1:]))
+    for stream in (sys.stdout, sys.stderr):  # a terminal that lacks a character shows its escape
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    terminated = []
+
+    def end(number: int, frame: object) -> None:  # as Ctrl-C does, so that a run says how to go on
+        terminated.append(number)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, end)
+    status = run(sys.argv[1:])
+    sys.exit(TERMINATED if terminated and status == INTERRUPTED else status)

@@ -1,38 +1,35 @@
-"""The command `drot demo`: its options and its table."""
+"""The command `drot demo`, and its table."""
 
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
-from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import number_table, output, print_line
+from drot.cli.output import output, print_json, print_line, print_table
+from drot.cli.progress_bars import working
+from drot.manifest.tables import Table, number
 
 if TYPE_CHECKING:
-    from drot.demo.demo import DemoResult
-
-#: default folder of the demo's checkpoint
-OUT = Path("demo-output")
-EPILOG = "Example: drot demo --out demo-output && drot info demo-output"
+    from drot.sweep.demo import DemoResult
 
 
-def demo(
-    out: Annotated[
-        Path, option(OUTPUT, "Folder for the rotated and pruned model. It must be new or empty.")
-    ] = OUT,
-    as_json: Json = False,
-) -> None:
-    """Prune a small model that comes with drot to 2:4, with and without DenoiseRotator, and compare."""
-    from drot.cli.progress_bars import progress_bar
-    from drot.demo.demo import run_demo
-    from drot.report.drawing import PACKAGE
+def demo(out: Path = Path("demo-output"), as_json: bool = False) -> None:
+    """Prune a small model that comes with drot to 2:4, without and with solver and rotation, and compare.
 
-    with stdout_for_the_result(), progress_bar() as progress:
+    Example: drot demo --out demo-output && drot info demo-output
+
+    Output:
+        out:
+        as_json:
+    """
+    from drot.reporting.drawing import PACKAGE
+    from drot.sweep.demo import run_demo
+
+    with working() as progress:
         result = run_demo(out, progress=progress)
     if as_json:
-        report = None if result.report is None else str(result.report)
-        print_json(dataclasses.asdict(result) | {"out": str(out), "report": report})
+        print_json(dataclasses.asdict(result) | {"out": out})
     else:
         print_demo(result)
         print_line(f"Saved to {out}")
@@ -45,20 +42,16 @@ def demo(
 
 
 def print_demo(result: "DemoResult") -> None:
-    """Prints the table of the three models, and a sentence on what the figures mean."""
-    table = number_table(
-        *("model", "perplexity", "gap closed", "sparsity", "seconds"),
-        title="tiny-llama on held-out Python source",
-    )
-    best = result.rows[-1]
-    for row in result.rows:
-        table.add_row(
-            row.name,
-            f"{row.perplexity:.3f}",
-            "-" if row.gap_closed is None else f"{row.gap_closed:.0%}",
-            f"{row.sparsity:.0%}",
-            "-" if row.seconds is None else f"{row.seconds:.1f}",
-            style="bold green" if row is best and result.rotation_helped else "",
-        )
-    output().print(table)
+    """Prints the table of the four models, and a sentence on what the figures mean."""
+    rows = [
+        {
+            "model": row.name,
+            "perplexity": f"{row.perplexity:.3f}",
+            "gap closed": number(row.gap_closed, ".0%"),
+            "sparsity": f"{row.sparsity:.0%}",
+            "seconds": number(row.seconds, ".1f"),
+        }
+        for row in result.rows
+    ]
+    print_table(Table("tiny-llama on held-out Python source", rows))
     output().print(result.sentence)

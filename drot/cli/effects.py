@@ -11,7 +11,7 @@ from drot.config.settings import fields_of, values_of
 from drot.core.errors import UserError
 
 #: fields of RotationConfig that matter for given rotations too
-NOT_TRAINING = ("mode", "blocks", "boundary")
+NOT_TRAINING = ("mode", "blocks", "down_rotation", "boundary")
 #: fields of RotationConfig that only the training reads
 TRAINING = tuple(name for name in fields_of(RotationConfig) if name not in NOT_TRAINING)
 
@@ -25,7 +25,7 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
     (
         "--rotation none",
         lambda recipe, given: recipe.rotation.mode == "none",
-        (*TRAINING, "rotations", "save_rotations_to"),
+        (*TRAINING, "down_rotation", "rotations", "save_rotations_to"),
     ),
     ("--rotations FILE", lambda recipe, given: given, (*TRAINING, "blocks")),
     (
@@ -90,7 +90,7 @@ def check_effects(asked: AskedRecipe, *, measures: bool = False, **files: Path |
 
 def check_no_output(asked: AskedRecipe, given: dict[str, Any]) -> None:
     """Raises UserError that names the options of a written model that were given with --sensitivity."""
-    written = ["out", "resume", "save_rotations_to", "format", "save_dtype"]
+    written = ["out", "fit", "resume", "save_rotations_to", "format", "save_dtype"]
     if asked.recipe.recovery.recover != asked.start.recovery.recover:
         written.append("recover")
     if idle := [name for name in written if name in given or name == "recover"]:

@@ -1,127 +1,90 @@
-"""The command `drot eval`: its options and its tables."""
+"""The command `drot eval`, and its tables."""
 
-import sys
+import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
-from rich.table import Table
 
-from drot.cli.options import (
-    COMPUTE_DTYPE,
-    OUTPUT,
-    RUN,
-    SEQLEN_DEFAULT,
-    TEXT_COLUMN,
-    Device,
-    Json,
-    option,
-    print_json,
-    stdout_for_the_result,
-)
-from drot.cli.tables import number_table, output, print_line
-from drot.config import CalibrationConfig
-from drot.machine.devices import DTYPES
-
-DEFAULTS = CalibrationConfig()
-
-EPILOG = (
-    "Example: drot eval llama-2of4 --ppl wikitext2 --tasks paper\n\n"
-    "Example: drot eval llama-2of4 other-2of4 --against meta-llama/Llama-3.1-8B"
-)
-
-
-Models = Annotated[
-    list[str],
-    typer.Argument(
-        metavar="MODEL...",
-        help="Names on the Hugging Face hub, or local folders. A model may be pruned by drot or not. "
-        "Several models give one table.",
-    ),
-]
-Ppl = Annotated[
-    list[str] | None,
-    option(
-        "Measures",
-        "Text for the perplexity: wikitext2 (its test split); any dataset on the hub as org/name, "
-        "org/name:split or org/name:config:split; or a .txt, .json, .jsonl or .parquet file. It may be "
-        "given several times. Default without --tasks: wikitext2.",
-        metavar="[ORG/NAME|PATH]",
-    ),
-]
-Against = Annotated[
-    str | None,
-    option(
-        "Measures",
-        "The dense original of the models. Compares the predictions on the texts of --ppl: share of "
-        "equal next tokens, KL divergence, difference in perplexity.",
-        metavar="MODEL",
-    ),
-]
-Tasks = Annotated[
-    str,
-    option(
-        "Measures",
-        "Tasks of lm_eval, separated by commas, as in piqa,winogrande. paper: the five zero-shot tasks "
-        "of the paper, with their average. reasoning: gsm8k and mmlu, with 5 examples. "
-        "drot_continuation: a task on Python source that needs no network. Needs the package lm_eval.",
-    ),
-]
-Seqlen = Annotated[
-    int | None,
-    option(
-        "Measures",
-        "Length in tokens of the windows into which a text is cut, without overlap. " + SEQLEN_DEFAULT,
-    ),
-]
-Stream = Annotated[
-    bool,
-    option(
-        RUN,
-        "Move one decoder layer at a time to the device, for models that are larger than the GPU. A "
-        "model that does not fit is streamed in any case. Not with --tasks.",
-        "--stream",
-    ),
-]
-NoRecord = Annotated[
-    bool,
-    option(
-        OUTPUT,
-        "Leave drot.json as it is. Otherwise the figures are added to the drot.json of each model that "
-        "has one; they replace those of the same measurement.",
-        "--no-record",
-    ),
-]
+from drot.cli.log import tell
+from drot.cli.output import print_json, print_line, print_table
+from drot.cli.progress_bars import working
+from drot.core.errors import UserError
+from drot.manifest.tables import Table
 
 
 def evaluate(
-    models: Models,
-    ppl: Ppl = None,
-    against: Against = None,
-    tasks: Tasks = "",
-    seqlen: Seqlen = None,
-    text_column: Annotated[str, option("Measures", TEXT_COLUMN)] = DEFAULTS.text_column,
-    device: Device = "auto",
-    dtype: Annotated[str, option(RUN, COMPUTE_DTYPE, choices=["auto", *DTYPES])] = "auto",
-    stream: Stream = False,
-    no_record: NoRecord = False,
-    as_json: Json = False,
+    models: list[str],
+    ppl: list[str] | None = None,
+    against: str | None = None,
+    tasks: str = "",
+    seqlen: int | None = None,
+    text_column: str = "text",
+    limit: int | None = None,
+    batch_size: int = 1,
+    num_fewshot: int | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+    stream: bool = False,
+    fail_above: float | None = None,
+    no_record: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Measure the perplexity of models, their agreement with a dense original, and accuracy in tasks."""
-    from drot.cli.progress_bars import progress_bar
+    """Measure the perplexity of models, their agreement with a dense original, and accuracy in tasks.
+
+    Example: drot eval llama-2of4 --ppl wikitext2 --tasks paper
+
+    Example: drot eval llama-2of4 other-2of4 --against meta-llama/Llama-3.1-8B
+
+    Arguments:
+        models MODEL...: Names on the Hugging Face hub, or local folders. A model may be pruned by drot or
+            not. Several models give one table.
+    Measures:
+        ppl [ORG/NAME|PATH]: Text for the perplexity: wikitext2 (its test split); any dataset on the hub as
+            org/name, org/name:split or org/name:config:split; or a .txt, .json, .jsonl or .parquet file. It
+            may be given several times. Default without --tasks: wikitext2.
+        against MODEL: The dense original of the models. Compares the predictions on the texts of --ppl: share
+            of equal next tokens, KL divergence, difference in perplexity.
+        tasks: Tasks of lm_eval, separated by commas, as in piqa,winogrande. paper: the five zero-shot tasks
+            of the paper, with their average. reasoning: gsm8k and mmlu, with 5 examples. drot_continuation: a
+            task on Python source that needs no network. Needs the package lm_eval.
+        seqlen:
+        text_column:
+    Tasks:
+        limit: Questions of each task to ask, for a quick look. The figures are not recorded. Default: all.
+        batch_size: Questions that the model reads at a time.
+        num_fewshot: Solved examples in the prompt. Default: 5 for gsm8k and mmlu, none for other tasks.
+    Run:
+        device:
+        dtype:
+        stream: Move one decoder layer at a time to the device, for models that are larger than the GPU. A
+            model that does not fit is streamed in any case. Not with --tasks.
+    Output:
+        fail_above PERPLEXITY: Exit with status 1 if the perplexity of a model on the first text is above this
+            figure, after all figures were printed and recorded. For tests that watch a model.
+        no_record: Leave drot.json as it is. Otherwise the figures are added to the drot.json of each model
+            that has one; they replace those of the same measurement.
+        as_json:
+    """
     from drot.evaluation import evaluate as evaluation
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
+    texts = ppl or ([] if names and against is None else ["wikitext2"])
+    if fail_above is not None:
+        check_bound(fail_above, texts)
     original = dense_original(models) if against is None else None
-    with stdout_for_the_result(), progress_bar() as progress:
+    with working() as progress:
         results = evaluation.evaluate(
             models,
-            ppl=ppl or ([] if names and against is None else ["wikitext2"]),
+            ppl=texts,
             tasks=names,
             against=against,
             seqlen=seqlen,
             text_column=text_column,
+            limit=limit,
+            batch_size=batch_size,
+            num_fewshot=num_fewshot,
             device=device,
             dtype=dtype,
             stream=stream,
@@ -134,7 +97,27 @@ def evaluate(
         print_figures(results)
     if original is not None and results[0]["texts"]:
         hint = f"drot: --against {original} would compare the predictions with those of the dense original"
-        print(hint, file=sys.stderr)
+        tell(hint)
+    if fail_above is not None:
+        fail(results, texts[0], fail_above)
+
+
+def check_bound(fail_above: float, texts: list[str]) -> None:
+    """Raises UserError for a bound that no perplexity is compared with, or that is no number above 0."""
+    if not texts:
+        raise UserError("`fail_above` compares the perplexity on a text: name one as `ppl`")
+    if not (math.isfinite(fail_above) and fail_above > 0):
+        raise UserError(f"`fail_above` must be a finite number above 0; got {fail_above:g}")
+
+
+def fail(results: list[dict[str, Any]], text: str, bound: float) -> None:
+    """Says which models have a perplexity above `bound` on `text`, and exits with status 1 if one has."""
+    above = {figures["model"]: figures["perplexity"][text] for figures in results}
+    above = {model: perplexity for model, perplexity in above.items() if perplexity > bound}
+    if above:
+        named = ", ".join(f"{perplexity:.3f} of {model}" for model, perplexity in above.items())
+        tell(f"drot: the perplexity on {text} is above {bound:g}: {named}")
+        raise typer.Exit(1)
 
 
 def dense_original(models: list[str]) -> str | None:
@@ -152,14 +135,11 @@ def print_figures(results: list[dict[str, Any]]) -> None:
     """Prints how the figures of one or several models were measured, and their tables."""
     first, names = results[0], _short_names([figures["model"] for figures in results])
     single = len(results) == 1
-    table = number_table(
-        "measure", *(["value"] if single else names), title=first["model"] if single else "evaluation"
-    )
-    for measure, cells in _rows(results):
-        table.add_row(measure, *cells)
-    output().print(table)
+    title, columns = (first["model"], ["value"]) if single else ("evaluation", names)
+    print_table(_table(title, "measure", columns, _rows(results)))
     for source in first["agreement"]:
-        output().print(_positions_table(results, names, source))
+        title = f"{source} by position in a window: equal next tokens, mean KL divergence"
+        print_table(_table(title, "positions", names, _by_position(results, source)))
     for source, text in first["texts"].items():
         split = f", {text['split']} split" if text["split"] else ""
         print_line(
@@ -170,6 +150,11 @@ def print_figures(results: list[dict[str, Any]]) -> None:
         print_line(f"agreement: with {first['against']}; KL divergence of its predictions, in nats")
     streamed = ", one decoder layer at a time" if any(figures["streamed"] for figures in results) else ""
     print_line(f"computed in {', '.join({f['dtype']: 0 for f in results})} on {first['machine']}{streamed}")
+
+
+def _table(title: str, first: str, columns: list[str], rows: Iterator[tuple[str, list[str]]]) -> Table:
+    """A table of rows, each a name and a cell for each column."""
+    return Table(title, [{first: name, **dict(zip(columns, cells, strict=True))} for name, cells in rows])
 
 
 def _rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
@@ -196,15 +181,12 @@ def _accuracy(figures: dict[str, Any], task: str) -> str:
     return f"{figures['tasks'][task]:.2%}" + (f" ± {stderr:.2%}" if stderr is not None else "")
 
 
-def _positions_table(results: list[dict[str, Any]], names: list[str], source: str) -> Table:
+def _by_position(results: list[dict[str, Any]], source: str) -> Iterator[tuple[str, list[str]]]:
     """The agreement by the position in a window: equal next tokens, and mean KL divergence."""
-    title = f"{source} by position in a window: equal next tokens, mean KL divergence"
-    table = number_table("positions", *names, title=title)
     parts = [figures["agreement"][source]["positions"] for figures in results]
     for ranges in zip(*parts, strict=True):
         cells = [f"{part['equal_tokens']:.2%}, {part['kl']:.4f}" for part in ranges]
-        table.add_row(f"{ranges[0]['first']} … {ranges[0]['last']}", *cells)
-    return table
+        yield f"{ranges[0]['first']} … {ranges[0]['last']}", cells
 
 
 def _short_names(models: list[str]) -> list[str]:

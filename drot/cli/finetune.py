@@ -1,71 +1,62 @@
-"""The command `drot finetune`: its options, and the check for options that would have no effect."""
+"""The command `drot finetune`, and the check for options that would have no effect."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-from drot.cli.options import OUTPUT, RUN, SOURCES, Json, option, print_json, stdout_for_the_result
-from drot.cli.settings import options_of, with_settings
-from drot.cli.tables import finetune_line, print_line
+from drot.cli.options import SOURCES, options_of
+from drot.cli.output import print_json, print_line
+from drot.cli.progress_bars import working
 from drot.config import CalibrationConfig, FinetuneConfig
 from drot.config.settings import fields_of
 from drot.core.errors import UserError
 from drot.core.events import silent
+from drot.manifest.tables import finetune_line
 
 DEFAULT = FinetuneConfig()
-TRAINING, TEXT = "Training", "Text"
-EPILOG = "Example: drot finetune llama-2of4 --out llama-2of4-tuned --text wikitext2"
-TRAINING_OPTIONS = options_of(DEFAULT, TRAINING, leave_out=("text", "held_out", "keep_adapter"))
-TEXT_OPTIONS = options_of(
-    DEFAULT.text,
-    TEXT,
-    source={"name": "text", "metavar": "[c4|ORG/NAME|PATH]", "help": f"Text to train on: {SOURCES}"},
-    seed={"help": "Random seed of the positions at which sequences are cut, and of the training."},
-)
-HELD_OUT = options_of(DEFAULT, TEXT, only=("held_out",))
-KEEP_ADAPTER = options_of(DEFAULT, OUTPUT, only=("keep_adapter",))
+#: the options of the settings, by panel
+SETTINGS = [
+    *options_of(DEFAULT, "Training", leave_out=("text", "held_out", "keep_adapter")),
+    *options_of(
+        DEFAULT.text,
+        "Text",
+        source={"name": "text", "metavar": "[c4|ORG/NAME|PATH]", "help": f"Text to train on: {SOURCES}"},
+        seed={"help": "Random seed of the positions at which sequences are cut, and of the training."},
+    ),
+    *options_of(DEFAULT, "Text", only=("held_out",)),
+    *options_of(DEFAULT, "Output", only=("keep_adapter",)),
+]
 
 
-@with_settings(out=[*TRAINING_OPTIONS, *TEXT_OPTIONS, *HELD_OUT], as_json=KEEP_ADAPTER)
-def finetune(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="DIR", help="A checkpoint that drot prune wrote, or a model pruned by another program."
-        ),
-    ],
-    *,
-    out: Annotated[Path, option(OUTPUT, "Folder to write. It must be new or empty.")],
-    as_json: Json = False,
-    device: Annotated[
-        str,
-        option(
-            RUN,
-            "Device to use. auto is the first GPU, or the CPU if there is no GPU. Several GPUs: accelerate "
-            "launch -m drot finetune ...",
-            metavar="[auto|cpu|cuda]",
-            autocompletion=lambda: ["auto", "cpu", "cuda"],
-        ),
-    ] = "auto",
-    **settings: Any,
-) -> None:
-    """Fine-tune the pruned model DIR by LoRA or in full. Its zeros stay zeros, and its format stays."""
+def finetune(model: str, out: Path, as_json: bool = False, device: str = "auto", **settings: Any) -> None:
+    """Fine-tune the pruned model DIR by LoRA or in full. Its zeros stay zeros, and its format stays.
+
+    Example: drot finetune llama-2of4 --out llama-2of4-tuned --text wikitext2
+
+    Arguments:
+        model DIR: A checkpoint that drot prune wrote, or a model pruned by another program.
+    Training:
+    Text:
+    Output:
+        out:
+        as_json:
+    Run:
+        device [auto|cpu|cuda]: Device to use. auto is the first GPU, or the CPU if there is no GPU. Several
+            GPUs: accelerate launch -m drot finetune ...
+    """
     text = {"source": settings.pop("text")}
     text |= {name: settings.pop(name) for name in fields_of(CalibrationConfig) if name in settings}
     config = FinetuneConfig(**settings, text=CalibrationConfig(**text))
     check_effects(config)
-    from drot.cli.progress_bars import progress_bar
     from drot.finetuning import finetune as finetuning
 
-    with stdout_for_the_result(), progress_bar() as progress:
+    with working() as progress:
         if not finetuning.is_main_process():
             progress = silent
         result = finetuning.finetune(model, config, out=out, device=device, progress=progress)
     if not finetuning.is_main_process():
         return
     if as_json:
-        print_json({"out": str(out), **result.manifest.to_dict()})
+        print_json({"out": out, **result.manifest.to_dict()})
     else:
         print_line(finetune_line(result.manifest.finetune[-1]))
         print_line(f"Saved to {out}")

@@ -1,70 +1,51 @@
-"""The command `drot info`: its options and the table of the machine."""
+"""The command `drot info`, and the table of the machine."""
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.table import Table
-
-from drot.cli.options import OUTPUT, RUN, Json, option, print_json
-from drot.cli.tables import output, print_line, print_manifest, scaled
+from drot.cli.output import print_facts, print_json, print_line, print_manifest, scaled
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 
-EPILOG = "Example: drot info llama-2of4"
-
 
 def info(
-    folder: Annotated[
-        Path | None, typer.Argument(metavar="FOLDER", help="A checkpoint that drot wrote.")
-    ] = None,
-    verify: Annotated[
-        bool,
-        option(
-            OUTPUT,
-            "Compare the files of FOLDER with their SHA-256, which drot recorded, and name each file that "
-            "differs. FOLDER may also be the .partial folder of an unfinished run.",
-            "--verify",
-        ),
-    ] = False,
-    accept: Annotated[
-        bool,
-        option(
-            OUTPUT,
-            "Record the files of FOLDER as they are now. For a checkpoint that you have changed on purpose.",
-            "--accept",
-        ),
-    ] = False,
-    measure: Annotated[
-        bool,
-        option(
-            RUN,
-            "Measure matrix products and a copy on --device, in a few seconds, and keep the rates in the "
-            "tuning cache. drot prune --dry-run estimates a run with them.",
-            "--measure",
-        ),
-    ] = False,
-    device: Annotated[
-        str,
-        option(
-            RUN,
-            "Device to measure. auto is the first GPU, or the CPU if there is no GPU.",
-            metavar="[auto|cpu|cuda:N]",
-            autocompletion=lambda: ["auto", "cpu", "cuda"],
-        ),
-    ] = "auto",
-    as_json: Json = False,
+    folder: Path | None = None,
+    verify: bool = False,
+    accept: bool = False,
+    measure: bool = False,
+    device: str = "auto",
+    as_json: bool = False,
 ) -> None:
-    """Show the versions, backends and GPUs of this machine; or, with FOLDER, how that model was made."""
+    """Show the versions, backends and GPUs of this machine; or, with MODEL, how that model was made.
+
+    Example: drot info llama-2of4
+
+    Arguments:
+        folder MODEL: A checkpoint that drot wrote. Of another folder, or of a name on the hub: whether drot
+            can prune the model, and which of its modules drot cannot place.
+    Output:
+        verify: Compare the files of MODEL with their SHA-256, which drot recorded, and name each file that
+            differs. MODEL may also be the .partial folder of an unfinished run.
+        accept: Record the files of MODEL as they are now. For a checkpoint that you have changed on purpose.
+        as_json:
+    Run:
+        measure: Measure matrix products and a copy on --device, in a few seconds, and keep the rates in the
+            tuning cache. drot prune --dry-run estimates a run with them.
+        device: Device to measure. auto is the first GPU, or the CPU if there is no GPU.
+    """
     if folder is None and (verify or accept):
-        raise UserError(f"{'`verify`' if verify else '`accept`'} needs FOLDER: name a folder that drot wrote")
+        raise UserError(f"{'`verify`' if verify else '`accept`'} needs MODEL: name a folder that drot wrote")
     if folder is None:
         if measure:
             _measure(device)
         _show_machine(as_json)
         return
     if measure:
-        raise UserError("`measure` measures this machine: leave out FOLDER")
+        raise UserError("`measure` measures this machine: leave out MODEL")
+    if not (verify or accept) and _is_other_model(folder):
+        _show_model(str(folder), as_json)
+        return
     if not path_exists(folder) or not folder.is_dir():
         reason = "is a file" if path_exists(folder) else "does not exist"
         raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
@@ -80,6 +61,50 @@ def info(
             print_json(manifest.to_dict())
         else:
             print_manifest(manifest)
+
+
+def _is_other_model(folder: Path) -> bool:
+    """Whether `folder` is a model that drot has not written: a folder, or a name on the hub."""
+    from drot.core.hub import HUB_NAME
+    from drot.manifest.manifest import MANIFEST
+
+    if not path_exists(folder):
+        return len(folder.parts) == 2 and HUB_NAME.fullmatch(str(folder)) is not None
+    if (folder / MANIFEST).exists():
+        return False
+    from drot.checkpoint.source import ADAPTER, CONFIG, GGUF  # it imports torch
+
+    return folder.suffix == GGUF or any((folder / name).exists() for name in (CONFIG, ADAPTER))
+
+
+def _show_model(name: str, as_json: bool) -> None:
+    """Prints whether drot can prune a model and, of an unknown family, what it cannot place."""
+    from drot.checkpoint.describe import describe_model
+
+    found = describe_model(name)
+    if as_json:
+        print_json(found)
+        return
+    shown = {"model type": found["model_type"]}
+    if method := found.get("quantised"):
+        shown["quantised"] = f"{method}: drot prunes the model before it was quantised"
+    if found["supported"]:
+        shown["supported"] = f"yes, like {found['models']}"
+        shown["rotations"] = ", ".join(found["rotations"]).upper()
+        if fused := found["fused"]:
+            shown["fused modules"] = "; ".join(f"{path}: {', '.join(of)}" for path, of in fused.items())
+    else:
+        shown["supported"] = "no; docs/architectures.md says how a family is added"
+        if text := found.get("text_model"):
+            shown["language model"] = f"of type {text}; examples/language_model.py saves it alone"
+        if (comparison := found["comparison"]) is None:
+            shown["modules"] = "transformers has no causal language model of this type"
+        else:
+            shown["nearest family"] = comparison["nearest"]
+            shown["decoder layers"] = comparison["layers"] or "none found"
+            shown["cannot place"] = ", ".join(comparison["unplaced"]) or "nothing: compare the forward passes"
+            shown["lacks"] = ", ".join(comparison["lacking"]) or "nothing"
+    print_facts(shown.items())
 
 
 def _measure(name: str) -> None:
@@ -117,30 +142,41 @@ def _verify(folder: Path, as_json: bool) -> None:
 
 
 def _show_machine(as_json: bool) -> None:
-    """Prints one line for each key of `collect` that has a value."""
+    """Prints a line for each version and for each fact about the machine."""
     from drot.machine.environment import collect
 
     data = collect()
     if as_json:
         print_json(data)
-        return
-    peaks = {device: [_rate(*item) for item in rates.items()] for device, rates in data["peaks"].items()}
-    table = Table(show_header=False, box=None, pad_edge=False)
-    for key, value in (data | {"peaks": peaks}).items():
-        if value is not None and (fact := _fact(value)):
-            table.add_row(key.replace("_", " "), fact)
-    output().print(table)
+    else:
+        print_facts(_facts(data))
+
+
+def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """What `collect` found, in words."""
+    for name in ("drot", "torch", "transformers", "tokenizers", "safetensors", "numpy", "python"):
+        yield name, data[name]
+    yield "built with torch", data["built_with_torch"]
+    cuda, sparse = data["cuda"], data["cusparselt"]
+    if cuda["compiled"]:
+        yield "CUDA kernels", f"built with CUDA {cuda['compiled']} for {', '.join(cuda['architectures'])}"
+        of_torch = f"version {sparse['version']}" if sparse["found"] else "none that starts"
+        yield "cuSPARSELt", f"torch has {of_torch}, drot was built with {sparse['compiled'] or 'none'}"
+    else:
+        yield "CUDA kernels", f"none, because {data['no_cuda_reason']}"
+    gpus = [
+        f"{gpu['name']} (compute capability {gpu['capability']}, {gpu['memory_gib']} GiB)"
+        for gpu in data["gpus"]
+    ]
+    yield "GPUs", "; ".join(gpus) or "none that torch finds"
+    cpu = data["cpu"]
+    threads = f"{cpu['threads']} thread{'' if cpu['threads'] == 1 else 's'}"
+    yield "CPU", f"{cpu['machine']}, vector instructions {cpu['capability']}, {threads}"
+    yield "tuning cache", data["tuning_cache"] or "none"
+    for device, rates in data["peaks"].items():
+        yield f"measured on {device}", ", ".join(_rate(*item) for item in rates.items())
 
 
 def _rate(kind: str, rate: float) -> str:
     """A peak rate with its name, as in `copy 25 GB/s`."""
     return f"{kind} {scaled(rate, 'B/s' if kind == 'copy' else 'FLOP/s')}"
-
-
-def _fact(value: Any) -> str:
-    """A JSON value as text; None and [] in a dict are left out."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_fact(fact)}" for key, fact in value.items() if fact not in (None, []))
-    if isinstance(value, list):
-        return "; ".join(map(_fact, value)) or "none"
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else str(value)

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from drot.cli.commands import COMMANDS, imported
 from drot.config.recipe import SECTION_OF
 
 #: field or argument → its option, where the names differ
@@ -11,6 +10,8 @@ FLAGS = {
     "blocks": "--rotation block:N",
     "source": "--calibration",
     "save_rotations_to": "--save-rotations",
+    "batches": "--batch",
+    "as_json": "--json",
 }
 #: command → options that replace those of FLAGS in its messages
 FLAGS_OF_COMMANDS = {
@@ -23,13 +24,6 @@ FLAGS_OF_COMMANDS = {
 def flag(field: str) -> str:
     """The option that sets a field: --block-size for `block_size`."""
     return FLAGS.get(field, "--" + field.replace("_", "-"))
-
-
-def flags_of(command: str) -> dict[str, str]:
-    """Field or argument → its option, for the options of a command and those of `drot prune`."""
-    known = [imported(name) for name in ("prune", command) if name in COMMANDS]
-    options = (param for each in known for param in each.params if param.param_type_name == "option")
-    return {option.name: option.opts[0] for option in options} | FLAGS | FLAGS_OF_COMMANDS.get(command, {})
 
 
 def in_options(text: str, flag_of: Callable[[str], str | None]) -> str:

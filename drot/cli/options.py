@@ -1,87 +1,240 @@
-"""Options that several commands share, and the output of results on stdout."""
+"""The options of a command: from its docstring, and from the fields of the configuration.
 
-import contextlib
-import json
-import math
-import sys
-from collections.abc import Iterator, Sequence
+A section of the docstring is a panel of `--help`. An entry of it is a parameter of the command, with the form
+of its value where that needs one: `device [auto|cpu]: Device to use.` Values without a capital letter in such
+a form are completed by the shell. An entry without a text has that of SHARED.
+"""
+
+import inspect
+import re
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
-from drot.config import SEQLEN, CalibrationConfig
-from drot.config.settings import description_of
-from drot.machine.devices import DTYPES
+from drot.cli.help import without_flag_values
+from drot.cli.log import FORMS, LOG
+from drot.cli.messages import flag, in_options
+from drot.config import SEQLEN, CalibrationConfig, WeightFormat
+from drot.config.settings import description_of, fields_of
+from drot.core.validation import choices_of, members_of
 
-#: panels of `--help`
-ROTATION, PRUNING, RECOVERY = "Rotation", "Pruning", "Recovery"
-CALIBRATION, OUTPUT, RUN = "Calibration", "Output", "Run"
-
-
-def option(panel: str, help: str, *names: str, choices: Sequence[str] = (), **settings: Any) -> Any:
-    """A typer option.
-
-    Args:
-        panel: the panel of `--help` that shows the option.
-        help: the text in the panel.
-        names: the option's names, as in `--json`; by default, the name of the parameter.
-        choices: values that `--help` shows and the shell completes. Only the library checks the value, so
-            that the error message is the same from Python and from the command line.
-        settings: further arguments of typer.Option.
-    """
-    if choices:
-        settings = {"metavar": f"[{'|'.join(choices)}]", "autocompletion": lambda: list(choices)} | settings
-    return typer.Option(*names, help=help, rich_help_panel=panel, **settings)
-
-
-Json = Annotated[
-    bool,
-    option(
-        OUTPUT,
-        "Print the result as one JSON object on stdout. Infinity and NaN become null.",
-        "--json",
-    ),
-]
-Device = Annotated[
-    str,
-    option(
-        RUN,
-        "Device to use. auto is the first GPU, or the CPU if there is no GPU.",
-        metavar="[auto|cpu|cuda:N]",
-        autocompletion=lambda: ["auto", "cpu", "cuda", "cuda:0"],
-    ),
-]
-Dtype = Annotated[
-    str,
-    option(RUN, "Dtype of the weights. auto is the dtype of the checkpoint.", choices=["auto", *DTYPES]),
-]
-SEQLEN_DEFAULT = f"Default: {SEQLEN}, or what the model reads if that is less."
-TEXT_COLUMN = description_of(CalibrationConfig, "text_column")
 #: the sources of a text, for the help of --calibration and --text
 SOURCES = description_of(CalibrationConfig, "source")
-COMPUTE_DTYPE = (
-    "Dtype of the computation. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU."
-)
+ANY_DTYPE = "[auto|float32|bfloat16|float16]"
+#: parameter of several commands, or with values of the program → the form of its value, and its help
+SHARED = {
+    "out": ("", "Folder to write. It must be new or empty."),
+    "device": (
+        "[auto|cpu|cuda|cuda:N]",
+        "Device to use. auto is the first GPU, or the CPU if there is no GPU.",
+    ),
+    "dtype": (
+        ANY_DTYPE,
+        "Dtype of the computation. auto is the dtype of the checkpoint on a GPU, and float32 on a CPU.",
+    ),
+    "save_dtype": (ANY_DTYPE, "Dtype of the saved weights. auto is the dtype of MODEL."),
+    "format": (
+        f"[{'|'.join(typing.get_args(WeightFormat))}]",
+        "Format of the saved weights. packed stores the values and positions of 2:4 weights, in 9/16 of the "
+        "bytes of bf16; dense stores all weights, with their zeros.",
+    ),
+    "seqlen": (
+        "",
+        "Length in tokens of the windows into which a text is cut, without overlap. "
+        f"Default: {SEQLEN}, or what the model reads if that is less.",
+    ),
+    "text_column": ("", description_of(CalibrationConfig, "text_column")),
+    "as_json": ("", "Print the result as one JSON object on stdout. Infinity and NaN become null."),
+}
+SECTION = re.compile(r"^(\w+):\n", re.MULTILINE)
+ENTRY = re.compile(r"^ {4}(\w+)(?: (\S+))?:((?:.*\n)(?: {8}.*\n)*)", re.MULTILINE)
 
 
-@contextlib.contextmanager
-def stdout_for_the_result() -> Iterator[None]:
-    """Redirects the output of libraries from stdout to stderr, and disables transformers' progress bars."""
-    from transformers.utils import logging
+class Command(TyperCommand):
+    #: the parameters of the options that --help shows, of a command that has --help-all; () is all
+    first: Sequence[str] = ()
 
-    logging.disable_progress_bar()
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
+    def get_params(self, ctx: Any) -> list[Any]:
+        return without_flag_values(super().get_params(ctx))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        shown = self.params
+        if self.first:
+            keep = {*self.first, "help_all"}
+            self.params = [p for p in shown if p.param_type_name == "argument" or p.name in keep]
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self.params = shown
+
+    def help_option(self, option: str | None) -> str:
+        """`--help-all` if an option, such as `--lr`, is not in the help of `--help`."""
+        shown = {name for param in self.params if param.name in self.first for name in param.opts}
+        return "--help-all" if self.first and option and option not in shown else "--help"
 
 
-def print_json(data: dict[str, Any] | list[dict[str, Any]]) -> None:
-    """Prints `data` as standard JSON, which has no Infinity and no NaN: they become null."""
-    print(json.dumps(_finite(data), allow_nan=False))
+def _acting(name: str, default: Any, kind: Any, act: Callable[..., None], **shown: Any) -> inspect.Parameter:
+    """An option that is no argument of the command: `act` gets the context and the value of the option."""
+    option = typer.Option(flag(name), callback=act, expose_value=False, **shown)
+    kept = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kept, default=default, annotation=Annotated[kind, option])
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+def _show_all(ctx: typer.Context, given: bool) -> None:
+    if given:
+        assert isinstance(ctx.command, Command)
+        ctx.command.first = ()
+        print(ctx.get_help())
+        raise typer.Exit
+
+
+def _log_to(ctx: typer.Context, file: Path | None) -> None:
+    if file is not None:
+        LOG.open(file)
+
+
+def _show_progress(ctx: typer.Context, form: str) -> None:
+    LOG.choose(form)
+
+
+HELP_ALL = _acting("help_all", False, bool, _show_all, is_eager=True, help="Show all options and exit.")
+#: the options of the commands that show progress
+PROGRESS = [
+    _acting(
+        "log",
+        None,
+        Path | None,
+        _log_to,
+        metavar="FILE",
+        rich_help_panel="Run",
+        help="Also append the progress and the messages to this file, a line each, with the time.",
+    ),
+    _acting(
+        "progress",
+        FORMS[0],
+        str,
+        _show_progress,
+        metavar=f"[{'|'.join(FORMS)}]",
+        autocompletion=lambda: list(FORMS),
+        rich_help_panel="Run",
+        help="Progress on stderr. auto: bars on a terminal, otherwise lines. json: one JSON object a line, "
+        "with the seconds since the start, phase, layer, layers, step, steps and loss. none: no progress.",
+    ),
+]
+
+
+def command_of(
+    name: str,
+    function: Callable[..., None],
+    settings: Sequence[inspect.Parameter] = (),
+    first: Sequence[str] = (),
+    progress: bool = False,
+) -> Any:
+    """The command `drot <name>`, which calls `function`.
+
+    settings: the options of `options_of`, which the function takes as `**settings`. In a panel they go before
+        the function's own.
+    first: the parameters of the options that --help shows; --help-all shows the others too. () is all.
+    progress: whether the command shows progress, and so has --log and --progress.
+    """
+    about, *sections = SECTION.split(f"{inspect.getdoc(function)}\n")
+    help, *examples = about.strip().split("\n\nExample: ")
+    signature = inspect.signature(function, eval_str=True)
+    parameters = [p for p in signature.parameters.values() if p.annotation is typer.Context]
+    panels = dict(zip(sections[::2], sections[1::2], strict=True))
+    for panel, entries in panels.items():
+        parameters += [option for option in settings if panel_of(option) == panel]
+        for own, metavar, text in ENTRY.findall(entries):
+            shared = SHARED.get(own, ("", ""))
+            named = signature.parameters[own]
+            shown = _shown(panel, own, metavar or shared[0], " ".join(text.split()) or shared[1])
+            parameters.append(
+                named.replace(kind=named.KEYWORD_ONLY, annotation=Annotated[named.annotation, shown])
+            )
+
+    acting = [*(PROGRESS if progress else []), *([HELP_ALL] if first else [])]
+    parameters += acting
+    others = {option.name for option in acting}  # typer passes their defaults all the same
+
+    def run(**values: Any) -> None:
+        function(**{name: value for name, value in values.items() if name not in others})
+
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich")
+    epilog = "\n\n".join(f"Example: {example}" for example in examples)
+    alone.command(name, cls=Command, help=help, epilog=epilog)(run)
+    command = typer.main.get_command(alone)
+    assert isinstance(command, Command)
+    command.first = first
+    return command
+
+
+def panel_of(option: inspect.Parameter) -> str:
+    return str(option.annotation.__metadata__[0].rich_help_panel)
+
+
+def _shown(panel: str, name: str, metavar: str, help: str) -> Any:
+    """What typer shows of an argument or an option."""
+    values = [value for value in metavar.strip("[]").split("|") if value == value.lower()]
+    settings: dict[str, Any] = {"help": help, "metavar": metavar or None}
+    if metavar and values:
+        settings["autocompletion"] = lambda: values
+    if panel == "Arguments":
+        return typer.Argument(**settings)
+    return typer.Option(flag(name), rich_help_panel=panel, **settings)
+
+
+def options_of(
+    defaults: Any,
+    panel: str,
+    only: Sequence[str] = (),
+    leave_out: Sequence[str] = (),
+    **differences: dict[str, str],
+) -> list[inspect.Parameter]:
+    """An option for each field of a configuration class: its name, values, help and default.
+
+    Args:
+        defaults: an instance with the default of each field.
+        panel: the panel of `--help` that shows the options.
+        only: the fields with an option; () is all.
+        leave_out: fields without an option.
+        differences: field → what its option has of its own: `name`, `metavar` or `help`.
+    """
+    fields = [field for field in only or fields_of(type(defaults)) if field not in leave_out]
+    return [_option(defaults, field, panel, **differences.get(field, {})) for field in fields]
+
+
+def _option(
+    defaults: Any, field: str, panel: str, name: str = "", metavar: str = "", help: str = ""
+) -> inspect.Parameter:
+    section, default = type(defaults), getattr(defaults, field)
+    annotation = fields_of(section)[field].annotation
+    kind = members_of(annotation)[0]
+    values: Any = str  # the class of the field reads the text: its message is the same from Python
+    if kind in (bool, int, float):
+        values = kind
+    elif typing.get_origin(kind) is tuple:
+        values, default = list[str], None
+    if choices := choices_of(annotation):
+        metavar = metavar or f"[{'|'.join(choices)}]"
+    text = in_options(help or description_of(section, field), flag)
+    return inspect.Parameter(
+        name or field,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default if isinstance(default, int | float | None) else str(default),
+        annotation=Annotated[
+            values if kind is bool else values | None, _shown(panel, name or field, metavar, text)
+        ],
+    )
+
+
+def given_options(ctx: typer.Context) -> dict[str, Any]:
+    """Name → value of the parameters that the command line gives, and not their defaults."""
+    # The sources are compared by name. Older typers use click's ParameterSource and newer ones a copy of it,
+    # and a member of one is never equal to a member of the other.
+    sources = {name: getattr(ctx.get_parameter_source(name), "name", "") for name in ctx.params}
+    return {name: value for name, value in ctx.params.items() if sources[name] == "COMMANDLINE"}

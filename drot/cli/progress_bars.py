@@ -1,40 +1,91 @@
-"""Progress on stderr: a bar if stderr is a terminal, otherwise lines."""
+"""Progress on stderr: a bar if stderr is a terminal, otherwise lines; or JSON; and lines in a log."""
 
 import contextlib
+import dataclasses
+import json
+import math
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from drot.cli.log import LOG
 from drot.cli.safe_text import SafeConsole
 from drot.core.events import PHASES, ProgressEvent
 from drot.core.events import Progress as ProgressCallback
 
-#: the share of a layer's part of the bar that belongs to its training; the rest belongs to its pruning
-TRAINING_SHARE = 0.9
 #: After so many seconds without a line, or this share of the time since the start if that is more, the next
 #: event of a phase with many events prints a line.
 MOST_SILENCE, SILENT_SHARE = 10.0, 0.1
+#: least seconds between two JSON lines of a phase with many events
+JSON_SILENCE = 0.5
 
 
 @contextlib.contextmanager
-def progress_bar(*, shared: bool = False, label: str = "loss") -> Iterator[ProgressCallback]:
-    """The callback for ProgressEvents: a BarProgress if stderr is a terminal, otherwise a LineProgress.
+def working(*, shared: bool = False, label: str = "loss") -> Iterator[ProgressCallback]:
+    """The callback for the progress of a block, in the form of --progress, and in the file of --log.
+
+    What libraries print on stdout goes to stderr, and transformers shows no progress bars.
 
     shared: whether all layers have one training, as with `mode="shared"`.
     label: the name of the training's loss, such as `entropy`.
     """
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
     console = SafeConsole(stderr=True)
-    if not console.is_terminal:
-        lines = LineProgress(console, shared=shared, label=label)
-        yield lines
-        lines.close()
-        return
-    columns = BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left")
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bars:
-        yield BarProgress(bars, shared=shared, label=label)
+    bars = LOG.form == "auto" and console.is_terminal
+    told: list[ProgressCallback] = []
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        if LOG.form == "json":
+            told.append(JsonProgress(console))
+        if bars:
+            columns = BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left")
+            shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
+            told.append(BarProgress(stack.enter_context(shown), shared=shared, label=label))
+        written = [console_line(console)] if LOG.form == "auto" and not bars else []
+        for write in [*written, *([LOG.line] if LOG.is_open else [])]:
+            lines = LineProgress(write, shared=shared, label=label)
+            stack.callback(lines.close)
+            told.append(lines)
+
+        def progress(event: ProgressEvent) -> None:
+            for each in told:
+                each(event)
+
+        yield progress
+
+
+def console_line(console: Console) -> Callable[[str], None]:
+    """A function that prints a line on a console, without breaking it."""
+    return lambda text: console.print(text, markup=False, soft_wrap=True)
+
+
+class JsonProgress:
+    """One JSON object a line for each event; of a phase with many events, few of them and the last.
+
+    seconds: since the start. The other entries are the fields of the ProgressEvent; loss is null if there is
+    none or it is not finite.
+    """
+
+    def __init__(self, console: Console) -> None:
+        self.print, self.lock = console_line(console), threading.Lock()
+        self.started, self.printed = time.perf_counter(), -math.inf
+
+    def __call__(self, event: ProgressEvent) -> None:
+        now = time.perf_counter()
+        with self.lock:
+            ends = event.step == event.steps > 0
+            if PHASES[event.phase].often and not ends and now - self.printed < JSON_SILENCE:
+                return
+            self.printed = now
+            finite = event.loss is not None and math.isfinite(event.loss)
+            entries = dataclasses.asdict(event) | {"loss": event.loss if finite else None}
+            self.print(json.dumps({"seconds": round(now - self.started, 3)} | entries))
 
 
 def words(event: ProgressEvent, label: str = "loss") -> str:
@@ -67,47 +118,41 @@ def _characters(count: int) -> str:
 
 
 class BarProgress:
-    """A bar that starts again for each pass over the layers, the windows of an evaluation or the cases."""
+    """A bar for the current phase, or for each of the phases that go through the layers together."""
 
     def __init__(self, bars: Progress, *, shared: bool = False, label: str = "loss") -> None:
         self.bars, self.shared, self.label = bars, shared, label
-        self.task = bars.add_task("starting", total=None)
-        #: the phase of the current pass, or "layers", and its total; and the completed part of the total
-        self.current: tuple[str, int] = "", 0
-        self.completed = 0.0
+        #: phase → its bar
+        self.tasks: dict[str, TaskID] = {}
 
     def __call__(self, event: ProgressEvent) -> None:
-        text = words(event, self.label)
-        if event.phase == "sweep":  # the bar below belongs to the cell
+        text, layers = words(event, self.label), PHASES[event.phase].layers
+        if event.phase == "sweep":  # the bars below belong to the cell
             self.bars.console.print(text, markup=False)
             return
-        trains = event.phase == "rotate"
-        by_layers = PHASES[event.phase].layers and not (trains and self.shared)
-        if by_layers:
-            current, completed = ("layers", event.layers), float(event.layer)
-            if trains and event.steps:
-                completed += TRAINING_SHARE * event.step / event.steps
-        else:  # a tokenisation reports its beginning only, so its end is not known
-            current = event.phase, 0 if event.phase == "tokenize" else event.steps
-            completed = event.step
-        # the training of a layer starts no pass: where layers train in parallel, a later one may be ahead
-        back = completed < int(self.completed) and not (trains and by_layers)
-        if current != self.current or back:
-            self.bars.remove_task(self.task)
-            self.task = self.bars.add_task(text, total=current[1] or None)
-            self.current, self.completed = current, 0.0
-        self.completed = max(self.completed, completed)
-        self.bars.update(self.task, completed=self.completed, description=text)
+        for phase in [name for name in self.tasks if not (layers and PHASES[name].layers)]:
+            if phase != event.phase:
+                self.bars.remove_task(self.tasks.pop(phase))
+        total, completed = event.steps, float(event.step)
+        if layers and not (event.phase == "rotate" and self.shared):
+            total, completed = event.layers, event.layer + (event.step / event.steps if event.steps else 0)
+        elif event.phase == "tokenize":  # it reports its beginning only, so its end is not known
+            total = 0
+        if event.phase not in self.tasks:
+            self.tasks[event.phase] = self.bars.add_task(text, total=total or None)
+        self.bars.update(self.tasks[event.phase], completed=completed, description=text)
 
 
 class LineProgress:
     """A line for each training and for each event of the other phases.
 
     A phase with many events has a line at its last step and after a long silence only.
+
+    write: prints a line.
     """
 
-    def __init__(self, console: Console, *, shared: bool = False, label: str = "loss") -> None:
-        self.console, self.shared, self.label = console, shared, label
+    def __init__(self, write: Callable[[str], None], *, shared: bool = False, label: str = "loss") -> None:
+        self.write, self.shared, self.label = write, shared, label
         self.started = self.printed = time.perf_counter()
         #: the first and the last event of the current training
         self.training: list[ProgressEvent] = []
@@ -150,4 +195,4 @@ class LineProgress:
         """Prints `text` with the seconds since the start."""
         self.printed = time.perf_counter()
         seconds = self.printed - self.started
-        self.console.print(f"{text} ({seconds:.0f} s)", markup=False, soft_wrap=True)
+        self.write(f"{text} ({seconds:.0f} s)")

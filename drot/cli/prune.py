@@ -7,48 +7,130 @@ from typing import Any
 
 import typer
 
-from drot.cli import prune_options as options
 from drot.cli.commands import Interrupted
 from drot.cli.effects import check_effects, check_no_output
-from drot.cli.options import Json, print_json, stdout_for_the_result
+from drot.cli.options import SOURCES, given_options, options_of
+from drot.cli.output import print_json, print_line, print_manifest, saved_line
 from drot.cli.recipe import (
     asked_recipe,
     check_rotations_file,
+    fit_recipe,
     progress_of,
     run_settings,
     tell_other_input,
 )
-from drot.cli.settings import given_options, with_settings
-from drot.cli.tables import print_line, print_manifest, saved_line
+from drot.config import Recipe
 from drot.core.errors import UserError
 
-EPILOG = "Example: drot prune meta-llama/Llama-3.1-8B --out llama-2of4 --calibration text.txt --format packed"
-
-
-@with_settings(
-    rotations=[*options.PRUNING_OPTIONS, *options.RECOVERY_OPTIONS, *options.ROTATION_OPTIONS],
-    out=options.CALIBRATION_OPTIONS,
+DEFAULT = Recipe()
+#: the options that set fields of the recipe, by panel; what is named here differs from the field
+SETTINGS = [
+    *options_of(
+        DEFAULT.pruning,
+        "Pruning",
+        sparsity={"metavar": "[2:4|4:8|N:M|RATIO]"},
+        sparsity_of={"metavar": "PATTERN=[N:M|RATIO]"},
+        keep={"metavar": "PATTERN"},
+    ),
+    *options_of(DEFAULT.recovery, "Recovery"),
+    *options_of(
+        DEFAULT.rotation,
+        "Rotation",
+        leave_out=("blocks",),  # part of --rotation
+        mode={
+            "name": "rotation",
+            "metavar": "[none|stock|light|full|layer|shared|block:N]",
+            "help": "Rotations of the residual stream, and R3. layer: one for each layer. shared: one for "
+            "the whole model, which loads without drot if it is saved dense without R3. block:N: one for "
+            "each layer, with N equal diagonal blocks. stock: shared without R3. light: shared with R3. "
+            "full: layer with R3.",
+        },
+        down_rotation={"metavar": "[auto|none|B]"},
+    ),
+    *options_of(
+        DEFAULT.calibration,
+        "Calibration",
+        source={
+            "name": "calibration",
+            "metavar": "[c4|ORG/NAME|PATH]",
+            "help": f"Text from which the Hessians are computed: {SOURCES} --method magnitude with "
+            "--rotation none needs no text.",
+        },
+    ),
+]
+#: the parameters of the options that --help shows: those that people use first
+FIRST = (
+    "quality",
+    "sparsity",
+    "rotation",
+    "calibration",
+    "out",
+    "dry_run",
+    "fit",
+    "format",
+    "device",
+    "resume",
 )
+
+
 def prune(
     ctx: typer.Context,
-    model: options.Model = None,
-    *,
-    recipe: options.RecipeFile = None,
-    quality: options.Quality = None,
-    rotations: options.Rotations = None,
-    save_rotations_to: options.SaveRotationsTo = None,
-    out: options.Out = None,
-    dry_run: options.DryRun = False,
-    sensitivity: options.Sensitivity = False,
-    format: options.Format = "dense",
-    save_dtype: options.SaveDtype = "auto",
-    as_json: Json = False,
-    device: options.Device = "auto",
-    dtype: options.Dtype = "auto",
-    resume: options.Resume = False,
+    model: str | None = None,
+    recipe: Path | None = None,
+    quality: str | None = None,
+    rotations: Path | None = None,
+    save_rotations_to: Path | None = None,
+    out: Path | None = None,
+    dry_run: bool = False,
+    fit: str | None = None,
+    sensitivity: bool = False,
+    format: str = "dense",
+    save_dtype: str = "auto",
+    as_json: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    resume: bool = False,
     **settings: Any,
 ) -> None:
-    """Rotate and prune MODEL, and save the result as a Hugging Face folder."""
+    """Rotate and prune MODEL, and save the result as a Hugging Face folder.
+
+    Example: drot prune meta-llama/Llama-3.1-8B --out llama-2of4 --calibration text.txt --format packed
+
+    Arguments:
+        model MODEL: Name on the Hugging Face hub, or a local folder. Default with --recipe DIR: the model
+            from which DIR was made.
+    Recipe:
+        recipe [FILE|DIR]: Take the settings from this file, a recipe in YAML or JSON or the drot.json of a
+            checkpoint, or from the folder of a checkpoint. Options next to it replace single settings.
+        quality [fast|balanced|best]: Sets --solve, --target and --recover. fast: none, self, none. balanced:
+            admm, dense, none. best: admm, dense, block. fast also sets --steps to 50.
+    Pruning:
+    Recovery:
+    Rotation:
+        rotations: Use the rotations in this file, which --save-rotations wrote, and train none.
+        save_rotations_to: Also write the rotations to this file, to use them again with another sparsity or
+            method.
+    Calibration:
+    Output:
+        out: Folder to write. It must be new or empty. Its disk needs space for the checkpoint and, while the
+            run lasts, 8 bytes for each number of a rotation. Not with --sensitivity.
+        dry_run: Load no weights and write nothing. Print every setting of the run and what it needs: disk,
+            memory, calibration tokens and time.
+        fit SIZE: Fit the run into this memory of the GPU, as in 24GB, by the estimate of --dry-run. As far as
+            needed, and where this command line does not set them, --layers-per-step, --recover, --solve and
+            --target change. drot says which.
+        sensitivity: Write no model. Print the output error of each linear at 2:4, 4:8, 50 % and the
+            sparsities of this command line, which helps to choose --keep and --sparsity-of. The rotations are
+            trained for the sparsities of this command line, in the dense model.
+        format:
+        save_dtype:
+        as_json:
+    Run:
+        device [auto|cpu|cuda|cuda:N]: Device to use. auto is the first GPU, or the CPU if there is no GPU.
+            With --hessians dense also several GPUs, as in cuda:0,cuda:1.
+        dtype:
+        resume: Continue an interrupted run with the same --out. A finished run is left as it is.
+    """
     given = given_options(ctx)
     asked = asked_recipe(recipe, given, quality)
     check_effects(asked, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
@@ -62,18 +144,19 @@ def prune(
         show_sensitivity(model, asked.recipe, as_json, device=device, dtype=dtype, rotations=rotations)
         return
     of_the_run = run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
+    if fit is not None:
+        asked = fit_recipe(asked, fit, model, given, device=device, rotations=rotations, **of_the_run)
     if dry_run:
         from drot.cli.dry_run import show_needs
 
-        given_file = rotations is not None
-        show_needs(model, asked.recipe, as_json, device=device, rotations_given=given_file, **of_the_run)
+        show_needs(model, asked.recipe, as_json, device=device, rotations=rotations, **of_the_run)
         return
     if out is None:
         raise UserError("--out is missing: name the folder to write, or use --sensitivity or --dry-run")
     check_rotations_file(asked.manifest, rotations)
     from drot.pipeline import prune as pipeline
 
-    with told_how_to_go_on(out), stdout_for_the_result(), progress_of(asked.recipe) as progress:
+    with told_how_to_go_on(out), progress_of(asked.recipe) as progress:
         result = pipeline.prune(
             model,
             asked.recipe,
@@ -88,11 +171,18 @@ def prune(
     if asked.manifest and asked.recipe.calibration == asked.start.calibration:
         tell_other_input(asked.manifest, result.manifest)
     if as_json:
-        print_json({"out": str(out), **result.manifest.to_dict()})
+        print_json({"out": out, **result.manifest.to_dict()})
     else:
+        from drot.cli.after_prune import growth, next_commands
+
         print_manifest(result.manifest)
         before = "was finished already: nothing to do"
         print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
+        for line in growth(model, out, result.manifest):
+            print_line(line)
+        print_line("Next:")
+        for command, what in next_commands(model, out, result.manifest):
+            print_line(f"  {command}  # {what}")
 
 
 @contextlib.contextmanager

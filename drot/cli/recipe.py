@@ -1,13 +1,21 @@
 """The recipe of a command line of `drot prune`, and what is said about a recipe in a file and its run."""
 
+import contextlib
+import dataclasses
 import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from drot.cli.log import tell
+from drot.cli.messages import flag
+from drot.cli.progress_bars import working
 from drot.config import Recipe, RotationMode, resolve
 from drot.config.recipe import SECTION_OF, read_recipe
+from drot.config.rotation import POINTS
 from drot.core.errors import UserError
 from drot.core.events import Progress
 
@@ -43,6 +51,8 @@ def asked_recipe(file: Path | None, given: dict[str, Any], quality: str | None) 
     fields = recipe_fields(given)
     recipe = start.replace(**fields)
     if quality is not None:
+        if "steps" not in fields and recipe.rotation.optimizer == "fast":  # the quality names them too
+            recipe = recipe.replace(steps=None)
         recipe = recipe.with_quality(quality).replace(**fields)
     if file is not None:
         _tell_changes(start, recipe, file)
@@ -58,13 +68,40 @@ def run_settings(asked: AskedRecipe, given: dict[str, Any], **values: str) -> di
     return values | {name: value for name, value in before.items() if value is not None}
 
 
+def fit_recipe(
+    asked: AskedRecipe, size: str, model: str, given: dict[str, Any], **options: Any
+) -> AskedRecipe:
+    """The recipe whose run fits into the memory `size`, the value of --fit, and says what was changed.
+
+    given: the options of the command line, which stay as they are.
+    options: further arguments of `fitted`.
+    """
+    memory = parse_size(size)
+    from drot.pipeline.fit import fitted
+
+    chosen = fitted(model, asked.recipe, memory, fixed=recipe_fields(given), **options)
+    before, after = f"{chosen.asked / 1e9:.1f} GB", f"{chosen.needed / 1e9:.1f} GB"
+    if chosen.changes:
+        settings = " ".join(f"{flag(field)} {value}" for field, value in chosen.changes.items())
+        tell(f"drot: --fit {size} chose {settings}: about {after} on the device instead of {before}")
+    else:
+        tell(f"drot: --fit {size} changed nothing: the run needs about {after} on the device")
+    return dataclasses.replace(asked, recipe=chosen.recipe)
+
+
+def parse_size(text: str) -> int:
+    """The bytes in a size such as 24GB. Raises UserError for other texts, and for sizes below 1 MB."""
+    with contextlib.suppress(ValidationError):
+        if (size := TypeAdapter(ByteSize).validate_python(text)) >= 1e6:
+            return int(size)
+    raise UserError(f"`fit` must be a size of at least 1 MB, as in 24GB; got {text!r}")
+
+
 def progress_of(recipe: Recipe) -> AbstractContextManager[Progress]:
     """The progress bar of a run of this recipe."""
-    from drot.cli.progress_bars import progress_bar
-
     rotation = resolve(recipe).rotation
     label = "entropy" if rotation.objective == "entropy" else "loss"
-    return progress_bar(shared=rotation.mode == "shared", label=label)
+    return working(shared=rotation.mode == "shared", label=label)
 
 
 def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
@@ -75,22 +112,24 @@ def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
     """
     fields = {name: value for name, value in given.items() if name in SECTION_OF}
     if "rotation" in given:
-        fields["mode"], fields["blocks"] = parse_rotation(given["rotation"])
+        fields = parse_rotation(given["rotation"]) | fields
     if "calibration" in given:
         fields["source"] = given["calibration"]
     return fields
 
 
-def parse_rotation(text: str) -> tuple[RotationMode, int]:
-    """`mode` and `blocks` of RotationConfig for a value of --rotation. Raises UserError for another value."""
+def parse_rotation(text: str) -> dict[str, Any]:
+    """The fields of RotationConfig for a value of --rotation. Raises UserError for another value."""
+    if text in POINTS:
+        return POINTS[text] | {"blocks": 1}
     if text in get_args(RotationMode):
-        return cast(RotationMode, text), 1
+        return {"mode": text, "blocks": 1}
     name, _, blocks = text.partition(":")
     if name != "block":
-        expected = ", ".join(get_args(RotationMode))
+        expected = ", ".join((*get_args(RotationMode), *POINTS))
         raise UserError(f"--rotation must be one of {expected}, block:N; got {text!r}")
     try:
-        return "layer", int(blocks)
+        return {"mode": "layer", "blocks": int(blocks)}
     except ValueError:
         raise UserError(
             f"--rotation block:N needs a whole number of blocks, as in block:4; got {text!r}"

@@ -1,52 +1,40 @@
-"""The command `drot report`: its options and the line that it prints."""
+"""The command `drot report`."""
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from drot.cli.options import OUTPUT, Json, option, print_json, stdout_for_the_result
-from drot.cli.tables import print_line
-
-EPILOG = "Example: drot report llama-2of4"
+from drot.cli.output import print_json, print_line
+from drot.cli.progress_bars import working
 
 
 def report(
-    folders: Annotated[
-        list[Path],
-        typer.Argument(metavar="FOLDER...", help="Folders that drot prune wrote; several are compared."),
-    ],
-    out: Annotated[
-        Path | None,
-        option(
-            OUTPUT,
-            "File of the page. Default: report.html in FOLDER, or drot-report.html in the current folder for "
-            "several.",
-        ),
-    ] = None,
-    figures: Annotated[
-        Path | None, option(OUTPUT, "Folder for every chart as .svg and .png. Default: none is written.")
-    ] = None,
-    linears: Annotated[
-        list[str] | None,
-        option(
-            "Content",
-            "Linears whose importance is drawn, as in 'layers.0.*' or q_proj. May be given more than once. "
-            "Default: all, or those of three layers if there are more than 64.",
-            metavar="PATTERN",
-        ),
-    ] = None,
-    as_json: Json = False,
+    folders: list[Path],
+    out: Path | None = None,
+    figures: Path | None = None,
+    linears: list[str] | None = None,
+    as_json: bool = False,
 ) -> None:
-    """Write a page with the figures of pruned models: what was lost, and what is unusual."""
-    from drot.cli.progress_bars import progress_bar
-    from drot.report.write import write_report
+    """Write a page with the figures of pruned models: what was lost, and what is unusual.
 
-    with stdout_for_the_result(), progress_bar() as progress:
-        written = write_report(folders, out=out, figures=figures, linears=linears or [], progress=progress)
+    Example: drot report llama-2of4
+
+    Arguments:
+        folders FOLDER...: Folders that drot prune wrote; several are compared.
+    Output:
+        out: File of the page. Default: report.html in FOLDER, or drot-report.html in the current folder for
+            several.
+        figures: Folder for every chart as .svg and .png. Default: none is written.
+        as_json:
+    Content:
+        linears PATTERN: Linears whose importance is drawn, as in 'layers.0.*' or q_proj. May be given more
+            than once. '*' draws all, a quarter of a second each. Default: all, or those of the layers where
+            the rotation does best and worst if there are more than 14.
+    """
+    from drot.reporting import write
+
+    with working() as progress:
+        written = write.report(folders, out=out, figures=figures, linears=linears or [], progress=progress)
     if as_json:
-        charts = [str(file) for file in written.figures]
-        print_json({"page": str(written.page), "figures": charts, "linears": written.linears})
+        print_json({"page": written.page, "figures": written.figures, "linears": written.linears})
         return
     print_line(f"Wrote {written.page}")
     if figures is not None:

@@ -1,69 +1,52 @@
-"""The command `drot sweep`: its options and its table."""
+"""The command `drot sweep`, and its table."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
-from rich.table import Table
+from typing import TYPE_CHECKING
 
 from drot.cli.commands import Interrupted
-from drot.cli.options import (
-    COMPUTE_DTYPE,
-    OUTPUT,
-    RUN,
-    Device,
-    Json,
-    option,
-    print_json,
-    stdout_for_the_result,
-)
-from drot.cli.tables import output, print_line
+from drot.cli.output import print_json, print_line, print_table
+from drot.cli.progress_bars import working
 from drot.core.errors import UserError
-from drot.machine.devices import DTYPES
+from drot.manifest.tables import Table, finite, number
 
 if TYPE_CHECKING:
     from drot.sweep.sweep import SweepResult
 
-EPILOG = "Example: drot sweep grid.yaml --out sweep"
-
 
 def sweep(
-    grid: Annotated[
-        Path,
-        typer.Argument(
-            metavar="GRID.yaml",
-            help="File with the keys model, base (the sections of a recipe), grid (lists of values for "
-            "fields of a recipe, of which every combination is run), cells (a list of further combinations), "
-            "texts (as --ppl of drot eval), tasks (as --tasks of drot eval), seqlen and text_column.",
-        ),
-    ],
-    out: Annotated[
-        Path | None,
-        option(
-            OUTPUT,
-            "Folder to write: new, empty, or of an earlier sweep, whose finished cells are not run again.",
-        ),
-    ] = None,
-    model: Annotated[
-        str | None, option(RUN, "Name on the hub or folder of the model. Default: model in GRID.yaml.")
-    ] = None,
-    keep_models: Annotated[
-        bool, option(OUTPUT, "Keep the pruned model of each cell, in OUT/models.", "--keep-models")
-    ] = False,
-    device: Device = "auto",
-    dtype: Annotated[str, option(RUN, COMPUTE_DTYPE, choices=["auto", *DTYPES])] = "auto",
-    as_json: Json = False,
+    grid: Path,
+    out: Path | None = None,
+    model: str | None = None,
+    keep_models: bool = False,
+    device: str = "auto",
+    dtype: str = "auto",
+    as_json: bool = False,
 ) -> None:
-    """Prune a model with every recipe of a grid, and compare perplexity, entropy and time."""
+    """Prune a model with every recipe of a grid, and compare perplexity, entropy and time.
+
+    Example: drot sweep grid.yaml --out sweep
+
+    Arguments:
+        grid GRID.yaml: File with the keys model, base (the sections of a recipe), grid (lists of values for
+            fields of a recipe, of which every combination is run), cells (a list of further combinations),
+            texts (as --ppl of drot eval), tasks (as --tasks of drot eval), seqlen and text_column.
+    Output:
+        out: Folder to write: new, empty, or of an earlier sweep, whose finished cells are not run again.
+        keep_models: Keep the pruned model of each cell, in OUT/models.
+        as_json:
+    Run:
+        model: Name on the hub or folder of the model. Default: model in GRID.yaml.
+        device:
+        dtype:
+    """
     if out is None:
         raise UserError("`out` is missing: name the folder to write")
-    from drot.cli.progress_bars import progress_bar
     from drot.sweep import sweep as sweeping
     from drot.sweep.rows import columns
     from drot.sweep.runner import CELLS
 
     try:
-        with stdout_for_the_result(), progress_bar() as progress:
+        with working() as progress:
             result = sweeping.sweep(
                 grid,
                 out=out,
@@ -87,9 +70,9 @@ def sweep(
                     for each in result.skipped
                 ],
                 "computed": result.computed,
-                "csv": str(result.csv),
-                "tables": str(result.tables),
-                "plots": [str(plot) for plot in result.plots],
+                "csv": result.csv,
+                "tables": result.tables,
+                "plots": result.plots,
             }
         )
     else:
@@ -100,26 +83,18 @@ def print_sweep(result: "SweepResult") -> None:
     """Prints a table with a row for each cell, the skipped combinations, and the written files."""
     from drot.sweep.rows import row_gap_closed, short_names
 
-    table = Table(title="Sweep", title_justify="left")
-    texts = result.rows[0].dense
+    rows, texts = [], result.rows[0].dense
     names = short_names(texts)
-    for field in result.fields:
-        table.add_column(field, justify="right")
-    for text, dense in texts.items():
-        table.add_column(f"perplexity on {names[text]} (dense {dense:.3f})", justify="right")
-        table.add_column("gap closed", justify="right")
-    if result.rows[0].dense_accuracy:
-        table.add_column(f"mean accuracy (dense {result.rows[0].dense_mean_accuracy:.1%})", justify="right")
-    table.add_column("seconds", justify="right")
     for row in result.rows:
-        cells = [str(row.cell.value(field)) for field in result.fields]
-        for text in texts:
-            value, gap = row.perplexity(text), row_gap_closed(row, result.rows, text)
-            cells += ["not finite" if value is None else f"{value:.3f}", "-" if gap is None else f"{gap:.0%}"]
+        cells = {field: str(row.cell.value(field)) for field in result.fields}
+        for text, dense in texts.items():
+            perplexity, gap = row.perplexity(text), row_gap_closed(row, result.rows, text)
+            cells[f"perplexity on {names[text]} (dense {dense:.3f})"] = finite(perplexity, ".3f")
+            cells[f"gap closed on {names[text]}"] = number(gap, ".0%")
         if row.dense_accuracy:
-            cells.append("not finite" if row.mean_accuracy is None else f"{row.mean_accuracy:.1%}")
-        table.add_row(*cells, row.seconds)
-    output().print(table)
+            cells[f"mean accuracy (dense {row.dense_mean_accuracy:.1%})"] = finite(row.mean_accuracy, ".1%")
+        rows.append(cells | {"seconds": row.seconds})
+    print_table(Table("Sweep", rows), texts=0)
     if any(row.seconds.endswith("*") for row in result.rows):
         print_line("* without the training of the rotation, which another cell did")
     for each in result.skipped:

@@ -25,31 +25,3 @@ from drot.config.rotation import (
     RotationMode,
 )
 from drot.config.sparsity import Sparsity, matches
-
-__all__ = [
-    "DAMPING",
-    "FAST_ENTROPY_LR",
-    "FINETUNE_LR",
-    "OPTIMIZER_DEFAULTS",
-    "PUBLISHED_DAMPING",
-    "QUALITIES",
-    "SEQLEN",
-    "WITHOUT_HESSIAN",
-    "BoundaryPlace",
-    "CalibrationConfig",
-    "FinetuneConfig",
-    "Method",
-    "PruningConfig",
-    "Recipe",
-    "RecoveryConfig",
-    "ResolvedPruning",
-    "ResolvedRecipe",
-    "ResolvedRotation",
-    "RotationConfig",
-    "RotationMode",
-    "Sparsity",
-    "WeightFormat",
-    "default_seqlen",
-    "matches",
-    "resolve",
-]

@@ -22,7 +22,7 @@ class FinetuneConfig:
     """
 
     full: bool = False
-    """Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. Takes 16 bytes
+    """Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. Takes 17 bytes
     of memory a weight, and more for the activations.
     """
     rank: int = Field(default=8, ge=1)

@@ -1,13 +1,12 @@
 """Which weights are removed, and how the kept weights are computed and trained."""
 
 import dataclasses
-import functools
 from typing import Annotated, Literal, Self
 
 from pydantic import BeforeValidator, Field, PlainSerializer
 
 from drot.config.settings import settings
-from drot.config.sparsity import Sparsity, matches, parse_patterns, parse_sparsity_of
+from drot.config.sparsity import Sparsity, matches, parse_sparsity_of
 
 Method = Literal["magnitude", "wanda", "sparsegpt"]
 #: the methods that score a weight without a Hessian, and so need no calibration text
@@ -25,7 +24,10 @@ DAMPING, PUBLISHED_DAMPING = 0.3, 0.01
 
 #: these accept all that the functions parse, such as "2:4" or {"down_proj": "4:8"}
 AnySparsity = Annotated[Sparsity, BeforeValidator(Sparsity.parse), PlainSerializer(str)]
-Patterns = Annotated[tuple[str, ...], BeforeValidator(functools.partial(parse_patterns, "keep"))]
+Patterns = Annotated[
+    tuple[Annotated[str, Field(min_length=1)], ...],
+    BeforeValidator(lambda v: (v,) if isinstance(v, str) else tuple(v) if isinstance(v, list) else v),
+]
 SparsityOf = Annotated[
     tuple[tuple[str, Sparsity], ...],
     BeforeValidator(parse_sparsity_of),
@@ -50,9 +52,9 @@ class PruningConfig:
     """Another sparsity for the linears that match a pattern, as in down_proj=4:8 or
     'layers.0.self_attn.*=0.5'. There may be several; the last match is used.
     """
-    keep: Patterns = ()
-    """Leave the linears that match this pattern dense, as in 'layers.0.*' or down_proj. There may be several
-    patterns, and they go before `sparsity_of`. The linears are rotated all the same.
+    keep: Patterns = Field(default=(), title="patterns such as layers.0.* or down_proj")
+    """Leave the linears that match this pattern dense, as in 'layers.0.*' or down_proj. It may be given
+    several times, and overrides `sparsity_of`. The linears are rotated too.
     """
     damping: float | None = Field(default=None, ge=0, le=LARGEST_DAMPING)
     """Share of `damping_average` that is added to the diagonal of H before H is inverted; ten times as much
@@ -79,6 +81,10 @@ class PruningConfig:
     """
     target_weight: float = Field(default=0.25, gt=0, le=1)
     """With `target` dense: the share of the way from self to the dense model, up to 1."""
+    route_all: bool = False
+    """In a mixture of experts: compute the Hessians of each expert from all tokens, in place of those that
+    the router sends to it.
+    """
 
     @property
     def mixed(self) -> bool:

@@ -12,7 +12,7 @@ from drot.config.pruning import PruningConfig, RecoveryConfig
 from drot.config.recipe_file import read_sections
 from drot.config.rotation import FAST_STEPS, RotationConfig
 from drot.config.settings import fields_of, settings, values_of
-from drot.core.checks import shortened
+from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError
 
 WeightFormat = Literal["dense", "packed"]
@@ -54,6 +54,7 @@ class Recipe:
 
         more: fields that stand in no section, of a subclass.
         """
+        is_a("data", data, Mapping)
         parts: dict[str, Any] = {}
         for name, values in data.items():
             make: Any = fields_of(cls)[known_field(name, SECTIONS, "the recipe")].annotation

@@ -1,14 +1,17 @@
 """The sections of a recipe in a file: a recipe in YAML or JSON, or the manifest of a checkpoint."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any, ClassVar
 
+from drot.core.checks import shortened
 from drot.core.errors import UserError
+from drot.core.reading import LARGEST_FILE, read_bytes, strict_json
 
 #: the manifest in the folder of a checkpoint (drot/manifest/manifest.py)
 MANIFEST = "drot.json"
+#: bytes of the largest YAML file, which is slow to read; a drot.json may be larger
+LARGEST_YAML = 2**20
 #: suffixes of a file of settings
 SUFFIXES = (".json", ".yaml", ".yml")
 
@@ -38,22 +41,20 @@ def read_sections(path: str | Path) -> tuple[Path, Any, dict[str, Any]]:
     return file, data["recipe"], data
 
 
-def settings_in(file: Path, what: str = "recipe") -> Any:
+def settings_in(file: Path) -> Any:
     """The content of a file whose suffix is one of SUFFIXES: JSON, or YAML with the scalars of YAML 1.2.
 
-    Raises UserError for a file that is missing or broken.
-
-    what: what the file should hold, for the error message.
+    Raises UserError for a file that is missing or broken, and for a key that stands twice.
     """
     try:
-        content = file.read_text(encoding="utf-8-sig")
+        content = read_bytes(file, LARGEST_FILE if file.suffix == ".json" else LARGEST_YAML).decode(
+            "utf-8-sig"
+        )
     except UnicodeDecodeError:
         raise UserError(f"{file} must be UTF-8: convert it, for example with iconv -t utf-8") from None
-    except OSError as error:
-        raise UserError(f"cannot read the {what} {file}: {error.strerror}") from None
     if file.suffix == ".json":
         try:
-            return json.loads(content)
+            return strict_json(content)
         except RecursionError:
             raise UserError(f"{file} is nested too deeply") from None
         except ValueError as error:
@@ -70,6 +71,17 @@ def _yaml(content: str, file: Path) -> Any:
 
     class Loader(yaml.SafeLoader):
         yaml_implicit_resolvers: ClassVar[dict[Any, Any]] = {}
+
+        def flatten_mapping(self, node: Any) -> None:
+            """Called for each mapping. YAML 1.2 has no merge keys, a few of which make an endless mapping."""
+            seen = set()
+            for key, _ in node.value:
+                if key.tag == "tag:yaml.org,2002:merge":
+                    raise yaml.YAMLError(f"line {key.start_mark.line + 1}: merge keys are not read")
+                if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                    line = key.start_mark.line + 1
+                    raise yaml.YAMLError(f"line {line}: {shortened(key.value)} stands twice in one mapping")
+                seen.add((key.tag, key.value) if isinstance(key, yaml.ScalarNode) else None)
 
     for tag, pattern in (
         ("null", "|~|null"),

@@ -1,7 +1,7 @@
 """From the recipe that a user wishes to the recipe of a run, in which every setting has its value."""
 
 import math
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from drot.config.calibration import CalibrationConfig, default_seqlen
 from drot.config.pruning import (
@@ -15,10 +15,13 @@ from drot.config.pruning import (
 )
 from drot.config.recipe import QUALITIES, Recipe, WeightFormat
 from drot.config.rotation import (
+    DOWN_BLOCK,
     FAST_ENTROPY_LR,
     OPTIMIZER_DEFAULTS,
+    SMALLEST_DOWN_BLOCK,
     TRAINING_TOKENS,
     BoundaryPlace,
+    DownRotation,
     HessianSource,
     Objective,
     ProductDtype,
@@ -32,8 +35,9 @@ GIVEN_TOKENS = "tensor"
 
 @settings
 class ResolvedRotation(RotationConfig):
-    """How the rotations of a run are trained."""
+    """How the rotations of a run are trained. A run of an older version had no R3."""
 
+    down_rotation: DownRotation = "none"
     objective: Objective
     steps: int
     lr: float
@@ -86,6 +90,11 @@ class ResolvedRecipe(Recipe):
         )
         return not weights_alone or self.calibration.source != CalibrationConfig().source
 
+    @property
+    def needs_dense_states(self) -> bool:
+        """Whether the run passes the calibration tokens through the dense model too."""
+        return self.pruning.target == "dense" or self.recovery.recover == "block"
+
     def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
         """How many of the calibration sequences train the rotations (`training_tokens`)."""
         if not self.rotation.training_tokens:
@@ -100,6 +109,7 @@ def resolve(
     device: str = "cpu",
     format: str = "dense",
     rotations_given: bool = False,
+    down_width: int | None = None,
     tokens: tuple[int, int] | None = None,
 ) -> ResolvedRecipe:
     """The recipe of a run. A recipe that is resolved already stays as it is, but for `format` and `tokens`.
@@ -112,6 +122,8 @@ def resolve(
         device: the type of the device on which rotations are trained, `cpu` or `cuda`.
         format: the format of the weights in the result.
         rotations_given: whether the rotations are loaded from a file instead of trained.
+        down_width: the number of inputs of down_proj, for the size of the blocks of R3; 0 if no down_proj is
+            pruned, None if it is not known.
         tokens: nsamples and seqlen of token ids that replace the calibration text; None for a text.
     """
     rotation = recipe.rotation
@@ -120,7 +132,7 @@ def resolve(
     if tokens is not None:
         calibration = {"source": GIVEN_TOKENS, "nsamples": tokens[0], "seqlen": tokens[1]}
     return ResolvedRecipe(
-        rotation=_rotation(rotation, published, device, format, rotations_given),
+        rotation=_rotation(rotation, published, device, format, rotations_given, down_width),
         pruning=_pruning(recipe.pruning, published),
         recovery=recipe.recovery,
         calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
@@ -128,8 +140,26 @@ def resolve(
     )
 
 
+def _down_rotation(wishes: RotationConfig, published: bool, width: int | None) -> int | Literal["none"]:
+    if wishes.mode == "none" or wishes.down_rotation == "none":
+        return "none"
+    if isinstance(wishes.down_rotation, int):
+        return wishes.down_rotation
+    if published or wishes.mode == "shared":
+        return "none"
+    if width is None:
+        return DOWN_BLOCK
+    size = max((size for size in range(1, min(width, DOWN_BLOCK) + 1) if width % size == 0), default=1)
+    return size if size >= SMALLEST_DOWN_BLOCK else "none"
+
+
 def _rotation(
-    wishes: RotationConfig, published: bool, device: str, format: str, rotations_given: bool
+    wishes: RotationConfig,
+    published: bool,
+    device: str,
+    format: str,
+    rotations_given: bool,
+    down_width: int | None,
 ) -> ResolvedRotation:
     steps, lr = OPTIMIZER_DEFAULTS[wishes.optimizer]
     if wishes.optimizer == "fast" and wishes.objective == "entropy":
@@ -149,7 +179,11 @@ def _rotation(
         "training_tokens": 0 if published else TRAINING_TOKENS,
         "product_dtype": "bfloat16" if trains_on_a_gpu else "float32",
     }
-    chosen = {"boundary": boundary, "hessians": "dense" if wishes.mode == "shared" else hessians}
+    chosen = {
+        "boundary": boundary,
+        "hessians": "dense" if wishes.mode == "shared" else hessians,
+        "down_rotation": _down_rotation(wishes, published, down_width),
+    }
     return ResolvedRotation(**values_of(wishes) | _unset(wishes, values) | chosen)
 
 

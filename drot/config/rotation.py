@@ -1,11 +1,12 @@
 """How the rotations are trained."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from drot.config.settings import settings
+from drot.core.checks import shortened
 from drot.core.errors import UserError
 
 RotationMode = Literal["none", "layer", "shared"]
@@ -32,14 +33,40 @@ LARGEST_LR = {"fast": math.pi, "paper": 100.0}
 FAST_STEPS = 50
 #: The default of `training_tokens`. With more the model is not better (benchmarks/README.md).
 TRAINING_TOKENS = 32
+#: The size of the blocks of R3 that `auto` takes, and the smallest below it for which R3 is worth its time.
+#: benchmarks/README.md has what other sizes give.
+DOWN_BLOCK, SMALLEST_DOWN_BLOCK = 64, 16
 
 Size = Annotated[int, Field(ge=1)]
 Sizes = Annotated[tuple[Size, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 
 
+def _down_rotation(value: Any) -> Any:
+    """The value of `down_rotation`: the digits of a command line as a number."""
+    if isinstance(value, str) and value.isascii() and value.isdigit():
+        value = int(value)
+    if value in ("auto", "none") or (type(value) is int and value >= 2):
+        return value
+    raise UserError(
+        "`down_rotation` must be auto, none, or the size of a block, a whole number of at least 2; got "
+        f"{shortened(value)}"
+    )
+
+
+#: The points between a model that every engine loads and the best one: name → the fields that it sets.
+#: docs/choose.md says what each costs and gives.
+POINTS: dict[str, dict[str, Any]] = {
+    "stock": {"mode": "shared", "down_rotation": "none"},
+    "light": {"mode": "shared", "down_rotation": DOWN_BLOCK},
+    "full": {"mode": "layer", "down_rotation": "auto"},
+}
+
+DownRotation = Annotated[Literal["auto", "none"] | int, BeforeValidator(_down_rotation)]
+
+
 @settings
 class RotationConfig:
-    """How the orthogonal matrices R1 and R2 are trained (paper, section 3.3).
+    """How the orthogonal matrices R1, R2 and R3 are trained (paper, section 3.3).
 
     The loss, the gradients and their sums are computed in fp32 at least, whatever `product_dtype` is.
     """
@@ -51,6 +78,11 @@ class RotationConfig:
     blocks: Size | Sizes = 1
     """The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense. A list gives the sizes of
     unequal blocks, which must add up to the hidden size.
+    """
+    down_rotation: DownRotation = "auto"
+    """The size of the diagonal blocks of R3, which rotates the input of down_proj while the model runs. It
+    must divide the intermediate size. none: no R3. auto: 64, or the largest divisor below it, with one R1 a
+    layer; none with `mode` shared, `optimizer` paper and `reference_compat`.
     """
     objective: Literal["auto"] | Objective = "auto"
     """What the training minimises. pruned: the importance of the weights to remove. entropy: the paper's,
@@ -99,6 +131,11 @@ class RotationConfig:
         if self.lr is not None and self.lr > largest:
             raise UserError(f"`lr` must be a finite number above 0 and at most {largest:g}; got {self.lr!r}")
         return self
+
+    @property
+    def down_block(self) -> int | None:
+        """The size of the blocks of R3; None without R3, and where it is not resolved."""
+        return self.down_rotation if isinstance(self.down_rotation, int) else None
 
     @property
     def equal_blocks(self) -> int:

@@ -62,18 +62,6 @@ def matches(pattern: str, name: str) -> bool:
     return fnmatchcase(name, pattern) or fnmatchcase(name.rpartition(".")[2], pattern)
 
 
-def parse_patterns(field: str, value: Any) -> tuple[str, ...]:
-    """`value` as a tuple of patterns; a single string is one pattern."""
-    single = isinstance(value, str) or not isinstance(value, Iterable)
-    patterns = (value,) if single else tuple(value)
-    for pattern in patterns:
-        if not isinstance(pattern, str) or not pattern:
-            raise UserError(
-                f"`{field}` must be patterns such as layers.0.* or down_proj; got {shortened(pattern)}"
-            )
-    return patterns
-
-
 def parse_sparsity_of(value: Any) -> tuple[tuple[str, Sparsity], ...]:
     """`value`, in one of the forms that PruningConfig accepts, as pairs of a pattern and a Sparsity."""
     if isinstance(value, Mapping):

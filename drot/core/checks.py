@@ -24,6 +24,12 @@ def is_a(name: str, value: object, *types: type, or_none: bool = False) -> None:
     raise UserError(f"`{name}` must be a {expected}; got {shortened(value)}, a {type(value).__name__}")
 
 
+def is_callable(name: str, value: object, *, or_none: bool = False) -> None:
+    """Raises UserError unless `value` can be called, or is None where `or_none` allows it."""
+    if not (callable(value) or (value is None and or_none)):
+        raise UserError(f"`{name}` must be callable; got {shortened(value)}, a {type(value).__name__}")
+
+
 def path_exists(path: Path) -> bool:
     """Whether there is such a file or folder; False for a name that is too long for a file."""
     try:

@@ -3,7 +3,10 @@
 import contextlib
 import errno
 import json
+import logging
 import os
+import re
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +15,8 @@ from typing import Any
 from safetensors import SafetensorError
 
 from drot.core.errors import UserError
+
+logger = logging.getLogger("drot")
 
 #: errors of fsync on the folders of file systems that cannot sync a folder
 CANNOT_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
@@ -87,6 +92,45 @@ def new_folder(out: Path, scratch: Path | None = None) -> Iterator[Path]:
             out.rmdir()
         os.replace(part, out)
         sync(out.parent)
+
+
+def remove_leftovers(out: Path) -> None:
+    """Removes the temporary folders that killed runs left beside `out`, and names them in a warning.
+
+    The caller has locked `out`, so that no run fills one of them. A folder with anything else than the folder
+    that `new_folder` made is left alone.
+    """
+    left = re.compile(re.escape(out.name) + r"\.[a-z0-9_]{8}\.part")
+    for folder in [path for path in out.parent.iterdir() if left.fullmatch(path.name)]:
+        if (
+            folder.is_dir()
+            and not folder.is_symlink()
+            and {each.name for each in folder.iterdir()} <= {out.name}
+        ):
+            shutil.rmtree(folder)
+            logger.warning("removed %s, which a run to %s left when it was killed", folder, out)
+
+
+@contextlib.contextmanager
+def reserved(out: Path, size: int) -> Iterator[None]:
+    """Holds `size` bytes of the disk of `out` during the block, after which a file can take them.
+
+    The file that holds them has no name, so that nothing of it stays after a power failure. Raises UserError
+    if the disk has less.
+    """
+    with tempfile.TemporaryFile(dir=out.parent) as holder:
+        try:
+            os.posix_fallocate(holder.fileno(), 0, max(1, size))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:  # a file system that cannot reserve
+                logger.debug("no space is reserved for %s: %s", out, error)
+            else:
+                free = shutil.disk_usage(out.parent).free
+                raise UserError(
+                    f"{out} needs {size / 1e6:.1f} MB, but its disk has {free / 1e6:.1f} MB: make room, or "
+                    "name a folder on another disk as `out`"
+                ) from None
+        yield
 
 
 def write_json(path: Path, data: dict[str, Any]) -> None:

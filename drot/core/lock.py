@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from drot.core.errors import UserError
-from drot.core.files import writing
+from drot.core.files import remove_leftovers, writing
+from drot.core.reading import parse_json
 
 logger = logging.getLogger("drot")
 
@@ -35,7 +36,9 @@ def lock_file(out: Path) -> Path:
 
 @contextlib.contextmanager
 def locked(out: Path) -> Iterator[None]:
-    """Locks `out` for the caller. Raises UserError at once if another run has the lock.
+    """Locks `out` for the caller, and removes what killed runs to `out` left (`remove_leftovers`).
+
+    Raises UserError at once if another run has the lock.
 
     The lock is the kernel's (flock), which ends with the process; `<out>.lock` names the host and the process
     and is deleted at the end. A file that a killed run left behind is taken over. A link is refused, and so
@@ -46,6 +49,8 @@ def locked(out: Path) -> Iterator[None]:
     with writing(file):
         descriptor = _acquire(out, file)
     try:
+        with writing(out):
+            remove_leftovers(out)
         yield
     finally:
         file.unlink(missing_ok=True)  # before the lock is released, so that no other run's file is deleted
@@ -96,9 +101,10 @@ def _owner(descriptor: int, file: Path) -> dict[str, Any]:
     if not BEGINS.startswith(content[: len(BEGINS)]):
         raise UserError(f"{file} is not a lock of drot, which needs this name: move it or name another `out`")
     try:
-        return json.loads(content)
-    except ValueError:
+        owner = parse_json(content, str(file))
+    except UserError:
         return {}
+    return owner if isinstance(owner.get("pid"), int) and str(owner.get("host")).isprintable() else {}
 
 
 def _runs(pid: Any) -> bool:

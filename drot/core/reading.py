@@ -1,6 +1,9 @@
-"""Reading of JSON files, and the check of their content by a schema."""
+"""Reading of files that a stranger may have written: bounded, strict JSON, and checked by a schema."""
 
 import json
+import os
+import re
+import stat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,6 +15,8 @@ from drot.core.validation import file_error, printable
 
 #: largest depth of nested lists and objects; no file that drot reads has more than 8 levels
 DEEPEST = 64
+#: bytes of the largest JSON file that is read; the manifest of a model of 126 layers has about 5 MB
+LARGEST_FILE = 2**26
 #: largest whole number: that of an int64
 LARGEST = 2**63 - 1
 #: Largest float, and the inverse of the smallest but 0. No figure is near to it, and no quotient of two
@@ -30,23 +35,48 @@ class Entries(BaseModel):
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in `file`, whose numbers are finite, and neither too large nor too small.
 
-    Raises UserError that names the file, and the entry where there is one: for a file that is missing, not a
-    file, not UTF-8 or not JSON, for anything but an object, for deep nesting, and for NaN and other numbers
-    that no file should hold.
+    Raises UserError that names the file, and the entry where there is one: as `read_bytes` does, for a file
+    that is not UTF-8 or not JSON, for anything but an object, for a key that stands twice, for deep nesting,
+    and for NaN and other numbers that no file should hold.
     """
+    return parse_json(read_bytes(file), str(file))
+
+
+def read_bytes(file: Path, largest: int = LARGEST_FILE) -> bytes:
+    """The content of a file. Raises UserError as `check_regular` does."""
+    check_regular(file, largest)
     try:
-        content = file.read_bytes()
-    except FileNotFoundError:
-        raise UserError(f"{file} does not exist: copy the folder again") from None
+        with file.open("rb") as handle:
+            content = handle.read(largest)
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
-    return parse_json(content, str(file))
+    return content
+
+
+def check_regular(file: str | os.PathLike[str], largest: int | None = None) -> None:
+    """Raises UserError unless `file` is a file, and of at most `largest` bytes.
+
+    The reading of a pipe or a device might never end, and a file of any size may take no space on the disk.
+    """
+    try:
+        found = os.stat(file)
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist: copy it again, or name another") from None
+    except OSError as error:
+        raise UserError(f"cannot read {shortened(str(file))}: {error.strerror}") from None
+    if largest is not None and found.st_size > largest:
+        raise UserError(
+            f"{file} must have at most {largest} bytes, got {found.st_size}: it is not what its name says"
+        )
+    if not stat.S_ISREG(found.st_mode):
+        what = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a device or a socket"
+        raise UserError(f"{file} must be a file, got {what}: copy it again, or name another")
 
 
 def parse_json(content: bytes, file: str) -> dict[str, Any]:
     """The JSON object in `content`, as for `read_json`. Messages name it `file`."""
     try:
-        data = json.loads(content.decode("utf-8"))
+        data = strict_json(content.decode("utf-8"))
     except RecursionError:
         raise UserError(f"{file} is nested too deeply: copy it again") from None
     except ValueError as error:  # not JSON, not UTF-8, or a number of thousands of digits
@@ -55,6 +85,22 @@ def parse_json(content: bytes, file: str) -> dict[str, Any]:
         raise UserError(f"{file} must hold a JSON object, got {shortened(data)}: copy it again")
     _check_values(data, file)
     return data
+
+
+def strict_json(text: str) -> Any:
+    """What json.loads returns. Raises ValueError for a key that stands twice, with the lines that hold it."""
+
+    def pairs(items: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(items)
+        if len(found) < len(items):
+            keys = [key for key, _ in items]
+            twice = next(key for key in keys if keys.count(key) > 1)
+            name = re.compile(re.escape(json.dumps(twice)) + r"\s*:")
+            lines = [text.count("\n", 0, match.start()) + 1 for match in name.finditer(text)]
+            raise ValueError(f"{shortened(twice)} stands twice in one object, see lines {str(lines)[1:-1]}")
+        return found
+
+    return json.loads(text, object_pairs_hook=pairs)
 
 
 def _check_values(data: dict[str, Any], file: str) -> None:

@@ -46,7 +46,9 @@ def file_error(error: ValidationError, where: str) -> UserError:
 
 
 def expected(field: FieldInfo) -> str:
-    """What a value of the field must be, as in `a whole number from 0 to 1000000`."""
+    """What a value of the field must be: its title, or as in `a whole number from 0 to 1000000`."""
+    if field.title:
+        return field.title
     if choices := choices_of(field.annotation):
         return f"one of {', '.join(choices)}"
     kind, bounds = members_of(field.annotation)[0], list(field.metadata)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.evaluation.perplexity import exp_of_loss
+from drot.evaluation.perplexity import exp_of_loss, rises_after
 from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions
 
 #: ranges of positions in a window for which the agreement is given
@@ -25,6 +25,7 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
         window, which begin with 0.
     perplexity, dense_perplexity, perplexity_difference: perplexities on the windows as in `perplexity_of`,
         and pruned minus dense.
+    loss_rises_after: `rises_after` of the dense model.
 
     The log-softmax is computed in fp32, the sum over the vocabulary in fp64. The logits of both models are in
     memory for the windows of one batch. Raises BrokenModelError if the loss of a model is not finite.
@@ -37,6 +38,7 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
         progress(ProgressEvent(phase="evaluate", step=batch.stop, steps=count))
     equal, kl, dense_loss, pruned_loss = found
     values = kl.flatten().numpy()
+    loss_rises_after = rises_after(dense_loss[:, :-1].mean(0), count)
     dense_perplexity = exp_of_loss(float(dense_loss[:, :-1].mean()), "the dense original")
     perplexity = exp_of_loss(float(pruned_loss[:, :-1].mean()), "the pruned model")
     edges = torch.linspace(0, seqlen, min(POSITION_RANGES, seqlen) + 1).round().int().tolist()
@@ -59,6 +61,7 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
         "perplexity": perplexity,
         "dense_perplexity": dense_perplexity,
         "perplexity_difference": perplexity - dense_perplexity,
+        "loss_rises_after": loss_rises_after,
     }
 
 

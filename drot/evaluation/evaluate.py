@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,18 +12,19 @@ from transformers import PreTrainedModel
 
 from drot.checkpoint.load import load, load_config, load_tokenizer
 from drot.config import default_seqlen
-from drot.core.checks import is_a
+from drot.core.checks import is_a, is_callable
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.agreement import agreement
-from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
+from drot.evaluation.perplexity import check_logits, exp_of_loss, load_eval_tokens, mean_losses, rises_after
 from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.record import check_recordable, text_record
 from drot.evaluation.record import record as record_figures
-from drot.evaluation.tasks import Tasks, averages, load_tasks, run_tasks
-from drot.machine.devices import computing_dtype, dtype_name, parse_dtype, pick_device
+from drot.evaluation.tasks import TaskOptions, Tasks, averages, load_tasks, run_tasks
+from drot.machine.devices import computing_dtype, dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.environment import machine_name
-from drot.model.families import family_of, positions_of
+from drot.model.families import family_of
+from drot.model.sizes import positions_of
 from drot.sparse.packed import compress_model
 
 logger = logging.getLogger("drot")
@@ -43,17 +45,21 @@ class _Setup:
     dense: PreTrainedModel | None
     task_names: Sequence[str]
     tasks: Tasks | None
+    task_options: TaskOptions
     progress: Progress
 
 
 def evaluate(
-    models: Sequence[str],
+    models: Sequence[str | Path],
     *,
-    ppl: Sequence[str] = (),
+    ppl: Sequence[str | Path] = (),
     tasks: Sequence[str] = (),
-    against: str | None = None,
+    against: str | Path | None = None,
     seqlen: int | None = None,
     text_column: str = "text",
+    limit: int | None = None,
+    batch_size: int = 1,
+    num_fewshot: int | None = None,
     device: str = "auto",
     dtype: str = "auto",
     stream: bool = False,
@@ -64,7 +70,8 @@ def evaluate(
 
     model, seqlen, dtype, machine: what was measured, and where.
     streamed: whether one decoder layer at a time was on the device.
-    texts: text → tokens, windows, split (None for a file) and the SHA-256 of its token ids.
+    texts: text → tokens, windows, split (None for a file), the SHA-256 of its token ids and, where the
+        loss rises, loss_rises_after (`rises_after`; of the dense model where there is one).
     perplexity: text → perplexity (`perplexity_of`).
     against: the model of `against`, or None.
     agreement: text → figures of `agreement` with that model; empty without one.
@@ -82,6 +89,7 @@ def evaluate(
         against: the dense original of the models, with which their predictions are compared on `ppl`.
         seqlen: tokens in a window; None is the smallest `default_seqlen` of the models.
         text_column: the column of the text in .json, .jsonl and .parquet files.
+        limit, batch_size, num_fewshot: as in TaskOptions. Figures with a `limit` are not recorded.
         device: `auto`, `cpu` or `cuda[:N]`.
         dtype: dtype of the weights. `auto` is the checkpoint's own on a GPU, and float32 on a CPU.
         stream: keeps the models in main memory and moves one decoder layer at a time to the device. That also
@@ -90,16 +98,25 @@ def evaluate(
         progress: receives the events of reading, loading and measuring.
     """
     is_a("models", models, list, tuple)
+    is_callable("progress", progress)
+    names, sources = [str(model) for model in models], [str(text) for text in ppl]
+    original = None if against is None else str(against)
+    options = TaskOptions(limit, batch_size, num_fewshot)
+    if not tasks and options != TaskOptions():
+        raise UserError("`limit`, `batch_size` and `num_fewshot` are of `tasks`, got none: name one")
+    if limit is not None and record:
+        logger.warning("figures of %d questions of a task are not recorded", limit)
+        record = False
     target = pick_device(device)
     if dtype != "auto":
         parse_dtype(dtype)
-    if against is not None and not ppl:
+    if original is not None and not ppl:
         raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
     if stream and tasks:
         raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
-    for name in models if record else ():
+    for name in names if record else ():
         check_recordable(name)
-    everyone = [*models] if against is None else [*models, against]
+    everyone = [*names] if original is None else [*names, original]
     configs = {name: load_config(name).get_text_config() for name in everyone}
     for config in configs.values() if stream else ():
         family_of(config)
@@ -107,17 +124,17 @@ def evaluate(
         seqlen = min(default_seqlen(positions_of(config)) for config in configs.values())
     tokenizers = {name: load_tokenizer(name) for name in everyone}
     texts = {
-        name: {s: load_eval_tokens(s, tokenizers[name], text_column, progress) for s in ppl}
+        name: {s: load_eval_tokens(s, tokenizers[name], text_column, progress) for s in sources}
         for name in everyone
     }
-    _check_texts(texts, configs, seqlen, against)
+    _check_texts(texts, configs, seqlen, original)
     prepared = load_tasks(tasks) if tasks else None
     progress(ProgressEvent(phase="load"))
     dtype = str(computing_dtype(dtype, target))
-    dense = None if against is None else load(against, device="cpu", dtype=dtype)
-    setup = _Setup(seqlen, dtype, target, stream, against, dense, tasks, prepared, progress)
+    dense = None if original is None else load(original, device="cpu", dtype=dtype)
+    setup = _Setup(seqlen, dtype, target, stream, original, dense, tasks, prepared, options, progress)
     results = []
-    for name in models:
+    for name in names:
         try:
             figures = _measure(name, tokenizers[name], texts[name], setup)
         except BrokenModelError as error:
@@ -161,20 +178,25 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
     streamed = move_models([model] if dense is None else [model, dense], name, device, stream=setup.stream)
     if streamed and setup.task_names:
         raise UserError(f"`tasks` need the whole of {name} on {device}, where it does not fit")
-    perplexities, agreements = {}, {}
+    perplexities, agreements, records = {}, {}, {}
     for source, tokens in texts.items():
         stream_to = device if streamed else None
         own = predict(model, tokens, seqlen, stream_to, setup.progress)
         if dense is None:
-            perplexities[source] = perplexity_of(own, progress=setup.progress)
+            losses = mean_losses(own, progress=setup.progress)
+            rising = rises_after(losses, len(own.windows))
+            perplexities[source] = exp_of_loss(float(losses.mean()))
         else:
             theirs = predict(dense, tokens, seqlen, stream_to, setup.progress)
             agreements[source] = agreement(theirs, own, progress=setup.progress)
             perplexities[source] = agreements[source].pop("perplexity")
+            rising = agreements[source].pop("loss_rises_after")
+        rises = {} if rising is None else {"loss_rises_after": rising}
+        records[source] = text_record(source, tokens, seqlen) | rises
     scores = {}
     if setup.tasks is not None:
         check_logits(model)
-        scores = run_tasks(model, tokenizer, setup.tasks)
+        scores = run_tasks(model, tokenizer, setup.tasks, setup.task_options)
     accuracies = {task: score.accuracy for task, score in scores.items()}
     return {
         "model": name,
@@ -182,7 +204,7 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
         "dtype": dtype_name(model.dtype),
         "machine": machine_name(device),
         "streamed": streamed,
-        "texts": {source: text_record(source, tokens, seqlen) for source, tokens in texts.items()},
+        "texts": records,
         "perplexity": perplexities,
         "against": setup.against,
         "agreement": agreements,
@@ -197,10 +219,10 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
 
 def free_memory(device: torch.device) -> int | None:
     """The bytes that are free on a GPU, with those that torch keeps for reuse; None for the CPU."""
-    if device.type != "cuda":
+    if not is_gpu(device):
         return None
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + kept
+    gpu = torch.get_device_module(device)
+    return gpu.mem_get_info(device)[0] + gpu.memory_reserved(device) - gpu.memory_allocated(device)
 
 
 def move_models(models: list[PreTrainedModel], name: str, device: torch.device, *, stream: bool) -> bool:

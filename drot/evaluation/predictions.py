@@ -14,7 +14,7 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.machine.transfer import on_device
 from drot.model.decoder import DecoderModel
-from drot.model.families import positions_of
+from drot.model.sizes import positions_of
 
 #: largest number of logits in fp32 at the same time; 64 Mi logits take 256 MiB
 LOGITS_AT_ONCE = 1 << 26
@@ -116,7 +116,7 @@ def _streamed(
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:
         out: Tensor = head(norm(stream.batch(batch)))
-        return out
+        return out.div_(decoder.logits_divisor)
 
     return logits
 

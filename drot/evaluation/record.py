@@ -11,7 +11,7 @@ from torch import Tensor
 
 from drot.core.errors import UserError
 from drot.machine.environment import versions
-from drot.manifest.card import write_card
+from drot.manifest.card import CARD, save_card
 from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, update_manifest
 from drot.manifest.records import EvaluationRecord
 from drot.text.source import SPLITS, calibration_hash
@@ -33,7 +33,7 @@ def record(folder: str, figures: dict[str, Any]) -> None:
     """Adds `figures`, the result of `evaluate` for one model, to the manifest and the card in `folder`.
 
     The entry has the date, the versions and the figures without the model's name. Infinity and NaN become
-    null. An earlier entry of the same measurement (`_measurement`) is replaced.
+    null. An earlier entry of the same measurement (`_measurement`) is replaced; its baselines stay.
 
     A folder without a manifest, a hub name, and a folder that cannot be written are left as they are, and a
     warning says so.
@@ -50,12 +50,14 @@ def record(folder: str, figures: dict[str, Any]) -> None:
     new = EvaluationRecord.model_validate(json.loads(json.dumps(entry), parse_constant=lambda constant: None))
 
     def add(manifest: CheckpointManifest) -> None:
+        same = [old for old in manifest.evaluations if _measurement(old) == _measurement(new)]
+        new.baselines = new.baselines or next((old.baselines for old in same if old.baselines), None)
         kept = [old for old in manifest.evaluations if _measurement(old) != _measurement(new)]
         manifest.evaluations = [*kept, new]
+        save_card(Path(folder), manifest)
 
     try:
-        update_manifest(folder, add)
-        write_card(folder)
+        update_manifest(folder, add, [CARD])
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
 

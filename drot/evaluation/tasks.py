@@ -1,14 +1,16 @@
 """Accuracy in the tasks of lm_eval, with the metric that the literature on pruning reports for each task."""
 
 import logging
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from transformers import PreTrainedModel
 
+from drot.core.checks import is_a
 from drot.core.errors import UserError, quoted
 from drot.core.hub import quick_hub
 
@@ -17,6 +19,8 @@ SUITES = {
     "paper": ("piqa", "winogrande", "hellaswag", "arc_easy", "arc_challenge"),
     "reasoning": ("gsm8k", "mmlu"),
 }
+#: The tasks that come with drot (own_tasks), which need no network.
+OWN_TASKS = ("drot_continuation",)
 #: Suites of which the mean accuracy is given.
 AVERAGED = ("paper",)
 #: Tasks with solved examples in the prompt, and the number of examples; every other task has none. Five is
@@ -28,8 +32,6 @@ METRICS = {
     **dict.fromkeys(("piqa", "hellaswag", "arc_easy", "arc_challenge", "drot_continuation"), "acc_norm"),
     "gsm8k": "exact_match,strict-match",
 }
-#: Folder with the tasks that come with drot, in lm_eval's format.
-OWN_TASKS = Path(__file__).parent / "own_tasks"
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def load_tasks(names: Sequence[str]) -> Tasks:
         raise UserError(
             "`tasks` needs the package lm_eval, which is not installed: pip install 'lm_eval[hf]'"
         ) from None
-    names, manager = expand(names), TaskManager(include_path=str(OWN_TASKS))
+    names, manager = expand(names), TaskManager()
     known = set(manager.all_subtasks) | set(manager.all_groups)
     if unknown := [name for name in names if name not in known]:
         raise UserError(f"lm_eval has no task {', '.join(unknown)}: list its tasks with: lm_eval ls tasks")
@@ -84,8 +86,7 @@ def load_tasks(names: Sequence[str]) -> Tasks:
     for name in names:
         try:
             # get_task_dict is deprecated, but its successor TaskManager.load is not in lm_eval 0.4.11
-            own = (OWN_TASKS / f"{name}.yaml").exists()
-            with _errors_only(), nullcontext() if own else quick_hub():
+            with _errors_only(), nullcontext() if name in OWN_TASKS else quick_hub():
                 task = get_task_dict([name], manager).get(name)
         except Exception as error:  # a task is code and data of many authors, so any exception may come
             advice = "lm_eval's tasks need a network or a filled datasets cache"
@@ -98,21 +99,47 @@ def load_tasks(names: Sequence[str]) -> Tasks:
     return Tasks(manager, tasks)
 
 
-def run_tasks(model: PreTrainedModel, tokenizer: Any, prepared: Tasks) -> dict[str, Score]:
-    """Task → the score of `model`, with the number of examples of FEWSHOT in the prompt."""
+@dataclass(frozen=True)
+class TaskOptions:
+    """How lm_eval runs the tasks.
+
+    limit: the questions of each task; None is all of them.
+    batch_size: the questions that the model reads at a time.
+    num_fewshot: solved examples in the prompt; None is the number of FEWSHOT.
+    """
+
+    limit: int | None = None
+    batch_size: int = 1
+    num_fewshot: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("limit", 1), ("batch_size", 1), ("num_fewshot", 0)):
+            value = getattr(self, name)
+            is_a(name, value, int, or_none=name != "batch_size")
+            if value is not None and value < least:
+                raise UserError(f"`{name}` must be a whole number of at least {least}; got {value}")
+
+
+def run_tasks(
+    model: PreTrainedModel, tokenizer: Any, prepared: Tasks, options: TaskOptions = TaskOptions()
+) -> dict[str, Score]:
+    """Task → the score of `model`."""
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
     with _errors_only():
-        wrapped = HFLM(pretrained=model, tokenizer=tokenizer)
+        wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=options.batch_size)
+    asked = options.num_fewshot
     scores: dict[str, Score] = {}
-    for fewshot in sorted({FEWSHOT.get(name, 0) for name in prepared.tasks}):
-        names = [name for name in prepared.tasks if FEWSHOT.get(name, 0) == fewshot]
+    examples = {name: FEWSHOT.get(name, 0) if asked is None else asked for name in prepared.tasks}
+    for fewshot in sorted(set(examples.values())):
+        names = [name for name in prepared.tasks if examples[name] == fewshot]
         with _errors_only():
             outcome = lm_eval.simple_evaluate(
                 model=wrapped,
                 tasks=[prepared.tasks[name] for name in names],
                 num_fewshot=fewshot,
+                limit=options.limit,
                 task_manager=prepared.manager,
             )
         scores |= {name: score(name, outcome["results"][name], fewshot) for name in names}
@@ -146,12 +173,28 @@ def score(task: str, results: dict[str, Any], fewshot: int) -> Score:
 
 @contextmanager
 def _errors_only() -> Iterator[None]:
-    """A block without the warnings of lm_eval, which are about how drot calls it and not about the model."""
-    logger = logging.getLogger("lm_eval")
+    """A block without the warnings of lm_eval, which are about how drot calls it and not about the model.
+
+    If stderr is no terminal, its progress bars are left out, which would be hundreds of lines, and so is what
+    git says when lm_eval asks it for the version of the current folder.
+    """
+    from lm_eval import evaluator
+    from tqdm import tqdm
+
+    logger, bar = logging.getLogger("lm_eval"), tqdm.__init__
+
+    def without_bar(self: Any, *args: Any, **options: Any) -> None:
+        bar(self, *args, **(options | {"disable": True}))
+
     level = logger.level
     logger.setLevel(logging.ERROR)
+    silent_bar = bar if sys.stderr.isatty() else without_bar
     try:
-        yield
+        with (
+            mock.patch.object(tqdm, "__init__", silent_bar),
+            mock.patch.object(evaluator, "get_git_commit_hash", return_value=None),
+        ):
+            yield
     finally:
         logger.setLevel(level)
 

@@ -57,7 +57,7 @@ class MaskedLora(lora.Linear):
 
 
 def add_adapter(model: "PreTrainedModel", config: FinetuneConfig) -> PeftModel:
-    """Adds LoRA, with B = 0, to the seven linears of every decoder layer, and freezes all other weights.
+    """Adds LoRA, with B = 0, to the linears of every decoder layer, and freezes all other weights.
 
     The matrices A and B are fp32. Unless the adapter is kept, its layers are MaskedLora.
     """
@@ -66,7 +66,7 @@ def add_adapter(model: "PreTrainedModel", config: FinetuneConfig) -> PeftModel:
         r=config.rank,
         lora_alpha=config.alpha,  # type: ignore[arg-type]  # peft divides it by r
         lora_dropout=config.dropout,
-        target_modules=[linear.path for linear in family_of(model.config).linears],
+        target_modules=sorted({linear.path for linear in family_of(model.config).linears}),
     )
     if not config.keep_adapter:
         settings._register_custom_module({nn.Linear: MaskedLora})

@@ -15,17 +15,25 @@ from torch import Tensor
 
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
-from drot.checkpoint.quantization_config import QUANT_METHOD, format_of, quantization_config_of
+from drot.checkpoint.quantization_config import (
+    NAME_THE_ORIGINAL,
+    format_of,
+    quantised_by,
+    quantization_config_of,
+)
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
-from drot.core.checks import is_a
+from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.files import reserved
 from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
+from drot.finetuning.kept import identity_of, kept, kept_folder, kept_until_written
+from drot.finetuning.memory import check_full_memory
 from drot.finetuning.text import split_text
-from drot.machine.devices import pick_device
+from drot.machine.devices import is_gpu, pick_device
 from drot.manifest.importance import load_importance_maps, save_importance_maps
 from drot.manifest.manifest import (
     FORMAT_VERSION,
@@ -35,7 +43,8 @@ from drot.manifest.manifest import (
 )
 from drot.manifest.records import FinetuneRecord
 from drot.model.decoder import DecoderModel
-from drot.model.families import family_of, positions_of
+from drot.model.families import family_of
+from drot.model.sizes import positions_of
 from drot.pipeline.validation import check_tokens
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
@@ -44,6 +53,8 @@ logger = logging.getLogger("drot")
 
 #: package → the versions with which drot is tested
 PACKAGES = {"peft": "peft>=0.18,<1", "accelerate": "accelerate>=1.4,<2"}
+#: bytes for tokenizer, manifest, card and maps
+OTHER_FILES = 2**25
 #: least share of zeros with which a model without a manifest counts as pruned
 LEAST_ZEROS = 0.05
 
@@ -107,6 +118,9 @@ def finetune(
     is_a("out", out, str, Path, or_none=True)
     is_a("tokens", tokens, Tensor, or_none=True)
     is_a("device", device, str, torch.device)
+    if not hasattr(tokenizer, "save_pretrained"):  # `tokens` need no more of a tokenizer
+        is_callable("tokenizer", tokenizer, or_none=True)
+    is_callable("progress", progress)
     config = config or FinetuneConfig()
     out = None if out is None else Path(out)
     if out is not None:
@@ -140,6 +154,10 @@ def _finetune(
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
     packed = is_packed(loaded)
+    size = _size_of_result(loaded, config)
+    keeps = out is not None and not config.full and is_main_process()
+    identity = identity_of(loaded, config, (sequences, held_out)) if keeps else {}
+    known = kept(kept_folder(out), identity) if out is not None and keeps else None
     if packed:
         loaded.dequantize()
     share = DecoderModel(loaded).zero_share()
@@ -149,23 +167,37 @@ def _finetune(
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
     warn_of_rounding(model, loaded.dtype)
-    from drot.finetuning.run import run_finetuning  # it imports accelerate, which takes seconds
+    if config.full and is_main_process():
+        check_full_memory(loaded, target)
+    # it imports accelerate, which takes seconds
+    from drot.finetuning.run import run_finetuning, with_adapter
 
+    # a disk that is full when hours of training end would lose them
+    space = contextlib.nullcontext() if out is None or not is_main_process() else reserved(out, size)
     try:
-        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng():
-            trained, record = run_finetuning(
-                loaded,
-                config,
-                (sequences, held_out),
-                Path(folder),
-                cpu=target.type == "cpu",
-                progress=progress,
-            )
+        with (
+            space,
+            tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder,
+            torch.random.fork_rng(),
+        ):
+            if known is not None:
+                logger.warning("the training in %s is finished and not repeated", kept_folder(out or Path()))
+                trained = with_adapter(loaded, config, known.adapter)
+            else:
+                trained, known = run_finetuning(
+                    loaded,
+                    config,
+                    (sequences, held_out),
+                    Path(folder),
+                    cpu=target.type == "cpu",
+                    progress=progress,
+                )
     except torch.OutOfMemoryError:
         raise UserError(
             f"the GPU has too little memory for `batch_size`, {config.batch_size}, and sequences of "
             f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
         ) from None
+    record = dict(known.record)
     record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
     finetuning = FinetuneRecord.model_validate({"from": str(model), **record})
     if packed:
@@ -187,10 +219,33 @@ def _finetune(
     manifest.evaluations = []  # figures of the weights before the training
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
-        manifest = save_checkpoint(
-            trained, tokenizer, manifest, out, write_more=lambda part: save_importance_maps(part, maps)
-        )
+        with kept_until_written(kept_folder(out), known, identity):
+            manifest = save_checkpoint(
+                trained,
+                tokenizer,
+                manifest,
+                out,
+                shards=None if config.keep_adapter else {},
+                write_more=lambda part: save_importance_maps(part, maps),
+            )
+    if not config.keep_adapter:
+        trained.drot_files = manifest, ""
     return FinetuneResult(trained, manifest, out)
+
+
+def _size_of_result(model: Any, config: FinetuneConfig) -> int:
+    """The bytes that the result takes on the disk, with OTHER_FILES for all but the weights.
+
+    The adapter counts beside a checkpoint too, since it lies there until the checkpoint is whole.
+    """
+    sides = 0
+    for layer in DecoderModel(model).layers:
+        for linears in layer.modules:
+            shapes = [layer.shape_of(linear.spec) for linear in linears]
+            sides += sum(out for out, _ in shapes) + shapes[0][1]
+    adapter = 4 * config.rank * sides
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    return OTHER_FILES + (weights if config.full else adapter if config.keep_adapter else weights + adapter)
 
 
 def is_main_process() -> bool:
@@ -211,7 +266,7 @@ def _check_packages(config: FinetuneConfig) -> None:
 
 def _pick_device(device: str | torch.device) -> torch.device:
     target = pick_device(device)
-    if target.type == "cuda" and target.index:
+    if is_gpu(target) and target.index:
         raise UserError(
             f"`device` must be auto, cpu or cuda for fine-tuning; got {target}: choose GPUs with the "
             "environment variable CUDA_VISIBLE_DEVICES"
@@ -228,10 +283,14 @@ def _manifest_of(model: str | Path) -> CheckpointManifest | None:
 
 def _check_config(model_config: Any, config: FinetuneConfig) -> None:
     """Raises UserError for a model that cannot be fine-tuned, before its weights are loaded."""
-    family_of(model_config)
+    if family_of(model_config).experts is not None:
+        raise UserError(
+            'drot does not fine-tune a mixture of experts: use `recover="block"` of drot prune, which trains '
+            "its kept weights layer by layer"
+        )
     quantised = quantization_config_of(model_config)
-    if quantised and (method := quantised.get("quant_method")) != QUANT_METHOD:
-        raise UserError(f"this model is quantised ({method}): fine-tune its unquantised original")
+    if method := quantised_by(model_config):
+        raise UserError(f"this model is quantised ({method}): {NAME_THE_ORIGINAL}")
     if not config.full and config.rank > model_config.hidden_size:
         raise UserError(
             f"`rank` must be at most {model_config.hidden_size}, the hidden size of this model; "

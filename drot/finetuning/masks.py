@@ -1,13 +1,14 @@
 """The zeros of a pruned model: training that leaves them zero, and rounding that adds none."""
 
-import contextlib
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from transformers import TrainerCallback
 
+from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 
 if TYPE_CHECKING:
@@ -15,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def pruned_linears(model: "PreTrainedModel") -> Iterator[tuple[str, nn.Linear]]:
-    """The name and the module of each of the seven linears of every decoder layer."""
+    """The name and the module of each linear, or fused linears, of every decoder layer."""
     for layer in DecoderModel(model).layers:
-        for linear in layer.linears.values():
-            yield f"layer {layer.index}, {linear.name}", linear.plain
+        for first, *_ in layer.modules:
+            yield f"layer {layer.index}, {first.module_name}", first.plain
 
 
 def removed_weights(model: "PreTrainedModel") -> dict[str, Tensor]:
-    """Name of a linear → bool [out, in], True where the weight is zero."""
+    """Name of a module → bool [out, in], True where the weight is zero."""
     return {name: linear.weight.detach() == 0 for name, linear in pruned_linears(model)}
 
 
 def choose_full(model: "PreTrainedModel") -> None:
-    """Makes the seven linears of every decoder layer and all norms trainable, and nothing else."""
+    """Makes the linears of every decoder layer and all norms trainable, and nothing else."""
     model.requires_grad_(False)
     for _, linear in pruned_linears(model):
         linear.requires_grad_(True)
@@ -36,21 +37,46 @@ def choose_full(model: "PreTrainedModel") -> None:
             parameter.requires_grad_(True)
 
 
-@contextlib.contextmanager
-def frozen_zeros(model: "PreTrainedModel", removed: dict[str, Tensor]) -> Iterator[None]:
-    """Sets the gradient of every removed weight to 0 before it is added up or an optimiser reads it.
+class KeepMask(TrainerCallback):
+    """A callback of transformers' Trainer, under which the zeros of a pruned model stay zeros.
 
-    Adam then keeps both moments of a removed weight at 0. Its step is 0, and weight decay of 0 is 0.
+    It sets the gradient of every removed weight to 0 before it is added up or an optimiser reads it. Adam
+    then keeps both moments of a removed weight at 0. Its step is 0, and weight decay of 0 is 0.
+
+    Raises UserError when the training begins, if it trains no linear of a decoder layer, as with LoRA, and
+    after the first step, if the optimiser moves weights whose gradient is 0.
+
+    removed: the result of `removed_weights`; None finds the zeros when the training begins.
     """
-    handles: list[RemovableHandle] = []
-    for name, linear in pruned_linears(model):
-        mask = removed[name]
-        handles.append(linear.weight.register_hook(lambda grad, mask=mask: grad.masked_fill(mask, 0)))
-    try:
-        yield
-    finally:
-        for handle in handles:
+
+    def __init__(self, removed: dict[str, Tensor] | None = None) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._removed = removed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if not any(linear.weight.requires_grad for _, linear in pruned_linears(model)):
+            raise UserError(
+                "KeepMask keeps the zeros of linears that are trained, but this training moves none of them: "
+                "leave it out, and for LoRA that keeps the zeros use drot.finetune"
+            )
+        self._removed = self._removed or removed_weights(model)
+        for name, linear in pruned_linears(model):
+            if linear.weight.requires_grad:
+                mask = self._removed[name]
+                hook = linear.weight.register_hook(lambda grad, mask=mask: grad.masked_fill(mask, 0))
+                self._handles.append(hook)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kw: Any) -> None:
+        if state.global_step or self._removed is None:  # it counts the steps that are finished
+            return
+        for name, linear in pruned_linears(model):
+            if bool(linear.weight.detach()[self._removed[name]].any()):
+                raise UserError(f"{name}: the optimiser moves weights whose gradient is 0: use one as AdamW")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for handle in self._handles:
             handle.remove()
+        self._handles, self._removed = [], None
 
 
 @torch.no_grad()

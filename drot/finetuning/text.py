@@ -7,7 +7,7 @@ from torch import Tensor
 from drot.config import FinetuneConfig, default_seqlen
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
-from drot.text.source import as_token_ids, draw_sequences, read_text, tokenize
+from drot.text.source import as_token_ids, draw_sequences, large_text, read_text, tokenize
 
 
 def split_text(
@@ -19,9 +19,9 @@ def split_text(
 ) -> tuple[Tensor, Tensor]:
     """Training sequences [nsamples, seqlen] and held-out sequences [held_out, seqlen] of token ids.
 
-    The held-out sequences are the end of the text, one after the other. The training sequences start at
-    random positions before them, as in `load_calibration`. With `tokens` [n, seqlen], the last rows are held
-    out, and the others are the training sequences.
+    The held-out sequences are the end of the text, one after the other. The `nsamples` training sequences
+    start at random positions before them, as in `load_calibration`. With `tokens` [n, seqlen], the last rows
+    are held out, and the others are the training sequences.
 
     Raises UserError for a text that is missing, unreadable or too short.
 
@@ -36,6 +36,9 @@ def split_text(
             )
         return rows[:-held_out], rows[-held_out:]
     seqlen = text.seqlen or default_seqlen(positions)
+    if (large := large_text(text, tokenizer, progress)) is not None:
+        last, end = large.tail(held_out * seqlen)
+        return large.sequences(text.nsamples, seqlen, text.seed, end), last.reshape(held_out, seqlen)
     needed = (text.nsamples + held_out) * seqlen
     whole = read_text(text.source, "train", text.text_column, tokenizer, max_tokens=needed, progress=progress)
     ids = tokenize(whole, tokenizer, progress)

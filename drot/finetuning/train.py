@@ -99,14 +99,16 @@ def check_loss(loss: float, lr: float) -> None:
         raise UserError(f"the training diverged: the loss is {loss} with `lr`, {lr:g}: lower `lr`")
 
 
-def train(model: Any, sequences: Tensor, arguments: TrainingArguments, reporter: Reporter) -> None:
+def train(
+    model: Any, sequences: Tensor, arguments: TrainingArguments, callbacks: list[TrainerCallback]
+) -> None:
     """Trains the trainable weights of `model` on `sequences` [n, seqlen]. The model ends in eval mode.
 
     Raises UserError for a loss that is not finite.
     """
     use_cache = model.config.use_cache
     rows = [{"input_ids": row, "labels": row} for row in sequences]
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[reporter])
+    trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
     trainer.remove_callback(PrinterCallback)
     try:
         trainer.train()

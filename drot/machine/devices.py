@@ -12,6 +12,8 @@ from drot.machine.extension import BUILD_COMMAND, BUILD_INFO
 
 logger = logging.getLogger("drot")
 
+#: the types of the GPUs that drot computes on
+GPU_TYPES = ("cuda",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -39,34 +41,61 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def is_gpu(device: torch.device) -> bool:
+    """Whether `device` is a GPU: with a memory of its own, streams, and copies from pinned main memory.
+
+    `torch.get_device_module(device)` has its streams and the figures of its memory.
+    """
+    return device.type in GPU_TYPES
+
+
+def supports_graphs(device: torch.device) -> bool:
+    """Whether `device` captures what is launched on a stream as a graph, and replays it."""
+    return is_gpu(device)
+
+
 def total_memory(device: torch.device) -> int:
     """The bytes of memory that `device` has, used or not."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
+    if is_gpu(device):
+        return torch.get_device_module(device).get_device_properties(device).total_memory
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def free_memory(device: torch.device) -> int:
+    """The bytes of memory that `device` has left, for a CPU those that it has."""
+    if is_gpu(device):
+        return torch.get_device_module(device).mem_get_info(device)[0]
+    return total_memory(device)
+
+
 def pick_device(name: str | torch.device) -> torch.device:
-    """The device named `cpu`, `cuda` or `cuda:N`. `auto` is the first GPU, or the CPU without a GPU.
+    """The device named `cpu`, `cuda` or `cuda:N`. `auto` is `cuda`, or the CPU without a GPU.
+
+    The device is named as tensors name theirs, so that the two compare as equal: a GPU with its index, which
+    is that of torch's current GPU for `cuda`, and the CPU without one.
 
     Raises UserError for another name, for a GPU that torch does not find, and for a GPU for which drot was
     not built (`check_gpu`).
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    kind = GPU_TYPES[0]
+    gpu = torch.get_device_module(kind)
+    gpus = gpu.device_count() if gpu.is_available() else 0
     try:
-        device = torch.device(name if name != "auto" else "cuda" if gpus else "cpu")
+        device = torch.device(name if name != "auto" else kind if gpus else "cpu")
     except RuntimeError:
         device = None
-    if device is None or device.type not in ("cpu", "cuda"):
+    if device is None or device.type not in ("cpu", kind):
         raise UserError(f"`device` must be auto, cpu or cuda[:N]; got {name!r}")
     if device.type == "cpu":
-        return device
+        return torch.device("cpu")
     if not gpus:
         raise UserError(f'`device` is {name!r}, but torch finds no GPU: use `device="cpu"`')
     if (device.index or 0) >= gpus:
         raise UserError(
             f"`device` must be at most cuda:{gpus - 1}, the last GPU that torch finds; got {name!r}"
         )
+    if device.index is None:
+        device = torch.device(kind, gpu.current_device())
     check_gpu(device)
     return device
 
@@ -94,11 +123,12 @@ def check_gpu(device: torch.device) -> None:
     This is done at the first use of a GPU and not by `import drot`: to ask for the GPU takes torch's start of
     CUDA, about a second, after which a process cannot fork.
     """
-    major, minor = torch.cuda.get_device_capability(device)
+    gpu = torch.get_device_module(device)
+    major, minor = gpu.get_device_capability(device)
     problem = kernel_problem((major, minor), BUILD_INFO["cuda_architectures"])
     if problem is None:
         return
-    line = f"{torch.cuda.get_device_name(device)} has compute capability {major}.{minor}, but drot {problem}"
+    line = f"{gpu.get_device_name(device)} has compute capability {major}.{minor}, but drot {problem}"
     if BUILD_INFO["cuda"]:
         raise UserError(f'{line}; or use `device="cpu"`')
     logger.warning("%s", line)

@@ -14,6 +14,7 @@ from torch.backends import cusparselt
 
 from drot import _C
 from drot.core.version import __version__
+from drot.machine.devices import is_gpu
 from drot.machine.extension import BUILD_INFO
 
 #: the rates that `drot info --measure` measures
@@ -56,7 +57,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "processor": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
-        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else None,
+        "gpu": device_name(device) if is_gpu(device) else None,
         "math_libraries": [line.strip(" -") for line in build.splitlines() if "Intel(R)" in line],
         "torch_build": hashlib.sha256(build.encode()).hexdigest(),
         "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -65,13 +66,13 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 def device_name(device: torch.device) -> str:
     """The name of a GPU, or `cpu`."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    return torch.get_device_module(device).get_device_name(device) if is_gpu(device) else "cpu"
 
 
 def machine_name(device: torch.device) -> str:
     """The name of a GPU, or the CPU's architecture, vector instructions and threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
+    if is_gpu(device):
+        return device_name(device)
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
     return f"{platform.machine()} CPU ({capability}), {threads} thread{'' if threads == 1 else 's'}"
@@ -88,7 +89,7 @@ def processor_name() -> str:
 
 def _peaks_key(device: torch.device) -> str:
     """The key of a device in the tuning cache: what its rates depend on."""
-    name = machine_name(device) if device.type == "cuda" else f"{processor_name()}, {machine_name(device)}"
+    name = machine_name(device) if is_gpu(device) else f"{processor_name()}, {machine_name(device)}"
     return f"peaks of torch {torch.__version__}, {name}"
 
 

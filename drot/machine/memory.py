@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from drot.machine.devices import is_gpu
+
 
 class PeakMemory:
     """The peak memory of each phase, in bytes.
@@ -20,7 +22,7 @@ class PeakMemory:
 
     def __init__(self, devices: list[torch.device]) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
-        self._gpus = [device for device in devices if device.type == "cuda"]
+        self._gpus = [device for device in devices if is_gpu(device)]
         self._active: list[str] = []
         self._lock = threading.Lock()
 
@@ -39,9 +41,10 @@ class PeakMemory:
         """Adds the peaks since the last call to the phases that are active, and sets torch's peaks back."""
         found = {"process": _resident_peak()}
         if self._gpus:
-            found["gpu"] = max(torch.cuda.max_memory_allocated(gpu) for gpu in self._gpus)
+            module = torch.get_device_module(self._gpus[0])
+            found["gpu"] = max(module.max_memory_allocated(gpu) for gpu in self._gpus)
             for gpu in self._gpus:
-                torch.cuda.reset_peak_memory_stats(gpu)
+                module.reset_peak_memory_stats(gpu)
         for phase in self._active:
             peaks = self.peaks.setdefault(phase, {})
             for kind, size in found.items():

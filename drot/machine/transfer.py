@@ -7,6 +7,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from drot.machine.devices import is_gpu
+
 
 class Movable(Protocol):
     """What `on_device` moves: an nn.Module, or a handle to one."""
@@ -35,10 +37,12 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
     copies = _copy_stream(device)
 
     def move(layer: Movable, target: torch.device) -> None:
-        with torch.cuda.stream(copies):
+        if copies is None:
             layer.to(target)
-        if copies is not None:
-            copies.synchronize()
+            return
+        with torch.get_device_module(device).stream(copies):
+            layer.to(target)
+        copies.synchronize()
 
     thread = ThreadPoolExecutor(1, thread_name_prefix="drot-layers")  # makes the moves one after the other
     try:
@@ -48,7 +52,7 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
             coming = [thread.submit(move, following, device) for following in layers[index + 1 : index + 2]]
             yield layer
             if copies is not None:  # the move frees memory that the caller's stream may still read
-                torch.cuda.current_stream(device).synchronize()
+                torch.get_device_module(device).current_stream(device).synchronize()
             thread.submit(move, layer, home)
     finally:
         thread.shutdown()
@@ -62,21 +66,21 @@ def ahead(sources: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     From main memory to a GPU, the next tensor is on its way while the caller works with a tensor. The copies
     overlap with the work if the tensors are pinned (`empty_on_host`).
     """
-    copies = _copy_stream(device)
+    copies, gpu = _copy_stream(device), torch.get_device_module(device)
     if copies is None:
         yield from (source.to(device) for source in sources)
         return
-    started: list[tuple[Tensor, torch.cuda.Event]] = []
+    started: list[tuple[Tensor, torch.Event]] = []
 
     def hand_over() -> Tensor:
         tensor, arrived = started.pop(0)
-        worker = torch.cuda.current_stream(device)
+        worker = gpu.current_stream(device)
         worker.wait_event(arrived)
         tensor.record_stream(worker)  # keeps the memory until the worker has read it
         return tensor
 
     for source in sources:
-        with torch.cuda.stream(copies):
+        with gpu.stream(copies):
             started.append((source.to(device, non_blocking=True), copies.record_event()))
         if len(started) == 2:
             yield hand_over()
@@ -99,7 +103,8 @@ class CopiesHome:
 
     def __init__(self, device: torch.device) -> None:
         self._copies, self._device = _copy_stream(device), device
-        self._under_way: list[torch.cuda.Event] = []
+        self._gpu = torch.get_device_module(device)
+        self._under_way: list[torch.Event] = []
 
     def __enter__(self) -> "CopiesHome":
         return self
@@ -110,13 +115,13 @@ class CopiesHome:
 
     def write(self, target: Tensor, result: Tensor) -> None:
         """Copies `result` to `target`, a tensor of the same shape, which may have another dtype."""
-        if self._copies is None or target.is_cuda:
+        if self._copies is None or is_gpu(target.device):
             target.copy_(result)
             return
         if len(self._under_way) == self.MOST:
             self._under_way.pop(0).synchronize()
-        self._copies.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._copies):
+        self._copies.wait_stream(self._gpu.current_stream(self._device))
+        with self._gpu.stream(self._copies):
             target.copy_(result, non_blocking=True)
             self._under_way.append(self._copies.record_event())
         result.record_stream(self._copies)  # keeps the memory until the copy has read it
@@ -124,9 +129,9 @@ class CopiesHome:
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor in main memory, pinned for copies to and from a GPU `device`."""
-    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+    return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_gpu(device))
 
 
-def _copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+def _copy_stream(device: torch.device) -> torch.Stream | None:
     """A stream of its own for copies to a GPU; None for another device."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    return torch.get_device_module(device).Stream(device) if is_gpu(device) else None

@@ -4,19 +4,23 @@ The card is made from drot.json. Text that a user writes above or below drot's p
 card is written again, and so do entries of the metadata that drot does not write.
 """
 
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from drot.core.errors import quoted
 from drot.core.files import new_file
 from drot.core.hub import HUB_NAME
+from drot.core.reading import read_bytes
 from drot.manifest.manifest import (
-    MANIFEST,
     CheckpointManifest,
     Manifest,
-    read_any_manifest,
     update_manifest,
 )
+from drot.manifest.tables import evaluation_figures, finetune_line, measured
+
+logger = logging.getLogger("drot")
 
 CARD = "README.md"
 #: what surrounds drot's part of the card
@@ -32,13 +36,13 @@ def write_card(folder: str | Path) -> None:
 
     Raises UserError if the manifest is missing or broken, and if nothing can be written.
     """
-    folder = Path(folder)
-    save_card(folder, read_any_manifest(folder))
-    update_manifest(folder, lambda manifest: None, [CARD])
+    update_manifest(folder, lambda manifest: save_card(Path(folder), manifest), [CARD])
 
 
 def save_card(folder: Path, manifest: CheckpointManifest, name: str = "", tags: Sequence[str] = ()) -> None:
     """Writes README.md for `manifest` to `folder`. The hash of the file is not recorded.
+
+    A card whose metadata cannot be read is left as it is, and a warning says so.
 
     Args:
         folder: the folder of the checkpoint. A card that is there is brought up to date.
@@ -47,9 +51,24 @@ def save_card(folder: Path, manifest: CheckpointManifest, name: str = "", tags: 
         tags: further tags.
     """
     file = folder / CARD
-    before = file.read_text(encoding="utf-8") if file.exists() else ""
+    try:
+        text = card(manifest, name or folder.resolve().name, read_card(file) if file.exists() else "", tags)
+    except Exception as error:  # huggingface_hub and PyYAML raise many classes for metadata of others
+        if not file.exists():
+            raise
+        logger.warning("%s is not updated, correct it by hand: %s", file, quoted(error))
+        return
     with new_file(file) as part:
-        part.write_text(card(manifest, name or folder.resolve().name, before, tags), encoding="utf-8")
+        part.write_text(text, encoding="utf-8")
+
+
+def read_card(file: Path) -> str:
+    """The text of a card in UTF-8, or else in Latin-1, which any file is. Raises UserError as read_bytes."""
+    content = read_bytes(file)
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError:
+        return content.decode("latin1")
 
 
 def card(manifest: CheckpointManifest, name: str, before: str = "", tags: Sequence[str] = ()) -> str:
@@ -76,7 +95,8 @@ def card(manifest: CheckpointManifest, name: str, before: str = "", tags: Sequen
     if results := list(_results(manifest)):
         new |= {"eval_results": results, "model_name": name}
     data = ModelCardData(**(kept | new))
-    text = f"{BEGIN}\n\n{_body(manifest, name)}\n{END}"
+    body = _body(manifest, name).replace("<!--", "<! --")  # a name in it may be that of END
+    text = f"{BEGIN}\n\n{body}\n{END}"
     found = before if old is None else old.text
     if BEGIN in found and END in found:
         text = found[: found.index(BEGIN)] + text + found[found.index(END) + len(END) :]
@@ -138,77 +158,32 @@ def _results(manifest: CheckpointManifest) -> Iterator[Any]:
 
 
 def _body(manifest: CheckpointManifest, name: str) -> str:
+    """drot's part of the card, from card.md."""
+    import yaml
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     base = manifest.base_model or "a model that was loaded in Python"
-    shown = base if on_hub(base) else Path(base).name
-    parts = [
-        f"# {name}\n",
-        f"{shown}, with {manifest.sparsity:.1%} of the weights of its decoder layers' linears set to zero "
-        f"by drot ([DenoiseRotator](https://arxiv.org/abs/2505.23049)).\n",
-        "## Load it\n",
-        _loading(manifest, name),
-        *_figures(manifest),
-        "## How it was made\n",
-        *_making(manifest, shown),
-    ]
-    return "\n".join(parts)
-
-
-def _loading(manifest: CheckpointManifest, name: str) -> str:
-    first = "import drot  # without drot the model cannot be opened\n"
-    return (
-        f"```python\n{'' if manifest.stock_architecture else first}"
-        "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
-        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'
+    pruned = manifest if isinstance(manifest, Manifest) else None
+    recipe = yaml.safe_dump(pruned.recipe.to_dict(), sort_keys=False, allow_unicode=True) if pruned else ""
+    versions = pruned.versions if pruned else manifest.finetune[-1].versions
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True
     )
-
-
-def _figures(manifest: CheckpointManifest) -> list[str]:
-    """The section with the recorded evaluations; empty if there are none."""
-    rows = []
-    for entry in manifest.evaluations:
-        what = f"{entry.dtype}, {entry.date.partition('T')[0]}"
-        for text, value in entry.perplexity.items():
-            measure = f"perplexity on {Path(text).name}, windows of {entry.seqlen} tokens"
-            rows.append((measure, "not finite" if value is None else f"{value:.3f}", what))
-        for text, agreement in entry.agreement.items():
-            measure = f"next tokens as {Path(entry.against or '').name} on {Path(text).name}"
-            rows.append((measure, f"{agreement.equal_tokens:.1%}", what))
-        for task, value in entry.tasks.items():
-            rows.append((f"accuracy in {task}", "not finite" if value is None else f"{value:.2%}", what))
-    if not rows:
-        return []
-    lines = [f"| {_cell(measure)} | {value} | {_cell(what)} |" for measure, value, what in rows]
-    return ["## Figures\n", "| measure | value | measured |\n|---|---|---|", *lines, ""]
+    return environment.get_template("card.md").render(
+        name=name,
+        base=base if on_hub(base) else Path(base).name,
+        manifest=manifest,
+        pruned=pruned,
+        recipe=recipe,
+        figures=[
+            (_cell(measure), value, measured(entry))
+            for entry in manifest.evaluations
+            for measure, value in evaluation_figures(entry)
+        ],
+        finetunings=map(finetune_line, manifest.finetune),
+        versions=", ".join(f"{package} {version}" for package, version in versions.items() if version),
+    )
 
 
 def _cell(text: str) -> str:
     return " ".join(text.replace("|", r"\|").split())
-
-
-def _making(manifest: CheckpointManifest, base: str) -> list[str]:
-    parts = []
-    if isinstance(manifest, Manifest):
-        import yaml
-
-        recipe = yaml.safe_dump(manifest.recipe.to_dict(), sort_keys=False, allow_unicode=True).strip()
-        rotations = " --rotations FILE" if manifest.rotations_file else ""
-        shape = " × ".join(map(str, manifest.calibration.shape))
-        parts += [
-            f"```\ndrot prune {base} --recipe {MANIFEST}{rotations} --out FOLDER\n```\n",
-            f"repeats the run with its recipe, which {MANIFEST} holds:\n",
-            f"```yaml\n{recipe}\n```\n",
-            f"Calibration: {shape} tokens, SHA-256 {manifest.calibration.sha256}.\n",
-        ]
-        versions = manifest.versions
-    else:
-        parts.append("The model was pruned by another program and fine-tuned by drot.\n")
-        versions = manifest.finetune[-1].versions
-    for record in manifest.finetune:
-        perplexities = f"{record.held_out.perplexity_before:.3f} → {record.held_out.perplexity_after:.3f}"
-        parts.append(
-            f"Fine-tuned ({record.method}) in {record.steps} steps on {Path(record.text.source).name}; "
-            f"held-out perplexity {perplexities}.\n"
-        )
-    listed = ", ".join(f"{package} {version}" for package, version in versions.items() if version)
-    return [*parts, f"Weights: {manifest.format}, {manifest.dtype}. Made with {listed}.\n"]

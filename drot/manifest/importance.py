@@ -9,7 +9,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from drot.core.checks import path_exists
 from drot.core.errors import UserError
+from drot.core.hashes import damage
+from drot.manifest.integrity import recorded_files
 
 #: Not a safetensors file: engines such as vLLM load the tensors of every *.safetensors file in the folder.
 IMPORTANCE_MAPS = "drot-figures.npz"
@@ -17,6 +20,8 @@ IMPORTANCE_MAPS = "drot-figures.npz"
 #: a limit counts in the outermost bin
 HISTOGRAM_LOG10 = (-8.0, 4.0)
 HISTOGRAM_BINS = 60
+#: bytes of the largest array in the file: 32 x 32 means in fp16, or a histogram, with numpy's header
+LARGEST_ARRAY = 4096
 #: the name of an array, as in `layers.0.self_attn.q_proj.map_before`
 NAME = re.compile(r"layers\.\d{1,9}\.[\w.]+\.(map|histogram)_(before|after)")
 
@@ -34,12 +39,20 @@ def save_importance_maps(folder: Path, maps: Mapping[str, Tensor | np.ndarray]) 
 
 
 def load_importance_maps(folder: Path | str) -> dict[str, np.ndarray]:
-    """The maps in the checkpoint `folder`; {} if it has none. Raises UserError for a broken file."""
+    """The maps in the checkpoint `folder`; {} if it has none.
+
+    Raises UserError for a broken file, and for another than the one whose hash is in drot.json.
+    """
     file = Path(folder) / IMPORTANCE_MAPS
-    if not file.exists():
+    if not path_exists(file):
         return {}
+    record = recorded_files(Path(folder)).get(IMPORTANCE_MAPS)
+    if problem := "is not in its list of files" if record is None else damage(file, record):
+        raise UserError(f"{file} is not the file that drot.json describes: it {problem}; copy it again")
     try:
         with np.load(file, allow_pickle=False) as arrays:
+            if any(member.file_size > LARGEST_ARRAY for member in arrays.zip.infolist()):
+                raise ValueError("an array is too large")
             maps = {name: arrays[name] for name in arrays.files}
     except (OSError, ValueError, EOFError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         raise UserError(f"{file} is not a complete npz file ({error}): copy the checkpoint again") from None

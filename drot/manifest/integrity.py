@@ -46,10 +46,17 @@ def recorded_files(folder: Path) -> Files:
     return check_schema(Recorded, read_json(file), str(file)).files
 
 
-def folder_records(folder: Path, names: Iterable[str] | None = None) -> Files:
-    """The records of the files `names` in `folder`; None takes all files but the manifest."""
-    chosen = sorted(files_in(folder) - {MANIFEST} if names is None else names)
-    return in_threads(lambda name: file_record(folder / name), chosen)
+def folder_records(
+    folder: Path, names: Iterable[str] | None = None, *, known: Mapping[str, FileRecord] | None = None
+) -> Files:
+    """The records of the files `names` in `folder`; None takes all files but the manifest.
+
+    known: records of files that were hashed already, and are not hashed again.
+    """
+    chosen = files_in(folder) - {MANIFEST} if names is None else set(names)
+    known = {name: record for name, record in (known or {}).items() if name in chosen}
+    new = in_threads(lambda name: file_record(folder / name), sorted(chosen - known.keys()))
+    return dict(sorted((new | known).items()))
 
 
 def files_in(folder: Path) -> set[str]:

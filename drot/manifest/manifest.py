@@ -48,6 +48,8 @@ class CheckpointManifest(Entries):
     sparsity: the share of zeros in the decoder layers' linears.
     dtype: of the weights.
     stock_architecture: whether the model opens without drot.
+    saved_again: whether another program has saved other weights since drot wrote them. Sparsities are those
+        of these weights; the other figures of the layers are not.
     files: path → hash of every other file of the folder; empty for a model that was not written.
     digest: SHA-256 of all other entries; empty for a manifest that was not written.
     """
@@ -58,6 +60,7 @@ class CheckpointManifest(Entries):
     dtype: str
     format: Literal["dense", "packed"]
     stock_architecture: bool
+    saved_again: bool = False
     finetune: list[FinetuneRecord] = Field(default_factory=list)
     evaluations: list[EvaluationRecord] = Field(default_factory=list)
     files: Files = Field(default_factory=dict)
@@ -87,6 +90,8 @@ class Manifest(CheckpointManifest):
         compute_dtype: the dtype of the computation.
         identity: the values that must be equal for the run to be resumed (pipeline/identity.py).
         peak_memory: by phase.
+        dense_states_on_device: whether the hidden states of the dense model lay on the device, and not in
+            main memory; None for a run without them.
     """
 
     recipe: StoredRecipe
@@ -106,6 +111,7 @@ class Manifest(CheckpointManifest):
     identity: dict[str, Any] | None = None
     seconds: Seconds
     peak_memory: dict[str, MemoryPeak]
+    dense_states_on_device: bool | None = None
 
 
 #: the class of a manifest that a function takes and returns

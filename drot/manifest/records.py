@@ -111,6 +111,7 @@ class LinearRecord(Entries):
     output_error: relative error of the outputs on the calibration inputs; None without such inputs.
     damping: damping of the inverted Hessian; None for a method that inverts no Hessian.
     admm_iterations: None for a linear that stays dense.
+    tokens: of a linear of an expert, the calibration tokens from which its Hessian was computed.
     """
 
     sparsity: Share
@@ -118,6 +119,7 @@ class LinearRecord(Entries):
     damping: float | None
     one_shot: OneShotRecord = OneShotRecord()
     admm_iterations: int | None = None
+    tokens: int | None = None
 
 
 class RecoveryRecord(Entries):
@@ -166,12 +168,17 @@ class SavedRotations(Entries):
 
 
 class EvaluatedText(Entries):
-    """tokens: the tokens of the text. split: None for a file."""
+    """tokens: the tokens of the text. split: None for a file.
+
+    loss_rises_after: the position in a window from which the loss rises, as in a model that was trained on
+        shorter sequences (`rises_after`); None if it does not rise.
+    """
 
     split: str | None
     tokens: int
     windows: int
     sha256: str
+    loss_rises_after: int | None = None
 
 
 class KLRecord(Entries):
@@ -210,14 +217,22 @@ class TaskRecord(Entries):
 
 
 class Baselines(Entries):
-    """Text → perplexity of the dense model, and of the model that is pruned without a rotation."""
+    """Text → perplexity of the dense model, and of models that are pruned without a rotation.
+
+    not_rotated: by the method alone. solver: with the solver, the target and the recovery of the run too;
+        empty if there are none, or if it was not measured.
+    """
 
     dense: dict[str, float]
     not_rotated: dict[str, float]
+    solver: dict[str, float] = Field(default_factory=dict)
 
 
 class EvaluationRecord(Entries):
-    """What `drot eval` or `drot demo` measured. perplexity, agreement and texts: by name of the text."""
+    """What `drot eval`, `drot compare` or `drot demo` measured.
+
+    perplexity, agreement and texts: by name of the text.
+    """
 
     date: str
     versions: Versions

@@ -1,4 +1,6 @@
-"""The rotation at the boundary of two decoder layers that have different bases (paper, section 4.3).
+"""The rotations that a decoder layer applies while a model runs: at its boundary, and before down_proj.
+
+A boundary is the place between two decoder layers that have different bases (paper, section 4.3).
 
 The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [d, d]. It has one of two places:
 
@@ -7,15 +9,21 @@ The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [
 | input    | l + 1         | h ← h Q, then its stock forward                 | R1(l)                      |
 | residual | l             | y = r Q + MLP(r), r the residual before the MLP | R1(l+1)                    |
 
+Granite multiplies the outputs of its attention and of its MLP by a number before it adds them; so does y.
+
 The product r Q does not depend on the MLP. So it can be computed at the same time, or in one operation with
 the MLP's last product (drot/sparse/fused.py).
 
-A layer that holds a rotation has its attention norm under another name, `rotated_input_layernorm`. A program
-that reads a checkpoint as a stock model of its family then lacks a tensor in each of these layers. It cannot
-compute with weights of another basis.
+In front of down_proj the MLP multiplies by R3 = blockdiag(B1 … Bn), a ← a R3, and down_proj has W R3.
+
+A layer that holds Q has its attention norm under another name, `rotated_input_layernorm`, and a layer that
+holds R3 the norm of its MLP. A program that reads a checkpoint as a stock model of its family then lacks a
+tensor in each of these layers. It cannot compute with weights of another basis.
 """
 
 import functools
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,77 +35,190 @@ from drot.model.families import Family
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 ROTATION_MODULE = "residual_rotation"
-#: Prefix of the attention norm's name in a decoder layer that holds Q.
+#: Name of the module in an MLP that holds R3.
+DOWN_ROTATION = "down_rotation"
+#: Prefix of the name of a norm in a decoder layer that holds Q or R3.
 NORM_PREFIX = "rotated_"
-#: vectors with which `check_boundary_rotations` probes a rotation
+#: vectors with which `check_rotations` probes a rotation
 PROBES = 4
 #: largest ‖QᵀQx - x‖ / ‖x‖ of a rotation in fp32; rounding gives about 1e-7
 FP32_TOLERANCE = 1e-3
 
 
 class RotateAndAdd(nn.Module):
-    """forward(residual, x) = residual · Q + x · W_downᵀ + b, with x the input of down_proj.
+    """forward(residual, x) = residual · Q + m (x · W_downᵀ + b), with x the input of down_proj.
+
+    m is the number by which the layer multiplies the output of its MLP; 1 in most families.
 
     Base class of modules that rotate the residual and also compute down_proj. down_proj then returns its
     input x unchanged.
     """
 
 
+class BlockRotation(nn.Module):
+    """forward(a) = a R3 for a [..., n·b] and R3 = blockdiag(weight [n, b, b]). The weight is frozen."""
+
+    def __init__(self, blocks: int, size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        weight = torch.empty(blocks, size, size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, a: Tensor) -> Tensor:
+        blocks = a.unflatten(-1, (len(self.weight), -1))
+        return torch.einsum("...ni,nij->...nj", blocks, self.weight).flatten(-2)
+
+    def extra_repr(self) -> str:
+        return f"blocks={len(self.weight)}, size={self.weight.shape[-1]}"
+
+
+class RotatedMLP:
+    """Mixin in front of a family's class of gated MLPs, for an MLP that holds R3."""
+
+    family: Family
+    training: bool
+    down_rotation: BlockRotation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., d] -> what the stock forward returns."""
+        family = self.family
+        outputs = [getattr(self, name)(x) for name in family.mlp_inputs]
+        gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
+        gated = getattr(self, family.activation)(gate) * up
+        output: Tensor = getattr(self, family.mlp_output)(self.down_rotation(gated))
+        if family.mlp_dropout is None:
+            return output
+        return nn.functional.dropout(output, getattr(self, family.mlp_dropout), self.training)
+
+    def __reduce__(self) -> Any:
+        return _new, (_rotated_mlp, type(self).__bases__[1], self.family), self.__getstate__()
+
+
 class RotatedLayer:
-    """Mixin in front of a family's class of decoder layers, for a layer that holds Q.
+    """Mixin in front of a family's class of decoder layers, for a layer that holds Q, R3 or both.
 
     place `input`: h ← h Q, then the stock forward. place `residual`: y = r Q + MLP(r). This replaces the
     stock forward, in whose middle r is computed. Every family in model/families.py has its form: pre-norm
-    attention, then a pre-norm MLP.
+    attention, then a pre-norm MLP, whose outputs are added as the declaration says. R3 is applied by the MLP,
+    which is a RotatedMLP.
 
     transformers has no registry for the classes of decoder layers: the code of each model names its own. So
-    `add_boundary_rotation` changes the class of a layer. The new class has the name of the stock class,
-    because accelerate and transformers find by name the layers that must not be split across devices.
+    `add_boundary_rotation` and `add_down_rotation` change the class of a layer. The new class has the name of
+    the stock class, because accelerate and transformers find by name the layers that must not be split across
+    devices.
+
+    renamed: the stock names of the norms that have NORM_PREFIX.
     """
 
     family: Family
-    boundary_place: BoundaryPlace
+    renamed: tuple[str, ...]
+    boundary_place: BoundaryPlace | None = None
     residual_rotation: nn.Module
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """hidden_states h [batch, length, d] -> what the stock forward returns."""
-        if self.boundary_place == "input":
-            rotated = self.residual_rotation(hidden_states)
-            return super().forward(rotated, **kwargs)  # type: ignore[misc]
+        if self.boundary_place != "residual":
+            if self.boundary_place == "input":
+                hidden_states = self.residual_rotation(hidden_states)
+            return super().forward(hidden_states, **kwargs)  # type: ignore[misc]
         family = self.family
         normed = getattr(self, family.first_norm)(hidden_states)
         attended, _ = getattr(self, family.attention)(hidden_states=normed, **kwargs)
-        residual = hidden_states + attended
+        residual = hidden_states + self._added(attended, 0)
         out = getattr(self, family.mlp)(getattr(self, family.norms[1])(residual))
         if isinstance(self.residual_rotation, RotateAndAdd):
             return self.residual_rotation(residual, out)
-        return self.residual_rotation(residual) + out
+        return self.residual_rotation(residual) + self._added(out, 1)
+
+    def _added(self, output: Tensor, block: int) -> Tensor:
+        """What the layer adds to its residual for the output of the attention, block 0, or of the MLP, 1."""
+        family = self.family
+        if family.residual_dropouts is not None:
+            output = getattr(self, family.residual_dropouts[block])(output)
+        return (
+            output
+            if family.residual_multiplier is None
+            else output * getattr(self, family.residual_multiplier)
+        )
 
     def __reduce__(self) -> Any:
         # pickle finds no class by name that was made at run time
-        return _new_rotated, (type(self).__bases__[1], self.family), self.__getstate__()
+        made = (_rotated_class, type(self).__bases__[1], self.family, self.renamed)
+        return _new, made, self.__getstate__()
 
 
-def _new_rotated(stock_class: Any, family: Family) -> Any:
-    cls = _rotated_class(stock_class, family)
+def _new(make: Callable[..., Any], *arguments: Any) -> Any:
+    cls = make(*arguments)
     return cls.__new__(cls)
 
 
 @functools.cache
-def _rotated_class(stock_class: Any, family: Family) -> Any:
-    """RotatedLayer in front of `stock_class`, whose forward finds the attention norm under its stock name."""
-    name = NORM_PREFIX + family.first_norm
-    attributes = {
+def _rotated_mlp(stock_class: Any, family: Family) -> Any:
+    attributes = {"__module__": stock_class.__module__, "family": family}
+    return type(stock_class.__name__, (RotatedMLP, stock_class), attributes)
+
+
+@functools.cache
+def _rotated_class(stock_class: Any, family: Family, renamed: tuple[str, ...]) -> Any:
+    """RotatedLayer in front of `stock_class`, whose forward finds the norms under their stock names."""
+    attributes: dict[str, Any] = {
         "__module__": stock_class.__module__,
         "family": family,
-        family.first_norm: property(lambda layer: getattr(layer, name)),
+        "renamed": renamed,
     }
+    attributes |= {norm: _at(NORM_PREFIX + norm) for norm in renamed}
     return type(stock_class.__name__, (RotatedLayer, stock_class), attributes)
+
+
+def _at(name: str) -> property:
+    return property(lambda layer: getattr(layer, name))  # torch.compile knows no attrgetter here
+
+
+def _rename(layer: Any, family: Family, norm: str, *, back: bool = False) -> None:
+    """Gives a norm of a decoder layer NORM_PREFIX, or takes it away, and the layer the class that fits."""
+    rotated = isinstance(layer, RotatedLayer)
+    stock_class: Any = type(layer).__bases__[1] if rotated else type(layer)
+    renamed = {*(layer.renamed if rotated else ()), norm} - ({norm} if back else set())
+    names = (NORM_PREFIX + norm, norm) if back else (norm, NORM_PREFIX + norm)
+    module = getattr(layer, names[0])
+    delattr(layer, names[0])
+    layer.__class__ = _rotated_class(stock_class, family, tuple(sorted(renamed))) if renamed else stock_class
+    setattr(layer, names[1], module)
 
 
 def rotation_place(layer: object) -> BoundaryPlace | None:
     """The place of the boundary matrix that a decoder layer holds, if it holds any."""
     return layer.boundary_place if isinstance(layer, RotatedLayer) else None
+
+
+def down_rotation(layer: object) -> BlockRotation | None:
+    """R3 of a decoder layer; None without."""
+    if not isinstance(layer, RotatedLayer):
+        return None
+    found: BlockRotation | None = getattr(attrgetter(layer.family.mlp)(layer), DOWN_ROTATION, None)
+    return found
+
+
+def add_down_rotation(
+    layer: Any, family: Family, blocks: int, size: int, *, dtype: torch.dtype, device: torch.device | str
+) -> BlockRotation:
+    """Adds an uninitialised R3 to the MLP of a decoder layer, and returns it.
+
+    The MLP becomes a RotatedMLP and the layer a RotatedLayer, whose norm of the MLP gets NORM_PREFIX.
+    """
+    mlp, rotation = attrgetter(family.mlp)(layer), BlockRotation(blocks, size, dtype=dtype, device=device)
+    setattr(mlp, DOWN_ROTATION, rotation)
+    stock_class: Any = type(mlp)
+    mlp.__class__ = _rotated_mlp(stock_class, family)
+    _rename(layer, family, family.norms[-1])
+    return rotation
+
+
+def remove_down_rotation(layer: Any) -> None:
+    """Undoes `add_down_rotation`."""
+    mlp = attrgetter(layer.family.mlp)(layer)
+    delattr(mlp, DOWN_ROTATION)
+    mlp.__class__ = type(mlp).__bases__[1]
+    _rename(layer, layer.family, layer.family.norms[-1], back=True)
 
 
 def add_boundary_rotation(
@@ -118,52 +239,45 @@ def add_boundary_rotation(
     rotation = nn.Linear(hidden_size, hidden_size, bias=False, dtype=dtype, device=device)
     rotation.requires_grad_(False)
     setattr(layer, ROTATION_MODULE, rotation)
-    setattr(layer, NORM_PREFIX + family.first_norm, getattr(layer, family.first_norm))
-    delattr(layer, family.first_norm)
     layer.boundary_place = place
-    stock_class: Any = type(layer)
-    layer.__class__ = _rotated_class(stock_class, family)
+    _rename(layer, family, family.first_norm)
     return rotation
 
 
 def remove_boundary_rotation(layer: Any) -> None:
     """Undoes `add_boundary_rotation`."""
-    assert isinstance(layer, RotatedLayer)
-    name = layer.family.first_norm
-    norm = getattr(layer, NORM_PREFIX + name)
-    layer.__class__ = type(layer).__bases__[1]
-    for added in (NORM_PREFIX + name, ROTATION_MODULE, "boundary_place"):
+    for added in (ROTATION_MODULE, "boundary_place"):
         delattr(layer, added)
-    setattr(layer, name, norm)
+    _rename(layer, layer.family, layer.family.first_norm, back=True)
 
 
 @torch.no_grad()
-def check_boundary_rotations(layers: nn.ModuleList, path: str) -> None:
-    """Raises UserError that names the first boundary rotation of `layers` that is not orthogonal.
+def check_rotations(layers: nn.ModuleList, path: str) -> None:
+    """Raises UserError that names the first Q or R3 of `layers` that is not orthogonal.
 
     QᵀQ would take minutes for 80 layers of d = 8192 on a CPU. So ‖QᵀQx - x‖ / ‖x‖ is measured, in fp32, for
     PROBES random vectors x. A rotation that is offloaded to disk is not checked.
 
     path: the path of the layers in their model, for the message.
     """
-    for index, layer in enumerate(layers):
-        if not isinstance(layer, RotatedLayer):
+    for name, module in layers.named_modules():
+        if name.rpartition(".")[2] not in (ROTATION_MODULE, DOWN_ROTATION):
             continue
-        q: Any = layer.residual_rotation.weight
+        q: Any = module.weight
         if q.is_meta:
             continue
-        x = torch.randn(q.shape[0], PROBES, generator=torch.Generator().manual_seed(0)).to(q.device)
+        x = torch.randn(q.shape[-1], PROBES, generator=torch.Generator().manual_seed(0)).to(q.device)
         q32 = q.float()
-        error = float(((q32.T @ (q32 @ x) - x).norm(dim=0) / x.norm(dim=0)).amax())
+        error = float(((q32.mT @ (q32 @ x) - x).norm(dim=-2) / x.norm(dim=-2)).amax())
         if not error < orthogonality_tolerance(q):  # error may be NaN
             raise UserError(
-                f"{path}.{index}.{ROTATION_MODULE}.weight must be orthogonal, got ‖QᵀQx - x‖ / ‖x‖ = "
-                f"{error:.1e}: the file is damaged; copy it again"
+                f"{path}.{name}.weight must be orthogonal, got ‖QᵀQx - x‖ / ‖x‖ = {error:.1e}: the file is "
+                "damaged; copy it again"
             )
 
 
 def orthogonality_tolerance(q: Tensor) -> float:
-    """The largest ‖QᵀQx - x‖ / ‖x‖ of an intact rotation `q` [d, d].
+    """The largest ‖QᵀQx - x‖ / ‖x‖ of an intact rotation `q` [..., d, d].
 
     It depends on the coarsest dtype that holds all elements exactly, because `q` may have a wider dtype than
     the file. Rounding gives about 1.6e-3 in bf16 and 2e-4 in fp16.

@@ -6,23 +6,26 @@ import torch
 from torch import Tensor, nn
 
 from drot.core.errors import UserError
-from drot.model.families import family_of, head_shape, widths_of
-from drot.model.layer import DecoderLayer, module_at, reset_norm
+from drot.model.families import family_of
+from drot.model.layer import DecoderLayer
+from drot.model.linear import module_at, reset_norm
+from drot.model.sizes import head_shape, widths_of
 
 
 class DecoderModel:
     """A causal language model of a supported family. Raises UserError for a model of another family.
 
+    route_all: as in DecoderLayer.
     model: the Hugging Face model. family: the declaration of its parts. heads, widths: the sizes of its
         attention and of its linears.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, route_all: bool = False) -> None:
         self.model, self.config = model, model.config
         self.family, self.heads = family_of(model.config), head_shape(model.config)
         self.widths = widths_of(model.config)
         self.layers = [
-            DecoderLayer(layer, index, self.family, self.heads, self.widths)
+            DecoderLayer(layer, index, self.family, self.heads, self.widths, route_all=route_all)
             for index, layer in enumerate(self.layer_modules)
         ]
 
@@ -56,20 +59,41 @@ class DecoderModel:
     def head(self) -> Any:
         return module_at(self.model, self.family.head)
 
+    @property
+    def logits_divisor(self) -> float:
+        """The number by which the model divides the outputs of its head."""
+        name = self.family.logits_divisor
+        return 1.0 if name is None else float(getattr(self.config, name))
+
     def check(self) -> None:
-        """Raises UserError for a module that does not agree with the family and the model's config."""
+        """Raises UserError for a module that does not agree with the family and the model's config.
+
+        Linears and norms that share their weight are refused too: each would be changed several times.
+        """
         _ = self.embedding, self.final_norm, self.head
+        owners: dict[int, str] = {}
         for layer in self.layers:
             for path, norm in zip(self.family.norms, layer.norms, strict=True):
                 if getattr(norm, "bias", None) is not None:
                     raise UserError(f"layer {layer.index}: {path} must be an RMSNorm, got a norm with a bias")
-            for linear in layer.linears.values():
-                expected, got = list(layer.shape_of(linear.spec)), list(linear.weight.shape)
+                _own(owners, norm.weight, f"layer {layer.index}: {path}")
+            if self.family.experts is not None and not hasattr(
+                layer.module.get_submodule(self.family.mlp), "experts"
+            ):
+                raise UserError(
+                    f"layer {layer.index} has a dense MLP in a model with experts: drot knows such a model "
+                    "only if all layers have experts"
+                )
+            for linears in layer.modules:
+                name, weight = f"layer {layer.index}: {linears[0].module_name}", linears[0].parameter
+                shapes = [layer.shape_of(linear.spec) for linear in linears]
+                expected, got = [sum(out for out, _ in shapes), shapes[0][1]], list(weight.shape)
+                if (expert := linears[0].spec.expert) is not None:
+                    expected = [self.widths["experts"], *expected]
+                    name = f"{name} of expert {expert}"
                 if got != expected:
-                    raise UserError(
-                        f"layer {layer.index}: {linear.name} must be {expected} by the model's config, "
-                        f"got {got}"
-                    )
+                    raise UserError(f"{name} must be {expected} by the model's config, got {got}")
+                _own(owners, linears[0].weight, name)
 
     @torch.no_grad()
     def record(self, tokens: Tensor, home: torch.device) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -95,8 +119,10 @@ class DecoderModel:
         return torch.cat(inputs), [recorder.kwargs for recorder in recorders]
 
     @torch.no_grad()
-    def rotate_ends(self, first_r1: Tensor, last_r1: Tensor) -> bool:
+    def rotate_ends(self, first_r1: Tensor, last_r1: Tensor, device: torch.device) -> bool:
         """Merges R1 [d, d] of the first layer into the embedding and of the last into lm_head, in place.
+
+        device: where the products are computed, in fp64.
 
         Returns whether lm_head was tied to the embedding. Tied weights are untied, also in the model's
         config, because embedding and lm_head become different matrices.
@@ -106,15 +132,24 @@ class DecoderModel:
         if tied:
             head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         self.config.tie_word_embeddings = False
-        rotate_head(self.final_norm, head, last_r1)
-        for rows in embedding.weight.detach().split(ROWS):
-            rows.copy_(rows.double() @ first_r1.to(rows.device).double())
+        rotate_head(self.final_norm, head, last_r1, device)
+        rotate_rows(embedding.weight, first_r1, device)
         return tied
 
     def zero_share(self) -> float:
         """The share of zeros among the weights of the decoder layers' linears, in [0, 1]."""
-        weights = [linear.weight for layer in self.layers for linear in layer.linears.values()]
-        return sum(int((weight == 0).sum()) for weight in weights) / sum(weight.numel() for weight in weights)
+        counts = [layer.zeros() for layer in self.layers]
+        return sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
+
+
+def _own(owners: dict[int, str], weight: Tensor, name: str) -> None:
+    """Enters the owner of a weight. Raises UserError if another module of the layers has the same."""
+    other = owners.setdefault(weight.data_ptr() or id(weight), name)
+    if other != name:
+        raise UserError(
+            f"{name} shares its weight with {other}, which drot would prune twice: give it its own copy, "
+            "as in module.weight = torch.nn.Parameter(module.weight.detach().clone())"
+        )
 
 
 #: rows of the embedding and of lm_head that are copied to fp64 at a time
@@ -122,12 +157,20 @@ ROWS = 16384
 
 
 @torch.no_grad()
-def rotate_head(final_norm: Any, head: Any, last_r1: Tensor) -> None:
+def rotate_head(final_norm: Any, head: Any, last_r1: Tensor, device: torch.device) -> None:
     """lm_head ← W diag(γ) last_r1, with γ the weight of the final norm, which becomes 1. In place."""
-    scale = final_norm.weight.detach().double()
-    for rows in head.weight.detach().split(ROWS):
-        rows.copy_((rows.double() * scale) @ last_r1.to(rows.device).double())
+    rotate_rows(head.weight, last_r1, device, final_norm.weight)
     reset_norm(final_norm)
+
+
+@torch.no_grad()
+def rotate_rows(weight: Tensor, r1: Tensor, device: torch.device, scale: Tensor | None = None) -> None:
+    """weight [rows, d] ← weight diag(scale) r1, in place, computed in fp64 on `device` and rounded once."""
+    r1 = r1.to(device, torch.float64)
+    scale = None if scale is None else scale.detach().to(device, torch.float64)
+    for rows in weight.detach().split(ROWS):
+        wide = rows.to(device).double()
+        rows.copy_((wide if scale is None else wide * scale) @ r1)
 
 
 class _Recorder(nn.Module):

@@ -4,30 +4,18 @@ Nothing outside of drot/model knows the name of a module. A new family is a new 
 model in tests/small_models.py, on which the tests check that rotations leave the outputs unchanged.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import functools
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from drot.core.errors import UserError
+from drot.model.sizes import Width, experts_of
 
-#: R1 [d, d] rotates the residual stream, R2 [head_dim, head_dim] the values of a KV head.
-Rotates = Literal["r1", "r2"]
-#: `hidden` is d, `query` is heads · head_dim, `kv` is kv_heads · head_dim, `mlp` the intermediate size.
-Width = Literal["hidden", "query", "kv", "mlp"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadShape:
-    """The sizes of an attention block. heads · head_dim need not equal the hidden size."""
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-
-    @property
-    def group(self) -> int:
-        """The number of query heads that share one KV head."""
-        return self.heads // self.kv_heads
+#: R1 [d, d] rotates the residual stream, R2 [head_dim, head_dim] the values of a KV head, R3 the input of
+#: down_proj in diagonal blocks [b, b]. Nothing in front of down_proj can take R3, so that a model applies it
+#: while it runs (boundary.py), and a run may do without it.
+Rotates = Literal["r1", "r2", "r3"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +28,7 @@ class LinearSpec:
     output: the rotation R of its outputs, merged as Rᵀ W; None if they are not rotated.
     part: the name of the linear if it is a slice of a fused module. The slices of a module lie one below the
         other, in the order of their declaration.
+    expert: the number of its expert; the path is then that of a parameter [experts, out, in].
     """
 
     path: str
@@ -47,15 +36,25 @@ class LinearSpec:
     input: Rotates | None = None
     output: Rotates | None = None
     part: str | None = None
+    expert: int | None = None
 
     @property
     def name(self) -> str:
-        """The name by which the rest of drot calls the linear, such as `q_proj`."""
-        return self.part or self.path.rpartition(".")[2]
+        """The name by which the rest of drot calls the linear, such as `q_proj` or `experts.3.up_proj`."""
+        name = self.part or self.path.rpartition(".")[2]
+        return name if self.expert is None else f"experts.{self.expert}.{name}"
 
     @property
     def writes_residual(self) -> bool:
         return self.output == "r1"
+
+
+def by_module(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
+    """The linears by their module: one alone, or the slices of a fused module."""
+    found: dict[str, list[LinearSpec]] = {}
+    for linear in linears:
+        found.setdefault(linear.path, []).append(linear)
+    return list(found.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,11 +63,22 @@ class InputGroup:
 
     norm: path of the RMSNorm that makes the input; None if the input comes from elsewhere. Its weight is
         folded into the linears before a rotation.
+    routed: whether it stands for a group of each expert, which reads the tokens that the router sends there.
     """
 
     name: str
     linears: tuple[LinearSpec, ...]
     norm: str | None = None
+    routed: bool = False
+
+    def of_expert(self, expert: int) -> "InputGroup":
+        linears = tuple(replace(linear, expert=expert) for linear in self.linears)
+        return replace(self, name=f"{self.name}.{expert}", linears=linears)
+
+    @property
+    def expert(self) -> int | None:
+        """The number of the expert that the linears belong to."""
+        return self.linears[0].expert
 
     @property
     def input(self) -> Rotates | None:
@@ -83,14 +93,39 @@ class InputGroup:
 class Family:
     """The parts of a Hugging Face causal language model and of its decoder layers, as dotted paths.
 
+    models: the names of published models.
     groups: the input groups in the order of the forward pass, which is the order of the pruning.
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
         stream.
+    activation: the module of the MLP that acts on the outputs of the gate.
+    mlp_dropout: the attribute of the MLP with the probability of the dropout of its outputs.
+    residual_multiplier: the attribute of a layer with the number by which it multiplies the output of each
+        block before it adds it; None if it only adds.
+    logits_divisor: the attribute of the config by which the model divides its logits.
+    residual_dropouts: the modules of a layer that act on the outputs of the attention and of the MLP before
+        it adds them, in training alone.
+    untouched: modules with weights that a layer may have and that see nothing rotated.
+    experts: the module with the parameters [experts, out, in] of all experts, in a mixture of experts.
+    router: the weight [experts, d] that chooses the experts of a token. It reads what the experts read, and
+        is rotated, and never pruned.
+    expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself.
+    router_file: the name of the router's weight there.
     """
 
+    models: str
     groups: tuple[InputGroup, ...]
     attention: str
     mlp: str
+    activation: str = "act_fn"
+    mlp_dropout: str | None = None
+    residual_multiplier: str | None = None
+    logits_divisor: str | None = None
+    residual_dropouts: tuple[str, str] | None = None
+    untouched: tuple[str, ...] = ()
+    experts: str | None = None
+    router: LinearSpec | None = None
+    expert_files: tuple[tuple[str, str], ...] = ()
+    router_file: str = ""
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -101,10 +136,44 @@ class Family:
         """The linears of a decoder layer, in the order in which they are pruned."""
         return tuple(linear for group in self.groups for linear in group.linears)
 
+    def with_fused(self, module: str, parts: Collection[str]) -> "Family":
+        """The family whose linears `parts` are slices of one module, in the order of their declaration."""
+
+        def fused(linear: LinearSpec) -> LinearSpec:
+            return replace(linear, path=module, part=linear.name) if linear.name in parts else linear
+
+        groups = (replace(group, linears=tuple(map(fused, group.linears))) for group in self.groups)
+        return replace(self, groups=tuple(groups))
+
+    def with_experts(self, count: int) -> "Family":
+        """The family with the groups of `count` experts in place of the groups that stand for each of them.
+
+        The groups of an expert follow each other.
+        """
+        plain = tuple(group for group in self.groups if not group.routed)
+        routed = [group for group in self.groups if group.routed]
+        own = (group.of_expert(expert) for expert in range(count) for group in routed)
+        return replace(self, groups=(*plain, *own))
+
+    def takes(self, rotation: Rotates) -> bool:
+        """Whether `rotation` acts on a linear of the family."""
+        return any(rotation in (linear.input, linear.output) for linear in self.linears)
+
     @property
     def norms(self) -> tuple[str, ...]:
         """The paths of the norms whose weights are folded into linears."""
-        return tuple(group.norm for group in self.groups if group.norm is not None)
+        return tuple(dict.fromkeys(group.norm for group in self.groups if group.norm is not None))
+
+    @property
+    def mlp_inputs(self) -> tuple[str, ...]:
+        """The modules that read the input of the MLP, as paths in the MLP: gate and up, or one for both."""
+        linears = next(group.linears for group in self.groups if group.norm == self.norms[-1])
+        return tuple(dict.fromkeys(linear.path.removeprefix(f"{self.mlp}.") for linear in linears))
+
+    @property
+    def mlp_output(self) -> str:
+        """The module that computes the output of the MLP, as a path in the MLP."""
+        return self.linears[-1].path.removeprefix(f"{self.mlp}.")
 
     @property
     def first_norm(self) -> str:
@@ -113,7 +182,10 @@ class Family:
 
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
-        return f"layers.{index}.{linear.path.rpartition('.')[0]}.{linear.name}"
+        block = linear.path.rpartition(".")[0]
+        if linear.expert is not None:
+            block = block.rpartition(".")[0]
+        return f"layers.{index}.{block}.{linear.name}"
 
     def names(self, layers: int) -> Iterator[tuple[str, LinearSpec]]:
         """The full name and the declaration of each linear of a model with this number of decoder layers."""
@@ -122,11 +194,14 @@ class Family:
                 yield self.full_name(index, linear), linear
 
 
-#: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3 act on
-#: the outputs of q_proj and k_proj, which are not rotated.
+#: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
+#: the factor of the queries by their position in Ministral 3, act on the outputs of q_proj and k_proj, which
+#: are not rotated.
 LLAMA = Family(
+    models="LLaMA 1–3",
     attention="self_attn",
     mlp="mlp",
+    untouched=("self_attn.q_norm", "self_attn.k_norm"),
     groups=(
         InputGroup(
             name="attention",
@@ -151,46 +226,94 @@ LLAMA = Family(
         ),
         InputGroup(
             name="down",
-            linears=(LinearSpec("mlp.down_proj", ("hidden", "mlp"), output="r1"),),
+            linears=(LinearSpec("mlp.down_proj", ("hidden", "mlp"), input="r3", output="r1"),),
+        ),
+    ),
+)
+#: Experts in place of the MLP. Nothing applies R3 to the input of their down_proj.
+MIXTURE = replace(
+    LLAMA,
+    experts="mlp.experts",
+    router=LinearSpec("mlp.gate", ("experts", "hidden"), input="r1"),
+    groups=(
+        *LLAMA.groups[:2],
+        InputGroup(
+            name="mlp",
+            norm="post_attention_layernorm",
+            linears=(
+                LinearSpec("mlp.experts.gate_up_proj", ("expert", "hidden"), input="r1", part="gate_proj"),
+                LinearSpec("mlp.experts.gate_up_proj", ("expert", "hidden"), input="r1", part="up_proj"),
+            ),
+            routed=True,
+        ),
+        InputGroup(
+            name="down",
+            linears=(
+                LinearSpec("mlp.experts.down_proj", ("hidden", "expert"), output="r1", part="down_proj"),
+            ),
+            routed=True,
         ),
     ),
 )
 #: `model_type` of a config.json → family
-FAMILIES = {"llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA, "smollm3": LLAMA}
+FAMILIES = {
+    "llama": LLAMA,
+    "mistral": replace(LLAMA, models="Mistral"),
+    "ministral3": replace(LLAMA, models="Ministral 3"),
+    "qwen2": replace(LLAMA, models="Qwen2, Qwen2.5"),
+    "qwen3": replace(LLAMA, models="Qwen3"),
+    "smollm3": replace(LLAMA, models="SmolLM3"),
+    "seed_oss": replace(LLAMA, models="Seed-OSS", mlp_dropout="residual_dropout"),
+    # its multipliers of the embedding, of the attention's scores and of the logits commute with rotations
+    "granite": replace(
+        LLAMA, models="Granite 3", residual_multiplier="residual_multiplier", logits_divisor="logits_scaling"
+    ),
+    "phi3": replace(
+        LLAMA.with_fused("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")).with_fused(
+            "mlp.gate_up_proj", ("gate_proj", "up_proj")
+        ),
+        models="Phi-3, Phi-3.5, Phi-4",
+        activation="activation_fn",
+        residual_dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
+    ),
+    "qwen3_moe": replace(
+        MIXTURE,
+        models="Qwen3 MoE",
+        expert_files=(
+            ("gate_proj", "mlp.experts.{}.gate_proj.weight"),
+            ("up_proj", "mlp.experts.{}.up_proj.weight"),
+            ("down_proj", "mlp.experts.{}.down_proj.weight"),
+        ),
+        router_file="mlp.gate.weight",
+    ),
+    "mixtral": replace(
+        MIXTURE,
+        models="Mixtral",
+        expert_files=(
+            ("gate_proj", "block_sparse_moe.experts.{}.w1.weight"),
+            ("up_proj", "block_sparse_moe.experts.{}.w3.weight"),
+            ("down_proj", "block_sparse_moe.experts.{}.w2.weight"),
+        ),
+        router_file="block_sparse_moe.gate.weight",
+    ),
+}
 
 
 def family_of(config: Any) -> Family:
-    """The family of a model with `config`. Raises UserError for a model type that is not in FAMILIES."""
+    """The family of a model with `config`, with the groups of each of its experts.
+
+    Raises UserError for a model type that is not in FAMILIES.
+    """
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
         raise UserError(
             f"model type {model_type!r} is not supported: expected one of {', '.join(FAMILIES)}; "
-            "to support a new family, add an entry to drot/model/families.py"
+            "drot info MODEL names what drot cannot place in it"
         )
-    return FAMILIES[model_type]
+    family = FAMILIES[model_type]
+    return family if family.experts is None else _with_experts(family, experts_of(config))
 
 
-def head_shape(config: Any) -> HeadShape:
-    """The attention sizes in a model's `config`."""
-    heads = config.num_attention_heads
-    return HeadShape(
-        heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-    )
-
-
-def widths_of(config: Any) -> dict[Width, int]:
-    """The sizes that a model's `config` gives to the widths of linears."""
-    shape = head_shape(config)
-    return {
-        "hidden": config.hidden_size,
-        "query": shape.heads * shape.head_dim,
-        "kv": shape.kv_heads * shape.head_dim,
-        "mlp": config.intermediate_size,
-    }
-
-
-def positions_of(config: Any) -> int | None:
-    """The most tokens that a model of `config` reads in one sequence; None if the config names no limit."""
-    return getattr(config, "max_position_embeddings", None)
+@functools.cache
+def _with_experts(family: Family, count: int) -> Family:
+    return family.with_experts(count)

@@ -5,94 +5,18 @@ any time, and modules may be replaced behind them.
 """
 
 import contextlib
-import copy
-from collections.abc import Callable, Collection, Iterator
-from operator import attrgetter
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drot.config import BoundaryPlace
-from drot.core.errors import UserError
-from drot.model.boundary import add_boundary_rotation
-from drot.model.families import Family, HeadShape, InputGroup, LinearSpec, Width
+from drot.model.boundary import BlockRotation, add_boundary_rotation, add_down_rotation
+from drot.model.families import Family, InputGroup, LinearSpec, by_module
+from drot.model.linear import Linear, copied, module_at, reset_norm
 from drot.model.rotation import Boundary, LayerRotation, rotate_left, rotated_weight
-
-
-def module_at(root: nn.Module, path: str) -> Any:
-    """The submodule of `root` at a dotted path. Raises UserError if there is none."""
-    try:
-        return attrgetter(path)(root)
-    except AttributeError:
-        raise UserError(
-            f"{type(root).__name__} has no module {path!r}, which drot/model/families.py lists: load the "
-            "model again if it was changed after loading, or correct the entry of its model type"
-        ) from None
-
-
-class Linear:
-    """One linear of a decoder layer: an nn.Linear, or the rows of a fused nn.Linear.
-
-    full_name: such as `layers.0.self_attn.q_proj`. rows: its rows of the module's weight.
-    """
-
-    def __init__(
-        self, layer: nn.Module, spec: LinearSpec, group: InputGroup, full_name: str, rows: slice
-    ) -> None:
-        self._layer, self.spec, self.group, self.full_name, self.rows = layer, spec, group, full_name, rows
-
-    @property
-    def name(self) -> str:
-        return self.spec.name
-
-    @property
-    def module(self) -> Any:
-        """The module that computes the linear now: an nn.Linear, or what replaced it."""
-        return module_at(self._layer, self.spec.path)
-
-    @module.setter
-    def module(self, module: nn.Module) -> None:
-        self._layer.set_submodule(self.spec.path, module)
-
-    @property
-    def plain(self) -> nn.Linear:
-        """The module, if it is a plain nn.Linear. Raises UserError otherwise."""
-        if not isinstance(module := self.module, nn.Linear):
-            raise UserError(
-                f"{self.spec.path} must be a plain torch.nn.Linear, got {type(module).__name__}: "
-                "load the model unquantised, without adapters"
-            )
-        return module
-
-    @property
-    def weight(self) -> Tensor:
-        """The weight [out, in]: the parameter, or a view of its rows."""
-        weight = self.plain.weight
-        return weight if self.spec.part is None else weight[self.rows]
-
-    @property
-    def bias(self) -> Tensor | None:
-        bias = self.plain.bias
-        return bias if self.spec.part is None or bias is None else bias[self.rows]
-
-
-class Captured(NamedTuple):
-    """What a forward pass of a layer saw up to the input of a group.
-
-    input: the input [sequences, seqlen, in] of the group.
-    residual: the residual stream [sequences, seqlen, d] in front of the attention.
-    attended: the output [sequences, seqlen, d] of the attention; None if it was not computed.
-    """
-
-    input: Tensor
-    residual: Tensor
-    attended: Tensor | None
-
-
-class _Stop(Exception):
-    """Ends a forward pass."""
-
+from drot.model.sizes import HeadShape, Width, check_down_block
 
 #: Gives the output of a block in place of the block.
 Output = Callable[[], Tensor]
@@ -103,21 +27,34 @@ class DecoderLayer:
 
     module: the Hugging Face module. index: its number, counted from 0.
     linears: name → linear, in the order in which they are pruned.
+    route_all: whether the inputs of each expert are all tokens, and not those that the router sends there.
     """
 
     def __init__(
-        self, module: nn.Module, index: int, family: Family, heads: HeadShape, widths: dict[Width, int]
+        self,
+        module: nn.Module,
+        index: int,
+        family: Family,
+        heads: HeadShape,
+        widths: dict[Width, int],
+        *,
+        route_all: bool = False,
     ) -> None:
         self.module, self.index, self.family, self.heads = module, index, family, heads
-        self._widths = widths
+        self._widths, self.route_all = widths, route_all
         self.linears: dict[str, Linear] = {}
-        starts: dict[str, int] = {}
+        starts: dict[tuple[str, int | None], int] = {}
         for group in self.groups:
             for spec in group.linears:
-                start = starts.get(spec.path, 0)
-                starts[spec.path] = stop = start + widths[spec.shape[0]]
+                start = starts.get((spec.path, spec.expert), 0)
+                starts[spec.path, spec.expert] = stop = start + widths[spec.shape[0]]
                 full_name = family.full_name(index, spec)
                 self.linears[spec.name] = Linear(module, spec, group, full_name, slice(start, stop))
+
+    @property
+    def prefix(self) -> str:
+        """What the names of the layer's tensors begin with in a checkpoint."""
+        return f"{self.family.layers}.{self.index}."
 
     @property
     def groups(self) -> tuple[InputGroup, ...]:
@@ -127,14 +64,34 @@ class DecoderLayer:
     def linears_of(self, group: InputGroup) -> list[Linear]:
         return [self.linears[spec.name] for spec in group.linears]
 
+    def modules_of(self, group: InputGroup) -> list[list[Linear]]:
+        """The linears of a group by their module: one alone, or the slices of a fused module."""
+        return [[self.linears[spec.name] for spec in specs] for specs in by_module(group.linears)]
+
+    @property
+    def modules(self) -> list[list[Linear]]:
+        """The linears of the layer by their module, as `modules_of` gives them."""
+        return [linears for group in self.groups for linears in self.modules_of(group)]
+
+    @property
+    def residual_multiplier(self) -> float:
+        """The number by which the layer multiplies the output of each block before it adds it."""
+        name = self.family.residual_multiplier
+        return 1.0 if name is None else float(getattr(self.module, name))
+
+    @property
+    def down(self) -> Linear:
+        """The linear whose input R3 rotates."""
+        return next(linear for linear in self.linears.values() if linear.spec.input == "r3")
+
     @property
     def norms(self) -> list[Any]:
         return [module_at(self.module, path) for path in self.family.norms]
 
-    @property
-    def modules_of_linears(self) -> list[nn.Linear]:
-        """The modules of the linears, each once."""
-        return list(dict.fromkeys(linear.plain for linear in self.linears.values()))
+    def zeros(self) -> tuple[int, int]:
+        """The number of zeros, and of weights, of the linears."""
+        weights = [linear.weight for linear in self.linears.values()]
+        return sum(int((weight == 0).sum()) for weight in weights), sum(weight.numel() for weight in weights)
 
     def shape_of(self, spec: LinearSpec) -> tuple[int, int]:
         """The shape (out, in) of a linear by the config of the model."""
@@ -155,8 +112,10 @@ class DecoderLayer:
         self.module.to(device)
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "DecoderLayer":
-        module = copy.deepcopy(self.module).to(device=device, dtype=dtype)
-        return DecoderLayer(module, self.index, self.family, self.heads, self._widths)
+        module = copied(self.module, device or self.device, dtype)
+        return DecoderLayer(
+            module, self.index, self.family, self.heads, self._widths, route_all=self.route_all
+        )
 
     # ---- forward -------------------------------------------------------------------------------------
 
@@ -182,73 +141,6 @@ class DecoderLayer:
                 replaced.enter_context(_returning(module_at(self.module, self.family.mlp), mlp))
             output: Tensor = self.module(hidden, **kwargs)
         return output
-
-    def capture(
-        self, hidden: Tensor, kwargs: dict[str, Any], group: InputGroup, *, attention: Output | None = None
-    ) -> Captured:
-        """The input of `group`, from a forward pass that ends there. The arguments are those of a call."""
-        seen: dict[str, Tensor] = {}
-
-        def see_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen["input"] = args[0]
-            raise _Stop
-
-        (attention_end,) = self.linears_of(self.attention_end)
-        with (
-            module_at(self.module, self.family.first_norm).register_forward_pre_hook(
-                lambda module, args: seen.update(residual=args[0])
-            ),
-            attention_end.module.register_forward_hook(
-                lambda module, args, output: seen.update(attended=output)
-            ),
-            self.linears_of(group)[0].module.register_forward_pre_hook(see_input),
-            contextlib.suppress(_Stop),
-        ):
-            self(hidden, kwargs, attention=attention)
-        return Captured(seen["input"], seen["residual"], seen.get("attended"))
-
-    @contextlib.contextmanager
-    def reading(
-        self,
-        groups: Collection[InputGroup],
-        read: Callable[[InputGroup, Tensor], None],
-        *,
-        folded: bool = False,
-        to_end: bool = False,
-    ) -> Iterator[Callable[[Tensor, dict[str, Any]], Tensor | None]]:
-        """A context with a forward pass that calls `read` with the input of each of `groups`.
-
-        folded: whether the inputs are those without the weights of norms, which a rotation folds into the
-            linears.
-        to_end: whether the pass goes on to the output of the layer. Otherwise it ends at the last of
-            `groups`, and returns None.
-        """
-        remaining: set[str] = set()
-
-        def hook(group: InputGroup, norm: Any) -> Callable[..., None]:
-            def see(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-                read(group, args[0] if norm is None else norm(args[0]))
-                remaining.discard(group.name)
-                if not remaining and not to_end:
-                    raise _Stop
-
-            return see
-
-        def forward(hidden: Tensor, kwargs: dict[str, Any]) -> Tensor | None:
-            remaining.update(group.name for group in groups)
-            with contextlib.suppress(_Stop):
-                return self(hidden, kwargs)
-            return None
-
-        with contextlib.ExitStack() as hooks:
-            for group in groups:
-                module, norm = self.linears_of(group)[0].module, None
-                if folded and group.norm is not None:
-                    module = module_at(self.module, group.norm)
-                    norm = copy.deepcopy(module)
-                    reset_norm(norm)
-                hooks.enter_context(module.register_forward_pre_hook(hook(group, norm)))
-            yield forward
 
     @property
     def attention_end(self) -> InputGroup:
@@ -276,28 +168,47 @@ class DecoderLayer:
             weights[linear.name] = weight.to(dtype)
         return weights
 
-    @torch.no_grad()
-    def rotate(self, rotation: LayerRotation, boundary: Boundary | None = None) -> None:
-        """Folds the norms and merges the rotation into the linears, in place.
+    def _rotate_router(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
+        """Folds the norm of the experts into the router and rotates it, as it reads what they read."""
+        if (router := self.family.router) is None:
+            return
+        weight = module_at(self.module, router.path).weight
+        folded = weight.detach().double() * self.norms[-1].weight.detach().double()
+        rotated = rotated_weight(router, folded.to(dtype), rotation, self.heads, rotation.r1)
+        weight.copy_(rotated)
 
-        The products are computed in fp64 from the original weights and rounded once.
+    @torch.no_grad()
+    def rotate(
+        self,
+        rotation: LayerRotation,
+        boundary: Boundary | None = None,
+        *,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        """Folds the norms and merges the rotation into the linears, in place. The layer then holds R3.
 
         boundary: of the residual. The layer then holds its matrix, and writes in the basis next_r1.
+        dtype: of the products, which are computed from the original weights and rounded once. fp32 adds a
+            relative error of 4e-7 to a weight; rounding to bf16 adds 2e-3.
         """
         assert boundary is None or boundary.place == "residual", "the next layer holds an input's boundary"
         device = self.device
-        rotation = rotation.to(device, torch.float64)
-        output_r1 = rotation.r1 if boundary is None else boundary.next_r1.to(device).double()
-        for name, weight in self.folded_weights(torch.float64).items():
+        dtype = torch.promote_types(self.dtype, dtype)
+        rotation = rotation.to(device, dtype)
+        output_r1 = rotation.r1 if boundary is None else boundary.next_r1.to(device, dtype)
+        for name, weight in self.folded_weights(dtype).items():
             linear = self.linears[name]
             r1 = output_r1 if self.ends_layer(linear.group) else rotation.r1
             linear.weight.copy_(rotated_weight(linear.spec, weight, rotation, self.heads, r1))
             if (bias := linear.bias) is not None and linear.spec.output == "r2":
-                bias.copy_(rotate_left(rotation.r2, bias.double()[:, None])[:, 0])
+                bias.copy_(rotate_left(rotation.r2, bias.to(dtype)[:, None])[:, 0])
             elif bias is not None and linear.spec.output == "r1":
-                bias.copy_(bias.double() @ r1)
+                bias.copy_(bias.to(dtype) @ r1)
+        self._rotate_router(rotation, dtype)
         for norm in self.norms:
             reset_norm(norm)
+        if rotation.r3 is not None:
+            self.expect_down_rotation(rotation.r3.shape[-1]).weight.copy_(rotation.r3)
         if boundary is not None:
             self.hold(boundary)
 
@@ -314,11 +225,20 @@ class DecoderLayer:
             self.module, self.family, place, size, dtype=self.dtype, device=self.device
         )
 
+    def apply_boundary(self, place: BoundaryPlace | None) -> None:
+        """Where the layer applies the boundary matrix that it holds; None lets it compute without."""
+        module: Any = self.module
+        module.boundary_place = place
 
-@torch.no_grad()
-def reset_norm(norm: Any) -> None:
-    """Sets the weight of a norm to 1, after it was folded into linears."""
-    norm.weight.fill_(1.0)
+    def expect_down_rotation(self, size: int) -> BlockRotation:
+        """Lets the layer apply an R3 of blocks of `size`, which it returns uninitialised.
+
+        Raises UserError for blocks that do not divide the inputs of down_proj.
+        """
+        check_down_block(size, width := self._widths["mlp"])
+        return add_down_rotation(
+            self.module, self.family, width // size, size, dtype=self.dtype, device=self.device
+        )
 
 
 @contextlib.contextmanager

@@ -4,41 +4,61 @@ W is [out, in]. The residual stream is a row vector h; rotated it is h R1. A wei
 input is rotated and to Rᵀ W where its outputs are (drot/model/families.py says which).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from drot.config import BoundaryPlace
-from drot.model.families import HeadShape, InputGroup, LinearSpec
+from drot.model.families import InputGroup, LinearSpec, Rotates
+from drot.model.sizes import HeadShape
 
 
 @dataclass(frozen=True)
 class LayerRotation:
-    """The orthogonal matrices of one layer: r1 [d, d] and r2 [kv_heads, head_dim, head_dim]."""
+    """The orthogonal matrices of one layer: r1 [d, d], r2 [kv_heads, head_dim, head_dim] and, if the input of
+    down_proj is rotated, r3 [ff/b, b, b]."""
 
     r1: Tensor
     r2: Tensor
+    r3: Tensor | None = None
+
+    @property
+    def matrices(self) -> dict[str, Tensor]:
+        """Name → matrix, of those that there are."""
+        found = {"r1": self.r1, "r2": self.r2, "r3": self.r3}
+        return {name: matrix for name, matrix in found.items() if matrix is not None}
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> "LayerRotation":
+        return LayerRotation(**{name: function(matrix) for name, matrix in self.matrices.items()})
 
     def to(self, device: torch.device | str, dtype: torch.dtype | None = None) -> "LayerRotation":
-        return LayerRotation(self.r1.to(device, dtype), self.r2.to(device, dtype))
+        return self.map(lambda matrix: matrix.to(device, dtype))
 
     @property
     def inverse(self) -> "LayerRotation":
-        return LayerRotation(self.r1.mT, self.r2.mT)
+        return self.map(lambda matrix: matrix.mT)
+
+    def of_input(self, input: Rotates | None, shape: HeadShape) -> Tensor | None:
+        """The diagonal blocks [n, b, b] of the rotation of an input; None if nothing rotates it."""
+        if input == "r1":
+            return self.r1[None]
+        if input == "r2":
+            return self.r2.repeat_interleave(shape.group, 0)
+        return self.r3 if input == "r3" else None
 
     def tensors(self, prefix: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """Copies on the CPU as they are stored in a file, under `<prefix>r1` and `<prefix>r2`."""
+        """Copies on the CPU as they are stored in a file, under `<prefix>r1` and so on."""
         return {
             prefix + name: matrix.to("cpu", dtype, copy=True).contiguous()
-            for name, matrix in (("r1", self.r1), ("r2", self.r2))
+            for name, matrix in self.matrices.items()
         }
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str) -> "LayerRotation":
         """The inverse of `tensors`."""
-        return cls(tensors[f"{prefix}r1"], tensors[f"{prefix}r2"])
+        return cls(tensors[f"{prefix}r1"], tensors[f"{prefix}r2"], tensors.get(f"{prefix}r3"))
 
 
 @dataclass(frozen=True)
@@ -86,9 +106,9 @@ class Bases:
         before = index if self.place == "residual" else index - 1
         return Boundary(self.place, rotations[before].r1, rotations[before + 1].r1)
 
-    def output(self, index: int, rotations: Sequence[LayerRotation] | Mapping[int, LayerRotation]) -> Tensor:
-        """The R1 [d, d] in whose basis layer `index` writes."""
-        return rotations[index + 1 if self.writes_next(index) else index].r1
+    def writes_in(self, index: int) -> int:
+        """The layer in whose basis layer `index` writes."""
+        return index + 1 if self.writes_next(index) else index
 
 
 def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
@@ -122,10 +142,8 @@ def rotated_weight(
     """
     if linear.output == "r1":
         weight = output_r1.T @ weight
-    if linear.input == "r1":
-        weight = weight @ rotation.r1
-    if linear.input == "r2":
-        weight = rotate_right(weight, rotation.r2.repeat_interleave(shape.group, 0))
+    if (blocks := rotation.of_input(linear.input, shape)) is not None:
+        weight = rotate_right(weight, blocks)
     if linear.output == "r2":
         weight = rotate_left(rotation.r2, weight)
     return weight
@@ -134,11 +152,10 @@ def rotated_weight(
 def rotated_hessian(group: InputGroup, hessian: Tensor, rotation: LayerRotation, shape: HeadShape) -> Tensor:
     """RᵀHR, the Hessian [in, in] of an input group in the basis of its rotated inputs, in the dtype of H.
 
-    R is R1, blockdiag(R2) over the query heads, or 1.
+    R is R1, blockdiag(R2) over the query heads, R3, or 1.
     """
-    if group.input is None:
+    if (blocks := rotation.of_input(group.input, shape)) is None:
         return hessian
-    blocks = rotation.r2.repeat_interleave(shape.group, 0) if group.input == "r2" else rotation.r1[None]
     return rotate_left(blocks, rotate_right(hessian, blocks))
 
 

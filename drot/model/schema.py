@@ -50,7 +50,7 @@ class ModelConfig(Entries):
     max_position_embeddings: Annotated[int, Field(ge=1)] | None = None
     rms_norm_eps: Annotated[float, Field(ge=0, lt=1)] | None = None
     rope_theta: Annotated[float, Field(gt=0)] | None = None
-    sliding_window: Annotated[int, Field(ge=1)] | None = None
+    sliding_window: Annotated[int, Field(ge=0)] | None = None
     layer_types: list[str] | None = None
     tie_word_embeddings: bool | None = None
     quantization_config: dict[str, Any] | None = None

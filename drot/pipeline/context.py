@@ -14,6 +14,7 @@ from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases
 from drot.pipeline import events
 from drot.pipeline.events import Event, Listener
+from drot.sparse.packed import dense_linears
 
 
 class RunContext:
@@ -23,6 +24,7 @@ class RunContext:
     tokens: calibration token ids [nsamples, seqlen]. `training_tokens` are the first of them, with which
         rotations are trained.
     devices: rotations are trained on all of them in parallel, the rest runs on the first.
+    save_dtype: dtype of the weights in the result; None is the dtype of the model.
     """
 
     def __init__(
@@ -32,10 +34,17 @@ class RunContext:
         tokens: Tensor,
         devices: list[torch.device],
         progress: Progress,
+        save_dtype: torch.dtype | None = None,
     ) -> None:
-        self.model, self.recipe, self.tokens = DecoderModel(model), recipe, tokens
+        self.recipe, self.tokens = recipe, tokens
+        self.model = DecoderModel(model, route_all=recipe.pruning.route_all)
         self.devices, self.device = devices, devices[0]
         self.home, self.dtype = self.model.device, self.model.dtype
+        self.save_dtype = save_dtype or self.dtype
+        #: names of the linears that the result leaves dense; None if it packs no linear
+        self.dense_linears = (
+            dense_linears(model.config, recipe.pruning) if recipe.format == "packed" else None
+        )
         rotation = recipe.rotation
         self.rotates = rotation.mode != "none"
         place = rotation.boundary if rotation.mode == "layer" else None

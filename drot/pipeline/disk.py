@@ -1,40 +1,50 @@
 """The space that a run of `drot.prune` needs on the disk of its output."""
 
+import math
+
 import torch
 
 from drot.config import ResolvedRecipe
+from drot.model.families import by_module
 from drot.pipeline.estimate import Sizes, rotation_bytes
 from drot.pipeline.importance import map_bytes
 from drot.sparse.packed import PACKED
 
 
-def disk_needs(
-    sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, save_dtype: torch.dtype
-) -> tuple[int, int]:
-    """The bytes of the checkpoint, and of the parts of the run that lie next to it until it is written.
+def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) -> tuple[int, int]:
+    """The bytes of the checkpoint, and of what lies beside it in OUT.partial until the run ends.
 
-    The parts hold the layers in the `dtype` of the computation, the maps of the linears, and the rotations in
-    fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest are left out:
-    they are small.
+    Beside the finished layers, which become shards of the checkpoint, lie the maps of the linears, and the
+    rotations in fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest
+    are left out: they are small.
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
     rotates = rotation.mode != "none"
     boundaries = (layers - 1) * sizes.hidden**2 if rotation.mode == "layer" else 0
+    of_down = sizes.intermediate * (rotation.down_block or 0)  # R3 of a layer
     head = sizes.tied_head if rotates else 0  # a rotation unties it
-    checkpoint = (sizes.weights + head + boundaries) * save_dtype.itemsize
+    checkpoint = (sizes.weights + head + boundaries + layers * of_down) * save_dtype.itemsize
     of_linear = [
         (pruning.sparsity_for(name), sizes.shapes[role])
         for names in sizes.names
         for role, name in names.items()
     ]
     if recipe.format == "packed":  # half of the values, and 4 bits for each group of 4
-        packed = sum(rows * columns for sparsity, (rows, columns) in of_linear if sparsity == PACKED)
+        modules = by_module(linear for group in sizes.groups for linear in group.linears)
+        packed = sum(
+            math.prod(sizes.shapes[linear.name])
+            for names in sizes.names
+            for linears in modules
+            if all(pruning.sparsity_for(names[linear.name]) == PACKED for linear in linears)
+            for linear in linears
+        )
         checkpoint -= packed * save_dtype.itemsize // 2 - packed // 8
-    parts = layers * sizes.layer_weights * dtype.itemsize
+    beside = 0
     if rotates:
-        parts += (2 if rotation.hessians == "dense" else 1) * layers * rotation_bytes(sizes)
-        if rotation.boundary == "residual":  # the other place is added after the last layer
-            parts += boundaries * dtype.itemsize
+        copies = 2 if rotation.hessians == "dense" else 1
+        beside += copies * layers * rotation_bytes(sizes, rotation.down_block)
     if sizes.tokens:
-        parts += sum(map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0)
-    return checkpoint, parts
+        beside += sum(
+            map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0
+        )
+    return checkpoint, beside

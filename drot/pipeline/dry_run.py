@@ -12,8 +12,16 @@ from drot.machine.devices import DTYPES, computing_dtype, dtype_name
 from drot.machine.environment import machine_name, stored_peaks
 from drot.model.decoder import DecoderModel
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.estimate import device_memory, main_memory, run_work, seconds_at, sizes_of
+from drot.pipeline.estimate import (
+    device_memory,
+    main_memory,
+    run_work,
+    seconds_at,
+    sizes_of,
+    training_memory,
+)
 from drot.pipeline.prepare import parsed_dtype, plan
+from drot.pipeline.rotation_files import with_given_r3
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,7 @@ class RunNeeds:
 
     dtype, save_dtype: dtypes of the computation and of the saved weights.
     tokens: calibration tokens that are read. training_tokens: those that train the rotations.
-    checkpoint, partial: bytes on the disk of the result, and of the folder of the unfinished run.
+    checkpoint, partial: bytes on the disk of the result, and of what lies beside it until the run ends.
     main_memory, device_memory: bytes; on a CPU both lie in main memory.
     work: phase → dtype → operations.
     seconds: seconds of the work at the rates that `drot info --measure` measured, which no run reaches; None
@@ -51,14 +59,19 @@ def run_needs(
     device: str = "auto",
     dtype: str = "auto",
     save_dtype: str = "auto",
-    rotations_given: bool = False,
+    rotations: Path | None = None,
     format: str = "dense",
 ) -> RunNeeds:
     """What `drot.prune` with the same arguments would do and need. Loads no weights and reads no text.
 
+    Of the file `rotations` it reads the shapes alone.
+
     Raises UserError for what does not fit, as `drot.prune` does before it reads the text.
     """
     chosen, saved = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
+    rotations_given = rotations is not None
+    if rotations is not None:
+        recipe = with_given_r3(recipe, rotations)
     planned = plan(model, recipe, device=device, rotations_given=rotations_given, format=format)
     resolved, first, text = planned.recipe, planned.devices[0], planned.recipe.calibration
     own = planned.config.dtype or torch.float32
@@ -67,7 +80,10 @@ def run_needs(
     sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen
-    checkpoint, partial = disk_needs(sizes, resolved, chosen, saved)
+    checkpoint, partial = disk_needs(sizes, resolved, saved)
+    on_device = device_memory(sizes, resolved, chosen)
+    if trains:
+        on_device = max(on_device, training_memory(sizes, resolved))
     work, peaks = run_work(sizes, resolved, chosen, trains=trains), stored_peaks(first)
     return RunNeeds(
         recipe=resolved,
@@ -80,7 +96,7 @@ def run_needs(
         checkpoint=checkpoint,
         partial=partial,
         main_memory=main_memory(sizes, resolved, chosen),
-        device_memory=device_memory(sizes, resolved, chosen),
+        device_memory=on_device,
         work=work,
         seconds=None if peaks is None else seconds_at(work, peaks),
     )

@@ -7,6 +7,7 @@ tests/pipeline/test_estimate.py compares the formulas with the operations that t
 """
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,9 +17,11 @@ import torch
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name
 from drot.model.decoder import DecoderModel
-from drot.model.families import HeadShape, InputGroup
+from drot.model.families import InputGroup
+from drot.model.sizes import HeadShape, routed_share
 from drot.pipeline.recover import held_out_sequences
-from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS
+from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM
+from drot.rotation.importance import is_rotated
 
 #: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the
 #: norm, for `pruned` 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding
@@ -27,13 +30,15 @@ FAST_PRODUCTS = {"pruned": 1 + 2 + 12 + 2 + 2, "entropy": 1 + 2 + 2 + 2}
 #: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
 #: of QR (two products, and a triangular solve of n³)
 PAPER_PRODUCTS = 4 / 3 + 2 + 1 / 2
-#: iterations after which ADMM's mask usually stops moving: 30 to 60 (drot/pruning/solve.py)
-USUAL_ADMM_ITERATIONS = 45
+#: iterations after which ADMM's mask usually stops moving: 20 to 28 (drot/pruning/solve.py)
+USUAL_ADMM_ITERATIONS = 24
 #: Fp32 copies of the largest Hessian and of its weight on the device while a layer is pruned, without and
-#: with ADMM or a dense target: the 28 and 49 GB of a 70B layer (docs/hardware.md).
-COPIES, COPIES_OF_SOLVERS = 6.6, 11.5
+#: with ADMM or a dense target: the 32 and 40 GB of a 70B layer (docs/hardware.md).
+COPIES, COPIES_OF_SOLVERS = 6.8, 8.6
 #: bytes of device memory for a weight of a layer that is recovered (docs/hardware.md)
 RECOVERY_BYTES = 15
+#: the memory of a training step on a layer, in copies of the layer's linears (tests/rotation/test_memory.py)
+TRAINING_COPIES = 6.4
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class Sizes:
     layer_weights, weights: numbers in the parameters of a layer, and of the model.
     tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
+    routed: the share of the tokens that an expert reads, on average.
     """
 
     groups: Sequence[InputGroup]
@@ -56,6 +62,11 @@ class Sizes:
     tied_head: int
     nsamples: int
     seqlen: int
+    routed: float = 1.0
+
+    def share(self, group: InputGroup) -> float:
+        """The share of the tokens that a group reads."""
+        return 1.0 if group.expert is None else self.routed
 
     @property
     def tokens(self) -> int:
@@ -67,6 +78,10 @@ class Sizes:
 
     def inputs(self, group: InputGroup) -> int:
         return self.shapes[group.linears[0].name][1]
+
+    @property
+    def intermediate(self) -> int:
+        return self.inputs(self.groups[-1])
 
     def groups_of(self, linears: Collection[str]) -> list[InputGroup]:
         return [group for group in self.groups if any(linear.name in linears for linear in group.linears)]
@@ -94,6 +109,7 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         tied_head=head.numel() if head is model.embedding.weight else 0,
         nsamples=nsamples,
         seqlen=seqlen,
+        routed=routed_share(model.config),
     )
 
 
@@ -122,7 +138,7 @@ def run_work(
         for roles in layers:
             groups = sizes.groups_of(roles)
             if recipe.rotation.objective == "entropy":  # it needs no Hessian of inputs that are not rotated
-                groups = [group for group in groups if group.input is not None]
+                groups = [group for group in groups if is_rotated(group, recipe.rotation.down_block)]
             if recipe.pruning.method in WITHOUT_HESSIAN:
                 groups = []
             calibrate[own] += hessians(training, groups)
@@ -134,8 +150,8 @@ def run_work(
     recovers, to_dense = recipe.recovery.recover == "block", recipe.pruning.target == "dense"
     for roles in layers:
         groups = sizes.groups_of(roles)
-        if recovers or to_dense:
-            calibrate[own] += forward(sizes)
+        if recipe.needs_dense_states:
+            prunes[own] += forward(sizes)
         prunes[own] += hessians(sizes, groups, groups if to_dense else ())
         prunes[fp32] += prune(sizes, recipe, roles, admm_iterations)
         if recovers:
@@ -152,11 +168,11 @@ def seconds_at(work: Mapping[str, Mapping[str, float]], peaks: Mapping[str, floa
 
 def main_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
     """The bytes of main memory for the model, the hidden states of the calibration and the rotations."""
-    keeps_dense = recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
-    numbers = sizes.weights + sizes.tokens * sizes.hidden * (3 if keeps_dense else 1)
+    numbers = sizes.weights + sizes.tokens * sizes.hidden * (2 if recipe.needs_dense_states else 1)
     if recipe.rotation.mode == "none":
         return numbers * dtype.itemsize
-    return (numbers + sizes.tied_head) * dtype.itemsize + len(sizes.names) * rotation_bytes(sizes)
+    rotations = len(sizes.names) * rotation_bytes(sizes, recipe.rotation.down_block)
+    return (numbers + sizes.tied_head) * dtype.itemsize + rotations
 
 
 def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
@@ -172,9 +188,25 @@ def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> i
     return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
 
 
-def rotation_bytes(sizes: Sizes) -> int:
-    """The bytes of the rotation of one layer, R1 and the R2 of each head of keys, in fp64."""
-    return 8 * (sizes.hidden**2 + sizes.heads.kv_heads * sizes.heads.head_dim**2)
+def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
+    """About the bytes on the device while rotations are trained: one step, and all layers that share R1.
+
+    With `layers_per_step` the layers lie in main memory, and one after the other is on the device.
+    """
+    rotation, weights = recipe.rotation, sum(out * width for out, width in sizes.shapes.values())
+    together = len(sizes.names) if rotation.mode == "shared" and not rotation.layers_per_step else 1
+    metrics = 0
+    if recipe.pruning.method not in WITHOUT_HESSIAN:
+        blocks = {"r2": sizes.heads.head_dim, "r3": rotation.down_block or 1, None: 1}
+        metrics = sum(sizes.inputs(g) * blocks.get(g.input, sizes.hidden) for g in sizes.groups)
+    numbers = together * (weights + metrics) + (TRAINING_COPIES - 1) * weights
+    return round(numbers * getattr(torch, rotation.product_dtype).itemsize)
+
+
+def rotation_bytes(sizes: Sizes, down_block: int | None) -> int:
+    """The bytes of the rotation of one layer in fp64: R1, the R2 of each head of keys, and R3."""
+    r1, r2 = sizes.hidden**2, sizes.heads.kv_heads * sizes.heads.head_dim**2
+    return 8 * (r1 + r2 + sizes.intermediate * (down_block or 0))
 
 
 # ---- the parts of a run ----------------------------------------------------------------------------------
@@ -184,8 +216,15 @@ def forward(sizes: Sizes, groups: Collection[InputGroup] | None = None, tokens: 
     """A forward pass of the linears of `groups`, with the attention if its last linear is among them."""
     tokens = sizes.tokens if tokens is None else tokens
     groups = sizes.groups if groups is None else groups
-    shapes = [sizes.shapes[linear.name] for group in groups for linear in group.linears]
-    weights = 2.0 * tokens * sum(out * width for out, width in shapes)
+    weights = (
+        2.0
+        * tokens
+        * sum(
+            sizes.share(group) * math.prod(sizes.shapes[linear.name])
+            for group in groups
+            for linear in group.linears
+        )
+    )
     return weights + sum(_attention(sizes, tokens) for group in groups if group.input == "r2")
 
 
@@ -208,17 +247,15 @@ def factorisation(n: int) -> float:
 def hessians(sizes: Sizes, groups: Sequence[InputGroup], to_dense: Sequence[InputGroup] = ()) -> float:
     """A forward pass up to the last of `groups`, and the Hessian of the input of each of them.
 
-    to_dense: the groups for which the dense layer sees the same tokens too (TargetStatistics).
+    to_dense: the groups whose target is the dense model's (TargetStatistics).
     """
     if not groups or not sizes.tokens:
         return 0.0
     total = _forward_before(sizes, groups[-1])
-    total += sum(sizes.tokens * sizes.inputs(group) ** 2 for group in groups)
-    if to_dense:
-        total += _forward_before(sizes, to_dense[-1])
-    for group in to_dense:  # (x_dense - x) xᵀ, and (r_dense - r) xᵀ of the residual stream
+    total += sum(sizes.share(group) * sizes.tokens * sizes.inputs(group) ** 2 for group in groups)
+    for group in to_dense:  # y and (y_dense - y) xᵀ, or (x_dense - x) xᵀ
         n, out = sizes.inputs(group), sizes.shapes[group.linears[0].name][0]
-        total += 2 * sizes.tokens * n * (n + (out if group.writes_residual else 0))
+        total += 2 * sizes.share(group) * sizes.tokens * n * (2 * out if group.writes_residual else n)
     return total
 
 
@@ -234,7 +271,8 @@ def metrics(sizes: Sizes, recipe: ResolvedRecipe, groups: Collection[InputGroup]
     total = 0.0
     for group in groups:  # H⁻¹ from its factor: whole, its diagonal blocks, or its diagonal
         n = sizes.inputs(group)
-        block = {"r1": n, "r2": sizes.heads.head_dim, None: 0}[group.input]
+        down_block = recipe.rotation.down_block or 0
+        block = {"r1": n, "r2": sizes.heads.head_dim, "r3": down_block, None: 0}[group.input]
         total += factorisation(n) + n**2 * block
     return total
 
@@ -244,26 +282,37 @@ def evaluation(
 ) -> float:
     """One evaluation of a layer's loss, of which the linears `roles` are pruned."""
     head, block = sizes.heads.head_dim, sizes.hidden // recipe.rotation.equal_blocks
+    blocks = {"r1": block, "r2": head, "r3": recipe.rotation.down_block or 0}
     total = 0.0
     for linear in (linear for group in sizes.groups for linear in group.linears if linear.name in roles):
         out, width = sizes.shapes[linear.name]
         total += (4 if gradients else 2) * out * width * block  # the rotated weight, and the gradient in R1
         if "r2" in (linear.input, linear.output):  # R2, its gradient, and the way back
             total += (6 if gradients else 2) * out * width * head
+        if linear.input == "r3":
+            total += (6 if gradients else 2) * out * width * blocks["r3"]
     if recipe.pruning.method not in WITHOUT_HESSIAN:
         for group in sizes.groups_of(roles):
-            if group.input is not None:
-                total += 2 * sizes.inputs(group) * (block if group.input == "r1" else head) ** 2
+            total += 2 * sizes.inputs(group) * blocks.get(group.input or "", 0) ** 2
     return total
 
 
-def optimizer_step(sizes: Sizes, recipe: ResolvedRecipe, layers: float) -> float:
-    """One step of the optimizer on one R1 and on the R2 of `layers` layers."""
+def optimizer_step(
+    sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str]], share: float = 1.0
+) -> float:
+    """One step of the optimizer on one R1 and on the R2 and R3 of a share of the layers.
+
+    layers: the pruned linears of each layer.
+    """
     rotation = recipe.rotation
     products = FAST_PRODUCTS[rotation.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
     hidden, head, blocks = sizes.hidden, sizes.heads.head_dim, rotation.blocks
     r1 = sum(b**3 for b in blocks) if isinstance(blocks, tuple) else hidden * (hidden // blocks) ** 2
-    return products * 2.0 * (r1 + layers * sizes.heads.kv_heads * head**3)
+    of_down = [linear.name for group in sizes.groups for linear in group.linears if linear.input == "r3"]
+    downs = sum(name in roles for roles in layers for name in of_down)
+    own = len(layers) * sizes.heads.kv_heads * head**3
+    own += downs * sizes.intermediate * (rotation.down_block or 0) ** 2
+    return products * 2.0 * (r1 + share * own)
 
 
 def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str]]) -> float:
@@ -281,7 +330,7 @@ def rotate(sizes: Sizes, recipe: ResolvedRecipe, layers: Sequence[Collection[str
     evaluations, entropies = (steps - 1) * share + 2 if steps else 1, 2
     if recipe.rotation.objective != "entropy" and share == 1:
         entropies += len({steps * part // 4 for part in (1, 2, 3)} - {0})
-    turns = steps * optimizer_step(sizes, recipe, len(trained) * share)
+    turns = steps * optimizer_step(sizes, recipe, trained, share)
     return evaluations * once + entropies * of_entropy + turns
 
 
@@ -298,14 +347,13 @@ def prune(sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], admm_ite
             total += factorisation(n)
         if sweeps:
             total += product / 2
-        if to_dense:  # W C, and the two triangular factors of H⁻¹
-            total += 3 * product
-        if solver in ("pcg", "admm"):
+        if to_dense:  # the two triangular factors of H⁻¹, and W C of a linear that does not write E
+            total += (2 if group.writes_residual else 3) * product
+        if solver == "pcg":
             total += (1 + PCG_ITERATIONS) * product
-        if solver == "admm":  # T H, and conjugate gradients for the new mask
-            total += (2 + PCG_ITERATIONS) * product
-            inversions = len(members) * (1 + admm_iterations // ADMM_INTERVAL)
-            total += admm_iterations * product + inversions * n**3
+        if solver == "admm":  # the first gradient, and conjugate gradients for the new mask
+            total += (2 + admm_iterations + PCG_ITERATIONS_AFTER_ADMM) * product
+            total += admm_iterations // ADMM_INTERVAL * n**3
     return total
 
 

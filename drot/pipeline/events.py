@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from drot.core.events import Progress, ProgressEvent
+from drot.machine.devices import is_gpu
 from drot.machine.memory import PeakMemory
 
 #: The steps whose time is measured. `load` is the model and the text, `calibrate` every pass of the
@@ -63,9 +64,9 @@ class Stopwatch:
         self._running: dict[str, tuple[int, float]] = {}
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepEnded) and event.device.type == "cuda":
+        if isinstance(event, StepEnded) and is_gpu(event.device):
             # the step ends when its queued work is done
-            torch.cuda.current_stream(event.device).synchronize()
+            torch.get_device_module(event.device).current_stream(event.device).synchronize()
         with self._lock:
             threads, started = self._running.get(event.step, (0, time.perf_counter()))
             if isinstance(event, StepBegan):

@@ -34,6 +34,8 @@ def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any
         "rotations": None if given is None else given.entry["sha256"],
         "calibration": calibration_hash(run.tokens),
         "dtype": dtype_name(run.dtype),
+        "save_dtype": dtype_name(run.save_dtype),
+        "format": run.recipe.format,
         "layers": run.bases.layers,
     }
     plain: dict[str, Any] = json.loads(json.dumps(identity))

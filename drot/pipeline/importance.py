@@ -14,8 +14,9 @@ from torch import Tensor
 from drot.calibration.hessian import InputHessian
 from drot.config import ResolvedRecipe, Sparsity
 from drot.manifest.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
-from drot.model.families import HeadShape, InputGroup, LinearSpec
+from drot.model.families import InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotated_hessian, rotated_weight
+from drot.model.sizes import HeadShape
 from drot.pruning import removed_mask
 from drot.rotation.importance import column_scale
 
@@ -52,12 +53,23 @@ class GroupImportance:
     def hessian(self) -> InputHessian:
         """H in the basis before the rotation."""
         after = self._hessian_after
-        if self._rotation is None or self._group.input is None:
+        if self._rotation is None or self._rotation.of_input(self._group.input, self._shape) is None:
             return after
         before = rotated_hessian(self._group, after.matrix, self._rotation.inverse, self._shape)
         return InputHessian(before, after.damping, after.average)
 
+    def forget(self) -> None:
+        """Frees the memory of `hessian`."""
+        self.__dict__.pop("hessian", None)
+
+    @functools.cached_property
+    def scale_after(self) -> Tensor | None:
+        """The column_scale of the rotated inputs, for which their Hessian is factorised."""
+        return self._scale(self._hessian_after)
+
     def _scale(self, hessian: InputHessian) -> Tensor | None:
+        if hessian is self._hessian_after and "scale_after" in self.__dict__:
+            return self.scale_after
         pruning, compat = self._recipe.pruning, self._recipe.rotation.reference_compat
         return column_scale(pruning.method, hessian, damping=pruning.damping, reference_compat=compat)
 

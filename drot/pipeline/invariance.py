@@ -5,20 +5,20 @@ rotations if all of them are known before the pruning starts. Otherwise it uses 
 `check_layer` checks each layer again when its rotation is trained.
 """
 
-import copy
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
 from drot.core.errors import UserError
+from drot.machine.products import merging_dtype
 from drot.model.decoder import DecoderModel, rotate_head
-from drot.model.families import HeadShape
 from drot.model.layer import DecoderLayer
+from drot.model.linear import copied
 from drot.model.rotation import Bases, Boundary, LayerRotation
+from drot.model.sizes import HeadShape
 
 #: Largest accepted error ‖rotated − original‖ / ‖original‖, in fp32.
 TOLERANCE = 1e-4
@@ -28,16 +28,41 @@ class InvarianceError(RuntimeError):
     """A rotation changed the model's outputs. This is a fault of drot and stops the run."""
 
 
+def random_rotations(
+    count: int, d: int, shape: HeadShape, device: torch.device, *, down: tuple[int, int] | None = None
+) -> Iterator[LayerRotation]:
+    """A random rotation for each of `count` layers, from two QRs of a d x d matrix.
+
+    The layers take the two in turn, with the columns shifted: so no two neighbours have one R1, and the
+    product of two neighbours has no zeros. down: as in `random_rotation`.
+    """
+    generator = torch.Generator().manual_seed(0)
+    drawn = [random_rotation(d, shape, generator, device, down=down) for _ in range(min(count, 2))]
+    for index in range(count):
+        rotation = drawn[index % 2]
+        r3 = None if rotation.r3 is None else rotation.r3.roll(index, 2)
+        yield LayerRotation(rotation.r1.roll(index, 1), rotation.r2.roll(index, 2), r3)
+
+
 def random_rotation(
-    d: int, shape: HeadShape, generator: torch.Generator, device: torch.device | str = "cpu"
+    d: int,
+    shape: HeadShape,
+    generator: torch.Generator,
+    device: torch.device | str = "cpu",
+    *,
+    down: tuple[int, int] | None = None,
 ) -> LayerRotation:
-    """QR factors of Gaussian matrices that are drawn on the CPU, in fp64 on `device`."""
+    """QR factors of Gaussian matrices that are drawn on the CPU, in fp64 on `device`.
+
+    down: number and size of the blocks of R3; None without R3.
+    """
 
     def draw(*size: int) -> Tensor:
         gaussian = torch.randn(*size, generator=generator, dtype=torch.float64)
         return torch.linalg.qr(gaussian.to(device))[0]
 
-    return LayerRotation(draw(d, d), draw(shape.kv_heads, shape.head_dim, shape.head_dim))
+    r1, r2 = draw(d, d), draw(shape.kv_heads, shape.head_dim, shape.head_dim)
+    return LayerRotation(r1, r2, draw(*down, down[-1]) if down else None)
 
 
 def _check_finite(hidden_states: Tensor, layer: DecoderLayer) -> None:
@@ -103,7 +128,7 @@ def check_layer(
     rotated = layer.copy(device, torch.float32)
     stream.advance(rotated)
     _check_finite(stream.hidden_states, layer)
-    rotated.rotate(rotation.to(device), boundary)
+    rotated.rotate(rotation.to(device), boundary, dtype=merging_dtype(device))
     rotated_stream.advance(rotated)
     output_r1 = r1 if boundary is None else boundary.next_r1.to(device)
     output = rotated_stream.hidden_states @ output_r1.T.to(rotated_stream.hidden_states.dtype)
@@ -117,17 +142,19 @@ def check_model(
     device: torch.device,
     bases: Bases,
     rotations: Sequence[LayerRotation] | None = None,
+    down_block: int | None = None,
 ) -> float:
     """Relative error, in fp32, of the rotated model's logits on `tokens` [1, seqlen]. `model` is not changed.
 
     Raises InvarianceError if the logits or the output of a layer have an error above TOLERANCE.
 
     device: where the check computes, to which one layer at a time is copied.
-    rotations: the rotation of each layer; None draws them at random.
+    rotations: the rotation of each layer; None takes `random_rotations`, with an R3 of `down_block` columns.
     """
     bases = Bases(bases.place or "input", bases.layers)  # of a shared R1 each boundary matrix is the identity
-    stream, generator = _embedded(model, tokens, device), torch.Generator().manual_seed(0)
-    drawn = (random_rotation(model.hidden_size, model.heads, generator, device) for _ in model.layers)
+    stream = _embedded(model, tokens, device)
+    down = None if down_block is None else (model.widths["mlp"] // down_block, down_block)
+    drawn = random_rotations(bases.layers, model.hidden_size, model.heads, device, down=down)
     remaining = iter(rotations or drawn)
     known = {0: next(remaining)}  # of three layers at most, to save memory
     rotated_stream = stream.rotated_copy(known[0].r1)
@@ -141,11 +168,7 @@ def check_model(
         check_layer(layer, stream, known[layer.index], rotated_stream, boundary and boundary.to(device))
         known.pop(layer.index - 1, None)
     last_r1 = known[bases.layers - 1].r1.to(device)
-    norm, head = _float_copy(model.final_norm, device), _float_copy(model.head, device)
+    norm, head = (copied(module, device, torch.float32) for module in (model.final_norm, model.head))
     expected = head(norm(stream.hidden_states))
-    rotate_head(norm, head, last_r1)
+    rotate_head(norm, head, last_r1, device)
     return _checked_error(model.family.head, head(norm(rotated_stream.hidden_states)), expected)
-
-
-def _float_copy(module: Any, device: torch.device) -> Any:
-    return copy.deepcopy(module).to(device=device, dtype=torch.float32)

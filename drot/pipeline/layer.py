@@ -1,19 +1,26 @@
 """The pruning of one decoder layer, with its figures for the manifest and the maps of its importance."""
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from drot.calibration.dense_reference import DenseReference, TargetStatistics
+from drot.calibration.dense_reference import DenseReference
 from drot.calibration.hessian import InputHessian
 from drot.calibration.layer_pass import LayerPass
-from drot.config import ResolvedRecipe
+from drot.checkpoint.dtypes import rounded
+from drot.config import PruningConfig, ResolvedRecipe
 from drot.core.errors import UserError
-from drot.model.layer import Linear
+from drot.model.linear import Linear
 from drot.model.rotation import LayerRotation
 from drot.pipeline.importance import GroupImportance
-from drot.pruning import dense_target, prune_once, solve_weight
+from drot.pipeline.shard import round_weights
+from drot.pruning import PruneOutcome, dense_target, prune_once, solve_weights
+
+logger = logging.getLogger("drot")
 
 
 @torch.no_grad()
@@ -24,8 +31,9 @@ def prune_layer(
     dense: DenseReference | None = None,
     rotation: LayerRotation | None = None,
     output_r1: Tensor | None = None,
+    save_dtype: torch.dtype | None = None,
 ) -> tuple[dict[str, dict[str, Any]], dict[str, Tensor]]:
-    """Prunes the linears of a layer in place.
+    """Prunes the linears of a layer in place, and rounds all its parameters to `save_dtype`.
 
     The Hessian of an input group is computed after the groups before it are pruned, and factorised once for
     all its linears. A linear with a sparsity of 0 is not changed, and has only the first three figures.
@@ -33,69 +41,141 @@ def prune_layer(
     Returns name of a linear → its entry of the manifest (manifest/records.py), and `<name>.<map>` → the
     tensors of GroupImportance. Output errors compare with the outputs of the target weight, which differs
     from the weight of the layer for `target="dense"`; the error `before` the rotation always compares with
-    the outputs of the weight.
+    the outputs of the weight. An expert has its own outputs as target. A warning names the expert with the
+    fewest tokens, if they are fewer than its channels.
 
     layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
     dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
     rotation: the rotation that was merged into the layer.
     output_r1: R1 [d, d] of the basis in which the layer writes.
+    save_dtype: dtype of the saved weights; None rounds nothing. Errors are those before the rounding.
     """
     layer, pruning = layer_pass.layer, recipe.pruning
     figures: dict[str, dict[str, Any]] = {
         name: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for name in layer.linears
     }
     maps: dict[str, Tensor] = {}
+    seen: dict[str, int] = {}
+    save_dtype = save_dtype or layer.dtype
+    pruned = {name for name, linear in layer.linears.items() if pruning.sparsity_for(linear.full_name).ratio}
+    round_weights(layer, save_dtype, leave=pruned)
     for group in layer.groups:
-        linears = layer.linears_of(group)
-        pruned = [linear for linear in linears if pruning.sparsity_for(linear.full_name).ratio > 0]
-        if not pruned:
+        linears = [linear for linear in layer.linears_of(group) if linear.name in pruned]
+        if not linears:
             continue
-        hessian = statistics = importance = None
+        targets: list[Tensor] = [linear.weight for linear in linears]
+        hessian = importance = tokens = None
         if len(layer_pass.stream.hidden_states):
-            statistics = None if dense is None else dense.statistics(layer_pass, group)
-            matrix = layer_pass.hessian(group) if statistics is None else statistics.hessian
+            statistics = matrix = None
+            if dense is None or group.expert is not None:  # the dense model sends other tokens to the expert
+                matrix = layer_pass.hessian(group)
+                tokens = layer_pass.tokens[group.name]
+                if group.expert is not None and tokens < len(matrix):
+                    seen[group.name] = tokens
+                if tokens == 0:  # nothing is known of the inputs: as if they were independent
+                    matrix.fill_diagonal_(1.0)
+            else:
+                statistics = dense.statistics(layer_pass, group)
+                matrix = statistics.hessian
             hessian = InputHessian(matrix, pruning.damping, pruning.damping_average)
             writes_in = output_r1 if layer.ends_layer(group) else None
             importance = GroupImportance(group, hessian, recipe, layer.heads, rotation, writes_in)
-        for linear in pruned:
-            try:
-                figures[linear.name] = _prune_linear(linear, recipe, hessian, statistics, importance, maps)
-            except UserError as error:
-                raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
+            if statistics is not None:
+                with _named(layer.index, linears):
+                    share = pruning.target_weight
+                    targets = [dense_target(w, statistics, hessian.factor, share=share) for w in targets]
+            del statistics, matrix
+        found = _prune_group(layer.index, linears, targets, recipe, hessian, importance, maps, save_dtype)
+        figures |= {
+            name: of_linear | ({} if group.expert is None else {"tokens": tokens})
+            for name, of_linear in found.items()
+        }
+    if seen:
+        fewest = min(seen, key=lambda name: seen[name])
+        logger.warning(
+            "layer %d: %d inputs of experts have fewer calibration tokens than channels, the fewest %s with "
+            "%d: use more `nsamples`, or `route_all`",
+            layer.index, len(seen), fewest, seen[fewest],
+        )  # fmt: skip
     return figures, maps
 
 
-def _prune_linear(
-    linear: Linear,
+def _prune_group(
+    index: int,
+    linears: list[Linear],
+    targets: list[Tensor],
     recipe: ResolvedRecipe,
     hessian: InputHessian | None,
-    statistics: TargetStatistics | None,
     importance: GroupImportance | None,
     maps: dict[str, Tensor],
-) -> dict[str, Any]:
-    """Prunes a linear in place; returns its entry of the manifest, and adds its maps to `maps`."""
-    weight, config = linear.weight, recipe.pruning.for_linear(linear.full_name)
-    target = weight
-    if statistics is not None and hessian is not None:
-        target = dense_target(weight, statistics, hessian.factor, share=config.target_weight)
-    outcome = first = prune_once(target, hessian, config)
-    one_shot: dict[str, dict[str, float | None]] = {}
+    save_dtype: torch.dtype,
+) -> dict[str, dict[str, Any]]:
+    """Prunes linears of one input in place; returns their entries of the manifest, and adds to `maps`.
+
+    index: of the layer, for messages. targets: the weights [out, in] whose outputs the linears should have.
+    """
+    configs = [recipe.pruning.for_linear(linear.full_name) for linear in linears]
+    outcomes: list[PruneOutcome] = []
+    for linear, target, config in zip(linears, targets, configs, strict=True):
+        with _named(index, [linear]):
+            outcomes.append(prune_once(target, hessian, config))
+    one_shot: list[dict[str, dict[str, float | None]]] = [{} for _ in linears]
     if hessian is not None and importance is not None:
-        outcome = solve_weight(first, target, hessian, config, recipe.pruning.solve)
-        unrotated = importance.unrotated(linear.spec, weight)
-        shares, found = importance.of_weight(weight, unrotated, config.sparsity)
-        errors = {list(shares)[-1]: first.output_error}
-        if importance.rotated:
-            total = first.energy if statistics is None else None  # a rotation does not change it
-            errors["before"] = prune_once(unrotated, importance.hessian, config, total=total).output_error
-        for basis, lost in shares.items():
-            one_shot[basis] = {"removed_importance": lost, "output_error": errors[basis]}
-        maps |= {f"{linear.name}.{name}": values for name, values in found.items()}
-    weight.copy_(outcome.weight)
+        with _named(index, linears):
+            _ = importance.scale_after
+            if importance.hessian is not hessian and recipe.pruning.solve != "sparsegpt":
+                hessian.forget_factor()  # before the factor of the other Hessian
+        for i, (linear, target, config) in enumerate(zip(linears, targets, configs, strict=True)):
+            with _named(index, [linear]):
+                own = target.data_ptr() == linear.weight.data_ptr()
+                known = outcomes[i].energy if own else None  # a rotation does not change it
+                one_shot[i] = _one_shot(linear, config, outcomes[i].output_error, known, importance, maps)
+        importance.forget()
+        if recipe.pruning.solve in ("pcg", "admm"):
+            hessian.forget_factor()  # they take H alone, and memory of their own
+        with _named(index, linears):
+            outcomes = solve_weights(outcomes, targets, hessian, configs, recipe.pruning.solve)
+    figures = {}
+    for linear, outcome, of_linear in zip(linears, outcomes, one_shot, strict=True):
+        linear.weight.copy_(rounded(f"{linear.full_name}.weight", outcome.weight, save_dtype))
+        figures[linear.name] = {
+            "sparsity": float((linear.weight == 0).float().mean()),
+            "output_error": outcome.output_error,
+            "damping": outcome.damping,
+            "one_shot": of_linear,
+            "admm_iterations": outcome.admm_iterations,
+        }
+    return figures
+
+
+def _one_shot(
+    linear: Linear,
+    config: PruningConfig,
+    error: float | None,
+    energy: float | None,
+    importance: GroupImportance,
+    maps: dict[str, Tensor],
+) -> dict[str, dict[str, float | None]]:
+    """Basis → the figures of the pruning without solver; adds the maps of the dense linear to `maps`.
+
+    error: of the outputs in the last basis. energy: tr(W H Wᵀ) of the linear, where it is known.
+    """
+    unrotated = importance.unrotated(linear.spec, linear.weight)
+    shares, found = importance.of_weight(linear.weight, unrotated, config.sparsity)
+    errors = {list(shares)[-1]: error}
+    if importance.rotated:
+        errors["before"] = prune_once(unrotated, importance.hessian, config, total=energy).output_error
+    maps |= {f"{linear.name}.{name}": values for name, values in found.items()}
     return {
-        "sparsity": float((weight == 0).float().mean()),
-        "output_error": outcome.output_error,
-        "damping": outcome.damping,
-        "one_shot": one_shot,
-        "admm_iterations": outcome.admm_iterations,
+        basis: {"removed_importance": lost, "output_error": errors[basis]} for basis, lost in shares.items()
     }
+
+
+@contextlib.contextmanager
+def _named(index: int, linears: list[Linear]) -> Iterator[None]:
+    """Adds the layer and the linears to a UserError."""
+    try:
+        yield
+    except UserError as error:
+        names = ", ".join(linear.name for linear in linears)
+        raise UserError(f"layer {index}, {names}: {error}") from None

@@ -6,7 +6,7 @@ from torch import Tensor
 from drot.calibration.stream import CalibrationStream
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.model.layer import DecoderLayer
-from drot.rotation.importance import layer_metrics
+from drot.rotation.importance import is_rotated, layer_metrics
 from drot.rotation.objective import LayerObjective
 
 
@@ -23,6 +23,7 @@ def layer_objective(
     """
     weights = layer.folded_weights()
     device, pruning, method = stream.device, recipe.pruning, recipe.pruning.method
+    down_block = recipe.rotation.down_block
     sparsity = {
         name: pruning.sparsity_for(linear.full_name)
         for name, linear in layer.linears.items()
@@ -32,7 +33,9 @@ def layer_objective(
     # the entropy needs no metric of an input that is not rotated, whose Hessian is the largest
     unrotated = recipe.rotation.objective == "pruned"
     read = [
-        group for group in groups if method not in WITHOUT_HESSIAN and (unrotated or group.input is not None)
+        group
+        for group in groups
+        if method not in WITHOUT_HESSIAN and (unrotated or is_rotated(group, down_block))
     ]
     hessians: dict[str, Tensor] = {}
     if read or advance:
@@ -46,6 +49,7 @@ def layer_objective(
         average=recipe.pruning.damping_average,
         reference_compat=recipe.rotation.reference_compat,
         unrotated=unrotated,
+        down_block=down_block,
     )
     objective = LayerObjective(
         {name: weight.to(device) for name, weight in weights.items()},
@@ -56,5 +60,6 @@ def layer_objective(
         sparsity=sparsity,
         product_dtype=getattr(torch, recipe.rotation.product_dtype),
         blocks=recipe.rotation.equal_blocks,
+        down_block=down_block,
     )
     return objective, metrics.damping

@@ -14,13 +14,14 @@ from drot.machine.environment import device_name, machine, versions
 from drot.manifest.importance import save_importance_maps
 from drot.manifest.manifest import FORMAT_VERSION, Manifest
 from drot.manifest.records import MemoryPeak, SavedRotations, Seconds
-from drot.model.families import positions_of
+from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Announced
 from drot.pipeline.identity import calibration_record
 from drot.pipeline.prepare import Prepared
 from drot.pipeline.rotation_files import path_inside
 from drot.pipeline.run import PruningRun
+from drot.pipeline.steps import part_of
 
 
 def manifest_of(
@@ -28,7 +29,6 @@ def manifest_of(
     run: PruningRun,
     identity: dict[str, Any] | None,
     state: RunState | None,
-    sparsity: float,
 ) -> Manifest:
     """The manifest of a run whose layers are finished, without its files."""
     context = prepared.context
@@ -44,13 +44,14 @@ def manifest_of(
             "shared_rotation": run.shared_record,
             "rotations_file": None if run.given is None else run.given.entry,
             "untied_lm_head": run.untied,
-            "sparsity": sparsity,
+            "sparsity": run.sparsity,
             "relative_logit_error": run.logit_error,
+            "dense_states_on_device": run.dense_states_on_device,
             "versions": versions(),
             "device": device_name(context.device),
             "machine": machine(context.device),
             "other_machines": [] if state is None else state.other_machines,
-            "dtype": dtype_name(prepared.save_dtype),
+            "dtype": dtype_name(context.save_dtype),
             "compute_dtype": dtype_name(context.dtype),
             "format": format,
             "stock_architecture": stock,
@@ -110,6 +111,7 @@ def write_result(
         manifest,
         out,
         scratch=state.folder,
+        shards={state.file(name): state.record(name) for name in map(part_of, context.model.layers)},
         write_more=write_more,
         finish=finish,
     )

@@ -12,14 +12,14 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.resolve import GIVEN_TOKENS
-from drot.core.checks import is_a
+from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.devices import computing_dtype, parse_dtype, pick_devices
 from drot.manifest.manifest import MANIFEST, read_manifest
-from drot.model.families import positions_of
+from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
-from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens
+from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens, down_width
 from drot.text.source import as_token_ids, load_calibration
 
 Model = str | Path | PreTrainedModel
@@ -36,12 +36,11 @@ class Plan:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What a run starts with. source: name or folder of the model. save_dtype: dtype of the result."""
+    """What a run starts with. source: name or folder of the model."""
 
     context: RunContext
     source: str
     tokenizer: Any
-    save_dtype: torch.dtype
 
 
 def plan(
@@ -67,6 +66,7 @@ def plan(
         device=devices[0].type,
         format=format,
         rotations_given=rotations_given,
+        down_width=down_width(config, recipe.pruning),
         tokens=None if calibration is None else (calibration.shape[0], calibration.shape[1]),
     )
     check_recipe(config, resolved, devices, rotations_given=rotations_given)
@@ -97,6 +97,9 @@ def prepare(
     is_a("model", model, str, Path, PreTrainedModel)
     is_a("calibration", calibration, Tensor, or_none=True)
     is_a("device", device, str, torch.device)
+    if not hasattr(tokenizer, "save_pretrained"):  # token ids need no more of a tokenizer
+        is_callable("tokenizer", tokenizer, or_none=True)
+    is_callable("progress", progress)
     is_a("dtype", dtype, str, torch.dtype)
     is_a("save_dtype", save_dtype, str, torch.dtype)
     # a mistake in a dtype is found before the text is read
@@ -121,9 +124,10 @@ def prepare(
     else:
         own = model.dtype
     model.eval()  # dropout would change the Hessians
-    context = RunContext(model, resolved, tokens, devices, progress)
+    save_dtype = own if isinstance(save_dtype, str) else save_dtype
+    context = RunContext(model, resolved, tokens, devices, progress, save_dtype)
     context.model.check()
-    return Prepared(context, source, tokenizer, own if isinstance(save_dtype, str) else save_dtype)
+    return Prepared(context, source, tokenizer)
 
 
 def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:

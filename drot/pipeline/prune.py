@@ -23,8 +23,8 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.core.files import WriteError
 from drot.core.lock import locked
-from drot.machine.devices import dtype_name
 from drot.machine.environment import machine, versions
+from drot.machine.products import fp32_products
 from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import sizes_of
@@ -32,9 +32,14 @@ from drot.pipeline.identity import run_identity
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import Prepared, prepare
 from drot.pipeline.recover import check_sequences
-from drot.pipeline.rotation_files import check_rotations_output, check_same_rotations, read_given
+from drot.pipeline.rotation_files import (
+    check_rotations_output,
+    check_same_rotations,
+    read_given,
+    with_given_r3,
+)
 from drot.pipeline.run import PruningRun
-from drot.sparse.packed import check_format, check_packable, dense_linears, pack_model
+from drot.sparse.packed import check_format, check_packable
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,6 +68,7 @@ class PruneResult:
         return f"PruneResult({', '.join(facts)})"
 
 
+@fp32_products("ieee")
 def prune(
     model: str | Path | PreTrainedModel,
     recipe: Recipe | None = None,
@@ -97,8 +103,8 @@ def prune(
         dtype: dtype of the computation. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU. A
             loaded model is computed in its own.
         save_dtype: dtype of the weights in the result and in `out`: `auto`, the dtype of the model before the
-            run, or `float32`, `bfloat16` or `float16`. The weights are rounded once, after the last layer, so
-            the errors and losses in the manifest are those before the rounding; `sparsity` counts the zeros
+            run, or `float32`, `bfloat16` or `float16`. The weights of a linear are rounded once, when it is
+            pruned. Its errors in the manifest are those before the rounding; `sparsity` counts the zeros
             after it.
         rotations: a file written by `save_rotations_to`, whose rotations are used instead of training.
         save_rotations_to: a new file for the rotations, which other sparsities and methods can reuse. It may
@@ -115,6 +121,8 @@ def prune(
         is_a(name, path, str, Path, or_none=True)
     is_a("resume", resume, bool)
     recipe = recipe or Recipe()
+    if rotations is not None:
+        recipe = with_given_r3(recipe, Path(rotations))
     check_format(format, recipe.pruning)
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
@@ -165,29 +173,24 @@ def _run(
 ) -> PruneResult:
     """Executes the run and writes its result, or loads the result of a run that is `finished`."""
     context, model, state = run.context, run.context.model, None
-    packed = context.recipe.format == "packed"
-    dense = dense_linears(model.config, context.recipe.pruning) if packed else []
-    if packed:
-        check_packable(model.model, dense)
+    if context.dense_linears is not None:
+        check_packable(model.model, context.dense_linears)
     identity = run_identity(context, run.given) if out is not None or rotations_out is not None else None
     if rotations_out is not None and rotations_out.exists():
         check_same_rotations(rotations_out, identity or {})
     if out is not None and identity is not None:
         if finished:
-            return _finished_result(out, identity, context.recipe.format, prepared.save_dtype, rotations_out)
+            return _finished_result(out, identity, rotations_out)
         state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
         sizes = sizes_of(model, *context.tokens.shape)
-        checkpoint, parts = disk_needs(sizes, context.recipe, context.dtype, prepared.save_dtype)
-        check_space(out, checkpoint, max(0, parts - (weight_bytes(state.folder) or 0)))
+        checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
+        check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0)
     with _says_how_to_resume(state):
         run.execute(state)
-        if prepared.save_dtype != context.dtype:
-            cast_weights(model.model, prepared.save_dtype, "save_dtype")
-        sparsity = model.zero_share()
-        if packed:
-            pack_model(model.model, dense)
+        if context.save_dtype != context.dtype:
+            cast_weights(model.model, context.save_dtype, "save_dtype")
         as_drot_model(model.model)
-        manifest = manifest_of(prepared, run, identity, state, sparsity)
+        manifest = manifest_of(prepared, run, identity, state)
         manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
     return PruneResult(model.model, manifest, out)
 
@@ -205,19 +208,16 @@ def _says_how_to_resume(state: RunState | None) -> Iterator[None]:
         ) from error
 
 
-def _finished_result(
-    out: Path, identity: dict[str, Any], format: str, save_dtype: torch.dtype, rotations: Path | None
-) -> PruneResult:
+def _finished_result(out: Path, identity: dict[str, Any], rotations: Path | None) -> PruneResult:
     """The result of a run that is finished already. Raises UserError if `out` is the result of another run.
 
-    identity, format, save_dtype: those of this run. rotations: where the caller wants the rotations.
+    identity: of this run. rotations: where the caller wants the rotations.
     """
     manifest = read_manifest(out)
     if manifest.finetune:
         raise UserError(f"{out} holds a model that was fine-tuned after its run: name another `out`")
     before = (manifest.identity or {}) | {"format": manifest.format, "save_dtype": manifest.dtype}
-    now = identity | {"format": format, "save_dtype": dtype_name(save_dtype)}
-    if changed := identity_differences(before, now, "the finished run"):
+    if changed := identity_differences(before, identity, "the finished run"):
         raise UserError(f"{out} is the result of another run: {changed}; name another `out`")
     if rotations is not None and not rotations.exists():
         raise UserError(f"{out} is finished, and its rotations were not saved to {rotations}: prune again")

@@ -174,9 +174,9 @@ class _Training:
 
     def __init__(self, layer: DecoderLayer) -> None:
         self.rate = 0.0
-        weights = [module.weight for module in layer.modules_of_linears]
+        weights = list(dict.fromkeys(linear.parameter for linear in layer.linears.values()))
         self._parameters = [*weights, *(norm.weight for norm in layer.norms)]
-        self._kept = {weight: weight != 0 for weight in weights}
+        self._kept: dict[Tensor, Tensor] = {weight: weight != 0 for weight in weights}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from drot.checkpoint.resume import identity_differences, partial_folder
-from drot.checkpoint.rotations import load_rotations, read_rotations
+from drot.checkpoint.rotations import load_rotations, read_rotations, stored_down_block
 from drot.config import Recipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
@@ -25,6 +25,22 @@ class GivenRotations:
     entry: dict[str, Any]
 
 
+def with_given_r3(recipe: Recipe, path: Path) -> Recipe:
+    """`recipe` for the rotations in the file `path`: the file says whether there is an R3, and its blocks.
+
+    Raises UserError if the recipe says something else.
+    """
+    wanted = recipe.rotation.down_rotation
+    if recipe.rotation.mode == "none":
+        return recipe  # read_given refuses the file
+    held = stored_down_block(path) or "none"
+    if wanted not in ("auto", held):
+        raise UserError(
+            f"`down_rotation` must be {held}, as in the rotations of {path}; got {wanted}: leave it out"
+        )
+    return recipe.replace(down_rotation=held)
+
+
 def read_given(run: RunContext, path: Path) -> GivenRotations:
     """The rotations in the file `path`, which `save_rotations_to` wrote.
 
@@ -35,7 +51,11 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
             '`rotations` need `mode="layer"` or `mode="shared"`; got `mode="none"`, which rotates nothing'
         )
     rotations, record = load_rotations(
-        path, layers=run.bases.layers, hidden_size=run.model.hidden_size, shape=run.model.heads
+        path,
+        layers=run.bases.layers,
+        hidden_size=run.model.hidden_size,
+        shape=run.model.heads,
+        down_width=run.model.widths["mlp"],
     )
     equal = all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
     if run.recipe.rotation.mode == "shared" and not equal:

@@ -1,5 +1,6 @@
 """The run over a model's layers: the paper's algorithm 1."""
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,10 +9,12 @@ from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
+from drot.machine.devices import free_memory
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation
 from drot.pipeline import steps
 from drot.pipeline.context import RunContext
+from drot.pipeline.estimate import device_memory, sizes_of
 from drot.pipeline.invariance import check_model, check_outputs
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.steps import LayerWork
@@ -28,6 +31,8 @@ class PruningRun:
         shared_record: the record of the training of a shared R1.
         logit_error: the relative error of the rotated model's logits before the pruning.
         untied: whether lm_head was tied to the embedding before.
+        dense_states_on_device: whether the hidden states of the dense model lay on the device; None without
+            them.
 
     given: rotations from a file; None trains the rotations.
     """
@@ -40,25 +45,35 @@ class PruningRun:
         self.shared_record: dict[str, Any] | None = None
         self.logit_error: float | None = None
         self.untied = False
+        self.dense_states_on_device: bool | None = None
+        self._zeros = self._weights = 0
+
+    @property
+    def sparsity(self) -> float:
+        """The share of zeros among the weights of the finished layers' linears, in [0, 1]."""
+        return self._zeros / self._weights
 
     def execute(self, state: RunState | None) -> None:
         """Rotates and prunes the model. `state` saves the finished layers; None saves nothing."""
+        with contextlib.nullcontext() if state is None else state.saving():
+            self._prune_layers(state)
+        if self.context.rotates:
+            self._finish()
+
+    def _prune_layers(self, state: RunState | None) -> None:
         run, recipe = self.context, self.context.recipe
         known, records = self._known_rotations(state)
         with run.during("check"):
             self._check(known)
         with run.during("calibrate"):
             stream = CalibrationStream.embed(run.model, run.tokens, run.device)
-            needs_dense = recipe.pruning.target == "dense" or recipe.recovery.recover == "block"
-            dense = stream.offloaded_copy() if needs_dense else None
+            dense = self._dense_stream(stream) if recipe.needs_dense_states else None
 
         for layer in on_device(run.model.layers, run.device, run.home):
             boundary = run.bases.held(layer.index, known) if known and run.bases.place == "residual" else None
             record = {"layer": layer.index} | records.get(layer.index, {})
             work = LayerWork(layer, stream, dense, known.get(layer.index), boundary, record)
-            if dense is not None:
-                steps.dense_pass(run, work)
-            if (saved := state.load(steps.part_of(layer)) if state else None) is not None:
+            if (saved := steps.load(state, layer) if state else None) is not None:
                 steps.restore(run, work, saved)
                 steps.advance(run, work)
             else:
@@ -71,15 +86,19 @@ class PruningRun:
                 if recipe.recovery.recover == "block":
                     steps.recover(run, work)
                 steps.advance(run, work)
-                if state:
-                    steps.save(run, work, state)
             if run.rotates:
                 steps.unrotate(run, work)
-            if dense is not None and work.dense_outputs is not None:
-                dense.hidden_states = work.dense_outputs
             self._keep(work)
-        if run.rotates:
-            self._finish()
+            if state and not work.restored:
+                steps.save(run, work, state)
+
+    def _dense_stream(self, stream: CalibrationStream) -> CalibrationStream:
+        """A copy of the stream for the dense model, on the device if it has room, or in main memory."""
+        run = self.context
+        needed = device_memory(sizes_of(run.model, *run.tokens.shape), run.recipe, run.dtype)
+        needed += 2 * stream.hidden_states.nbytes  # the copy, and what is kept of a layer
+        self.dense_states_on_device = needed <= free_memory(run.device)
+        return stream.copy() if self.dense_states_on_device else stream.offloaded_copy()
 
     def _known_rotations(
         self, state: RunState | None
@@ -102,25 +121,26 @@ class PruningRun:
         run = self.context
         if run.rotates:
             rotations = list(known.values()) or None
-            self.logit_error = check_model(run.model, run.tokens[:1], run.device, run.bases, rotations)
+            down_block = run.recipe.rotation.down_block
+            self.logit_error = check_model(
+                run.model, run.tokens[:1], run.device, run.bases, rotations, down_block
+            )
         else:
             check_outputs(run.model, run.tokens[:1], run.device)
 
     def _keep(self, work: LayerWork) -> None:
-        self.layers.append(work.record)
         if work.rotation is not None:
             self.rotations[work.layer.index] = work.rotation
+        zeros, weights = steps.finish(self.context, work, self.rotations)
+        self._zeros, self._weights = self._zeros + zeros, self._weights + weights
+        self.layers.append(work.record)
         for name, values in work.maps.items():
-            linear, _, kind = name.partition(".")
+            linear, _, kind = name.rpartition(".")
             self.maps[f"{work.layer.linears[linear].full_name}.{kind}"] = values
 
     def _finish(self) -> None:
-        """Rotates the embedding and lm_head, and adds the boundaries of layers' inputs."""
+        """Rotates the embedding and lm_head."""
         run, rotations = self.context, self.rotations
-        self.untied = run.model.rotate_ends(rotations[0].r1, rotations[run.bases.layers - 1].r1)
+        self.untied = run.model.rotate_ends(rotations[0].r1, rotations[run.bases.layers - 1].r1, run.device)
         if run.bases.place is None:  # the model keeps its stock architecture
             assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations.values())
-        if run.bases.place == "input":
-            for layer in run.model.layers:
-                if (boundary := run.bases.held(layer.index, rotations)) is not None:
-                    layer.hold(boundary)

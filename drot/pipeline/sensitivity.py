@@ -16,6 +16,7 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name
+from drot.machine.products import fp32_products, merging_dtype
 from drot.machine.transfer import on_device
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import LayerRotation
@@ -23,7 +24,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.identity import calibration_record
 from drot.pipeline.invariance import check_model
 from drot.pipeline.prepare import prepare
-from drot.pipeline.rotation_files import read_given
+from drot.pipeline.rotation_files import read_given, with_given_r3
 from drot.pipeline.training import train_layers, train_shared
 from drot.pruning import prune_weight
 
@@ -72,6 +73,7 @@ class SensitivityResult:
 
 
 @torch.no_grad()
+@fp32_products("ieee")
 def sensitivity(
     model: str | Path | PreTrainedModel,
     recipe: Recipe | None = None,
@@ -103,6 +105,8 @@ def sensitivity(
     """
     is_a("recipe", recipe, Recipe, or_none=True)
     recipe = recipe or Recipe()
+    if rotations is not None:
+        recipe = with_given_r3(recipe, Path(rotations))
     if recipe.rotation.mode == "layer" and rotations is None:
         recipe = recipe.replace(hessians="dense")
     measured = {
@@ -156,7 +160,7 @@ def _errors(
                 rotation = rotations[layer.index]
                 boundary = run.bases.held(layer.index, rotations) if run.bases.place == "residual" else None
                 rotated, inputs = layer.copy(), stream.rotated_copy(rotation.r1)
-                rotated.rotate(rotation.to(run.device), boundary)
+                rotated.rotate(rotation.to(run.device), boundary, dtype=merging_dtype(run.device))
             errors |= _output_errors(rotated, inputs, measured)
         stream.advance(layer)
     return errors

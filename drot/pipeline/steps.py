@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,19 +13,24 @@ from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
-from drot.model.boundary import ROTATION_MODULE
+from drot.machine.products import merging_dtype
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Boundary, LayerRotation
+from drot.model.stored import stored_tensors
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced
 from drot.pipeline.invariance import check_layer
 from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import recover_layer
-from drot.pipeline.training import train
+from drot.pipeline.shard import as_saved, load_tensors, round_weights
+from drot.pipeline.training import own_r3, train
 from drot.rotation.objective import LayerObjective
 
-#: prefixes of the names of R1 and R2 and of the maps of importance in the part of a finished layer
+#: End of the name of the part with what a run needs beside a finished layer: its rotation in fp64, and the
+#: maps of the importance of its weights.
+BESIDE = "_run"
+#: prefixes of the names of their tensors
 ROTATION_PREFIX, MAP_PREFIX = "drot.", "drot.figures."
 
 
@@ -35,14 +41,15 @@ class LayerWork:
     layer: the layer, on the first device of the run.
     stream: the inputs of the layer, computed by the pruned layers before it; at the end its outputs. Between
         the steps `merge` and `unrotate` they are in the basis of the layer, otherwise in the original basis.
-    dense: the inputs of the layer in the dense model, in main memory; None if the recipe does not use them.
-    dense_outputs: the outputs [nsamples, seqlen, d] of the dense layer on `dense`.
+    dense: the same in the dense model, whose outputs the step `prune` computes; None if the recipe does not
+        use them.
     boundary: the boundary of the residual that the layer has to hold.
     output_r1: R1 [d, d] of the basis in which the layer writes.
     objective: the objective of the rotation, until it is trained.
     layer_pass: the pass of the tokens through the layer while it is pruned.
     record: the entry of the layer in the manifest.
     maps: `<name of a linear>.<map>` → the maps of the importance of its weights.
+    restored: whether the layer was pruned before the run was interrupted.
     """
 
     layer: DecoderLayer
@@ -51,12 +58,16 @@ class LayerWork:
     rotation: LayerRotation | None
     boundary: Boundary | None
     record: dict[str, Any]
-    dense_outputs: Tensor | None = None
     output_r1: Tensor | None = None
     objective: LayerObjective | None = None
     layer_pass: LayerPass | None = None
     maps: dict[str, Tensor] = field(default_factory=dict)
+    restored: bool = False
     started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def streams(self) -> list[CalibrationStream]:
+        return [self.stream] if self.dense is None else [self.stream, self.dense]
 
 
 def calibrate(run: RunContext, work: LayerWork) -> None:
@@ -67,9 +78,11 @@ def calibrate(run: RunContext, work: LayerWork) -> None:
 
 
 def rotate(run: RunContext, work: LayerWork) -> None:
-    """Trains R1 and R2, and checks on one sequence that they leave the outputs of the layer as they are."""
+    """Trains the rotation, and checks on one sequence that it leaves the outputs of the layer as they are."""
     assert work.objective is not None
-    (work.rotation,), record = train(run, [work.objective], work.layer.index)
+    index = work.layer.index
+    (trained,), record = train(run, [work.objective], index)
+    work.rotation = own_r3(run, {index: trained})[index]
     work.objective = None
     with run.during("check", work.layer):
         sample = work.stream.first_samples(1)
@@ -85,36 +98,28 @@ def merge(run: RunContext, work: LayerWork) -> None:
     """
     assert work.rotation is not None
     with run.during("merge", work.layer):
-        work.layer.rotate(work.rotation.to(run.device), work.boundary)
-        work.stream.rotate(work.rotation.r1)
+        work.layer.rotate(work.rotation.to(run.device), work.boundary, dtype=merging_dtype(run.device))
+        for stream in work.streams:
+            stream.rotate(work.rotation.r1)
     work.output_r1 = work.rotation.r1 if work.boundary is None else work.boundary.next_r1
-
-
-def dense_pass(run: RunContext, work: LayerWork) -> None:
-    """Computes the outputs of the layer in the dense model, while the layer is dense."""
-    assert work.dense is not None
-    with run.during("calibrate", work.layer):
-        work.dense_outputs = work.dense.outputs(work.layer)
 
 
 def prune(run: RunContext, work: LayerWork) -> None:
     """Prunes the linears of the layer, and solves for the weights that are kept."""
     with run.during("prune", work.layer, announced=True):
-        reference = None
-        if run.recipe.pruning.target == "dense":
-            assert work.dense is not None
-            inputs = work.dense.offloaded_copy()
-            if work.rotation is not None:
-                inputs.rotate(work.rotation.r1)
-            reference = DenseReference(LayerPass(work.layer.copy(), inputs))
+        dense = None if work.dense is None else LayerPass(work.layer.copy(), work.dense, fixed=True)
+        to_dense = run.recipe.pruning.target == "dense"
         work.layer_pass = LayerPass(work.layer, work.stream)
         work.record["linears"], work.maps = prune_layer(
             work.layer_pass,
             run.recipe,
-            dense=reference,
+            dense=DenseReference(dense) if dense is not None and to_dense else None,
             rotation=work.rotation,
             output_r1=None if work.boundary is None else work.output_r1,
+            save_dtype=run.save_dtype,
         )
+        if dense is not None:
+            dense.advance()
 
 
 def recover(run: RunContext, work: LayerWork) -> None:
@@ -125,13 +130,10 @@ def recover(run: RunContext, work: LayerWork) -> None:
     def on_epoch(step: int, steps: int, loss: float) -> None:
         run.emit(Advanced(step="recover", layer=index, done=step, total=steps, loss=loss))
 
-    assert work.dense_outputs is not None
-    outputs = CalibrationStream(work.dense_outputs, work.stream.layer_kwargs, run.device)
-    targets = outputs.offloaded_copy()
-    if work.output_r1 is not None:
-        targets.rotate(work.output_r1)
+    assert work.dense is not None
     with run.during("recover", work.layer):
-        record = recover_layer(work.layer, work.stream, targets, run.recipe.recovery, on_epoch)
+        record = recover_layer(work.layer, work.stream, work.dense, run.recipe.recovery, on_epoch)
+        round_weights(work.layer, run.save_dtype)
     work.record["recovery"] = dataclasses.asdict(record)
 
 
@@ -150,39 +152,67 @@ def unrotate(run: RunContext, work: LayerWork) -> None:
     """Brings the outputs of the layer back into the original basis."""
     assert work.output_r1 is not None
     with run.during("merge", work.layer):
-        work.stream.rotate(work.output_r1.T)
+        for stream in work.streams:
+            stream.rotate(work.output_r1.T)
+
+
+def finish(run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotation]) -> tuple[int, int]:
+    """Brings the layer into the form of the checkpoint. Returns the zeros and the weights of its linears.
+
+    rotations: those of this layer and of the layers before it, for the boundary of the layer's input.
+    """
+    layer = work.layer
+    boundary = run.bases.held(layer.index, rotations) if run.bases.place == "input" else None
+    if boundary is not None and work.restored:
+        layer.apply_boundary("input")
+    elif boundary is not None:
+        layer.hold(boundary)
+    with run.during("save", layer):
+        return as_saved(layer, run.save_dtype, run.dense_linears)
 
 
 def save(run: RunContext, work: LayerWork, state: RunState) -> None:
-    """Saves the finished layer, its rotation and its maps as a part of the unfinished run."""
+    """Saves the finished layer in a thread: its shard of the checkpoint, and what the run needs beside it."""
     with run.during("save", work.layer):
-        tensors = dict(work.layer.module.state_dict())
-        tensors |= {MAP_PREFIX + name: values for name, values in work.maps.items()}
+        beside = {MAP_PREFIX + name: values for name, values in work.maps.items()}
         if work.rotation is not None:
-            tensors |= work.rotation.tensors(ROTATION_PREFIX)
-        state.save(part_of(work.layer), tensors, work.record)
+            beside |= work.rotation.tensors(ROTATION_PREFIX)
+        name = part_of(work.layer)
+        state.save_later({name: (stored_tensors(work.layer), work.record), name + BESIDE: (beside, None)})
 
 
-def restore(run: RunContext, work: LayerWork, saved: tuple[dict[str, Tensor], dict[str, Any]]) -> None:
+def load(state: RunState, layer: DecoderLayer) -> tuple[dict[str, Tensor], dict[str, Tensor], Any] | None:
+    """What `save` wrote of a layer: its tensors, those beside them, and its record; None if it is missing."""
+    name = part_of(layer)
+    shard, beside = state.load(name), state.load(name + BESIDE)
+    return None if shard is None or beside is None else (shard[0], beside[0], shard[1])
+
+
+def restore(
+    run: RunContext, work: LayerWork, saved: tuple[dict[str, Tensor], dict[str, Tensor], Any]
+) -> None:
     """Loads a finished layer, which `save` wrote, in place of the steps up to `merge` and `prune`."""
-    tensors, work.record = saved
+    tensors, beside, work.record = saved
+    work.restored = True
     work.maps = {
-        name.removeprefix(MAP_PREFIX): tensors.pop(name)
-        for name in list(tensors)
+        name.removeprefix(MAP_PREFIX): values
+        for name, values in beside.items()
         if name.startswith(MAP_PREFIX)
     }
     if run.rotates:
-        work.rotation = LayerRotation.from_tensors(tensors, ROTATION_PREFIX)
-        for name in ("r1", "r2"):
-            del tensors[ROTATION_PREFIX + name]
+        work.rotation = LayerRotation.from_tensors(beside, ROTATION_PREFIX)
         work.output_r1 = work.rotation.r1 if work.boundary is None else work.boundary.next_r1
+        with run.during("merge", work.layer):
+            for stream in work.streams:
+                stream.rotate(work.rotation.r1)
     layer = work.layer
-    if f"{ROTATION_MODULE}.weight" in tensors:
-        layer.expect_boundary("residual")
-    layer.module.load_state_dict(tensors)
-    if work.rotation is not None:
-        with run.during("merge", layer):
-            work.stream.rotate(work.rotation.r1)
+    if work.dense is not None:
+        with run.during("calibrate", layer):
+            dense = layer.copy()
+            if work.rotation is not None:
+                dense.rotate(work.rotation.to(run.device), work.boundary, dtype=merging_dtype(run.device))
+            work.dense.advance(dense)
+    load_tensors(layer, tensors, run.bases)
 
 
 def part_of(layer: DecoderLayer) -> str:

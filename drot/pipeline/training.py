@@ -1,10 +1,11 @@
 """The training of rotations in a run: of one layer, of all from the dense model, or of one shared R1."""
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
@@ -60,6 +61,31 @@ def train(
     return [rotation.to("cpu") for rotation in rotations], figures
 
 
+def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, LayerRotation]:
+    """The trained rotations, each with the R3 of the layer's own down_proj.
+
+    An R3 is trained in the objective of the layer in whose basis down_proj writes. It is the identity for a
+    down_proj that stays dense.
+    """
+    block = run.recipe.rotation.down_block
+    if block is None:
+        return dict(trained)
+    keeps, found = run.recipe.pruning.keeps, dict[int, Tensor]()
+    for index, rotation in trained.items():
+        owners = [
+            layer
+            for layer in run.model.layers[max(index - 1, 0) : index + 1]
+            if run.bases.writes_in(layer.index) == index and not keeps(layer.down.full_name)
+        ]
+        if owners and rotation.r3 is not None:
+            parts = rotation.r3.chunk(len(owners))
+            found |= {layer.index: part for layer, part in zip(owners, parts, strict=True)}
+    eye = torch.eye(block, dtype=torch.float64).repeat(run.model.widths["mlp"] // block, 1, 1)
+    return {
+        index: dataclasses.replace(rotation, r3=found.get(index, eye)) for index, rotation in trained.items()
+    }
+
+
 def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRotation], dict[str, Any]]:
     """The rotation of each layer, which all share one R1 (`mode="shared"`), and the record of their training.
 
@@ -70,16 +96,19 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
         return [LayerRotation.from_tensors(tensors, f"layers.{i}.") for i in range(run.bases.layers)], record
     offload = run.recipe.rotation.layers_per_step > 0
     objectives, dampings = [], []
-    for _, objective, damping in _objectives(run):
-        objectives.append(objective.offload(run.dtype) if offload else objective)
-        dampings.append(damping)
     try:
-        rotations, record = train(run, objectives, None)
+        for _, objective, damping in _objectives(run):
+            objectives.append(objective.offload(run.dtype) if offload else objective)
+            dampings.append(damping)
+        trained, record = train(run, objectives, None)
     except torch.OutOfMemoryError as fault:
+        if offload:  # one layer alone does not fit
+            raise
         raise UserError(
-            f"{len(objectives)} layers do not fit in the memory of {run.device} at once: "
+            f"{run.bases.layers} layers do not fit in the memory of {run.device} at once: "
             "use `layers_per_step=4`, which keeps the other layers in main memory"
         ) from fault
+    rotations = list(own_r3(run, dict(enumerate(trained))).values())
     record["damping"] = dampings
     if state:
         tensors = {}
@@ -93,15 +122,13 @@ def train_layers(run: RunContext, state: RunState | None) -> list[Trained]:
     """Trains the rotation of each layer on the next free device (`hessians="dense"`).
 
     The Hessians are those of the dense model, from one pass before anything is pruned. Rotations are loaded
-    instead if an interrupted run has saved them in `state`.
+    instead if an interrupted run has saved them in `state`, as they were trained (`own_r3`).
     """
     done: dict[int, Trained] = {}
     dampings: dict[int, dict[str, float]] = {}
     for index in range(run.bases.layers):
         if saved := state.load(f"rotation_{index:05d}") if state else None:
             done[index] = LayerRotation.from_tensors(saved[0], "layers.0."), saved[1]
-    if len(done) == run.bases.layers:
-        return list(done.values())
 
     def objectives() -> Iterator[tuple[int, LayerObjective]]:
         for index, objective, damping in _objectives(run, done):
@@ -115,8 +142,10 @@ def train_layers(run: RunContext, state: RunState | None) -> list[Trained]:
             state.save(f"rotation_{index:05d}", rotation.tensors("layers.0."), record)
         return rotation, record
 
-    trained = done | train_in_parallel(objectives(), train_layer, run.devices)
-    return [trained[index] for index in range(run.bases.layers)]
+    if len(done) < run.bases.layers:
+        done |= train_in_parallel(objectives(), train_layer, run.devices)
+    rotations = own_r3(run, {index: rotation for index, (rotation, _) in sorted(done.items())})
+    return [(rotation, done[index][1]) for index, rotation in rotations.items()]
 
 
 def _objectives(

@@ -5,10 +5,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.checkpoint.quantization_config import QUANT_METHOD, quantization_config_of
+from drot.checkpoint.quantization_config import (
+    NAME_THE_ORIGINAL,
+    QUANT_METHOD,
+    quantised_by,
+    quantization_config_of,
+)
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
-from drot.model.families import family_of, positions_of, widths_of
+from drot.model.families import family_of
+from drot.model.sizes import check_down_block, positions_of, widths_of
 from drot.sparse.packed import dense_linears
 
 #: width of a linear's inputs → what it is in a model's config
@@ -17,6 +23,7 @@ INPUT_IN_WORDS = {
     "query": "input of o_proj (heads * head_dim)",
     "kv": "kv_heads * head_dim",
     "mlp": "intermediate size",
+    "expert": "intermediate size of an expert",
 }
 
 
@@ -29,7 +36,7 @@ def check_config(config: Any) -> None:
             raise UserError("this model is packed, so it was pruned already: prune its dense original")
         if method == QUANT_METHOD:
             raise UserError("this model was already rotated by drot: prune its dense original")
-        raise UserError(f"this model is quantised ({method}): prune its unquantised original")
+        raise UserError(f"this model is quantised ({quantised_by(config)}): {NAME_THE_ORIGINAL}")
 
 
 def check_recipe(
@@ -43,7 +50,7 @@ def check_recipe(
     - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
       when a layer is pruned,
     - patterns of `keep` and `sparsity_of` that match no linear,
-    - n:m or blocks that do not divide the model's dimensions,
+    - n:m, blocks or blocks of R3 that do not divide the model's dimensions, and R3 in a family without it,
     - the packed format if no linear is 2:4.
     """
     rotation, hidden, blocks = recipe.rotation, config.hidden_size, recipe.rotation.blocks
@@ -57,11 +64,25 @@ def check_recipe(
     _check_patterns(config, recipe.pruning)
     if recipe.format == "packed":
         dense_linears(config, recipe.pruning)
+    if rotation.down_block is not None:
+        if not family_of(config).takes("r3"):
+            raise UserError(
+                f"`down_rotation` must be auto or none for a model of type {config.model_type!r}, whose MLP "
+                f"takes no R3; got {rotation.down_block}"
+            )
+        check_down_block(rotation.down_block, widths_of(config)["mlp"])
     if isinstance(blocks, int) and hidden % blocks:
         raise UserError(f"`blocks` must divide the hidden size {hidden}; got {blocks}")
     if not isinstance(blocks, int) and sum(blocks) != hidden:
         got = f"{list(blocks)} with the sum {sum(blocks)}"
         raise UserError(f"`blocks` must add up to the hidden size {hidden}; got {got}")
+
+
+def down_width(config: Any, pruning: PruningConfig) -> int:
+    """The number of inputs that R3 rotates in a model of `config`; 0 if no such linear is pruned."""
+    widths, names = widths_of(config), family_of(config).names(config.num_hidden_layers)
+    pruned = (spec for name, spec in names if spec.input == "r3" and not pruning.keeps(name))
+    return next((widths[spec.shape[1]] for spec in pruned), 0)
 
 
 def _check_patterns(config: Any, pruning: PruningConfig) -> None:

@@ -7,7 +7,7 @@ from drot.pruning.solve import solve_kept_weights
 from drot.pruning.sparsegpt import prune_sparsegpt
 from drot.pruning.target import dense_target
 from drot.pruning.wanda import prune_wanda
-from drot.pruning.weight import prune_once, prune_weight, solve_weight
+from drot.pruning.weight import prune_once, prune_weight, solve_weights
 
 __all__ = [
     "PruneOutcome",
@@ -20,5 +20,5 @@ __all__ = [
     "prune_weight",
     "removed_mask",
     "solve_kept_weights",
-    "solve_weight",
+    "solve_weights",
 ]

@@ -2,58 +2,70 @@
 
 For a target weight T [out, in] and a mask, both minimise E(Ŵ) = tr((Ŵ - T) H (Ŵ - T)ᵀ), the squared error of
 the linear's outputs, where H ∝ XᵀX. SparseGPT computes the kept weights in one sweep over the columns, which
-is not the minimum. All rows are solved at once by products with H, and every row has its own step sizes.
+is not the minimum. The linears of an input group share H: their rows are stacked and solved at once, by
+products with H. In the conjugate gradients every row has its own step sizes; in ADMM all have one penalty.
 """
+
+import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, inverse_of_factor_
-from drot.calibration.hessian import damping_unit, fix_dead_columns
+from drot.calibration.hessian import damping_unit, energy_of_rows, fix_dead_columns
 from drot.config import Sparsity
+from drot.machine.devices import is_gpu
 from drot.machine.finite import check_finite
+from drot.machine.products import add_product
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
 
-#: iterations of the conjugate gradients
-PCG_ITERATIONS = 20
-#: most iterations of ADMM; the mask usually stops moving after 30 to 60
+#: iterations of the conjugate gradients: on the mask of a method, and after ADMM, which ends near the least E
+PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM = 20, 10
+#: most iterations of ADMM; the mask usually stops moving after 20 to 28
 ADMM_ITERATIONS = 100
 #: penalty ρ of the first iteration, for a Hessian with ones on its diagonal
-ADMM_PENALTY = 0.1
-#: iterations between two changes of ρ
-ADMM_INTERVAL = 3
+ADMM_PENALTY = 0.3
+#: iterations between two changes of ρ, each of which takes an inverse
+ADMM_INTERVAL = 4
 #: share of the kept weights that moved in ADMM_INTERVAL iterations → factor of ρ (ALPS, alps.py)
 ADMM_GROWTH = ((0.1, 1.3), (0.005, 1.2), (0.0, 1.1))
+#: the same share, at which ADMM ends
+ADMM_SETTLED = 1e-3
+
+
+def products_on(device: torch.device) -> torch.dtype:
+    """The dtype of the products in the iterations, for a Hessian in fp32."""
+    return torch.bfloat16 if is_gpu(device) else torch.float32
 
 
 def solve_kept_weights(
-    outcome: PruneOutcome,
-    target: Tensor,
+    outcomes: Sequence[PruneOutcome],
+    targets: Sequence[Tensor],
     hessian: Tensor,
-    sparsity: Sparsity,
+    sparsities: Sequence[Sparsity],
     *,
     solver: str,
     damping: float,
     average: str = "mean",
-    total: float | None = None,
-) -> PruneOutcome:
-    """The outcome with better kept weights, and with `admm` also with a better mask.
+) -> list[PruneOutcome]:
+    """The outcomes of an input group with better kept weights, and with `admm` also with better masks.
 
-    Weights whose error would not become smaller stay as they are, row by row for n:m. So E of the result is
-    never above E of `outcome`, but for the rounding to the dtype of the weight.
+    Weights whose error would not become smaller stay as they are, row by row for n:m. So E of a result is
+    never above E of its outcome, but for the rounding to the dtype of the weight.
 
     Raises UserError for values that are not finite.
 
-    outcome: a pruned weight [out, in]. Its weights are the start, its mask the first mask.
-    target: T [out, in], any float dtype.
+    outcomes: the pruned weights [out, in]. Their weights are the start, their masks the first masks.
+    targets: T [out, in] of each, any float dtype.
     hessian: H [in, in], proportional to XᵀX; not changed.
-    sparsity: of the mask of `admm`. solver: `pcg` or `admm`.
+    sparsities: of the masks of `admm`. solver: `pcg` or `admm`.
     damping: what is added to the diagonal, in units of `damping_unit` for `average`.
-    total: tr(T H Tᵀ), where it is known.
     """
     assert solver in ("pcg", "admm"), f"{solver} is no solver"
-    check_finite(target, "target")
+    for target in targets:
+        check_finite(target, "target")
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     damped = hessian.to(dtype, copy=True)
@@ -63,26 +75,69 @@ def solve_kept_weights(
     # scaled to a diagonal of ones: the preconditioner of the conjugate gradients, and the unit of ρ
     scale = damped.diagonal().sqrt()
     damped.div_(scale).div_(scale[:, None])
-    wanted = target.to(dtype) * scale
-    start = outcome.weight.to(dtype) * scale
-    removed = outcome.removed
-    products = torch.bfloat16 if damped.is_cuda and dtype == torch.float32 else dtype
-    best = _conjugate_gradients(start, wanted, damped, ~removed, products)
-    best, _ = _better((start, removed), (best, removed), wanted, damped, by_row=True)
+    wanted = torch.cat([target.to(dtype) for target in targets]).mul_(scale)
+    start = torch.cat([outcome.weight.to(dtype) for outcome in outcomes]).mul_(scale)
+    removed = torch.cat([outcome.removed for outcome in outcomes])
+    parts = _Parts([len(target) for target in targets], sparsities)
+    products = products_on(damped.device) if dtype == torch.float32 else dtype
     iterations = 0
     if solver == "admm":
-        moved, mask, iterations = _admm(best, wanted, damped, sparsity)
-        moved = _conjugate_gradients(moved, wanted, damped, ~mask, products)
-        # the rows of two masks may have different numbers of weights, unless the mask is n:m
-        by_row = sparsity.structured
-        best, removed = _better((best, removed), (moved, mask), wanted, damped, by_row=by_row)
-    weight = (best / scale).to(outcome.weight.dtype)
-    solved = PruneOutcome(weight, removed, outcome.damping, energy=total, admm_iterations=iterations)
-    return with_output_error(solved, target, hessian)
+        moved, mask, iterations = _admm(start, removed, wanted, damped, parts, products)
+        moved = _conjugate_gradients(moved, wanted, damped, ~mask, products, PCG_ITERATIONS_AFTER_ADMM)
+    else:
+        moved, mask = _conjugate_gradients(start, wanted, damped, ~removed, products, PCG_ITERATIONS), removed
+    better = parts.better(start, moved, wanted, damped)
+    del wanted, damped
+    weight = torch.where(better, moved, start).div_(scale)
+    removed = torch.where(better, mask, removed)
+    del start, moved, mask
+    return [
+        with_output_error(
+            PruneOutcome(
+                weight[rows].to(outcome.weight.dtype),
+                removed[rows],
+                outcome.damping,
+                energy=outcome.energy,
+                admm_iterations=iterations,
+            ),
+            target,
+            hessian,
+        )
+        for rows, outcome, target in zip(parts.rows, outcomes, targets, strict=True)
+    ]
+
+
+class _Parts:
+    """The linears of a group as parts of the stacked rows.
+
+    rows: the rows of each linear.
+    """
+
+    def __init__(self, counts: Sequence[int], sparsities: Sequence[Sparsity]) -> None:
+        starts = itertools.accumulate(counts, initial=0)
+        self.rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
+        self._sparsities = sparsities
+
+    def mask(self, score: Tensor) -> Tensor:
+        """What each linear removes, bool [Σ out, in]."""
+        parts = zip(self.rows, self._sparsities, strict=True)
+        return torch.cat([removed_mask(score[rows], sparsity, scope="matrix") for rows, sparsity in parts])
+
+    def better(self, old: Tensor, new: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
+        """Whether E of `new` is smaller than E of `old`, bool [Σ out, 1].
+
+        It is so for whole linears with a ratio, because the rows of two masks may then differ in their
+        numbers of weights.
+        """
+        before, after = (energy_of_rows(weight - target, hessian) for weight in (old, new))
+        for rows, sparsity in zip(self.rows, self._sparsities, strict=True):
+            if not sparsity.structured:
+                before[rows], after[rows] = before[rows].sum(), after[rows].sum()
+        return (after < before)[:, None]  # False for NaN
 
 
 def _conjugate_gradients(
-    start: Tensor, target: Tensor, hessian: Tensor, kept: Tensor, products: torch.dtype
+    start: Tensor, target: Tensor, hessian: Tensor, kept: Tensor, products: torch.dtype, iterations: int
 ) -> Tensor:
     """Ŵ [out, in] with Ŵ = 0 outside of `kept` that minimises E, by conjugate gradients in every row.
 
@@ -93,67 +148,69 @@ def _conjugate_gradients(
         that bf16 products end within 3 % of the least E (tests/pruning/test_solve.py).
     """
     solution = start * kept
-    residual = ((target - solution) @ hessian) * kept
+    residual = ((target - solution) @ hessian).mul_(kept)
     direction = residual.clone()
     square = residual.square().sum(1, keepdim=True)
     matrix = hessian.to(products)
-    for _ in range(PCG_ITERATIONS):
-        product = (direction.to(products) @ matrix).to(solution.dtype) * kept
+    for _ in range(iterations):
+        product = (direction.to(products) @ matrix).to(solution.dtype).mul_(kept)
         curvature = (direction * product).sum(1, keepdim=True)
         step = torch.where(curvature > 0, square / curvature, 0)
         solution.addcmul_(direction, step)
         residual.addcmul_(product, step, value=-1)
         new_square = residual.square().sum(1, keepdim=True)
-        direction = residual + torch.where(square > 0, new_square / square, 0) * direction
+        direction.mul_(torch.where(square > 0, new_square / square, 0)).add_(residual)
         square = new_square
     return solution
 
 
-def _admm(start: Tensor, target: Tensor, hessian: Tensor, sparsity: Sparsity) -> tuple[Tensor, Tensor, int]:
+def _admm(
+    start: Tensor, removed: Tensor, target: Tensor, hessian: Tensor, parts: _Parts, products: torch.dtype
+) -> tuple[Tensor, Tensor, int]:
     """ADMM over weight and mask (ALPS, arXiv 2406.07831, algorithm 1).
 
     Returns Ŵ [out, in], its `removed` and the number of iterations.
 
-    B = (H + ρI)⁻¹ (H T - V + ρ D), D = P(B + V/ρ), V ← V + ρ (B - D), where P keeps the largest weights that
-    the sparsity allows. ρ grows as long as the mask moves.
+    B = (H + ρI)⁻¹ (T H - V + ρ D), Z = B + V/ρ, D = P(Z), V = ρ (Z - D), where P keeps the largest weights
+    that the sparsity allows. ρ grows as long as the mask moves. D and V/ρ are the kept and the removed
+    weights of Z. With R, which is Z with the removed weights negated, B = T + (R - T) ρ(H + ρI)⁻¹. The last
+    matrix has no eigenvalue above 1, and R - T is of the size of the weights: so the product may be in bf16,
+    where one with T H may not.
+
+    The first V is the gradient (T - D) H of the removed weights, with which D is a fixed point of a mask that
+    does not move.
+
+    products: dtype of the products inside the iterations.
     """
-    inverse = _shifted_inverse(hessian, ADMM_PENALTY)
-    projected, dual, penalty = start, torch.zeros_like(start), ADMM_PENALTY
-    right = target @ hessian
-    removed = before = start == 0
+    penalty = ADMM_PENALTY
+    gradient = (target - start).mul_(1 / penalty) @ hessian
+    state = torch.where(removed, gradient, start)
+    del gradient
+    inverse = _shifted_inverse(hessian, penalty, products)
+    before = removed
     for iteration in range(1, ADMM_ITERATIONS + 1):
-        free = (right - dual + penalty * projected) @ inverse
-        candidate = free + dual / penalty
-        removed = removed_mask(candidate.abs(), sparsity, scope="matrix")
-        projected = torch.where(removed, 0, candidate)
-        dual = dual + penalty * (free - projected)
+        change = torch.where(removed, -state, state).sub_(target).to(products)
+        state.mul_(removed).add_(target)
+        add_product(state, change, inverse)
+        removed = parts.mask(state.abs())
         if iteration % ADMM_INTERVAL == 0:
-            moved = float((removed != before).float().mean()) / max(1 - sparsity.ratio, 1e-9)
-            if moved == 0:
+            moved = float((removed != before).sum(dtype=torch.float64) / (~removed).sum().clamp_min(1))
+            if moved <= ADMM_SETTLED:
                 break
-            penalty *= next(factor for share, factor in ADMM_GROWTH if moved > share)
+            factor = next(factor for share, factor in ADMM_GROWTH if moved > share)
+            penalty *= factor
+            state.div_(torch.where(removed, factor, 1.0))
             before = removed
             del inverse  # before the next: of a down_proj it is the largest matrix
-            inverse = _shifted_inverse(hessian, penalty)
-    return projected, removed, iteration
+            inverse = _shifted_inverse(hessian, penalty, products)
+    return state.mul_(~removed), removed, iteration
 
 
-def _shifted_inverse(hessian: Tensor, shift: float) -> Tensor:
-    """(H + shift · I)⁻¹"""
+def _shifted_inverse(hessian: Tensor, shift: float, dtype: torch.dtype) -> Tensor:
+    """shift · (H + shift · I)⁻¹ in `dtype`."""
     shifted = hessian.clone()
     shifted.diagonal().add_(shift)
     if not cholesky_(shifted):
         raise torch.linalg.LinAlgError("the Hessian of ADMM has no Cholesky factor")
     inverse_of_factor_(shifted)
-    return shifted
-
-
-def _better(
-    old: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], target: Tensor, hessian: Tensor, *, by_row: bool
-) -> tuple[Tensor, Tensor]:
-    """The pair (weight, removed) with the smaller error, chosen for each row or for the whole matrix."""
-    errors = [(((weight - target) @ hessian) * (weight - target)).sum(1) for weight, _ in (old, new)]
-    if not by_row:
-        errors = [error.sum() for error in errors]
-    better = (errors[1] < errors[0]).reshape(-1, 1)  # False for NaN
-    return torch.where(better, new[0], old[0]), torch.where(better, new[1], old[1])
+    return shifted.mul_(shift).to(dtype)

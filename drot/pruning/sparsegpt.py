@@ -1,8 +1,5 @@
 """SparseGPT (Frantar & Alistarh 2023): prunes column by column and updates the columns right of it."""
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -10,23 +7,10 @@ from drot.calibration.hessian import HessianFactor, energy, factorize
 from drot.config import Sparsity
 from drot.core.errors import UserError
 from drot.machine.finite import check_finite
+from drot.machine.products import fp32_products
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
 from drot.pruning.result import PruneOutcome, relative_error
-
-
-@contextlib.contextmanager
-def tf32_products() -> Iterator[None]:
-    """A context in which a GPU rounds the factors of fp32 products to 10 bits of mantissa (TF32).
-
-    Products on a CPU do not change.
-    """
-    products = torch.backends.cuda.matmul
-    before, products.fp32_precision = products.fp32_precision, "tf32"
-    try:
-        yield
-    finally:
-        products.fp32_precision = before
 
 
 def prune_sparsegpt(
@@ -92,7 +76,7 @@ def prune_sparsegpt(
         work[:, start:stop], error, removed[:, start:stop] = sparsegpt_sweep(
             block, block_hinv, mask, prune, sparsity.m
         )
-        with tf32_products():
+        with fp32_products("tf32"):
             work[:, stop:].addmm_(error, hinv[start:stop, stop:], alpha=-1)
         # row by row: the order of a sum over the whole matrix would depend on the number of threads
         lost += error.square_().sum(1, dtype=torch.float64)

@@ -9,17 +9,19 @@ from drot.calibration.hessian import HessianFactor
 def dense_target(
     weight: Tensor, statistics: TargetStatistics, factor: HessianFactor, *, share: float
 ) -> Tensor:
-    """T = W + share · (W C + E) (H + D)⁻¹ [out, in] with the damping D of `factor`, in fp32 at least.
+    """T = W + share · (W C) (H + D)⁻¹ or W + share · E (H + D)⁻¹ [out, in], in fp32 at least.
 
-    With share 1 and D = 0, T x is the least-squares fit of W x_dense + r_dense - r. (GPTAQ, arXiv 2504.02692,
-    has the term W C; the term E is ours.)
+    D is the damping of `factor`. With share 1 and D = 0, T x is the least-squares fit of the dense model's
+    W x_dense, or of what it leaves in the residual stream. (GPTAQ, arXiv 2504.02692, has the term W C; the
+    term E is ours.)
 
-    weight: W [out, in], any float dtype. statistics: H, C and E. factor: of H.
+    weight: W [out, in], any float dtype. statistics: H, and C or E. factor: of H.
     share: the share of the way from W to the fit, in [0, 1].
     """
     hinv = factor.hinv
-    dense = weight.to(hinv.dtype)
-    change = dense @ statistics.input_change
-    if statistics.residual_change is not None:
-        change = change + statistics.residual_change
-    return dense + share * (change @ hinv.T) @ hinv
+    target = weight.to(hinv.dtype, copy=True)
+    change = statistics.output_change
+    if change is None:
+        assert statistics.input_change is not None
+        change = target @ statistics.input_change
+    return target.addmm_(change @ hinv.T, hinv, alpha=share)

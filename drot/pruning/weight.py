@@ -1,5 +1,7 @@
 """The pruning of one weight by the method and the solver of a recipe."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from drot.calibration.hessian import InputHessian
@@ -25,7 +27,7 @@ def prune_weight(
     total: tr(T H Tᵀ) of the target T; None computes it.
     """
     outcome = prune_once(target, hessian, config, total=total)
-    return solve_weight(outcome, target, hessian, config, solver)
+    return solve_weights([outcome], [target], hessian, [config], solver)[0]
 
 
 def prune_once(
@@ -46,27 +48,36 @@ def prune_once(
     return _sweep(target, hessian, config, total)
 
 
-def solve_weight(
-    outcome: PruneOutcome, target: Tensor, hessian: InputHessian, config: PruningConfig, solver: str
-) -> PruneOutcome:
-    """The outcome of `prune_once` with the kept weights that the solver computes.
+def solve_weights(
+    outcomes: Sequence[PruneOutcome],
+    targets: Sequence[Tensor],
+    hessian: InputHessian,
+    configs: Sequence[PruningConfig],
+    solver: str,
+) -> list[PruneOutcome]:
+    """The outcomes of `prune_once` for linears that read one input, with what the solver computes.
 
-    Returns `outcome` itself for the solver `none`, and for `sparsegpt` after the method `sparsegpt`.
+    Returns the outcomes themselves for the solver `none`, and for `sparsegpt` after the method `sparsegpt`.
     """
-    if solver == "sparsegpt" and config.method != "sparsegpt":
-        return _sweep(target, hessian, config, outcome.energy, outcome.removed)
-    if solver in ("pcg", "admm"):
-        return solve_kept_weights(
-            outcome,
-            target,
-            hessian.matrix,
-            config.sparsity,
-            solver=solver,
-            damping=hessian.damping if outcome.damping is None else outcome.damping,
-            average=hessian.average,
-            total=outcome.energy,
-        )
-    return outcome
+    if solver == "sparsegpt":
+        return [
+            outcome
+            if config.method == "sparsegpt"
+            else _sweep(target, hessian, config, outcome.energy, outcome.removed)
+            for outcome, target, config in zip(outcomes, targets, configs, strict=True)
+        ]
+    if solver not in ("pcg", "admm"):
+        return list(outcomes)
+    damping = outcomes[0].damping  # of the Hessian that all of them share
+    return solve_kept_weights(
+        outcomes,
+        targets,
+        hessian.matrix,
+        [config.sparsity for config in configs],
+        solver=solver,
+        damping=hessian.damping if damping is None else damping,
+        average=hessian.average,
+    )
 
 
 def _sweep(

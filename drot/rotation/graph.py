@@ -1,10 +1,12 @@
 """A training step as one CUDA graph, so that a GPU does not wait for the launches of its kernels."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+
+from drot.machine.devices import supports_graphs
 
 logger = logging.getLogger("drot")
 
@@ -20,17 +22,23 @@ WARM_UP = 3
 
 def capture_for(device: torch.device) -> Capture | None:
     """How steps are captured on `device`; None on a CPU, which has no graphs."""
-    if device.type != "cuda":
+    if not supports_graphs(device):
         return None
+    gpu = torch.get_device_module(device)
 
     def capture(step: Step) -> tuple[Callable[[], None], Tensor]:
-        graph = torch.cuda.CUDAGraph()
-        # threads that train on other GPUs may allocate memory meanwhile
-        with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        graph = gpu.CUDAGraph()
+        with (
+            gpu.device(device),
+            gpu.stream(gpu.current_stream(device)),  # is current again after a capture that failed
+            # Torch's own stream lies on the first GPU of the process, where a graph of another GPU stays
+            # empty. Threads that train on other GPUs may allocate memory meanwhile.
+            gpu.graph(graph, stream=gpu.Stream(device), capture_error_mode="thread_local"),
+        ):
             result = step()
 
         def replay() -> None:
-            with torch.cuda.device(device):
+            with gpu.device(device):
                 graph.replay()
 
         return replay, result
@@ -41,11 +49,14 @@ def capture_for(device: torch.device) -> Capture | None:
 class GraphedStep:
     """A step that is captured after WARM_UP calls; without `capture` never.
 
-    If the capture fails, a warning says so, and the step is called as before.
+    If the capture fails, a warning says so, and the step is called as before. Raises RuntimeError if a graph
+    does nothing: its loss would stay as it is, and a training would take that for convergence.
+
+    state: tensors that the step changes, unless there is nothing left to change.
     """
 
-    def __init__(self, step: Step, capture: Capture | None) -> None:
-        self._step, self._capture = step, capture
+    def __init__(self, step: Step, capture: Capture | None, state: Sequence[Tensor]) -> None:
+        self._step, self._capture, self._state = step, capture, state
         self._calls = 0
         self._replay: Callable[[], None] | None = None
         self._result: Tensor
@@ -53,17 +64,32 @@ class GraphedStep:
     def __call__(self) -> Tensor:
         """The result of the step, in a new tensor."""
         self._calls += 1
-        if self._capture is not None and self._calls > WARM_UP and self._replay is None:
-            try:
-                self._replay, self._result = self._capture(self._step)
-            except RuntimeError as error:
-                self._capture = None
-                logger.warning(
-                    "a training step could not be captured as a CUDA graph (%s): its kernels are launched "
-                    "one by one, which is slower",
-                    str(error).partition("\n")[0],
-                )
-        if self._replay is None:
+        if self._replay is not None:
+            self._replay()
+        elif self._capture is None or self._calls <= WARM_UP or not self._captured(self._capture):
             return self._step()
-        self._replay()
         return self._result.clone()
+
+    def _captured(self, capture: Capture) -> bool:
+        """Captures the step and replays it once; returns whether that was possible."""
+        try:
+            replay, self._result = capture(self._step)
+        except RuntimeError as error:
+            self._capture = None
+            logger.warning(
+                "a training step could not be captured as a CUDA graph (%s): its kernels are launched one by "
+                "one, which is slower",
+                str(error).partition("\n")[0],
+            )
+            return False
+        before = [tensor.clone() for tensor in self._state]
+        replay()
+        if self._is(before):  # as where the gradient is 0
+            self._step()
+            if not self._is(before):
+                raise RuntimeError("the graph of a training step does nothing where a call of the step does")
+        self._replay = replay
+        return True
+
+    def _is(self, before: list[Tensor]) -> bool:
+        return all(map(torch.equal, self._state, before))

@@ -17,7 +17,8 @@ from drot.calibration.cholesky import cholesky_
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
 from drot.config import WITHOUT_HESSIAN, Method
 from drot.machine.products import add_product
-from drot.model.families import HeadShape, InputGroup
+from drot.model.families import InputGroup
+from drot.model.sizes import HeadShape
 
 #: The smallest share of the largest element of M's diagonal that is added to the diagonal, where M has no
 #: Cholesky factor without it. In 16 bits rounding would hide a smaller q.
@@ -28,8 +29,8 @@ RESOLUTION = 2.0**-20
 class Metric:
     """The matrix M of one input group, from which the column_scale of its linears is computed.
 
-    matrix: M [in, in] for an input that R1 rotates; its diagonal blocks [heads, h, h] for R2; its diagonal
-        [in] for an input that is not rotated. None if column_scale is 1.
+    matrix: M [in, in] for an input that R1 rotates; its diagonal blocks [heads, h, h] for R2 and [in/b, b, b]
+        for R3; its diagonal [in] for an input that is not rotated. None if column_scale is 1.
     inverse: whether column_scale is 1/q (True) or q (False), with q = diag(RᵀMR).
     factored: whether `matrix` holds U with M = UᵀU instead of M. Then q is ‖U R‖² by columns.
     """
@@ -144,6 +145,7 @@ def layer_metrics(
     average: str = "mean",
     reference_compat: bool = False,
     unrotated: bool = True,
+    down_block: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> LayerMetrics:
     """The metrics of one layer for `magnitude`, `wanda` or `sparsegpt`.
@@ -151,27 +153,30 @@ def layer_metrics(
     hessians: name of an input group → H [in, in]; not used by `magnitude`.
     damping: what is added to the diagonal before the inversion, in units of `damping_unit` for `average`.
     reference_compat: adds the absolute damping to the inverse too, as the paper's code does.
+    down_block: the size of the blocks of R3; None without R3.
     unrotated: False omits the metrics of inputs that are not rotated, and so the inversion of the largest
         Hessian. The entropy does not depend on them, because it normalises each column of these linears.
     """
     assert method in get_args(Method), f"{method} has no metric"
     metrics, dampings = {}, {}
     for group in groups:
-        if method in WITHOUT_HESSIAN or (group.input is None and not unrotated):
+        rotated = is_rotated(group, down_block)
+        if method in WITHOUT_HESSIAN or not (rotated or unrotated):
             metrics[group.name] = Metric(None, False)
             continue
         matrix = hessians[group.name]
+        blocks = {"r2": shape.heads, "r3": len(matrix) // (down_block or 1)}.get(group.input or "")
         if method == "sparsegpt":
             factor = factorize(matrix, damping, average)
             dampings[group.name] = factor.damping
-            matrix = _inverse(factor, group, shape)
+            matrix = _inverse(factor, blocks) if rotated else factor.inverse_diagonal
             if reference_compat:
-                diagonal = matrix if group.input is None else matrix.diagonal(dim1=-2, dim2=-1)
+                diagonal = matrix.diagonal(dim1=-2, dim2=-1) if rotated else matrix
                 diagonal.add_(damping * factor.unit)
-        elif group.input is None:
+        elif not rotated:
             matrix = matrix.diagonal().clone()
-        elif group.input == "r2":
-            matrix = diagonal_blocks(matrix, shape.heads)
+        elif blocks is not None:
+            matrix = diagonal_blocks(matrix, blocks)
         metrics[group.name] = Metric(matrix.to(dtype), method == "sparsegpt")
     return LayerMetrics(metrics, dampings)
 
@@ -191,15 +196,18 @@ def column_scale(
     return 1.0 / (diagonal + damping * hessian.factor.unit if reference_compat else diagonal)
 
 
-def _inverse(factor: HessianFactor, group: InputGroup, shape: HeadShape) -> Tensor:
-    """H⁻¹ = UᵀU [in, in], or only its diagonal or diagonal blocks, as in Metric."""
-    if group.input is None:
-        return factor.inverse_diagonal
+def is_rotated(group: InputGroup, down_block: int | None) -> bool:
+    """Whether a rotation acts on the input of `group`, where R3 has blocks of `down_block`, or is None."""
+    return group.input is not None and (group.input != "r3" or down_block is not None)
+
+
+def _inverse(factor: HessianFactor, blocks: int | None) -> Tensor:
+    """H⁻¹ = UᵀU: its diagonal blocks [blocks, b, b], or all of it [in, in] for None."""
     hinv = factor.hinv
-    if group.input == "r2":
-        columns = hinv.unflatten(1, (shape.heads, -1)).transpose(0, 1)
-        return columns.mT @ columns
-    return hinv.T @ hinv
+    if blocks is None:
+        return hinv.T @ hinv
+    columns = hinv.unflatten(1, (blocks, -1)).transpose(0, 1)
+    return columns.mT @ columns
 
 
 def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:

@@ -1,7 +1,8 @@
-"""The objective of one layer and its gradient in R1 and R2, without an autograd graph.
+"""The objective of one layer and its gradient in R1, R2 and R3, without an autograd graph.
 
 Entropy (paper, equations 5 and 9): the entropies of the rows of q, k, gate and up, where a rotation acts on
-the right, of the columns of down, where it acts on the left, and of the rows and columns of v and o.
+the right, of the columns of down, where it acts on the left, and of the rows and columns of v and o, and of
+down if R3 rotates its input.
 
 Pruned importance (right-hand side of the paper's equation 4), summed over the linears:
 out_features · (sum of the scores that the mask removes) / (sum of all scores at R = I).
@@ -11,7 +12,6 @@ Wᵀ dY + 2 (M R) diag(dq) for Y = W R, and W dYᵀ for Y = Rᵀ W.
 """
 
 import copy
-import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -23,53 +23,37 @@ from torch import Tensor
 
 from drot import ops
 from drot.config import Sparsity
-from drot.machine.products import add_product, product
-from drot.model.families import HeadShape, InputGroup, LinearSpec
+from drot.machine.products import product
+from drot.model.families import InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotate_left, rotate_right
+from drot.model.sizes import HeadShape
+from drot.rotation.gradient import Sums, left_factors, right_factors
 from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks
-
-
-class _Sums:
-    """The sums over the linears of the loss and, `with_gradients`, of d loss/d R1 and d loss/d R2."""
-
-    def __init__(self, dtype: torch.dtype, *, with_gradients: bool = True) -> None:
-        self.dtype, self.with_gradients = dtype, with_gradients
-        self.losses: list[Tensor] = []
-        self.gradients: dict[str, Tensor] = {}
-
-    def loss(self) -> Tensor:
-        if self.losses[0].device.type == "cpu":  # in a fixed order, which a sum of a stack does not promise
-            return functools.reduce(torch.add, self.losses)
-        return torch.stack(self.losses).sum()
-
-    def add(self, name: str, factors: tuple[Tensor, Tensor]) -> None:
-        """Adds the product of two factors to the gradient `r1` or `r2`, in the dtype of the sums."""
-        if name in self.gradients:
-            add_product(self.gradients[name], *factors)
-        else:
-            self.gradients[name] = product(*factors, self.dtype)
 
 
 @dataclass(frozen=True)
 class LeftRotated:
-    """A linear of which R1 rotates the outputs and nothing rotates the input: down_proj.
+    """A linear of which R1 rotates the outputs, and R3 or nothing the input: down_proj.
 
     weight: folded weight [d, ff], times `factor`.
-    column_scale: the column_scale [ff] of its scores, which no rotation changes; None for 1.
+    column_scale: without R3 the column_scale [ff] of its scores, which no rotation changes; None for 1.
+    metric: with R3 the diagonal blocks [ff/b, b, b] of M.
     """
 
     weight: Tensor
     column_scale: Tensor | None
+    metric: Metric | None
     sparsity: Sparsity
     factor: float
 
 
 class LayerObjective:
-    """The loss of one decoder layer and its gradients in R1 [blocks, b, b] and R2 [kv, h, h].
+    """The loss of one decoder layer and its gradients in R1 [blocks, b, b], R2 [kv, h, h] and R3.
 
-    The attribute `left_rotated` lists the linears of which R1 rotates only the outputs. At first it holds the
-    layer's own. With boundaries of the residual, the caller replaces it by those of the layer before, by
-    both, or by none.
+    The attribute `left_rotated` lists the linears of the type LeftRotated. At first it holds the layer's own.
+    With boundaries of the residual, the caller replaces it by those of the layer before, by both, or by none.
+    R3 [n · ff/b, b, b] has the blocks of all n linears of this list, in its order. There is no R3 without
+    `down_block`, or if the list is empty.
 
     A linear that is not pruned adds nothing to the loss, the gradients and the entropy, for either objective.
 
@@ -78,6 +62,7 @@ class LayerObjective:
     sparsity: one for all linears, or name → sparsity. A linear whose name is missing is not pruned.
     product_dtype: dtype of the matrix products. Losses and gradients are fp32, or fp64 for fp64 products.
     blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
+    down_block: the size of the blocks of R3, for which `metrics` were made; None without R3.
     """
 
     def __init__(
@@ -91,8 +76,10 @@ class LayerObjective:
         sparsity: Sparsity | Mapping[str, Sparsity],
         product_dtype: torch.dtype = torch.float32,
         blocks: int = 1,
+        down_block: int | None = None,
     ) -> None:
         self.groups, self.shape, self.objective, self.blocks = groups, shape, objective, blocks
+        self.down_block = down_block
         self.sparsity = dict.fromkeys(weights, sparsity) if isinstance(sparsity, Sparsity) else sparsity
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
@@ -113,7 +100,7 @@ class LayerObjective:
                 parts[name] = (weight * self._factors[name]).to(product_dtype)
                 if group.input == "r2":
                     self.r2_metric = metric.rounded(product_dtype)
-            if group.input is None:
+            if group.input in (None, "r3"):
                 self.left_rotated += [
                     self._left_rotated(name, part, metrics.metrics[group.name])
                     for name, part in parts.items()
@@ -129,9 +116,12 @@ class LayerObjective:
         return [name for name in names if name in self.sparsity and name in weights]
 
     def _left_rotated(self, name: str, weight: Tensor, metric: Metric) -> LeftRotated:
-        metric = metric.rounded(self.loss_dtype)
-        column_scale = None if metric.matrix is None else metric.column_scale(metric.matrix)
-        return LeftRotated(weight, column_scale, self.sparsity[name], self._factors.pop(name))
+        column_scale = of_r3 = None
+        if self.down_block:
+            of_r3 = metric.rounded(self.product_dtype)
+        elif metric.matrix is not None:
+            column_scale = metric.column_scale(metric.matrix.to(self.loss_dtype))
+        return LeftRotated(weight, column_scale, of_r3, self.sparsity[name], self._factors.pop(name))
 
     def _stacked_metric(self, metrics: list[Metric]) -> Metric:
         """The diagonal blocks of the metrics of inputs that R1 rotates, as ColumnScales takes them."""
@@ -199,59 +189,70 @@ class LayerObjective:
         for linear in self.left_rotated:
             weight = moved(linear.weight, [len(linear.weight)], [linear.factor])
             scale = None if linear.column_scale is None else linear.column_scale.to(device)
-            other.left_rotated.append(LeftRotated(weight, scale, linear.sparsity, linear.factor))
+            metric = None if linear.metric is None else linear.metric.to(device)
+            other.left_rotated.append(LeftRotated(weight, scale, metric, linear.sparsity, linear.factor))
         return other
 
-    def identity(self) -> tuple[Tensor, Tensor]:
-        """The identity as R1 [blocks, b, b] and R2 [kv, h, h]."""
+    def identity(self) -> tuple[Tensor, ...]:
+        """The identity as R1 [blocks, b, b] and as the matrices of `own_identity`."""
+        r1 = torch.eye(self.hidden_size // self.blocks, dtype=self.loss_dtype, device=self.device)
+        return r1.repeat(self.blocks, 1, 1), *self.own_identity()
+
+    def own_identity(self) -> tuple[Tensor, ...]:
+        """The identity as R2 [kv, h, h] and, if there is one, as R3 [n · ff/b, b, b]."""
         options: dict[str, Any] = {"dtype": self.loss_dtype, "device": self.device}
-        r1 = torch.eye(self.hidden_size // self.blocks, **options).repeat(self.blocks, 1, 1)
-        return r1, torch.eye(self.shape.head_dim, **options).repeat(self.shape.kv_heads, 1, 1)
+        r2 = torch.eye(self.shape.head_dim, **options).repeat(self.shape.kv_heads, 1, 1)
+        if not self.down_block or not self.left_rotated:
+            return (r2,)
+        columns = sum(linear.weight.shape[1] for linear in self.left_rotated)
+        return r2, torch.eye(self.down_block, **options).repeat(columns // self.down_block, 1, 1)
 
     def value_and_grad(
-        self, r1: Tensor, r2: Tensor, rounded: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The loss (0-dim), d loss/d r1 [blocks, b, b] and d loss/d r2 [kv, h, h], in fp32 or fp64.
+        self, *matrices: Tensor, rounded: Sequence[Tensor] | None = None
+    ) -> tuple[Tensor, ...]:
+        """The loss (0-dim) and its gradient in each of the matrices of `identity`, in fp32 or fp64.
 
-        rounded: r1 and r2 in the dtype of the products, from a caller that has them; None computes them.
+        rounded: the matrices in the dtype of the products, from a caller that has them; None computes them.
         """
-        if rounded is None:
-            rounded = r1.to(self.product_dtype), r2.to(self.product_dtype)
-        sums = self._evaluate(r1, r2, rounded, _Sums(self.loss_dtype))
-        r1_gradient, r2_gradient = (
+        sums = self._evaluate(matrices, rounded, Sums(self.loss_dtype))
+        gradients = (
             sums.gradients[name] if name in sums.gradients else torch.zeros_like(matrix)
-            for name, matrix in (("r1", r1), ("r2", r2))
+            for name, matrix in zip(("r1", "r2", "r3"), matrices, strict=False)
         )
-        return sums.loss(), r1_gradient, r2_gradient
+        return sums.loss(), *gradients
 
-    def value(self, r1: Tensor, r2: Tensor) -> Tensor:
-        rounded = r1.to(self.product_dtype), r2.to(self.product_dtype)
-        return self._evaluate(r1, r2, rounded, _Sums(self.loss_dtype, with_gradients=False)).loss()
+    def value(self, *matrices: Tensor) -> Tensor:
+        return self._evaluate(matrices, None, Sums(self.loss_dtype, with_gradients=False)).loss()
 
-    def _evaluate(self, r1: Tensor, r2: Tensor, rounded: tuple[Tensor, Tensor], sums: _Sums) -> _Sums:
+    def _evaluate(self, matrices: Sequence[Tensor], rounded: Sequence[Tensor] | None, sums: Sums) -> Sums:
         """Adds all linears to `sums`, and returns it.
 
         The linear whose input R2 rotates comes first: its gradient of R2 is a sum over the query heads of a
         KV head, to which the product of v_proj is then added.
         """
+        casts = rounded or [each.to(self.product_dtype) for each in matrices]
+        (r1, r2), (r1_cast, r2_cast) = matrices[:2], casts[:2]
         for group in self.groups:
             if group.input == "r2" and group.name in self._stacks:
-                self._heads_group(group.linears[0], r2, *rounded, sums)
-        column_scales = ColumnScales(self.r1_metric, r1, rounded[0])
+                self._heads_group(group.linears[0], r2, r1_cast, r2_cast, sums)
+        column_scales = ColumnScales(self.r1_metric, r1, r1_cast)
         gradients = [
-            self._r1_group(group, column_scales.of_input(index), *rounded, sums)
+            self._r1_group(group, column_scales.of_input(index), r1_cast, r2_cast, sums)
             for index, group in enumerate(self._by_r1)
         ]
         if sums.with_gradients and gradients:
             column_scales.add_gradient(sums.gradients["r1"], gradients)
-        for linear in self.left_rotated:
-            self._add_left_rotated(linear, rounded[0], sums)
+        if len(matrices) > 2:
+            self._add_down(matrices[2], casts[2], r1_cast, sums)
+        else:
+            for linear in self.left_rotated:
+                self._add_left_rotated(linear, r1_cast, sums)
         if not sums.losses:
             sums.losses.append(r1.new_zeros(()))
         return sums
 
     def _r1_group(
-        self, group: InputGroup, column_scale: Tensor | None, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums
+        self, group: InputGroup, column_scale: Tensor | None, r1_cast: Tensor, r2_cast: Tensor, sums: Sums
     ) -> Tensor:
         """The linears that read the output of one norm: Y = W R1, and blockdiag(R2)ᵀ W R1 for v_proj.
 
@@ -268,60 +269,88 @@ class LayerObjective:
         for run, weight, u in zip(runs, stack.split(sizes), rotated.split(sizes), strict=True):
             by_r2 = run[0].output == "r2"
             y = rotate_left(r2_cast, u) if by_r2 else u
-            dy, dcolumn_scale = self._add_loss(run[0], self.sparsity[run[0].name], y, column_scale, sums)
+            sparsity = self.sparsity[run[0].name]
+            dy, dcolumn_scale = self._add_loss(sparsity, y, column_scale, sums, columns=by_r2)
             gradient = dcolumn_scale if gradient is None else gradient.add_(dcolumn_scale)
             if not sums.with_gradients:
                 continue
             if by_r2:
-                sums.add("r2", _left_factors(u, dy, len(r2_cast)))
+                sums.add("r2", left_factors(u, dy, len(r2_cast)))
                 dy = rotate_left(r2_cast.mT, dy)
-            sums.add("r1", _right_factors(weight, dy, len(r1_cast)))
+            sums.add("r1", right_factors(weight, dy, len(r1_cast)))
         assert gradient is not None
         return gradient
 
     def _heads_group(
-        self, linear: LinearSpec, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: _Sums
+        self, linear: LinearSpec, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: Sums
     ) -> None:
-        """o_proj: Y = R1ᵀ W blockdiag(R2), with the R2 of its KV head for each query head."""
+        """o_proj: the blocks are the R2 of the KV head of each query head."""
         weight, metric, sparsity = self.weights[linear.name], self.r2_metric, self.sparsity[linear.name]
         assert metric is not None
         heads_r2_cast = r2_cast.repeat_interleave(self.shape.group, 0)
         heads_r2 = heads_r2_cast if metric.factored else r2.repeat_interleave(self.shape.group, 0)
-        column_scales = ColumnScales(metric, heads_r2, heads_r2_cast)
-        u = rotate_left(r1_cast, weight)
-        y = rotate_right(u, heads_r2_cast)
-        dy, dcolumn_scale = self._add_loss(linear, sparsity, y, column_scales.of_input(0), sums)
-        if not sums.with_gradients:
-            return
-        gradient = product(*_right_factors(u, dy, len(heads_r2_cast)), self.loss_dtype)
-        column_scales.add_gradient(gradient, [dcolumn_scale])
-        sums.gradients["r2"] = gradient.unflatten(0, (-1, self.shape.group)).sum(1)
-        sums.add("r1", _left_factors(weight, rotate_right(dy, heads_r2_cast.mT), len(r1_cast)))
+        gradient = self._add_on_both_sides(weight, metric, sparsity, heads_r2, heads_r2_cast, r1_cast, sums)
+        if gradient is not None:
+            sums.gradients["r2"] = gradient.unflatten(0, (-1, self.shape.group)).sum(1)
 
-    def _add_left_rotated(self, linear: LeftRotated, r1_cast: Tensor, sums: _Sums) -> None:
-        """down_proj: Y = R1ᵀ W, with a column_scale that does not depend on the rotations."""
-        y = rotate_left(r1_cast, linear.weight)
-        dy, _ = self._add_loss(None, linear.sparsity, y, linear.column_scale, sums)
+    def _add_down(self, r3: Tensor, r3_cast: Tensor, r1_cast: Tensor, sums: Sums) -> None:
+        """The linears of `left_rotated`, each with its blocks of R3."""
+        count = len(self.left_rotated)
+        gradients = []
+        parts = zip(self.left_rotated, r3.chunk(count), r3_cast.chunk(count), strict=True)
+        for linear, blocks, cast in parts:
+            assert linear.metric is not None
+            of_linear = linear.weight, linear.metric, linear.sparsity
+            gradients.append(self._add_on_both_sides(*of_linear, blocks, cast, r1_cast, sums))
         if sums.with_gradients:
-            sums.add("r1", _left_factors(linear.weight, dy, len(r1_cast)))
+            sums.gradients["r3"] = torch.cat([each for each in gradients if each is not None])
+
+    def _add_on_both_sides(
+        self,
+        weight: Tensor,
+        metric: Metric,
+        sparsity: Sparsity,
+        blocks: Tensor,
+        blocks_cast: Tensor,
+        r1_cast: Tensor,
+        sums: Sums,
+    ) -> Tensor | None:
+        """Y = R1ᵀ W blockdiag(blocks [n, b, b]). Returns the gradient in `blocks`, if it is wanted."""
+        column_scales = ColumnScales(metric, blocks, blocks_cast)
+        u = rotate_left(r1_cast, weight)
+        y = rotate_right(u, blocks_cast)
+        dy, dcolumn_scale = self._add_loss(sparsity, y, column_scales.of_input(0), sums, columns=True)
+        if not sums.with_gradients:
+            return None
+        gradient = product(*right_factors(u, dy, len(blocks_cast)), self.loss_dtype)
+        column_scales.add_gradient(gradient, [dcolumn_scale])
+        sums.add("r1", left_factors(weight, rotate_right(dy, blocks_cast.mT), len(r1_cast)))
+        return gradient
+
+    def _add_left_rotated(self, linear: LeftRotated, r1_cast: Tensor, sums: Sums) -> None:
+        """down_proj without R3: Y = R1ᵀ W, with a column_scale that does not depend on the rotations."""
+        y = rotate_left(r1_cast, linear.weight)
+        dy, _ = self._add_loss(linear.sparsity, y, linear.column_scale, sums, rows=False, columns=True)
+        if sums.with_gradients:
+            sums.add("r1", left_factors(linear.weight, dy, len(r1_cast)))
 
     def _add_loss(
         self,
-        linear: LinearSpec | None,
         sparsity: Sparsity,
         y: Tensor,
         column_scale: Tensor | None,
-        sums: _Sums,
+        sums: Sums,
+        *,
+        rows: bool = True,
+        columns: bool,
     ) -> tuple[Tensor, Tensor]:
         """Adds the loss of a rotated weight y to `sums`; returns dY and the gradient in column_scale.
 
-        The entropy is that of the rows if the input is rotated, and of the columns if the outputs are.
-
-        linear: None for a linear of which R1 rotates only the outputs.
+        rows, columns: whether the input is rotated, and whether the outputs are. The entropy is that of the
+            rows, of the columns, or of both.
         """
         if self.objective == "entropy":
-            columns = linear is None or linear.output is not None
-            found = ops.entropy_loss_and_grad(y, column_scale, rows=linear is not None, columns=columns)
+            found = ops.entropy_loss_and_grad(y, column_scale, rows=rows, columns=columns)
         else:
             prune, group = int(y.shape[1] * sparsity.ratio), 0
             if sparsity.structured:
@@ -333,16 +362,18 @@ class LayerObjective:
 
     def entropy(self, rotation: LayerRotation | None) -> float:
         """The entropy (paper, equation 9) for either objective, under `rotation` (None: the identity)."""
-        r1, r2 = self.identity()
+        matrices = self.identity()
         if rotation is not None:
-            r1, r2 = diagonal_blocks(rotation.r1, self.blocks).to(r1), rotation.r2.to(r2)
-        return self.entropy_at(r1, r2)
+            r1, *own = rotation.matrices.values()
+            blocks = (diagonal_blocks(r1, self.blocks), *own)
+            matrices = tuple(each.to(like) for each, like in zip(blocks, matrices, strict=True))
+        return self.entropy_at(*matrices)
 
-    def entropy_at(self, r1: Tensor, r2: Tensor) -> float:
-        """The entropy (paper, equation 9) for either objective, for r1 [blocks, b, b] and r2 [kv, h, h]."""
+    def entropy_at(self, *matrices: Tensor) -> float:
+        """The entropy (paper, equation 9) for either objective, for the matrices of `identity`."""
         objective, self.objective = self.objective, "entropy"
         try:
-            return float(self.value(r1, r2))
+            return float(self.value(*matrices))
         finally:
             self.objective = objective
 
@@ -358,15 +389,3 @@ def _factor(weight: Tensor, metric: Metric) -> float:
         squares = squares * metric.column_scale(diagonal.to(squares))
     total = float(squares.sum())
     return math.sqrt(weight.shape[0] / total) if total > 0 else 1.0
-
-
-def _right_factors(matrix: Tensor, dy: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The factors of d loss/d B [count, b, b] for Y [out, n] = matrix · blockdiag(B)."""
-    parts, dparts = (tensor.unflatten(1, (count, -1)).transpose(0, 1) for tensor in (matrix, dy))
-    return parts.mT, dparts
-
-
-def _left_factors(matrix: Tensor, dy: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The factors of d loss/d B [count, b, b] for Y [n, in] = blockdiag(B)ᵀ · matrix."""
-    parts, dparts = (tensor.unflatten(0, (count, -1)) for tensor in (matrix, dy))
-    return parts, dparts.mT

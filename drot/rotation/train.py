@@ -71,13 +71,18 @@ class _R1Parameters:
 class _SummedObjective:
     """The sum of the objectives, with gradients; optionally estimated from a few objectives in each step.
 
-    In a list of matrices those of R1 come first, and the R2 of each objective follow.
+    In a list of matrices those of R1 come first, and the own matrices of each objective follow, R2 and R3.
 
+    counts: the number of own matrices of each objective.
     per_step: the number of objectives in a step; 0 for all.
     """
 
-    def __init__(self, objectives: list[LayerObjective], r1: _R1Parameters, per_step: int) -> None:
+    def __init__(
+        self, objectives: list[LayerObjective], r1: _R1Parameters, counts: list[int], per_step: int
+    ) -> None:
         self._objectives, self._r1 = objectives, r1
+        stops = list(itertools.accumulate(counts, initial=r1.count))
+        self._own = [slice(*ends) for ends in itertools.pairwise(stops)]
         self._per_step = min(per_step or len(objectives), len(objectives))
         self._generator = torch.Generator().manual_seed(0)
         self._queue: list[int] = []
@@ -87,9 +92,13 @@ class _SummedObjective:
         return self._per_step == len(self._objectives)
 
     def entropy(self, matrices: list[Tensor]) -> float:
-        r1, r2s = self._r1.join(matrices[: self._r1.count]), matrices[self._r1.count :]
-        pairs = zip(self._objectives, r2s, strict=True)
-        return sum(objective.to(r1.device).entropy_at(r1, r2) for objective, r2 in pairs)
+        r1 = self._r1.join(matrices[: self._r1.count])
+        pairs = zip(self._objectives, self.own(matrices), strict=True)
+        return sum(objective.to(r1.device).entropy_at(r1, *own) for objective, own in pairs)
+
+    def own(self, matrices: list[Tensor]) -> list[list[Tensor]]:
+        """The own matrices of each objective."""
+        return [matrices[own] for own in self._own]
 
     def choose(self, *, everything: bool) -> list[int]:
         """The objectives of the next step: all of them, or the next in a random order."""
@@ -103,7 +112,7 @@ class _SummedObjective:
     def __call__(
         self, matrices: list[Tensor], chosen: list[int], rounded: list[Tensor] | None = None
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The loss and the gradient in each matrix, None for the R2 of an objective that is not chosen.
+        """The loss and the gradient in each matrix, None for those of an objective that is not chosen.
 
         The loss and the gradient in R1 are scaled from the chosen objectives to all objectives.
 
@@ -113,18 +122,18 @@ class _SummedObjective:
         r1 = self._r1.join(matrices[:count])
         r1_rounded = r1 if rounded is None else self._r1.join(rounded[:count])
         loss = r1_gradient = None
-        r2_gradients: list[Tensor | None] = [None] * len(self._objectives)
+        own_gradients: list[Tensor | None] = [None] * (len(matrices) - count)
         for index in chosen:
-            objective = self._objectives[index].to(r1.device)
-            pair = None if rounded is None else (r1_rounded, rounded[count + index])
-            value, g1, g2 = objective.value_and_grad(r1, matrices[count + index], pair)
+            objective, own = self._objectives[index].to(r1.device), self._own[index]
+            casts = None if rounded is None else [r1_rounded, *rounded[own]]
+            value, g1, *of_own = objective.value_and_grad(r1, *matrices[own], rounded=casts)
             if scale != 1:
                 value, g1 = value * scale, g1 * scale
             loss = value if loss is None else loss + value
             r1_gradient = g1 if r1_gradient is None else r1_gradient.add_(g1)
-            r2_gradients[index] = g2
+            own_gradients[own.start - count : own.stop - count] = of_own
         assert loss is not None and r1_gradient is not None, "no objective was chosen"
-        return loss, [*self._r1.split(r1_gradient), *r2_gradients]
+        return loss, [*self._r1.split(r1_gradient), *own_gradients]
 
 
 def _has_converged(curve: list[Tensor], config: ResolvedRotation) -> bool:
@@ -144,7 +153,7 @@ class _Training:
 
     trained: the indices of the objectives that are trained; those without a pruned linear are left out.
     steps: the number of steps; 0 if no objective is trained.
-    start: the matrices of R1, then the R2 of each trained objective, at the identity.
+    start: the matrices of R1, then the own matrices of each trained objective, at the identity.
     """
 
     def __init__(
@@ -153,31 +162,36 @@ class _Training:
         self._objectives, self._device = objectives, device
         self.steps = 0 if all(objective.empty for objective in objectives) else config.steps
         self.trained = [i for i, objective in enumerate(objectives) if not (self.steps and objective.empty)]
-        eye, self._eye_r2 = (matrix.to(device) for matrix in objectives[0].identity())
+        eye = objectives[0].identity()[0].to(device)
         self._r1 = _R1Parameters(eye, config.blocks)
-        self.start = [*self._r1.split(eye), *(self._eye_r2 for _ in self.trained)]
         trained = [objectives[index] for index in self.trained]
-        self.total = _SummedObjective(trained, self._r1, config.layers_per_step)
+        own = [[matrix.to(device) for matrix in objective.own_identity()] for objective in trained]
+        self.start = [*self._r1.split(eye), *itertools.chain(*own)]
+        counts = [len(matrices) for matrices in own]
+        self.total = _SummedObjective(trained, self._r1, counts, config.layers_per_step)
         self.optimizer = OPTIMIZERS[config.optimizer](
             self.start, lr=config.lr, steps=self.steps, objective=objectives[0].objective
         )
         self._graphed = self._graphed_step()
 
     def _graphed_step(self) -> GraphedStep | None:
-        """Evaluation and step as one CUDA graph; None where they cannot be captured."""
+        """Evaluation and step as one CUDA graph; None where they cannot be captured.
+
+        The step does not hold `self`: Python would free such a circle, with the memory of the graph, late.
+        """
         optimizer, total = self.optimizer, self.total
         if not (self.steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole):
             return None
-        turn = optimizer.turn
+        turn, dtype = optimizer.turn, self._objectives[0].product_dtype
 
         def evaluate_and_turn() -> Tensor:
             # once, for the evaluation and the step
-            rounded = [matrix.to(self._objectives[0].product_dtype) for matrix in optimizer.matrices]
+            rounded = [matrix.to(dtype) for matrix in optimizer.matrices]
             loss, gradients = total(optimizer.matrices, total.choose(everything=True), rounded)
             turn(gradients, rounded)
             return loss
 
-        return GraphedStep(evaluate_and_turn, capture_for(self._device))
+        return GraphedStep(evaluate_and_turn, capture_for(self._device), optimizer.matrices)
 
     def step(self, step: int) -> tuple[Tensor, bool]:
         """The loss before step `step`, and whether it is that of all objectives. Then takes the step."""
@@ -201,10 +215,12 @@ class _Training:
         """The rotation of every objective from the matrices, made orthogonal in fp64."""
         count = self._r1.count
         r1 = torch.block_diag(*self._r1.join([reorthogonalize(matrix) for matrix in matrices[:count]]))
-        r2 = [self._eye_r2] * len(self._objectives)
-        for index, matrix in zip(self.trained, matrices[count:], strict=True):
-            r2[index] = matrix
-        return [LayerRotation(r1, reorthogonalize(matrix)) for matrix in r2]
+        trained = dict(zip(self.trained, self.total.own(matrices), strict=True))
+        own = [
+            trained.get(index) or [matrix.to(self._device) for matrix in objective.own_identity()]
+            for index, objective in enumerate(self._objectives)
+        ]
+        return [LayerRotation(r1, *map(reorthogonalize, matrices)) for matrices in own]
 
 
 @torch.no_grad()
@@ -214,15 +230,15 @@ def train_rotation(
     on_step: OnStep = lambda step, steps, loss: None,
     device: torch.device | None = None,
 ) -> tuple[list[LayerRotation], TrainingRecord]:
-    """Minimises the sum of the objectives over one R1, which all of them share, and one R2 for each of them.
+    """Minimises the sum of the objectives over one R1, which all share, and the R2 and R3 of each of them.
 
     The objective of one layer gives the paper's rotation of a layer. The objectives of all layers give the
     rotations of `mode="shared"`. Returns a LayerRotation, fp64 and orthogonal, for each objective at the best
     of every tenth step and the last, and the record of the training. With `layers_per_step` the best step is
     the first or the last, because only there the loss of all objectives is computed.
 
-    An objective without a pruned linear is left out, and its R2 is the identity. If all objectives are, R1 is
-    the identity, and no step is taken.
+    An objective without a pruned linear is left out, and its own matrices are the identity. If all objectives
+    are, R1 is the identity, and no step is taken. r3 of a LayerRotation is R3 of its objective.
 
     Raises UserError if the loss is not finite.
 

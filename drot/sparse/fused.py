@@ -10,6 +10,8 @@ the MLP, Q its rotation (drot/model/boundary.py) and a the input of down_proj:
 | x Wgateᵀ, x Wupᵀ         | x [Wgate; Wup]ᵀ | gate_proj: FusedLinear; up_proj: FusedPart                  |
 | r Q, a Wdownᵀ, their sum | r Q + a Wdownᵀ  | residual_rotation: FusedRotation; down_proj: DeferredLinear |
 
+Phi-3 has x [Wq; Wk; Wv]ᵀ and x [Wgate; Wup]ᵀ as one module each, which stays.
+
 The layer's own code does not change. It calls q_proj, k_proj and v_proj one after the other with the same x:
 q_proj computes all columns, returns its own and keeps the others, which k_proj and v_proj then return.
 down_proj returns its input a unchanged, so the MLP returns a, and the layer passes r and a to the rotation.
@@ -114,21 +116,25 @@ class FusedPart(nn.Module):
 
 
 class FusedRotation(RotateAndAdd):
-    """Replaces the rotation of the residual of the MLP: r Q + a Wᵀ + b, with W and b of down_proj.
+    """Replaces the rotation of the residual of the MLP: r Q + m (a Wᵀ + b), with W and b of down_proj.
 
     q is Q [d, d], the form that `sparse24_linear` takes. The state dict holds Qᵀ, the weight of the linear
-    that it replaces.
+    that it replaces. multiplier: m of the layer.
     """
 
-    def __init__(self, rotation: nn.Linear, down: "DeferredLinear") -> None:
+    def __init__(self, rotation: nn.Linear, down: "DeferredLinear", multiplier: float) -> None:
         super().__init__()
+        self.multiplier = multiplier
         self.q = nn.Parameter(rotation.weight.detach().T.contiguous(), requires_grad=False)
         self.down = (down,)  # a tuple, so that `down` is not registered as a submodule a second time
 
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual r [..., d] and x = a [..., in], the input of down_proj -> r Q + a Wᵀ + b [..., d]."""
+        """residual r [..., d] and x = a [..., in], the input of down_proj -> r Q + m (a Wᵀ + b) [..., d]."""
         (down,) = self.down
-        weight = (down.values, down.positions, down.bias)
+        bias: Tensor | None = down.bias
+        if self.multiplier != 1:  # of a and b: the packed values stay as they are stored
+            x, bias = x * self.multiplier, None if bias is None else bias * self.multiplier
+        weight = (down.values, down.positions, bias)
         return sparse24_linear(x, *weight, residual, self.q, compressed=down.compressed)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
@@ -180,7 +186,7 @@ def fuse(model: "PreTrainedModel") -> None:
     for layer in DecoderModel(model).layers:
         _fuse_rotation(layer)
         for group in layer.groups:
-            linears = layer.linears_of(group)
+            linears = [first for first, *_ in layer.modules_of(group)]
             modules = [linear.module for linear in linears]
             if len(linears) == 1 or not all(type(module) is SparseLinear for module in modules):
                 continue
@@ -197,14 +203,16 @@ def _fuse_rotation(layer: DecoderLayer) -> None:
         (linear,) = layer.linears_of(layer.groups[-1])
         if isinstance(down := linear.module, SparseLinear):
             linear.module = DeferredLinear(down.values, down.positions, down.bias)
-            rotated.residual_rotation = FusedRotation(rotated.residual_rotation, linear.module)
+            rotated.residual_rotation = FusedRotation(
+                rotated.residual_rotation, linear.module, layer.residual_multiplier
+            )
 
 
 def unfuse(model: "PreTrainedModel") -> None:
     """Undoes `fuse`, in place. A model that is not fused stays as it is."""
     for layer in DecoderModel(model).layers:
         for group in layer.groups:
-            linears = layer.linears_of(group)
+            linears = [first for first, *_ in layer.modules_of(group)]
             if isinstance(fused := linears[0].module, FusedLinear):
                 for index, linear in enumerate(linears):
                     linear.module = SparseLinear(**fused.rows(index))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.core.errors import UserError
-from drot.machine.devices import check_gpu
+from drot.machine.devices import check_gpu, is_gpu
 from drot.ops import pack24, sparse24_compress, sparse24_linear, unpack24
 
 #: for whoever trains a packed model, or adds adapters to it
@@ -60,7 +60,7 @@ class SparseLinear(nn.Module):
         Raises UserError for a GPU for which drot was not built: transformers has moved a weight there, and
         no other part of drot has met the GPU before.
         """
-        if self.values.is_cuda:
+        if is_gpu(self.values.device):
             check_gpu(self.values.device)
         compressed = sparse24_compress(self.values, self.positions)
         self.keeps_compressed, self.compressed = True, compressed if compressed.numel() else None
@@ -106,9 +106,9 @@ class SparseLinear(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        # peft prints this text when it refuses to add an adapter
+        # peft prints this text when it refuses to add an adapter, and print(model) for every linear
         sizes = f"in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}; {NOT_TRAINABLE}"
+        return f"{sizes}, bias={self.bias is not None}, 2:4; to train: dequantize()"
 
 
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, SparseLinear]]:

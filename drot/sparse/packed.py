@@ -1,13 +1,14 @@
 """Packing of models: from dense weights, from files, and back to dense weights.
 
 A packed checkpoint holds `<linear>.values` and `<linear>.positions` in place of `<linear>.weight` for the
-seven linears of every decoder layer, and `quantization_config` in its config.json has `packed: true`. All
-other tensors are those of the dense checkpoint. Linears that are not 2:4 stay dense next to packed ones;
-`dense_linears` in `quantization_config` names them.
+linears of every decoder layer, and `quantization_config` in its config.json has `packed: true`. All other
+tensors are those of the dense checkpoint. Linears that are not 2:4 stay dense next to packed ones;
+`dense_linears` in `quantization_config` names them. A fused module is packed as a whole: if one of its slices
+is not 2:4, all of them stay dense.
 """
 
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,9 @@ from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
 from drot.machine.finite import is_finite
 from drot.model.decoder import DecoderModel
-from drot.model.families import family_of
-from drot.model.layer import Linear
+from drot.model.families import Family, by_module, family_of
+from drot.model.layer import DecoderLayer
+from drot.model.linear import Linear
 from drot.sparse.fused import unfuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 
@@ -42,26 +44,39 @@ def check_format(format: str, pruning: PruningConfig | None = None) -> None:
 
 
 def dense_linears(config: Any, pruning: PruningConfig) -> list[str]:
-    """The names of the linears that a packed model of `config` leaves dense, as they are not 2:4.
+    """The names of the linears that a packed model of `config` leaves dense, as their module is not 2:4.
 
-    Raises UserError if no linear is 2:4.
+    Raises UserError if no module is 2:4.
     """
-    names = [name for name, _ in family_of(config).names(config.num_hidden_layers)]
-    dense = [name for name in names if pruning.sparsity_for(name) != PACKED]
-    if len(dense) == len(names):
+    family, dense = family_of(config), []
+    _refuse_experts(family)
+    for index in range(config.num_hidden_layers):
+        for linears in by_module(family.linears):
+            names = [family.full_name(index, linear) for linear in linears]
+            if any(pruning.sparsity_for(name) != PACKED for name in names):
+                dense += names
+    if len(dense) == (count := config.num_hidden_layers * len(family.linears)):
         raise UserError(
             f'`format="packed"` needs a linear with the sparsity 2:4; `keep` and `sparsity_of` leave none of '
-            f'the {len(names)} linears: use `format="dense"`'
+            f'the {count} linears: use `format="dense"`'
         )
     return dense
 
 
-def _linears_to_pack(model: "PreTrainedModel", dense: Collection[str]) -> Iterator[tuple[str, Linear]]:
-    """A name for messages and the handle of each linear that is not in `dense`."""
-    for layer in DecoderModel(model).layers:
-        for linear in layer.linears.values():
-            if linear.full_name not in dense:
-                yield f"layer {layer.index}, {linear.name}", linear
+def _refuse_experts(family: Family) -> None:
+    if family.experts is not None:
+        raise UserError(
+            "the packed format does not hold the experts of a mixture, which are one tensor: use "
+            '`format="dense"`'
+        )
+
+
+def _linears_to_pack(layers: Iterable[DecoderLayer], dense: Collection[str]) -> Iterator[tuple[str, Linear]]:
+    """A name for messages and a handle of each module of which no linear is in `dense`."""
+    for layer in layers:
+        for linears in layer.modules:
+            if not any(linear.full_name in dense for linear in linears):
+                yield f"layer {layer.index}, {linears[0].module_name}", linears[0]
 
 
 def check_packable(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
@@ -69,7 +84,8 @@ def check_packable(model: "PreTrainedModel", dense: Collection[str] = ()) -> Non
 
     dense: names of linears that are not packed.
     """
-    for name, linear in _linears_to_pack(model, dense):
+    _refuse_experts(family_of(model.config))
+    for name, linear in _linears_to_pack(DecoderModel(model).layers, dense):
         if linear.plain.in_features % 8:
             raise UserError(
                 f"{name}: the packed format needs a multiple of 8 inputs, "
@@ -97,7 +113,7 @@ def compress_model(model: nn.Module) -> None:
 
 @torch.no_grad()
 def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
-    """Packs the seven linears of every decoder layer, in place.
+    """Packs the linears of every decoder layer, in place.
 
     The model's config does not say so until `as_drot_model` (drot/checkpoint/hf_model.py) is called.
 
@@ -107,7 +123,14 @@ def pack_model(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
     before it are then packed already.
     """
     check_packable(model, dense)
-    for name, linear in _linears_to_pack(model, dense):
+    for layer in DecoderModel(model).layers:
+        pack_layer(layer, dense)
+
+
+@torch.no_grad()
+def pack_layer(layer: DecoderLayer, dense: Collection[str] = ()) -> None:
+    """As `pack_model`, for one layer of a model that `check_packable` has accepted."""
+    for name, linear in _linears_to_pack([layer], dense):
         try:
             packed = SparseLinear.from_linear(linear.plain)
         except ValueError as error:
@@ -141,7 +164,7 @@ def expect_packed(model: "PreTrainedModel", dense: Collection[str] = ()) -> None
             "was edited or is of another model; copy it again"
         )
     check_packable(model, dense)
-    for _, linear in _linears_to_pack(model, dense):
+    for _, linear in _linears_to_pack(DecoderModel(model).layers, dense):
         linear.module = SparseLinear.like(linear.plain)
     if not is_packed(model):
         raise UserError("config.json: dense_linears has every linear of a packed model: copy it again")

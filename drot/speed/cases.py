@@ -13,6 +13,7 @@ from torch import nn
 
 from drot.sparse.linear import packed_linears
 from drot.sparse.packed import compress_model
+from drot.speed.timing import replayed
 
 #: tokens that a whole model generates for each sequence in a decode case
 NEW_TOKENS = 32
@@ -48,7 +49,7 @@ def call_of(model: Any, case: Case, device: torch.device) -> Callable[[], object
     if case.what == "layer":
         hidden = torch.randn(*shape, model.config.hidden_size, dtype=model.dtype, device=device)
         call = lambda: model.base_model(inputs_embeds=hidden, use_cache=False)  # noqa: E731
-        return _captured(call) if device.type == "cuda" else call
+        return replayed(call, device)
     ids = torch.randint(model.config.vocab_size, shape, device=device)
     if case.phase == "prefill":
         return lambda: model(ids, use_cache=False, logits_to_keep=1)
@@ -56,21 +57,3 @@ def call_of(model: Any, case: Case, device: torch.device) -> Callable[[], object
     if device.type == "cuda":  # with a static cache, transformers captures the step as a CUDA graph
         options["cache_implementation"] = "static"  # type: ignore[assignment]
     return lambda: model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-
-
-def _captured(call: Callable[[], object]) -> Callable[[], object]:
-    """`call`, captured as a CUDA graph, whose time excludes the time in which Python launches the kernels."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-
-    def replay(kept: object = call) -> None:  # `kept` holds the input, which the graph reads, in memory
-        graph.replay()
-
-    return replay

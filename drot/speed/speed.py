@@ -4,6 +4,7 @@ The three variants of drot/speed/variants.py run in turn in each case (drot/spee
 """
 
 import contextlib
+import copy
 import functools
 import math
 import time
@@ -13,15 +14,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from drot.checkpoint.load import load
+from drot.checkpoint.load import load, load_config
 from drot.checkpoint.quantization_config import dense_linears_of
+from drot.checkpoint.size import size_text
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.version import __version__
 from drot.machine.devices import dtype_name, parse_dtype, pick_device
 from drot.machine.environment import machine_name
+from drot.model.decoder import DecoderModel
 from drot.sparse.linear import is_packed
 from drot.speed.cases import NEW_TOKENS, Case, call_of, set_compressed
 from drot.speed.rates import rows_of
@@ -85,15 +88,13 @@ def measure_speed(
         dtype: dtype of the weights. `auto` is the checkpoint's own, or bfloat16 with `shape`.
         progress: receives the event `measure` after each case.
     """
-    _check_arguments(model, shape, tokens, batches, repeats, minutes)
+    check_arguments(model, shape, tokens, batches, repeats, minutes)
     started, target = time.perf_counter(), pick_device(device)
-    if minutes is None:
-        minutes = CPU_MINUTES if target.type == "cpu" else math.inf
     if tokens is None and batches is None:
         tokens, batches = TOKENS, BATCHES
     config, weights, makers = _makers(model, shape, dtype, target)
     sizes = {"prefill": tokens or (), "decode": batches or ()}
-    budget = Budget(started, 60 * minutes, config.num_hidden_layers)
+    budget = Budget(started, 60 * _limit(minutes, target), config.num_hidden_layers)
     with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
         rows, left_out = _measure_cases(makers, sizes, target, repeats, budget, progress)
     return {
@@ -111,7 +112,53 @@ def measure_speed(
     }
 
 
-def _check_arguments(
+def announcement(
+    model: str | Path | None,
+    shape: str | None = None,
+    *,
+    minutes: float | None = None,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+) -> str:
+    """What `measure_speed` with these arguments is going to take, in one line: time, and memory of weights.
+
+    The config of `model` is read, and no weights.
+    """
+    target = pick_device(device)
+    config = shape_config(shape) if shape is not None else load_config(str(model))
+    own = torch.bfloat16 if shape is not None else config.dtype or torch.float32
+    weights = own if dtype == "auto" else parse_dtype(dtype)
+    size = size_text(weight_numbers(config, stacked=shape is not None) * weights.itemsize)
+    limit = _limit(minutes, target)
+    time_ = f"at most {limit:g} minutes and one call more" if limit < math.inf else "no limit of time"
+    loading = "" if shape is not None else "; loading them counts as time"
+    return f"measuring with {time_}; the weights take about {size} of memory{loading}"
+
+
+def weight_numbers(config: Any, *, stacked: bool) -> int:
+    """About how many numbers the weights of all variants of the layer and of the model have.
+
+    stacked: whether the layers of a model share the weights of one layer (`stacked_variants`).
+    """
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        whole = DecoderModel(AutoModelForCausalLM.from_config(config))
+    layer = sum(parameter.numel() for parameter in whole.layers[0].module.parameters())
+    outside = sum(parameter.numel() for parameter in whole.model.parameters()) - layer * len(whole.layers)
+    variants = layer * (1 + 9 / 16) + config.hidden_size**2  # dense, packed, and R1
+    return round(variants * (1 if stacked else 1 + len(whole.layers)) + outside)
+
+
+def _limit(minutes: float | None, device: torch.device) -> float:
+    """`minutes`, or its default on `device`."""
+    if minutes is None:
+        return CPU_MINUTES if device.type == "cpu" else math.inf
+    return minutes
+
+
+def check_arguments(
     model: object,
     shape: str | None,
     tokens: Sequence[int] | None,
@@ -119,6 +166,7 @@ def _check_arguments(
     repeats: int,
     minutes: float | None,
 ) -> None:
+    """Raises UserError for arguments of `measure_speed` that mean nothing."""
     if (model is None) == (shape is None):
         raise UserError(
             f"name either a checkpoint or a `shape`; got {'neither' if model is None else 'both'}"

@@ -10,9 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from drot.checkpoint.quantization_config import boundary_of
+from drot.checkpoint.quantization_config import DrotConfig, drot_config_of
+from drot.config import Recipe, resolve
 from drot.core.errors import UserError
-from drot.model.boundary import remove_boundary_rotation, rotation_place
+from drot.model.boundary import (
+    RotatedLayer,
+    down_rotation,
+    remove_boundary_rotation,
+    remove_down_rotation,
+    rotation_place,
+)
 from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotations
@@ -49,11 +56,14 @@ def shape_config(name: str) -> Any:
 def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> dict[str, PreTrainedModel]:
     """Variant → model of one decoder layer in the dimensions of `config`, with random weights.
 
-    The vocabulary has 8 tokens, so that hardly anything but the layer takes memory. The boundary rotation has
-    the place that it has in the checkpoint of `config`, or acts on the input.
+    The vocabulary has 8 tokens, so that hardly anything but the layer takes memory. The rotations are those
+    of the checkpoint of `config`. If its layers hold none, they are those of the default recipe.
     """
     config = copy.deepcopy(config)
-    place = boundary_of(config) or "input"
+    held = drot_config_of(config)
+    if held is None or not (held.boundary or held.down_rotation):
+        size = resolve(Recipe(), down_width=config.intermediate_size).rotation.down_block
+        held = DrotConfig(boundary="input", down_rotation=size)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
@@ -68,10 +78,11 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     fuse(sparse)
     rotated = _sharing_copy(sparse)
     (layer,) = DecoderModel(rotated).layers
-    rotation = layer.expect_boundary(place)
-    rotation.weight.normal_(
-        0, config.hidden_size**-0.5
-    )  # it takes the time of an orthogonal matrix, which is slow to make
+    # random matrices take the time of orthogonal ones, which are slow to make
+    if held.boundary is not None:
+        layer.expect_boundary(held.boundary).weight.normal_(0, config.hidden_size**-0.5)
+    if (size := held.down_rotation) is not None:
+        layer.expect_down_rotation(size).weight.normal_(0, size**-0.5)
     fuse(rotated)
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
 
@@ -133,9 +144,12 @@ def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) 
     fuse(packed)
     plain = _sharing_copy(packed)
     unfuse_rotations(plain)
-    layers = [layer for layer in DecoderModel(plain).layer_modules if rotation_place(layer) is not None]
+    layers = [layer for layer in DecoderModel(plain).layer_modules if isinstance(layer, RotatedLayer)]
     for layer in layers:
-        remove_boundary_rotation(layer)
+        if down_rotation(layer) is not None:
+            remove_down_rotation(layer)
+        if rotation_place(layer) is not None:
+            remove_boundary_rotation(layer)
     dense = _sharing_copy(plain)
     unpack_model(dense)
     return {DENSE: dense, SPARSE: plain} | ({ROTATED: packed} if layers else {})

@@ -1,1 +1,1 @@
-"""A grid of recipes, run on one model and compared."""
+"""Several runs on one model, compared: a grid of recipes, and the demo on the embedded model."""

@@ -2,19 +2,20 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
 
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.recipe import SECTION_OF, known_field, read_recipe
 from drot.config.recipe_file import SUFFIXES, settings_in
+from drot.config.settings import fields_of, settings
 from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError
 
-#: the keys of a grid file
-KEYS = ("model", "base", "grid", "cells", "texts", "tasks", "seqlen", "text_column")
 #: most combinations of a grid: far more than anybody runs
 MOST_CELLS = 10_000
 
@@ -47,26 +48,48 @@ class Skipped:
     refused: bool = True
 
 
+#: names, each once; a single name needs no list
+Names = Annotated[
+    list[str],
+    BeforeValidator(lambda names: [names] if isinstance(names, str) else names),
+    AfterValidator(lambda names: list(dict.fromkeys(names))),
+]
+
+
+@settings
+class GridFile:
+    """The keys of a grid file, which `read_grid` describes."""
+
+    model: str | None = None
+    base: str | dict[Any, Any] = Field(
+        default_factory=dict, title="the sections of a recipe, or the path of a recipe"
+    )
+    grid: dict[Any, Annotated[list[Any], Field(min_length=1)]] = Field(
+        default_factory=dict, title="lists of values, as in steps: [100, 400]"
+    )
+    cells: list[dict[Any, Any]] = Field(
+        default_factory=list, title="a list of fields with values, as in - steps: 100"
+    )
+    texts: Names = Field(default=["wikitext2"], min_length=1, title="a list of texts, such as [wikitext2]")
+    tasks: Names = Field(default_factory=list, title="a list of tasks, such as [paper]")
+    seqlen: int | None = Field(default=None, ge=2)
+    text_column: str = "text"
+
+
 @dataclass(frozen=True)
 class Grid:
-    """The content of a grid file.
+    """The recipes of a grid file.
 
-    model: name on the hub or folder of the model; None if the file names none.
+    asked: the content of the file.
     fields: the fields of a recipe that the file varies, in its order.
     cells: the recipes, each once.
     skipped: the combinations that no recipe allows, and those whose run equals that of another cell.
-    texts, tasks: texts for the perplexity and tasks for the accuracy, as in `drot.evaluation.evaluate`.
-    seqlen: tokens in a window of a text; None is `default_seqlen` of the model.
     """
 
-    model: str | None
+    asked: GridFile
     fields: tuple[str, ...]
     cells: list[Cell]
     skipped: list[Skipped]
-    texts: list[str]
-    tasks: list[str]
-    seqlen: int | None
-    text_column: str
 
 
 def read_grid(path: str | Path) -> Grid:
@@ -74,8 +97,10 @@ def read_grid(path: str | Path) -> Grid:
 
     Its keys are `model`; `base`, the sections of a recipe or the path of a recipe or of a checkpoint; `grid`,
     field → list of values, of which every combination is a cell; `cells`, a list of further cells, each as
-    field → value; `texts`, `tasks`, `seqlen` and `text_column`. A field is one of a recipe, such as `steps`.
-    Fields that a cell does not name have their values in `base`. Paths are relative to the current folder.
+    field → value; `texts` and `tasks`, for the perplexity and the accuracy, as in
+    `drot.evaluation.evaluate`; `seqlen`, the tokens in a window of a text, by default `default_seqlen` of the
+    model; and `text_column`. A field is one of a recipe, such as `steps`. Fields that a cell does not name
+    have their values in `base`. Paths are relative to the current folder.
 
     Raises UserError for a file that is missing or broken, for an unknown key or field, and for a grid whose
     combinations are all refused.
@@ -84,63 +109,30 @@ def read_grid(path: str | Path) -> Grid:
     file = Path(path)
     if file.suffix not in SUFFIXES:
         raise UserError(f"the grid must be a .yaml or .json file; got {str(file)!r}")
-    data = settings_in(file, "grid")
+    data, keys = settings_in(file), list(fields_of(GridFile))
     if not isinstance(data, dict):
-        raise UserError(f"{file} must hold the keys {', '.join(KEYS)}; got {type(data).__name__}")
+        raise UserError(f"{file} must hold the keys {', '.join(keys)}; got {type(data).__name__}")
     try:
-        return _grid(data)
+        for key in data:
+            known_field(key, keys, "a grid file")
+        return _grid(GridFile(**{key: value for key, value in data.items() if value is not None}))
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
 
-def _grid(data: dict[Any, Any]) -> Grid:
-    for key in data:
-        known_field(key, KEYS, "a grid file")
-    values = {key: data[key] for key in data if data[key] is not None}
-    is_a("model", values.get("model"), str, or_none=True)
-    is_a("seqlen", values.get("seqlen"), int, or_none=True)
-    is_a("text_column", values.get("text_column", "text"), str)
-    texts, tasks = _names(values, "texts", "wikitext2"), _names(values, "tasks", "paper")
-    combinations = list(_combinations(values))
+def _grid(asked: GridFile) -> Grid:
+    combinations = list(_combinations(asked))
     fields = tuple(dict.fromkeys(field for combination in combinations for field in combination))
-    cells, skipped = _cells(_base(values.get("base", {})), combinations)
+    base = read_recipe(asked.base)[0] if isinstance(asked.base, str) else Recipe.from_dict(asked.base)
+    cells, skipped = _cells(base, combinations)
     if not cells:
         raise UserError(f"no combination is a recipe: {skipped[0].label}: {skipped[0].reason}")
-    return Grid(
-        values.get("model"), fields, cells, skipped, texts, tasks,
-        values.get("seqlen"), values.get("text_column", "text"),
-    )  # fmt: skip
+    return Grid(asked, fields, cells, skipped)
 
 
-def _names(values: dict[str, Any], key: str, example: str) -> list[str]:
-    """The texts or tasks of a grid file, each once. A single name needs no list; texts need at least one."""
-    names = values.get(key, ["wikitext2"] if key == "texts" else [])
-    names = [names] if isinstance(names, str) else names
-    listed = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not listed or (key == "texts" and not names):
-        raise UserError(f"{key} must be a list of {key}, such as [{example}]; got {shortened(names)}")
-    return list(dict.fromkeys(names))
-
-
-def _base(base: Any) -> Recipe:
-    if isinstance(base, str):
-        return read_recipe(base)[0]
-    if not isinstance(base, Mapping):
-        raise UserError(
-            f"base must hold the sections of a recipe, or the path of a recipe; got {shortened(base)}"
-        )
-    return Recipe.from_dict(base)
-
-
-def _combinations(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _combinations(asked: GridFile) -> Iterator[dict[str, Any]]:
     """The values of each cell, by field: the product of `grid`, and then `cells`."""
-    grid, cells = values.get("grid", {}), values.get("cells", [])
-    if not isinstance(grid, Mapping) or not all(isinstance(each, list) and each for each in grid.values()):
-        raise UserError(f"grid must hold lists of values, as in steps: [100, 400]; got {shortened(grid)}")
-    if not isinstance(cells, list) or not all(isinstance(cell, Mapping) for cell in cells):
-        raise UserError(
-            f"cells must be a list of fields with values, as in - steps: 100; got {shortened(cells)}"
-        )
+    grid, cells = asked.grid, asked.cells
     if not grid and not cells:
         raise UserError("it must hold grid or cells; got neither")
     for field in (*grid, *(field for cell in cells for field in cell)):
@@ -150,7 +142,7 @@ def _combinations(values: dict[str, Any]) -> Iterator[dict[str, Any]]:
     if grid:
         for choice in itertools.product(*grid.values()):
             yield dict(zip(grid, choice, strict=True))
-    yield from map(dict, cells)
+    yield from cells
 
 
 def _cells(base: Recipe, combinations: list[dict[str, Any]]) -> tuple[list[Cell], list[Skipped]]:

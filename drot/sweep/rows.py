@@ -1,6 +1,7 @@
-"""The rows of a sweep, and its CSV file."""
+"""The rows of a sweep: their columns, and the CSV file."""
 
 import csv
+import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -8,15 +9,46 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drot.config import resolve
 from drot.core.files import new_file
-from drot.evaluation.gap import gap_closed
-from drot.sweep.grid import Cell, Skipped
+from drot.manifest.manifest import Manifest
+from drot.manifest.tables import gap_closed
+from drot.reporting.reading import REMOVED_IMPORTANCE, Run
+from drot.sweep.grid import Cell, Skipped, effective
 
 #: columns that follow the perplexities and accuracies. None has the name of a recipe's field.
 COLUMNS = (
     *("entropy_before", "entropy_after", "removed_importance_before", "removed_importance_after"),
     *("zeros", "seconds", "seconds_per_step", "trained_by"),
 )
+
+
+def run_columns(manifest: Manifest) -> dict[str, float | None]:
+    """Heading → value. A value that the run did not record, or that is not finite, is None.
+
+    zeros: share of zeros in the linears of the decoder layers.
+    seconds: time of the run, without the loading of the model and the text.
+    seconds_per_step: time of a training step of the rotation.
+    entropy_before, entropy_after: entropy of a layer before and after its training, mean over the layers.
+    removed_importance_before, removed_importance_after: share of the importance of a linear's weights that
+        pruning in one shot removes, before and after the rotation, mean over the pruned linears.
+    """
+    run = Run("", manifest, {})
+    trained = list(run.trainings.values())
+    steps = sum(len(record.loss_curve) - 1 for record in trained)
+    removed_before, removed_after = map(run.mean, REMOVED_IMPORTANCE)
+    columns = {
+        "zeros": manifest.sparsity,
+        "seconds": manifest.seconds.total - manifest.seconds.phases.get("load", 0.0),
+        "seconds_per_step": manifest.seconds.phases["rotate"] / steps if steps else None,
+        "entropy_before": statistics.fmean(r.entropy_before for r in trained) if trained else None,
+        "entropy_after": statistics.fmean(r.entropy_after for r in trained) if trained else None,
+        "removed_importance_before": removed_before,
+        "removed_importance_after": removed_after,
+    }
+    return {
+        name: None if value is None or not math.isfinite(value) else value for name, value in columns.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -68,16 +100,15 @@ def short_names(texts: Iterable[str]) -> dict[str, str]:
 
 
 def not_rotated(row: Row, rows: Sequence[Row]) -> Row | None:
-    """The row of the same recipe without a rotation; None without one, and for a row that is not rotated."""
-    own = row.cell.recipe
-    for other in rows:
-        recipe = other.cell.recipe
-        same = (recipe.pruning, recipe.recovery, recipe.calibration) == (
-            own.pruning, own.recovery, own.calibration,
-        )  # fmt: skip
-        if row.rotated and not other.rotated and same:
-            return other
-    return None
+    """The row of the same recipe without a rotation; None without one, and for a row that is not rotated.
+
+    The run is the same, and not what the grid says: one cell may name a solver that another leaves open.
+    """
+    if not row.rotated:
+        return None
+    own = row.cell.recipe.replace(mode="none", blocks=1, down_rotation="auto")
+    wanted = effective(resolve(own))
+    return next((other for other in rows if effective(other.cell.resolved) == wanted), None)
 
 
 def row_gap_closed(row: Row, rows: Sequence[Row], text: str) -> float | None:

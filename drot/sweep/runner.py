@@ -25,11 +25,11 @@ from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.tasks import load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name
 from drot.machine.environment import machine_name, versions
-from drot.model.families import positions_of
+from drot.model.sizes import positions_of
 from drot.pipeline.prune import prune
 from drot.pipeline.validation import check_seqlen
 from drot.sweep.grid import Cell, Grid, effective
-from drot.sweep.run_columns import run_columns
+from drot.sweep.rows import run_columns
 from drot.text.source import calibration_hash, load_calibration
 
 logger = logging.getLogger("drot")
@@ -66,13 +66,15 @@ class CellRunner:
         self.devices, self.keep_models, self.progress = devices, keep_models, progress
         self.dtype = str(computing_dtype(dtype, devices[0]))
         self.tokenizer, self.config = load_tokenizer(model), load_config(model)
-        self.seqlen = default_seqlen(positions_of(self.config)) if grid.seqlen is None else grid.seqlen
+        self.seqlen = (
+            default_seqlen(positions_of(self.config)) if grid.asked.seqlen is None else grid.asked.seqlen
+        )
         self.texts: dict[str, Tensor] = {}
-        for source in grid.texts:
-            tokens = load_eval_tokens(source, self.tokenizer, grid.text_column, progress)
+        for source in grid.asked.texts:
+            tokens = load_eval_tokens(source, self.tokenizer, grid.asked.text_column, progress)
             check_windows(tokens, self.config.get_text_config(), self.seqlen)
             self.texts[source] = tokens
-        self.tasks = load_tasks(grid.tasks) if grid.tasks else None
+        self.tasks = load_tasks(grid.asked.tasks) if grid.asked.tasks else None
         self.calibration: dict[CalibrationConfig, Tensor] = {}
         for recipe in (cell.resolved for cell in cells):
             if recipe.reads_calibration and recipe.calibration not in self.calibration:

@@ -17,13 +17,13 @@ from drot.core.files import check_writable
 from drot.core.lock import locked
 from drot.machine.devices import pick_devices
 from drot.manifest.manifest import MANIFEST
-from drot.model.families import positions_of
-from drot.pipeline.validation import check_config, check_recipe
-from drot.report.drawing import PACKAGE, installed
+from drot.model.sizes import positions_of
+from drot.pipeline.validation import check_config, check_recipe, down_width
+from drot.reporting.drawing import PACKAGE, installed
 from drot.sweep.grid import Cell, Grid, Skipped, read_grid
 from drot.sweep.rows import Row, write_csv
 from drot.sweep.runner import CELLS, MODELS, CellRunner
-from drot.sweep.tables import paper_tables, write_tables
+from drot.sweep.tables import paper_tables, save_charts, write_tables
 
 logger = logging.getLogger("drot")
 
@@ -89,7 +89,7 @@ def sweep(
     content = read_grid(grid)
     is_a("out", out, str, Path)
     is_a("model", model, str, Path, or_none=True)
-    model = content.model if model is None else str(model)
+    model = content.asked.model if model is None else str(model)
     if not model:
         raise UserError(f"`model` is missing: name a model on the hub or a folder, here or in {grid}")
     out, devices = Path(out), pick_devices(device)
@@ -114,8 +114,6 @@ def sweep(
         tables = paper_tables(rows, content.fields)
         plots = []
         if installed():
-            from drot.sweep.charts import save_charts
-
             plots = save_charts(tables, out / PLOTS)
         else:
             logger.warning("the plots are left out: they need matplotlib (pip install '%s')", PACKAGE)
@@ -131,7 +129,12 @@ def _cells_for(model: str, grid: Grid, devices: list[torch.device]) -> tuple[lis
     for cell in grid.cells:
         try:
             # a sweep that goes on elsewhere computes cells of another dtype again
-            resolved = resolve(cell.recipe, positions=positions_of(config), device=devices[0].type)
+            resolved = resolve(
+                cell.recipe,
+                positions=positions_of(config),
+                device=devices[0].type,
+                down_width=down_width(config, cell.recipe.pruning),
+            )
             check_recipe(config, resolved, devices)
             cells.append(Cell(cell.recipe, resolved))
         except UserError as error:

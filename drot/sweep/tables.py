@@ -1,30 +1,36 @@
-"""The paper's three ablations, as tables of the rows that a sweep has.
+"""The paper's three ablations, as tables and charts of the rows that a sweep has.
 
 They are those of the paper's sections 'Effectiveness of Entropy Reduction on Pruning Robustness',
-'Hyperparameter Sensitivity Analysis' and 'Trade-off with Block Diagonal Orthogonal Matrices'. The columns of
-the accuracy are left out if the grid has no tasks.
+'Hyperparameter Sensitivity Analysis' and 'Trade-off with Block Diagonal Orthogonal Matrices'.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from drot.config.recipe import SECTION_OF
-from drot.core.files import new_file
+from drot.core.files import new_file, writing
+from drot.manifest.tables import Table, number
+from drot.reporting.drawing import LIGHT, SERIES, Chart, axes, legend
 from drot.sweep.grid import Skipped
 from drot.sweep.rows import Row, not_rotated, short_names
 
+#: height of a panel of a chart in pixels
+PANEL = 190
+STAR = "\\* without the training of the rotation, which another cell did"
+#: name of an ablation → its title, the x axis of its chart, and the fields whose values make its rows; the
+#: first field is the x axis, and each value of the second is a curve
+ABLATIONS = {
+    "entropy": ("Entropy and pruning robustness", "steps of the training", ("steps",)),
+    "steps-lr": ("Steps and learning rate", "steps of the training", ("steps", "lr")),
+    "blocks": ("Block-diagonal rotations", "diagonal blocks of R1", ("blocks",)),
+}
+
+
 #: axis label → curve → value on the x axis, as text → figure
 Panels = dict[str, dict[str, dict[str, float]]]
-#: heading of the mean accuracy of all tasks, which the paper's tables give as zero-shot accuracy
-ACCURACY = "mean accuracy (%)"
-STAR = "\\* without the training of the rotation, which another cell did"
-
-
-#: label of the x axis, headings and lines of a table as text, and the curves of its chart
-Content = tuple[str, list[str], list[list[str]], Panels]
 
 
 @dataclass(frozen=True)
@@ -41,8 +47,7 @@ class PaperTable:
     title: str
     settings: str
     x: str
-    header: list[str]
-    lines: list[list[str]]
+    table: Table
     panels: Panels
 
 
@@ -54,16 +59,13 @@ def paper_tables(rows: Sequence[Row], fields: Sequence[str]) -> list[PaperTable]
     fields: the fields that the grid varies.
     """
     tables: list[PaperTable] = []
-    for ablation, (title, own, content_of) in ABLATIONS.items():
-        number = 0
-        for group in _groups(rows, own):
-            if any(len({str(row.cell.value(name)) for row in group}) < 2 for name in own):
-                continue
-            number += 1
-            name = ablation if number == 1 else f"{ablation}-{number}"
+    for name, (title, x, own) in ABLATIONS.items():
+        groups = (group for group in _groups(rows, own) if all(_varies(group, field) for field in own))
+        for count, group in enumerate(groups, 1):
             settings = group[0].cell.label(tuple(field for field in fields if field not in own))
-            content = content_of(group, not_rotated(group[0], rows))
-            tables.append(PaperTable(name, title, settings, *content))
+            plain = not_rotated(group[0], rows) if own == ("steps",) else None
+            content = _content(own, group, plain)
+            tables.append(PaperTable(name if count == 1 else f"{name}-{count}", title, settings, x, *content))
     return tables
 
 
@@ -80,112 +82,86 @@ def _groups(rows: Sequence[Row], own: tuple[str, ...]) -> Iterator[list[Row]]:
         yield sorted(group, key=lambda row: [_sortable(row.cell.value(name)) for name in own])
 
 
+def _varies(group: list[Row], field: str) -> bool:
+    return len({str(row.cell.value(field)) for row in group}) > 1
+
+
 def _sortable(value: Any) -> tuple[int, list[float]]:
     """A key that puts numbers in their order, and lists behind them."""
     return (1, value) if isinstance(value, list) else (0, [value])
 
 
-def _entropy_table(group: list[Row], plain: Row | None) -> Content:
-    """Steps → entropy, time and measures. `plain`, the recipe without a rotation, is the row of step 0."""
-    steps = {str(row.cell.value("steps")): row for row in group}
-    entropies = {step: row.record["entropy_after"] for step, row in steps.items()}
-    if plain is not None and "0" not in steps:
-        steps = {"0": plain} | steps
-        entropies = {"0": group[0].record["entropy_before"]} | entropies
-    header = ["step", "entropy", "time (s)", *_measures(group[0])]
-    lines = [
-        [step, _number(entropies[step], 0), row.seconds, *_measures(row).values()]
-        for step, row in steps.items()
-    ]
-    return "steps of the training", header, lines, _entropy_panel(entropies) | _panels(steps)
+def _content(own: tuple[str, ...], group: list[Row], plain: Row | None) -> tuple[Table, Panels]:
+    """The table of a group, and the panels of its chart.
 
-
-def _block_table(group: list[Row], plain: Row | None) -> Content:
-    """Number of blocks → measures, time of a step and entropy."""
-    blocks = {str(row.cell.value("blocks")): row for row in group}
-    entropies = {name: row.record["entropy_after"] for name, row in blocks.items()}
-    header = ["blocks", *_measures(group[0]), "time of a step (s)", "entropy"]
-    lines = [
-        [
-            name,
-            *_measures(row).values(),
-            _number(row.record["seconds_per_step"], 4),
-            _number(entropies[name], 0),
-        ]
-        for name, row in blocks.items()
-    ]
-    return "diagonal blocks of R1", header, lines, _panels(blocks) | _entropy_panel(entropies)
-
-
-def _rate_table(group: list[Row], plain: Row | None) -> Content:
-    """Steps × learning rate → measures."""
-    found = {(row.cell.value("steps"), row.cell.value("lr")): row for row in group}
-    steps, rates = sorted({step for step, _ in found}), sorted({rate for _, rate in found}, reverse=True)
-    measures = list(_measures(group[0]))
-    header = ["steps", *(f"lr {rate:g}, {measure}" for rate in rates for measure in measures)]
-    lines = []
-    for step in steps:
-        of_rates = [found.get((step, rate)) for rate in rates]
-        cells = [_measures(row).values() if row else ["-"] * len(measures) for row in of_rates]
-        lines.append([str(step), *(cell for each in cells for cell in each)])
+    plain: the recipe without a rotation, which is the row of step 0; None leaves this row out.
+    """
+    rows: list[dict[str, str]] = []
     panels: Panels = {}
-    for text, name in short_names(group[0].dense).items():
-        curves = {
-            f"lr {rate:g}": {str(s): found[s, rate].perplexity(text) for s in steps if (s, rate) in found}
-            for rate in rates
-        }
-        dense = dict.fromkeys(map(str, steps), group[0].dense[text])
-        panels[f"perplexity {name}"] = {rate: _known(curve) for rate, curve in curves.items()} | {
-            "dense": dense
-        }
-    return "steps of the training", header, lines, panels
+
+    def add(keys: dict[str, str], row: Row, entropy: float | None) -> None:
+        x, curve = keys[own[0]], ", ".join(f"{field} {keys[field]}" for field in own[1:]) or "pruned"
+        measures = _measures(row)
+        rows.append(
+            keys
+            | {name: number(value, form) for name, (value, _, form) in measures.items()}
+            | {"entropy": number(entropy, ".0f"), "time (s)": row.seconds}
+            | {"time of a step (s)": number(row.record["seconds_per_step"], ".4f")}
+        )
+        for name, (value, dense, _) in (measures | {"entropy": (entropy, None, "")}).items():
+            for label, figure in ((curve, value), ("dense", dense)):
+                if figure is not None:
+                    panels.setdefault(name, {}).setdefault(label, {})[x] = figure
+
+    if plain is not None and group[0].cell.value("steps") != 0:
+        add({"steps": "0"}, plain, group[0].record["entropy_before"])
+    for row in group:
+        add({field: str(row.cell.value(field)) for field in own}, row, row.record["entropy_after"])
+    return Table("", rows), panels
 
 
-#: name of an ablation → its title, the fields whose values make its rows and columns, and its table
-ABLATIONS = {
-    "entropy": ("Entropy and pruning robustness", ("steps",), _entropy_table),
-    "steps-lr": ("Steps and learning rate", ("steps", "lr"), _rate_table),
-    "blocks": ("Block-diagonal rotations", ("blocks",), _block_table),
-}
-
-
-def _measures(row: Row) -> dict[str, str]:
-    """Heading → perplexity of each text, and the mean accuracy."""
+def _measures(row: Row) -> dict[str, tuple[float | None, float | None, str]]:
+    """Perplexity of each text, and the mean accuracy: heading → figure, that of the dense model, format."""
     names = short_names(row.dense)
-    found = {f"perplexity {names[text]}": _number(row.perplexity(text), 3) for text in row.dense}
+    found: dict[str, tuple[float | None, float | None, str]] = {
+        f"perplexity {names[text]}": (row.perplexity(text), dense, ".3f") for text, dense in row.dense.items()
+    }
     if row.dense_accuracy:
-        mean = row.mean_accuracy
-        found[ACCURACY] = _number(None if mean is None else 100 * mean, 2)
+        found["mean accuracy"] = (row.mean_accuracy, row.dense_mean_accuracy, ".2%")
     return found
 
 
-def _panels(rows: Mapping[str, Row]) -> Panels:
-    """A panel for each measure, with the figures of `rows`, x → row, and of the dense model."""
-    first = next(iter(rows.values()))
-    names = short_names(first.dense)
-    panels: Panels = {
-        f"perplexity {names[text]}": {
-            "pruned": _known({x: row.perplexity(text) for x, row in rows.items()}),
-            "dense": dict.fromkeys(rows, dense),
-        }
-        for text, dense in first.dense.items()
-    }
-    if (mean := first.dense_mean_accuracy) is not None:
-        pruned = _known({x: row.mean_accuracy for x, row in rows.items()})
-        panels["mean accuracy"] = {"pruned": pruned, "dense": dict.fromkeys(rows, mean)}
-    return panels
+def chart_of(table: PaperTable) -> Chart:
+    """The chart of a table: a panel for each of its figures. Values on the x axis are spaced evenly."""
+    places = list(
+        dict.fromkeys(x for panel in table.panels.values() for curve in panel.values() for x in curve)
+    )
+    with axes(PANEL * len(table.panels) + 40, len(table.panels), squeeze=False, sharex=True) as (
+        figure,
+        grid,
+    ):
+        panels = [row[0] for row in grid]
+        for axis, (label, curves) in zip(panels, table.panels.items(), strict=True):
+            for number, (name, curve) in enumerate(curves.items()):
+                colour, dash, marker = SERIES[number % len(SERIES)]
+                if name == "dense":
+                    colour, dash, marker = LIGHT["muted"], (0, (1, 2)), ""
+                x = [places.index(value) for value in curve]
+                axis.plot(x, list(curve.values()), color=colour, linestyle=dash, marker=marker, label=name)
+            axis.set(ylabel=label)
+            axis.set_xticks(range(len(places)), places)
+        panels[0].set_title(table.title)
+        panels[-1].set_xlabel(table.x)
+        legend(figure, max(panels, key=lambda axis: len(axis.lines)))
+    caption = f"{table.title}: {', '.join(table.panels)} over the {table.x}."
+    return Chart(table.name, caption, figure)
 
 
-def _entropy_panel(entropies: Mapping[str, float | None]) -> Panels:
-    return {"entropy": {"entropy of a layer": _known(entropies)}}
-
-
-def _known(figures: Mapping[str, float | None]) -> dict[str, float]:
-    return {x: value for x, value in figures.items() if value is not None}
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def save_charts(tables: Sequence[PaperTable], folder: Path) -> list[Path]:
+    """Writes the chart of each table as .svg and .png; returns the files. Raises WriteError if that fails."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        return [file for table in tables for file in chart_of(table).save(folder)]
 
 
 def write_tables(
@@ -197,18 +173,19 @@ def write_tables(
     """
     lines = [f"# The paper's ablations, for {model}", ""]
     images = {plot.stem: plot for plot in plots if plot.suffix == ".svg"}
-    for title, own, _ in ABLATIONS.values():
+    for title, _, own in ABLATIONS.values():
         lines += [f"## {title}", ""]
-        found = [table for table in tables if table.title == title]
+        found = [paper for paper in tables if paper.title == title]
         if not found:
             lines += [f"Not in this sweep: it needs at least two values of {' and of '.join(own)}.", ""]
-        for table in found:
-            lines += [table.settings, ""] if table.settings else []
-            lines += [_line(table.header), _line(["---:"] * len(table.header)), *map(_line, table.lines), ""]
-            if any(cell.endswith("*") for line in table.lines for cell in line):
+        for paper in found:
+            headings, cells = paper.table.headings, paper.table.cells
+            lines += [paper.settings, ""] if paper.settings else []
+            lines += [_line(headings), _line(["---:"] * len(headings)), *map(_line, cells), ""]
+            if any(cell.endswith("*") for row in cells for cell in row):
                 lines += [STAR, ""]
-            if table.name in images:
-                lines += [f"![{title}]({images[table.name].relative_to(file.parent).as_posix()})", ""]
+            if paper.name in images:
+                lines += [f"![{title}]({images[paper.name].relative_to(file.parent).as_posix()})", ""]
     if skipped:
         lines += ["## Not run", "", *(f"- {each.label}: {each.reason}" for each in skipped), ""]
     with new_file(file) as part:

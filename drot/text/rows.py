@@ -1,11 +1,16 @@
 """The text in the rows of a dataset: a column of text, or of chats, which the chat template formats."""
 
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from drot.config import CalibrationConfig
 from drot.core.errors import UserError, quoted
 
+#: what stands between two documents
+SEPARATOR = "\n\n"
+#: half of a character outside of the first plane, which JSON can hold alone and UTF-8 cannot
+SURROGATE = re.compile("[\ud800-\udfff]")
 #: the column of a chat dataset, whose values are lists of {"role": ..., "content": ...}
 MESSAGES = "messages"
 

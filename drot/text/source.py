@@ -1,8 +1,7 @@
 """Token ids from the Hugging Face hub, a local file or a tensor of token ids."""
 
-import codecs
 import hashlib
-import json
+import logging
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,10 @@ from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
-from drot.text.rows import texts
+from drot.text.files import LARGE, SUFFIXES, LargeText, file_rows
+from drot.text.rows import SEPARATOR, SURROGATE, texts
+
+logger = logging.getLogger("drot")
 
 #: Source on the hub with a short name → arguments of datasets.load_dataset. A streamed dataset is read row by
 #: row, and only as far as it is needed.
@@ -30,8 +32,6 @@ DATASET = re.compile(r"(?P<path>\w[\w.-]*/[\w.-]+)((:(?P<name>[\w.-]+))?:(?P<spl
 SPLITS = {"train": ("c4", "wikitext2"), "test": ("wikitext2",)}
 #: Split → the argument by which a caller names its source, for error messages.
 ARGUMENT = {"train": "source", "test": "ppl"}
-SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
-SEPARATOR = "\n\n"
 #: characters between two events `read`
 READ_EVERY = 1 << 20
 
@@ -40,7 +40,9 @@ def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Prog
     """Token ids [nsamples, seqlen], int64, on the CPU, of the text of `settings`, whose seqlen is known.
 
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
-    position drawn from torch.Generator().manual_seed(seed).
+    position drawn from torch.Generator().manual_seed(seed). A text with fewer tokens than that is cut into
+    consecutive sequences, of which there are fewer, and a warning says so. Of a large file no more is read
+    than the sequences need (`LargeText`).
 
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
@@ -48,6 +50,8 @@ def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Prog
     """
     source, nsamples, seqlen = settings.source, settings.nsamples, settings.seqlen
     assert seqlen is not None
+    if (large := large_text(settings, tokenizer, progress)) is not None:
+        return large.sequences(nsamples, seqlen, settings.seed)
     text = read_text(
         source, "train", settings.text_column, tokenizer, max_tokens=nsamples * seqlen, progress=progress
     )
@@ -63,7 +67,25 @@ def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Prog
             f"`nsamples` must be at most {starts}, the number of places in {source!r} where a sequence of "
             f"{seqlen} tokens can start; got {nsamples}: lower `nsamples` or give a longer text"
         )
+    if nsamples * seqlen > len(ids):  # sequences at random positions would hold much of the text repeatedly
+        nsamples = len(ids) // seqlen
+        logger.warning(
+            "%s has %d tokens, fewer than %d sequences of %d: the whole text is drawn once, %d sequences",
+            source, len(ids), settings.nsamples, seqlen, nsamples,
+        )  # fmt: skip
+        return ids[: nsamples * seqlen].reshape(nsamples, seqlen)
     return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=settings.seed)
+
+
+def large_text(settings: CalibrationConfig, tokenizer: Any, progress: Progress) -> LargeText | None:
+    """The source of `settings` if it is a large file; None if it is not. Progress reports it as one text."""
+    if _hub_arguments(settings.source, "train") is not None:
+        return None
+    path = _file(settings.source, "train")
+    if path.suffix not in (".txt", ".jsonl") or path.stat().st_size < LARGE:
+        return None
+    progress(ProgressEvent(phase="tokenize", steps=path.stat().st_size))
+    return LargeText(path, settings.text_column, tokenizer, lambda text: tokenize(text, tokenizer))
 
 
 def draw_sequences(ids: Tensor, *, nsamples: int, seqlen: int, seed: int) -> Tensor:
@@ -114,26 +136,29 @@ def read_text(
     Raises UserError for a source that is missing, empty or unreadable.
 
     Args:
-        source: a local .txt, .json, .jsonl or .parquet file, which is read whole; a name in HUB; or a dataset
-            on the hub: `org/name`, `org/name:split` or `org/name:config:split`.
+        source: a local .txt, .json, .jsonl or .parquet file; a name in HUB; or a dataset on the hub:
+            `org/name`, `org/name:split` or `org/name:config:split`.
         split: `train` or `test`, the split of a dataset on the hub whose name does not say one.
         text_column: the column that holds text, or chats as lists of {"role": ..., "content": ...}. If there
             is no column `text`, the default, it is `messages`.
         tokenizer: the tokenizer, needed for chats only.
-        max_tokens: stops reading a streamed dataset when the text is long enough for this many tokens, at 8
-            characters a token.
+        max_tokens: stops reading when the text is long enough for this many tokens, at 8 characters a token.
+            Of a file, LARGE characters are read in any case.
         progress: receives the event `read`, with the number of characters, at the beginning and after every
             READ_EVERY characters.
     """
     hub = _hub_arguments(source, split)
     if hub is None:
-        rows, enough = _file_rows(_file(source, split)), 0
+        rows = file_rows(_file(source, split))
+        enough = 0 if max_tokens is None else max(LARGE, 8 * max_tokens)
     else:
         rows = _hub_rows(source, hub, ARGUMENT[split])
         enough = 8 * max_tokens if max_tokens is not None and hub["streaming"] else 0
     progress(ProgressEvent(phase="read", steps=enough))
-    parts, length, reported = [], 0, 0
+    parts, length, reported, replaced = [], 0, 0, 0
     for document in texts(rows, text_column, source, tokenizer):
+        document, count = SURROGATE.subn("\ufffd", document)
+        replaced += count
         parts.append(document)
         length += len(document)
         if length - reported >= READ_EVERY:
@@ -141,6 +166,8 @@ def read_text(
             reported = length
         if enough and length > enough:
             break
+    if replaced:
+        logger.warning("%s: %d lone surrogates, halves of characters, became U+FFFD", source, replaced)
     text = SEPARATOR.join(parts)
     if not text.strip():
         raise UserError(f"{source} is empty: give a source with text")
@@ -198,66 +225,3 @@ def _file(source: str, split: str) -> Path:
             f"{source}: the file's suffix must be one of {', '.join(SUFFIXES)}; got {path.suffix!r}"
         )
     return path
-
-
-def _file_rows(path: Path) -> Iterator[Any]:
-    """The rows of a file: a text, a table, a JSON list, one JSON object or JSON lines."""
-    if path.suffix == ".parquet":
-        yield from _parquet_rows(path)
-        return
-    content = _read_utf8(path)
-    if path.suffix == ".txt":
-        yield content
-        return
-    if path.suffix == ".json":
-        try:
-            data = json.loads(content or "[]")
-            yield from data if isinstance(data, list) else [data]
-            return
-        except json.JSONDecodeError as error:
-            if error.msg != "Extra data":  # "Extra data" means JSON lines, which many .json files hold
-                raise _not_json(path, error.lineno, error) from None
-        except (RecursionError, ValueError) as error:  # deep nesting, or a number of thousands of digits
-            raise _not_json(path, 1, error) from None
-    # splitlines() would also split a string that contains U+2028 or U+0085
-    for number, line in enumerate(content.split("\n"), 1):
-        if line.strip():
-            try:
-                yield json.loads(line)
-            except (RecursionError, ValueError) as error:
-                raise _not_json(path, number, error) from None
-
-
-def _not_json(path: Path, line: int, error: Exception) -> UserError:
-    reason = error.msg if isinstance(error, json.JSONDecodeError) else quoted(error)
-    return UserError(f"{path}, line {line}: not valid JSON ({reason}); was the file cut off?")
-
-
-def _parquet_rows(path: Path) -> list[Any]:
-    import pyarrow
-    import pyarrow.parquet as parquet
-
-    try:
-        return parquet.read_table(path).to_pylist()
-    except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path} is not a readable parquet file: {quoted(error)}") from None
-
-
-def _read_utf8(path: Path) -> str:
-    """The text of a file, without a byte order mark."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        raise UserError(
-            f"{path} must be UTF-8, got byte 0x{error.object[error.start]:02x} at offset {error.start}: "
-            f"convert it, for example with iconv -f {'utf-16' if utf16 else 'latin1'} -t utf-8"
-        ) from None
-    except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror}") from None
-    if "\0" in text:  # UTF-16 of English text without a byte order mark is valid UTF-8
-        raise UserError(
-            f"{path} must be a text in UTF-8, got a zero byte: it is UTF-16 or no text; convert UTF-16 with "
-            "iconv -f utf-16le -t utf-8"
-        )
-    return text

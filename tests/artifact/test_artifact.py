@@ -1,26 +1,32 @@
 """Artifacts: the same bytes, on another machine too, from the right model only, without dense weights."""
 
 import json
+import os
 import shutil
 import zipfile
 
 import pytest
 import torch
+from runs import saved_tensors
 from safetensors.torch import load_file
 from small_models import random_tokens, small_model
 
 import drot
-from drot.artifact import apply as applying
-from drot.artifact import container
-from drot.artifact import prediction as predicting
-from drot.artifact.apply import apply_artifact
-from drot.artifact.export import export_artifact
+from drot.checkpoint.artifact import apply as applying
+from drot.checkpoint.artifact import container
+from drot.checkpoint.artifact import export as exporting
+from drot.checkpoint.artifact import prediction as predicting
+from drot.checkpoint.artifact.apply import apply_artifact
+from drot.checkpoint.artifact.export import export_artifact
 from drot.checkpoint.load import load_model
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.core.hashes import tensors_digest
+from drot.manifest.manifest import accept_files
 
+#: of the checkpoints of models with three layers
+SHARD = "model-00001-of-00004.safetensors"
 WANDA = PruningConfig(method="wanda", solve="none", target="self")
 
 
@@ -64,10 +70,13 @@ CASES = {
     "packed beside dense": dict(format="packed", pruning=PruningConfig(keep=("layers.0.*",))),
     "ratio": dict(pruning=PruningConfig(sparsity=0.3)),
     "shared": dict(rotation=RotationConfig(mode="shared", steps=5)),
+    "light": dict(rotation=RotationConfig(mode="shared", steps=5, down_rotation=32), format="packed"),
+    "without R3": dict(rotation=RotationConfig(steps=5, down_rotation="none")),
     "residual": dict(rotation=RotationConfig(steps=5, hessians="dense", boundary="residual")),
     "recovered": dict(recovery=drot.RecoveryConfig(recover="block", recover_epochs=1)),
     "biased": dict(family="llama-biased"),
     "qwen3": dict(family="qwen3", pruning=WANDA),
+    "phi3": dict(family="phi3", pruning=WANDA),
     "float16": dict(dtype=torch.float16, pruning=WANDA),
     "float32": dict(dtype=torch.float32),
 }
@@ -119,13 +128,42 @@ def test_sizes(tmp_path):
     parts = made.summary["parts"]
     assert made.summary["bytes"] == made.file.stat().st_size
     assert "difference" not in parts and "rotations" not in parts
-    weights = sum(
-        t.numel() for name, t in load_file(made.pruned / "model.safetensors").items() if "proj" in name
-    )
+    weights = sum(t.numel() for name, t in saved_tensors(made.pruned).items() if "proj" in name)
     assert parts["mask"] < weights / 8  # fewer bytes than one bit a weight
     rotated = Made(tmp_path / "rotated", pruning=WANDA)
     whole = sum(file.stat().st_size for file in (tmp_path / "rotated" / "pruned").iterdir())
     assert rotated.summary["checkpoint_bytes"] == whole
+
+
+@pytest.mark.parametrize(
+    "case", ["wanda", "packed beside dense", "shared", "light", "residual", "biased", "qwen3", "float32"]
+)
+def test_without_the_file_of_the_rotations(tmp_path, case):
+    """They are computed from the checkpoint, to its rounding, and the artifact gives the same bytes."""
+    made = Made(tmp_path, **CASES[case])
+    found, rotations_in = [], exporting.rotations_in
+
+    def keep(*args, **options):
+        found.extend(rotations_in(*args, **options))
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exporting, "rotations_in", keep)
+        summary = export_artifact(made.pruned, tmp_path / "b.drot", model=made.dense)
+    saved, r2_errors = load_file(made.rotations), []
+    for layer, rotation in enumerate(found):
+        for name, matrix in rotation.matrices.items():
+            error = float((matrix - saved[f"layers.{layer}.{name}"].double()).norm() / matrix.norm())
+            if name == "r2":
+                r2_errors.append(error)
+            else:
+                assert error < 0.01, (layer, name)
+    # kept weights that pruning has changed say less about R2
+    assert max(r2_errors) < (0.02 if CASES[case].get("pruning") == WANDA else 0.5)
+    assert {name for rotation in found for name in rotation.matrices} == {k.split(".")[-1] for k in saved}
+    assert made.summary["bytes"] * 0.9 < summary["bytes"] < made.summary["bytes"] * 1.5
+    apply_artifact(tmp_path / "b.drot", tmp_path / "again", model=made.dense)
+    assert files_of(tmp_path / "again") == files_of(made.pruned)
 
 
 def test_another_model_is_refused(made, tmp_path):
@@ -145,7 +183,6 @@ def test_another_model_is_refused(made, tmp_path):
 
 def test_what_cannot_be_exported(made, tmp_path):
     for arguments, message in (
-        (dict(rotations=None), "this checkpoint is rotated: name the file of its run"),
         (dict(model=made.pruned, rotations=made.rotations), "is quantised, packed or rotated"),
     ):
         with pytest.raises(UserError, match=message):
@@ -190,7 +227,7 @@ def cut(part):
 
 def offsets(first):
     """Moves the first tensor of the header."""
-    name = "headers/model.safetensors"
+    name = f"headers/{SHARD}"
     return lambda members: (
         members | {name: members[name].replace(b'"data_offsets":[0,', b'"data_offsets":' + first)}
     )
@@ -213,6 +250,10 @@ def longer(name, size):
         (cut("/mask"), "is damaged"),
         (cut("/difference"), "is damaged"),
         (cut(".r1"), "is damaged"),
+        (cut(".r3"), "is damaged"),
+        (changed_index(down_rotation=32), "is damaged"),
+        (changed_index(down_rotation=None), "came out different|is damaged"),
+        (changed_index(down_rotation=1), "down_rotation: .* got 1"),
         (cut("drot.json"), "drot.json came out different"),
         (lambda members: {n: d for n, d in members.items() if not n.endswith(".r2")}, "is damaged"),
         (changed_index(format_version=2), "must be of format_version 1, got 2"),
@@ -233,9 +274,13 @@ def longer(name, size):
         (changed_index(rotated=3), "rotated: Input should be a valid boolean, got 3"),
         (changed_index(boundary="nope"), "boundary: .* got 'nope'"),
         (changed_index(tolerances={"a": "x"}), "tolerances.a: Input should be a valid number, got 'x'"),
-        (offsets(b"[9,"), "header of model.safetensors"),
-        (offsets(b"[-8,"), "header of model.safetensors"),
-        (longer("model.safetensors", 10**15), "the tensors end at byte .* of 1000000000000000"),
+        (longer(SHARD, 10**6), "the tensors end at byte .* of 1000000"),
+        (offsets(b"[9,"), "header of model-00001"),
+        (offsets(b"[-8,"), "header of model-00001"),
+        (
+            longer(SHARD, 10**15),
+            r"its weights have 1000000000\d+ bytes, more than any checkpoint of this model",
+        ),
     ],
 )
 def test_a_damaged_artifact_is_refused(made, tmp_path, change, message):
@@ -247,17 +292,103 @@ def test_a_damaged_artifact_is_refused(made, tmp_path, change, message):
     assert not list(tmp_path.glob("again*")) and not list(tmp_path.parent.glob("evil"))
 
 
-def test_a_member_that_inflates_beyond_measure_is_not_read(made, tmp_path, monkeypatch):
-    monkeypatch.setattr(container, "LARGEST_MEMBER", 20_000)
-    file = shutil.copy(made.file, tmp_path)
-    rewrite(file, lambda members: members | {"files/config.json": bytes(20_001)})
-    with pytest.raises(UserError, match=r"is damaged \(files/config.json has 20001 bytes\)"):
+@pytest.mark.parametrize("part", ["artifact.json", "config.json", f"headers/{SHARD}", ".r1", ".r2", "/mask"])
+def test_a_member_that_inflates_beyond_measure_is_not_read(made, tmp_path, monkeypatch, part):
+    """20 MB of zeros in 20 kB: far more than the text, the rotation or the mask that belongs there."""
+    file, read = shutil.copy(made.file, tmp_path), []
+    with zipfile.ZipFile(file) as old:
+        members = {name: old.read(name) for name in old.namelist()}
+    bomb = next(name for name in members if name.endswith(part))
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as new:
+        for name, data in (members | {bomb: bytes(20_000_000)}).items():
+            new.writestr(name, data)
+    real = zipfile.ZipFile.read
+    monkeypatch.setattr(zipfile.ZipFile, "read", lambda self, name: read.append(name) or real(self, name))
+    with pytest.raises(UserError, match=rf"is damaged \({bomb} has 20000000 bytes\)"):
         apply_artifact(file, tmp_path / "again", model=made.dense)
+    assert bomb not in read
+
+
+def test_every_damage_of_the_archive_is_a_mistake_of_one_line(made, tmp_path):
+    """Each byte of the beginning and of the end of the file, where the directory lies: no other exception."""
+    content = made.file.read_bytes()
+    refused = []
+    for place in [*range(60), *range(len(content) - 300, len(content))]:
+        for bits in (0x01, 0xFF):
+            changed = bytearray(content)
+            changed[place] ^= bits
+            (tmp_path / "b.drot").write_bytes(changed)
+            try:
+                with container.Reader(tmp_path / "b.drot") as reader:
+                    for name in sorted(reader._names):
+                        reader.read(name, 10**7)
+            except UserError as error:
+                refused.append(str(error))
+    assert len(refused) > 300 and not any("\n" in message for message in refused)
+
+
+def test_an_encrypted_member_and_one_that_stands_twice(made, tmp_path):
+    content = made.file.read_bytes()
+    start = content.index(b"PK\x01\x02")
+    (tmp_path / "b.drot").write_bytes(content[: start + 8] + b"\x01" + content[start + 9 :])
+    with pytest.raises(UserError, match="is damaged .*encrypted"):
+        apply_artifact(tmp_path / "b.drot", tmp_path / "out", model=made.dense)
+    shutil.copy(made.file, tmp_path)
+    with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(tmp_path / "a.drot", "a") as file:
+        file.writestr("artifact.json", "{}")
+    with pytest.raises(UserError, match="a member stands twice"):
+        apply_artifact(tmp_path / "a.drot", tmp_path / "out", model=made.dense)
+
+
+def test_only_the_checkpoint_of_the_folder_is_exported(made, tmp_path, caplog):
+    """A training beside it has left checkpoint-500, also in the list of files after `drot info --accept`."""
+    folder = shutil.copytree(made.pruned, tmp_path / "pruned")
+    (folder / "checkpoint-500").mkdir()
+    shutil.copy(folder / SHARD, folder / "checkpoint-500" / "model-best.safetensors")
+    for name in ("b.drot", "c.drot"):
+        export_artifact(folder, tmp_path / name, model=made.dense, rotations=made.rotations)
+        assert any("model-best.safetensors is left out" in message for message in caplog.messages)
+        apply_artifact(tmp_path / name, tmp_path / f"{name}-out", model=made.dense)
+        assert not (tmp_path / f"{name}-out" / "checkpoint-500").exists()
+        caplog.clear()
+        accept_files(folder)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_export_applies_to_itself_before_it_says_done(made, tmp_path, monkeypatch, check):
+    """With an encoder that loses the changes of the kept weights."""
+    monkeypatch.setattr(exporting, "encode", lambda actual, rows, tolerance: {})
+    options = dict(model=made.dense, rotations=made.rotations, check=check)
+    if check:
+        with pytest.raises(UserError, match="came out different"):
+            export_artifact(made.pruned, tmp_path / "b.drot", **options)
+        assert not list(tmp_path.iterdir())
+    else:
+        export_artifact(made.pruned, tmp_path / "b.drot", **options)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: export_artifact(None, "a"), "`checkpoint` must be a str or Path; got None"),
+        (lambda: export_artifact("a", None), "`out` must be a str or Path; got None"),
+        (lambda: export_artifact("a", "b", model=3), "`model` must be a str or Path or None; got 3"),
+        (lambda: export_artifact("a", "b", rotations=b"r"), "`rotations` must be a str or Path or None"),
+        (lambda: export_artifact("a", "b", progress=True), "`progress` must be callable; got True, a bool"),
+        (lambda: apply_artifact(None, "a"), "`artifact` must be a str or Path; got None"),
+        (lambda: apply_artifact("a", 3), "`out` must be a str or Path; got 3"),
+        (lambda: apply_artifact("a", "b", model=[]), "`model` must be a str or Path or None"),
+        (lambda: apply_artifact("a", "b", progress="bar"), "`progress` must be callable; got 'bar', a str"),
+    ],
+)
+def test_wrong_types(call, message):
+    with pytest.raises(UserError, match=message):
+        call()
 
 
 def test_a_damaged_checkpoint_is_not_exported(made, tmp_path):
     folder = shutil.copytree(made.pruned, tmp_path / "pruned")
-    file = folder / "model.safetensors"
+    file = folder / SHARD
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     file.write_bytes(content)
@@ -269,6 +400,9 @@ def test_a_damaged_checkpoint_is_not_exported(made, tmp_path):
 def test_what_is_no_artifact(tmp_path):
     with pytest.raises(UserError, match="there is no artifact"):
         apply_artifact(tmp_path / "none", tmp_path / "out")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="must be a file, got a pipe"):
+        apply_artifact(tmp_path / "pipe", tmp_path / "out")
     (tmp_path / "text").write_text("text")
     with pytest.raises(UserError, match="is no artifact of drot"):
         apply_artifact(tmp_path / "text", tmp_path / "out")
@@ -289,7 +423,7 @@ def test_without_the_dense_model_the_weights_stay_unknown(made, tmp_path, monkey
     )
     monkeypatch.setattr(applying, "damage", lambda path, record: None)
     apply_artifact(file, tmp_path / "guess", model=other)
-    true, guess = (load_file(path / "model.safetensors") for path in (made.pruned, tmp_path / "guess"))
+    true, guess = (saved_tensors(path) for path in (made.pruned, tmp_path / "guess"))
     for name in (name for name in true if name.endswith("proj.weight")):
         kept = true[name] != 0
         a, b = true[name][kept].double(), guess[name][kept].double()
@@ -309,5 +443,5 @@ def test_the_commands(made, tmp_path, capsys):
     captured = capsys.readouterr()
     assert json.loads(captured.out)["out"] == str(again) and "layer 2 (3 of 3): applying" in captured.err
     assert files_of(again) == files_of(made.pruned)
-    assert cli.run(["export", str(made.pruned), "--out", str(tmp_path / "c.drot")]) == 2
-    assert "this checkpoint is rotated: name the file of its run as --rotations" in capsys.readouterr().err
+    assert cli.run(["export", str(made.pruned), "--out", str(tmp_path / "c.drot")]) == 0
+    assert "rotations" in capsys.readouterr().out  # computed from the checkpoint

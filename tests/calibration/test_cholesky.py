@@ -3,8 +3,12 @@
 import pytest
 import torch
 from same_bytes import NUMBERS_OF_THREADS, threads
+from torch.utils.flop_counter import FlopCounterMode
 
-from drot.calibration.cholesky import BLOCK, cholesky_, inverse_of_factor_
+from drot.calibration import cholesky
+from drot.calibration.cholesky import cholesky_, inverse_of_factor_
+
+BLOCK = cholesky.CPU_BLOCK
 
 #: below, at and above a block, with odd sizes and three levels of blocks
 SIZES = [1, 5, BLOCK, BLOCK + 1, 2 * BLOCK, 300, 641]
@@ -57,3 +61,20 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(size):
             inverses.append(inverse(matrix))
     assert all(torch.equal(factor, factors[0]) for factor in factors)
     assert all(torch.equal(inverse, inverses[0]) for inverse in inverses)
+
+
+def test_an_inverse_takes_the_cube_of_its_size(monkeypatch):
+    """n³ operations and a little more; a factor and `torch.cholesky_inverse` take 8/3 n³ on a GPU."""
+    monkeypatch.setattr(cholesky, "CPU_BLOCK", 8)
+    monkeypatch.setattr(cholesky, "WHOLE", 8)
+    matrix, aten = positive_definite(512, torch.float64), torch.ops.aten
+    mapping = {
+        aten.addmm_: lambda c, a, b, out_shape=None, **_: 2 * a[0] * a[1] * b[1],
+        aten.linalg_cholesky_ex: lambda a, *_, out_shape=None, **__: a[-1] ** 3 / 3,
+        # a triangular matrix against the columns of another
+        aten.linalg_solve_triangular: lambda a, b, *_, out_shape=None, **__: a[-1] * b[0] * b[1],
+    }
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        found = inverse(matrix)
+    assert 0.95 * 512**3 < counter.get_total_flops() < 1.1 * 512**3
+    torch.testing.assert_close(found @ matrix, torch.eye(512, dtype=torch.float64), rtol=0, atol=1e-9)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import FAMILIES, random_tokens, small_model
+from small_models import WITHOUT_EXPERTS, layer_outputs, random_tokens, small_model
 
 from drot.calibration import layer_pass as passes
 from drot.calibration import stream as streams
@@ -35,20 +35,17 @@ def outputs(module, stream):
 
 
 def from_the_start(layer, stream, group):
-    """The inputs of a group and the residual to which its linear adds, each from whole forward passes."""
-    seen, rests = [], []
-    handle = layer.linears_of(group)[0].module.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
-    outputs(layer.module, stream)
-    handle.remove()
-    silent = layer.copy()
-    muted = silent.linears["o_proj" if group.name == "o" else "down_proj"]
-    muted.weight.zero_()
-    if muted.bias is not None:
-        muted.bias.zero_()
-    norm = silent.module.post_attention_layernorm
-    norm.register_forward_pre_hook(lambda m, args: rests.append(args[0]))
-    found = outputs(silent.module, stream)
-    return torch.cat(seen), torch.cat(rests if group.name == "o" else found)
+    """The inputs of a group and the residual stream behind its linear, from whole forward passes."""
+    seen, middle = [], []
+    norm = layer.module.post_attention_layernorm
+    handles = [
+        layer.linears_of(group)[0].module.register_forward_pre_hook(lambda m, args: seen.append(args[0])),
+        norm.register_forward_pre_hook(lambda m, args: middle.append(args[0])),
+    ]
+    found = outputs(layer.module, stream)
+    for handle in handles:
+        handle.remove()
+    return torch.cat(seen), torch.cat(middle if group.name == "o" else found)
 
 
 @torch.no_grad()
@@ -57,7 +54,7 @@ def halve(layer, group):
         linear.weight.mul_(torch.rand_like(linear.weight, dtype=torch.float32) > 0.5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
 @pytest.mark.parametrize("place", [None, "input", "residual"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_inputs_and_output_of_a_layer_that_is_pruned_on_the_way(family, place, dtype):
@@ -66,17 +63,17 @@ def test_inputs_and_output_of_a_layer_that_is_pruned_on_the_way(family, place, d
     before = stream.hidden_states.clone()
     layer_pass = LayerPass(layer, stream)
     for group in layer.groups:
-        x, rest = from_the_start(layer, stream, group)
-        found = list(layer_pass.inputs(group, residual=True))
+        x, written = from_the_start(layer, stream, group)
+        found = list(layer_pass.inputs(group, outputs=True))
         assert len(found) == 3
         assert torch.equal(torch.cat([inputs for inputs, _ in found]), x)
         if group.name in ("o", "down"):
-            assert torch.equal(torch.cat([residual for _, residual in found]), rest)
+            assert torch.equal(torch.cat([output for _, output in found]), written)
         else:
-            assert all(residual is None for _, residual in found)
+            assert all(output is None for _, output in found)
         halve(layer, group)
     assert torch.equal(stream.hidden_states, before)
-    expected = stream.outputs(layer)
+    expected = layer_outputs(stream, layer)
     layer_pass.advance()
     assert torch.equal(stream.hidden_states, expected)
 
@@ -95,14 +92,28 @@ def test_any_groups_may_be_left_out(names, kept_share, monkeypatch):
         found = layer_pass.hessian(group)
         torch.testing.assert_close(found.double(), 2 / 5 * rows.T @ rows, rtol=1e-4, atol=1e-4)
         halve(layer, group)
-    expected = stream.outputs(layer)
+    expected = layer_outputs(stream, layer)
     layer_pass.advance()
     assert torch.equal(stream.hidden_states, expected)
 
 
+@pytest.mark.parametrize("names", [["attention", "o", "mlp", "down"], ["down"], ["o"]], ids=str)
+def test_a_fixed_layer_computes_its_last_linear_once(names):
+    """The outputs of the last linear, which are those of the layer, are kept."""
+    layer, stream = layer_and_stream("qwen3")
+    expected, calls = layer_outputs(stream, layer), []
+    layer.linears["down_proj"].module.register_forward_hook(lambda *args: calls.append(args))
+    layer_pass = LayerPass(layer, stream, fixed=True)
+    for group in (group for group in layer.groups if group.name in names):
+        list(layer_pass.inputs(group, outputs=True))
+    layer_pass.advance()
+    assert torch.equal(stream.hidden_states, expected)
+    assert len(calls) == 3  # batches
+
+
 def test_a_layer_computes_as_before_after_an_error():
     layer, stream = layer_and_stream("qwen3")
-    expected = stream.outputs(layer)
+    expected = layer_outputs(stream, layer)
     layer_pass = LayerPass(layer, stream)
     _, o, _, down = layer.groups
     list(layer_pass.inputs(o))
@@ -112,7 +123,7 @@ def test_a_layer_computes_as_before_after_an_error():
         list(layer_pass.inputs(down))
     handle.remove()
     stream = layer_and_stream("qwen3")[1]
-    assert torch.equal(stream.outputs(layer), expected)
+    assert torch.equal(layer_outputs(stream, layer), expected)
     assert "forward" not in layer.module.self_attn.__dict__
 
 

@@ -1,10 +1,13 @@
 """Helpers for tests of packed checkpoints on disk. conftest.py has the checkpoints."""
 
-from safetensors.torch import load_file, save_file
+import json
+
+from runs import saved_tensors
+from safetensors.torch import save_file
 
 from drot.cli import app as cli
-from drot.demo.demo import HELD_OUT
 from drot.manifest.manifest import accept_files
+from drot.sweep.demo import HELD_OUT
 
 #: options of a quick `drot prune`, with which both formats have their rotations in the same place
 PRUNE = [
@@ -28,16 +31,16 @@ def refused(capsys, *arguments):
     return message + "\n"
 
 
-def tensors_of(folder):
-    """Name → tensor, from all safetensors files of a checkpoint."""
-    return {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
-
-
 def rewrite(folder, change):
-    """Applies `change` to the dict of tensors of a checkpoint in one file, and records the new file."""
-    file = folder / "model.safetensors"
-    # copies, because the loaded tensors are mapped from the file, which is overwritten below
-    tensors = {name: tensor.clone() for name, tensor in load_file(file).items()}
+    """Applies `change` to the dict of all tensors of a checkpoint, and records the new files."""
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    # copies, because the loaded tensors are mapped from the files, which are overwritten below
+    tensors = {name: tensor.clone() for name, tensor in saved_tensors(folder).items()}
     change(tensors)
-    save_file(tensors, file, metadata={"format": "pt"})
+    places = {name: places.get(name, places["model.norm.weight"]) for name in tensors}
+    for file in set(places.values()):
+        own = {name: tensor for name, tensor in tensors.items() if places[name] == file}
+        save_file(own, folder / file, metadata={"format": "pt"})
+    index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
     accept_files(folder)

@@ -32,7 +32,7 @@ from drot.evaluation.evaluate import evaluate
 from drot.manifest.card import write_card
 from drot.manifest.manifest import update_manifest
 from drot.manifest.records import FinetuneRecord
-from drot.report.write import write_report
+from drot.reporting.write import report
 
 CASES = int(os.environ.get("DROT_FUZZ_CASES", "12"))
 fuzzed = settings(
@@ -221,8 +221,8 @@ def test_every_entry_of_drot_json(recorded: Path, room: Path, value: Any) -> Non
 def test_reports_of_drot_json(recorded: Path, room: Path, changes: Any) -> None:
     file = fresh(recorded, room) / "drot.json"
     file.write_text(edited(json.loads(file.read_text()), changes))
-    survives(write_report, [room], linears=["layers.0.self_attn.q_proj"])
-    survives(write_report, [room, recorded], out=room / "both.html")
+    survives(report, [room], linears=["layers.0.self_attn.q_proj"])
+    survives(report, [room, recorded], out=room / "both.html")
 
 
 @fuzzed
@@ -247,7 +247,7 @@ def test_safetensors_headers(
 )
 def test_packed_tensors(packed: Path, room: Path, which: float, data: bytes, start: float) -> None:
     """Other bytes in one tensor: values may become NaN, and positions may be out of order."""
-    file = fresh(packed, room) / "model.safetensors"
+    file = fresh(packed, room) / "model-00001-of-00003.safetensors"
     tensors = load_file(file)
     name = sorted(tensors)[int(which * len(tensors))]
     raw = tensors[name].view(torch.uint8).flatten()

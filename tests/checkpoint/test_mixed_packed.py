@@ -5,13 +5,13 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from runs import saved_tensors
 from small_models import random_tokens, small_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.convert import convert
 from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
@@ -40,10 +40,6 @@ def prune(family, out, format="packed", rotation=(("mode", "none"),), dtype=torc
     return drot.prune(model, recipe, calibration=TOKENS, device="cpu", out=out, format=format)
 
 
-def tensors_of(folder):
-    return load_file(folder / "model.safetensors")
-
-
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory):
     """A dense and a packed checkpoint of the same mixed model. Tests must not change them."""
@@ -62,7 +58,7 @@ def packed(checkpoints, tmp_path):
 def test_only_the_2to4_linears_are_packed(checkpoints):
     config = json.loads((checkpoints / "packed" / "config.json").read_text())["quantization_config"]
     assert config == {"quant_method": "drot", "packed": True, "dense_linears": DENSE_LINEARS}
-    dense, packed = (tensors_of(checkpoints / format) for format in ("dense", "packed"))
+    dense, packed = (saved_tensors(checkpoints / format) for format in ("dense", "packed"))
     for name in DENSE_LINEARS:
         assert torch.equal(packed[f"model.{name}.weight"], dense[f"model.{name}.weight"])
     assert sum(name.endswith(".positions") for name in packed) == 21 - len(DENSE_LINEARS)
@@ -84,10 +80,10 @@ def test_opens_fuses_and_saves_again(checkpoints, tmp_path):
     assert type(layers[1].self_attn.k_proj) is nn.Linear
     assert isinstance(layers[1].mlp.gate_proj, FusedLinear) and isinstance(layers[1].mlp.up_proj, FusedPart)
     assert isinstance(layers[2].self_attn.q_proj, FusedLinear)
-    expected = tensors_of(checkpoints / "packed")
+    expected = saved_tensors(checkpoints / "packed")
     for name, model in (("loaded", loaded), ("fused", fused)):
         model.save_pretrained(tmp_path / name)
-        again = tensors_of(tmp_path / name)
+        again = saved_tensors(tmp_path / name)
         assert again.keys() == expected.keys() and all(
             torch.equal(again[key], expected[key]) for key in again
         )
@@ -115,7 +111,7 @@ def test_a_packed_model_without_dense_linears_has_no_such_key(tmp_path):
 
 
 @pytest.mark.parametrize("boundary", ["input", "residual"])
-@pytest.mark.parametrize("family", ["llama-biased", "qwen3"])
+@pytest.mark.parametrize("family", ["llama-biased", "qwen3", "granite-biased"])
 def test_with_rotations(family, boundary, tmp_path):
     """A down_proj that is packed is fused with the rotation beside it, a dense down_proj is not."""
     rotation = dict(steps=2, hessians="dense", boundary=boundary)
@@ -137,7 +133,7 @@ def test_convert_there_and_back(checkpoints, tmp_path, capsys):
     for source, format in (("packed", "dense"), ("dense", "packed")):
         out = tmp_path / format
         assert cli.run(["convert", str(checkpoints / source), "--out", str(out), "--format", format]) == 0
-        got, expected = tensors_of(out), tensors_of(checkpoints / format)
+        got, expected = saved_tensors(out), saved_tensors(checkpoints / format)
         assert got.keys() == expected.keys() and all(torch.equal(got[key], expected[key]) for key in got)
         configs = [
             json.loads((folder / format / "config.json").read_text()) for folder in (tmp_path, checkpoints)
@@ -160,10 +156,10 @@ def test_convert_refuses_what_is_not_2to4(checkpoints, tmp_path):
     other = shutil.copytree(checkpoints / "dense", tmp_path / "other")
     (other / "drot.json").unlink()
     with pytest.raises(UserError, match="layer 0, q_proj: w must hold at most 2 non-zeros"):
-        convert_checkpoint(other, tmp_path / "out", "packed")
+        convert(other, tmp_path / "out", "packed")
     prune("llama", tmp_path / "none", "dense", sparsity="2:4", sparsity_of={"*": "4:8"})
     with pytest.raises(UserError, match='`format="packed"` needs a linear with the sparsity 2:4'):
-        convert_checkpoint(tmp_path / "none", tmp_path / "out", "packed")
+        convert(tmp_path / "none", tmp_path / "out", "packed")
     assert not (tmp_path / "out").exists()
 
 

@@ -5,7 +5,8 @@ import logging
 
 import pytest
 import torch
-from packed_checkpoints import PRUNE, UP, refused, tensors_of
+from packed_checkpoints import PRUNE, UP, refused
+from runs import saved_tensors
 from small_models import random_tokens, small_model
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
@@ -14,16 +15,16 @@ from drot.checkpoint import load
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
-from drot.demo.demo import HELD_OUT, MODEL
 from drot.manifest.manifest import read_manifest
 from drot.sparse import linear
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
+from drot.sweep.demo import HELD_OUT, MODEL
 
 pytestmark = pytest.mark.slow  # they prune and open the embedded model
 
 
 def test_files_of_a_packed_checkpoint(checkpoints):
-    dense, packed = tensors_of(checkpoints / "dense"), tensors_of(checkpoints / "packed")
+    dense, packed = saved_tensors(checkpoints / "dense"), saved_tensors(checkpoints / "packed")
     weight, values, positions = dense[f"{UP}.weight"], packed[f"{UP}.values"], packed[f"{UP}.positions"]
     assert (values.dtype, positions.dtype) == (torch.bfloat16, torch.uint8)
     assert (list(values.shape), list(positions.shape)) == ([704, 128], [704, 32])
@@ -36,6 +37,7 @@ def test_files_of_a_packed_checkpoint(checkpoints):
     assert config["quantization_config"] == {
         "quant_method": "drot",
         "boundary": "input",
+        "down_rotation": 64,
         "packed": True,
     }
     assert read_manifest(checkpoints / "packed").format == "packed"
@@ -53,7 +55,7 @@ def test_opens_without_a_dense_weight_and_saves_again(checkpoints, tmp_path, mon
     torch.testing.assert_close(model(tokens).logits, dense(tokens).logits, atol=0.1, rtol=0.02)
     model.save_pretrained(tmp_path / "again", max_shard_size="1MB")
     assert len(list((tmp_path / "again").glob("*.safetensors"))) > 3
-    again, before = tensors_of(tmp_path / "again"), tensors_of(checkpoints / "packed")
+    again, before = saved_tensors(tmp_path / "again"), saved_tensors(checkpoints / "packed")
     assert again.keys() == before.keys() and all(torch.equal(again[name], before[name]) for name in again)
     assert torch.equal(drot.load(tmp_path / "again", device="cpu")(tokens).logits, model(tokens).logits)
 
@@ -187,3 +189,15 @@ def test_load_says_nothing_on_a_cpu(checkpoints, caplog):
         assert forms(drot.load(checkpoints / "packed", device="cpu", compress=False)) == {False}
         assert forms(drot.load(checkpoints / "packed", device="cpu")) == {False}
     assert not caplog.records
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_state_dict_that_the_caller_gives_is_saved(checkpoints, tmp_path, format):
+    """As a Trainer gives it that gathers the weights of several processes."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / format)
+    state = model.state_dict() | {"model.norm.weight": model.model.norm.weight.detach() + 1}
+    model.save_pretrained(tmp_path / "given", state_dict=dict(state))
+    model.save_pretrained(tmp_path / "own")
+    given, own = saved_tensors(tmp_path / "given"), saved_tensors(tmp_path / "own")
+    assert torch.equal(given["model.norm.weight"], own["model.norm.weight"] + 1)
+    assert given.keys() == own.keys()

@@ -24,30 +24,33 @@ from drot.checkpoint.hf_model import DrotModel, as_drot_model
 from drot.cli import app as cli
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
-from drot.demo.demo import HELD_OUT, MODEL
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Bases, Boundary
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
+from drot.sweep.demo import HELD_OUT, MODEL
 
 TOKENS = random_tokens(2, 12)
-ROTATION = "model.layers.1.residual_rotation.weight"
+ROTATION, R3 = "model.layers.1.residual_rotation.weight", "model.layers.1.mlp.down_rotation.weight"
 
 
-def orthogonal(size: int) -> torch.Tensor:
-    return torch.linalg.qr(torch.randn(size, size, dtype=torch.float64))[0]
+def orthogonal(*size: int) -> torch.Tensor:
+    return torch.linalg.qr(torch.randn(*size, size[-1], dtype=torch.float64))[0]
 
 
 @torch.no_grad()
 def a_model(kind: str, family: str = "llama", place: BoundaryPlace = "input", **options):
-    """A small model: rotated, packed, both as `rotated packed`, or stock."""
+    """A small model: rotated, packed, with R3 as `down`, several of them as `rotated packed`, or stock."""
     model = small_model(family, **options)
     layers = DecoderModel(model).layers
     if "rotated" in kind:
         for layer in layers:
             if Bases(place, len(layers)).holds(layer.index):
                 layer.hold(Boundary(place, orthogonal(32), orthogonal(32)))
+    if "down" in kind:
+        for layer in layers:
+            layer.expect_down_rotation(16).weight.copy_(orthogonal(3, 16))
     if "packed" in kind:
         for layer in layers:
             for linear in layer.linears.values():
@@ -57,7 +60,7 @@ def a_model(kind: str, family: str = "llama", place: BoundaryPlace = "input", **
     return model
 
 
-KINDS = ["rotated", "packed", "rotated packed"]
+KINDS = ["rotated", "down", "packed", "rotated packed", "rotated down packed"]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +142,7 @@ def test_engines_find_no_family_of_theirs(checkpoint):
 
 
 @pytest.mark.parametrize("place", ["input", "residual"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loader_of_the_family_lacks_tensors(kind, family, place):
     """A program that reads no config.json takes the tensors by the family's names."""
@@ -181,10 +184,10 @@ def test_round_trip(checkpoint, tmp_path):
         opens_right(tmp_path / "twin", logits)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3", "phi3"])
 @pytest.mark.parametrize("place", ["input", "residual"])
 def test_every_family(family, place, tmp_path):
-    model = a_model("rotated packed", family, place)
+    model = a_model("rotated down packed", family, place)
     model.save_pretrained(tmp_path)
     assert config_of(tmp_path)["base_model_type"] == family
     opened = AutoModelForCausalLM.from_pretrained(tmp_path)
@@ -231,19 +234,42 @@ def refusal(folder):
     "damage",
     [
         lambda q: q.mul_(1.05),
-        lambda q: q[3].zero_(),
-        lambda q: q.copy_(torch.eye(32) + 0.1),
-        lambda q: q[5, 7].fill_(torch.nan),
-        lambda q: q[5, 7].fill_(torch.inf),
+        lambda q: q[..., 3, :].zero_(),
+        lambda q: q.copy_(torch.eye(q.shape[-1]) + 0.1),
+        lambda q: q[..., 5, 7].fill_(torch.nan),
+        lambda q: q[..., 5, 7].fill_(torch.inf),
     ],
     ids=["scaled", "row", "other", "nan", "inf"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_damaged_rotation_is_named(damage, dtype, tmp_path):
-    a_model("rotated", dtype=dtype).save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", [ROTATION, R3])
+def test_a_damaged_rotation_is_named(name, damage, dtype, tmp_path):
+    a_model("rotated down", dtype=dtype).save_pretrained(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path)
-    rewrite(tmp_path, lambda tensors: damage(tensors[ROTATION]))
-    assert refusal(tmp_path).startswith(f"{ROTATION} must be orthogonal, got ‖QᵀQx - x‖ / ‖x‖ = ")
+    rewrite(tmp_path, lambda tensors: damage(tensors[name]))
+    assert refusal(tmp_path).startswith(f"{name} must be orthogonal, got ‖QᵀQx - x‖ / ‖x‖ = ")
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (8, r"model\.layers\.0\.mlp\.down_rotation\.weight must be \[6, 8, 8\] .* got \[3, 16, 16\]"),
+        (7, r"`down_rotation` must divide the intermediate size 48; got 7: use 6 or 8"),
+        (1, r"config\.json: quantization_config: down_rotation: .* got 1"),
+        (True, r"config\.json: quantization_config: down_rotation: .* got True"),
+        (None, r"layers\.0\.post_attention_layernorm\.weight is missing from the checkpoint"),
+    ],
+)
+def test_another_size_of_the_blocks_of_r3_is_named(value, message, tmp_path):
+    """None leaves the entry out: the file of the weights then lacks the norms."""
+    a_model("rotated down").save_pretrained(tmp_path)
+    config = config_of(tmp_path)
+    config["quantization_config"]["down_rotation"] = value
+    if value is None:
+        del config["quantization_config"]["down_rotation"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message):
+        drot.load(tmp_path, device="cpu")
 
 
 def test_a_rotation_of_another_shape_is_named(tmp_path):
@@ -256,11 +282,11 @@ def test_a_rotation_of_another_shape_is_named(tmp_path):
 @pytest.mark.parametrize("opened", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_the_tolerance_fits_the_dtype_of_the_file(stored, opened, tmp_path):
     """A rotation that was rounded to bf16 is no more orthogonal when it is opened in fp32."""
-    a_model("rotated", dtype=stored).save_pretrained(tmp_path)
+    a_model("rotated down", dtype=stored).save_pretrained(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path, dtype=opened)
 
 
-@pytest.mark.parametrize("size", [64, 512])
+@pytest.mark.parametrize("size", [2, 16, 64, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rounding_stays_far_below_the_tolerance(size, dtype):
     """Against the full product in fp64, whose spectral norm bounds every probe."""
@@ -297,7 +323,7 @@ def test_dequantize_of_a_rotated_dense_model_changes_nothing(folders, tmp_path):
 
 @pytest.mark.parametrize("opening", [AutoModelForCausalLM.from_pretrained, drot.load])
 def test_dequantize_keeps_the_rotations_of_a_packed_model(opening, folders, tmp_path):
-    folder, logits = folders["rotated packed"]
+    folder, logits = folders["rotated down packed"]
     opening(folder).dequantize().save_pretrained(tmp_path)
     assert not is_packed(opens_right(tmp_path, logits))
 
@@ -309,7 +335,7 @@ def test_dequantize_makes_a_packed_model_stock(folders, tmp_path):
     torch.testing.assert_close(LlamaForCausalLM.from_pretrained(tmp_path)(TOKENS).logits, logits)
 
 
-@pytest.mark.parametrize("kind", ["packed", "rotated packed"])
+@pytest.mark.parametrize("kind", ["packed", "rotated packed", "rotated down packed"])
 def test_training_of_a_packed_model_names_dequantize(kind, folders, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folders[kind][0])
     fuse(model)  # as drot.load does
@@ -324,15 +350,17 @@ def test_training_of_a_packed_model_names_dequantize(kind, folders, tmp_path):
     model(TOKENS, labels=TOKENS).loss.backward()
     for linear in DecoderModel(model).layers[0].linears.values():
         assert float(linear.weight.grad.abs().sum()) > 0
+    trained = [name for name, parameter in model.named_parameters() if parameter.grad is not None]
+    assert not [name for name in trained if name.endswith("_rotation.weight")]
 
 
 def test_peft(folders):
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     packed = AutoModelForCausalLM.from_pretrained(folders["packed"][0])
-    with pytest.raises(ValueError, match=r"call dequantize\(\) of the model first"):
+    with pytest.raises(ValueError, match=r"to train: dequantize\(\)"):
         peft.get_peft_model(packed, settings)
-    folder, logits = folders["rotated"]
+    folder, logits = folders["down"]
     model = AutoModelForCausalLM.from_pretrained(folder)
     # without target_modules, peft looks up the family's
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", init_lora_weights=True))

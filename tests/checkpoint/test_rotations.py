@@ -1,34 +1,41 @@
 """Rotation files: the round trip, and the message for every kind of faulty file."""
 
+import json
+import os
+from importlib.metadata import version
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from drot.checkpoint.rotations import load_rotations, save_rotations
+from drot.checkpoint.rotations import _digest, load_rotations, save_rotations
 from drot.core.errors import UserError
-from drot.model.families import HeadShape
 from drot.model.rotation import LayerRotation
+from drot.model.sizes import HeadShape
 
 SHAPE = HeadShape(heads=4, kv_heads=2, head_dim=4)
 
 
-def rotations(count=2, d=8):
+def rotations(count=2, d=8, r3=True):
     draw = lambda *size: torch.linalg.qr(torch.randn(*size, dtype=torch.float64))[0]  # noqa: E731
-    return [LayerRotation(draw(d, d), draw(2, 4, 4)) for _ in range(count)]
+    return [LayerRotation(draw(d, d), draw(2, 4, 4), draw(3, 2, 2) if r3 else None) for _ in range(count)]
 
 
-def load(path, layers=2, d=8):
-    return load_rotations(path, layers=layers, hidden_size=d, shape=SHAPE)
+def load(path, layers=2, d=8, down_width=6):
+    return load_rotations(path, layers=layers, hidden_size=d, shape=SHAPE, down_width=down_width)
 
 
-def test_round_trip_is_orthogonal_to_fp64(tmp_path):
-    path, saved = tmp_path / "folder" / "r.safetensors", rotations()
+@pytest.mark.parametrize("r3", [True, False])
+def test_round_trip_is_orthogonal_to_fp64(r3, tmp_path):
+    path, saved = tmp_path / "folder" / "r.safetensors", rotations(r3=r3)
     save_rotations(path, saved, {"model": "x"})
     got, record = load(path)
     assert record == {"model": "x"}
     assert [file.name for file in path.parent.iterdir()] == ["r.safetensors"]
     for a, b in zip(saved, got, strict=True):
-        assert torch.allclose(a.r1, b.r1, atol=1e-6)
-        assert torch.allclose(a.r2, b.r2, atol=1e-6)
+        assert list(a.matrices) == list(b.matrices) == ["r1", "r2", "r3"][: 3 if r3 else 2]
+        for saved_matrix, matrix in zip(a.matrices.values(), b.matrices.values(), strict=True):
+            assert torch.allclose(saved_matrix, matrix, atol=1e-6)
         assert torch.allclose(b.r1.T @ b.r1, torch.eye(8, dtype=torch.float64), atol=1e-13)
 
 
@@ -44,8 +51,45 @@ def test_the_message_for_a_faulty_file(tmp_path):
         load(path, d=16)
     with pytest.raises(UserError, match="holds 2 layers, but this model has 1"):
         load(path, layers=1)
+    pipe = tmp_path / "pipe.safetensors"
+    os.mkfifo(pipe)
+    with pytest.raises(UserError, match="must be a file, got a pipe"):
+        load(pipe)
+    with pytest.raises(UserError, match=r"layers.0.r3 must be \[4, 2, 2\] for this model, got \[3, 2, 2\]"):
+        load(path, down_width=8)
+    save_rotations(path, [*rotations(count=1), *rotations(count=1, r3=False)], {})
+    with pytest.raises(UserError, match=r"layers.1.r3 must be \[3, 2, 2\] for this model, got None"):
+        load(path)
     wrong = rotations()
     wrong[1].r2.mul_(1.1)
     save_rotations(path, wrong, {})
     with pytest.raises(UserError, match="layers.1.r2 must be orthogonal, got"):
+        load(path)
+
+
+#: safetensors writes complex numbers from 0.7 on
+COMPLEX = pytest.param(
+    torch.complex64, marks=pytest.mark.skipif(version("safetensors") < "0.7", reason="cannot write them")
+)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.int32, torch.bool, torch.float8_e4m3fn, COMPLEX, torch.float64], ids=str
+)
+def test_only_fp32_matrices_are_read(tmp_path, dtype):
+    """With a digest that fits, as a stranger writes it. A complex matrix would lose its imaginary part."""
+    path = tmp_path / "r.safetensors"
+    save_rotations(path, rotations(), {})
+    tensors = {name: tensor.to(dtype) for name, tensor in load_file(path).items()}
+    save_file(tensors, path, {"record": json.dumps({"digest": _digest(tensors, {})})})
+    with pytest.raises(UserError, match=r"layers\.\d\.r\d must be of dtype float32, got "):
+        load(path)
+
+
+@pytest.mark.parametrize("record", ['{"loss": NaN}', '{"a": ' + "[" * 5000, '{"a": 1, "a": 2}', "[]"])
+def test_a_record_that_no_manifest_can_hold_is_refused_before_the_run(tmp_path, record):
+    path = tmp_path / "r.safetensors"
+    save_rotations(path, rotations(), {})
+    save_file(load_file(path), path, {"record": record})
+    with pytest.raises(UserError, match=f"{path}: its record"):
         load(path)

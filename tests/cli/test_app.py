@@ -1,17 +1,30 @@
 """What all commands share: help, version, completion, and the library's messages in the words of options."""
 
 import ast
+import inspect
+import json
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import get_args
 
 import pytest
+from made_manifests import made_manifest
 
 import drot
 from drot.cli import app as cli
-from drot.cli.commands import COMMANDS, imported
-from drot.cli.messages import flag, flags_of, in_options
+from drot.cli.app import app
+from drot.cli.commands import COMMANDS, flags_of, imported
+from drot.cli.messages import flag, in_options
+from drot.cli.options import ANY_DTYPE
+from drot.cli.prune import FIRST
+from drot.config import QUALITIES, Method
+from drot.config.rotation import FAST_STEPS
+from drot.machine.devices import DTYPES
+from drot.manifest.manifest import write_manifest
+from drot.speed.variants import SHAPES
 
 PACKAGE = Path(drot.__file__).resolve().parent
 
@@ -33,20 +46,58 @@ def test_help_has_an_example_that_parses(command, capsys):
 
 def test_prunes_options_are_grouped(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "120")
-    assert cli.run(["prune", "--help"]) == 0
+    assert cli.run(["prune", "--help-all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     panels = [line.split("─ ")[1].split(" ─")[0] for line in lines if line.startswith("╭")]
-    assert panels == [
-        "Arguments",
-        "Options",
-        "Pruning",
-        "Recovery",
-        "Rotation",
-        "Calibration",
-        "Output",
-        "Run",
-    ]
-    assert any("--method" in line and "[magnitude|wanda|sparsegpt]" in line for line in lines)
+    assert panels[2:] == ["Recipe", "Pruning", "Recovery", "Rotation", "Calibration", "Output", "Run"]
+    assert any("--method" in line and f"[{'|'.join(get_args(Method))}]" in line for line in lines)
+
+
+def test_help_of_prune_shows_the_options_that_people_use_first(capsys):
+    for option in ("--help", "--help-all"):
+        assert cli.run(["prune", option]) == 0
+        shown = set(re.findall(r"^│ (--\S+)", capsys.readouterr().out, re.MULTILINE))
+        expected = {flag(name) for name in FIRST} if option == "--help" else options_of_prune()
+        assert shown == expected | {"--help", "--help-all"}
+    assert len(FIRST) == 10
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("prune m --nothing", "drot prune --help-all"),
+        ("prune m --nsamples x", "drot prune --help-all"),
+        ("prune m --lr", "drot prune --help-all"),
+        ("prune m --out", "drot prune --help"),
+        ("eval m --nothing", "drot eval --help"),
+        ("eval", "drot eval --help"),
+        ("nothing", "drot --help"),
+    ],
+)
+def test_a_usage_error_names_the_help_that_has_the_option(line, hint, capsys):
+    assert cli.run(line.split()) == 2
+    assert capsys.readouterr().err.endswith(f"({hint} lists the options)\n")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_docstring_of_a_command_has_its_parameters(command):
+    """An option stands in it, with its help; a parameter that it does not name would have no option."""
+    module = import_module(f"drot.cli.{COMMANDS[command]}")
+    named = inspect.signature(getattr(module, COMMANDS[command])).parameters.keys() - {"ctx", "settings"}
+    settings = {option.name for option in getattr(module, "SETTINGS", ())}
+    shown = {param.name: param for param in imported(command).params}
+    assert named | settings == shown.keys() - {"help", "help_all", "log", "progress"}
+    assert all(param.help for param in shown.values())
+
+
+def test_values_in_help_texts_are_those_of_the_program():
+    help = {option.name: option.help for option in imported("prune").params}["quality"]
+    for name, values in QUALITIES.items():
+        assert f"{name}: {', '.join(values.values())}" in help
+    assert f"fast also sets --steps to {FAST_STEPS}." in help
+    shapes = {option.name: option for option in imported("bench").params}["shape"]
+    assert shapes.metavar == f"[{'|'.join(SHAPES)}]"
+    assert f"[{'|'.join(['auto', *DTYPES])}]" == ANY_DTYPE
 
 
 @pytest.mark.parametrize("width", [60, 80, 160])
@@ -59,6 +110,11 @@ def test_an_option_without_a_value_shows_none(command, width, capsys, monkeypatc
     assert "--help " in shown and "bool" not in shown.lower()
 
 
+def options_of_prune() -> set[str]:
+    params = imported("prune").params
+    return {param.opts[0] for param in params if param.param_type_name == "option"}
+
+
 def options() -> dict[str, object]:
     """Every option of every command."""
     return {name: param for command in COMMANDS for param in imported(command).params for name in param.opts}
@@ -66,7 +122,7 @@ def options() -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("option", "typed", "offered"),
-    [("--method", "", {"magnitude", "wanda", "sparsegpt"}), ("--rotation", "s", {"shared"})],
+    [("--method", "", set(get_args(Method))), ("--rotation", "s", {"shared", "stock"})],
 )
 def test_the_shell_completes_choices(option, typed, offered):
     command = imported("prune")
@@ -114,10 +170,34 @@ def test_every_field_that_a_message_names_has_an_option():
 
 def test_the_list_of_commands_needs_none_of_them(capsys):
     """`drot --help` has the first line of each command's help, and imports neither commands nor pydantic."""
-    for name, first_line in COMMANDS.items():
-        assert imported(name).help.split("\n")[0] == first_line
+    for command in app.registered_commands:
+        assert imported(command.name).help.split("\n")[0] == command.help
     code = "import sys; from drot.cli import app; app.run(['--help']); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True)
     loaded = done.stdout.splitlines()[-1].split()
     assert not {"pydantic", "drot.config", "drot.cli.prune", "drot.cli.sweep"} & set(loaded)
     assert "drot.cli.commands" in loaded
+
+
+def test_help_and_mistakes_import_no_torch(tmp_path):
+    """torch takes seconds; an answer that needs no model comes without it."""
+    write_manifest(tmp_path, made_manifest())
+    lines = [
+        ["--help"],
+        ["--version"],
+        *([name, "--help"] for name in COMMANDS),
+        ["prune", "m", "--nothing"],
+        ["prune", "m", "--out", "o", "--nsamples", "0"],
+        ["prune", "m", "--out", "o", "--rotation", "none", "--lr", "1"],
+        ["eval", "m", "--seqlen", "x"],
+        ["info", str(tmp_path)],
+    ]
+    code = (
+        "import sys, json; from drot.cli import app; "
+        "statuses = [app.run(line) for line in json.loads(sys.argv[1])]; "
+        "print(statuses, {'torch', 'transformers'} & {*sys.modules})"
+    )
+    command = [sys.executable, "-P", "-c", code, json.dumps(lines)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    statuses = [0] * (2 + len(COMMANDS)) + [2] * 4 + [0]
+    assert done.stdout.splitlines()[-1] == f"{statuses} set()"

@@ -2,18 +2,28 @@
 
 import json
 import math
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
 from command_output import one_line
 from made_manifests import made_manifest
+from runs import saved_tensors
+from small_checkpoints import save_small
+from small_models import random_text, save_small_model, small_model
 
 import drot
+from drot.checkpoint.size import size_text
 from drot.cli import app as cli
-from drot.cli import tables
-from drot.config import Recipe
-from drot.demo.demo import HELD_OUT, MODEL
+from drot.cli.output import print_json, print_manifest
+from drot.config import Recipe, resolve
 from drot.pipeline import prune as pipeline
+from drot.sweep.demo import HELD_OUT, MODEL
 
 
 def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):
@@ -28,8 +38,47 @@ def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):
 def test_table(calls, capsys):
     assert cli.run(["prune", "m", "--out", "some-folder"]) == 0
     out = capsys.readouterr().out
-    for text in ("sparsegpt 2:4", "1 -> 0.2", "900 -> 800", "50.0%", "0.0100", "Saved to some-folder"):
+    for text in ("sparsegpt 2:4", "1 → 0.2", "900 → 800", "50.0%", "0.0100", "Saved to some-folder"):
         assert text in out
+
+
+def test_the_end_of_a_run_says_why_the_checkpoint_grew_and_what_to_do_next(capsys, tmp_path):
+    """The sizes are those of the tensors in the files, and each command runs as it is printed."""
+    recipe = Recipe().replace(steps=2, solve="none", target="self")
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
+    dense = small_model("llama", tie_word_embeddings=True)
+    save_small_model(dense, tmp_path / "model")
+    (tmp_path / "text.txt").write_text(random_text(900))
+    out = tmp_path / "a folder"
+    arguments = [
+        "--recipe",
+        tmp_path / "recipe.json",
+        "--calibration",
+        tmp_path / "text.txt",
+        "--nsamples",
+        2,
+    ]
+    assert cli.run(["prune", *map(str, [tmp_path / "model", "--out", out, *arguments])]) == 0
+    shown = capsys.readouterr().out
+    state = saved_tensors(out)
+    rotations = sum(t.nbytes for name, t in state.items() if "_rotation." in name)
+    head = state["lm_head.weight"].nbytes
+    assert f"lm_head, which a rotation unties from the embedding ({size_text(head)})" in shown
+    assert f"rotations that the model applies while it runs ({size_text(rotations)})" in shown
+    assert "--rotation stock adds no such rotations" in shown and "a packed one does not store them" in shown
+    commands = re.findall(r"^  drot (.*)  # ", shown, re.MULTILINE)
+    assert [line.split()[0] for line in commands] == ["eval", "report", "convert"]
+    pytest.importorskip("matplotlib", reason="a report needs matplotlib")
+    for line in commands:
+        text = ["--ppl", str(tmp_path / "text.txt")] if line.startswith("eval") else []
+        assert cli.run([*shlex.split(line), *text]) == 0, line
+    assert any((tmp_path / "a folder-packed").glob("model*.safetensors"))
+
+
+def test_a_checkpoint_that_did_not_grow_has_no_reasons(calls, capsys, tmp_path):
+    assert cli.run(["prune", "m", "--out", "some-folder"]) == 0
+    shown = capsys.readouterr().out
+    assert "It is larger" not in shown and "  drot eval some-folder --against m  # " in shown
 
 
 @pytest.mark.parametrize("arguments", [["prune"], ["prune", "m"], ["nothing"], ["info", "a", "b"]])
@@ -82,6 +131,28 @@ def test_ctrl_c_in_a_run_says_how_to_go_on(monkeypatch, capsys, tmp_path, finish
     )
 
 
+@pytest.mark.slow
+def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path, capsys):
+    """The message and the status of `kill`, `docker stop` and job schedulers; the run can be resumed."""
+    out = tmp_path / "out"
+    model = save_small(tmp_path / "model", num_hidden_layers=6)
+    options = ["--calibration", str(HELD_OUT), "--nsamples", "8", "--seqlen", "64", "--steps", "50"]
+    arguments = ["prune", str(model), "--out", str(out), "--device", "cpu", *options]
+    command = [sys.executable, "-m", "drot", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        while run.poll() is None and not list(tmp_path.glob("out.partial/*.safetensors")):
+            time.sleep(0.01)
+        run.terminate()
+        _, told = run.communicate()
+    assert run.returncode == 143, told
+    assert told.splitlines()[-1] == (
+        f"drot: interrupted: the finished layers lie in {out}.partial; to go on, give the same command with "
+        "--resume"
+    )
+    assert cli.run([*arguments, "--resume", "--json"]) == 0
+    assert "layer 0 (1 of 6): pruning" not in capsys.readouterr().err
+
+
 def test_the_facts_of_a_run_name_what_was_chosen_by_itself(calls, capsys):
     recipe = Recipe()
     changes = {
@@ -91,18 +162,19 @@ def test_the_facts_of_a_run_name_what_was_chosen_by_itself(calls, capsys):
         "dtype": "bfloat16",
         "calibration": {"sha256": "0", "shape": [128, 512]},
     }
-    tables.print_manifest(made_manifest(recipe, **changes))
+    print_manifest(made_manifest(recipe, **changes))
     shown = " ".join(capsys.readouterr().out.split())
     for text in (
         "c4, 128 x 512 tokens (all that the model reads), seed 0",
-        "bfloat16 (computed in float32)",
+        "boundary rotations, R3 in front of down_proj), bfloat16",
+        "10.0 s on cpu, computed in float32",
         "lm_head untied from the embedding",
     ):
         assert text in shown
-    tables.print_manifest(made_manifest(recipe, calibration={"sha256": "0", "shape": [0, 1]}))
+    print_manifest(made_manifest(recipe, calibration={"sha256": "0", "shape": [0, 1]}))
     shown = capsys.readouterr().out
     assert "none: magnitude pruning without a rotation needs no text" in " ".join(shown.split())
-    assert "lm_head" not in shown and "computed in" not in shown
+    assert "lm_head" not in shown
 
 
 @pytest.mark.slow
@@ -148,6 +220,42 @@ def test_no_command_prints_the_help(capsys, arguments):
     assert "Usage: drot" in captured.out and captured.err == ""
 
 
+def test_info_says_in_words_what_it_found(monkeypatch, capsys):
+    from drot.machine import environment
+
+    gpu = {"name": "H200", "capability": "9.0", "memory_gib": 139.8}
+    of_cuda = {
+        "cuda": {"compiled": "12.8", "architectures": ["9.0", "12.0+PTX"], "torch": "12.8"},
+        "cusparselt": {"found": False, "version": None, "compiled": "0.7.1"},
+        "gpus": [gpu],
+        "peaks": {"cuda:0": {"float32": 50e12, "copy": 4e12}},
+    }
+    found = environment.collect()
+    monkeypatch.setattr(environment, "collect", lambda: found | of_cuda)
+    assert cli.run(["info"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in (
+        "CUDA kernels built with CUDA 12.8 for 9.0, 12.0+PTX",
+        "cuSPARSELt torch has none that starts, drot was built with 0.7.1",
+        "GPUs H200 (compute capability 9.0, 139.8 GiB)",
+        "measured on cuda:0 float32 50 TFLOP/s, copy 4 TB/s",
+    ):
+        assert words in shown
+    without = {"cuda": of_cuda["cuda"] | {"compiled": None}, "no_cuda_reason": "torch is a CPU build"}
+    monkeypatch.setattr(environment, "collect", lambda: found | without)
+    assert cli.run(["info"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "CUDA kernels none, because torch is a CPU build" in shown and "cuSPARSELt" not in shown
+
+
+def test_info_of_a_run_on_given_tokens(capsys):
+    given = resolve(Recipe(), tokens=(4, 16))
+    print_manifest(made_manifest(given, calibration={"sha256": "0", "shape": [4, 16]}))
+    assert "calibration token ids from a Python program, 4 x 16 tokens" in " ".join(
+        capsys.readouterr().out.split()
+    )
+
+
 def test_info_of_a_path_that_is_not_a_folder(capsys, tmp_path):
     (tmp_path / "drot.json").write_text("{}")
     for path, reason in ((tmp_path / "drot.json", "is a file"), (tmp_path / "no", "does not exist")):
@@ -155,24 +263,8 @@ def test_info_of_a_path_that_is_not_a_folder(capsys, tmp_path):
         assert f"{path} {reason}: name the folder" in one_line(capsys.readouterr().err)
 
 
-def test_json_has_no_infinity(monkeypatch, capsys):
+def test_json_has_no_infinity(capsys):
     """JSON has no Infinity and no NaN: a figure that is not finite is null."""
-    text = {"tokens": 9, "windows": 1, "split": None, "sha256": "0"}
-    figures = {"model": "m", "seqlen": 8, "perplexity": {"a": math.inf, "b": math.nan}, "tasks": {"t": 0.5}}
-    figures |= {
-        "texts": {"a": text, "b": text},
-        "averages": {},
-        "against": None,
-        "agreement": {},
-        "streamed": False,
-    }
-    figures |= {"dtype": "float32", "machine": "cpu"}
-    figures |= {"task_details": {"t": {"metric": "acc", "fewshot": 0, "stderr": math.nan}}}
-    monkeypatch.setattr("drot.evaluation.evaluate.evaluate", lambda models, **options: [figures])
-    assert cli.run(["eval", "m", "--json"]) == 0
-    out = capsys.readouterr().out
-    got = json.loads(out, parse_constant=pytest.fail)
-    assert got["perplexity"] == {"a": None, "b": None} and got["tasks"] == {"t": 0.5}
-    assert got["task_details"]["t"]["stderr"] is None
-    assert cli.run(["eval", "m"]) == 0
-    assert "inf" in capsys.readouterr().out
+    print_json({"a": math.inf, "b": [{"c": math.nan}, 0.5], "file": Path("x")})
+    shown = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert shown == {"a": None, "b": [{"c": None}, 0.5], "file": "x"}

@@ -24,46 +24,35 @@ def event(phase, layer=0, layers=2):
 
 
 def positions(events, shared=False):
-    """The completed share of the bar after each event."""
+    """Words of each bar → its completed share, after each event."""
     with Progress(console=Console(file=io.StringIO(), force_terminal=True)) as bars:
         progress = progress_bars.BarProgress(bars, shared=shared)
-        shares = []
+        found = []
         for event in events:
             progress(event)
-            task = bars.tasks[0]
-            shares.append(task.completed / task.total)
-    return shares
+            found.append({task.description: task.completed / task.total for task in bars.tasks})
+    return found
 
 
-def test_bar_moves_forward_within_a_pass():
-    events = []
-    for layer in range(2):
-        where = dict(layer=layer, layers=2)
-        events.append(ProgressEvent(phase="calibrate", **where))
-        events += [ProgressEvent(phase="rotate", step=i, steps=4, loss=1.0, **where) for i in range(5)]
-        events.append(ProgressEvent(phase="prune", **where))
-    shares = positions(events)
-    assert shares == sorted(shares)
-    assert shares[5] == pytest.approx(0.45) and shares[6] == shares[5] and shares[7] == 0.5
+def test_phases_that_go_through_the_layers_have_a_bar_each():
+    events = [event("calibrate", 1, 4), *training(1, 4, [1.0, 0.5], steps=4), event("prune", 1, 4)]
+    *_, before, last = positions([ProgressEvent(phase="evaluate", step=1, steps=4), *events])
+    assert before == {
+        "layer 1 (2 of 4): calibrating": 0.25,
+        "layer 1 (2 of 4): rotating, step 1 of 4, loss 0.5": 1.25 / 4,
+    }
+    assert last == before | {"layer 1 (2 of 4): pruning": 0.25}
 
 
-def test_bar_starts_again_for_the_next_pass():
-    """A shared rotation: calibrate all layers, train once, prune all layers."""
-    events = [ProgressEvent(phase="calibrate", layer=i, layers=4) for i in range(4)]
-    events += [ProgressEvent(phase="rotate", layers=4, step=i, steps=10) for i in (1, 10)]
-    events += [ProgressEvent(phase="prune", layer=i, layers=4) for i in range(4)]
-    assert positions(events, shared=True) == [0, 0.25, 0.5, 0.75, 0.1, 1.0, 0, 0.25, 0.5, 0.75]
-
-
-def test_bar_does_not_start_again_for_layers_side_by_side():
-    """The end of layer 0 comes when layer 2 is being calibrated."""
-    events = [event("calibrate", i, 4) for i in range(3)] + training(0, 4, [1.0])
-    assert positions(events) == [0, 0.25, 0.5, 0.5]
+def test_a_shared_rotation_has_a_bar_of_its_steps():
+    events = [event("calibrate", 3, 4), *training(0, 4, [4.0, 3.0], steps=10), event("prune", 0, 4)]
+    (rotating,) = [share for words, share in positions(events, shared=True)[2].items() if "rotating" in words]
+    assert rotating == 0.1
 
 
 def lines(events, **options):
     file = io.StringIO()
-    progress = progress_bars.LineProgress(Console(file=file), **options)
+    progress = progress_bars.LineProgress(progress_bars.console_line(Console(file=file)), **options)
     for one in events:
         progress(one)
     progress.close()
@@ -129,7 +118,7 @@ def test_reading_a_text_and_loading_a_model_are_shown():
         "saving the model",
     ]
     streamed = [ProgressEvent(phase="read", step=step, steps=4_000_000) for step in (0, 1_000_000, 3_000_000)]
-    assert positions(streamed) == [0, 0.25, 0.75]
+    assert [list(bars.values()) for bars in positions(streamed)] == [[0], [0.25], [0.75]]
     assert lines(streamed)[1:] == [f"reading the text ({n}.0 million characters)" for n in (1, 3)]
 
 
@@ -144,7 +133,7 @@ def test_a_bar_whose_end_is_not_known_has_no_total():
 
 def test_a_bar_starts_again_for_another_evaluation():
     events = [ProgressEvent(phase="evaluate", step=step, steps=4) for step in (2, 4, 1, 4)]
-    assert positions(events) == [0.5, 1, 0.25, 1]
+    assert [list(bars.values()) for bars in positions(events)] == [[0.5], [1], [0.25], [1]]
 
 
 @pytest.mark.parametrize("phase", PHASES)

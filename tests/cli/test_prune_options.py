@@ -1,15 +1,19 @@
 """The recipe that the options of `drot prune` give, and the options that are refused."""
 
+from typing import get_args
+
 import pytest
 from command_output import one_line
 
 from drot.cli import app as cli
 from drot.cli.commands import imported
-from drot.cli.recipe import parse_rotation
-from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig, Sparsity, resolve
-from drot.config.recipe import SECTION_OF
-from drot.config.settings import description_of
-from drot.core.errors import UserError
+from drot.cli.options import given_options
+from drot.cli.prune import SETTINGS
+from drot.cli.recipe import asked_recipe
+from drot.config import Method, Recipe, RotationConfig, resolve
+from drot.config.recipe import SECTION_OF, SECTIONS
+from drot.config.settings import description_of, fields_of
+from drot.core.validation import members_of
 
 
 def test_defaults_are_those_of_the_recipe(calls, tmp_path):
@@ -22,49 +26,38 @@ def test_defaults_are_those_of_the_recipe(calls, tmp_path):
     assert options["rotations"] is None and options["save_rotations_to"] is None
 
 
-def test_every_option_reaches_the_recipe(calls):
-    text = (
-        "prune m --out o --sparsity 4:8 --rotation shared --objective entropy "
-        "--optimizer paper --steps 7 --lr 0.5 --hessians dense --layers-per-step 2 "
-        "--product-dtype bfloat16 --reference-compat --damping 0.1 --damping-average median "
-        "--block-size 64 --calibration some.json "
-        "--nsamples 3 --seqlen 9 --seed 5 --text-column body --save-rotations s.st --device cpu "
-        "--dtype bfloat16 --resume --format packed"
-    )
-    assert cli.run(text.split()) == 0
-    ((_, recipe, options),) = calls
-    assert recipe == Recipe(
-        rotation=RotationConfig(
-            mode="shared",
-            objective="entropy",
-            optimizer="paper",
-            steps=7,
-            lr=0.5,
-            layers_per_step=2,
-            hessians="dense",
-            product_dtype="bfloat16",
-            reference_compat=True,
-        ),
-        pruning=PruningConfig(
-            sparsity=Sparsity.parse("4:8"), damping=0.1, damping_average="median", block_size=64
-        ),
-        calibration=CalibrationConfig(source="some.json", nsamples=3, seqlen=9, seed=5, text_column="body"),
-    )
-    assert str(options["save_rotations_to"]) == "s.st"
-    assert (options["device"], options["dtype"], options["resume"]) == ("cpu", "bfloat16", True)
-    assert options["format"] == "packed"
-    assert cli.run(["prune", "m", "--out", "o", "--method", "wanda", "--rotations", "r.st"]) == 0
-    assert calls[1][1].pruning.method == "wanda" and str(calls[1][2]["rotations"]) == "r.st"
-    assert cli.run(["prune", "m", "--out", "o", "--early-stop", "0.1", "--training-tokens", "9"]) == 0
-    assert (calls[2][1].rotation.early_stop, calls[2][1].rotation.training_tokens) == (0.1, 9)
-    text = "--keep layers.0.* --sparsity-of down_proj=4:8 --keep k_proj --sparsity-of layers.1.*=0.25"
+#: options whose value no rule gives → a value
+VALUES = {"rotation": "shared", "sparsity": "4:8", "sparsity_of": "down_proj=4:8", "keep": "layers.0.*"}
+VALUES |= {"calibration": "some.json", "text_column": "body", "down_rotation": "32"}
+FIELDS = {"rotation": "mode", "calibration": "source"}
+
+
+@pytest.mark.parametrize("name", [option.name for option in SETTINGS])
+def test_each_option_sets_its_field(name):
+    """A value other than the default reaches the recipe, as if it had been given in Python."""
+    command = imported("prune")
+    (option,) = (param for param in command.params if param.name == name)
+    choices = set((option.metavar or "").strip("[]").split("|")) - {str(option.default)}
+    field = FIELDS.get(name, name)
+    annotation = fields_of(SECTIONS[SECTION_OF[field]])[field].annotation
+    number = {int: 7, float: 0.5}.get(members_of(annotation)[0])
+    value = VALUES.get(name) or (str(number) if number else sorted(choices)[0])
+    context = command.make_context("prune", ["m", option.opts[0], *([] if option.is_flag else [value])])
+    recipe = asked_recipe(None, given_options(context), None).recipe
+    given = True if option.is_flag else [value] if option.multiple else number or value
+    assert recipe == Recipe().replace(**{field: given}) != Recipe()
+
+
+def test_the_options_of_a_run_reach_the_pipeline(calls):
+    text = "--save-rotations s.st --device cpu --dtype bfloat16 --resume --format packed"
     assert cli.run(["prune", "m", "--out", "o", *text.split()]) == 0
-    assert calls[-1][1].pruning == PruningConfig(
-        keep=("layers.0.*", "k_proj"), sparsity_of={"down_proj": "4:8", "layers.1.*": "0.25"}
-    )
+    options = calls[0][2]
+    assert str(options["save_rotations_to"]) == "s.st" and options["format"] == "packed"
+    assert (options["device"], options["dtype"], options["resume"]) == ("cpu", "bfloat16", True)
     for text in ("--hessians dense", "--rotations r.st"):  # it works with both
         assert cli.run(["prune", "m", "--out", "o", "--boundary", "residual", *text.split()]) == 0
         assert calls[-1][1].rotation.boundary == "residual"
+    assert str(calls[-1][2]["rotations"]) == "r.st"
 
 
 @pytest.mark.parametrize(
@@ -148,23 +141,40 @@ def test_rotation(calls, text, mode, blocks):
     assert (rotation.mode, rotation.blocks) == (mode, blocks)
 
 
-def test_parse_rotation_refuses():
-    with pytest.raises(UserError, match="whole number"):
-        parse_rotation("block:")
+@pytest.mark.parametrize(
+    ("options", "mode", "down"),
+    [
+        (["stock"], "shared", "none"),
+        (["light"], "shared", 64),
+        (["full"], "layer", "auto"),
+        (["light", "--down-rotation", "32"], "shared", 32),
+        (["layer", "--down-rotation", "none"], "layer", "none"),
+    ],
+)
+def test_the_three_points(calls, options, mode, down):
+    assert cli.run(["prune", "m", "--out", "o", "--rotation", *options]) == 0
+    rotation = calls[0][1].rotation
+    assert (rotation.mode, rotation.down_rotation, rotation.blocks) == (mode, down, 1)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--method", "wandb"], "--method must be one of magnitude, wanda, sparsegpt; got 'wandb'"),
-        (["--rotation", "some"], "--rotation must be one of none, layer, shared, block:N; got 'some'"),
+        (["--method", "wandb"], f"--method must be one of {', '.join(get_args(Method))}; got 'wandb'"),
+        (
+            ["--rotation", "some"],
+            "--rotation must be one of none, layer, shared, stock, light, full, block:N; got 'some'",
+        ),
+        (
+            ["--rotation", "none", "--down-rotation", "64"],
+            "--down-rotation has no effect with --rotation none",
+        ),
+        (["--down-rotation", "big"], "--down-rotation must be auto, none, or the size of a block, a whole"),
         (["--rotation", "block:x"], "block:N needs a whole number of blocks, as in block:4; got 'block:x'"),
-        (["--rotation", "block"], "--rotation block:N needs a whole number of blocks, as in block:4; got"),
         (["--sparsity", "4:2"], "--sparsity must be a ratio"),
         (["--steps", "many"], "'--steps'"),
         (["--no-such-option"], "--no-such-option"),
         (["--nsamples", "0"], "--nsamples must be a whole number of at least 1; got 0"),
-        (["--seed", "-1"], "--seed must be a whole number from 0 to 18446744073709551615; got -1"),
         (["--seed", str(2**64)], "--seed must be a whole number from 0 to 18446744073709551615; got 1844"),
         (["--sparsity-of", "down_proj"], "--sparsity-of must be PATTERN=SPARSITY such as down_proj=4:8; got"),
         (
@@ -172,7 +182,6 @@ def test_parse_rotation_refuses():
             "sparsity of down_proj in --sparsity-of must be a ratio",
         ),
         (["--sensitivity"], "--out has no effect with --sensitivity, which writes no model"),
-        (["--lr", "inf"], "--lr must be a finite number above 0; got inf"),
         (["--lr", "4"], "--lr must be a finite number above 0 and at most 3.14159; got 4.0"),
     ],
 )
@@ -183,14 +192,8 @@ def test_the_users_mistakes(calls, capsys, options, message):
 
 
 def test_a_run_without_calibration_refuses_its_options(calls, capsys):
-    assert (
-        cli.run(
-            ["prune", "m", "--out", "o", "--method", "magnitude", "--rotation", "none", "--nsamples", "4"]
-        )
-        == 2
-    )
-    assert "--nsamples has no effect with --method magnitude --rotation none, which reads a text only if" in (
-        one_line(capsys.readouterr().err)
-    )
-    text = "prune m --out o --method magnitude --rotation none --nsamples 4 --calibration a.txt"
-    assert cli.run(text.split()) == 0
+    text = "prune m --out o --method magnitude --rotation none --nsamples 4"
+    assert cli.run(text.split()) == 2
+    refused = "--nsamples has no effect with --method magnitude --rotation none, which reads a text only if"
+    assert refused in one_line(capsys.readouterr().err)
+    assert cli.run([*text.split(), "--calibration", "a.txt"]) == 0

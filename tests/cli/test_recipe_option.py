@@ -5,31 +5,15 @@ import logging
 
 import pytest
 from made_manifests import made_manifest
-from torch import nn
 
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig, resolve
 from drot.manifest.manifest import write_manifest
-from drot.pipeline import prune as pipeline
 
 RECIPE = Recipe(
     rotation=RotationConfig(mode="none"),
     pruning=PruningConfig(method="wanda", sparsity="4:8", keep=("layers.0.*",)),
 )
-
-
-@pytest.fixture
-def calls(monkeypatch):
-    """The arguments of the pipeline, a function that returns entries of a manifest."""
-    seen = []
-
-    def prune(model, recipe, **options):
-        seen.append((model, recipe, options))
-        manifest = made_manifest(recipe, calibration={"sha256": "of this run", "shape": [2, 8]})
-        return pipeline.PruneResult(nn.Identity(), manifest, options["out"])
-
-    monkeypatch.setattr(pipeline, "prune", prune)
-    return seen
 
 
 @pytest.fixture
@@ -43,7 +27,6 @@ def checkpoint(tmp_path):
         format="packed",
         dtype="bfloat16",
         compute_dtype="float32",
-        calibration={"sha256": "of this run", "shape": [2, 8]},
     )
     write_manifest(folder, manifest)
     return folder
@@ -94,6 +77,20 @@ def test_a_quality_replaces_three_fields(calls, tmp_path):
     assert (pruning.solve, pruning.target, pruning.method) == ("none", "self", "magnitude")
 
 
+@pytest.mark.parametrize(
+    ("quality", "steps", "expected"),
+    [("fast", 100, 50), ("balanced", 50, 100), ("best", 50, 100), ("fast", None, 50)],
+)
+def test_a_quality_names_the_steps_of_a_recipe_too(calls, tmp_path, quality, steps, expected):
+    """A recipe of a manifest holds every value, also those that nobody has named."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"rotation: {{steps: {'null' if steps is None else steps}}}")
+    assert prune("m", "--recipe", file, "--quality", quality) == 0
+    assert resolve(calls[0][1]).rotation.steps == expected
+    assert prune("m", "--recipe", file, "--quality", quality, "--steps", "7") == 0
+    assert resolve(calls[1][1]).rotation.steps == 7
+
+
 def test_a_recipe_without_a_model_needs_one(calls, tmp_path, capsys):
     file = tmp_path / "recipe.yaml"
     file.write_text("pruning: {sparsity: 4:8}")
@@ -127,7 +124,7 @@ def test_rotations_of_a_file_must_be_given_again(calls, checkpoint, capsys, capl
     assert "used the rotations in r.safetensors" in capsys.readouterr().err and not calls
 
 
-@pytest.mark.parametrize(("now", "told"), [("of this run", 0), ("of another", 1)])
+@pytest.mark.parametrize(("now", "told"), [("0", 0), ("of another", 1)])
 def test_another_calibration_text_is_told(calls, checkpoint, caplog, now, told):
     change(checkpoint, calibration={"sha256": now, "shape": [2, 8]})
     with caplog.at_level(logging.WARNING, "drot"):

@@ -6,8 +6,11 @@ import pytest
 from made_manifests import made_manifest
 from rich.console import Console
 
-from drot.cli import tables
+from drot.cli import app
+from drot.cli import output as tables
 from drot.config import Recipe
+from drot.manifest.manifest import write_manifest
+from drot.manifest.tables import Table, times_table
 
 
 @pytest.mark.parametrize("objective", ["pruned", "entropy"])
@@ -23,19 +26,28 @@ def test_table_of_a_shared_rotation(monkeypatch, width, objective):
     tables.print_manifest(manifest)
     text = file.getvalue()
     assert "dense Hessians" in " ".join(text.split())
-    loss = "" if objective == "entropy" else "loss 400 -> 300, "
-    assert f"shared training  2 steps, {loss}entropy 16021 -> 14180 a layer" in text
+    loss = "" if objective == "entropy" else "loss 400 → 300, "
+    assert f"shared training  2 steps, {loss}entropy 16021 → 14180 a layer" in text
     assert max(map(len, text.splitlines())) <= width
+
+
+def test_a_terminal_without_the_characters_shows_their_escapes(tmp_path, monkeypatch):
+    write_manifest(tmp_path, made_manifest())
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", stdout)
+    monkeypatch.setattr("sys.argv", ["drot", "info", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        app.main()
+    stdout.seek(0)
+    assert ended.value.code == 0 and r"900 \u2192 800" in stdout.read()
 
 
 def test_table_of_the_time():
     """The longest phase first, without phases that took no time."""
-    table = tables.times_table(
-        made_manifest(seconds={"load": 1.0, "rotate": 6.0, "recover": 0.0, "total": 8.0})
-    )
-    cells = [list(column.cells) for column in table.columns]
-    assert [column.header for column in table.columns] == ["phase", "seconds", "share"]
-    assert [list(row) for row in zip(*cells, strict=True)] == [
+    manifest = made_manifest(seconds={"load": 1.0, "rotate": 6.0, "recover": 0.0, "total": 8.0})
+    table = times_table(manifest)
+    assert table.headings == ["phase", "seconds", "share"]
+    assert table.cells == [
         ["rotate", "6.0", "75.0%"],
         ["load", "1.0", "12.5%"],
         ["other", "1.0", "12.5%"],
@@ -47,3 +59,27 @@ def test_numbers_have_three_digits():
     assert [tables.scaled(value, "B/s") for value in (0.5, 12345.0, 999.6e9, 3e12)] == [
         *("0.5 B/s", "12.3 kB/s", "1000 GB/s", "3 TB/s")
     ]
+
+
+@pytest.mark.parametrize("width", [30, 40, 60, 100])
+def test_no_table_cuts_a_word_off(monkeypatch, width):
+    """What is too long for a narrow terminal is folded: a verdict, the name of a file, and even a number."""
+    file = io.StringIO()
+    monkeypatch.setattr(tables, "output", lambda: Console(file=file, width=width))
+    name, verdict = (
+        "layers-0-" + "a-long-name-of-a-file-" * 3 + "end.safetensors",
+        "0.48 x, slower than dense",
+    )
+    row = {"file": name, "tokens/s": "123456.789", "loss": "17414 → 15115", "against dense": verdict}
+    tables.print_table(Table("", [row, row | {"file": "short"}]))
+    tables.print_facts([("file", name)])
+    text = file.getvalue()
+    shown = "".join(each for each in text if each.isalnum())
+    assert "…" not in text and max(map(len, text.splitlines())) <= width
+    columns = zip(*(line.split("│") for line in text.splitlines() if "│" in line), strict=True)
+    joined = ["".join("".join(column).split()) for column in columns]
+    for cell in row.values():
+        assert any("".join(cell.split()) in column for column in joined), cell
+    assert "".join(each for each in name if each.isalnum()) in shown  # of the facts
+    if width == 100:
+        assert "123456.789" in text and "17414 → 15115" in text

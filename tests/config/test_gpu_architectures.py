@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode
 
 from drot.core.errors import UserError
 from drot.machine import devices
-from drot.machine.devices import kernel_problem, pick_device
+from drot.machine.devices import kernel_problem, pick_device, pick_devices
 from drot.sparse.linear import SparseLinear
 
 DEFAULT = "8.0 9.0 10.0 12.0+PTX"
@@ -38,11 +38,12 @@ def test_which_gpus_run_a_build(capability, built, runs):
     assert (kernel_problem(capability, built) is None) == runs
 
 
-def gpu(monkeypatch, capability, built, cuda="13.0"):
-    """Makes torch find one GPU of this capability, and drot built for the architectures `built`."""
+def gpu(monkeypatch, capability, built, cuda="13.0", count=1, current=0):
+    """Makes torch find GPUs of this capability, and drot built for the architectures `built`."""
     devices.check_gpu.cache_clear()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(devices, "BUILD_INFO", {"cuda": cuda, "cuda_architectures": built})
@@ -61,6 +62,15 @@ def test_a_gpu_without_kernels_is_refused_in_one_line(monkeypatch, name):
     assert pick_device("cpu") == torch.device("cpu")
     gpu(monkeypatch, (9, 0), DEFAULT)
     assert pick_device(name).type == "cuda"
+
+
+def test_a_device_is_named_as_tensors_name_theirs(monkeypatch):
+    """torch.device("cuda") is not equal to the device of a tensor on it, and neither is cpu:0."""
+    gpu(monkeypatch, (9, 0), DEFAULT, count=2, current=1)
+    second = torch.device("cuda:1")
+    assert [pick_device(name) for name in ("auto", "cuda", torch.device("cuda"))] == [second] * 3
+    assert pick_devices("cuda:0, cuda") == [torch.device("cuda:0"), second]
+    assert [pick_device(name) for name in ("cpu", "cpu:0")] == [torch.empty(0).device] * 2
 
 
 def test_a_packed_weight_on_a_gpu_without_kernels_is_refused_in_one_line(monkeypatch):

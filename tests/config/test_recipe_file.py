@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 
 import pytest
 
@@ -110,6 +111,10 @@ BOMB = (
         ("rotation: " + "x" * 100_000, "rotation must hold the fields of a section; got 'xxx"),
         ("rotation: {steps: 1000000000000}", "`steps` must be a whole number from 0 to 1000000"),
         ("recipe: 3", "holds no recipe"),
+        ("rotation: {steps: 4}\npruning: {}\nrotation: {lr: 1}", "line 3: 'rotation' stands twice"),
+        ("rotation:\n  steps: 4\n  lr: 1\n  steps: 5", "line 4: 'steps' stands twice"),
+        ("a: &a {b: 1}\nc: {!!merge <<: [*a, *a]}", "line 2: merge keys are not read"),
+        ("a: " + "x" * 2**20, "must have at most 1048576 bytes"),
     ],
 )
 def test_one_line_that_names_the_field(tmp_path, content, message):
@@ -122,13 +127,17 @@ def test_one_line_that_names_the_field(tmp_path, content, message):
 
 def test_what_is_no_recipe_file(tmp_path):
     (tmp_path / "a.json").write_text("{")
+    (tmp_path / "twice.json").write_text('{"rotation": {"steps": 4,\n"steps": 5}}')
+    os.mkfifo(tmp_path / "pipe.yaml")
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe\xfa")
     for name, message in {
         "a.txt": "must be a .yaml or .json file",
-        "none.yaml": "cannot read the recipe",
+        "none.yaml": "none.yaml does not exist",
         "a.json": "is not valid JSON",
+        "twice.json": "'steps' stands twice in one object, see lines 1, 2",
+        "pipe.yaml": "must be a file, got a pipe",
         "b.yaml": "must be UTF-8",
-        ".": "cannot read the recipe",
+        ".": "drot.json does not exist",
     }.items():
         with pytest.raises(UserError, match=message):
             Recipe.from_file(tmp_path / name)

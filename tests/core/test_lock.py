@@ -13,7 +13,7 @@ import pytest
 from small_models import small_model
 
 import drot
-from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.convert import convert
 from drot.core.errors import UserError
 from drot.core.lock import lock_file, locked
 
@@ -34,7 +34,7 @@ def test_a_second_run_is_refused_before_its_model_is_loaded(tmp_path):
         with pytest.raises(UserError, match=message):
             drot.prune(tmp_path / "no-model", out=out)
         with pytest.raises(UserError, match=message):
-            convert_checkpoint(tmp_path / "no-model", out, "packed")
+            convert(tmp_path / "no-model", out, "packed")
         with pytest.raises(UserError, match=message):
             drot.finetune(tmp_path / "no-model", out=out)
         with pytest.raises(UserError, match=message):
@@ -64,6 +64,20 @@ def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path, caplog):
     with locked(out):
         pass
     assert "was left by process 7 on elsewhere, which no longer holds the lock" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"host": ' + "[" * 4000,
+        '{"host": "here", "pid": "1\\nWARNING all is well"}',
+        '{"host": "a\\nb", "pid": 1}',
+    ],
+)
+def test_a_lock_file_of_a_stranger_forges_no_message(tmp_path, caplog, content):
+    lock_file(tmp_path / "out").write_text(content)
+    with locked(tmp_path / "out"):
+        assert not caplog.text
 
 
 @pytest.mark.parametrize("content", ["[package]\nname = 'mine'\n", "{\n}", "\0", '{"hosts": 1}'])

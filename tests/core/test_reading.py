@@ -1,6 +1,7 @@
 """The reading of JSON files: what is refused, and messages that name the entry in one line."""
 
 import json
+import os
 
 import pytest
 
@@ -23,6 +24,7 @@ from drot.model.schema import ModelConfig, WeightIndex
         ('{"a": ' + "9" * 5000 + "}", "is not valid JSON"),
         ('{"a": ' * 100 + "1" + "}" * 100, "nested more than 64 levels"),
         ('{"a": ' + "[" * 100_000, "nested too deeply"),
+        ('{"a": 1,\n "b": {"a": 2,\n  "a": 3}}', "'a' stands twice in one object, see lines 1, 2, 3"),
         ('{"a\\nb": {"c": NaN}}', r"'a\\nb'.c must be a finite number"),
     ],
 )
@@ -35,10 +37,21 @@ def test_files_that_are_refused(tmp_path, content, message):
 
 
 def test_what_is_no_file(tmp_path):
-    with pytest.raises(UserError, match="cannot read .*: Is a directory"):
+    with pytest.raises(UserError, match="must be a file, got a folder"):
         read_json(tmp_path)
     with pytest.raises(UserError, match="does not exist"):
         read_json(tmp_path / "no.json")
+
+
+def test_pipes_and_huge_files_are_not_read(tmp_path):
+    """The reading of a pipe that nobody writes to never ends; a sparse file of 20 GB takes one block."""
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(UserError, match="must be a file, got a pipe, a device or a socket"):
+        read_json(tmp_path / "pipe.json")
+    with (tmp_path / "huge.json").open("wb") as handle:
+        handle.truncate(20 * 10**9)
+    with pytest.raises(UserError, match="must have at most 67108864 bytes, got 20000000000"):
+        read_json(tmp_path / "huge.json")
 
 
 def test_a_file_as_it_should_be(tmp_path):

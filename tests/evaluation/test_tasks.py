@@ -1,22 +1,24 @@
 """Accuracy by lm_eval: on local tasks, and the messages for tasks that cannot be evaluated."""
 
-import functools
 import json
 import logging
 import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from small_models import letter_tokenizer, small_model
+from small_models import letter_tokenizer, random_tokens, small_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import drot
+from drot import PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
-from drot.demo.demo import MODEL
 from drot.evaluation.own_tasks import continuation
-from drot.evaluation.tasks import OWN_TASKS, averages, expand, load_tasks, run_tasks, score
+from drot.evaluation.tasks import TaskOptions, averages, expand, load_tasks, run_tasks, score
+from drot.sweep.demo import MODEL
 
 pytestmark = pytest.mark.slow  # lm_eval alone takes ten seconds to import
 
@@ -40,6 +42,63 @@ doc_to_target: "{{{{answer}}}}"
 metric_list:
   - metric: acc
 """
+
+
+@pytest.mark.slow
+def test_limit_batch_size_and_examples(monkeypatch, capfd):
+    """What lm_eval is asked; and off a terminal neither its bars nor what git says are seen."""
+    task_manager()
+    import lm_eval
+
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    asked, real = [], lm_eval.simple_evaluate
+    monkeypatch.setattr(
+        lm_eval, "simple_evaluate", lambda **options: asked.append(options) or real(**options)
+    )
+    monkeypatch.chdir("/")  # no git repository
+    capfd.readouterr()
+    prepared = load_tasks(["drot_continuation"])
+    found = run_tasks(model, tokenizer, prepared, TaskOptions(limit=3, batch_size=2, num_fewshot=0))
+    (options,) = asked
+    assert (options["limit"], options["num_fewshot"], options["model"].batch_size) == (3, 0, 2)
+    assert found["drot_continuation"].accuracy * 3 == pytest.approx(
+        round(found["drot_continuation"].accuracy * 3)
+    )
+    told = capfd.readouterr().err
+    assert "fatal" not in told and "it/s" not in told
+
+
+@pytest.mark.parametrize("options", [{"limit": 0}, {"batch_size": 0}, {"num_fewshot": -1}, {"limit": True}])
+def test_task_options_that_mean_nothing(options):
+    with pytest.raises(UserError, match=f"`{next(iter(options))}` must be"):
+        TaskOptions(**options)
+
+
+def test_lm_evals_own_command_line_under_drot_run(tmp_path):
+    """A rotated, packed checkpoint by `lm_eval --model hf`, on a local task and on drot's own."""
+    task_manager()
+    recipe = Recipe(rotation=RotationConfig(steps=1), pruning=PruningConfig(method="magnitude"))
+    drot.prune(
+        MODEL,
+        recipe.replace(solve="none", target="self"),
+        calibration=random_tokens(2, 16),
+        device="cpu",
+        out=tmp_path / "pruned",
+        format="packed",
+    )
+    rows = [{"question": "import", "choices": ["self", "x"], "answer": i % 2} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=tmp_path / "data.jsonl"))
+    line = (
+        f"{sys.executable} -m drot run -- lm_eval run --model hf --device cpu --limit 4 --model_args "
+        f"pretrained={tmp_path}/pruned,dtype=float32 --include_path {tmp_path} "
+        "--tasks two_letters,drot_continuation"
+    )
+    done = subprocess.run(line.split(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows_printed = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
+    assert {"two_letters", "drot_continuation"} <= set(rows_printed)
 
 
 @pytest.mark.slow
@@ -96,7 +155,7 @@ def test_accuracy_of_a_group(tmp_path, monkeypatch):
 @pytest.fixture(scope="module")
 def manager():
     # made once, because it takes seconds to read its index
-    return task_manager(include_path=str(OWN_TASKS))
+    return task_manager()
 
 
 @pytest.mark.parametrize("name", ["no_such_task", "ai2_arc"])
@@ -277,15 +336,13 @@ print(hashlib.sha256(json.dumps(made).encode()).hexdigest())
 
 def test_continuation_is_a_task_of_lm_eval(monkeypatch):
     """The accuracy on some questions is the share with the largest log-likelihood for each character."""
-    lm_eval = pytest.importorskip("lm_eval")
-    manager = task_manager(include_path=str(OWN_TASKS), include_defaults=False)
+    pytest.importorskip("lm_eval")
+    manager = task_manager(include_path=str(Path(continuation.__file__).parent), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
-    limited = functools.partial(lm_eval.simple_evaluate, limit=8)
-    monkeypatch.setattr(lm_eval, "simple_evaluate", limited)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
     tasks = load_tasks(["drot_continuation"])
-    found = run_tasks(model, tokenizer, tasks)["drot_continuation"]
+    found = run_tasks(model, tokenizer, tasks, TaskOptions(limit=8))["drot_continuation"]
 
     def likelihood(context, choice):
         start = len(tokenizer(context).input_ids)

@@ -1,30 +1,33 @@
 """drot.finetune: the zeros that stay, the written files, the record, the refusals and the command line."""
 
 import dataclasses
-import inspect
+import errno
 import json
 import math
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+from runs import saved_bytes
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
 from drot import CalibrationConfig, FinetuneConfig, PruningConfig, Recipe, RotationConfig
-from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.convert import convert
 from drot.checkpoint.load import load_model, load_tokenizer
 from drot.cli import app as cli
-from drot.cli.finetune import finetune as finetune_command
+from drot.cli.commands import imported
 from drot.config import FINETUNE_LR, default_seqlen
 from drot.core.errors import UserError
-from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.core.files import WriteError
 from drot.finetuning import finetune as module
 from drot.manifest.manifest import accept_files, read_any_manifest, read_manifest
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import unpack_model
+from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
 
 #: kind of checkpoint → arguments of drot.prune
 KINDS = {
@@ -55,6 +58,61 @@ def pruned(folder, kind="dense", family="llama-biased", dtype=torch.bfloat16):
     model = small_model(family, dtype=dtype, num_hidden_layers=2)
     drot.prune(model, recipe, calibration=tokens()[:4], device="cpu", out=folder, **options)
     return folder
+
+
+@pytest.mark.parametrize("keep_adapter", [False, True])
+def test_a_disk_without_space_for_the_result_is_found_before_the_training(
+    tmp_path, monkeypatch, keep_adapter
+):
+    """Afterwards the training would be lost."""
+    folder, asked = pruned(tmp_path / "pruned"), []
+    weights = sum(map(len, saved_bytes(folder)))
+
+    def refuse(descriptor, start, size):
+        asked.append(size)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr(
+        "drot.finetuning.run.run_finetuning", lambda *args, **options: pytest.fail("it trained")
+    )
+    config = FinetuneConfig(keep_adapter=keep_adapter, **QUICK)
+    with pytest.raises(UserError, match="make room"):
+        drot.finetune(folder, config, tokens=tokens(), device="cpu", out=tmp_path / "out")
+    assert asked[0] > (0 if keep_adapter else weights) and not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("keep_adapter", [False, True])
+def test_a_full_disk_at_the_end_does_not_lose_the_training(tmp_path, monkeypatch, keep_adapter):
+    """The adapter lies beside `out`. The same call then writes the checkpoint, and does not train."""
+    folder = pruned(tmp_path / "pruned", "rotated" if keep_adapter else "packed-rotated")
+    folder = pruned(tmp_path / "dense", "dense") if keep_adapter else folder
+    config = FinetuneConfig(keep_adapter=keep_adapter, **QUICK)
+    options = dict(tokens=tokens(), device="cpu")
+    whole = drot.finetune(folder, config, out=tmp_path / "whole", **options)
+    assert not (tmp_path / "whole.adapter").exists()
+
+    def full(*args, **more):
+        raise WriteError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "save_checkpoint", full)
+        with pytest.raises(
+            UserError, match=r"disk is full; the trained adapter is kept in .*out\.adapter: make"
+        ):
+            drot.finetune(folder, config, out=tmp_path / "out", **options)
+    with pytest.raises(UserError, match="out.adapter holds the adapter of a training with other settings"):
+        drot.finetune(folder, dataclasses.replace(config, lr=1e-3), out=tmp_path / "out", **options)
+    monkeypatch.setattr("drot.finetuning.run.run_finetuning", lambda *args, **more: pytest.fail("it trained"))
+    again = drot.finetune(folder, config, out=tmp_path / "out", **options)
+    assert not (tmp_path / "out.adapter").exists()
+    written = [
+        (folder / "adapter_model.safetensors").read_bytes() if keep_adapter else saved_bytes(folder)
+        for folder in (tmp_path / "out", tmp_path / "whole")
+    ]
+    assert written[0] and written[0] == written[1]
+    records = [result.manifest.finetune[-1] for result in (whole, again)]
+    assert records[0].held_out == records[1].held_out and records[0].loss_curve == records[1].loss_curve
 
 
 def tensors(folder):
@@ -148,8 +206,7 @@ def test_the_same_command_gives_the_same_bytes(tmp_path, full):
         before = torch.get_rng_state()
         run(folder, tmp_path / name, full=full)
         assert torch.equal(torch.get_rng_state(), before)
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "two"))
-    assert one == two
+    assert saved_bytes(tmp_path / "one") == saved_bytes(tmp_path / "two")
 
 
 @pytest.mark.slow
@@ -206,7 +263,7 @@ def test_a_model_that_another_program_pruned(tmp_path, capsys):
 
 def test_a_fine_tuned_checkpoint_is_converted_with_its_record(tmp_path):
     run(pruned(tmp_path / "pruned", "rotated"), tmp_path / "out")
-    manifest = convert_checkpoint(tmp_path / "out", tmp_path / "packed", "packed")
+    manifest = convert(tmp_path / "out", tmp_path / "packed", "packed")
     assert manifest.format == "packed" and len(manifest.finetune) == 1
 
 
@@ -288,7 +345,7 @@ def test_a_quantised_model_is_refused(tmp_path):
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     file.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"this model is quantised \(gptq\)"):
+    with pytest.raises(UserError, match=r"this model is quantised \(GPTQ\)"):
         run(folder, tmp_path / "out")
 
 
@@ -324,10 +381,10 @@ def test_nothing_of_the_trainer_is_left(folder, tmp_path, monkeypatch):
 
 
 def test_every_field_has_an_option():
-    options = inspect.signature(finetune_command).parameters
+    options = {param.name for param in imported("finetune").params}
     names = {field.name for field in dataclasses.fields(FinetuneConfig)} - {"text"}
     names |= {field.name for field in dataclasses.fields(CalibrationConfig)} - {"source"}
-    assert names | {"text"} <= options.keys()
+    assert names | {"text"} <= options
 
 
 def test_the_papers_settings_are_the_defaults():

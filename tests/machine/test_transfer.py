@@ -123,8 +123,8 @@ def said(monkeypatch):
     said: list[str] = []
     stream = RecordedStream(said)
     monkeypatch.setattr(transfer, "_copy_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the worker")
+    monkeypatch.setattr(torch.cpu, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cpu, "current_stream", lambda device: "the worker")
     copy = torch.Tensor.copy_
 
     def copy_(place, source, non_blocking=False):
@@ -166,7 +166,7 @@ def test_no_pass_of_a_stream_waits_for_its_copies(said, monkeypatch):
     layer = model.layers[0]
     _, o, mlp, down = layer.groups
     passes = {
-        "outputs": lambda: stream.outputs(layer),
+        "whole layer": lambda: stream.advance(layer),
         "rotate": lambda: stream.rotate(torch.eye(32)),
         "hessians": lambda: stream.hessians(layer, [down], advance=True),
         "inputs of o": lambda: list(kept.inputs(o)),

@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import huggingface_hub
 import pytest
@@ -14,13 +16,14 @@ from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import drot
-from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.convert import convert
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
+from drot.evaluation.record import record
 from drot.manifest import card as cards
 from drot.manifest.card import card, write_card
-from drot.manifest.manifest import update_manifest
+from drot.manifest.manifest import read_manifest, update_manifest
 from drot.manifest.records import EvaluationRecord
 
 EVALUATION = made_evaluation(
@@ -30,6 +33,12 @@ EVALUATION = made_evaluation(
     agreement={"some/where/wiki.txt": made_agreement()},
     tasks={"piqa": 0.75},
 )
+
+
+#: figures of `evaluate` for one model, without its name
+FIGURES = {
+    key: value for key, value in made_evaluation({"wiki.txt": 5.5}).items() if key not in ("date", "versions")
+}
 
 
 def pruned(path, mode="layer", format="dense", **entries):
@@ -94,7 +103,7 @@ def test_figures_and_base_model(tmp_path):
     for line in (
         "| perplexity on wiki.txt, windows of 64 tokens | 5.250 | float32, 2026-01-02 |",
         "| perplexity on other.txt, windows of 64 tokens | not finite | float32, 2026-01-02 |",
-        "| next tokens as dense on wiki.txt | 90.0% | float32, 2026-01-02 |",
+        "| next tokens as someone/dense on wiki.txt | 90.0% | float32, 2026-01-02 |",
         "| accuracy in piqa | 75.00% | float32, 2026-01-02 |",
         "drot prune someone/dense --recipe drot.json --out FOLDER",
     ):
@@ -150,6 +159,61 @@ def test_hostile_names_stay_in_their_cells():
 
 
 @pytest.mark.parametrize(
+    "metadata",
+    ["tags: [", "tags: 3", "1: 2\ntrue: x", "a: &a [*a]\n<<: 3", "model-index: 5", "license: [\x80"],
+)
+def test_metadata_that_cannot_be_read_is_a_warning(tmp_path, metadata, caplog):
+    folder = pruned(tmp_path)
+    broken = f"---\n{metadata}\n---\nMy words.\n"
+    (folder / "README.md").write_text(broken)
+    record(str(folder), FIGURES | {"model": str(folder)})
+    assert len(read_manifest(folder).evaluations) == 1 and not verify_folder(folder).damaged
+    text = (folder / "README.md").read_text()
+    assert "My words." in text
+    if text == broken:
+        assert any("README.md is not updated, correct it by hand" in message for message in caplog.messages)
+    drot.load(folder, device="cpu").save_pretrained(tmp_path / "again")
+    assert len(read_manifest(tmp_path / "again").evaluations) == 1
+
+
+def test_a_card_in_latin1_stays_and_the_model_opens(tmp_path):
+    folder = pruned(tmp_path)
+    (folder / "README.md").write_bytes("Mein schönes Modell.\n".encode("latin1"))
+    drot.load(folder, device="cpu").save_pretrained(tmp_path / "again")
+    record(str(folder), FIGURES | {"model": str(folder)})
+    for each in (folder, tmp_path / "again"):
+        assert "Mein schönes Modell." in (each / "README.md").read_text()
+
+
+def test_a_text_with_the_name_of_a_mark_leaves_the_card_whole(tmp_path):
+    folder = pruned(tmp_path)
+    file = folder / "README.md"
+    file.write_text(file.read_text() + "\nMy words below.\n")
+    change(folder, evaluations=[made_evaluation({cards.END + ".txt": 3.5, cards.BEGIN: 4.5})])
+    write_card(folder)
+    once = file.read_text()
+    write_card(folder)
+    assert file.read_text() == once and once.count("My words below.") == 1
+    text = ModelCard(once).text  # without the metadata, in which a name may be anything
+    assert text.count(cards.BEGIN) == text.count(cards.END) == 1 and "3.500" in text and "4.500" in text
+
+
+def test_evaluations_at_the_same_time_are_all_recorded(tmp_path, caplog):
+    folder = pruned(tmp_path)
+    start = threading.Barrier(8)
+
+    def measure(seqlen):
+        start.wait()
+        record(str(folder), FIGURES | {"model": str(folder), "seqlen": seqlen})
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(measure, range(8, 16)))
+    assert {entry.seqlen for entry in read_manifest(folder).evaluations} == set(range(8, 16))
+    assert not verify_folder(folder).damaged and not caplog.messages
+    assert all(f"windows of {seqlen} tokens" in (folder / "README.md").read_text() for seqlen in range(8, 16))
+
+
+@pytest.mark.parametrize(
     ("mode", "format"), [("layer", "dense"), ("layer", "packed"), ("none", "dense"), ("none", "packed")]
 )
 def test_a_loaded_model_is_saved_with_all_its_files(tmp_path, mode, format, capsys):
@@ -181,7 +245,7 @@ def test_the_manifest_says_what_is_saved(tmp_path):
     model.dequantize()
     model.save_pretrained(tmp_path / "again")
     assert json.loads((tmp_path / "again" / "drot.json").read_text())["format"] == "dense"
-    convert_checkpoint(folder, tmp_path / "converted", "dense")
+    convert(folder, tmp_path / "converted", "dense")
     assert "Weights: dense, float32" in (tmp_path / "converted" / "README.md").read_text()
 
 

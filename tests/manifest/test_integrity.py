@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint import load
-from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.convert import convert
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
@@ -39,8 +39,6 @@ def checkpoint(tmp_path_factory):
         calibration=CalibrationConfig(seqlen=40),
     )
     model = small_model("llama", head_dim=16)
-    save = model.save_pretrained
-    model.save_pretrained = lambda folder: save(folder, max_shard_size="40KB")
     drot.prune(model, recipe, calibration=TOKENS, device="cpu", out=out, format="packed")
     (out / "README.md").write_text("a card")
     update_manifest(out, unchanged, rewritten=["README.md"])
@@ -75,6 +73,14 @@ def verify(capsys, folder, *options):
     captured = capsys.readouterr()
     assert captured.err.count("\n") <= 1
     return status, captured.out.splitlines(), captured.err
+
+
+def test_a_manifest_without_its_digest_is_damaged(copy):
+    file = copy / "drot.json"
+    entries = json.loads(file.read_text())
+    del entries["digest"]
+    file.write_text(json.dumps(entries))
+    assert verify_folder(file.parent).damaged == {"drot.json": "lacks its digest"}
 
 
 def test_every_file_is_recorded(checkpoint, capsys):
@@ -116,7 +122,7 @@ def test_a_damaged_checkpoint_is_neither_loaded_nor_converted(damage, copy, tmp_
     with pytest.raises(UserError, match=message):
         drot.load(copy, device="cpu")
     with pytest.raises(UserError, match=message):
-        convert_checkpoint(copy, tmp_path / "out", "dense")
+        convert(copy, tmp_path / "out", "dense")
     assert not (tmp_path / "out").exists()
     drot.load(copy, device="cpu", verify=False)
     status, lines, error = verify(capsys, copy)
@@ -287,4 +293,4 @@ def test_an_unfinished_run_is_verified(tmp_path, capsys):
 def test_verify_needs_a_folder(capsys):
     for option in ("--verify", "--accept"):
         assert cli.run(["info", option]) == 2
-        assert f"{option} needs FOLDER" in capsys.readouterr().err
+        assert f"{option} needs MODEL" in capsys.readouterr().err

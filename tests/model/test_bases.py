@@ -28,7 +28,7 @@ def test_who_writes_and_who_holds(place, rotations):
     assert [bases.holds(index) for index in range(LAYERS)] == holds
     assert [bases.held(index, rotations) is not None for index in range(LAYERS)] == holds
     for index, following in enumerate(writes_next):
-        assert bases.output(index, rotations) is rotations[index + following].r1
+        assert bases.writes_in(index) == index + following
 
 
 @pytest.mark.parametrize("place", ["input", "residual"])
@@ -55,4 +55,4 @@ def test_only_the_rotations_at_the_boundary_are_needed(rotations):
 def test_a_model_of_one_layer_has_no_boundary(place, rotations):
     bases = Bases(place, 1)
     assert not bases.holds(0) and bases.held(0, rotations) is None
-    assert bases.output(0, rotations) is rotations[0].r1
+    assert bases.writes_in(0) == 0

@@ -5,6 +5,7 @@ import torch
 from small_models import random_tokens, small_model
 from torch import nn
 
+import drot
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 
@@ -48,6 +49,19 @@ def test_a_copy_of_a_layer_is_its_own():
     assert bool(layer.linears["q_proj"].weight.any())
 
 
+def test_a_copy_in_another_dtype_shares_nothing():
+    model = DecoderModel(small_model("qwen2", dtype=torch.bfloat16))
+    layer = model.layers[0]
+    wide, same = layer.copy(dtype=torch.float32), layer.copy(dtype=torch.bfloat16)
+    for (name, tensor), other, equal in zip(
+        layer.module.named_parameters(), wide.module.parameters(), same.module.parameters(), strict=True
+    ):
+        assert other.dtype == torch.float32 and equal.dtype == torch.bfloat16, name
+        assert torch.equal(other, tensor.float()) and torch.equal(equal, tensor)
+        assert equal.data_ptr() != tensor.data_ptr()
+        assert isinstance(other, nn.Parameter) and other.requires_grad == tensor.requires_grad
+
+
 def test_the_share_of_zeros():
     model = small_model("llama")
     weights = [linear.weight for layer in DecoderModel(model).layers for linear in layer.linears.values()]
@@ -55,3 +69,19 @@ def test_the_share_of_zeros():
     weights[-1][:, ::2] = 0
     zeros = weights[0].numel() + weights[-1].numel() // 2
     assert DecoderModel(model).zero_share() == zeros / sum(weight.numel() for weight in weights)
+
+
+@pytest.mark.parametrize("path", ["mlp.up_proj", "self_attn.q_proj", "input_layernorm"])
+def test_layers_that_share_a_weight_are_refused(path):
+    """The second layer would be pruned, or its norm folded, after the first has changed the weight."""
+    model = small_model("llama")
+    DecoderModel(model).check()
+    first, second = (model.model.layers[index].get_submodule(path) for index in (0, 2))
+    second.weight = first.weight
+    with pytest.raises(UserError, match=r"layer 2: \w+.*\w+ shares its weight with layer 0: .* its own copy"):
+        drot.prune(model, calibration=random_tokens(2, 16), device="cpu")
+    second.weight = nn.Parameter(
+        first.weight.detach().view_as(first.weight)
+    )  # another object, the same memory
+    with pytest.raises(UserError, match="shares its weight"):
+        DecoderModel(model).check()

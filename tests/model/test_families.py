@@ -5,54 +5,19 @@ import re
 import pytest
 import torch
 from runs import TOKENS, assert_patterns, named_linears, one_shot, prune
-from small_models import COMMON, random_rotations, random_tokens, relative_error, rotate_model, small_model
-from transformers import Phi3Config, Phi3ForCausalLM
+from small_models import random_rotations, random_tokens, relative_error, rotate_model, small_model
+from torch import nn
 
-from drot.model import families
+from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
-from drot.model.families import FAMILIES, LLAMA, Family, InputGroup, LinearSpec
+from drot.model.families import FAMILIES, LLAMA
 from drot.model.rotation import LayerRotation
-
-QKV, GATE_UP = "self_attn.qkv_proj", "mlp.gate_up_proj"
-PHI3 = Family(
-    attention="self_attn",
-    mlp="mlp",
-    groups=(
-        InputGroup(
-            name="attention",
-            norm="input_layernorm",
-            linears=(
-                LinearSpec(QKV, ("query", "hidden"), input="r1", part="q_proj"),
-                LinearSpec(QKV, ("kv", "hidden"), input="r1", part="k_proj"),
-                LinearSpec(QKV, ("kv", "hidden"), input="r1", output="r2", part="v_proj"),
-            ),
-        ),
-        LLAMA.groups[1],
-        InputGroup(
-            name="mlp",
-            norm="post_attention_layernorm",
-            linears=(
-                LinearSpec(GATE_UP, ("mlp", "hidden"), input="r1", part="gate_proj"),
-                LinearSpec(GATE_UP, ("mlp", "hidden"), input="r1", part="up_proj"),
-            ),
-        ),
-        LLAMA.groups[3],
-    ),
-)
 
 
 @pytest.fixture
-def phi3(monkeypatch):
+def phi3():
     """A small random model whose linears that read one input are one module."""
-    monkeypatch.setitem(families.FAMILIES, "phi3", PHI3)
-    torch.manual_seed(0)
-    model = Phi3ForCausalLM(Phi3Config(**COMMON, pad_token_id=0, tie_word_embeddings=False))
-    for name, parameter in model.named_parameters():
-        if name.endswith("norm.weight"):
-            parameter.data.uniform_(0.5, 1.5)
-        else:
-            parameter.data.normal_(0, 0.15)
-    return model.eval().requires_grad_(False)
+    return small_model("phi3")
 
 
 # ---- every declared family ---------------------------------------------------------------------------
@@ -73,10 +38,11 @@ def test_the_declared_parts_exist(model_type):
             assert tuple(linear.weight.shape) == layer.shape_of(linear.spec)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES.values(), PHI3], ids=[*FAMILIES, "phi3"])
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_declaration_is_consistent(family):
     """The linears of a group share their input, and each rotation has the width of what it rotates."""
-    widths = {None: {"hidden", "query", "kv", "mlp"}, "r1": {"hidden"}, "r2": {"query", "kv"}}
+    plain = {"hidden", "query", "kv", "mlp", "expert"}
+    widths = {None: plain, "r1": {"hidden"}, "r2": {"query", "kv"}, "r3": {"mlp"}}
     for group in family.groups:
         assert len({(linear.input, linear.shape[1]) for linear in group.linears}) == 1
         assert group.norm is None or group.input == "r1"
@@ -86,7 +52,7 @@ def test_a_declaration_is_consistent(family):
     assert [group.name for group in family.groups if group.writes_residual] == ["o", "down"]
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", [name for name, family in FAMILIES.items() if not family.experts])
 def test_the_linears_of_a_group_read_the_output_of_its_norm(model_type):
     model = small_model(model_type)
     layer, inputs, outputs = DecoderModel(model).layers[1], {}, {}
@@ -115,7 +81,8 @@ def test_slices_are_views_of_the_fused_weight(phi3):
     layer.linears["k_proj"].weight.zero_()
     assert torch.equal((fused == 0).all(1).nonzero()[:, 0], torch.arange(32, 48))
     assert layer.linears["up_proj"].full_name == "layers.1.mlp.up_proj"
-    assert [module.out_features for module in layer.modules_of_linears] == [64, 32, 96, 32]
+    modules = [(linears[0].module_name, linears[0].plain.out_features) for linears in layer.modules]
+    assert modules == [("qkv_proj", 64), ("o_proj", 32), ("gate_up_proj", 96), ("down_proj", 32)]
 
 
 @pytest.mark.parametrize("place", ["input", "residual", None])
@@ -137,3 +104,10 @@ def test_slices_are_pruned_one_by_one(phi3):
     assert_patterns(result.model, chosen.pruning)
     assert list(result.manifest.layers[0].linears) == [linear.name for linear in LLAMA.linears]
     assert result.manifest.relative_logit_error < 1e-5
+
+
+def test_a_fused_module_of_another_size_is_refused(phi3):
+    """Its last slice would be cut out of the wrong rows."""
+    phi3.model.layers[1].self_attn.qkv_proj = nn.Linear(32, 72, bias=False)
+    with pytest.raises(UserError, match=r"layer 1: qkv_proj must be \[64, 32\] by .* config, got \[72, 32\]"):
+        DecoderModel(phi3).check()

@@ -103,7 +103,7 @@ def test_announced_steps_and_advances_are_reported():
 
 def listened(chosen):
     """The context of a run, and the list of what a listener hears of it."""
-    context = RunContext(small_model("llama"), resolve(chosen), TOKENS, [CPU], silent)
+    context = RunContext(small_model("llama"), resolve(chosen, down_width=48), TOKENS, [CPU], silent)
     heard = []
     context.listeners.append(heard.append)
     return context, heard
@@ -135,24 +135,27 @@ def check_balance(heard):
         (
             recipe(target="self"),
             ["check", "calibrate"],
-            "calibrate rotate check merge prune calibrate save merge",
+            "calibrate rotate check merge prune calibrate merge save save",
         ),
         (
             recipe(recover="block", recover_epochs=1),
             ["check", "calibrate"],
-            "calibrate calibrate rotate check merge prune recover calibrate save merge",
+            "calibrate rotate check merge prune recover calibrate merge save save",
         ),
-        (recipe("none"), ["check", "calibrate"], "prune calibrate save"),
+        (recipe("none"), ["check", "calibrate"], "prune calibrate save save"),
         (
             recipe("shared", target="self"),
             ["calibrate 0", "calibrate 1", "calibrate 2", "rotate", "check", "calibrate"],
-            "merge prune calibrate save merge",
+            "merge prune calibrate merge save save",
         ),
     ],
     ids=["layer", "recover", "none", "shared"],
 )
 def test_the_steps_of_a_run(chosen, before, steps, tmp_path):
-    """The advance to the next layer is part of `calibrate`, and the way back to its basis part of `merge`."""
+    """The advance to the next layer is part of `calibrate`, and the way back to its basis part of `merge`.
+
+    A layer is brought into its saved form first, and then written.
+    """
     heard = events_of(chosen, tmp_path / "out")
     check_balance(heard)
     found = [e.step if e.layer is None else f"{e.step} {e.layer}" for e in heard if isinstance(e, StepBegan)]

@@ -19,7 +19,8 @@ SEQUENTIAL, DENSE = (
 
 
 def prune(out, recipe=SEQUENTIAL, run=runs.prune, **options):
-    return run(small_model("llama", head_dim=16, num_hidden_layers=2), recipe, out=out, **options)
+    model = small_model("llama", head_dim=16, num_hidden_layers=2, vocab_size=1000)
+    return run(model, recipe, out=out, **options)
 
 
 def check_full(error, folder):
@@ -34,13 +35,18 @@ def check_full(error, folder):
 
 #: what a run writes, in this order: each can meet a full disk
 WRITTEN = ["run.json"]
-WRITTEN += [
-    name
-    for part in ("rotation", "layer")
-    for i in (0, 1)
-    for name in (f"{part}_0000{i}.safetensors", "parts.json")
+PARTS = [
+    "rotation_00000",
+    "rotation_00001",
+    "layer_00000",
+    "layer_00000_run",
+    "layer_00001",
+    "layer_00001_run",
 ]
-SYNCED = ["README.md", "config.json", "drot-figures.npz", "generation_config.json", "model.safetensors"]
+WRITTEN += [name for part in PARTS for name in (f"{part}.safetensors", "parts.json")]
+SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+SYNCED = ["README.md", "config.json", "drot-figures.npz", "generation_config.json"]
+SYNCED += [*SHARDS, "model.safetensors.index.json"]
 WRITTEN += ["r.safetensors", "README.md", *SYNCED]  # drot.json has the time that this took
 WRITTEN += ["drot.json", *sorted([*SYNCED, "drot.json"])]
 
@@ -59,7 +65,8 @@ def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch):
     def run(folder, **options):
         names.clear()
         prune(folder / "out", DENSE, save_rotations_to=folder / "r.safetensors", **options)
-        return folder_records(folder, ["r.safetensors", "out/model.safetensors", "out/config.json"])
+        saved = ["config.json", "model.safetensors.index.json", *SHARDS]
+        return folder_records(folder, ["r.safetensors", *(f"out/{name}" for name in saved)])
 
     monkeypatch.setattr(files, "sync", sync)
     expected = run(tmp_path / "whole")
@@ -76,10 +83,10 @@ def test_a_disk_that_is_full_at_any_file(tmp_path, monkeypatch):
 def test_a_disk_that_is_really_full(tmp_path):
     """The kernel refuses every byte beyond a limit, which libraries meet in the middle of a file."""
     prune(tmp_path / "whole")
-    expected = folder_records(tmp_path / "whole", ["model.safetensors"])
+    expected = folder_records(tmp_path / "whole", SHARDS)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     named = []
-    largest = (tmp_path / "whole" / "model.safetensors").stat().st_size
+    largest = (tmp_path / "whole" / SHARDS[-1]).stat().st_size
     for number, limit in enumerate((1000, 6000, largest - 1)):
         folder = tmp_path / str(number)
         try:
@@ -91,7 +98,7 @@ def test_a_disk_that_is_really_full(tmp_path):
         check_full(caught.value, folder)
         named.append(str(caught.value).split(":")[0].rpartition("/")[2])
         prune(folder / "out", resume=(folder / "out.partial").exists())
-        assert folder_records(folder / "out", ["model.safetensors"]) == expected
+        assert folder_records(folder / "out", SHARDS) == expected
     assert named == ["run.json", "layer_00000.safetensors", "out"]
 
 
@@ -119,5 +126,5 @@ def test_files_have_the_permissions_of_the_umask(tmp_path):
     finally:
         os.umask(before)
     written = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*") if path.is_file()}
-    assert {"layer_00000.safetensors", "r.safetensors", "model.safetensors", "drot.json"} <= written.keys()
+    assert {"layer_00000.safetensors", "r.safetensors", "drot.json", *SHARDS} <= written.keys()
     assert set(written.values()) == {0o640}

@@ -7,7 +7,7 @@ from runs import TOKENS, interrupted, one_shot, prune
 from small_models import FAMILIES, random_rotations, small_model
 
 from drot.calibration.hessian import InputHessian
-from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.convert import convert
 from drot.checkpoint.rotations import load_rotations
 from drot.manifest.importance import (
     HISTOGRAM_BINS,
@@ -17,8 +17,9 @@ from drot.manifest.importance import (
 )
 from drot.manifest.records import OneShotFigures, OneShotRecord
 from drot.model.decoder import DecoderModel
-from drot.model.families import LLAMA, head_shape
+from drot.model.families import LLAMA
 from drot.model.rotation import Bases
+from drot.model.sizes import head_shape
 from drot.pipeline.importance import GroupImportance, block_means, histogram
 
 DAMPING = 0.01
@@ -63,7 +64,9 @@ def test_figures_of_the_first_linear_in_fp64(method, sparsity, tmp_path):
     hessian = attention_input(model)
     chosen = recipe(method=method, sparsity=sparsity)
     result = prune(chosen=chosen, out=tmp_path / "out", save_rotations_to=tmp_path / "r")
-    rotations, _ = load_rotations(tmp_path / "r", layers=3, hidden_size=32, shape=head_shape(model.config))
+    rotations, _ = load_rotations(
+        tmp_path / "r", layers=3, hidden_size=32, shape=head_shape(model.config), down_width=48
+    )
     r1 = rotations[0].r1
     bases = {"before": (weight, hessian), "after": (weight @ r1, r1.T @ hessian @ r1)}
     saved = load_importance_maps(tmp_path / "out")
@@ -164,7 +167,7 @@ def test_block_means_and_histogram_of_awkward_sizes():
 
 def test_a_converted_checkpoint_keeps_its_figures(tmp_path):
     result = prune(chosen=recipe("none"), out=tmp_path / "dense")
-    convert_checkpoint(tmp_path / "dense", tmp_path / "packed", "packed")
+    convert(tmp_path / "dense", tmp_path / "packed", "packed")
     dense, packed = load_importance_maps(tmp_path / "dense"), load_importance_maps(tmp_path / "packed")
     assert dense.keys() == packed.keys() and all(np.array_equal(dense[name], packed[name]) for name in dense)
     assert IMPORTANCE_MAPS in result.manifest.files

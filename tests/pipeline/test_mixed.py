@@ -4,9 +4,17 @@ import json
 
 import pytest
 import torch
-from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, named_linears, prune
+from runs import (
+    TOKENS,
+    assert_patterns,
+    assert_same_weights,
+    interrupted,
+    named_linears,
+    prune,
+    saved_bytes,
+    saved_tensors,
+)
 from runs import recipe as small_recipe
-from safetensors.torch import load_file
 from small_models import random_tokens, relative_error, small_model
 
 from drot.checkpoint.rotations import load_rotations
@@ -14,7 +22,7 @@ from drot.config import PruningConfig, Recipe, Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
 from drot.manifest.records import LinearRecord
-from drot.model.families import head_shape
+from drot.model.sizes import head_shape
 from drot.pipeline.context import RunContext
 from drot.pipeline.training import _objectives
 
@@ -139,7 +147,7 @@ def test_kept_weights_are_the_dense_ones_rotated(boundary, tmp_path):
         if chosen.pruning.keeps(name):
             assert torch.equal(linear.weight, found[name].weight), name
             torch.testing.assert_close(linear.weight, first[name].weight, rtol=0, atol=1e-5)
-    shape = dict(layers=3, hidden_size=32, shape=head_shape(mixed.model.config))
+    shape = dict(layers=3, hidden_size=32, shape=head_shape(mixed.model.config), down_width=48)
     rotations, _ = load_rotations(file, **shape)
     eye = torch.eye(32, dtype=torch.float64)
     assert torch.equal(rotations[0].r1, eye)  # nothing of layer 0 is pruned
@@ -211,9 +219,9 @@ def test_a_resumed_run_gives_the_same_bytes(hessians, tmp_path):
     with pytest.raises(UserError, match="cannot resume .*: pruning.keep: "):
         prune(chosen=chosen.replace(keep=("layers.0.*",)), out=out, resume=True)
     prune(chosen=chosen, out=out, resume=True)
-    files = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("whole", "out")]
+    files = [saved_bytes(tmp_path / name) for name in ("whole", "out")]
     assert files[0] == files[1]
-    assert_same_weights(load_file(out / "model.safetensors"), whole.model)
+    assert_same_weights(saved_tensors(out), whole.model)
     with pytest.raises(UserError, match="was pruned already"):
         prune(out, chosen)
 

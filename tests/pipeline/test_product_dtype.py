@@ -1,11 +1,15 @@
-"""`product_dtype="auto"` is resolved once, recorded, and part of what a resumed run must share."""
+"""`product_dtype="auto"` is resolved once, recorded, and shared by a resumed run; fp32 products are exact."""
 
 import pytest
+import torch
 from runs import interrupted, prune
 from runs import recipe as small_recipe
+from small_models import random_tokens, small_model
 
+import drot
 from drot.config import Recipe, resolve
 from drot.core.errors import UserError
+from drot.machine.products import fp32_products
 
 
 def recipe(**fields):
@@ -36,3 +40,22 @@ def test_a_run_is_not_resumed_in_another_dtype(tmp_path):
         prune(chosen=recipe(), out=out, resume=True)
     resumed = prune(chosen=recipe(product_dtype="bfloat16"), out=out, resume=True)
     assert resumed.manifest.recipe.rotation.product_dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("call", [prune, "sensitivity"])
+def test_fp32_products_are_not_rounded_where_the_caller_rounds_them(call):
+    """With TF32 the check of the rotated model would fail on a GPU."""
+    products, seen = torch.backends.cuda.matmul, []
+
+    def progress(event):
+        seen.append((event.phase, products.fp32_precision))
+
+    with fp32_products("tf32"):
+        if call is prune:
+            prune(chosen=recipe(), progress=progress)
+        else:
+            drot.sensitivity(
+                small_model("llama"), recipe(), calibration=random_tokens(4, 32), progress=progress
+            )
+        assert products.fp32_precision == "tf32"
+    assert len(seen) > 3 and {precision for _, precision in seen} == {"ieee"}

@@ -7,17 +7,18 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_models import build, settings_of_models, tokens_for
-from runs import named_linears
+from random_models import BARE, build, settings_of_models, tokens_for
+from runs import named_linears, saved_bytes
 from small_models import relative_error
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.checkpoint.convert import convert_checkpoint
+from drot.checkpoint.convert import convert
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.sparse.packed import PACKED, unpack_model
 
 pytestmark = pytest.mark.slow
+PACKABLE = [family for family in BARE if family not in ("qwen3_moe", "mixtral")]
 #: of several choices, the first is that of the first example
 KEEP = [("*.self_attn.*", "up_proj"), ("layers.0.*",), ("down_proj",)]
 
@@ -125,7 +126,7 @@ def test_a_dense_checkpoint_is_the_model_in_memory(settings, recipe):
         assert same_logits(AutoModelForCausalLM.from_pretrained(out, dtype="auto"), model, tokens)
 
 
-@given(settings=settings_of_models(multiple=8), recipe=recipes(["2:4"]))
+@given(settings=settings_of_models(multiple=8, families=PACKABLE), recipe=recipes(["2:4"]))
 def test_a_packed_checkpoint_is_the_model_in_memory(settings, recipe):
     """The packed product rounds in another order than the dense product. So does the fused product."""
     tokens = tokens_for(settings)
@@ -139,9 +140,10 @@ def test_a_packed_checkpoint_is_the_model_in_memory(settings, recipe):
         assert same_logits(opened, model, tokens)
         fused = drot.load(folder / "packed", device="cpu")
         assert relative_error(fused(tokens).logits, model(tokens).logits) < (1e-5 if exact else 0.05)
-        convert_checkpoint(folder / "packed", folder / "dense", "dense")
-        convert_checkpoint(folder / "dense", folder / "again", "packed")
+        convert(folder / "packed", folder / "dense", "dense")
+        convert(folder / "dense", folder / "again", "packed")
         unpack_model(model)
         assert same_logits(drot.load(folder / "dense", device="cpu"), model, tokens)
-        for file in ("model.safetensors", "config.json"):
-            assert (folder / "again" / file).read_bytes() == (folder / "packed" / file).read_bytes(), file
+        assert saved_bytes(folder / "again") == saved_bytes(folder / "packed")
+        one, two = ((folder / name / "config.json").read_bytes() for name in ("again", "packed"))
+        assert one == two

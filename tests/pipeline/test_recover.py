@@ -6,7 +6,7 @@ import pytest
 import torch
 from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, prune
 from runs import recipe as small_recipe
-from small_models import random_tokens, small_model
+from small_models import layer_outputs, random_tokens, small_model
 from torch.func import functional_call
 
 import drot
@@ -25,7 +25,7 @@ def pruned_layer(dtype=torch.float32, family="llama-biased", sparsity="2:4"):
     model = DecoderModel(small_model(family, dtype=dtype))
     stream = CalibrationStream.embed(model, TOKENS, torch.device("cpu"))
     layer = model.layers[0]
-    targets = CalibrationStream(stream.outputs(layer), stream.layer_kwargs)
+    targets = CalibrationStream(layer_outputs(stream, layer), stream.layer_kwargs)
     for linear in layer.linears.values():
         linear.weight.copy_(prune_magnitude(linear.weight, Sparsity.parse(sparsity)).weight)
     return layer, stream, targets
@@ -217,3 +217,19 @@ def test_one_sequence_is_too_few():
 def test_wrong_settings_are_refused(field, value):
     with pytest.raises(UserError, match=f"`{field}`"):
         RecoveryConfig(**{field: value})
+
+
+@pytest.mark.parametrize("room", [0, 2**60])
+def test_the_states_of_the_dense_model_lie_where_they_fit(room, monkeypatch):
+    """On the device or in main memory, with the same result; the manifest says where."""
+    offloaded, real = [], CalibrationStream.offloaded_copy
+    monkeypatch.setattr("drot.pipeline.run.free_memory", lambda device: room)
+    monkeypatch.setattr(
+        CalibrationStream, "offloaded_copy", lambda stream: offloaded.append(stream) or real(stream)
+    )
+    found = prune(chosen=recipe(solve="none", target="dense"))
+    assert found.manifest.dense_states_on_device == (room > 0) == (not offloaded)
+    monkeypatch.undo()
+    assert_same_weights(found.model, prune(chosen=recipe(solve="none", target="dense")).model)
+    without = recipe(solve="none", target="self", recover="none")
+    assert prune(chosen=without).manifest.dense_states_on_device is None

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+import threading
 from types import SimpleNamespace
 
 import pytest
 import runs
 import torch
 from made_manifests import made_manifest
+from runs import saved_bytes
 from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
 
@@ -16,6 +18,7 @@ from drot.checkpoint.resume import RunState, identity_differences
 from drot.cli import app as cli
 from drot.core import hashes
 from drot.core.errors import UserError
+from drot.core.files import WriteError
 from drot.core.hashes import file_record, weights_record
 from drot.manifest.integrity import folder_records
 from drot.manifest.manifest import read_manifest
@@ -55,7 +58,48 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("whole")
     for hessians in ("sequential", "dense"):
         prune(folder / hessians, recipe(hessians=hessians))
-    return {name: (folder / name / "model.safetensors").read_bytes() for name in ("sequential", "dense")}
+    return {name: saved_bytes(folder / name) for name in ("sequential", "dense")}
+
+
+def test_a_layer_is_written_while_the_next_one_is_pruned(tmp_path, monkeypatch):
+    """The thread that saves layer 0 goes on when layer 1 has begun; the parts are in the order of layers."""
+    began, names, real = threading.Event(), [], RunState.save
+
+    def save(self, name, tensors, record):
+        if name == "layer_00000":
+            assert began.wait(60)
+        real(self, name, tensors, record)
+        names.append((name, threading.current_thread() is threading.main_thread()))
+
+    def see(event):
+        if (event.phase, event.layer) == ("prune", 1):
+            began.set()
+
+    monkeypatch.setattr(RunState, "save", save)
+    prune(tmp_path / "out", progress=see)
+    parts = [f"layer_{index:05d}{beside}" for index in range(3) for beside in ("", "_run")]
+    assert names == [(part, False) for part in parts]
+
+
+def test_an_error_of_the_thread_ends_the_run(tmp_path, monkeypatch):
+    """At the next layer, with what was saved before; an error of the run itself goes first."""
+
+    def save(self, name, tensors, record):
+        if name == "layer_00001":
+            raise WriteError(f"cannot write {name}: No space left on device")
+        real(self, name, tensors, record)
+
+    real = RunState.save
+    for error, progress in ((UserError, lambda e: None), (ZeroDivisionError, lambda e: 1 / (e.layer != 2))):
+        out = tmp_path / error.__name__
+        monkeypatch.setattr(RunState, "save", save)
+        with pytest.raises(error) as caught:
+            prune(out, progress=progress)
+        monkeypatch.setattr(RunState, "save", real)
+        if error is UserError:
+            assert "cannot write layer_00001: No space left" in str(caught.value)
+            assert "continue with `resume=True`" in str(caught.value)
+        assert resumed(out)[0] == [1, 2]
 
 
 def flip(file, offset=-1):
@@ -111,7 +155,7 @@ def test_a_damaged_layer_is_told_and_computed_again_and_the_rest_is_kept(damage,
     assert resumed(tmp_path / "out") == (pruned, trained)
     assert len(caplog.records) == len(warnings), caplog.text
     assert all(warning in caplog.text for warning in warnings)
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole["sequential"]
+    assert saved_bytes(tmp_path / "out") == whole["sequential"]
 
 
 def test_a_damaged_rotation_is_trained_again(whole, tmp_path, caplog):
@@ -121,7 +165,7 @@ def test_a_damaged_rotation_is_trained_again(whole, tmp_path, caplog):
     flip(folder / ROTATIONS[1])
     assert resumed(tmp_path / "out", chosen) == ([2], [1])
     assert "rotation_00001.safetensors has another SHA-256: it is computed again" in caplog.text
-    assert (tmp_path / "out" / "model.safetensors").read_bytes() == whole["dense"]
+    assert saved_bytes(tmp_path / "out") == whole["dense"]
 
 
 @pytest.mark.parametrize(("lost", "again"), [("rotation_00001", [0, 1, 2]), ("layer_00000", [0, 1, 2])])
@@ -133,16 +177,15 @@ def test_what_depends_on_another_result_is_computed_again(lost, again, tmp_path,
 
     def save_other(self, name, tensors, record):
         if name == lost:
-            # as another machine would round: the tensors that the run goes on with differ
-            for tensor in tensors.values():
-                if tensor.is_floating_point():  # the figures have counts
-                    tensor.mul_(1 + 1e-6)
+            # as another machine would round
+            tensors = {k: t * (1 + 1e-6) if t.is_floating_point() else t for k, t in tensors.items()}
         save(self, name, tensors, record)
 
     monkeypatch.setattr(RunState, "save", save_other)
     pruned, _ = resumed(out, chosen)
     assert pruned == again
-    later = "layer_00000, layer_00001" if lost.startswith("rotation") else "layer_00001"
+    later = "layer_00000_run, layer_00001, layer_00001_run"
+    later = f"layer_00000, {later}" if lost.startswith("rotation") else later
     assert f"{lost} was computed again with another result, as on another machine: {later}" in caplog.text
 
 

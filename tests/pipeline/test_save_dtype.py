@@ -1,10 +1,11 @@
 """The dtype of the computation and of the saved weights, and the head, which may be tied to the embedding."""
 
+import copy
 import json
 
 import pytest
 import torch
-from runs import assert_same_weights, interrupted, one_shot, prune
+from runs import TOKENS, assert_same_weights, interrupted, one_shot, prune, saved_bytes, saved_tensors
 from safetensors.torch import load_file
 from small_checkpoints import save_small
 from small_models import small_model
@@ -12,9 +13,9 @@ from small_models import small_model
 import drot
 from drot.checkpoint.dtypes import cast_weights
 from drot.core.errors import UserError
-from drot.demo.demo import MODEL
 from drot.machine.devices import computing_dtype
 from drot.manifest.manifest import read_manifest
+from drot.sweep.demo import MODEL
 
 
 def recipe(mode="none"):
@@ -28,7 +29,7 @@ def source(tmp_path):
 
 
 def bytes_of(folder):
-    return (folder / "model.safetensors").stat().st_size
+    return sum(map(len, saved_bytes(folder)))
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
@@ -38,7 +39,7 @@ def test_computed_in_float32_and_saved_in_the_checkpoints_own_dtype(source, tmp_
     result = prune(source, recipe(mode), out=out, format=format)
     assert result.manifest.dtype == "bfloat16" and result.manifest.compute_dtype == "float32"
     assert result.model.dtype == torch.bfloat16 and str(result.model.config.dtype).endswith("bfloat16")
-    saved = load_file(out / "model.safetensors")
+    saved = saved_tensors(out)
     assert {tensor.dtype for tensor in saved.values()} <= {torch.bfloat16, torch.uint8}
     loaded = drot.load(out, device="cpu")
     state = result.model.state_dict()
@@ -46,24 +47,68 @@ def test_computed_in_float32_and_saved_in_the_checkpoints_own_dtype(source, tmp_
     assert loaded.dtype == torch.bfloat16
     unrounded = prune(source, recipe(mode), out=wide, save_dtype="float32", format=format)
     assert unrounded.manifest.dtype == "float32" and bytes_of(wide) > 1.6 * bytes_of(out)
-    for name, tensor in load_file(wide / "model.safetensors").items():
-        assert torch.equal(tensor.to(saved[name].dtype), saved[name])  # rounded once, from the float32 result
+    # what no rounding has reached before is rounded once, from the float32 result
+    first = [name for name in saved if "layers.0.self_attn" in name and name.split(".")[4] in "q_proj v_proj"]
+    assert first
+    for name, tensor in saved_tensors(wide).items():
+        if name in first:
+            assert torch.equal(tensor.to(saved[name].dtype), saved[name])
 
 
-def test_figures_of_the_manifest_are_those_of_the_computation(source):
+def test_figures_of_the_manifest_are_those_before_the_rounding(source):
     rounded, wide = (prune(source, recipe("layer"), save_dtype=name).manifest for name in ("auto", "float32"))
-    for left, right in zip(rounded.layers, wide.layers, strict=True):
-        assert left.linears == right.linears
-        assert left.rotation.loss_curve == right.rotation.loss_curve
+    one, two = rounded.layers[0], wide.layers[0]
+    assert one.rotation.loss_curve == two.rotation.loss_curve
+    assert one.linears["q_proj"] == two.linears["q_proj"]
 
 
-def test_a_resumed_run_rounds_the_parts_of_the_computing_dtype(source, tmp_path):
-    prune(source, recipe("layer"), out=tmp_path / "whole")
-    interrupted(source, recipe("layer"), out=tmp_path / "out", at=("prune", 2))
-    part = load_file(tmp_path / "out.partial" / "layer_00000.safetensors")
-    assert part["mlp.up_proj.weight"].dtype == torch.float32
-    prune(source, recipe("layer"), out=tmp_path / "out", resume=True)
-    whole, resumed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "out"))
+def test_a_layer_is_pruned_for_the_outputs_of_the_rounded_layers_before_it(tmp_path):
+    """The output error of a linear of layer 1, in fp64 from the saved weights of layer 0."""
+    model = small_model("llama")
+    before = copy.deepcopy(model)
+    manifest = prune(model, recipe(), save_dtype=torch.bfloat16).manifest
+    found = {}
+    for save in ("rounded", "unrounded"):
+        reference = copy.deepcopy(before)
+        if save == "rounded":
+            reference.model.layers[0].load_state_dict(model.model.layers[0].float().state_dict())
+        else:
+            wide = prune(copy.deepcopy(before), recipe()).model
+            reference.model.layers[0].load_state_dict(wide.model.layers[0].state_dict())
+        norm = reference.model.layers[1].input_layernorm
+        norm.weight.data = model.model.layers[1].input_layernorm.weight.float()
+        seen = []
+        norm.register_forward_hook(lambda module, args, output, seen=seen: seen.append(output))
+        reference(TOKENS)
+        x = seen[0].flatten(0, 1).double()
+        dense = before.model.layers[1].self_attn.q_proj.weight.double()
+        removed = dense * (model.model.layers[1].self_attn.q_proj.weight == 0)
+        found[save] = float((x @ removed.T).square().sum() / (x @ dense.T).square().sum())
+    error = manifest.layers[1].linears["q_proj"].output_error
+    assert error == pytest.approx(found["rounded"], rel=1e-6)
+    assert error != pytest.approx(found["unrounded"], rel=1e-5)
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+@pytest.mark.parametrize(
+    "rotation", [{}, dict(hessians="dense", boundary="residual")], ids=["input", "residual"]
+)
+def test_a_resumed_run_continues_from_the_rounded_shards(source, tmp_path, rotation, format):
+    chosen = recipe("layer").replace(**rotation)
+    prune(source, chosen, out=tmp_path / "whole", format=format)
+    interrupted(source, chosen, out=tmp_path / "out", at=("prune", 2), format=format)
+    part = load_file(tmp_path / "out.partial" / "layer_00001.safetensors")
+    name = "model.layers.1.mlp.up_proj." + ("weight" if format == "dense" else "values")
+    assert part[name].dtype == torch.bfloat16 and "model.layers.1.residual_rotation.weight" in part
+    other = "format: {} in the unfinished run, {} now"
+    formats = ("dense", "packed") if format == "dense" else ("packed", "dense")
+    with pytest.raises(UserError, match=other.format(*formats)):
+        prune(source, chosen, out=tmp_path / "out", resume=True, format=formats[1])
+    with pytest.raises(UserError, match="save_dtype: bfloat16 in the unfinished run, float32 now"):
+        prune(source, chosen, out=tmp_path / "out", resume=True, format=format, save_dtype="float32")
+    result = prune(source, chosen, out=tmp_path / "out", resume=True, format=format)
+    assert_same_weights(saved_tensors(tmp_path / "out"), result.model)
+    whole, resumed = (saved_tensors(tmp_path / name) for name in ("whole", "out"))
     assert_same_weights(resumed, whole)
 
 
@@ -73,7 +118,7 @@ def test_the_head_stays_tied_unless_the_model_is_rotated(source, tmp_path, mode)
     result = prune(source, recipe(mode), out=tmp_path / "out")
     rotated = mode == "layer"
     assert result.model.config.tie_word_embeddings is not rotated
-    assert ("lm_head.weight" in load_file(tmp_path / "out" / "model.safetensors")) is rotated
+    assert ("lm_head.weight" in saved_tensors(tmp_path / "out")) is rotated
     assert read_manifest(tmp_path / "out").untied_lm_head is rotated
 
 
@@ -96,6 +141,8 @@ def test_a_config_without_a_dtype(source):
 def test_a_value_that_the_dtype_cannot_hold():
     model = small_model("llama")
     model.model.layers[1].mlp.up_proj.weight[0, 0] = 1e6
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight has values above .* 65504"):
+        prune(copy.deepcopy(model), recipe(), save_dtype="float16")
     with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.weight has values above .* 65504"):
         cast_weights(model, torch.float16, "save_dtype")
 

@@ -50,12 +50,13 @@ def test_against_the_outputs_in_fp64(boundary, name, tmp_path):
     model = small_model("qwen3")
     found = measure(model, chosen, rotations=file)
     handle = DecoderModel(model)
-    rotations, _ = load_rotations(file, layers=3, hidden_size=32, shape=handle.heads)
+    rotations, _ = load_rotations(file, layers=3, hidden_size=32, shape=handle.heads, down_width=48)
     layer = handle.layers[1]
     linear = layer.linears[name]
     x, weight = inputs_of(model, linear), linear.weight.double()
     if name == "down_proj":
-        weight = rotations[2 if boundary == "residual" else 1].r1.T @ weight
+        r3 = torch.block_diag(*rotations[1].r3)
+        x, weight = x @ r3, rotations[2 if boundary == "residual" else 1].r1.T @ weight @ r3
     else:
         norm = layer.module.get_submodule(linear.group.norm).weight.double()
         x, weight = x / norm @ rotations[1].r1, weight * norm @ rotations[1].r1

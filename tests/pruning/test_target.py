@@ -20,62 +20,63 @@ def test_the_target_is_the_least_squares_fit():
 
     weight, x, residual = draw(8, 12), draw(100, 12), draw(100, 8)
     x_dense = x + 0.3 * draw(100, 12)
-    scale = 2 / 100
-    statistics = TargetStatistics(scale * x.T @ x, scale * (x_dense - x).T @ x, scale * residual.T @ x)
-    wanted = x_dense @ weight.T + residual
-    fit = torch.linalg.lstsq(x, wanted).solution.T
-    factor = factorize(statistics.hessian, 0.0)
-    full = dense_target(weight, statistics, factor, share=1.0)
-    torch.testing.assert_close(full, fit, rtol=1e-9, atol=1e-9)
-    half = dense_target(weight, statistics, factor, share=0.5)
-    torch.testing.assert_close(half, (weight + fit) / 2, rtol=1e-9, atol=1e-9)
+    hessian = 2 / 100 * x.T @ x
+    factor = factorize(hessian, 0.0)
+    of_inputs = TargetStatistics(hessian, input_change=2 / 100 * (x_dense - x).T @ x)
+    y, y_dense = x @ weight.T, x_dense @ weight.T + residual
+    of_outputs = TargetStatistics(hessian, output_change=2 / 100 * (y_dense - y).T @ x)
+    for statistics, wanted in ((of_inputs, x_dense @ weight.T), (of_outputs, y_dense)):
+        fit = torch.linalg.lstsq(x, wanted).solution.T
+        full = dense_target(weight, statistics, factor, share=1.0)
+        torch.testing.assert_close(full, fit, rtol=1e-9, atol=1e-9)
+        half = dense_target(weight, statistics, factor, share=0.5)
+        torch.testing.assert_close(half, (weight + fit) / 2, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "granite"])
 @pytest.mark.parametrize("name", ["k_proj", "o_proj", "up_proj", "down_proj"])
 def test_statistics_are_those_of_the_tokens(family, name):
-    """H, C and E from the inputs that a forward pass of both layers gives."""
+    """H, and C or E of the outputs, from the inputs that a forward pass of both layers gives."""
     model = DecoderModel(small_model(family).double())
     layer, dense_layer = model.layers[1], model.layers[1].copy()
     for linear in layer.linears.values():
         linear.weight.mul_(torch.rand_like(linear.weight) > 0.5)
     stream = CalibrationStream.embed(model, random_tokens(3, 10), torch.device("cpu"))
     inputs = CalibrationStream(stream.hidden_states + 0.1, stream.layer_kwargs)
-    reference = DenseReference(LayerPass(dense_layer, inputs))
+    reference = DenseReference(LayerPass(dense_layer, inputs, fixed=True))
+    dense_states = inputs.hidden_states.clone()  # the stream of a fixed layer advances with its last group
     found = reference.statistics(LayerPass(layer, stream), layer.linears[name].group)
 
     def pass_through(layer, states):
         seen = {}
         linear = layer.linears[name].module
-        handle = linear.register_forward_hook(lambda m, a, out: seen.update(x=a[0], y=out))
+        handle = linear.register_forward_hook(lambda m, a, out: seen.update(x=a[0]))
         after = layer.module.post_attention_layernorm.register_forward_pre_hook(
             lambda m, a: seen.update(middle=a[0])
         )
         out = layer.module(states, **stream.layer_kwargs[1])
         handle.remove(), after.remove()
-        total = {"o_proj": seen["middle"], "down_proj": out}.get(name)
-        return seen["x"].flatten(0, 1), None if total is None else (total - seen["y"]).flatten(0, 1)
+        written = {"o_proj": seen["middle"], "down_proj": out}.get(name)
+        return seen["x"].flatten(0, 1), None if written is None else written.flatten(0, 1)
 
-    x, rest = pass_through(layer, stream.hidden_states)
-    x_dense, rest_dense = pass_through(dense_layer, inputs.hidden_states)
+    x, y = pass_through(layer, stream.hidden_states)
+    x_dense, y_dense = pass_through(dense_layer, dense_states)
     tolerance = dict(rtol=1e-4, atol=1e-5)  # the sums are in fp32
     torch.testing.assert_close(found.hessian.double(), 2 / 3 * x.T @ x, **tolerance)
-    torch.testing.assert_close(found.input_change.double(), 2 / 3 * (x_dense - x).T @ x, **tolerance)
-    if rest is None:
-        assert found.residual_change is None
+    if y is None:
+        assert found.output_change is None
+        torch.testing.assert_close(found.input_change.double(), 2 / 3 * (x_dense - x).T @ x, **tolerance)
     else:
-        expected = 2 / 3 * (rest_dense - rest).T @ x
-        torch.testing.assert_close(found.residual_change.double(), expected, **tolerance)
-    # o_proj reads the layer's input as residual, which differs by 0.1 everywhere
-    if name == "o_proj":
-        torch.testing.assert_close(rest_dense - rest, torch.full_like(rest, 0.1))
+        assert found.input_change is None
+        change = (y_dense - y) / (0.22 if family == "granite" else 1)
+        torch.testing.assert_close(found.output_change.double(), 2 / 3 * change.T @ x, **tolerance)
 
 
 def test_without_a_difference_the_target_is_the_weight():
     model = DecoderModel(small_model("llama"))
     layer = model.layers[0]
     stream = CalibrationStream.embed(model, random_tokens(3, 10), torch.device("cpu"))
-    reference = DenseReference(LayerPass(layer.copy(), stream.offloaded_copy()))
+    reference = DenseReference(LayerPass(layer.copy(), stream.offloaded_copy(), fixed=True))
     down = layer.linears["down_proj"]
     statistics = reference.statistics(LayerPass(layer, stream), down.group)
     target = dense_target(down.weight, statistics, factorize(statistics.hessian, 0.01), share=1.0)

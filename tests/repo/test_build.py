@@ -105,7 +105,7 @@ def import_copy(tmp_path: Path, native: str | None) -> str:
         (copy / "_C.py").write_text(native)
     done = subprocess.run(
         # an editable install finds drot._C of the checkout for any package named drot: not here
-        [sys.executable, "-c", f"import sys; sys.meta_path[:] = {KEPT_FINDERS}; import drot"],
+        [sys.executable, "-c", f"import sys; sys.meta_path[:] = {KEPT_FINDERS}; import drot.ops"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
@@ -157,6 +157,24 @@ def test_build_refuses_in_one_line(tmp_path: Path, variables: dict[str, str], li
     )
     assert done.returncode != 0
     assert re.fullmatch(line, done.stderr.strip().splitlines()[-1])
+
+
+@in_checkout
+def test_build_without_the_headers_of_python_names_them(tmp_path: Path) -> None:
+    without = (
+        "import runpy, sys, sysconfig\n"
+        "real = sysconfig.get_path\n"
+        "folder, sys.argv[1:] = sys.argv[-1], ['build_ext', '-b', 'lib', '-t', 'temp']\n"
+        "sysconfig.get_path = lambda name, *a, **k: folder if name == 'include' else real(name, *a, **k)\n"
+        f"runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='__main__')"
+    )
+    command = [sys.executable, "-c", without, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode != 0
+    python = "python{}.{}".format(*sys.version_info)
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith(f"building drot needs Python.h of {python}, which is not in {tmp_path}: ")
+    assert line.endswith(f"apt install {python}-dev") and "cmake" not in done.stdout.lower()
 
 
 @in_checkout

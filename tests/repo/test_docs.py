@@ -1,5 +1,6 @@
 """The documentation: its commands and notebook run, its links and options exist, its figures are rows."""
 
+import dataclasses
 import importlib
 import json
 import os
@@ -18,7 +19,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import drot
 from drot.cli import app as cli
 from drot.cli.commands import COMMANDS, imported
-from drot.demo.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.model.families import FAMILIES, by_module
+from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
@@ -32,8 +34,9 @@ BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 NOT_RUN = ("pip", "make", "docker", "accelerate", "python", "git", "cd", "nvidia-smi")
 #: commands that take minutes, and the tests that run the same code
 LONG = {
-    "drot demo": "tests/demo/test_demo.py",
+    "drot demo": "tests/sweep/test_demo.py",
     "drot bench --shape": "tests/speed/test_speed.py",
+    "drot run": "tests/evaluation/test_tasks.py",
 }
 #: command → options behind its own, with which it takes seconds
 SHORTER = {
@@ -137,15 +140,39 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(HELD_OUT.read_text()[:TEXT_LENGTH])
-    monkeypatch.setattr("drot.demo.demo.HELD_OUT", tmp_path / "text.txt")
-    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    short = dataclasses.replace(drot.DEMO, held_out=tmp_path / "text.txt")
+    monkeypatch.setattr("drot.sweep.demo.DEMO", short)
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(cells) > 5
     names: dict[str, object] = {}
+    printed = ""
     for number, cell in enumerate(cells):
-        exec(compile(cell, f"docs/python.ipynb, code cell {number}", "exec"), names)
-    printed = capsys.readouterr().out
+        code = compile("".join(cell["source"]), f"docs/python.ipynb, code cell {number}", "exec")
+        exec(code, names)
+        found = capsys.readouterr().out
+        shown = "".join("".join(output["text"]) for output in cell["outputs"])
+        # the figures depend on the machine and on the length of the text, the lines do not
+        assert len(found.splitlines()) == len(shown.splitlines()) or "generate" in "".join(cell["source"])
+        printed += found
     figures = dict(re.findall(r"^(dense|SparseGPT|rotated, SparseGPT) +([\d.]+)$", printed, re.MULTILINE))
     assert float(figures["dense"]) < float(figures["rotated, SparseGPT"]) < float(figures["SparseGPT"])
+
+
+def test_the_notebook_shows_what_it_printed_and_takes_public_names() -> None:
+    notebook = json.loads((ROOT / "docs/python.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells, 1):
+        code = "".join(cell["source"])
+        assert cell["execution_count"] == number and bool(cell["outputs"]) == ("print(" in code), code
+        # neither progress nor a path of the machine that ran it
+        assert all(output.get("name") == "stdout" for output in cell["outputs"])
+        assert not re.search("/(tmp|home|work|root)/", json.dumps(cell["outputs"]))
+        assert "from drot." not in code and "import drot." not in code
+        names = re.findall(r"^from drot import (.*)", code, re.MULTILINE)
+        named = {name for line in names for name in line.split(", ")} | set(
+            re.findall(r"\bdrot\.(\w+)", code)
+        )
+        assert named <= set(drot.__all__)
 
 
 def test_the_messages_that_the_page_quotes_exist() -> None:
@@ -167,7 +194,8 @@ def test_the_messages_that_the_page_quotes_exist() -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    page = (ROOT / "docs/reference/python.md").read_text(encoding="utf-8")
+    pages = (ROOT / f"docs/reference/{name}.md" for name in ("python", "recipes", "ops"))
+    page = "\n".join(file.read_text(encoding="utf-8") for file in pages)
     documented = re.findall(r"^::: (\S+)\.(\w+)$", page, flags=re.MULTILINE)
     assert all(hasattr(importlib.import_module(module), name) for module, name in documented)
     names = {name for _, name in documented}
@@ -191,11 +219,16 @@ def test_options_in_the_text_exist() -> None:
     foreign = {
         "--inplace",
         "--no-build-isolation",
+        "--no-deps",
         "--tag",
         "--gpus",
         "--volume",
+        "--user",
+        "--env",
         "--csv",
         "--only",
+        "--eval",
+        "--seed",
     }  # setup.py, pip, docker, benchmarks
     for page in ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         text = (ROOT / page).read_text(encoding="utf-8")
@@ -220,6 +253,35 @@ def test_the_page_of_figures_shows_the_committed_rows() -> None:
         [sys.executable, ROOT / "benchmarks" / "figures.py", "--check"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def table_of_families() -> str:
+    lines = ["| `model_type` | models | rotations | fused modules |", "|---|---|---|---|"]
+    for model_type, family in FAMILIES.items():
+        rotations = [rotation.upper() for rotation in ("r1", "r2", "r3") if family.takes(rotation)]
+        fused = [
+            f"`{linears[0].path.rpartition('.')[2]}`: {', '.join(linear.name for linear in linears)}"
+            for linears in by_module(family.linears)
+            if len(linears) > 1
+        ]
+        cells = (f"`{model_type}`", family.models, ", ".join(rotations), "; ".join(fused))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def test_the_page_of_families_shows_the_declarations() -> None:
+    page = (ROOT / "docs/architectures.md").read_text(encoding="utf-8")
+    shown = re.search(r"<!-- families -->\n(.*?)\n<!-- end -->", page, re.DOTALL)
+    assert shown is not None and shown[1] == table_of_families(), f"write this:\n{table_of_families()}"
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_the_supported_models_are_those_of_the_declarations(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    line = re.search(r"^Supported models: (.*?)\. ", text, re.MULTILINE | re.DOTALL)
+    assert line is not None
+    named = re.split(r", | and ", line[1].replace("\n", " "))
+    assert named == ", ".join(family.models for family in FAMILIES.values()).split(", ")
 
 
 def prose(page: Path) -> Iterator[tuple[int, str]]:

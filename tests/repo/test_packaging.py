@@ -2,10 +2,12 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -53,6 +55,37 @@ def test_the_sdist_holds_the_checkout(tmp_path, label: str) -> None:
     assert not [name for name in packed if name.endswith((".so", ".pyc"))]
 
 
+def test_an_editable_install_works_beside_a_clone_named_drot(tmp_path) -> None:
+    """In the parent folder of the clone, where Python finds the clone itself as a namespace package."""
+    clone, site = tmp_path / "drot", tmp_path / "site"
+    skipped = shutil.ignore_patterns("_C*", "__pycache__", "assets")
+    shutil.copytree(ROOT / "drot", clone / "drot", ignore=skipped)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copyfile(ROOT / name, clone / name)
+    (clone / "setup.py").write_text("from setuptools import setup; setup()")  # without the native module
+
+    def python(*arguments: str, folder: Path) -> str:
+        env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    python(
+        "-c",
+        f"from setuptools.build_meta import build_editable; build_editable({str(tmp_path)!r})",
+        folder=clone,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    code = f"import site; site.addsitedir({str(site)!r}); import drot; print(drot.__version__, drot.__file__)"
+    assert python("-S", "-c", code, folder=tmp_path).split() == [
+        drot.__version__,
+        str(clone / "drot/__init__.py"),
+    ]
+
+
 def test_wheels_are_made_for_every_torch_and_python_that_is_admitted() -> None:
     yaml = pytest.importorskip("yaml")
     workflow = yaml.safe_load((ROOT / ".github/workflows/wheels.yml").read_text())
@@ -76,5 +109,9 @@ def test_the_image_installs_what_exists() -> None:
     (range_,) = (line for line in project["dependencies"] if line.startswith("torch>"))
     low, high = re.findall(r"2\.(\d+)", range_)
     assert int(low) <= int(torch.split(".")[1]) < int(high)
+    # it is not run by root, and the caches are where any user can write
+    assert re.search(r"^USER [1-9]\d*:[1-9]\d*$", text, flags=re.MULTILINE)
+    for name in ("HOME=/cache ", "HF_HOME=/cache/", "DROT_CACHE=/cache/"):
+        assert name in text
     (cuda,) = re.findall(r"^ARG CUDA=(\S+)", text, flags=re.MULTILINE)
     assert f"nvidia/cuda:{cuda}-devel" in (ROOT / ".github/workflows/ci.yml").read_text()

@@ -29,14 +29,12 @@ ROOMS = [
     "sparse",
     "manifest",
     "checkpoint",
-    "artifact",
     "pipeline",
     "evaluation",
     "finetuning",
     "speed",
-    "report",
+    "reporting",
     "sweep",
-    "demo",
     "cli",
     "__main__",
     "__init__",
@@ -139,16 +137,23 @@ def python(code: str) -> str:
     return done.stdout
 
 
-def test_import_drot_is_quick() -> None:
-    """It imports torch but not transformers or datasets, whose imports take seconds."""
-    code = """
-import sys, time, torch
+def test_no_public_name_is_a_room() -> None:
+    """The import of a room would replace the name by the module."""
+    assert not {path.stem for path in PACKAGE.iterdir()} & (set(drot.__all__) - {"ops"})
+
+
+@pytest.mark.parametrize("before", ["", ", torch"])
+def test_import_drot_is_quick(before: str) -> None:
+    """It imports neither torch nor other libraries whose imports take long."""
+    code = f"""
+import sys, time{before}
 start = time.perf_counter()
 import drot
-print(time.perf_counter() - start, *sorted({name.partition(".")[0] for name in sys.modules}))
+print(time.perf_counter() - start, *sorted({{name.partition(".")[0] for name in sys.modules}}))
 """
     seconds, *loaded = python(code).split()
     assert not {
+        *(() if before else ("torch", "numpy")),
         "transformers",
         "datasets",
         "rich",
@@ -226,10 +231,11 @@ def test_named_files_exist() -> None:
             assert found or re.search(r"row_norms|/random\.py", name), f"{where} names {name}"
 
 
-def test_import_drot_registers_its_ops_whole() -> None:
+@pytest.mark.parametrize("imports", ["torch, drot", "drot, torch", "drot.machine.extension, torch"])
+def test_import_drot_registers_its_ops_whole(imports: str) -> None:
     """With fake kernels and autograd, not only the kernels of the native module."""
-    code = """
-import torch, drot
+    code = f"""
+import {imports}
 y = torch.randn(4, 8, requires_grad=True)
 torch.ops.drot.entropy_loss(y)[0].backward()
 mask = torch.ops.drot.nm_mask(torch.empty(4, 8, device="meta"), 2, 4)

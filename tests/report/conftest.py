@@ -28,5 +28,6 @@ def pruned(tmp_path_factory) -> dict[str, Path]:
         )
         file = folder / name / "drot.json"
         manifest = json.loads(file.read_text())
-        file.write_text(json.dumps(manifest | {"base_model": "someone/<b>some</b> model"}))
+        memory = {"prune": {"process": 2**30}, "save": {"process": 2**31}}  # equal peaks are not drawn
+        file.write_text(json.dumps(manifest | {"base_model": "someone/<b>some model", "peak_memory": memory}))
     return {name: folder / name for name in ("rotated", "plain")}

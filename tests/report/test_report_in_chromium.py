@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from drot.report.write import write_report
+from drot.reporting.write import report
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 OPTIONS = (
@@ -37,7 +37,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def page(pruned, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("chromium") / "r.html"
-    return write_report([pruned["rotated"]], out=out, linears=["layers.0.*"]).page
+    return report([pruned["rotated"]], out=out, linears=["layers.0.*"]).page
 
 
 @pytest.fixture

@@ -9,11 +9,12 @@ import zipfile
 import numpy as np
 import pytest
 
+import drot
 from drot.cli import app as cli
 from drot.core.errors import UserError
-from drot.report.drawing import COLOURS, SERIES
-from drot.report.reading import REMOVED_IMPORTANCE, read_runs
-from drot.report.write import write_report
+from drot.manifest.manifest import accept_files
+from drot.reporting.drawing import COLOURS, SERIES
+from drot.reporting.reading import REMOVED_IMPORTANCE, read_runs
 
 pytestmark = pytest.mark.slow
 #: everything that a page could load or open
@@ -24,7 +25,7 @@ REFERENCES = re.compile(r"""(?:src|href|action|data|poster|srcset)=["']?([^"'\s>
 def page(pruned, tmp_path_factory) -> str:
     """A page with the seven linears of one layer."""
     out = tmp_path_factory.mktemp("page") / "r.html"
-    report = write_report([pruned["rotated"]], out=out, linears=["layers.0.*"])
+    report = drot.report([pruned["rotated"]], out=out, linears=["layers.0.*"])
     assert len(report.linears) == 7 and report.page == out and report.figures == []
     return out.read_text()
 
@@ -38,14 +39,14 @@ def test_the_page_is_whole_and_loads_nothing(page):
 
 
 def test_names_are_escaped(page):
-    assert "<b>some</b>" not in page
-    assert "someone/&lt;b&gt;some&lt;/b&gt; model" in page
+    assert "<b>some" not in page
+    assert "someone/&lt;b&gt;some model" in page
 
 
 def test_structure_for_screen_readers(page):
     assert '<html lang="en">' in page and page.count("<h1>") == 1
     assert page.count("<figure") == page.count("<figcaption>") == 9 + 3 * 7
-    assert page.count("<table") == page.count("<caption>") == 4
+    assert page.count("<table") == page.count("<caption>") == 5
     images = re.findall(r"<img [^>]*>", page)
     assert len(images) == 7 and all(re.search(r'alt="[^"]{20,}"', image) for image in images)
     # every other drawing is hidden from them, and its caption says what it shows
@@ -101,7 +102,7 @@ def test_a_run_without_its_maps_of_importance(pruned, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(pruned["rotated"] / "drot.json", folder)
-    report = write_report([folder])
+    report = drot.report([folder])
     assert report.page == folder / "report.html" and report.linears == []
     assert "Seconds by phase" in report.page.read_text()
 
@@ -115,30 +116,33 @@ def test_a_run_without_its_maps_of_importance(pruned, tmp_path):
     ],
 )
 def test_maps_that_drot_did_not_write_are_refused(pruned, tmp_path, name, array):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    shutil.copy(pruned["rotated"] / "drot.json", folder)
+    folder = shutil.copytree(pruned["rotated"], tmp_path / "run")
     np.savez(folder / "drot-figures.npz", **{name: array})
+    with pytest.raises(UserError, match="not the file that drot.json describes: it has .* copy it again"):
+        drot.report([folder])
+    accept_files(folder)  # as a stranger does, who writes the manifest too
     with pytest.raises(UserError, match="which drot did not write: copy the checkpoint again"):
-        write_report([folder])
+        drot.report([folder])
 
 
 def test_a_comparison(pruned, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = write_report([pruned["rotated"], pruned["plain"]])
+    report = drot.report([pruned["rotated"], pruned["plain"]])
     text = report.page.read_text()
     assert str(report.page) == "drot-report.html" and "Comparison of 2 pruned models" in text
     row = re.search(r"output error, mean</th>(.*?)</tr>", text, re.DOTALL)
-    cells = [float(cell) for cell in re.findall(r">([\d.]+)</td>", row[1])]
+    cells = [float(cell) for cell in re.findall(r">([\d.]+)</(?:td|b)>", row[1])]
     assert len(cells) == 2 and cells[0] < cells[1]
     assert text.count(">rotated</text>") >= 3  # the legends of the curves
+    assert row[1].count("<b>") == 1 and re.search(r"<b>([\d.]+)</b>", row[1])[1] == f"{cells[0]:.4f}"
+    assert text.index("Side by side") < text.index("What is unusual") < text.index("Pruning by sparsegpt")
     objective = re.search(r">objective</th>(.*?)</tr>", text, re.DOTALL)
-    assert re.findall(r">([^<]+)</td>", objective[1]) == ["pruned", "–"]  # nothing is trained in `plain`
+    assert re.findall(r">([^<]+)</td>", objective[1]) == ["pruned", "-"]  # nothing is trained in `plain`
 
 
 def test_chosen_linears_and_files(pruned, tmp_path):
     patterns = ["layers.1.mlp.*", "q_proj"]
-    report = write_report(
+    report = drot.report(
         [pruned["plain"]], out=tmp_path / "r.html", linears=patterns, figures=tmp_path / "figures"
     )
     assert len(report.linears) == 3 + 3
@@ -150,14 +154,22 @@ def test_chosen_linears_and_files(pruned, tmp_path):
 
 
 def test_many_linears_are_left_out_and_the_page_says_so(pruned, tmp_path, monkeypatch):
-    monkeypatch.setattr("drot.report.write.MOST_LINEARS", 20)
-    monkeypatch.setattr("drot.report.write.linear_charts", lambda run, linear: [])
-    folder = tmp_path / "run"
-    shutil.copytree(pruned["plain"], folder)
-    report = write_report([folder], linears=["down_proj"])
-    assert len(report.linears) == 3
-    report = write_report([folder])
-    assert "Shown are the linears of layers 0, 1, 2 of 3" in report.page.read_text()
+    monkeypatch.setattr("drot.reporting.write.linear_charts", lambda run, linear: [])
+    folders = {name: shutil.copytree(pruned[name], tmp_path / name) for name in pruned}
+    assert len(drot.report([folders["plain"]], linears=["down_proj"]).linears) == 3
+    report = drot.report([folders["plain"]])
+    assert "Shown are the linears of layers 0 and 2 of 3;" in report.page.read_text()
+    assert len(report.linears) == 14
+    (run,) = read_runs([folders["rotated"]])
+    changes = run.ratios(*REMOVED_IMPORTANCE)
+    best, worst = (pick(changes, key=changes.__getitem__) for pick in (min, max))
+    report = drot.report([folders["rotated"]])
+    assert {int(name.split(".")[1]) for name in report.linears} == {best[0], worst[0]}
+    assert report.linears[0].split(".")[1::2] == [str(best[0]), best[1]]
+    text = report.page.read_text()
+    assert f"The first is {report.linears[0]}, where the rotation does best" in text
+    assert text.index(f"<summary>{report.linears[0]}") == text.index("<summary>layers")
+    assert len(drot.report([folders["rotated"]], linears=["*"]).linears) == 21
 
 
 def test_wrong_input_is_refused(pruned, tmp_path, monkeypatch):
@@ -174,20 +186,21 @@ def test_wrong_input_is_refused(pruned, tmp_path, monkeypatch):
     ]
     for folders, options, message in cases:
         with pytest.raises(UserError, match=re.escape(message)):
-            write_report(folders, **({"out": tmp_path / "r.html"} | options))
+            drot.report(folders, **({"out": tmp_path / "r.html"} | options))
     broken = tmp_path / "broken"
     shutil.copytree(run, broken)
     manifest = json.loads((broken / "drot.json").read_text())
     (broken / "drot.json").write_text(json.dumps(manifest | {"layers": [{"layer": 0}]}))
     with pytest.raises(UserError, match=r"lacks layers.0.linears: it was edited"):
-        write_report([broken])
+        drot.report([broken])
     shutil.copy(run / "drot.json", broken)
     (broken / "drot-figures.npz").write_bytes(b"PK\x03\x04 cut off")
+    accept_files(broken)
     with pytest.raises(UserError, match=r"drot-figures.npz is not a complete npz file"):
-        write_report([broken])
+        drot.report([broken])
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"^a report needs the package matplotlib: pip install 'matplotlib"):
-        write_report([run])
+        drot.report([run])
     assert not list(tmp_path.glob("**/*.html*"))
 
 
@@ -198,8 +211,21 @@ def test_figures_that_need_more_memory_than_there_is_are_refused(pruned, tmp_pat
     with zipfile.ZipFile(folder / "drot-figures.npz", "w") as file:
         length = (len(header) + 1).to_bytes(2, "little")
         file.writestr("layers.0.q_proj.map_before.npy", b"\x93NUMPY\x01\x00" + length + header + b"\n")
+    accept_files(folder)
     with pytest.raises(UserError, match="is not a complete npz file"):
-        write_report([folder])
+        drot.report([folder])
+
+
+def test_figures_that_inflate_are_refused_before_they_do(pruned, tmp_path, monkeypatch):
+    folder = shutil.copytree(pruned["plain"], tmp_path / "run")
+    np.savez_compressed(
+        folder / "drot-figures.npz",
+        **{"layers.0.self_attn.q_proj.map_before": np.zeros((1000, 1000), np.float16)},
+    )
+    accept_files(folder)
+    monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", lambda *_: pytest.fail("it was inflated"))
+    with pytest.raises(UserError, match="drot-figures.npz is not a complete npz file .an array is too large"):
+        drot.report([folder])
 
 
 def test_command(pruned, tmp_path, capsys):

@@ -107,9 +107,23 @@ def test_steps_on_some_of_the_layers_are_not_captured(recorder, monkeypatch):
 
 def test_results_of_replays_are_new_tensors():
     x = torch.tensor([1.0])
-    step = GraphedStep(lambda: x.mul_(2).clone(), Recorder(lambda: [x]))
+    step = GraphedStep(lambda: x.mul_(2).clone(), Recorder(lambda: [x]), [x])
     results = [step() for _ in range(2 * WARM_UP)]
     assert [float(result) for result in results] == [2.0 ** (i + 1) for i in range(2 * WARM_UP)]
+
+
+@pytest.mark.parametrize("factor", [1, 2])
+def test_a_graph_that_does_nothing_is_an_error_where_a_call_does_something(factor):
+    """Its loss repeats, which looks like convergence. Where the gradient is 0, a call does nothing either."""
+    x = torch.tensor([1.0])
+    step = GraphedStep(lambda: x.mul_(factor).clone(), lambda step: (lambda: None, step()), [x])
+    for _ in range(WARM_UP):
+        step()
+    if factor == 1:
+        assert [float(step()) for _ in range(3)] == [1, 1, 1]
+    else:
+        with pytest.raises(RuntimeError, match="does nothing where a call of the step does"):
+            step()
 
 
 def test_a_cpu_has_no_graphs():

@@ -6,7 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from drot.config import Sparsity
-from drot.model.families import LLAMA, HeadShape
+from drot.model.families import LLAMA
+from drot.model.sizes import HeadShape
 from drot.rotation import importance
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from drot.config import Sparsity
-from drot.model.families import LLAMA, HeadShape
+from drot.model.families import LLAMA
+from drot.model.sizes import HeadShape
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
 
@@ -44,15 +45,20 @@ def random_rotations(seed=1):
     return r1, r2
 
 
-def scores(weights, hessians, r1, r2, method, compat):
-    """Name → scores S [out, in] of the rotated weights, as in appendix A."""
+def random_r3(blocks, size, seed=4):
+    g = torch.Generator().manual_seed(seed)
+    return torch.linalg.qr(torch.randn(blocks, size, size, generator=g, dtype=torch.float64))[0]
+
+
+def scores(weights, hessians, r1, r2, method, compat, r3=None):
+    """Name → scores S [out, in] of the rotated weights, as in appendix A; r3 rotates the input of down."""
     block_v = torch.block_diag(*r2)
     block_o = torch.block_diag(*[r2[i // SHAPE.group] for i in range(SHAPE.heads)])
-    eye_ff = torch.eye(FF, dtype=r1.dtype)
+    block_down = torch.eye(FF, dtype=r1.dtype) if r3 is None else torch.block_diag(*r3)
     sides = dict(
         q_proj=(None, r1, "attention"), k_proj=(None, r1, "attention"), v_proj=(block_v, r1, "attention"),
         o_proj=(r1, block_o, "o"), gate_proj=(None, r1, "mlp"), up_proj=(None, r1, "mlp"),
-        down_proj=(r1, eye_ff, "down"),
+        down_proj=(r1, block_down, "down"),
     )  # fmt: skip
     out = {}
     for name, (left, right, group) in sides.items():
@@ -74,27 +80,27 @@ def scores(weights, hessians, r1, r2, method, compat):
     return out
 
 
-def entropy_reference(weights, hessians, r1, r2, method, compat, names=LINEARS):
+def entropy_reference(weights, hessians, r1, r2, method, compat, names=LINEARS, r3=None):
     def rows(s):
         p = s / s.sum(1, keepdim=True)
         return -(p * p.log()).sum()
 
     total = 0
-    for name, s in scores(weights, hessians, r1, r2, method, compat).items():
+    for name, s in scores(weights, hessians, r1, r2, method, compat, r3).items():
         if name not in names:
             continue
-        if name != "down_proj":
+        if name != "down_proj" or r3 is not None:
             total = total + rows(s)
         if name in ("v_proj", "o_proj", "down_proj"):
             total = total + rows(s.T)
     return total
 
 
-def pruned_reference(weights, hessians, r1, r2, method, compat, sparsity, names=LINEARS):
+def pruned_reference(weights, hessians, r1, r2, method, compat, sparsity, names=LINEARS, r3=None):
     eye2 = torch.eye(SHAPE.head_dim, dtype=r1.dtype).repeat(SHAPE.kv_heads, 1, 1)
     start = scores(weights, hessians, torch.eye(D, dtype=r1.dtype), eye2, method, compat)
     total = 0
-    for name, s in scores(weights, hessians, r1, r2, method, compat).items():
+    for name, s in scores(weights, hessians, r1, r2, method, compat, r3).items():
         if name not in names:
             continue
         if sparsity.structured:
@@ -122,6 +128,7 @@ def build(weights, hessians, method, objective, sparsity, compat, **options):
         damping=DAMPING,
         reference_compat=compat,
         unrotated=objective == "pruned",
+        down_block=options.get("down_block"),
         dtype=weights["q_proj"].dtype,
     )
     patterns = (
@@ -185,6 +192,55 @@ def test_any_number_of_left_rotated_in_fp64(method, objective, sparsity, compat,
     assert torch.allclose(loss, expected.detach(), rtol=1e-11)
     assert torch.allclose(g1[0], r1.grad, rtol=0, atol=1e-10 * float(r1.grad.abs().max()))
     assert torch.allclose(g2, r2.grad, rtol=0, atol=1e-10 * float(r2.grad.abs().max()))
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("size", [8, FF])
+@pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES)
+def test_r3_in_fp64(method, objective, sparsity, compat, size, count):
+    """R3 in blocks of 8 and in one, on the down_proj of no layer, of the layer before, and of both."""
+    layers = [make_layer(seed) for seed in (0, 3)]
+    r1, r2 = random_rotations()
+    problem, previous = (
+        build(*layer, method, objective, sparsity, compat, product_dtype=torch.float64, down_block=size)
+        for layer in layers
+    )
+    problem.left_rotated = [*previous.left_rotated, *problem.left_rotated][:count]
+    r3 = [random_r3(FF // size, size, seed) for seed in range(count)]
+    loss, *gradients = problem.value_and_grad(r1[None], r2, *([torch.cat(r3)] if count else []))
+    assert [g.shape for g in gradients] == [each.shape for each in problem.identity()]
+    leaves = [each.requires_grad_() for each in (r1, r2, *r3)]
+    parts = [
+        (layers[0], set(LINEARS) - {"down_proj"}, None),
+        *((layers[1 - i], {"down_proj"}, blocks) for i, blocks in enumerate(r3)),
+    ]
+    expected = 0
+    for layer, names, blocks in parts:
+        if objective == "entropy":
+            expected = expected + entropy_reference(*layer, r1, r2, method, compat, names, blocks)
+        else:
+            pattern = Sparsity.parse(sparsity)
+            expected = expected + pruned_reference(*layer, r1, r2, method, compat, pattern, names, blocks)
+    expected.backward()
+    assert torch.allclose(loss, expected.detach(), rtol=1e-11)
+    found = [gradients[0][0], gradients[1], *(gradients[2].chunk(count) if count else [])]
+    for got, leaf in zip(found, leaves, strict=True):
+        assert torch.allclose(got, leaf.grad, rtol=0, atol=1e-10 * float(leaf.grad.abs().max()))
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_r3_of_one_is_no_r3(method):
+    """Without a turn, the pruned importance is that of the objective without R3."""
+    weights, hessians = make_layer()
+    with_r3, without = (
+        build(weights, hessians, method, "pruned", "2:4", False, product_dtype=torch.float64, down_block=size)
+        for size in (8, None)
+    )
+    values = [float(problem.value(*problem.identity())) for problem in (with_r3, without)]
+    assert values[0] == pytest.approx(values[1], rel=1e-12)
+    back = with_r3.offload(torch.float32).to(torch.device("cpu"))
+    assert float(back.value(*back.identity())) == pytest.approx(values[0], rel=1e-6)
+    assert back.value_and_grad(*back.identity())[3].shape == (FF // 8, 8, 8)
 
 
 @pytest.mark.parametrize("objective", ["entropy", "pruned"])
@@ -314,9 +370,12 @@ def test_rotations_that_the_caller_has_rounded(objective):
     problem = build(weights, hessians, "sparsegpt", objective, "2:4", False, product_dtype=torch.bfloat16)
     r1, r2 = (r.float() for r in random_rotations())
     rounded = r1[None].bfloat16(), r2.bfloat16()
-    found, expected = problem.value_and_grad(r1[None], r2, rounded), problem.value_and_grad(r1[None], r2)
+    found, expected = (
+        problem.value_and_grad(r1[None], r2, rounded=rounded),
+        problem.value_and_grad(r1[None], r2),
+    )
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    other = problem.value_and_grad(r1[None], r2, (rounded[0].flip(-1), rounded[1]))
+    other = problem.value_and_grad(r1[None], r2, rounded=(rounded[0].flip(-1), rounded[1]))
     assert not torch.equal(other[1], expected[1])  # they are used
 
 

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drot.config import Recipe, Sparsity, resolve
-from drot.model.families import LLAMA, HeadShape
+from drot.model.families import LLAMA
+from drot.model.sizes import HeadShape
 from drot.ops import skew_momentum
 from drot.rotation import importance, train
 from drot.rotation.graph import WARM_UP, GraphedStep, Step
@@ -143,7 +144,7 @@ def costs_of_a_step(objective: LayerObjective, monkeypatch: pytest.MonkeyPatch) 
 
     steps: list[Step] = []
 
-    def keep(step: Step, capture: Any) -> None:
+    def keep(step: Step, capture: Any, state: Any) -> None:
         steps.append(step)
         raise Stop
 
@@ -152,7 +153,7 @@ def costs_of_a_step(objective: LayerObjective, monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(Stop):
         train.train_rotation([objective], resolve(recipe).rotation)
 
-    graphed = GraphedStep(steps[0], lambda step: (step, step()))
+    graphed = GraphedStep(steps[0], lambda step: (step, step()), [])
     for _ in range(WARM_UP + 2):
         with Costs() as costs:
             graphed()

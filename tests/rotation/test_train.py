@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_objective import SHAPE, D, build, entropy_reference, make_layer
+from test_objective import LINEARS, SHAPE, D, build, entropy_reference, make_layer
 
 from drot.config import Recipe, resolve
 from drot.core.errors import UserError
@@ -12,9 +12,9 @@ from drot.rotation.optimizers import FastOptimizer, PaperOptimizer
 from drot.rotation.train import train_rotation
 
 
-def objective(kind="entropy", sparsity="2:4", method="wanda", seed=0, blocks=1):
+def objective(kind="entropy", sparsity="2:4", method="wanda", seed=0, **options):
     weights, hessians = make_layer(seed)
-    return build(weights, hessians, method, kind, sparsity, False, product_dtype=torch.float64, blocks=blocks)
+    return build(weights, hessians, method, kind, sparsity, False, product_dtype=torch.float64, **options)
 
 
 def config(**changes):
@@ -57,6 +57,28 @@ def test_training_lowers_the_objective_on_orthogonal_matrices(optimizer, kind, s
     assert len(record.loss_curve) == 31
 
 
+@pytest.mark.parametrize("optimizer", ["paper", "fast"])
+@pytest.mark.parametrize("kind", ["entropy", "pruned"])
+def test_r3_is_trained_together_with_r1_and_r2(optimizer, kind):
+    """Two layers share R1; each has its own R2 and R3, but for a down_proj that stays dense."""
+    problems = [
+        objective(kind, seed=seed, down_block=8, sparsity=sparsity)
+        for seed, sparsity in ((0, "2:4"), (3, dict.fromkeys(LINEARS[:-1], "2:4")), (5, "2:4"))
+    ]
+    rotations, record = train_rotation(problems, config(optimizer=optimizer))
+    assert rotations[1].r3 is None
+    total = 0.0
+    for problem, rotation in zip(problems, rotations, strict=True):
+        r1, *own = rotation.matrices.values()
+        total += float(problem.value(r1[None], *own))
+        for matrix in own:
+            assert torch.allclose(matrix.mT @ matrix, torch.eye(8, dtype=torch.float64), atol=1e-12)
+    assert record.loss_after == pytest.approx(total, rel=1e-6)
+    first, last = rotations[0].r3, rotations[2].r3
+    assert not torch.allclose(first, torch.eye(8, dtype=torch.float64), atol=1e-2)
+    assert not torch.allclose(first, last, atol=1e-2)
+
+
 def test_the_entropy_is_recorded_by_step():
     """At each quarter of 8 steps, against the paper's equation for the matrices that the steps give."""
     weights, hessians = make_layer()
@@ -89,6 +111,9 @@ class ScriptedObjective:
 
     def identity(self):
         return torch.eye(6, dtype=torch.float64)[None], torch.eye(2, dtype=torch.float64)[None]
+
+    def own_identity(self):
+        return self.identity()[1:]
 
     def value_and_grad(self, r1, r2, rounded=None):
         generator = torch.Generator().manual_seed(len(self.calls))
@@ -198,7 +223,7 @@ def test_mini_batches_choose_every_layer_in_turn(monkeypatch):
 
         def recorded(r1, r2, rounded=None, number=number, original=original):
             called.append(number)
-            return original(r1, r2, rounded)
+            return original(r1, r2, rounded=rounded)
 
         problem.value_and_grad = recorded
     train_rotation(problems, config(steps=5, layers_per_step=2))

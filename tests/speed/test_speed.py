@@ -10,15 +10,15 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.quantization_config import DrotConfig
+from drot.checkpoint.size import size_text
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.demo.demo import MODEL
-from drot.model.boundary import rotation_place
+from drot.model.boundary import down_rotation, rotation_place
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
-from drot.speed import rates, speed, variants
+from drot.speed import rates, speed, timing, variants
 from drot.speed.cases import NEW_TOKENS, Case
-from drot.speed.timing import Timing, interleaved
+from drot.speed.timing import Replay, Timing, interleaved, replayed
 from drot.speed.variants import (
     DENSE,
     ROTATED,
@@ -27,6 +27,7 @@ from drot.speed.variants import (
     model_variants,
     stacked_variants,
 )
+from drot.sweep.demo import MODEL
 
 TINY = dict(
     model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
@@ -40,9 +41,9 @@ VERDICTS = (
 
 @pytest.fixture
 def checkpoint(tmp_path, request):
-    mode, format = getattr(request, "param", ("layer", "packed"))
+    mode, down, format = getattr(request, "param", ("layer", 16, "packed"))
     recipe = Recipe(
-        rotation=RotationConfig(mode=mode, steps=1),
+        rotation=RotationConfig(mode=mode, down_rotation=down, steps=1),
         pruning=PruningConfig(method="magnitude"),
         calibration=CalibrationConfig(seqlen=16),
     )
@@ -53,16 +54,24 @@ def checkpoint(tmp_path, request):
 
 
 @pytest.mark.parametrize(
-    "checkpoint", [("layer", "packed"), ("layer", "dense"), ("shared", "packed"), ("none", "dense")],
+    "checkpoint",
+    [
+        ("layer", "auto", "packed"),
+        ("layer", "none", "dense"),
+        ("shared", 16, "packed"),
+        ("shared", "none", "packed"),
+        ("none", "none", "dense"),
+    ],
     indirect=True,
-)  # fmt: skip
+)
 @pytest.mark.slow
 def test_rows_of_a_checkpoint(checkpoint, capsys):
     options = ["--tokens", "8,16", "--batch", "1,3", "--repeats", "2", "--device", "cpu", "--json"]
     assert cli.run(["bench", str(checkpoint), *options]) == 0
     data = json.loads(capsys.readouterr().out)
     rotated = "quantization_config" in json.loads((checkpoint / "config.json").read_text())
-    rotated = rotated and drot.load(checkpoint).config.quantization_config.boundary
+    held = rotated and drot.load(checkpoint).config.quantization_config
+    rotated = rotated and (held.boundary or held.down_rotation)
     of_model = [DENSE, SPARSE, *([ROTATED] if rotated else [])]
     assert data["variants"] == {"layer": [DENSE, SPARSE, ROTATED], "model": of_model}
     seen = [(row["what"], row["phase"], row["size"], row["variant"]) for row in data["rows"]]
@@ -109,8 +118,9 @@ def test_bytes_and_operations(checkpoint):
     held = {(row["what"], row["variant"]): row["weight_bytes"] for row in data["rows"]}
     assert held["layer", DENSE] == dense + norms
     assert held["layer", SPARSE] == packed + norms
-    assert held["layer", ROTATED] == packed + norms + rotated
-    assert held["model", ROTATED] == 3 * (packed + norms) + 2 * rotated + 2 * ends + norms // 2
+    down = 4 * 48 * 16
+    assert held["layer", ROTATED] == packed + norms + rotated + down
+    assert held["model", ROTATED] == 3 * (packed + norms + down) + 2 * rotated + 2 * ends + norms // 2
     for row in data["rows"]:
         layers, seconds = (1 if row["what"] == "layer" else 3), row["milliseconds"] / 1e3
         if row["phase"] == "prefill":
@@ -154,7 +164,7 @@ def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
     assert saved == 3 * (
         rates.weight_bytes(layer[DENSE], "layer") - rates.weight_bytes(layer[SPARSE], "layer")
     )
-    assert weight[ROTATED] - weight[SPARSE] == 2 * 4 * 32 * 32
+    assert weight[ROTATED] - weight[SPARSE] == 2 * 4 * 32 * 32 + 3 * 4 * 48 * 48
     assert [rotation_place(each) is not None for each in stacks[ROTATED].model.layers] == [False, True, True]
     assert rotation_place(layer[ROTATED].model.layers[0])
     stacks[ROTATED].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
@@ -234,7 +244,31 @@ def test_mistakes(capsys, tmp_path, checkpoint):
     for arguments, message in cases:
         assert cli.run(["bench", *map(str, arguments), "--device", "cpu"]) == 2
         captured = capsys.readouterr()
-        assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+        *announced, error = captured.err.splitlines()
+        assert message in error and captured.out == ""
+        assert len(announced) == (arguments == [MODEL])  # only the weights show that they are not 2:4
+
+
+@pytest.mark.parametrize("shape", ["tiny", None])
+def test_what_it_takes_is_said_before_it_starts(shape, checkpoint, monkeypatch, capsys):
+    """The limit of time, and the memory of the weights of all variants that are then made."""
+    monkeypatch.setitem(variants.SHAPES, "tiny", TINY | {"hidden_size": 128, "intermediate_size": 256})
+    model = None if shape else checkpoint
+    config, weights, makers = speed._makers(model, shape, "float32", CPU)
+    made = [variant for maker in makers.values() for variant in maker().values()]
+    tensors = [t for each in made for t in (*each.parameters(), *each.buffers())]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+    said = speed.weight_numbers(config, stacked=shape is not None) * weights.itemsize
+    assert 0.75 < said / sum(storages.values()) < 1.25
+    where = ["--shape", "tiny"] if shape else [str(checkpoint)]
+    options = ["--minutes", "0", "--batch", "1", "--device", "cpu", "--dtype", "float32"]
+    capsys.readouterr()
+    assert cli.run(["bench", *where, *options]) == 0
+    told = capsys.readouterr().err.splitlines()[0]
+    assert told.startswith(
+        "drot: measuring with at most 0 minutes and one call more; the weights take about "
+    )
+    assert size_text(said) in told
 
 
 @pytest.mark.parametrize("name", variants.SHAPES)
@@ -264,14 +298,51 @@ def test_verdict(p20, median, p80, words):
     assert rates.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
 
 
-@pytest.mark.parametrize("boundary", ["input", "residual"])
+@pytest.mark.parametrize("down", [None, 16])
+@pytest.mark.parametrize("boundary", ["input", "residual", None])
 @pytest.mark.parametrize("as_dict", [False, True])
-def test_the_rotation_of_a_layer_is_where_the_checkpoint_has_it(boundary, as_dict):
-    config, entry = small_model("llama").config, DrotConfig(boundary=boundary)
+def test_the_rotations_of_a_layer_are_those_of_the_checkpoint(boundary, down, as_dict):
+    """A checkpoint without rotations gives those of the default recipe."""
+    config, entry = small_model("llama").config, DrotConfig(boundary=boundary, down_rotation=down)
     config.quantization_config = entry.to_dict() | {"quant_method": "drot"} if as_dict else entry
     layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
+    if not (boundary or down):
+        boundary, down = "input", 48
     assert rotation_place(layer) == boundary
+    found = down_rotation(layer)
+    assert (found and found.weight.shape[-1]) == down
     assert isinstance(layer.mlp.down_proj, DeferredLinear) == (boundary == "residual")
+
+
+def test_short_calls_are_captured_in_one_graph(monkeypatch):
+    """A replay lasts SHORTEST, and the time of one call is its part of the replay."""
+    clock, launches, second = [0.0], [], 2.0**-15
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def function():
+        clock[0] += second
+
+    def capture(step):
+        return lambda: (launches.append(1), step())[1], torch.empty(0)
+
+    found = replayed(function, CPU, capture)
+    assert isinstance(found, Replay)
+    assert (found.calls - 1) * second < timing.SHORTEST <= found.calls * second
+    launches.clear()
+    timings = interleaved({"short": found}, device="cpu", repeats=3, warmup=1)
+    assert len(launches) == 4 and timings["short"].median == second
+
+
+def test_a_long_call_is_one_graph_and_a_cpu_has_none(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock[0])
+
+    def function():
+        clock[0] += 1.0
+
+    assert replayed(function, CPU) is function
+    found = replayed(function, CPU, lambda step: (step, torch.empty(0)))
+    assert found.calls == 1
 
 
 def test_interleaved_takes_turns():

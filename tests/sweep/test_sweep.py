@@ -19,9 +19,8 @@ from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.tasks import Score, Tasks
 from drot.sweep import runner as runner_module
 from drot.sweep import sweep as sweep_module
-from drot.sweep.charts import chart_of
 from drot.sweep.sweep import sweep
-from drot.sweep.tables import paper_tables
+from drot.sweep.tables import chart_of, paper_tables
 from drot.text.source import load_calibration
 
 pytestmark = pytest.mark.slow
@@ -225,22 +224,26 @@ def test_tables_and_charts_have_the_figures_of_the_csv(inputs, tmp_path):
     tables = {table.name: table for table in paper_tables(result.rows, result.fields)}
     assert list(tables) == ["entropy", "entropy-2", "steps-lr", "blocks"]
     written = result.tables.read_text()
-    for table in tables.values():
-        for line in table.lines:
+    for paper in tables.values():
+        for line in paper.table.cells:
             assert f"| {' | '.join(line)} |" in written
-    entropy = tables["entropy"]
-    assert "lr 0.3" in entropy.settings
-    before = figure("1", "0.3", "entropy_before")
-    assert [line[0] for line in entropy.lines] == ["0", "1", "3"]
-    assert [line[3] for line in entropy.lines] == [
-        f"{value:.3f}" for value in (plain, figure("1", "0.3"), figure("3", "0.3"))
+
+    def columns(name: str, *headings: str) -> list[tuple[str, ...]]:
+        return [tuple(row[heading] for heading in headings) for row in tables[name].table.rows]
+
+    shown = "perplexity held.txt"
+    assert "lr 0.3" in tables["entropy"].settings
+    assert columns("entropy", "steps", shown) == [
+        (steps, f"{value:.3f}")
+        for steps, value in (("0", plain), ("1", figure("1", "0.3")), ("3", figure("3", "0.3")))
     ]
-    assert entropy.lines[0][1] == f"{before:.0f}"
-    assert entropy.lines[2][1] == f"{figure('3', '0.3', 'entropy_after'):.0f}"
-    assert tables["steps-lr"].lines == [
-        [steps, *(f"{figure(steps, lr):.3f}" for lr in ("0.3", "0.03"))] for steps in ("1", "3")
+    before, after = figure("1", "0.3", "entropy_before"), figure("3", "0.3", "entropy_after")
+    entropies = columns("entropy", "entropy")
+    assert (entropies[0], entropies[2]) == ((f"{before:.0f}",), (f"{after:.0f}",))
+    assert columns("steps-lr", "steps", "lr", shown) == [
+        (steps, lr, f"{figure(steps, lr):.3f}") for steps in ("1", "3") for lr in ("0.03", "0.3")
     ]
-    assert [(line[0], line[1]) for line in tables["blocks"].lines] == [
+    assert columns("blocks", "blocks", shown) == [
         (blocks, f"{figure('3', '0.3', blocks=blocks):.3f}") for blocks in ("1", "2")
     ]
     chart = chart_of(tables["steps-lr"])
@@ -271,10 +274,7 @@ def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
     ]  # fmt: skip
     assert all((row["dense accuracy piqa"], row["dense accuracy boolq"]) == ("0.9", "0.5") for row in rows)
     (table,) = paper_tables(result.rows, result.fields)
-    assert table.header[-1] == "mean accuracy (%)" and [line[-1] for line in table.lines] == [
-        "60.00",
-        "45.00",
-    ]
+    assert [row["mean accuracy"] for row in table.table.rows] == ["60.00%", "45.00%"]
     accuracies = table.panels["mean accuracy"]
     assert accuracies["pruned"] == pytest.approx({"0": 0.6, "1": 0.45})
     assert accuracies["dense"] == pytest.approx({"0": 0.7, "1": 0.7})
@@ -288,7 +288,7 @@ def test_without_matplotlib_one_line_says_so(inputs, tmp_path, monkeypatch, capl
         result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert result.plots == [] and not (tmp_path / "out/plots").exists()
     assert len([each for each in caplog.messages if "matplotlib" in each]) == 1
-    assert "| step |" in result.tables.read_text()
+    assert "| steps |" in result.tables.read_text()
 
 
 def test_what_the_model_refuses_is_listed(inputs, tmp_path):

@@ -7,6 +7,7 @@ import pytest
 from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.sweep.grid import read_grid
+from drot.sweep.rows import Row, not_rotated
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/paper-ablations.yaml"
 
@@ -32,7 +33,12 @@ def test_product_and_cells(tmp_path):
         base.replace(blocks=2, sparsity="4:8"),
     ]
     assert grid.fields == ("sparsity", "steps", "lr", "blocks")
-    assert (grid.model, grid.texts, grid.seqlen, grid.skipped) == ("some/model", ["held.txt"], 64, [])
+    assert (grid.asked.model, grid.asked.texts, grid.asked.seqlen, grid.skipped) == (
+        "some/model",
+        ["held.txt"],
+        64,
+        [],
+    )
 
 
 def test_base_may_be_the_path_of_a_recipe(tmp_path):
@@ -64,14 +70,14 @@ def test_refused_and_equal_combinations_are_listed(tmp_path):
             "base: {prunning: {}}\ngrid: {steps: [1]}",
             "the recipe has no field 'prunning': did you mean pruning?",
         ),
-        ("base: 3\ngrid: {steps: [1]}", "base must hold the sections of a recipe"),
-        ("grid: {steps: 1}", "grid must hold lists of values"),
-        ("grid: {steps: []}", "grid must hold lists of values"),
-        ("cells: {steps: 1}", "cells must be a list"),
+        ("base: 3\ngrid: {steps: [1]}", "`base` must be the sections of a recipe"),
+        ("grid: {steps: 1}", "`grid` must be lists of values"),
+        ("grid: {steps: []}", "`grid` must be lists of values"),
+        ("cells: {steps: 1}", "`cells` must be a list"),
         ("model: some/model", "it must hold grid or cells; got neither"),
         ("grid: {lr: [-1]}", "no combination is a recipe: lr -1: `lr` must be"),
-        ("texts: []\ngrid: {steps: [1]}", "texts must be a list of texts"),
-        ("seqlen: long\ngrid: {steps: [1]}", "`seqlen` must be a int"),
+        ("texts: []\ngrid: {steps: [1]}", "`texts` must be a list of texts"),
+        ("seqlen: long\ngrid: {steps: [1]}", "`seqlen` must be a whole number of at least 2; got"),
         ("- 1", "must hold the keys model, base, grid"),
         ("grid: [", "is not valid YAML"),
         (
@@ -89,7 +95,7 @@ def test_mistakes_are_one_line(tmp_path, text, message):
 
 
 def test_a_missing_file_and_another_suffix(tmp_path):
-    with pytest.raises(UserError, match="cannot read the grid"):
+    with pytest.raises(UserError, match="does not exist"):
         read_grid(tmp_path / "none.yaml")
     with pytest.raises(UserError, match=r"the grid must be a \.yaml or \.json file"):
         read_grid(tmp_path / "grid.txt")
@@ -106,3 +112,25 @@ def test_the_shipped_grid_is_the_papers():
     }
     assert [r.rotation.blocks for r in recipes[25:]] == [2, 4, 8]
     assert {(p.solve, p.target, str(p.sparsity)) for p in resolved} == {("none", "self", "0.5")}
+
+
+def test_a_cell_that_leaves_the_solver_open_finds_its_baseline(tmp_path):
+    """The grid of docs/choose.md: without a rotation, a solver that is left open is none."""
+    file = tmp_path / "grid.yaml"
+    grid = "grid: {mode: [none, layer], solve: [none, admm]}"
+    file.write_text(f"{grid}\ncells: [{{blocks: 2}}, {{method: wanda}}]\n")
+    grid = read_grid(file)
+    rows = [
+        Row(str(index), cell, {"perplexity": {"text": 12.0 + index}}, {"text": 10.0}, {})
+        for index, cell in enumerate(grid.cells)
+    ]
+    found = {row.cell.label(grid.fields): not_rotated(row, rows) for row in rows}
+    names = {name: row and row.cell.label(("mode", "solve")) for name, row in found.items()}
+    assert names == {
+        "mode none, solve none, blocks 1, method sparsegpt": None,
+        "mode none, solve admm, blocks 1, method sparsegpt": None,
+        "mode layer, solve none, blocks 1, method sparsegpt": "mode none, solve none",
+        "mode layer, solve admm, blocks 1, method sparsegpt": "mode none, solve admm",
+        "mode layer, solve admm, blocks 2, method sparsegpt": "mode none, solve none",
+        "mode layer, solve admm, blocks 1, method wanda": None,
+    }

@@ -31,13 +31,42 @@ def load(source, nsamples=3, seqlen=4, seed=0, text_column="text"):
 
 def test_sequences_start_at_positions_of_the_generator(tmp_path):
     path = tmp_path / "text.txt"
-    path.write_text("the quick brown fox jumps over the lazy dog")
+    path.write_text("the quick brown fox jumps over the lazy dog " * 2)
     generator = torch.Generator().manual_seed(7)
     text = path.read_bytes()
     for sequence in load(str(path), nsamples=20, seed=7):
         start = int(torch.randint(0, len(text) - 4, (1,), generator=generator))
         assert bytes(sequence.tolist()) == text[start : start + 4]
     assert not torch.equal(load(str(path), seed=1), load(str(path), seed=2))
+
+
+def test_a_short_text_is_drawn_once(tmp_path, caplog):
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox")
+    sequences = load(path, nsamples=12, seqlen=4)
+    assert bytes(sequences.flatten().tolist()) == b"the quick brown "[:16]
+    assert "has 19 tokens, fewer than 12 sequences of 4" in caplog.text and "4 sequences" in caplog.text
+    caplog.clear()
+    assert load(path, nsamples=4, seqlen=4).shape == (4, 4) and not caplog.text
+
+
+def test_lone_surrogates_are_replaced_and_counted(tmp_path, caplog):
+    """As in scraped text. A whole pair is one character."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(r'{"text": "a \ud83d b \udc00"}' + "\n" + r'{"text": "\ud83d\ude00 whole pair"}' + "\n")
+    text = read_text(str(path), "train", "text")
+    assert text == "a \ufffd b \ufffd\n\n\U0001f600 whole pair"
+    assert "2 lone surrogates, halves of characters, became U+FFFD" in caplog.text
+    assert load(path).shape == (3, 4)
+
+
+def test_a_wrong_file_of_20_gb_ends_at_once(tmp_path):
+    for name in ("a.txt", "a.jsonl", "a.json"):
+        with (tmp_path / name).open("wb") as handle:
+            handle.truncate(20 * 10**9)
+        for read in (load, lambda path: read_text(str(path), "test", "text")):
+            with pytest.raises(UserError, match="got a zero byte"):
+                read(tmp_path / name)
 
 
 DOCUMENTS = ["first document", "second document"]

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "common/cuda/aligned_vector.cuh"
+#include "common/cuda/static_shared.cuh"
 
 namespace drot {
 
@@ -38,8 +39,10 @@ class Launcher {
 
   int multiprocessors() const { return properties_.multiProcessorCount; }
 
-  // The most bytes of dynamic shared memory that a block may use. 1 KB is left for static arrays.
-  int64_t shared_memory() const { return static_cast<int64_t>(properties_.sharedMemPerBlockOptin) - 1024; }
+  // The most bytes of dynamic shared memory that a block may use.
+  int64_t shared_memory() const {
+    return static_cast<int64_t>(properties_.sharedMemPerBlockOptin) - kStaticShared;
+  }
 
   // Workspace of `count` values, not initialised. The launcher owns it; kernels launched while the launcher
   // exists may use it.

@@ -91,6 +91,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
     small_qr_kernel(const T* __restrict__ columns, T* q_columns, T* r, T* work, int n, int ld) {
   extern __shared__ double shared_memory[];  // double for the alignment
   __shared__ T largest_of_warp[kMaxWarps];
+  static_assert(sizeof(largest_of_warp) <= kStaticShared);
   T* tau = reinterpret_cast<T*>(shared_memory);
   T* a = kInShared ? tau + ld : work + static_cast<int64_t>(blockIdx.x) * n * ld;
   columns += static_cast<int64_t>(blockIdx.x) * n * n;

@@ -15,6 +15,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/cuda/static_shared.cuh"
 #include "ops/cuda/entropy_loss_rows.cuh"
 
 namespace drot {
@@ -51,6 +52,7 @@ __global__ void __launch_bounds__(kRowThreads)
   extern __shared__ uint4 dynamic_shared[];
   __shared__ RowScratch<Math> scratch;
   __shared__ double loss_scratch[32];
+  static_assert(sizeof(scratch) + sizeof(loss_scratch) <= kStaticShared);
   constexpr int threads = kRowThreads, first = kHeld<T, kVec> * threads;  // first vector not in registers
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t vectors = a.columns / kVec;

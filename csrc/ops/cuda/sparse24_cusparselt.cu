@@ -13,7 +13,7 @@ bool supports(at::ScalarType, int64_t, int64_t, int64_t, const char** reason) {
 }
 int version() { return 0; }
 at::Tensor compress(const at::Tensor&) { TORCH_CHECK(false, kNotBuilt); }
-CusparseltConfig search_config(const at::Tensor&, const at::Tensor&, int64_t) {
+CusparseltConfig search_config(const at::Tensor&, const at::Tensor&, int64_t, bool) {
   TORCH_CHECK(false, kNotBuilt);
 }
 void matmul(const at::Tensor&, const at::Tensor&, at::Tensor&, bool, const CusparseltConfig&) {
@@ -26,6 +26,7 @@ void matmul(const at::Tensor&, const at::Tensor&, at::Tensor&, bool, const Cuspa
 
 #include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cusparseLt.h>
@@ -188,12 +189,12 @@ class Plan {
         compressed_bytes_(static_cast<int64_t>(compressed_size(weight_).bytes)) {}
 
   // Times all configs and returns the fastest, which this plan then has. y is not a result.
-  CusparseltConfig search(const at::Tensor& compressed, const at::Tensor& x) {
+  CusparseltConfig search(const at::Tensor& compressed, const at::Tensor& x, bool add) {
     check(compressed);
-    at::Tensor y = at::empty({key_.tokens, key_.out}, x.options());
+    at::Tensor y = at::zeros({key_.tokens, key_.out}, x.options());  // read if `add`
     at::Tensor workspace = allocate_workspace(x);
     cudaStream_t stream = at::cuda::getCurrentCUDAStream();
-    const float alpha = 1, beta = 0;
+    const float alpha = 1, beta = add ? 1 : 0;
     DROT_CUSPARSELT_CHECK(cusparseLtMatmulSearch(
         handle(), plan_.get(), &alpha, /*d_A=*/compressed.const_data_ptr(), /*d_B=*/x.const_data_ptr(), &beta,
         /*d_C=*/y.const_data_ptr(), /*d_D=*/y.mutable_data_ptr(), workspace.mutable_data_ptr(),
@@ -338,10 +339,10 @@ at::Tensor compress(const at::Tensor& w) {
   return compressed;
 }
 
-CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x, int64_t out) {
+CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x, int64_t out, bool add) {
   const at::Tensor padded_x = pad_tokens(x);
   const std::lock_guard<std::mutex> guard(mutex());
-  return Plan(plan_key(padded_x, out, /*config=*/{})).search(compressed, padded_x);
+  return Plan(plan_key(padded_x, out, /*config=*/{})).search(compressed, padded_x, add);
 }
 
 void matmul(const at::Tensor& compressed, const at::Tensor& x, at::Tensor& y, bool add,

@@ -32,8 +32,9 @@ int version();
 // w: dense [out, in] with 2:4 sparsity, contiguous -> compressed, uint8 [n].
 at::Tensor compress(const at::Tensor& w);
 
-// The fastest config for x Wᵀ. cuSPARSELt times all of them; a CUDA graph must not be captured meanwhile.
-CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x, int64_t out);
+// The fastest config for a call of matmul with the same `add`, which reads y too. cuSPARSELt times all of
+// them; a CUDA graph must not be captured meanwhile.
+CusparseltConfig search_config(const at::Tensor& compressed, const at::Tensor& x, int64_t out, bool add);
 
 // y = x Wᵀ, or y += x Wᵀ if `add`. ValueError if `compressed` does not have the size of this weight.
 //

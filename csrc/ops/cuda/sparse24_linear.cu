@@ -74,9 +74,11 @@ void run_skinny(const Problem& p, at::Tensor& y) {
                                    : run_sparse24_skinny<Fp16Element>(launcher, skinny);
 }
 
-// y = bias + residual (· rotation), to which the product is then added. Returns false, and leaves y as it is,
-// if neither bias nor residual is given.
-bool write_addends(const Problem& p, at::Tensor& y) {
+// Whether the product is added to something.
+bool has_addends(const Problem& p) { return p.residual.defined() || p.bias.defined(); }
+
+// y = bias + residual (· rotation), to which the product is then added. Without either y stays as it is.
+void write_addends(const Problem& p, at::Tensor& y) {
   if (p.rotation.defined()) {
     p.bias.defined() ? at::addmm_out(y, p.bias, p.residual, p.rotation)
                      : at::mm_out(y, p.residual, p.rotation);
@@ -86,12 +88,12 @@ bool write_addends(const Problem& p, at::Tensor& y) {
   } else if (p.bias.defined()) {
     y.copy_(p.bias.expand_as(y));
   }
-  return p.residual.defined() || p.bias.defined();
 }
 
 void run(const Choice& choice, const Problem& p, at::Tensor& y) {
   if (choice.algorithm == Algorithm::skinny) return run_skinny(p, y);
-  const bool add = write_addends(p, y);
+  const bool add = has_addends(p);
+  write_addends(p, y);
   if (choice.algorithm == Algorithm::cusparselt) {
     return cusparselt::matmul(p.compressed, p.x, y, add, choice.config);
   }
@@ -110,7 +112,10 @@ std::string tuning_key(const Problem& p, std::span<const Algorithm> candidates) 
   std::ostringstream key;
   key << "sparse24_linear of drot " << DROT_VERSION << ", " << at::cuda::getCurrentDeviceProperties()->name
       << ", CUDA " << cuda << ", cuSPARSELt " << (has_cusparselt ? cusparselt::version() : 0) << ", "
-      << p.x.scalar_type() << ' ' << p.out << 'x' << p.in << (p.rotation.defined() ? " + rotation" : "")
+      << p.x.scalar_type() << ' ' << p.out << 'x' << p.in
+      << (p.rotation.defined() ? " + rotation"
+          : has_addends(p)     ? " + addend"
+                               : "")
       << ", up to " << token_bucket(p.tokens) << " tokens:";
   for (const Algorithm candidate : candidates) key << ' ' << name_of(candidate);
   return key.str();
@@ -148,7 +153,7 @@ std::vector<Measurement> measure(const Problem& p, std::span<const Algorithm> ca
   for (size_t i = 0; i < candidates.size(); ++i) {
     usable[i] = succeeds([&] {
       if (candidates[i] == Algorithm::cusparselt) {
-        results[i].config = cusparselt::search_config(p.compressed, p.x, p.out);
+        results[i].config = cusparselt::search_config(p.compressed, p.x, p.out, has_addends(p));
       }
       run({candidates[i], results[i].config}, p, y);
     });

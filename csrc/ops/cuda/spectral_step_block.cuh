@@ -24,6 +24,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "common/cuda/static_shared.cuh"
 #include "ops/polar_start_math.h"
 #include "ops/skew_momentum_math.h"
 #include "ops/spectral_step_math.h"
@@ -263,6 +264,7 @@ template <class E, int kSide>
 __global__ void __launch_bounds__(2 * kSide, 1) spectral_step(SpectralStepProblem p) {
   extern __shared__ uint4 dynamic_shared[];
   __shared__ float sums[2][kSide];
+  static_assert(sizeof(sums) <= kStaticShared);
   constexpr int kChunks = kSide * SharedMatrix<kSide>::kChunks;
   SharedMatrix<kSide> x{dynamic_shared};
   SharedMatrix<kSide> second{dynamic_shared + kChunks}, third{dynamic_shared + 2 * kChunks};

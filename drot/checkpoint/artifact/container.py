@@ -1,0 +1,195 @@
+"""The file of an artifact: a zip archive with the parts of each tensor, the rotations and the small files.
+
+| member                    | content                                                             |
+|---------------------------|---------------------------------------------------------------------|
+| artifact.json             | versions, hash of the dense model, hash of each file, tolerances    |
+| files/NAME                | a file of the checkpoint without weights, such as drot.json         |
+| headers/NAME              | the header of a safetensors file of the checkpoint                  |
+| rotations/layers.I.r1, …  | r1, r2, r3 in fp32; a layer without r1 has that of the layer before |
+| tensors/NAME/PIECE/PART   | parts of drot/checkpoint/artifact/coding.py; `positions` of a packed tensor    |
+"""
+
+import json
+import math
+import struct
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from drot.checkpoint.artifact.coding import from_planes, to_planes
+from drot.checkpoint.artifact.schema import ArtifactIndex
+from drot.core.checks import path_exists, shortened
+from drot.core.errors import UserError, quoted
+from drot.core.reading import check_regular, check_schema, parse_json
+from drot.model.rotation import LayerRotation
+from drot.model.sizes import HeadShape, Width
+
+FORMAT_VERSION = 1
+INDEX = "artifact.json"
+#: A few compressed bytes can stand for any number. Texts and headers have at most this many bytes for each
+#: compressed byte, beyond SMALL bytes; of all other members the reader knows the size.
+INFLATION, SMALL = 100, 2**16
+#: what zipfile raises for damaged archives
+DAMAGE = (
+    *(KeyError, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, OverflowError, IndexError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
+
+
+class Writer:
+    """Writes the members of an artifact to the file `path`. A context manager."""
+
+    def __init__(self, path: Path) -> None:
+        self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED)
+
+    def __enter__(self) -> "Writer":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._zip.close()
+
+    def add(self, name: str, data: bytes) -> None:
+        # a fixed date, so that equal artifacts are equal files
+        info = zipfile.ZipInfo(name)
+        info.compress_type = zipfile.ZIP_DEFLATED
+        self._zip.writestr(info, data)
+
+    def add_rotations(self, rotations: list[LayerRotation]) -> None:
+        before = None
+        for index, rotation in enumerate(rotations):
+            for name, matrix in rotation.matrices.items():
+                if name != "r1" or before is None or not torch.equal(matrix, before):
+                    self.add(f"rotations/layers.{index}.{name}", _matrix_bytes(matrix))
+            before = rotation.r1
+
+    def sizes(self) -> dict[str, int]:
+        """What the members take in the file, in bytes: `rotations`, `mask`, `difference` and so on."""
+        sizes: Counter[str] = Counter()
+        for info in self._zip.infolist():
+            kind, _, rest = info.filename.partition("/")
+            sizes[rest.rpartition("/")[2] if kind == "tensors" else kind] += info.compress_size
+        return dict(sizes)
+
+
+class Reader:
+    """Reads an artifact. A context manager.
+
+    Raises UserError for a file that is damaged or no artifact, there and in every method.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path_exists(path):
+            raise UserError(f"there is no artifact {path}: write one with drot export")
+        check_regular(path)
+        try:
+            self._zip = zipfile.ZipFile(path)
+            names = self._zip.namelist()
+        except DAMAGE as error:
+            raise UserError(f"{path} is no artifact of drot ({quoted(error)})") from None
+        self._names = frozenset(names)
+        if len(self._names) < len(names):
+            raise self.damaged("a member stands twice")
+        if INDEX not in self._names:
+            raise UserError(f"{path} is no artifact of drot (it holds no {INDEX})")
+        where = f"{path}: {INDEX}"
+        data = parse_json(self.read(INDEX), where)
+        if (version := data.get("format_version")) != FORMAT_VERSION:
+            raise UserError(
+                f"{path} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: update drot"
+            )
+        self.index = check_schema(ArtifactIndex, data, where)
+
+    def __enter__(self) -> "Reader":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._zip.close()
+
+    def damaged(self, why: object) -> UserError:
+        return UserError(f"{self.path} is damaged ({why}): copy it again")
+
+    def read(self, name: str, largest: int | None = None) -> bytes:
+        """The content of a member of at most `largest` bytes; None is for a text or a header (INFLATION)."""
+        try:
+            member = self._zip.getinfo(name)
+            bound = INFLATION * member.compress_size + SMALL if largest is None else largest
+            if member.file_size > bound or member.compress_type not in (
+                zipfile.ZIP_DEFLATED,
+                zipfile.ZIP_STORED,
+            ):
+                raise self.damaged(f"{name} has {member.file_size} bytes")
+            return self._zip.read(name)
+        except UserError:
+            raise
+        except DAMAGE as error:
+            raise self.damaged(quoted(error)) from None
+
+    def parts(self, prefix: str, names: tuple[str, ...], largest: int) -> dict[str, bytes]:
+        """Name → content of the members `prefix`/name that exist, each of at most `largest` bytes."""
+        found = (name for name in names if f"{prefix}/{name}" in self._names)
+        return {name: self.read(f"{prefix}/{name}", largest) for name in found}
+
+    def rotations(self, layers: int, widths: Mapping[Width, int], shape: HeadShape) -> list[LayerRotation]:
+        """The rotation of each layer. Raises UserError if their sizes do not fit the model."""
+        found: list[LayerRotation] = []
+        hidden, block = widths["hidden"], self.index.down_rotation
+        for index in range(layers):
+            first = f"rotations/layers.{index}.r1"
+            alone = first in self._names or not found
+            r1 = self._matrix(first, [hidden, hidden]) if alone else found[-1].r1
+            size = [shape.kv_heads, shape.head_dim, shape.head_dim]
+            r2, r3 = self._matrix(f"rotations/layers.{index}.r2", size), None
+            if block is not None:
+                size = [widths["mlp"] // block, block, block]
+                r3 = self._matrix(f"rotations/layers.{index}.r3", size)
+            found.append(LayerRotation(r1, r2, r3))
+        return found
+
+    def _matrix(self, name: str, size: list[int]) -> Tensor:
+        try:
+            numbers = from_planes(self.read(name, 4 * math.prod(size)), torch.float32)
+            return torch.from_numpy(numbers.astype("uint32").view("float32")).reshape(size)
+        except UserError:
+            raise
+        except (ValueError, RuntimeError) as error:
+            raise self.damaged(f"{name}: {error}") from None
+
+
+def _matrix_bytes(matrix: Tensor) -> bytes:
+    bits = matrix.float().contiguous().view(torch.int32).numpy().reshape(-1)
+    return to_planes(bits.astype("int64") & 0xFFFFFFFF, torch.float32)
+
+
+def header_bytes(file: Path) -> bytes:
+    """The first bytes of a safetensors file, up to the first tensor."""
+    with file.open("rb") as handle:
+        start = handle.read(8)
+        return start + handle.read(struct.unpack("<Q", start)[0])
+
+
+def tensors_of(header: bytes, size: int) -> dict[str, tuple[str, list[int], int]]:
+    """Name → dtype by safetensors' name, shape, and position in the file, of each tensor of a file.
+
+    Raises ValueError, LookupError, TypeError, AttributeError or RecursionError for the header of another file
+    than of one of `size` bytes.
+    """
+    entries = json.loads(header[8:])
+    entries.pop("__metadata__", None)
+    places = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
+    end = 0
+    for first, last in places:
+        if first != end or last < first:
+            raise ValueError(f"a tensor begins at byte {first}, where {end} was expected")
+        end = last
+    if len(header) + end != size:
+        raise ValueError(f"the tensors end at byte {len(header) + end} of {size}")
+    return {
+        name: (entry["dtype"], entry["shape"], len(header) + entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }

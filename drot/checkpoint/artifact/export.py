@@ -1,0 +1,250 @@
+"""`drot.export_artifact`: what a checkpoint has beyond the public dense model, as one file."""
+
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from drot.checkpoint.artifact.apply import write_checkpoint
+from drot.checkpoint.artifact.coding import encode
+from drot.checkpoint.artifact.container import FORMAT_VERSION, INDEX, Reader, Writer, header_bytes, tensors_of
+from drot.checkpoint.artifact.prediction import Prediction, load_source, predictions, reported
+from drot.checkpoint.artifact.rotations import rotations_in
+from drot.checkpoint.artifact.tensors import (
+    DTYPES,
+    at_positions,
+    holds_weights,
+    numbered,
+    read_dense,
+    stored_names,
+)
+from drot.checkpoint.load import load_config
+from drot.checkpoint.quantization_config import boundary_of
+from drot.checkpoint.rotations import load_rotations
+from drot.config import BoundaryPlace
+from drot.core.checks import is_a, is_callable
+from drot.core.errors import UserError
+from drot.core.events import Progress, silent
+from drot.core.files import check_writable, new_file
+from drot.core.hashes import tensors_digest
+from drot.core.lock import locked
+from drot.core.reading import check_regular
+from drot.machine.environment import versions
+from drot.manifest.integrity import files_in, folder_records, verified_while_loading
+from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
+from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
+from drot.model.rotation import LayerRotation
+from drot.model.sizes import head_shape, widths_of
+
+logger = logging.getLogger("drot")
+
+#: bits of the significand
+SIGNIFICAND = {"BF16": 8, "F16": 11, "F32": 24}
+#: Bits of the significand of a rotation beyond those of the weights. More bits make the rotations larger and
+#: the differences smaller.
+EXTRA_BITS = 8
+#: Embedding, lm_head and boundary rotations are only rotated. They may differ from their predictions by this
+#: share of the prediction's norm; a wrong rotation differs by about 1.4 times the norm.
+LARGEST_CHANGE = 0.05
+
+
+def export_artifact(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    model: str | Path | None = None,
+    rotations: str | Path | None = None,
+    check: bool = True,
+    progress: Progress = silent,
+) -> dict[str, Any]:
+    """Writes the file `out`, from which `apply_artifact` makes the checkpoint again, byte for byte.
+
+    The file holds rotations, masks and, for kept weights that pruning has changed, the change. It holds no
+    weight of the dense model. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint,
+    "parts": what takes how many bytes}.
+
+    Raises UserError for a checkpoint that drot did not make or whose weights are damaged, and for another
+    model or other rotations than those of the checkpoint.
+
+    Args:
+        checkpoint: a folder that drot wrote, dense or packed.
+        out: the file of the artifact, which must not exist.
+        model: the dense model from which the checkpoint was made, a hub name or a folder. None takes the name
+            in drot.json.
+        rotations: the file that `save_rotations_to` wrote in the run. None computes the rotations from the
+            checkpoint and the dense model; their rounding makes the artifact larger.
+        check: whether to make the checkpoint from the artifact once, in a temporary folder beside `out`, and
+            to compare its hashes. It takes as long as `apply_artifact`, and the space of the checkpoint.
+        progress: the callback for ProgressEvents.
+    """
+    is_a("checkpoint", checkpoint, str, Path)
+    is_a("out", out, str, Path)
+    is_a("model", model, str, Path, or_none=True)
+    is_a("rotations", rotations, str, Path, or_none=True)
+    is_callable("progress", progress)
+    folder, out = Path(checkpoint), Path(out)
+    manifest = read_manifest(folder)
+    if out.exists():
+        raise UserError(f"{out} exists: name another `out` or remove it")
+    check_writable(out)
+    files = _files(folder, manifest)
+    name = model or manifest.base_model
+    if not name:
+        raise UserError("drot.json names no model: name the dense model as `model`")
+    source = load_source(name)
+    place = boundary_of(load_config(folder))
+    headers = {name: header_bytes(path) for name, path in files.items() if holds_weights(Path(name))}
+    stored = {
+        tensor: (files[file], dtype)
+        for file, header in headers.items()
+        for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
+    }
+    given = _rotations_of(manifest, rotations, source, stored, place)
+    if given is not None:
+        bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
+        given = [rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in given]
+    tolerances: dict[str, float] = {}
+    index = {
+        "format_version": FORMAT_VERSION,
+        "versions": versions(),
+        "model": str(name),
+        "model_sha256": tensors_digest(source.state_dict()),
+        "rotated": given is not None,
+        "boundary": place,
+        "down_rotation": manifest.recipe.rotation.down_block,
+        "files": {file: record.model_dump() for file, record in folder_records(folder, files).items()},
+    }
+    # the hashes are compared before `part` gets the name `out`
+    with locked(out), new_file(out) as part:
+        with verified_while_loading(folder), Writer(part) as writer:
+            for file, path in files.items():
+                if file in headers:
+                    writer.add(f"headers/{file}", headers[file])
+                else:
+                    writer.add(f"files/{file}", path.read_bytes())
+            if given is not None:
+                writer.add_rotations(given)
+            left, layers = set(stored), source.config.num_hidden_layers
+            for prediction in reported(predictions(source, given, place), "export", layers, progress):
+                left -= set(_add(writer, prediction, stored, tolerances))
+            if left:
+                raise UserError(
+                    f"{folder}: {min(left)} is no tensor of {name}: name a folder that drot prune wrote"
+                )
+            writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
+            parts = writer.sizes()
+        if check:
+            with (
+                tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made,
+                Reader(part) as reader,
+            ):
+                write_checkpoint(reader, source, Path(made) / out.name, progress)
+    size = sum(path.stat().st_size for path in files.values())
+    return {"bytes": out.stat().st_size, "checkpoint_bytes": size, "parts": parts}
+
+
+def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
+    """Name → path of the files of a checkpoint that belong into its artifact.
+
+    Other files are left out, with a warning: they might hold weights of the dense model.
+    """
+    files = {}
+    for name in sorted(files_in(folder) | manifest.files.keys()):
+        in_subfolder = "/" in name and name.endswith(
+            ".safetensors"
+        )  # of another model, after drot info --accept
+        if (name in manifest.files and not in_subfolder) or name == MANIFEST:
+            check_regular(folder / name)
+            files[name] = folder / name
+        else:
+            logger.warning("%s is left out of the artifact: it is no part of the checkpoint", folder / name)
+    if not any(holds_weights(Path(name)) for name in files):
+        raise UserError(f"{folder} holds no model.safetensors: name a folder that drot prune wrote")
+    return files
+
+
+def _rotations_of(
+    manifest: Manifest,
+    file: str | Path | None,
+    source: Any,
+    stored: dict[str, tuple[Path, str]],
+    place: BoundaryPlace | None,
+) -> list[LayerRotation] | None:
+    if manifest.recipe.rotation.mode == "none":
+        if file is not None:
+            raise UserError("this checkpoint is not rotated: leave out `rotations`")
+        return None
+    if file is None:
+        r3 = manifest.recipe.rotation.down_block is not None
+        return rotations_in(lambda name: read_dense(name, stored), source, place, r3=r3)
+    config = source.config
+    return load_rotations(
+        Path(file),
+        layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        shape=head_shape(config),
+        down_width=widths_of(config)["mlp"],
+    )[0]
+
+
+def round_bits(matrix: Tensor, bits: int) -> Tensor:
+    """fp32 `matrix`, rounded to significands of `bits` bits, of which fp32 has 24."""
+    matrix = matrix.float()
+    if bits >= 24:
+        return matrix
+    drop = 24 - bits
+    whole = matrix.view(torch.int32) + (1 << (drop - 1))
+    return (whole & -(1 << drop)).view(torch.float32)
+
+
+def _add(
+    writer: Writer,
+    prediction: Prediction,
+    stored: dict[str, tuple[Path, str]],
+    tolerances: dict[str, float],
+) -> list[str]:
+    """Adds the parts of one tensor; returns the names of the checkpoint's tensors that they stand for."""
+    names = stored_names(prediction.name, stored)
+    if names is None:
+        return []
+    weight, positions = names
+    path, dtype = stored[weight]
+    if dtype not in DTYPES:
+        raise UserError(f"{path}: {weight} must be of dtype {', '.join(DTYPES)}, got {dtype}")
+    tolerances[prediction.name] = prediction.tolerance
+    changed = total = 0.0
+    try:
+        with safe_open(path, framework="pt") as handle:
+            for number, first, rows in numbered(prediction):
+                member = f"tensors/{prediction.name}/{number}"
+                if positions is not None:
+                    with safe_open(stored[positions][0], framework="pt") as other:
+                        chosen = other.get_slice(positions)[first : first + len(rows)]
+                    writer.add(f"{member}/positions", chosen.numpy().tobytes())
+                    rows = at_positions(rows, chosen)
+                actual = handle.get_slice(weight)[first : first + len(rows)]
+                if actual.shape != rows.shape:
+                    raise UserError(
+                        f"{path}: {weight} must be {list(rows.shape)} by the `model`, got "
+                        f"{list(actual.shape)}: name the dense model of the checkpoint"
+                    )
+                changed += float((actual.double() - rows).square().sum())
+                total += float(rows.square().sum())
+                for part, data in encode(actual, rows, prediction.tolerance).items():
+                    writer.add(f"{member}/{part}", data)
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a complete safetensors file ({error}): copy it again") from None
+    only_rotated = prediction.name.endswith(
+        tuple(f"{module}.weight" for module in ("embed_tokens", ROTATION_MODULE, DOWN_ROTATION))
+    )
+    if only_rotated and changed > LARGEST_CHANGE**2 * total:
+        raise UserError(
+            f"{weight} of {path.parent} does not fit: name the dense `model` and the `rotations` of the run "
+            "that made the checkpoint"
+        )
+    return [name for name in names if name is not None]

@@ -1,0 +1,125 @@
+"""The tensors that a checkpoint would have if it were only rotated, computed from the dense model in fp64.
+
+An artifact stores how the checkpoint differs from these tensors. Two machines may add the terms of a product
+in another order, so their fp64 products differ in the last places. `Prediction.tolerance` bounds that.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from drot.checkpoint.load import load_config, load_model
+from drot.checkpoint.quantization_config import quantization_config_of
+from drot.config import BoundaryPlace
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent
+from drot.model.decoder import DecoderModel
+from drot.model.families import family_of
+from drot.model.rotation import Bases, LayerRotation
+
+#: The elements of a piece, so that only a part of a large tensor is in fp64 at a time.
+PIECE = 2**24
+#: A sum of n products in fp64 is wrong by at most n · UNIT times the product of the norms. GUARD is for the
+#: sums of v_proj and o_proj, which have two products one after the other, and for two machines.
+UNIT, GUARD = 2.0**-53, 64
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One tensor of the rotated dense model.
+
+    name: its name in the model's state dict.
+    pieces: the tensor in fp64, split along its first dimension into pieces of at most PIECE elements.
+    tolerance: by how much an element may differ on another machine. 0 if no product is computed.
+    layer: the decoder layer, counted from 0; None outside of the layers.
+    """
+
+    name: str
+    pieces: Iterator[Tensor]
+    tolerance: float
+    layer: int | None = None
+
+
+def load_source(name: str | Path) -> Any:
+    """The dense model `name` in the dtype of its files, on the CPU. Raises UserError for a packed model."""
+    if quantization_config_of(load_config(name)):
+        raise UserError(f"{name} is quantised, packed or rotated: name the dense `model`")
+    if family_of(load_config(name)).experts is not None:
+        raise UserError(f"{name} is a mixture of experts, which no artifact can hold: share the checkpoint")
+    return load_model(name)
+
+
+def rows_of_a_piece(shape: torch.Size) -> int:
+    """The number of rows of a piece of a tensor of `shape`."""
+    return max(1, PIECE // max(1, shape[1:].numel()))
+
+
+@torch.no_grad()
+def predictions(
+    model: Any, rotations: list[LayerRotation] | None, place: BoundaryPlace | None
+) -> Iterator[Prediction]:
+    """All tensors of the rotated `model`, one layer after the other. The model is not changed.
+
+    model: the dense model, on the CPU.
+    rotations: the rotation of each layer; None predicts the dense model itself.
+    place: the place of the rotations between the layers; None if the checkpoint has none.
+    """
+    decoder = DecoderModel(model)
+    family, bases = decoder.family, Bases(place, len(decoder.layers))
+    ends = {f"{path}.weight" for path in (family.embedding, family.head, family.final_norm)}
+    for name, tensor in model.state_dict().items():
+        if name.startswith(f"{family.layers}."):
+            continue
+        if rotations is None or name not in ends:
+            yield Prediction(name, _split(tensor), 0.0)
+    if rotations is not None:
+        norm, head, embedding = decoder.final_norm.weight, decoder.head.weight, decoder.embedding.weight
+        scale = norm.detach().double()
+        first, last = rotations[0].r1.double(), rotations[-1].r1.double()
+        yield Prediction(f"{family.final_norm}.weight", _split(torch.ones_like(norm)), 0.0)
+        yield Prediction(
+            f"{family.embedding}.weight", (rows @ first for rows in _split(embedding)), _tolerance(embedding)
+        )
+        yield Prediction(
+            f"{family.head}.weight",
+            ((rows.double() * scale) @ last for rows in _split(head)),
+            _tolerance(head) * float(scale.abs().max()),
+        )
+    for dense in decoder.layers:
+        layer, prefix = dense.copy(dtype=torch.float64), f"{family.layers}.{dense.index}"
+        if rotations is not None:
+            boundary = bases.held(layer.index, rotations)
+            layer.rotate(rotations[layer.index], boundary if place == "residual" else None)
+            if place == "input" and boundary is not None:
+                layer.hold(boundary)
+        for name, tensor in layer.module.state_dict().items():
+            tolerance = 0.0 if rotations is None else _tolerance(tensor)
+            yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance, layer.index)
+
+
+def _split(tensor: Tensor) -> Iterator[Tensor]:
+    for rows in tensor.detach().split(rows_of_a_piece(tensor.shape)):
+        yield rows.double()
+
+
+def _tolerance(tensor: Tensor) -> float:
+    """GUARD · n · UNIT · the largest norm of a row or a column, which a rotation does not change."""
+    matrix = tensor.detach() if tensor.dim() == 2 else tensor.detach().reshape(1, -1)
+    norms = [torch.linalg.vector_norm(matrix, dim=dim, dtype=torch.float64).max() for dim in (0, 1)]
+    return float(max(norms)) * max(matrix.shape) * UNIT * GUARD
+
+
+def reported(
+    found: Iterator[Prediction], phase: str, layers: int, progress: Progress
+) -> Iterator[Prediction]:
+    """The predictions `found`. Reports `phase` at the first tensor of each of the `layers` decoder layers."""
+    last = None
+    for prediction in found:
+        if prediction.layer not in (None, last):
+            last = prediction.layer
+            progress(ProgressEvent(phase=phase, layer=last or 0, layers=layers))
+        yield prediction

@@ -1,0 +1,64 @@
+"""The tensors of a checkpoint next to their predictions: dense weights, or packed values and positions."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from drot.checkpoint.artifact.prediction import Prediction, rows_of_a_piece
+from drot.core.errors import UserError
+from drot.ops import unpack24
+
+#: dtypes of weights in a safetensors file
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+#: bit positions of the four 2-bit positions in a byte (drot/ops/pack24.py)
+SHIFTS = (0, 2, 4, 6)
+
+
+def holds_weights(file: Path) -> bool:
+    """Whether a file holds weights of the model, by its path relative to the folder of the checkpoint."""
+    return str(file).startswith("model") and file.suffix == ".safetensors" and len(file.parts) == 1
+
+
+def stored_names(name: str, stored: Any) -> tuple[str, str | None] | None:
+    """The tensors of a checkpoint that hold the weight `name`: a weight, or values and positions.
+
+    stored: the names of the checkpoint's tensors. None if the checkpoint does not hold the weight, as a tied
+        lm_head.
+    """
+    if name in stored:
+        return name, None
+    values = f"{name.removesuffix('.weight')}.values"
+    return (values, f"{name.removesuffix('.weight')}.positions") if values in stored else None
+
+
+def read_dense(name: str, stored: Mapping[str, tuple[Path, str]]) -> Tensor:
+    """The weight `name` of a checkpoint, dense. Raises UserError if the checkpoint does not hold it.
+
+    stored: name of a tensor of the checkpoint → its file and its dtype.
+    """
+    names = stored_names(name, stored)
+    if names is None:
+        raise UserError(f"the checkpoint holds no {name}: name a folder that drot prune wrote")
+    found = []
+    for each in filter(None, names):
+        with safe_open(stored[each][0], framework="pt") as handle:
+            found.append(handle.get_tensor(each))
+    return found[0] if len(found) == 1 else unpack24(*found)
+
+
+def numbered(prediction: Prediction) -> Iterator[tuple[int, int, Tensor]]:
+    """Number, first row and rows of each piece of a prediction."""
+    for number, rows in enumerate(prediction.pieces):
+        yield number, number * rows_of_a_piece(rows.shape), rows
+
+
+def at_positions(rows: Tensor, positions: Tensor) -> Tensor:
+    """The elements [r, c/2] of `rows` [r, c] at the packed `positions` uint8 [r, c/8]."""
+    shifts = torch.tensor(SHIFTS)
+    chosen = ((positions.long().unsqueeze(-1) >> shifts) & 3).flatten(1)
+    groups = torch.arange(rows.shape[1] // 4).repeat_interleave(2)
+    return rows.gather(1, chosen + 4 * groups)

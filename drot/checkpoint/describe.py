@@ -1,0 +1,50 @@
+"""What drot can do with a model, by its config alone: for `drot info MODEL`."""
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from drot.checkpoint.load import NO_MODEL, load_config, silent_transformers
+from drot.checkpoint.quantization_config import quantised_by
+from drot.core.errors import UserError
+from drot.model.families import FAMILIES, by_module
+from drot.model.unknown import compare
+
+
+def describe_model(name: str) -> dict[str, Any]:
+    """What is known of the model `name`, a folder or a name on the hub. Its weights are not read.
+
+    model_type, supported: whether drot knows the family. models: published models of a known family.
+    rotations: the names of those that it takes. fused: module → its slices.
+    quantised: the method, of a model that is quantised.
+    text_model: the type of the language model in a model that reads more than text.
+    comparison: of an unknown family, the `Comparison` with the nearest known one; None if transformers has no
+        causal language model of the type.
+    """
+    config = load_config(name)
+    found: dict[str, Any] = {"model_type": config.model_type, "supported": config.model_type in FAMILIES}
+    if method := quantised_by(config):
+        found["quantised"] = method
+    if found["supported"]:
+        family = FAMILIES[config.model_type]
+        found["models"] = family.models
+        found["rotations"] = [rotation for rotation in ("r1", "r2", "r3") if family.takes(rotation)]
+        modules = by_module(family.linears)
+        found["fused"] = {one[0].path: [spec.name for spec in one] for one in modules if len(one) > 1}
+        return found
+    if (text := config.get_text_config()) is not config:
+        found["text_model"] = text.model_type
+    found["comparison"] = _comparison(name, config)
+    return found
+
+
+def _comparison(name: str, config: Any) -> dict[str, Any] | None:
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with silent_transformers(NO_MODEL.format(name), config.to_dict()), torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except UserError:
+        return None
+    return asdict(compare(model))

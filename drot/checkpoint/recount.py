@@ -1,0 +1,100 @@
+"""The manifest of a checkpoint that another program saves again, as transformers' Trainer does."""
+
+import hashlib
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import Tensor
+
+from drot.checkpoint.shards import shard_bytes, shard_names
+from drot.checkpoint.source import weight_files
+from drot.core.hashes import FileRecord
+from drot.manifest.integrity import WEIGHTS
+from drot.manifest.manifest import CheckpointManifest, Manifest
+from drot.model.decoder import DecoderModel
+from drot.model.families import Family
+from drot.model.linear import Linear
+from drot.model.stored import stored_name
+
+logger = logging.getLogger("drot")
+
+
+def recount(
+    folder: Path, model: DecoderModel, manifest: CheckpointManifest, before: CheckpointManifest
+) -> None:
+    """Corrects `manifest`, in place, if the weights saved in `folder` are not those of `before`.
+
+    The zeros are counted in the files, and the evaluations, which measured other weights, are dropped. A
+    warning says so. Nothing changes while the weights are those that `before` records, in whichever files.
+
+    model: the model that was saved.
+    manifest: its `files` are those in `folder`.
+    before: the manifest with which the model was loaded.
+    """
+    old, new = ({n: r for n, r in m.files.items() if WEIGHTS.fullmatch(n)} for m in (before, manifest))
+    if old == new or _same_in_shards(folder, model.family, old):
+        return
+    zeros, weights = _count(folder, model)
+    manifest.sparsity = sum(zeros.values()) / max(1, sum(weights.values()))
+    manifest.evaluations, manifest.saved_again = [], True
+    for layer in manifest.layers if isinstance(manifest, Manifest) else ():
+        for role, linear in layer.linears.items():
+            linear.sparsity = zeros[layer.layer, role] / weights[layer.layer, role]
+    told = [f"{manifest.sparsity:.2%} of them are zero, and were {before.sparsity:.2%}"]
+    told += ["the evaluations in drot.json are dropped: measure again with drot eval"] * bool(
+        before.evaluations
+    )
+    if manifest.sparsity < before.sparsity:
+        told.append("a Trainer keeps the zeros with the callback drot.KeepMask()")
+    logger.warning("%s holds other weights than those that drot wrote: %s", folder, "; ".join(told))
+
+
+def _same_in_shards(folder: Path, family: Family, recorded: Mapping[str, FileRecord]) -> bool:
+    """Whether the weights in `folder` would be the files `recorded` if they lay in a shard for each layer."""
+    layers: dict[int, dict[str, Path]] = defaultdict(dict)
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118
+                index = re.match(re.escape(family.layers) + r"\.(\d+)\.", name)
+                layers[int(index[1]) if index else len(recorded)][name] = file
+    names = shard_names(len(layers))
+    if set(names) != {name for name in recorded if name.endswith(".safetensors")}:
+        return False
+    for name, (_, places) in zip(names, sorted(layers.items()), strict=True):
+        content = shard_bytes({tensor: _read(file, tensor) for tensor, file in places.items()})
+        if hashlib.sha256(content).hexdigest() != recorded[name].sha256:
+            return False
+    return True
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as handle:
+        tensor: Tensor = handle.get_tensor(name)
+    return tensor
+
+
+def _count(
+    folder: Path, model: DecoderModel
+) -> tuple[dict[tuple[int, str], int], dict[tuple[int, str], int]]:
+    """(layer, role) → the zeros and the weights of each linear in the files of a checkpoint."""
+    zeros, weights = {}, {}
+    of_tensor: dict[str, list[tuple[int, Linear]]] = defaultdict(list)
+    for layer in model.layers:
+        for linear in layer.linears.values():
+            of_tensor[stored_name(layer, linear)].append((layer.index, linear))
+    for file in weight_files(folder):
+        with safe_open(file, framework="pt") as handle:
+            for key in handle.keys():  # noqa: SIM118
+                linears = of_tensor.get(key.replace(".values", ".weight"), [])
+                tensor = handle.get_tensor(key) if linears else None
+                for index, linear in linears:
+                    assert tensor is not None
+                    rows = tensor if linear.spec.expert is not None else tensor[linear.rows]
+                    packed = rows.numel() if key.endswith(".values") else 0  # as many weights are left out
+                    zeros[index, linear.name] = int((rows == 0).sum()) + packed
+                    weights[index, linear.name] = rows.numel() + packed
+    return zeros, weights

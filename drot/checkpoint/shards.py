@@ -1,0 +1,105 @@
+"""A checkpoint with a shard for each decoder layer, which a run writes when the layer is finished."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import safe_open
+from safetensors.torch import save, save_file
+from torch import Tensor
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from drot.core.hashes import FileRecord
+from drot.model.decoder import DecoderModel
+from drot.model.stored import stored_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger("drot")
+
+#: of a safetensors file, which transformers demands
+METADATA = {"format": "pt"}
+#: errors of file systems on which two names cannot share a file
+CANNOT_LINK = (errno.EPERM, errno.ENOTSUP, errno.EXDEV, errno.EMLINK, errno.ENOSYS)
+
+
+def shard_bytes(tensors: Mapping[str, Tensor]) -> bytes:
+    """The content of the file that `save_shard` writes."""
+    return save(_writable(tensors), METADATA)
+
+
+def save_shard(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Writes `tensors` to `file`."""
+    save_file(_writable(tensors), file, METADATA)
+
+
+def _writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors as safetensors takes them: contiguous, in main memory."""
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def save_in_shards(
+    model: "PreTrainedModel", folder: Path, written: Mapping[Path, FileRecord]
+) -> dict[str, FileRecord]:
+    """Writes what `save_pretrained` writes to `folder`, with a shard for each layer and a last for the rest.
+
+    The rest is the embedding, the last norm and the head.
+
+    written: the shards of all layers with their hashes; empty if they are not written yet.
+
+    Returns the hashes that are known, by the names of the shards in `folder`.
+    """
+    layers, state = DecoderModel(model).layers, model.state_dict()
+    *names, last_name = shard_names(len(layers) + 1)
+    in_layers = [stored_tensors(layer) for layer in layers]
+    weight_map = {tensor: name for name, own in zip(names, in_layers, strict=True) for tensor in own}
+    inside = tuple(layer.prefix for layer in layers)
+    rest = {name: tensor for name, tensor in state.items() if not name.startswith(inside)}
+    model.save_pretrained(folder, state_dict=dict(rest), max_shard_size="1000TB")  # in one file
+    last = folder / last_name
+    (folder / SAFE_WEIGHTS_NAME).rename(last)
+    with safe_open(last, framework="pt") as handle:  # a tied head is not in it
+        in_last = set(handle.keys())
+    assert in_last <= rest.keys(), "transformers saved other tensors than those that it was given"
+    weight_map |= dict.fromkeys(in_last, last.name)
+    # after save_pretrained, which deletes shards that it finds
+    if written:
+        for file, name in zip(written, names, strict=True):
+            _link(file, folder / name)
+    else:
+        for own, name in zip(in_layers, names, strict=True):
+            save_shard(own, folder / name)
+    saved = [tensor for own in in_layers for tensor in own.values()] + [rest[name] for name in in_last]
+    index = {
+        "metadata": {
+            "total_parameters": sum(tensor.numel() for tensor in saved),
+            "total_size": sum(tensor.nbytes for tensor in saved),
+        },
+        "weight_map": weight_map,
+    }
+    text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(text, encoding="utf-8")
+    return dict(zip(names, written.values(), strict=False))
+
+
+def shard_names(count: int) -> list[str]:
+    """The names of the shards of a checkpoint, as transformers gives them."""
+    stem, suffix = SAFE_WEIGHTS_NAME.split(".")
+    return [f"{stem}-{number:05d}-of-{count:05d}.{suffix}" for number in range(1, count + 1)]
+
+
+def _link(file: Path, name: Path) -> None:
+    """Gives `file` the second name `name`, without a copy where the file system can."""
+    try:
+        os.link(file, name)
+    except OSError as error:
+        if error.errno not in CANNOT_LINK:
+            raise
+        logger.info("%s is copied: its file system has no hard links", file)
+        shutil.copyfile(file, name)

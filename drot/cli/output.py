@@ -1,0 +1,110 @@
+"""Results on stdout: JSON, lines, tables of text, and what a manifest says."""
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table as RichTable
+
+from drot.checkpoint.size import size_text, weight_bytes
+from drot.cli.safe_text import SafeConsole
+
+if TYPE_CHECKING:  # imported when something is printed: help prints no manifest
+    from drot.manifest.manifest import CheckpointManifest
+    from drot.manifest.tables import Table
+
+#: characters of the longest number, such as `17414 → 15115`, and of the narrowest column that is folded
+NUMBER, FOLDED = 16, 8
+
+
+def output() -> SafeConsole:
+    """A console that prints to the current stdout; 100 columns wide if stdout is not a terminal."""
+    console = SafeConsole()
+    return console if console.is_terminal else SafeConsole(width=100)
+
+
+def print_json(data: Any) -> None:
+    """Prints `data` as standard JSON, which has no Infinity and no NaN: they become null."""
+    print(json.dumps(_finite(data), allow_nan=False, default=os.fspath))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def print_line(line: str) -> None:
+    """Prints one line on stdout, without breaking it."""
+    output().print(line, soft_wrap=True)
+
+
+def print_table(table: "Table", *, texts: int = 1, narrow: bool = False) -> None:
+    """Prints a table, whose first `texts` columns hold text and whose others hold numbers.
+
+    Nothing is cut off: what is too long is folded, and a number only where the numbers alone are too wide.
+    narrow: without vertical lines.
+    """
+    console = output()
+    look: dict[str, Any] = dict(box=SIMPLE_HEAD, padding=(0, 1, 0, 0)) if narrow else {}
+    shown = RichTable(title=table.caption, title_justify="left", **look)
+    longest = [max(len(row[index]) for row in table.cells if row) for index in range(len(table.headings))]
+    whole = [index >= texts and size <= NUMBER for index, size in enumerate(longest)]
+    taken = sum(size if keep else FOLDED for size, keep in zip(longest, whole, strict=True))
+    room = taken + 3 * len(longest) < console.width
+    for index, heading in enumerate(table.headings):
+        justify: Literal["left", "right"] = "right" if index >= texts else "left"
+        no_wrap = room and whole[index] and longest[index] >= len(heading)
+        shown.add_column(heading, justify=justify, no_wrap=no_wrap, overflow="fold")
+    for cells in table.cells:
+        shown.add_row(*cells) if cells else shown.add_section()
+    console.print(shown)
+
+
+def print_facts(found: Iterable[tuple[str, str]]) -> None:
+    """Prints a line for each fact: its name and its value."""
+    lines = RichTable(show_header=False, box=None, pad_edge=False)
+    lines.add_column(no_wrap=True)
+    lines.add_column(overflow="fold")
+    for name, value in found:
+        lines.add_row(name, value)
+    output().print(lines)
+
+
+def saved_line(source: str, out: Path) -> str:
+    """Says where a checkpoint was saved, and how many bytes its weights and those of its source have."""
+    before, after = weight_bytes(source), weight_bytes(out)
+    if after is None:
+        return f"Saved to {out}"
+    if before is None:  # a model on the hub
+        return f"Saved to {out}: {size_text(after)}"
+    return f"Saved to {out}: {size_text(before)} -> {size_text(after)}, {after / before:.2f} of the bytes"
+
+
+def print_manifest(manifest: "CheckpointManifest") -> None:
+    """Prints a few lines about a checkpoint and, if drot pruned it, a row for each layer and each phase."""
+    from drot.manifest.manifest import Manifest
+    from drot.manifest.tables import facts, layers_table, times_table
+
+    print_facts(facts(manifest))
+    if isinstance(manifest, Manifest):
+        print_table(layers_table(manifest), texts=0)
+        print_table(times_table(manifest))
+
+
+def scaled(value: float, unit: str) -> str:
+    """A value with three digits and a prefix, as in 12.5 GFLOP/s."""
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= scale:
+            return f"{three_digits(value / scale)} {prefix}{unit}"
+    return f"{three_digits(value)} {unit}"
+
+
+def three_digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

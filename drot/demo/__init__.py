@@ -1,1 +1,0 @@
-"""`drot demo` and the model and texts that it needs."""

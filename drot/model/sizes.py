@@ -1,0 +1,73 @@
+"""The sizes of a decoder layer, from the config of its model."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drot.core.errors import UserError
+
+#: `hidden` is d, `query` is heads · head_dim, `kv` is kv_heads · head_dim, `mlp` the intermediate size,
+#: `expert` that of an expert, `experts` their number.
+Width = Literal["hidden", "query", "kv", "mlp", "expert", "experts"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadShape:
+    """The sizes of an attention block. heads · head_dim need not equal the hidden size."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def group(self) -> int:
+        """The number of query heads that share one KV head."""
+        return self.heads // self.kv_heads
+
+
+def experts_of(config: Any) -> int:
+    """The number of experts of a decoder layer; 0 without."""
+    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
+    return int(count or 0)
+
+
+def routed_share(config: Any) -> float:
+    """The share of the tokens that the router sends to an expert, on average; 1 without experts."""
+    experts = experts_of(config)
+    return config.num_experts_per_tok / experts if experts else 1.0
+
+
+def head_shape(config: Any) -> HeadShape:
+    """The attention sizes in a model's `config`."""
+    heads = config.num_attention_heads
+    return HeadShape(
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+    )
+
+
+def widths_of(config: Any) -> dict[Width, int]:
+    """The sizes that a model's `config` gives to the widths of linears."""
+    shape = head_shape(config)
+    return {
+        "hidden": config.hidden_size,
+        "query": shape.heads * shape.head_dim,
+        "kv": shape.kv_heads * shape.head_dim,
+        "mlp": config.intermediate_size,
+        "expert": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        "experts": experts_of(config),
+    }
+
+
+def check_down_block(size: int, width: int) -> None:
+    """Raises UserError unless blocks of `size` divide the `width` of down_proj's input."""
+    if width % size:
+        below = max(divisor for divisor in range(1, min(size, width + 1)) if width % divisor == 0)
+        above = min((divisor for divisor in range(size, width + 1) if width % divisor == 0), default=below)
+        near = " or ".join(str(divisor) for divisor in dict.fromkeys((below, above)) if divisor > 1)
+        raise UserError(f"`down_rotation` must divide the intermediate size {width}; got {size}: use {near}")
+
+
+def positions_of(config: Any) -> int | None:
+    """The most tokens that a model of `config` reads in one sequence; None if the config names no limit."""
+    return getattr(config, "max_position_embeddings", None)

@@ -1,0 +1,75 @@
+"""What drot cannot place in a model of a family that it does not know: a hint for who declares the family."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from drot.model.families import FAMILIES, Family
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model next to the declaration that is nearest to it.
+
+    nearest: the `model_type` of this declaration.
+    layers: the path of the decoder layers; None if the model has no list of layers.
+    unplaced: the modules with weights of a decoder layer that the declaration lacks, with their class.
+    lacking: the modules of the declaration that no decoder layer has.
+    """
+
+    nearest: str
+    layers: str | None
+    unplaced: list[str]
+    lacking: list[str]
+
+
+def compare(model: nn.Module) -> Comparison:
+    """The model, which may lie on the device `meta`, next to the nearest declaration.
+
+    A module is placed if the declaration has its path. What a module computes is not compared, but for norms:
+    one with a bias is not an RMSNorm, and is not placed.
+    """
+    path, layers = _decoder_layers(model)
+    found = {name: _kind(module) for layer in layers for name, module in _with_weights(layer)}
+    return max(
+        (_compared(model_type, family, path, found) for model_type, family in FAMILIES.items()),
+        key=lambda one: -len(one.unplaced),  # the first of several
+    )
+
+
+def _compared(model_type: str, family: Family, layers: str | None, found: dict[str, str]) -> Comparison:
+    """found: path → class of the modules with weights of the decoder layers."""
+    plain = [linear.path for group in family.groups if not group.routed for linear in group.linears]
+    kinds: dict[str, str | None] = dict.fromkeys(plain, "Linear")
+    kinds |= dict.fromkeys((*family.norms, *family.untouched), "RMSNorm")
+    if family.experts is not None and family.router is not None:  # of a class of each family's own
+        kinds |= dict.fromkeys((family.experts, family.router.path))
+    unplaced = [
+        f"{path} ({kind})"
+        for path, kind in found.items()
+        if path not in kinds or kinds[path] not in (None, kind)
+    ]
+    lacking = [path for path in kinds if path not in found and path not in family.untouched]
+    return Comparison(model_type, layers, unplaced, lacking)
+
+
+def _decoder_layers(model: nn.Module) -> tuple[str | None, list[nn.Module]]:
+    """The path of the list of modules with the most weights, and the modules in it."""
+    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        return None, []
+    name, layers = max(lists, key=lambda item: sum(p.numel() for p in item[1].parameters()))
+    return name, list(layers)
+
+
+def _with_weights(layer: nn.Module) -> list[tuple[str, Any]]:
+    """The modules of a layer that have parameters of their own, by path."""
+    return [(name, m) for name, m in layer.named_modules() if any(True for _ in m.parameters(recurse=False))]
+
+
+def _kind(module: nn.Module) -> str:
+    """Its class; `RMSNorm` for every norm that scales and does not shift."""
+    name = type(module).__name__
+    shapes = [parameter.dim() for parameter in module.parameters(recurse=False)]
+    return "RMSNorm" if "RMSNorm" in name and shapes == [1] else name

@@ -1,0 +1,72 @@
+"""A pruned layer in the form in which the checkpoint holds it: rounded to the saved dtype, and packed.
+
+A layer is rounded when it is pruned, so that the layers after it are calibrated on the outputs of the weights
+that are saved. Its tensors are written once, and the file becomes a shard of the checkpoint.
+"""
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from drot.checkpoint.dtypes import rounded
+from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
+from drot.model.layer import DecoderLayer
+from drot.model.rotation import Bases
+from drot.model.stored import load_stored
+from drot.ops import unpack24
+from drot.sparse.packed import pack_layer
+
+
+@torch.no_grad()
+def round_weights(layer: DecoderLayer, dtype: torch.dtype, leave: Collection[str] = ()) -> None:
+    """Rounds the parameters of a layer to `dtype`, in place. They keep the dtype in which they are stored.
+
+    Raises UserError for a value that `dtype` cannot hold.
+
+    leave: names of linears whose weights are left as they are.
+    """
+    if layer.dtype == dtype:
+        return
+    modules = {id(linear.parameter) for linear in layer.linears.values()}
+    for name, parameter in layer.module.named_parameters():
+        if id(parameter) not in modules:
+            parameter.copy_(rounded(layer.prefix + name, parameter.data, dtype))
+    for linear in layer.linears.values():
+        if linear.name not in leave:
+            linear.weight.copy_(rounded(f"{linear.full_name}.weight", linear.weight.data, dtype))
+
+
+@torch.no_grad()
+def as_saved(layer: DecoderLayer, dtype: torch.dtype, dense: Collection[str] | None) -> tuple[int, int]:
+    """Brings a pruned layer, in place, into the form of the checkpoint. No step of the run follows.
+
+    Returns the number of zeros, and of weights, of its linears.
+
+    dense: names of linears that are not packed; None packs no linear.
+    """
+    counts = layer.zeros()
+    for name, parameter in layer.module.named_parameters():
+        parameter.data = rounded(layer.prefix + name, parameter.data, dtype)
+    if dense is not None:
+        pack_layer(layer, dense)
+    return counts
+
+
+@torch.no_grad()
+def load_tensors(layer: DecoderLayer, tensors: dict[str, Tensor], bases: Bases) -> None:
+    """Loads what `stored_tensors` gave, into a layer that then computes as before `as_saved`.
+
+    If the layer has a boundary matrix of its input, it holds the matrix afterwards, but does not apply it.
+    """
+    own = dict(tensors)
+    if f"{layer.prefix}{ROTATION_MODULE}.weight" in own:
+        assert bases.place is not None
+        layer.expect_boundary(bases.place)
+        layer.apply_boundary("residual" if bases.place == "residual" else None)
+    if (r3 := next((own[name] for name in own if f"{DOWN_ROTATION}.weight" in name), None)) is not None:
+        layer.expect_down_rotation(r3.shape[-1])
+    for name in [name for name in own if name.endswith(".values")]:
+        linear = name.removesuffix(".values")
+        own[f"{linear}.weight"] = unpack24(own.pop(name), own.pop(f"{linear}.positions"))
+    load_stored(layer, own)

@@ -1,0 +1,123 @@
+"""`drot info MODEL` of models that drot has not written, and the refusal of what is no dense model."""
+
+import json
+
+import pytest
+from small_models import FAMILIES, save_small_model, small_model
+from transformers import AutoConfig
+
+import drot
+from drot.cli import app as cli
+from drot.core.errors import UserError
+
+
+def shown(capsys, folder) -> str:
+    assert cli.run(["info", str(folder)]) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def refused(capsys, *arguments) -> str:
+    assert cli.run([*arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def with_config(folder, model_type, **entries):
+    AutoConfig.for_model(model_type, **entries).save_pretrained(folder)
+    return folder
+
+
+# ---- a model of a known family -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "granite", "phi3"])
+def test_a_known_family(family, tmp_path, capsys):
+    small_model(family).config.save_pretrained(tmp_path)
+    text = shown(capsys, tmp_path)
+    assert f"model type {family} supported yes" in text and "rotations R1, R2, R3" in text
+    assert ("mlp.gate_up_proj: gate_proj, up_proj" in text) == (family == "phi3")
+    assert cli.run(["info", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rotations"] == ["r1", "r2", "r3"]
+
+
+# ---- a model of another family -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "facts"),
+    [
+        (
+            "gemma2",
+            "place pre_feedforward_layernorm (RMSNorm), post_feedforward_layernorm (RMSNorm) lacks nothing",
+        ),
+        ("gemma", "cannot place nothing: compare the forward passes lacks nothing"),
+        ("olmo2", "cannot place post_feedforward_layernorm (RMSNorm) lacks input_layernorm"),
+        ("cohere2", "cannot place input_layernorm (Cohere2LayerNorm) lacks post_attention_layernorm"),
+        ("olmoe", "cannot place nothing: compare the forward passes lacks nothing"),
+        ("opt", "self_attn.out_proj (Linear), self_attn_layer_norm (LayerNorm), fc1 (Linear)"),
+    ],
+)
+def test_an_unknown_family(model_type, facts, tmp_path, capsys):
+    """The modules with weights that the nearest declaration lacks, and those that it has in addition."""
+    text = shown(capsys, with_config(tmp_path, model_type, num_hidden_layers=2))
+    assert "supported no" in text and "docs/architectures.md" in text
+    assert f"nearest family {'qwen3_moe' if model_type == 'olmoe' else 'llama'}" in text
+    assert facts in text
+
+
+def test_a_model_that_reads_images_too(tmp_path, capsys):
+    text = shown(capsys, with_config(tmp_path, "mistral3"))
+    assert "language model of type mistral; examples/language_model.py saves it alone" in text
+    assert "transformers has no causal language model of this type" in text
+
+
+def test_prune_names_the_command(tmp_path, capsys):
+    line = refused(capsys, "prune", str(with_config(tmp_path, "gemma2")), "--out", str(tmp_path / "out"))
+    assert "model type 'gemma2' is not supported" in line and "drot info MODEL" in line
+    assert all(name.partition("-")[0] in line for name in FAMILIES)
+
+
+# ---- what is no dense model --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        (dict(quant_method="gptq", bits=4, group_size=128), "GPTQ"),
+        (dict(quant_method="awq", bits=4), "AWQ"),
+        (dict(quant_method="bitsandbytes", load_in_4bit=True), "bitsandbytes"),
+        (dict(load_in_8bit=True), "bitsandbytes"),
+        (dict(quant_method="compressed-tensors", format="int-quantized"), "compressed-tensors"),
+        (dict(quant_method="fp8", activation_scheme="static"), "FP8"),
+    ],
+)
+@pytest.mark.parametrize("command", ["prune", "finetune"])
+def test_a_quantised_checkpoint_is_refused_by_name(command, entry, name, tmp_path, capsys):
+    folder = save_small_model(small_model("llama"), tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": entry}))
+    line = refused(capsys, command, str(folder), "--out", str(tmp_path / "out"))
+    assert f"this model is quantised ({name}): name the model that it was made from" in line
+    assert not (tmp_path / "out").exists()
+    assert f"quantised {name}:" in shown(capsys, folder)
+
+
+@pytest.mark.parametrize("command", ["prune", "info"])
+def test_an_adapter_alone_is_refused_with_its_model(command, tmp_path, capsys):
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-8B"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    out = ["--out", str(tmp_path / "out")] * (command == "prune")
+    line = refused(capsys, command, str(tmp_path), *out)
+    assert "an adapter (LoRA) of 'Qwen/Qwen3-8B': merge it into its model" in line
+
+
+def test_gguf_is_refused(tmp_path, capsys):
+    folder, file = tmp_path / "model", tmp_path / "model" / "model-Q4_K_M.gguf"
+    folder.mkdir()
+    file.touch()
+    for name in (folder, file):
+        line = refused(capsys, "prune", str(name), "--out", str(tmp_path / "out"))
+        assert "a GGUF file" in line and "name the model in safetensors that it was made from" in line
+    small_model("llama").config.save_pretrained(folder)
+    with pytest.raises(UserError, match="model-Q4_K_M.gguf, a GGUF file"):
+        drot.load(folder)

@@ -1,0 +1,103 @@
+"""--log and --progress: the same events in a file, as JSON, or not at all."""
+
+import json
+import logging
+import math
+import re
+
+import pytest
+from command_output import one_line
+
+from drot.cli import app as cli
+from drot.core.errors import UserError
+from drot.core.events import ProgressEvent
+from drot.pipeline import prune as pipeline
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Replaces the pipeline of `drot prune` by a function that reports, warns and fails."""
+
+    def prune(model, recipe, *, progress, **options):
+        progress(ProgressEvent(phase="prune", layer=0, layers=2))
+        progress(ProgressEvent(phase="rotate", layer=1, layers=2, step=0, steps=2, loss=1.0))
+        progress(ProgressEvent(phase="rotate", layer=1, layers=2, step=1, steps=2, loss=0.75))
+        progress(ProgressEvent(phase="rotate", layer=1, layers=2, step=2, steps=2, loss=math.inf))
+        logging.getLogger("drot").warning("a warning of %s", "drot")
+        raise UserError("`lr` must be lower")
+
+    monkeypatch.setattr(pipeline, "prune", prune)
+
+
+def prune(*options):
+    assert cli.run(["prune", "m", "--out", "o", *options]) == 2
+
+
+def test_a_log_has_progress_and_messages_with_the_time(runs, tmp_path, capsys):
+    log = tmp_path / "run.log"
+    prune("--log", str(log))
+    prune("--log", str(log), "--progress", "none")
+    told = capsys.readouterr().err.splitlines()
+    expected = [
+        "layer 0 (1 of 2): pruning (0 s)",
+        "layer 1 (2 of 2): rotated, loss 1 -> inf in 2 steps (0 s)",
+        "a warning of drot",
+        "drot: --lr must be lower",
+    ]
+    lines = log.read_text(encoding="utf-8").splitlines()
+    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in lines)
+    assert [line.split(" ", 2)[2] for line in lines] == expected * 2
+    assert told == [*expected, *expected[2:]]
+    prune()  # the log of one command is not that of the next
+    assert log.read_text(encoding="utf-8").splitlines() == lines
+
+
+def test_progress_as_json_is_one_object_a_line(runs, capsys):
+    prune("--progress", "json")
+    *events, error = capsys.readouterr().err.splitlines()
+    assert error == "drot: --lr must be lower"
+    found = [json.loads(line, parse_constant=pytest.fail) for line in events]
+    assert all(0 <= event.pop("seconds") < 60 for event in found)
+    first = {"phase": "prune", "layer": 0, "layers": 2, "step": 0, "steps": 0, "loss": None}
+    # step 1 of the training comes too soon after the line before
+    last = {"phase": "rotate", "layer": 1, "layers": 2, "step": 2, "steps": 2, "loss": None}
+    assert found == [first, last]
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [(["--progress", "xml"], "--progress must be one of auto, json, none"), (["--log", "."], "--log")],
+)
+def test_wrong_values_are_refused_before_the_run(options, problem, capsys):
+    prune(*options)
+    assert problem in one_line(capsys.readouterr().err)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Replaces the measurement of `drot eval` by figures of two texts."""
+    shown = {"tokens": 1, "windows": 1, "sha256": "0", "split": None}
+
+    def evaluate(models, *, ppl, **options):
+        one = {"seqlen": 8, "dtype": "float32", "machine": "cpu", "streamed": False, "against": None}
+        rest = {"agreement": {}, "tasks": {}, "task_details": {}, "averages": {}}
+        texts = dict.fromkeys(ppl, shown)
+        perplexities = {text: 10.0 + 5 * index for index, text in enumerate(ppl)}
+        return [{"model": m, "texts": texts, "perplexity": perplexities, **one, **rest} for m in models]
+
+    monkeypatch.setattr("drot.evaluation.evaluate.evaluate", evaluate)
+
+
+@pytest.mark.parametrize(("bound", "status"), [("10.0", 0), ("9.5", 1)])
+def test_fail_above_compares_the_first_text_after_the_figures(figures, capsys, bound, status):
+    arguments = ["eval", "m", "--ppl", "a.txt", "--ppl", "b.txt", "--fail-above", bound]
+    assert cli.run(arguments) == status
+    told = capsys.readouterr()
+    assert "perplexity on b.txt" in told.out and "15.000" in told.out
+    assert told.err == status * "drot: the perplexity on a.txt is above 9.5: 10.000 of m\n"
+
+
+@pytest.mark.parametrize("options", [["--fail-above", "nan"], ["--fail-above", "9", "--tasks", "piqa"]])
+def test_a_bound_without_meaning_is_refused(figures, options, capsys):
+    assert cli.run(["eval", "m", *options]) == 2
+    assert "--fail-above" in one_line(capsys.readouterr().err)

@@ -1,0 +1,116 @@
+"""The whole life of a model of each family: pruned, cut off and resumed, converted, opened, shown."""
+
+import json
+
+import pytest
+import torch
+from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, one_shot, prune
+from small_models import random_rotations, random_tokens, rotate_model, small_model
+from transformers import AutoModelForCausalLM
+
+import drot
+from drot.checkpoint.convert import convert
+from drot.checkpoint.size import weight_bytes
+from drot.cli import app as cli
+from drot.manifest.manifest import read_manifest
+from drot.model.decoder import DecoderModel
+from drot.model.rotation import LayerRotation
+from drot.pipeline.disk import disk_needs
+from drot.pipeline.estimate import sizes_of
+from drot.sparse.linear import is_packed
+
+OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("mode", ["none", "layer"])
+@pytest.mark.parametrize("family", ["llama", "ministral3", "seed_oss", "granite", "phi3"])
+def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):
+    def model():
+        return small_model(family, head_dim=8, num_hidden_layers=2)
+
+    chosen, tokens = one_shot(mode, steps=2), random_tokens(2, 30, seed=5)
+    out, packed, again = (tmp_path / name for name in ("out", "packed", "again"))
+    interrupted(model(), chosen, out=out)
+    result = prune(model(), chosen, out=out, resume=True)
+    assert_same_weights(result.model, prune(model(), chosen).model)
+    assert_patterns(result.model, chosen.pruning)
+    assert result.manifest.stock_architecture == (mode == "none")
+    if mode == "layer":
+        assert result.manifest.relative_logit_error < 1e-5
+        assert all(layer.rotation.loss_after < layer.rotation.loss_before for layer in result.manifest.layers)
+    loaded = drot.load(out, device="cpu")
+    logits, text = loaded(tokens).logits, loaded.generate(tokens, **OPTIONS)
+    assert torch.equal(logits, result.model(tokens).logits)
+    convert(out, packed, "packed")
+    opened = drot.load(packed, device="cpu")
+    assert is_packed(opened)
+    torch.testing.assert_close(opened(tokens).logits, logits, rtol=1e-4, atol=1e-4)
+    assert torch.equal(opened.generate(tokens, **OPTIONS), text)
+    convert(packed, again, "dense")
+    assert_same_weights(drot.load(again, device="cpu"), loaded)
+    assert cli.run(["info", str(out), "--verify"]) == 0
+    if (family, mode) == ("phi3", "layer"):
+        assert cli.run(["report", str(out), "--out", str(tmp_path / "report.html")]) == 0
+        assert "v_proj" in (tmp_path / "report.html").read_text()
+
+
+# ---- a fused module, of which one slice is not 2:4 ---------------------------------------------------
+
+
+def test_a_fused_module_with_a_dense_slice_stays_dense(tmp_path):
+    """The whole module is stored dense, the disk is estimated so, and config.json names its slices."""
+    chosen, out = one_shot("none", method="wanda", keep=("*.k_proj",)), tmp_path / "out"
+    result = prune(small_model("phi3"), chosen, out=out, format="packed")
+    named = json.loads((out / "config.json").read_text())["quantization_config"]["dense_linears"]
+    slices = [f"layers.{i}.self_attn.{name}" for i in range(3) for name in ("q_proj", "k_proj", "v_proj")]
+    assert named == slices
+    opened, info = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert torch.equal(opened(TOKENS).logits, result.model(TOKENS).logits)
+    sizes = sizes_of(DecoderModel(small_model("phi3")), *TOKENS.shape)
+    estimated, _ = disk_needs(sizes, result.manifest.recipe, torch.float32)
+    assert 0 <= weight_bytes(out) - estimated < 6000  # the headers
+    shares = {name: linear.sparsity for name, linear in read_manifest(out).layers[1].linears.items()}
+    assert (shares["q_proj"], shares["k_proj"], shares["gate_proj"]) == (0.5, 0, 0.5)
+
+
+def test_the_zeros_of_each_slice_are_counted_again(tmp_path):
+    """When another program saves the model: in the files, dense and packed."""
+    for format in ("dense", "packed"):
+        folder, again = tmp_path / format, tmp_path / f"{format} again"
+        prune(small_model("phi3"), one_shot("none", method="wanda"), out=folder, format=format)
+        model = drot.load(folder, device="cpu")
+        fused = model.model.layers[1].self_attn.qkv_proj
+        weight = fused.weight if format == "dense" else fused.values
+        weight.data[32:48] = 0 if format == "packed" else 1  # k_proj
+        model.save_pretrained(again)
+        shares = {
+            (layer.layer, name): linear.sparsity
+            for layer in read_manifest(again).layers
+            for name, linear in layer.linears.items()
+        }
+        assert shares.pop((1, "k_proj")) == (1 if format == "packed" else 0)
+        assert len(shares) == 20 and set(shares.values()) == {0.5}
+
+
+# ---- what a layer does beside adding -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("family", "entry"), [("seed_oss", "residual_dropout"), ("phi3", "resid_pdrop")])
+def test_dropout_is_that_of_the_stock_layer(family, entry):
+    """In training a layer that holds rotations draws the same numbers. The rotations are the identity here:
+    no dropout commutes with another."""
+    settings = {entry: 0.5, "attention_dropout": 0.0}
+    dense, rotated = small_model(family, **settings), small_model(family, **settings)
+    shapes = [rotation.matrices for rotation in random_rotations(rotated, down_block=16)]
+    unit = [
+        LayerRotation(**{name: torch.eye(q.shape[-1]).expand_as(q).double() for name, q in matrices.items()})
+        for matrices in shapes
+    ]
+    rotate_model(rotated, unit, "residual")
+    logits = []
+    for model in (dense, rotated):
+        torch.manual_seed(3)
+        logits.append(model.train()(TOKENS[:2]).logits)
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(dense.eval()(TOKENS[:2]).logits, logits[0], atol=0.1)

@@ -1,0 +1,89 @@
+"""`drot prune --fit`: the settings that a run gives up to fit into the memory of a device."""
+
+import contextlib
+
+import pytest
+from small_checkpoints import save_small
+from torch import nn
+
+from drot.checkpoint.load import load_config
+from drot.cli import app as cli
+from drot.config import Recipe
+from drot.core.errors import UserError
+from drot.pipeline.dry_run import run_needs, without_weights
+from drot.pipeline.fit import USED_SHARE, fitted
+
+SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=12, head_dim=32)
+HEADS = dict(num_attention_heads=8, num_key_value_heads=8)
+#: with the product dtype of a GPU, since products in float32 take more memory than the recovery
+BEST = Recipe().replace(product_dtype="bfloat16").with_quality("best")
+UNSOLVED = {"solve": "none", "target": "self"}
+IN_STEPS = {"layers_per_step": 4}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return save_small(tmp_path_factory.mktemp("model"), **SIZES, **HEADS)
+
+
+def memory_of(model, recipe) -> int:
+    """The bytes of a device in which the run of a recipe just fits."""
+    needs = run_needs(model, recipe, device="cpu")
+    return -int(-(needs.main_memory + needs.device_memory) // USED_SHARE)
+
+
+@pytest.mark.parametrize(
+    ("asked", "chosen"),
+    [
+        (Recipe(), {}),
+        (Recipe(), UNSOLVED),
+        (BEST, {"recover": "none"}),
+        (BEST, {"recover": "none"} | UNSOLVED),
+        (Recipe().with_quality("fast").replace(mode="shared"), {}),
+        (Recipe().with_quality("fast").replace(mode="shared"), IN_STEPS),
+    ],
+)
+def test_a_run_gives_up_no_more_than_it_needs(model, asked, chosen):
+    """Of the settings that fit, those that change least: with one byte less, others are chosen."""
+    memory = memory_of(model, asked.replace(**chosen))
+    found = fitted(model, asked, memory, device="cpu")
+    assert found.changes == chosen and found.recipe == asked.replace(**chosen)
+    assert found.needed <= USED_SHARE * memory and (found.needed < found.asked) == bool(chosen)
+    for less in fitted_or_none(model, asked, memory - 2):
+        assert less not in ({}, chosen)
+
+
+def fitted_or_none(model, asked, memory):
+    with contextlib.suppress(UserError):
+        yield fitted(model, asked, memory, device="cpu").changes
+
+
+def test_fields_of_the_command_line_stay(model):
+    memory = memory_of(model, Recipe().replace(**UNSOLVED))
+    with pytest.raises(UserError, match="but this run needs about .* GB: name more memory"):
+        fitted(model, Recipe(), memory, fixed={"solve"}, device="cpu")
+
+
+def test_the_command_line_says_what_it_chose(model, capsys):
+    size = f"{memory_of(model, Recipe().replace(**UNSOLVED))}B"
+    assert cli.run(["prune", str(model), "--dry-run", "--device", "cpu", "--fit", size]) == 0
+    told = capsys.readouterr()
+    assert told.err.startswith(f"drot: --fit {size} chose --solve none --target self: about ")
+    assert "solve: none" in told.out
+    assert cli.run(["prune", str(model), "--dry-run", "--device", "cpu", "--fit", "1GB"]) == 0
+    assert capsys.readouterr().err.startswith("drot: --fit 1GB changed nothing")
+
+
+@pytest.mark.parametrize("size", ["24", "much", "-1GB"])
+def test_a_size_that_is_none_is_refused(size, model, capsys):
+    assert cli.run(["prune", str(model), "--dry-run", "--fit", size]) == 2
+    assert "--fit must be a size of at least 1 MB, as in 24GB" in capsys.readouterr().err
+
+
+def test_a_dry_run_counts_the_layers_that_share_a_rotation(model):
+    """Together on the device, they are what takes the most memory of a narrow model of many layers."""
+    shared = Recipe().with_quality("fast").replace(mode="shared")
+    few, all_ = (run_needs(model, r, device="cpu") for r in (shared.replace(**IN_STEPS), shared))
+    layer = without_weights(load_config(model)).model.layers[0]
+    weights = 4 * sum(linear.weight.numel() for linear in layer.modules() if isinstance(linear, nn.Linear))
+    assert all_.device_memory > 12 * weights > few.device_memory

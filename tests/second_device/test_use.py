@@ -1,0 +1,91 @@
+"""Loading, evaluation, generation and conversion on the test device, and the memory of a run there."""
+
+import copy
+import gc
+import json
+
+import pytest
+import torch
+from device import limited
+from runs import one_shot, prune, recipe
+from small_models import random_text, random_tokens, relative_error, save_small_model, small_model
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import drot
+from drot.cli import app as cli
+from drot.core.errors import UserError
+
+ON = torch.device("second:1")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A dense model, and its pruned checkpoints in both formats, pruned on a CPU."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    save_small_model(small_model("llama"), folder / "original")
+    options = dict(tokenizer=None, dtype="float32")
+    for format in ("dense", "packed"):
+        chosen = recipe(sparsity="2:4", boundary="residual", hessians="dense", quality="fast")
+        prune(folder / "original", chosen, out=folder / format, format=format, **options)
+    return folder
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_checkpoint_computes_and_generates_as_on_the_cpu(folders, format):
+    tokens = random_tokens(2, 12)
+    on_cpu, model = (drot.load(folders / format, device=device) for device in ("cpu", ON))
+    assert {tensor.device for tensor in model.state_dict().values()} == {ON}
+    with sdpa_kernel(SDPBackend.MATH):
+        assert relative_error(model(tokens.to(ON)).logits.cpu(), on_cpu(tokens).logits) < 1e-6
+        written, expected = (
+            m.generate(tokens.to(m.device), do_sample=False, max_new_tokens=8).cpu() for m in (model, on_cpu)
+        )
+    assert torch.equal(written, expected)
+
+
+@pytest.mark.parametrize("options", [[], ["--stream"], ["--against"]], ids=str)
+def test_eval_gives_the_cpus_perplexity(folders, options, tmp_path, capsys):
+    text = tmp_path / "text.txt"
+    text.write_text(random_text(300))
+    if options == ["--against"]:
+        options = ["--against", str(folders / "original")]
+    figures = []
+    for device in ("second", "cpu"):
+        command = [
+            "eval",
+            str(folders / "packed"),
+            "--ppl",
+            str(text),
+            "--seqlen",
+            "40",
+            "--dtype",
+            "float32",
+        ]
+        assert cli.run([*command, "--device", device, "--json", *options]) == 0
+        figures.append(json.loads(capsys.readouterr().out)["perplexity"][str(text)])
+    assert figures[0] == pytest.approx(figures[1], rel=1e-5)
+
+
+def test_convert_of_what_was_pruned_on_the_device(folders, tmp_path):
+    chosen = recipe(sparsity="2:4", quality="fast")
+    prune(folders / "original", chosen, out=tmp_path / "dense", device="second", dtype="float32")
+    command = ["convert", str(tmp_path / "dense"), "--out", str(tmp_path / "packed"), "--format", "packed"]
+    assert cli.run(command) == 0
+    tokens = random_tokens(1, 12).to(ON)
+    dense, packed = (drot.load(tmp_path / name, device=ON) for name in ("dense", "packed"))
+    assert relative_error(packed(tokens).logits.cpu(), dense(tokens).logits.cpu()) < 1e-5
+
+
+def test_too_little_memory_for_a_shared_rotation_is_told():
+    """While the objectives of the layers are made, too: what is enough for a few layers is not for 24."""
+    model = small_model("llama", num_hidden_layers=24)
+    gc.collect()
+    chosen = one_shot("shared", steps=2, layers_per_step=1)
+    peaks = prune(copy.deepcopy(model), chosen, device="second:0").manifest.peak_memory
+    with (
+        limited(0, max(peak.gpu for peak in peaks.values())),
+        pytest.raises(
+            UserError, match="24 layers do not fit in the memory of second:0 at once: use `layers_"
+        ),
+    ):
+        prune(model, chosen.replace(layers_per_step=0), device="second:0")
