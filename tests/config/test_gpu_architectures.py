@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensorMode, fake_tensor
 
 from drot.core.errors import UserError
 from drot.machine import devices
@@ -78,6 +78,8 @@ def test_a_packed_weight_on_a_gpu_without_kernels_is_refused_in_one_line(monkeyp
     gpu(monkeypatch, (11, 0), DEFAULT)
     compress = "drot.sparse.linear.sparse24_compress"
     monkeypatch.setattr(compress, lambda values, positions: positions.new_empty(9))
+    # torch would first make a tensor on the GPU, which is not there
+    monkeypatch.setattr(fake_tensor, "init_gpu_context", lambda device: None)
     with FakeTensorMode():
         values = torch.empty(8, 16, dtype=torch.bfloat16, device="cuda")
         linear = SparseLinear(values, torch.empty(8, 4, dtype=torch.uint8, device="cuda"))

@@ -58,7 +58,7 @@ def test_the_precision_is_set_where_a_container_asks_for_tf32(override):
         "print(torch.backends.cuda.matmul.allow_tf32)"  # the older setting is the caller's again, too
     )
     environment = {**os.environ, "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": override}
-    done = subprocess.run([sys.executable, "-c", ask], env=environment, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-P", "-c", ask], env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["ieee", str(override == "1")], done.stderr
 
 
