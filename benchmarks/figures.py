@@ -22,7 +22,7 @@ PAGES = (
     *(FOLDER.parent / page for page in ("README.md", "docs/index.md", "docs/records.md")),
 )
 #: recipes of the rows `records`: the baseline, and the default
-PLAIN, DEFAULT = "not rotated", "full, balanced"
+PLAIN, SOLVER, DEFAULT = "not rotated", "not rotated, solver of balanced", "full, balanced"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: columns that say where a row comes from, and not what it measures
 ORIGIN = ("date", "commit", "machine", "torch", "transformers")
@@ -185,24 +185,26 @@ def operations() -> str:
 
 
 def headline() -> str:
-    """Each model and text of the rows `records`: the baseline and drot's default, as medians of the seeds."""
+    """Each model and text of the rows `records`: what solver and rotation add, as medians of the seeds."""
+    recipes = (PLAIN, SOLVER, DEFAULT)
     rows = read("records", "dense", "perplexity", "kl", "equal_tokens", "seconds")
-    rows = [row for row in rows if row["recipe"] in (PLAIN, DEFAULT)]
+    rows = [row for row in rows if row["recipe"] in recipes]
     cases: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
     for row in rows:
         case = cases.setdefault((row["model"], row["calibration"], row["text"]), {})
         case.setdefault(row["recipe"], []).append(row)
     body = []
     for (model, _, text), found in cases.items():
-        if found.keys() != {PLAIN, DEFAULT}:
+        if found.keys() != set(recipes):
             continue
-        dense, plain, pruned = (
-            statistics.median(float(row[figure]) for row in found[recipe])
-            for recipe, figure in ((PLAIN, "dense"), (PLAIN, "perplexity"), (DEFAULT, "perplexity"))
+        dense = statistics.median(float(row["dense"]) for row in found[PLAIN])
+        plain, solved, pruned = (
+            statistics.median(float(row["perplexity"]) for row in found[recipe]) for recipe in recipes
         )
         closed = f"{(plain - pruned) / (plain - dense):.0%}"
-        body.append([f"{model}, {text}", *(f"{x:.1f}" for x in (dense, plain, pruned)), closed])
-    return table(["model, text", "dense", "SparseGPT", "drot", "gap closed"], body, rows)
+        body.append([f"{model}, {text}", *(f"{x:.1f}" for x in (dense, plain, solved, pruned)), closed])
+    header = ["model, text", "dense", "SparseGPT", "+ solver", "+ solver and rotation", "gap closed"]
+    return table(header, body, rows)
 
 
 def records() -> str:
