@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
+from drot.model.families import FAMILIES as DECLARED
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases, LayerRotation
 from drot.pipeline.invariance import random_rotation
@@ -138,6 +139,9 @@ FAMILIES: dict[str, dict] = {
 }
 #: those without experts: they take R3, packed weights, fine-tuning and artifacts
 WITHOUT_EXPERTS = [family for family in FAMILIES if family not in ("qwen3_moe", "mixtral")]
+#: those whose residual stream R1 cannot rotate, and those without experts whose stream it rotates
+INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
+ON_THE_STREAM = [name for name in WITHOUT_EXPERTS if name not in INSIDE]
 
 
 @torch.no_grad()
