@@ -19,6 +19,12 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     """`rope_parameters` of config.json, and `max_position_embeddings` that goes with them."""
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
+    if family in ("olmo3", "gemma3_text"):  # theirs has parts for each type of layer
+        return {"max_position_embeddings": 128}
+    if family == "glm4":  # it turns a share of a head, in pairs
+        rope = {"rope_type": "default", "rope_theta": 1e4}
+        rope |= {"partial_rotary_factor": draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))}
+        return {"rope_parameters": rope, "max_position_embeddings": 128}
     kind = draw(st.sampled_from(["default", "linear", "dynamic", "yarn", "llama3"]))
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": draw(st.sampled_from([100.0, 1e4, 5e5]))}
     if kind != "default":
@@ -70,8 +76,8 @@ def settings_of_models(
     # RoPE turns pairs; `dynamic` divides by head_dim - 2
     dims = [dim for dim in (4, 6, 8, 12, 16) if heads * dim % multiple == 0]
     head_dim = draw(st.sampled_from(dims))
-    # LLaMA's config demands a hidden size that the heads divide
-    step = math.lcm(multiple, heads) if family == "llama" else multiple
+    # these configs demand a hidden size that the heads divide
+    step = math.lcm(multiple, heads) if family in ("llama", "gemma2", "gemma3_text") else multiple
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
     # Phi-3's config compares the factors of RoPE with hidden / heads
     own = st.just(heads * head_dim)
@@ -118,7 +124,19 @@ def settings_of_models(
         experts = draw(st.integers(1, 4))
         chosen |= {"num_experts" if family == "qwen3_moe" else "num_local_experts": experts}
         chosen["num_experts_per_tok"] = draw(st.integers(1, experts))
+    if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text"):
+        chosen["attention_bias"] = draw(st.booleans())
+    if family in ("gemma2", "gemma3_text"):
+        chosen["hidden_activation"] = chosen.pop("hidden_act")
+        chosen["query_pre_attn_scalar"] = draw(st.sampled_from([4, 256]))
+        chosen["final_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 30.0]))
+    if family == "gemma2":
+        chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([None, 3, 10]))
+    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text"):
+        types = st.sampled_from(["sliding_attention", "full_attention"])
+        chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
+        chosen["sliding_window"] = window or 5
     if family in ("mistral", "ministral3", "mixtral", "phi3"):
         chosen["sliding_window"] = window
     if family in ("qwen2", "qwen3") and window:

@@ -1,6 +1,7 @@
 """Small random models of every supported family, with values that reveal mistakes: grouped-query attention,
 heads · head_dim other than the hidden size, norm weights other than 1, biases other than 0."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
+from drot.model.families import FAMILIES as DECLARED
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases, LayerRotation
 from drot.pipeline.invariance import random_rotation
@@ -27,6 +29,8 @@ COMMON = dict(
     bos_token_id=0,
     eos_token_id=1,
 )
+#: the last layer attends to all tokens, the others to the last ones
+LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
     "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
@@ -86,6 +90,37 @@ FAMILIES: dict[str, dict] = {
     "mixtral": dict(
         head_dim=12, num_local_experts=3, num_experts_per_tok=2, sliding_window=16, tie_word_embeddings=False
     ),
+    "glm4": dict(head_dim=12, partial_rotary_factor=0.5, pad_token_id=2, tie_word_embeddings=False),
+    "glm4-biased": dict(head_dim=16, attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
+    "olmo2": dict(head_dim=12, pad_token_id=2, tie_word_embeddings=False),
+    "olmo2-biased": dict(attention_bias=True, pad_token_id=2, tie_word_embeddings=True),
+    "olmo3": dict(sliding_window=8, layer_types=LAYER_TYPES, pad_token_id=2, tie_word_embeddings=False),
+    "exaone4": dict(
+        head_dim=12, sliding_window=8, layer_types=LAYER_TYPES, pad_token_id=2, tie_word_embeddings=True
+    ),
+    "gemma2": dict(
+        head_dim=12,
+        sliding_window=8,
+        query_pre_attn_scalar=20,
+        attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+        pad_token_id=2,
+    ),
+    "gemma2-biased": dict(
+        head_dim=16,
+        attention_bias=True,
+        final_logit_softcapping=None,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+    ),
+    "gemma3_text": dict(
+        head_dim=12,
+        sliding_window=8,
+        layer_types=LAYER_TYPES,
+        query_pre_attn_scalar=20,
+        final_logit_softcapping=3.0,
+        pad_token_id=2,
+    ),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
     "phi3-longrope": dict(
         sliding_window=10,
@@ -104,13 +139,19 @@ FAMILIES: dict[str, dict] = {
 }
 #: those without experts: they take R3, packed weights, fine-tuning and artifacts
 WITHOUT_EXPERTS = [family for family in FAMILIES if family not in ("qwen3_moe", "mixtral")]
+#: those whose residual stream R1 cannot rotate, and those without experts whose stream it rotates
+INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
+ON_THE_STREAM = [name for name in WITHOUT_EXPERTS if name not in INSIDE]
 
 
 @torch.no_grad()
 def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
     """A random model of a family in FAMILIES, in eval mode."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family.partition("-")[0], **(COMMON | FAMILIES[family] | changes))
+    settings = COMMON | FAMILIES[family] | changes
+    if settings.get("layer_types"):  # a config with other layers than their types is refused
+        settings["layer_types"] = settings["layer_types"][-settings["num_hidden_layers"] :]
+    config = AutoConfig.for_model(family.partition("-")[0], **settings)
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -131,6 +172,11 @@ def random_rotations(model: nn.Module, seed: int = 1, down_block: int | None = N
     return [random_rotation(handle.hidden_size, handle.heads, generator, down=down) for _ in handle.layers]
 
 
+def place_in(model: DecoderModel, place: str | None) -> str | None:
+    """`place`, or where R1 acts instead in a family whose stream cannot rotate."""
+    return place if place is None or model.family.rotates_stream else "inside"
+
+
 def rotate_model(
     model: nn.Module,
     rotations: list[LayerRotation] | None = None,
@@ -138,12 +184,16 @@ def rotate_model(
     dtype: torch.dtype = torch.float64,
 ) -> list[LayerRotation]:
     """Merges rotations into a model, as a run does, and returns them. None draws random rotations."""
-    rotations = rotations or random_rotations(model)
-    handle, bases = DecoderModel(model), Bases(place, len(rotations))
+    rotations, handle = rotations or random_rotations(model), DecoderModel(model)
+    place = place_in(handle, place)
+    if not handle.family.rotates_stream:  # one R1 for all layers is then none
+        eye = torch.eye(handle.hidden_size, dtype=torch.float64)
+        rotations = rotations if place else [replace(rotation, r1=eye) for rotation in rotations]
+    bases = Bases(place, len(rotations))
     for layer, rotation in zip(handle.layers, rotations, strict=True):
-        boundary = bases.held(layer.index, rotations) if place == "residual" else None
-        layer.rotate(rotation, boundary, dtype=dtype)
-    handle.rotate_ends(rotations[0].r1, rotations[-1].r1, torch.device("cpu"))
+        layer.rotate(rotation, bases.merged(layer.index, rotations), dtype=dtype)
+    if handle.family.rotates_stream:
+        handle.rotate_ends(rotations[0].r1, rotations[-1].r1, torch.device("cpu"))
     if place == "input":
         for layer in handle.layers[1:]:
             layer.hold(bases.held(layer.index, rotations))

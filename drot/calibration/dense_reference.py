@@ -15,12 +15,13 @@ from drot.model.families import InputGroup
 class TargetStatistics:
     """Sums over the calibration tokens, in the scale of a Hessian, (2/n) Σ.
 
-    x is the input of a linear in the pruned model, x_dense in the dense model. A linear that writes to the
-    residual stream leaves there y, as it is now, and y_dense in the dense model; where the layer multiplies
-    the outputs before it adds them, y is divided by the number. One of C and E is None.
+    x is the input of a linear in the pruned model, x_dense in the dense model. A linear whose outputs are
+    added to the residual stream leaves there y, as it is now, and y_dense in the dense model; where the layer
+    multiplies the outputs before it adds them, y is divided by the number. One of C and E is None.
 
     hessian: H = (2/n) Σ x xᵀ [in, in].
-    input_change: C = (2/n) Σ (x_dense - x) xᵀ [in, in], of linears that do not write to the stream.
+    input_change: C = (2/n) Σ (x_dense - x) xᵀ [in, in], of the other linears, and of those whose outputs pass
+        a norm before they are added.
     output_change: E = (2/n) Σ (y_dense - y) xᵀ [out, in], of a linear that does.
     """
 
@@ -44,7 +45,8 @@ class DenseReference:
         out, size = pruned.layer.shape_of(group.linears[0])
         device = pruned.stream.device
         hessian = HessianAccumulator(size, device)
-        change = torch.zeros(out if group.writes_residual else size, size, device=device)
+        adds = pruned.layer.adds(group)
+        change = torch.zeros(out if adds else size, size, device=device)
         batches = (of_model.inputs(group, outputs=True) for of_model in (pruned, self.dense))
         for (x, y), (x_dense, y_dense) in zip(*batches, strict=True):
             hessian.add(x)
@@ -54,7 +56,7 @@ class DenseReference:
                 difference = product_factor(x_dense).sub(product_factor(x))
             add_product(change, difference.T, product_factor(x))
         change.mul_(2.0 / len(pruned.stream.hidden_states))
-        if group.writes_residual:
+        if adds:
             change.div_(pruned.layer.residual_multiplier)  # E is of the outputs of the linear
             return TargetStatistics(hessian.hessian(), output_change=change)
         return TargetStatistics(hessian.hessian(), input_change=change)

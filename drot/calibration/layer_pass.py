@@ -59,9 +59,9 @@ class LayerPass:
         """Yields for each batch the inputs x [sequences, seqlen, in] of a group, and what its linear writes.
 
         That is the residual stream [sequences, seqlen, d] with the output of the linear, as it is now, added.
-        It is None without `outputs`, and for linears that do not write to the stream.
+        It is None without `outputs`, and for linears whose outputs the layer does not add.
         """
-        buffer = None
+        buffer, outputs = None, outputs and self.layer.adds(group)
         ends_attention, ends_layer = group is self.layer.attention_end, self.layer.ends_layer(group)
         last = outputs and ends_layer and self._fixed
         keeps_inputs = ends_layer and not last and group.expert is None and self._room_for(group)
@@ -72,7 +72,7 @@ class LayerPass:
                     self._inputs_of_end[index] = seen.input
                 written = None
                 new = seen.input if ends_attention else seen.attended
-                if outputs and group.writes_residual:
+                if outputs:
                     linear = partial(self.layer.linears_of(group)[0].module, seen.input)
                     attended = kept if seen.attended is None else seen.attended
                     if ends_attention:

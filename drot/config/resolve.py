@@ -110,6 +110,7 @@ def resolve(
     format: str = "dense",
     rotations_given: bool = False,
     down_width: int | None = None,
+    rotates_stream: bool = True,
     tokens: tuple[int, int] | None = None,
 ) -> ResolvedRecipe:
     """The recipe of a run. A recipe that is resolved already stays as it is, but for `format` and `tokens`.
@@ -124,6 +125,7 @@ def resolve(
         rotations_given: whether the rotations are loaded from a file instead of trained.
         down_width: the number of inputs of down_proj, for the size of the blocks of R3; 0 if no down_proj is
             pruned, None if it is not known.
+        rotates_stream: whether R1 can rotate the residual stream of the model (Family.rotates_stream).
         tokens: nsamples and seqlen of token ids that replace the calibration text; None for a text.
     """
     rotation = recipe.rotation
@@ -132,7 +134,7 @@ def resolve(
     if tokens is not None:
         calibration = {"source": GIVEN_TOKENS, "nsamples": tokens[0], "seqlen": tokens[1]}
     return ResolvedRecipe(
-        rotation=_rotation(rotation, published, device, format, rotations_given, down_width),
+        rotation=_rotation(rotation, published, device, format, rotations_given, down_width, rotates_stream),
         pruning=_pruning(recipe.pruning, published),
         recovery=recipe.recovery,
         calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
@@ -160,12 +162,15 @@ def _rotation(
     format: str,
     rotations_given: bool,
     down_width: int | None,
+    rotates_stream: bool,
 ) -> ResolvedRotation:
     steps, lr = OPTIMIZER_DEFAULTS[wishes.optimizer]
     if wishes.optimizer == "fast" and wishes.objective == "entropy":
         lr = FAST_ENTROPY_LR
     boundary, hessians = wishes.boundary, wishes.hessians
-    if boundary == "auto":
+    if boundary == "auto" and not rotates_stream:
+        boundary = "inside" if wishes.mode == "layer" else "input"
+    elif boundary == "auto":
         known = rotations_given or hessians != "sequential"  # the R1 of the next layer, before pruning
         boundary = "residual" if format == "packed" and wishes.mode == "layer" and known else "input"
     if hessians == "auto":

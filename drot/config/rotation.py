@@ -13,8 +13,8 @@ RotationMode = Literal["none", "layer", "shared"]
 Objective = Literal["entropy", "pruned"]
 Optimizer = Literal["fast", "paper"]
 HessianSource = Literal["sequential", "dense"]
-#: where the rotation between two layers acts (drot/model/boundary.py)
-BoundaryPlace = Literal["input", "residual"]
+#: where the rotation into the basis of a layer acts (drot/model/boundary.py)
+BoundaryPlace = Literal["input", "residual", "inside"]
 ProductDtype = Literal["float32", "bfloat16"]
 
 #: largest number of training steps, of which the learning rates and losses are kept: 500 times the paper's
@@ -73,7 +73,8 @@ class RotationConfig:
 
     mode: RotationMode = "layer"
     """Rotations of the residual stream. layer: one R1 for each layer (the paper). shared: one for the whole
-    model, which loads without drot if it is saved dense. none: no rotations.
+    model, which loads without drot if it is saved dense; in families with a norm behind attention and MLP no
+    R1, as nothing could undo it. none: no rotations.
     """
     blocks: Size | Sizes = 1
     """The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense. A list gives the sizes of
@@ -113,8 +114,10 @@ class RotationConfig:
     boundary: Literal["auto"] | BoundaryPlace = "auto"
     """Where the rotation between two layers acts. input: on the input of the later layer. residual: beside
     the MLP of the earlier layer, where a packed model computes it together with down_proj, which is then
-    trained with the later layer; needs `hessians` dense or `rotations`. auto: residual with `format` packed
-    and one rotation a layer, unless `hessians` is sequential; otherwise input.
+    trained with the later layer; needs `hessians` dense or `rotations`. inside: on the inputs of the
+    attention and of the MLP, in families with a norm behind them, which take no other place. auto: inside in
+    these families; residual with `format` packed and one rotation a layer, unless `hessians` is sequential;
+    otherwise input.
     """
     layers_per_step: int = Field(default=0, ge=0)
     """With `mode` shared: the number of layers in the loss of one step. The other layers are offloaded to

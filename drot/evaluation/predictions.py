@@ -116,7 +116,7 @@ def _streamed(
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:
         out: Tensor = head(norm(stream.batch(batch)))
-        return out.div_(decoder.logits_divisor)
+        return decoder.logits_of(out)
 
     return logits
 

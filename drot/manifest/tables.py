@@ -211,7 +211,8 @@ def _opens_as(manifest: CheckpointManifest) -> str:
     needs = ["packed 2:4 weights"] * (manifest.format == "packed")
     if isinstance(manifest, Manifest):
         rotation = manifest.recipe.rotation
-        needs += ["boundary rotations"] * (rotation.mode == "layer")
+        of_r1 = "R1 inside of the layers" if rotation.boundary == "inside" else "boundary rotations"
+        needs += [of_r1] * (rotation.mode == "layer")
         needs += ["R3 in front of down_proj"] * (rotation.down_block is not None)
     return f"a model that needs drot ({', '.join(needs)})"
 
@@ -252,6 +253,8 @@ def _rotation_line(manifest: Manifest) -> str:
         )
     if rotation.boundary == "residual":
         parts.append("boundary on the residual")
+    elif rotation.boundary == "inside":
+        parts.append("R1 inside of the layers")
     if rotation.down_block is not None:
         parts.append(f"R3 in blocks of {rotation.down_block}")
     if file is not None:

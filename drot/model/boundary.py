@@ -9,6 +9,14 @@ The rotations of layers l and l + 1 merge into one matrix Q = R1(l)ᵀ R1(l+1) [
 | input    | l + 1         | h ← h Q, then its stock forward                 | R1(l)                      |
 | residual | l             | y = r Q + MLP(r), r the residual before the MLP | R1(l+1)                    |
 
+The weight γ of a norm behind attention or MLP does not commute with rotations, so that nothing can rotate the
+stream of a family with such norms without two products of its own in each layer. There the stream stays in
+its original basis, and the place `inside` spends the same two products on the inputs, with Q = R1(l):
+
+| place    | held by layer | the layer computes                                                             |
+|----------|---------------|--------------------------------------------------------------------------------|
+| inside   | l             | r = h + n₂(attention(n₁(h) Q)), y = r + n₄(MLP(n₃(r) Q)), with the norms n     |
+
 Granite multiplies the outputs of its attention and of its MLP by a number before it adds them; so does y.
 
 The product r Q does not depend on the MLP. So it can be computed at the same time, or in one operation with
@@ -96,10 +104,10 @@ class RotatedMLP:
 class RotatedLayer:
     """Mixin in front of a family's class of decoder layers, for a layer that holds Q, R3 or both.
 
-    place `input`: h ← h Q, then the stock forward. place `residual`: y = r Q + MLP(r). This replaces the
-    stock forward, in whose middle r is computed. Every family in model/families.py has its form: pre-norm
-    attention, then a pre-norm MLP, whose outputs are added as the declaration says. R3 is applied by the MLP,
-    which is a RotatedMLP.
+    place `input`: h ← h Q, then the stock forward. The places `residual` and `inside` replace the stock
+    forward, in whose middle Q acts. Every family in model/families.py has its form: attention,
+    then MLP, each with the norms of the declaration, and outputs that are added as it says. R3 is applied by
+    the MLP, which is a RotatedMLP.
 
     transformers has no registry for the classes of decoder layers: the code of each model names its own. So
     `add_boundary_rotation` and `add_down_rotation` change the class of a layer. The new class has the name of
@@ -116,22 +124,33 @@ class RotatedLayer:
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """hidden_states h [batch, length, d] -> what the stock forward returns."""
-        if self.boundary_place != "residual":
+        if self.boundary_place in (None, "input"):
             if self.boundary_place == "input":
                 hidden_states = self.residual_rotation(hidden_states)
             return super().forward(hidden_states, **kwargs)  # type: ignore[misc]
         family = self.family
-        normed = getattr(self, family.first_norm)(hidden_states)
-        attended, _ = getattr(self, family.attention)(hidden_states=normed, **kwargs)
+        read = self._read(hidden_states, 0)
+        attended, _ = getattr(self, family.attention)(hidden_states=read, **kwargs)
         residual = hidden_states + self._added(attended, 0)
-        out = getattr(self, family.mlp)(getattr(self, family.norms[1])(residual))
+        out = getattr(self, family.mlp)(self._read(residual, 1))
+        if self.boundary_place == "inside":
+            return residual + self._added(out, 1)
         if isinstance(self.residual_rotation, RotateAndAdd):
             return self.residual_rotation(residual, out)
         return self.residual_rotation(residual) + self._added(out, 1)
 
+    def _read(self, residual: Tensor, block: int) -> Tensor:
+        """What the attention, block 0, or the MLP, 1, reads of the residual."""
+        family = self.family
+        if family.norms:
+            residual = getattr(self, family.norms[block])(residual)
+        return self.residual_rotation(residual) if self.boundary_place == "inside" else residual
+
     def _added(self, output: Tensor, block: int) -> Tensor:
         """What the layer adds to its residual for the output of the attention, block 0, or of the MLP, 1."""
         family = self.family
+        if family.post_norms is not None:
+            output = getattr(self, family.post_norms[block])(output)
         if family.residual_dropouts is not None:
             output = getattr(self, family.residual_dropouts[block])(output)
         return (
@@ -209,7 +228,7 @@ def add_down_rotation(
     setattr(mlp, DOWN_ROTATION, rotation)
     stock_class: Any = type(mlp)
     mlp.__class__ = _rotated_mlp(stock_class, family)
-    _rename(layer, family, family.norms[-1])
+    _rename(layer, family, family.block_norms[1])
     return rotation
 
 
@@ -218,7 +237,7 @@ def remove_down_rotation(layer: Any) -> None:
     mlp = attrgetter(layer.family.mlp)(layer)
     delattr(mlp, DOWN_ROTATION)
     mlp.__class__ = type(mlp).__bases__[1]
-    _rename(layer, layer.family, layer.family.norms[-1], back=True)
+    _rename(layer, layer.family, layer.family.block_norms[1], back=True)
 
 
 def add_boundary_rotation(
@@ -240,7 +259,7 @@ def add_boundary_rotation(
     rotation.requires_grad_(False)
     setattr(layer, ROTATION_MODULE, rotation)
     layer.boundary_place = place
-    _rename(layer, family, family.first_norm)
+    _rename(layer, family, family.block_norms[0])
     return rotation
 
 
@@ -248,7 +267,7 @@ def remove_boundary_rotation(layer: Any) -> None:
     """Undoes `add_boundary_rotation`."""
     for added in (ROTATION_MODULE, "boundary_place"):
         delattr(layer, added)
-    _rename(layer, layer.family, layer.family.first_norm, back=True)
+    _rename(layer, layer.family, layer.family.block_norms[0], back=True)
 
 
 @torch.no_grad()

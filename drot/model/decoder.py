@@ -59,11 +59,15 @@ class DecoderModel:
     def head(self) -> Any:
         return module_at(self.model, self.family.head)
 
-    @property
-    def logits_divisor(self) -> float:
-        """The number by which the model divides the outputs of its head."""
-        name = self.family.logits_divisor
-        return 1.0 if name is None else float(getattr(self.config, name))
+    def logits_of(self, outputs: Tensor) -> Tensor:
+        """The logits that the model makes of the outputs of its head, in place."""
+        divisor, cap = (
+            None if name is None else getattr(self.config, name)
+            for name in (self.family.logits_divisor, self.family.logits_cap)
+        )
+        if divisor is not None:
+            outputs = outputs.div_(divisor)
+        return outputs if cap is None else outputs.div_(cap).tanh_().mul_(cap)
 
     def check(self) -> None:
         """Raises UserError for a module that does not agree with the family and the model's config.
@@ -73,7 +77,8 @@ class DecoderModel:
         _ = self.embedding, self.final_norm, self.head
         owners: dict[int, str] = {}
         for layer in self.layers:
-            for path, norm in zip(self.family.norms, layer.norms, strict=True):
+            paths = (*self.family.norms, *(self.family.post_norms or ()))
+            for path, norm in zip(paths, [*layer.norms, *layer.post_norms], strict=True):
                 if getattr(norm, "bias", None) is not None:
                     raise UserError(f"layer {layer.index}: {path} must be an RMSNorm, got a norm with a bias")
                 _own(owners, norm.weight, f"layer {layer.index}: {path}")

@@ -14,7 +14,8 @@ from drot.model.sizes import Width, experts_of
 
 #: R1 [d, d] rotates the residual stream, R2 [head_dim, head_dim] the values of a KV head, R3 the input of
 #: down_proj in diagonal blocks [b, b]. Nothing in front of down_proj can take R3, so that a model applies it
-#: while it runs (boundary.py), and a run may do without it.
+#: while it runs (boundary.py), and a run may do without it. Where the stream cannot rotate, R1 acts on the
+#: inputs of the attention and of the MLP, and the model applies it while it runs too.
 Rotates = Literal["r1", "r2", "r3"]
 
 
@@ -45,8 +46,14 @@ class LinearSpec:
         return name if self.expert is None else f"experts.{self.expert}.{name}"
 
     @property
+    def rotations(self) -> set[Rotates | None]:
+        """The rotations that act on it."""
+        return {self.input, self.output} - {None}
+
+    @property
     def writes_residual(self) -> bool:
-        return self.output == "r1"
+        """Whether its outputs are those of the attention or of the MLP."""
+        return self.shape[0] == "hidden"
 
 
 def by_module(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
@@ -61,8 +68,8 @@ def by_module(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
 class InputGroup:
     """The linears that read one input, and so share one Hessian.
 
-    norm: path of the RMSNorm that makes the input; None if the input comes from elsewhere. Its weight is
-        folded into the linears before a rotation.
+    norm: path of the norm that makes the input; None if the input comes from elsewhere. If R1 rotates the
+        residual stream, its weight is folded into the linears before a rotation.
     routed: whether it stands for a group of each expert, which reads the tokens that the router sends there.
     """
 
@@ -101,7 +108,10 @@ class Family:
     mlp_dropout: the attribute of the MLP with the probability of the dropout of its outputs.
     residual_multiplier: the attribute of a layer with the number by which it multiplies the output of each
         block before it adds it; None if it only adds.
+    post_norms: the norms of the outputs of the attention and of the MLP, which the layer then adds.
     logits_divisor: the attribute of the config by which the model divides its logits.
+    logits_cap: the attribute of the config with the bound c of the logits, c tanh(logits / c); its value may
+        be None.
     residual_dropouts: the modules of a layer that act on the outputs of the attention and of the MLP before
         it adds them, in training alone.
     untouched: modules with weights that a layer may have and that see nothing rotated.
@@ -119,7 +129,9 @@ class Family:
     activation: str = "act_fn"
     mlp_dropout: str | None = None
     residual_multiplier: str | None = None
+    post_norms: tuple[str, str] | None = None
     logits_divisor: str | None = None
+    logits_cap: str | None = None
     residual_dropouts: tuple[str, str] | None = None
     untouched: tuple[str, ...] = ()
     experts: str | None = None
@@ -157,17 +169,22 @@ class Family:
 
     def takes(self, rotation: Rotates) -> bool:
         """Whether `rotation` acts on a linear of the family."""
-        return any(rotation in (linear.input, linear.output) for linear in self.linears)
+        return any(rotation in linear.rotations for linear in self.linears)
+
+    @property
+    def rotates_stream(self) -> bool:
+        """Whether R1 rotates the residual stream, and not only what a layer makes of it."""
+        return any(linear.output == "r1" for linear in self.linears)
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The paths of the norms whose weights are folded into linears."""
+        """The paths of the norms in front of linears."""
         return tuple(dict.fromkeys(group.norm for group in self.groups if group.norm is not None))
 
     @property
     def mlp_inputs(self) -> tuple[str, ...]:
         """The modules that read the input of the MLP, as paths in the MLP: gate and up, or one for both."""
-        linears = next(group.linears for group in self.groups if group.norm == self.norms[-1])
+        linears = next(group.linears for group in self.groups if group.name == "mlp")
         return tuple(dict.fromkeys(linear.path.removeprefix(f"{self.mlp}.") for linear in linears))
 
     @property
@@ -176,9 +193,12 @@ class Family:
         return self.linears[-1].path.removeprefix(f"{self.mlp}.")
 
     @property
-    def first_norm(self) -> str:
-        """The path of the norm that reads the input of a decoder layer."""
-        return self.norms[0]
+    def block_norms(self) -> tuple[str, str]:
+        """The norm of the attention and the norm of the MLP: those in front of them, or else behind them."""
+        if self.norms:
+            return self.norms[0], self.norms[-1]
+        assert self.post_norms is not None
+        return self.post_norms
 
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
@@ -230,6 +250,37 @@ LLAMA = Family(
         ),
     ),
 )
+
+
+def _inside(family: Family) -> Family:
+    """The family whose stream nothing rotates: R1 acts on the inputs of attention and MLP alone."""
+
+    def unrotated(linear: LinearSpec) -> LinearSpec:
+        return replace(linear, output=None) if linear.output == "r1" else linear
+
+    groups = (replace(group, linears=tuple(map(unrotated, group.linears))) for group in family.groups)
+    return replace(family, groups=tuple(groups))
+
+
+def _with_norms(family: Family, attention: str | None, mlp: str | None) -> Family:
+    """The family with other norms in front of its attention and its MLP."""
+    norms = {"attention": attention, "mlp": mlp}
+    groups = (replace(group, norm=norms.get(group.name)) for group in family.groups)
+    return replace(family, groups=tuple(groups))
+
+
+#: Norms behind attention and MLP, and none in front of them. The weight of such a norm acts between a block
+#: and the stream, where no rotation passes it.
+POST_NORM = replace(
+    _with_norms(_inside(LLAMA), None, None),
+    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+)
+#: Norms on both sides of attention and MLP.
+SANDWICH = replace(
+    _with_norms(_inside(LLAMA), "input_layernorm", "pre_feedforward_layernorm"),
+    post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    logits_cap="final_logit_softcapping",
+)
 #: Experts in place of the MLP. Nothing applies R3 to the input of their down_proj.
 MIXTURE = replace(
     LLAMA,
@@ -276,6 +327,17 @@ FAMILIES = {
         activation="activation_fn",
         residual_dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
     ),
+    "glm4": replace(
+        _inside(LLAMA).with_fused("mlp.gate_up_proj", ("gate_proj", "up_proj")),
+        models="GLM-4",
+        activation="activation_fn",
+        post_norms=("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ),
+    "olmo2": replace(POST_NORM, models="OLMo 2"),
+    "olmo3": replace(POST_NORM, models="OLMo 3"),
+    "exaone4": replace(POST_NORM, models="EXAONE 4"),
+    "gemma2": replace(SANDWICH, models="Gemma 2"),
+    "gemma3_text": replace(SANDWICH, models="Gemma 3"),
     "qwen3_moe": replace(
         MIXTURE,
         models="Qwen3 MoE",

@@ -55,8 +55,10 @@ def capture(
     else:
         hook = layer.linears_of(group)[0].module.register_forward_pre_hook(see_input)
     (attention_end,) = layer.linears_of(layer.attention_end)
+    # a norm reads the stream behind the rotation of a boundary; a layer without norms there has no such one
+    norms = layer.norms
     with (
-        module_at(layer.module, layer.family.first_norm).register_forward_pre_hook(
+        (norms[0] if norms else layer.module).register_forward_pre_hook(
             lambda module, args: seen.update(residual=args[0])
         ),
         attention_end.module.register_forward_hook(lambda module, args, output: seen.update(attended=output)),
@@ -117,7 +119,7 @@ def reading(
             if group.expert is not None:
                 continue
             module, norm = layer.linears_of(group)[0].module, None
-            if folded and group.norm is not None:
+            if folded and group.norm is not None and layer.family.rotates_stream:
                 module = module_at(layer.module, group.norm)
                 norm = copy.deepcopy(module)
                 reset_norm(norm)

@@ -86,7 +86,17 @@ class DecoderLayer:
 
     @property
     def norms(self) -> list[Any]:
+        """The norms in front of linears."""
         return [module_at(self.module, path) for path in self.family.norms]
+
+    @property
+    def post_norms(self) -> list[Any]:
+        """The norms of the outputs of the attention and of the MLP."""
+        return [module_at(self.module, path) for path in self.family.post_norms or ()]
+
+    def adds(self, group: InputGroup) -> bool:
+        """Whether the layer adds the outputs of `group` to its residual stream without a norm."""
+        return group.writes_residual and self.family.post_norms is None
 
     def zeros(self) -> tuple[int, int]:
         """The number of zeros, and of weights, of the linears."""
@@ -157,13 +167,15 @@ class DecoderLayer:
     def folded_weights(self, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
         """Name → weight [out, in], with the weight of the norm in front of the linear folded in.
 
+        Nothing is folded in a family whose stream cannot rotate: R1 acts behind the norm there.
+
         norm(h) · diag(γ) · Wᵀ = norm(h) · (W diag(γ))ᵀ. The norm that remains commutes with rotations (paper,
         algorithm 1, first step). The products are computed in fp64 and rounded to `dtype`.
         """
         weights = {}
         for linear in self.linears.values():
             weight, norm = linear.weight.detach().double(), linear.group.norm
-            if norm is not None:
+            if norm is not None and self.family.rotates_stream:
                 weight = weight * module_at(self.module, norm).weight.detach().double()
             weights[linear.name] = weight.to(dtype)
         return weights
@@ -187,11 +199,12 @@ class DecoderLayer:
     ) -> None:
         """Folds the norms and merges the rotation into the linears, in place. The layer then holds R3.
 
-        boundary: of the residual. The layer then holds its matrix, and writes in the basis next_r1.
+        boundary: of the residual. The layer then holds its matrix, and writes in the basis next_r1. Or that
+            of the inside, which a family needs whose stream cannot rotate, unless R1 is the identity.
         dtype: of the products, which are computed from the original weights and rounded once. fp32 adds a
             relative error of 4e-7 to a weight; rounding to bf16 adds 2e-3.
         """
-        assert boundary is None or boundary.place == "residual", "the next layer holds an input's boundary"
+        assert boundary is None or boundary.place != "input", "the next layer holds an input's boundary"
         device = self.device
         dtype = torch.promote_types(self.dtype, dtype)
         rotation = rotation.to(device, dtype)
@@ -205,7 +218,7 @@ class DecoderLayer:
             elif bias is not None and linear.spec.output == "r1":
                 bias.copy_(bias.to(dtype) @ r1)
         self._rotate_router(rotation, dtype)
-        for norm in self.norms:
+        for norm in self.norms if self.family.rotates_stream else ():
             reset_norm(norm)
         if rotation.r3 is not None:
             self.expect_down_rotation(rotation.r3.shape[-1]).weight.copy_(rotation.r3)

@@ -65,19 +65,23 @@ class LayerRotation:
 class Boundary:
     """Q = R1(l)ᵀ R1(l+1) between layers l and l + 1, which have different bases (paper, section 4.3).
 
-    r1, next_r1: R1 [d, d] of layers l and l + 1.
+    At the place `inside`, Q = R1(l) leads from the stream, which has the original basis, into layer l.
+
+    r1, next_r1: R1 [d, d] of the two bases; None is the original basis.
     """
 
     place: BoundaryPlace
-    r1: Tensor
+    r1: Tensor | None
     next_r1: Tensor
 
     def matrix(self) -> Tensor:
         """Q [d, d] in fp64."""
-        return self.r1.double().T @ self.next_r1.double()
+        following = self.next_r1.double()
+        return following if self.r1 is None else self.r1.double().T @ following
 
     def to(self, device: torch.device | str) -> "Boundary":
-        return Boundary(self.place, self.r1.to(device), self.next_r1.to(device))
+        r1 = None if self.r1 is None else self.r1.to(device)
+        return Boundary(self.place, r1, self.next_r1.to(device))
 
 
 @dataclass(frozen=True)
@@ -95,7 +99,7 @@ class Bases:
         return self.place == "residual" and index + 1 < self.layers
 
     def holds(self, index: int) -> bool:
-        return self.writes_next(index) or (self.place == "input" and index > 0)
+        return self.writes_next(index) or (self.place == "input" and index > 0) or self.place == "inside"
 
     def held(
         self, index: int, rotations: Sequence[LayerRotation] | Mapping[int, LayerRotation]
@@ -103,8 +107,16 @@ class Bases:
         """The boundary that layer `index` holds, from the rotations of the two layers at the boundary."""
         if self.place is None or not self.holds(index):
             return None
+        if self.place == "inside":
+            return Boundary(self.place, None, rotations[index].r1)
         before = index if self.place == "residual" else index - 1
         return Boundary(self.place, rotations[before].r1, rotations[before + 1].r1)
+
+    def merged(
+        self, index: int, rotations: Sequence[LayerRotation] | Mapping[int, LayerRotation]
+    ) -> Boundary | None:
+        """The boundary with which layer `index` is rotated. A finished layer gets that of its input."""
+        return None if self.place == "input" else self.held(index, rotations)
 
     def writes_in(self, index: int) -> int:
         """The layer in whose basis layer `index` writes."""

@@ -42,7 +42,7 @@ def _compared(model_type: str, family: Family, layers: str | None, found: dict[s
     """found: path → class of the modules with weights of the decoder layers."""
     plain = [linear.path for group in family.groups if not group.routed for linear in group.linears]
     kinds: dict[str, str | None] = dict.fromkeys(plain, "Linear")
-    kinds |= dict.fromkeys((*family.norms, *family.untouched), "RMSNorm")
+    kinds |= dict.fromkeys((*family.norms, *(family.post_norms or ()), *family.untouched), "RMSNorm")
     if family.experts is not None and family.router is not None:  # of a class of each family's own
         kinds |= dict.fromkeys((family.experts, family.router.path))
     unplaced = [

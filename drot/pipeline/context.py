@@ -47,6 +47,7 @@ class RunContext:
         )
         rotation = recipe.rotation
         self.rotates = rotation.mode != "none"
+        self.rotates_stream = self.rotates and self.model.family.rotates_stream
         place = rotation.boundary if rotation.mode == "layer" else None
         self.bases = Bases(place, len(self.model.layers))
         count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=self.model.hidden_size)

@@ -20,9 +20,10 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
     rotates = rotation.mode != "none"
-    boundaries = (layers - 1) * sizes.hidden**2 if rotation.mode == "layer" else 0
+    held = {"none": 0, "shared": 0, "layer": layers - sizes.rotates_stream}[rotation.mode]
+    boundaries = held * sizes.hidden**2
     of_down = sizes.intermediate * (rotation.down_block or 0)  # R3 of a layer
-    head = sizes.tied_head if rotates else 0  # a rotation unties it
+    head = sizes.untied_head if rotates else 0
     checkpoint = (sizes.weights + head + boundaries + layers * of_down) * save_dtype.itemsize
     of_linear = [
         (pruning.sparsity_for(name), sizes.shapes[role])

@@ -80,6 +80,15 @@ class Sizes:
         return self.shapes[group.linears[0].name][1]
 
     @property
+    def rotates_stream(self) -> bool:
+        return any(linear.output == "r1" for group in self.groups for linear in group.linears)
+
+    @property
+    def untied_head(self) -> int:
+        """Numbers in lm_head if a rotation unties it; otherwise 0."""
+        return self.tied_head if self.rotates_stream else 0
+
+    @property
     def intermediate(self) -> int:
         return self.inputs(self.groups[-1])
 
@@ -172,7 +181,7 @@ def main_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int
     if recipe.rotation.mode == "none":
         return numbers * dtype.itemsize
     rotations = len(sizes.names) * rotation_bytes(sizes, recipe.rotation.down_block)
-    return (numbers + sizes.tied_head) * dtype.itemsize + rotations
+    return (numbers + sizes.untied_head) * dtype.itemsize + rotations
 
 
 def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
@@ -286,7 +295,8 @@ def evaluation(
     total = 0.0
     for linear in (linear for group in sizes.groups for linear in group.linears if linear.name in roles):
         out, width = sizes.shapes[linear.name]
-        total += (4 if gradients else 2) * out * width * block  # the rotated weight, and the gradient in R1
+        if "r1" in linear.rotations:  # the rotated weight, and the gradient in R1
+            total += (4 if gradients else 2) * out * width * block
         if "r2" in (linear.input, linear.output):  # R2, its gradient, and the way back
             total += (6 if gradients else 2) * out * width * head
         if linear.input == "r3":

@@ -119,19 +119,21 @@ def check_layer(
     stream: input of the layer; afterwards its output.
     rotated_stream: input of the rotated layer, in the basis R1; afterwards its output. None computes it from
         `stream`.
-    boundary: the boundary of the residual that the rotated layer holds.
+    boundary: the boundary of the residual, or that inside of the layer, which the rotated layer holds.
     """
-    device = stream.hidden_states.device
+    device, rotates = stream.hidden_states.device, layer.family.rotates_stream
     r1 = rotation.r1.to(device)
     if rotated_stream is None:
-        rotated_stream = stream.rotated_copy(r1)
+        rotated_stream = stream.rotated_copy(r1) if rotates else stream.copy()
     rotated = layer.copy(device, torch.float32)
     stream.advance(rotated)
     _check_finite(stream.hidden_states, layer)
     rotated.rotate(rotation.to(device), boundary, dtype=merging_dtype(device))
     rotated_stream.advance(rotated)
-    output_r1 = r1 if boundary is None else boundary.next_r1.to(device)
-    output = rotated_stream.hidden_states @ output_r1.T.to(rotated_stream.hidden_states.dtype)
+    output = rotated_stream.hidden_states
+    if rotates:
+        output_r1 = r1 if boundary is None else boundary.next_r1.to(device)
+        output = output @ output_r1.T.to(output.dtype)
     return _checked_error(f"layer {layer.index}", output, stream.hidden_states)
 
 
@@ -151,13 +153,15 @@ def check_model(
     device: where the check computes, to which one layer at a time is copied.
     rotations: the rotation of each layer; None takes `random_rotations`, with an R3 of `down_block` columns.
     """
-    bases = Bases(bases.place or "input", bases.layers)  # of a shared R1 each boundary matrix is the identity
+    rotates = model.family.rotates_stream
+    # of a shared R1 each boundary matrix is the identity
+    bases = Bases(bases.place or ("input" if rotates else "inside"), bases.layers)
     stream = _embedded(model, tokens, device)
     down = None if down_block is None else (model.widths["mlp"] // down_block, down_block)
     drawn = random_rotations(bases.layers, model.hidden_size, model.heads, device, down=down)
     remaining = iter(rotations or drawn)
     known = {0: next(remaining)}  # of three layers at most, to save memory
-    rotated_stream = stream.rotated_copy(known[0].r1)
+    rotated_stream = stream.rotated_copy(known[0].r1) if rotates else stream.copy()
     for layer in model.layers:
         if (following := next(remaining, None)) is not None:
             known[layer.index + 1] = following
@@ -170,5 +174,6 @@ def check_model(
     last_r1 = known[bases.layers - 1].r1.to(device)
     norm, head = (copied(module, device, torch.float32) for module in (model.final_norm, model.head))
     expected = head(norm(stream.hidden_states))
-    rotate_head(norm, head, last_r1, device)
+    if rotates:
+        rotate_head(norm, head, last_r1, device)
     return _checked_error(model.family.head, head(norm(rotated_stream.hidden_states)), expected)

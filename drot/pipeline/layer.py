@@ -47,7 +47,7 @@ def prune_layer(
     layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
     dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
     rotation: the rotation that was merged into the layer.
-    output_r1: R1 [d, d] of the basis in which the layer writes.
+    output_r1: R1 [d, d] of the basis in which the layer writes; None if no rotation acts on what it writes.
     save_dtype: dtype of the saved weights; None rounds nothing. Errors are those before the rounding.
     """
     layer, pruning = layer_pass.layer, recipe.pruning

@@ -19,6 +19,9 @@ def layer_objective(
     A Hessian is computed only for an input group with a linear that is pruned. The weights of the norms are
     folded into the linears, so a Hessian behind a norm is that of the norm's output without its weights.
 
+    With `mode="shared"` a family whose stream cannot rotate has no R1, and the objective holds no linear on
+    which R1 alone acts.
+
     advance: whether the stream goes on to the output of the layer, in the same pass.
     """
     weights = layer.folded_weights()
@@ -29,6 +32,10 @@ def layer_objective(
         for name, linear in layer.linears.items()
         if not pruning.keeps(linear.full_name)
     }
+    fixed_r1 = recipe.rotation.mode == "shared" and not layer.family.rotates_stream
+    if fixed_r1:
+        acted_on = {name for name, linear in layer.linears.items() if {"r2", "r3"} & linear.spec.rotations}
+        sparsity = {name: value for name, value in sparsity.items() if name in acted_on}
     groups = [group for group in layer.groups if any(linear.name in sparsity for linear in group.linears)]
     # the entropy needs no metric of an input that is not rotated, whose Hessian is the largest
     unrotated = recipe.rotation.objective == "pruned"
@@ -61,5 +68,6 @@ def layer_objective(
         product_dtype=getattr(torch, recipe.rotation.product_dtype),
         blocks=recipe.rotation.equal_blocks,
         down_block=down_block,
+        fixed_r1=fixed_r1,
     )
     return objective, metrics.damping

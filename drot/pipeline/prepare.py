@@ -17,6 +17,7 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.devices import computing_dtype, parse_dtype, pick_devices
 from drot.manifest.manifest import MANIFEST, read_manifest
+from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens, down_width
@@ -67,6 +68,7 @@ def plan(
         format=format,
         rotations_given=rotations_given,
         down_width=down_width(config, recipe.pruning),
+        rotates_stream=family_of(config).rotates_stream,
         tokens=None if calibration is None else (calibration.shape[0], calibration.shape[1]),
     )
     check_recipe(config, resolved, devices, rotations_given=rotations_given)

@@ -175,7 +175,7 @@ class _Training:
     def __init__(self, layer: DecoderLayer) -> None:
         self.rate = 0.0
         weights = list(dict.fromkeys(linear.parameter for linear in layer.linears.values()))
-        self._parameters = [*weights, *(norm.weight for norm in layer.norms)]
+        self._parameters = [*weights, *(norm.weight for norm in [*layer.norms, *layer.post_norms])]
         self._kept: dict[Tensor, Tensor] = {weight: weight != 0 for weight in weights}
 
     @contextlib.contextmanager

@@ -57,7 +57,7 @@ class PruningRun:
         """Rotates and prunes the model. `state` saves the finished layers; None saves nothing."""
         with contextlib.nullcontext() if state is None else state.saving():
             self._prune_layers(state)
-        if self.context.rotates:
+        if self.context.rotates_stream:
             self._finish()
 
     def _prune_layers(self, state: RunState | None) -> None:
@@ -70,7 +70,7 @@ class PruningRun:
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
 
         for layer in on_device(run.model.layers, run.device, run.home):
-            boundary = run.bases.held(layer.index, known) if known and run.bases.place == "residual" else None
+            boundary = run.bases.merged(layer.index, known) if known else None
             record = {"layer": layer.index} | records.get(layer.index, {})
             work = LayerWork(layer, stream, dense, known.get(layer.index), boundary, record)
             if (saved := steps.load(state, layer) if state else None) is not None:

@@ -158,8 +158,9 @@ def _errors(
             rotated, inputs = layer, stream
             if rotations is not None:
                 rotation = rotations[layer.index]
-                boundary = run.bases.held(layer.index, rotations) if run.bases.place == "residual" else None
-                rotated, inputs = layer.copy(), stream.rotated_copy(rotation.r1)
+                boundary = run.bases.merged(layer.index, rotations)
+                rotated = layer.copy()
+                inputs = stream.rotated_copy(rotation.r1) if run.rotates_stream else stream
                 rotated.rotate(rotation.to(run.device), boundary, dtype=merging_dtype(run.device))
             errors |= _output_errors(rotated, inputs, measured)
         stream.advance(layer)

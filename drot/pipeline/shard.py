@@ -63,7 +63,7 @@ def load_tensors(layer: DecoderLayer, tensors: dict[str, Tensor], bases: Bases) 
     if f"{layer.prefix}{ROTATION_MODULE}.weight" in own:
         assert bases.place is not None
         layer.expect_boundary(bases.place)
-        layer.apply_boundary("residual" if bases.place == "residual" else None)
+        layer.apply_boundary(None if bases.place == "input" else bases.place)
     if (r3 := next((own[name] for name in own if f"{DOWN_ROTATION}.weight" in name), None)) is not None:
         layer.expect_down_rotation(r3.shape[-1])
     for name in [name for name in own if name.endswith(".values")]:

@@ -40,11 +40,12 @@ class LayerWork:
 
     layer: the layer, on the first device of the run.
     stream: the inputs of the layer, computed by the pruned layers before it; at the end its outputs. Between
-        the steps `merge` and `unrotate` they are in the basis of the layer, otherwise in the original basis.
+        the steps `merge` and `unrotate` they are in the basis of the layer, otherwise in the original basis,
+        as they are all the time in a family whose stream cannot rotate.
     dense: the same in the dense model, whose outputs the step `prune` computes; None if the recipe does not
         use them.
-    boundary: the boundary of the residual that the layer has to hold.
-    output_r1: R1 [d, d] of the basis in which the layer writes.
+    boundary: the boundary of the residual that the layer has to hold, or that inside of the layer.
+    output_r1: R1 [d, d] of the basis in which the layer writes; None is the original basis.
     objective: the objective of the rotation, until it is trained.
     layer_pass: the pass of the tokens through the layer while it is pruned.
     record: the entry of the layer in the manifest.
@@ -87,7 +88,10 @@ def rotate(run: RunContext, work: LayerWork) -> None:
     with run.during("check", work.layer):
         sample = work.stream.first_samples(1)
         sample.hidden_states = sample.hidden_states.to(torch.float32, copy=True)
-        error = check_layer(work.layer, sample, work.rotation)
+        rotations = {index: work.rotation}
+        if run.bases.place == "inside":
+            work.boundary = run.bases.held(index, rotations)
+        error = check_layer(work.layer, sample, work.rotation, boundary=work.boundary)
     work.record["rotation"] = record | {"damping": work.record.pop("damping"), "invariance_error": error}
 
 
@@ -99,8 +103,16 @@ def merge(run: RunContext, work: LayerWork) -> None:
     assert work.rotation is not None
     with run.during("merge", work.layer):
         work.layer.rotate(work.rotation.to(run.device), work.boundary, dtype=merging_dtype(run.device))
-        for stream in work.streams:
-            stream.rotate(work.rotation.r1)
+        _enter_basis(run, work)
+
+
+def _enter_basis(run: RunContext, work: LayerWork) -> None:
+    """Brings the inputs of the layer into its basis, if it has its own."""
+    assert work.rotation is not None
+    if not run.rotates_stream:
+        return
+    for stream in work.streams:
+        stream.rotate(work.rotation.r1)
     work.output_r1 = work.rotation.r1 if work.boundary is None else work.boundary.next_r1
 
 
@@ -115,7 +127,7 @@ def prune(run: RunContext, work: LayerWork) -> None:
             run.recipe,
             dense=DenseReference(dense) if dense is not None and to_dense else None,
             rotation=work.rotation,
-            output_r1=None if work.boundary is None else work.output_r1,
+            output_r1=work.output_r1,
             save_dtype=run.save_dtype,
         )
         if dense is not None:
@@ -150,7 +162,8 @@ def advance(run: RunContext, work: LayerWork) -> None:
 
 def unrotate(run: RunContext, work: LayerWork) -> None:
     """Brings the outputs of the layer back into the original basis."""
-    assert work.output_r1 is not None
+    if work.output_r1 is None:
+        return
     with run.during("merge", work.layer):
         for stream in work.streams:
             stream.rotate(work.output_r1.T)
@@ -201,10 +214,10 @@ def restore(
     }
     if run.rotates:
         work.rotation = LayerRotation.from_tensors(beside, ROTATION_PREFIX)
-        work.output_r1 = work.rotation.r1 if work.boundary is None else work.boundary.next_r1
+        if run.bases.place == "inside":
+            work.boundary = run.bases.held(work.layer.index, {work.layer.index: work.rotation})
         with run.during("merge", work.layer):
-            for stream in work.streams:
-                stream.rotate(work.rotation.r1)
+            _enter_basis(run, work)
     layer = work.layer
     if work.dense is not None:
         with run.during("calibrate", layer):

@@ -48,7 +48,7 @@ def check_recipe(
 
     - several devices with a recipe whose layers cannot be trained in parallel,
     - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
-      when a layer is pruned,
+      when a layer is pruned, and a boundary that the family cannot have,
     - patterns of `keep` and `sparsity_of` that match no linear,
     - n:m, blocks or blocks of R3 that do not divide the model's dimensions, and R3 in a family without it,
     - the packed format if no linear is 2:4.
@@ -59,8 +59,7 @@ def check_recipe(
             'several devices train layers in parallel, which needs `mode="layer"` and `hessians="dense"`; '
             f'got `mode="{rotation.mode}"` and `hessians="{rotation.hessians}"`'
         )
-    if rotation.boundary == "residual":
-        _check_residual_boundary(rotation, rotations_given)
+    _check_boundary(config, rotation, rotations_given)
     _check_patterns(config, recipe.pruning)
     if recipe.format == "packed":
         dense_linears(config, recipe.pruning)
@@ -107,14 +106,21 @@ def _check_patterns(config: Any, pruning: PruningConfig) -> None:
             )
 
 
-def _check_residual_boundary(rotation: ResolvedRotation, rotations_given: bool) -> None:
-    if rotation.mode != "layer":
+def _check_boundary(config: Any, rotation: ResolvedRotation, rotations_given: bool) -> None:
+    place, inside = rotation.boundary, not family_of(config).rotates_stream
+    if place != "input" and rotation.mode != "layer":
         why = "all layers have the same R1" if rotation.mode == "shared" else "nothing is rotated"
         raise UserError(
-            f'`boundary="residual"` has no effect with `mode="{rotation.mode}"`, where {why}: '
+            f'`boundary="{place}"` has no effect with `mode="{rotation.mode}"`, where {why}: '
             "leave out `boundary`"
         )
-    if rotation.hessians != "dense" and not rotations_given:
+    if rotation.mode == "layer" and (place == "inside") != inside:
+        why = "whose residual stream " + ("cannot rotate" if inside else "rotates")
+        raise UserError(
+            f"`boundary` must be auto or {'inside' if inside else 'input or residual'} for a model of type "
+            f'{config.model_type!r}, {why}; got "{place}": leave it out'
+        )
+    if place == "residual" and rotation.hessians != "dense" and not rotations_given:
         raise UserError(
             '`boundary="residual"` needs the rotation of the next layer before a layer is pruned; got '
             f'`hessians="{rotation.hessians}"`: use `hessians="dense"`, or name a file of '

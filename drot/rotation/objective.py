@@ -33,11 +33,12 @@ from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagona
 
 @dataclass(frozen=True)
 class LeftRotated:
-    """A linear of which R1 rotates the outputs, and R3 or nothing the input: down_proj.
+    """A linear of which R1 or nothing rotates the outputs, and R3 or nothing the input: down_proj.
 
     weight: folded weight [d, ff], times `factor`.
     column_scale: without R3 the column_scale [ff] of its scores, which no rotation changes; None for 1.
     metric: with R3 the diagonal blocks [ff/b, b, b] of M.
+    by_r1: whether R1 rotates the outputs.
     """
 
     weight: Tensor
@@ -45,6 +46,7 @@ class LeftRotated:
     metric: Metric | None
     sparsity: Sparsity
     factor: float
+    by_r1: bool = True
 
 
 class LayerObjective:
@@ -55,7 +57,8 @@ class LayerObjective:
     R3 [n · ff/b, b, b] has the blocks of all n linears of this list, in its order. There is no R3 without
     `down_block`, or if the list is empty.
 
-    A linear that is not pruned adds nothing to the loss, the gradients and the entropy, for either objective.
+    A linear that is not pruned adds nothing to the loss, the gradients and the entropy, for either objective,
+    and neither does a linear that no rotation changes.
 
     weights: name of a linear → weight [out, in], folded and not rotated.
     objective: `entropy` or `pruned`.
@@ -63,6 +66,7 @@ class LayerObjective:
     product_dtype: dtype of the matrix products. Losses and gradients are fp32, or fp64 for fp64 products.
     blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
     down_block: the size of the blocks of R3, for which `metrics` were made; None without R3.
+    fixed_r1: whether R1 stays the identity.
     """
 
     def __init__(
@@ -77,9 +81,10 @@ class LayerObjective:
         product_dtype: torch.dtype = torch.float32,
         blocks: int = 1,
         down_block: int | None = None,
+        fixed_r1: bool = False,
     ) -> None:
         self.groups, self.shape, self.objective, self.blocks = groups, shape, objective, blocks
-        self.down_block = down_block
+        self.down_block, self.fixed_r1 = down_block, fixed_r1
         self.sparsity = dict.fromkeys(weights, sparsity) if isinstance(sparsity, Sparsity) else sparsity
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
@@ -101,9 +106,11 @@ class LayerObjective:
                 if group.input == "r2":
                     self.r2_metric = metric.rounded(product_dtype)
             if group.input in (None, "r3"):
+                left = group.linears[0].output == "r1"
                 self.left_rotated += [
-                    self._left_rotated(name, part, metrics.metrics[group.name])
+                    self._left_rotated(name, part, metrics.metrics[group.name], left)
                     for name, part in parts.items()
+                    if left or down_block
                 ]
             elif parts:
                 sizes = [len(part) for part in parts.values()]
@@ -115,13 +122,14 @@ class LayerObjective:
         names = (linear.name for linear in group.linears)
         return [name for name in names if name in self.sparsity and name in weights]
 
-    def _left_rotated(self, name: str, weight: Tensor, metric: Metric) -> LeftRotated:
+    def _left_rotated(self, name: str, weight: Tensor, metric: Metric, by_r1: bool) -> LeftRotated:
         column_scale = of_r3 = None
         if self.down_block:
             of_r3 = metric.rounded(self.product_dtype)
         elif metric.matrix is not None:
             column_scale = metric.column_scale(metric.matrix.to(self.loss_dtype))
-        return LeftRotated(weight, column_scale, of_r3, self.sparsity[name], self._factors.pop(name))
+        factor = self._factors.pop(name)
+        return LeftRotated(weight, column_scale, of_r3, self.sparsity[name], factor, by_r1)
 
     def _stacked_metric(self, metrics: list[Metric]) -> Metric:
         """The diagonal blocks of the metrics of inputs that R1 rotates, as ColumnScales takes them."""
@@ -190,7 +198,8 @@ class LayerObjective:
             weight = moved(linear.weight, [len(linear.weight)], [linear.factor])
             scale = None if linear.column_scale is None else linear.column_scale.to(device)
             metric = None if linear.metric is None else linear.metric.to(device)
-            other.left_rotated.append(LeftRotated(weight, scale, metric, linear.sparsity, linear.factor))
+            rest = linear.sparsity, linear.factor, linear.by_r1
+            other.left_rotated.append(LeftRotated(weight, scale, metric, *rest))
         return other
 
     def identity(self) -> tuple[Tensor, ...]:
@@ -289,7 +298,8 @@ class LayerObjective:
         assert metric is not None
         heads_r2_cast = r2_cast.repeat_interleave(self.shape.group, 0)
         heads_r2 = heads_r2_cast if metric.factored else r2.repeat_interleave(self.shape.group, 0)
-        gradient = self._add_on_both_sides(weight, metric, sparsity, heads_r2, heads_r2_cast, r1_cast, sums)
+        left = r1_cast if linear.output == "r1" else None
+        gradient = self._add_on_both_sides(weight, metric, sparsity, heads_r2, heads_r2_cast, left, sums)
         if gradient is not None:
             sums.gradients["r2"] = gradient.unflatten(0, (-1, self.shape.group)).sum(1)
 
@@ -301,7 +311,8 @@ class LayerObjective:
         for linear, blocks, cast in parts:
             assert linear.metric is not None
             of_linear = linear.weight, linear.metric, linear.sparsity
-            gradients.append(self._add_on_both_sides(*of_linear, blocks, cast, r1_cast, sums))
+            left = r1_cast if linear.by_r1 else None
+            gradients.append(self._add_on_both_sides(*of_linear, blocks, cast, left, sums))
         if sums.with_gradients:
             sums.gradients["r3"] = torch.cat([each for each in gradients if each is not None])
 
@@ -312,19 +323,22 @@ class LayerObjective:
         sparsity: Sparsity,
         blocks: Tensor,
         blocks_cast: Tensor,
-        r1_cast: Tensor,
+        r1_cast: Tensor | None,
         sums: Sums,
     ) -> Tensor | None:
-        """Y = R1ᵀ W blockdiag(blocks [n, b, b]). Returns the gradient in `blocks`, if it is wanted."""
+        """Y = R1ᵀ W blockdiag(blocks [n, b, b]), without R1 for None. Returns the gradient in `blocks`, if it
+        is wanted."""
         column_scales = ColumnScales(metric, blocks, blocks_cast)
-        u = rotate_left(r1_cast, weight)
+        u = weight if r1_cast is None else rotate_left(r1_cast, weight)
         y = rotate_right(u, blocks_cast)
-        dy, dcolumn_scale = self._add_loss(sparsity, y, column_scales.of_input(0), sums, columns=True)
+        columns = r1_cast is not None
+        dy, dcolumn_scale = self._add_loss(sparsity, y, column_scales.of_input(0), sums, columns=columns)
         if not sums.with_gradients:
             return None
         gradient = product(*right_factors(u, dy, len(blocks_cast)), self.loss_dtype)
         column_scales.add_gradient(gradient, [dcolumn_scale])
-        sums.add("r1", left_factors(weight, rotate_right(dy, blocks_cast.mT), len(r1_cast)))
+        if r1_cast is not None:
+            sums.add("r1", left_factors(weight, rotate_right(dy, blocks_cast.mT), len(r1_cast)))
         return gradient
 
     def _add_left_rotated(self, linear: LeftRotated, r1_cast: Tensor, sums: Sums) -> None:

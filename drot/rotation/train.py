@@ -48,16 +48,22 @@ class TrainingRecord:
 
 
 class _R1Parameters:
-    """The `count` matrices that are optimised for R1: R1 [n, b, b], or [1, b, b] for each unequal block."""
+    """The `count` matrices that are optimised for R1: R1 [n, b, b], or [1, b, b] for each unequal block.
 
-    def __init__(self, start: Tensor, blocks: int | tuple[int, ...]) -> None:
+    None is optimised if R1 is fixed, and stays as it starts.
+    """
+
+    def __init__(self, start: Tensor, blocks: int | tuple[int, ...], *, fixed: bool = False) -> None:
         size = start.shape[0] * start.shape[1]
+        self._fixed = start if fixed else None
         self.sizes = blocks if isinstance(blocks, tuple) else None
         if self.sizes and sum(self.sizes) != size:
             raise UserError(f"`blocks` must add up to the hidden size {size}, got {self.sizes}")
-        self.count = len(self.sizes) if self.sizes else 1
+        self.count = 0 if fixed else len(self.sizes) if self.sizes else 1
 
     def split(self, r1: Tensor) -> list[Tensor]:
+        if self._fixed is not None:
+            return []
         if not self.sizes:
             return [r1]
         stops = itertools.accumulate(self.sizes)
@@ -65,6 +71,8 @@ class _R1Parameters:
 
     def join(self, matrices: list[Tensor]) -> Tensor:
         """The inverse of `split`."""
+        if self._fixed is not None:
+            return self._fixed
         return torch.block_diag(*(matrix[0] for matrix in matrices))[None] if self.sizes else matrices[0]
 
 
@@ -125,7 +133,7 @@ class _SummedObjective:
         own_gradients: list[Tensor | None] = [None] * (len(matrices) - count)
         for index in chosen:
             objective, own = self._objectives[index].to(r1.device), self._own[index]
-            casts = None if rounded is None else [r1_rounded, *rounded[own]]
+            casts = None if rounded is None else [r1_rounded.to(rounded[own][0]), *rounded[own]]
             value, g1, *of_own = objective.value_and_grad(r1, *matrices[own], rounded=casts)
             if scale != 1:
                 value, g1 = value * scale, g1 * scale
@@ -163,7 +171,7 @@ class _Training:
         self.steps = 0 if all(objective.empty for objective in objectives) else config.steps
         self.trained = [i for i, objective in enumerate(objectives) if not (self.steps and objective.empty)]
         eye = objectives[0].identity()[0].to(device)
-        self._r1 = _R1Parameters(eye, config.blocks)
+        self._r1 = _R1Parameters(eye, config.blocks, fixed=objectives[0].fixed_r1)
         trained = [objectives[index] for index in self.trained]
         own = [[matrix.to(device) for matrix in objective.own_identity()] for objective in trained]
         self.start = [*self._r1.split(eye), *itertools.chain(*own)]

@@ -21,6 +21,7 @@ from drot.model.boundary import (
     rotation_place,
 )
 from drot.model.decoder import DecoderModel
+from drot.model.families import family_of
 from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotations
 from drot.sparse.linear import is_packed
@@ -62,8 +63,9 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     config = copy.deepcopy(config)
     held = drot_config_of(config)
     if held is None or not (held.boundary or held.down_rotation):
-        size = resolve(Recipe(), down_width=config.intermediate_size).rotation.down_block
-        held = DrotConfig(boundary="input", down_rotation=size)
+        stream = family_of(config).rotates_stream
+        rotation = resolve(Recipe(), down_width=config.intermediate_size, rotates_stream=stream).rotation
+        held = DrotConfig(boundary=rotation.boundary, down_rotation=rotation.down_block)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.num_hidden_layers, config.vocab_size, config.pad_token_id = 1, 8, None
@@ -116,7 +118,7 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
             attention.layer_idx = index  # the layer's index in the KV cache
             setattr(layer, attention_path, attention)
             stack.append(layer)
-        if rotation_place(stack[0]) is not None:
+        if rotation_place(stack[0]) not in (None, "inside"):
             stack[0] = _twin(stack[0])
             remove_boundary_rotation(stack[0])
     return models

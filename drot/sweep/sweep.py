@@ -17,6 +17,7 @@ from drot.core.files import check_writable
 from drot.core.lock import locked
 from drot.machine.devices import pick_devices
 from drot.manifest.manifest import MANIFEST
+from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.validation import check_config, check_recipe, down_width
 from drot.reporting.drawing import PACKAGE, installed
@@ -134,6 +135,7 @@ def _cells_for(model: str, grid: Grid, devices: list[torch.device]) -> tuple[lis
                 positions=positions_of(config),
                 device=devices[0].type,
                 down_width=down_width(config, cell.recipe.pruning),
+                rotates_stream=family_of(config).rotates_stream,
             )
             check_recipe(config, resolved, devices)
             cells.append(Cell(cell.recipe, resolved))

@@ -46,6 +46,9 @@ def test_a_declaration_is_consistent(family):
     for group in family.groups:
         assert len({(linear.input, linear.shape[1]) for linear in group.linears}) == 1
         assert group.norm is None or group.input == "r1"
+    written = {linear.output for linear in family.linears if linear.writes_residual}
+    assert written == ({"r1"} if family.post_norms is None else {None})
+    assert family.rotates_stream == (written == {"r1"})
     for linear in family.linears:
         outputs, inputs = linear.shape
         assert inputs in widths[linear.input] and outputs in widths[linear.output]

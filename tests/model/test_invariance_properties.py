@@ -18,7 +18,10 @@ def compute_norms_in_fp64(model):
     """transformers computes every RMSNorm in fp32, also in an fp64 model."""
     for module in model.modules():
         if type(module).__name__.endswith("RMSNorm"):
-            weight, eps = module.weight, module.variance_epsilon
+            eps = getattr(module, "variance_epsilon", None)
+            weight = module.weight
+            if eps is None:  # Gemma's
+                eps, weight = module.eps, 1 + weight
 
             def forward(x, weight=weight, eps=eps):
                 return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, prune, recipe, saved_tensors
-from small_models import WITHOUT_EXPERTS, random_tokens, relative_error, small_model
+from small_models import ON_THE_STREAM, random_tokens, relative_error, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
@@ -24,7 +24,7 @@ RESIDUAL = dict(boundary="residual", hessians="dense")
 CHOSEN = recipe(**RESIDUAL)
 
 
-@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
+@pytest.mark.parametrize("family", ON_THE_STREAM)
 def test_without_sparsity_the_outputs_do_not_change(family):
     """The logits, and the text generated with a KV cache and padding, are those of the original model."""
     model, tokens = small_model(family), random_tokens(2, 30, seed=5)
@@ -39,7 +39,7 @@ def test_without_sparsity_the_outputs_do_not_change(family):
     assert not result.manifest.stock_architecture
 
 
-@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
+@pytest.mark.parametrize("family", ON_THE_STREAM)
 @pytest.mark.slow
 def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
     result = prune(small_model(family), CHOSEN, out=tmp_path / "out")

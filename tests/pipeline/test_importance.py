@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from runs import TOKENS, interrupted, one_shot, prune
-from small_models import FAMILIES, random_rotations, small_model
+from small_models import FAMILIES, place_in, random_rotations, small_model
 
 from drot.calibration.hessian import InputHessian
 from drot.checkpoint.convert import convert
@@ -123,7 +123,8 @@ def test_every_linear_returns_to_its_basis(family, place):
     """Undoing the rotation of a rotated layer gives its folded weights."""
     model = small_model(family)
     layer, rotations = DecoderModel(model).layers[0], random_rotations(model)
-    rotation, boundary = rotations[0], Bases(place, 3).held(0, rotations)
+    rotation = rotations[0]
+    boundary = Bases(place_in(DecoderModel(model), place), 3).merged(0, rotations)
     original = layer.folded_weights()
     layer.rotate(rotation, boundary)
     for group in layer.groups:

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from random_models import BARE, build, settings_of_models, tokens_for
 from runs import named_linears, saved_bytes
-from small_models import relative_error
+from small_models import INSIDE, relative_error
 from transformers import AutoModelForCausalLM
 
 import drot
@@ -54,6 +54,8 @@ def recipes(draw, sparsities):
 
 
 def prune(settings, recipe, **options):
+    if settings["family"] in INSIDE and recipe.rotation.boundary != "auto":
+        recipe = recipe.replace(boundary="auto")
     calibration = tokens_for(settings, rows=4, seed=1)
     return drot.prune(build(settings), recipe, calibration=calibration, device="cpu", **options)
 

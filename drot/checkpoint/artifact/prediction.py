@@ -70,13 +70,14 @@ def predictions(
     """
     decoder = DecoderModel(model)
     family, bases = decoder.family, Bases(place, len(decoder.layers))
+    rotates = rotations is not None and family.rotates_stream
     ends = {f"{path}.weight" for path in (family.embedding, family.head, family.final_norm)}
     for name, tensor in model.state_dict().items():
         if name.startswith(f"{family.layers}."):
             continue
-        if rotations is None or name not in ends:
+        if not rotates or name not in ends:
             yield Prediction(name, _split(tensor), 0.0)
-    if rotations is not None:
+    if rotations is not None and rotates:
         norm, head, embedding = decoder.final_norm.weight, decoder.head.weight, decoder.embedding.weight
         scale = norm.detach().double()
         first, last = rotations[0].r1.double(), rotations[-1].r1.double()
@@ -93,7 +94,7 @@ def predictions(
         layer, prefix = dense.copy(dtype=torch.float64), f"{family.layers}.{dense.index}"
         if rotations is not None:
             boundary = bases.held(layer.index, rotations)
-            layer.rotate(rotations[layer.index], boundary if place == "residual" else None)
+            layer.rotate(rotations[layer.index], bases.merged(layer.index, rotations))
             if place == "input" and boundary is not None:
                 layer.hold(boundary)
         for name, tensor in layer.module.state_dict().items():

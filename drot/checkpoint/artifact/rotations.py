@@ -35,16 +35,20 @@ def rotations_in(
     """
     decoder = DecoderModel(model)
     family, bases = decoder.family, Bases(place, len(decoder.layers))
-    dense = decoder.embedding.weight.detach()
-    rotated = read(f"{family.embedding}.weight")
-    r1 = _nearest(
-        sum(a.double().T @ b.double() for a, b in zip(dense.split(ROWS), rotated.split(ROWS), strict=True))
-    )
+    if family.rotates_stream:
+        dense = decoder.embedding.weight.detach()
+        rotated = read(f"{family.embedding}.weight")
+        pairs = zip(dense.split(ROWS), rotated.split(ROWS), strict=True)
+        r1 = _nearest(sum(a.double().T @ b.double() for a, b in pairs))
+    else:
+        r1 = torch.eye(decoder.hidden_size, dtype=torch.float64)
     found = []
     for layer in decoder.layers:
         prefix = f"{family.layers}.{layer.index}"
         step = read(f"{prefix}.{ROTATION_MODULE}.weight").double().T if bases.holds(layer.index) else None
-        if step is not None and place == "input":
+        if step is not None and place == "inside":
+            r1 = reorthogonalize(step)
+        elif step is not None and place == "input":
             r1 = reorthogonalize(r1 @ step)
         blocks = read(f"{prefix}.{family.mlp}.{DOWN_ROTATION}.weight").double() if r3 else None
         r2 = _r2(layer, r1, read, prefix)

@@ -1,9 +1,10 @@
 """Schema of artifact.json, the index of an artifact (drot/checkpoint/artifact/container.py)."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
+from drot.config import BoundaryPlace
 from drot.core.reading import Entries
 from drot.manifest.integrity import Files
 
@@ -15,7 +16,7 @@ class ArtifactIndex(Entries):
     model: str
     model_sha256: str
     rotated: bool
-    boundary: Literal["input", "residual"] | None
+    boundary: BoundaryPlace | None
     down_rotation: Annotated[int, Field(ge=2)] | None = None
     files: Annotated[Files, Field(min_length=1)]
     tolerances: dict[str, Annotated[float, Field(ge=0)]]

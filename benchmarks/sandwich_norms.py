@@ -1,0 +1,140 @@
+"""How much of the 2:4 gap the rotations close in a model with norms behind attention and MLP.
+
+    python benchmarks/sandwich_norms.py --minutes 8
+
+The model is a GLM-4 with the weights of the demo's LLaMA. Its norms behind the blocks start at the root mean
+square that the LLaMA's blocks write. The whole model is then trained on the demo's calibration text and on
+the standard library. It is pruned to 2:4 by SparseGPT in one shot, without rotation and at the three points
+of --rotation. The share of the gap is that of the loss on the held-out text of the demo.
+"""
+
+import argparse
+import math
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import drot
+from drot.config import Recipe
+from drot.evaluation.perplexity import perplexity
+from drot.model.decoder import DecoderModel
+from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from train_tiny_llama import read, standard_library
+
+SEQLEN, BATCH, LEARNING_RATE = 256, 4, 5e-4
+POINTS: dict[str, dict[str, Any]] = {
+    "stock": {"mode": "shared", "down_rotation": "none"},
+    "light": {"mode": "shared", "down_rotation": 64},
+    "full": {"mode": "layer"},
+}
+
+
+@torch.no_grad()
+def glm4(ids: torch.Tensor) -> Any:
+    """A GLM-4 with the weights of the demo's LLaMA. ids: token ids [n] on which its outputs are measured."""
+    llama = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    own = llama.config
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    )
+    config = AutoConfig.for_model(
+        "glm4",
+        **{name: getattr(own, name) for name in names},
+        head_dim=own.hidden_size // own.num_attention_heads,
+        rope_parameters=dict(own.rope_parameters) | {"partial_rotary_factor": 1.0},
+        attention_bias=False,
+        pad_token_id=None,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    sizes: dict[int, float] = {}
+
+    def measure(module: Any, args: Any, output: torch.Tensor) -> None:
+        sizes[id(module)] = float(output.square().mean().sqrt())
+
+    for layer, dense in zip(DecoderModel(model).layers, DecoderModel(llama).layers, strict=True):
+        for name, linear in layer.linears.items():
+            linear.weight.copy_(dense.linears[name].weight)
+        for norm, of_dense in zip(layer.norms, dense.norms, strict=True):
+            norm.weight.copy_(of_dense.weight)
+        for name in ("o_proj", "down_proj"):
+            dense.linears[name].module.register_forward_hook(measure)
+    llama(ids[None, :2048])
+    for layer, dense in zip(DecoderModel(model).layers, DecoderModel(llama).layers, strict=True):
+        for norm, name in zip(layer.post_norms, ("o_proj", "down_proj"), strict=True):
+            norm.weight.fill_(sizes[id(dense.linears[name].module)])
+    model.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight)
+    model.lm_head.weight.copy_(llama.lm_head.weight)
+    model.model.norm.weight.copy_(llama.model.norm.weight)
+    return model
+
+
+def train(model: Any, ids: torch.Tensor, seconds: float) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95))
+    started, step = time.monotonic(), 0
+    while (share := (time.monotonic() - started) / seconds) < 1:
+        for group in optimizer.param_groups:
+            rise = min(1.0, (step + 1) / 20)
+            group["lr"] = LEARNING_RATE * rise * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * share)))
+        starts = [random.randrange(len(ids) - SEQLEN) for _ in range(BATCH)]
+        batch = torch.stack([ids[start : start + SEQLEN] for start in starts])
+        loss = model(batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % 50 == 0:
+            print(f"step {step}: loss {loss.item():.3f}, {share:.0%} of the time", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--model", type=Path, help="a folder for the trained model, or where it lies")
+    options = parser.parse_args()
+    random.seed(0)
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    calibration = Path(CALIBRATION.source).read_text(encoding="utf-8")
+    held_out = tokenizer(HELD_OUT.read_text(encoding="utf-8")[:20_000], return_tensors="pt").input_ids[0]
+    first = tokenizer(calibration[:60_000], return_tensors="pt").input_ids[0]
+    if options.model is not None and options.model.exists():
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    else:
+        texts = read(standard_library())
+        random.shuffle(texts)
+        text = "\n\n".join(texts)[:4_000_000] + calibration
+        ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+        model = glm4(first)
+        train(model, ids, 60 * options.minutes)
+        if options.model is not None:
+            model.save_pretrained(options.model)
+    model.eval().requires_grad_(False)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    losses = {"dense": math.log(perplexity(model, held_out, seqlen=SEQLEN))}
+    chosen = Recipe().with_quality("fast").replace(seqlen=SEQLEN)
+    for name, fields in {"none": {"mode": "none"}, **POINTS}.items():
+        again = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+        again.load_state_dict(state)
+        pruned = drot.prune(
+            again, chosen.replace(**fields), calibration=first[: 24 * SEQLEN].view(24, SEQLEN), device="cpu"
+        ).model
+        losses[name] = math.log(perplexity(pruned, held_out, seqlen=SEQLEN))
+    gap = losses["none"] - losses["dense"]
+    for name, loss in losses.items():
+        print(
+            f"{name:6} perplexity {math.exp(loss):.2f}, closes {(losses['none'] - loss) / gap:.0%}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
