@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ import torch
 from drot.checkpoint.quantization_config import boundary_of, quantization_config_of
 from drot.checkpoint.source import (
     DENSE_DTYPES,
+    Header,
     check_headers,
     check_layers,
     model_folder,
@@ -123,32 +124,49 @@ def load_model(
     from drot.checkpoint.hf_model import keep_files  # it imports transformers too
 
     folder = model_folder(path, weights=True)
+    checked_headers(path, config, folder)
+    verified = verified_while_loading(folder) if verify else contextlib.nullcontext()
+    with verified, silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+        )
+    model, report = loaded
+    refuse_missing(path, model, report["missing_keys"])
+    _refuse_superfluous(path, report["unexpected_keys"])
+    for name, tensor in model.state_dict().items():
+        refuse_not_finite(path, name, tensor)
+    for _, linear in packed_linears(model):
+        linear.drop_compressed()  # the callers decide when the weights lie on a GPU
+    keep_files(model, folder)
+    return model.eval().requires_grad_(False)
+
+
+def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, Header]:
+    """Tensor → its header in the files of the model in `folder`, which are checked against its `config`.
+
+    Raises UserError as `load_model` does. The tensors of a model that drot cannot prune are checked when
+    transformers loads it.
+    """
+    from transformers import AutoModelForCausalLM
+
     headers = read_headers(weight_files(folder))
     check_layers(config, headers, folder)
-    problem, entries = NO_MODEL.format(str(path)), config.to_dict()
-    with silent_transformers(problem, entries):
+    with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
         if config.model_type in FAMILIES and not quantization_config_of(config):
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             check_headers(empty, headers)
             _refuse_superfluous(path, headers.keys() - stored_state(empty).keys())
-    verified = verified_while_loading(folder) if verify else contextlib.nullcontext()
-    with verified, silent_transformers(problem, entries):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
-        )
-    model, report = loaded
-    if missing := sorted(report["missing_keys"]):
+    return headers
+
+
+def refuse_missing(path: str | Path, model: "PreTrainedModel", names: Iterable[str]) -> None:
+    """Raises UserError if there are `names`, of tensors that the files of `model` lack."""
+    if missing := sorted(names):
         raise UserError(
             f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, the first is {missing[0]}: "
             "the checkpoint is incomplete or of another architecture; copy it again"
         )
-    _refuse_superfluous(path, report["unexpected_keys"])
-    _check_finite(path, model)
-    for _, linear in packed_linears(model):
-        linear.drop_compressed()  # the callers decide when the weights lie on a GPU
-    keep_files(model, folder)
-    return model.eval().requires_grad_(False)
 
 
 def _refuse_superfluous(path: str | Path, names: Any) -> None:
@@ -162,15 +180,14 @@ def _refuse_superfluous(path: str | Path, names: Any) -> None:
 
 
 @torch.no_grad()
-def _check_finite(path: str | Path, model: "PreTrainedModel") -> None:
-    """Raises UserError that names a weight with NaN or infinity."""
-    for name, tensor in model.state_dict().items():
-        # a meta tensor is offloaded to disk
-        if tensor.is_floating_point() and not tensor.is_meta and not is_finite(tensor):
-            narrow = ', or choose another `dtype` than "float16"' if tensor.dtype == torch.float16 else ""
-            raise UserError(
-                f"{path}: {name} must hold finite numbers, got NaN or infinity: copy the model again{narrow}"
-            )
+def refuse_not_finite(path: str | Path, name: str, tensor: torch.Tensor) -> None:
+    """Raises UserError if the weight `name` holds NaN or infinity."""
+    # a meta tensor is offloaded to disk
+    if tensor.is_floating_point() and not tensor.is_meta and not is_finite(tensor):
+        narrow = ', or choose another `dtype` than "float16"' if tensor.dtype == torch.float16 else ""
+        raise UserError(
+            f"{path}: {name} must hold finite numbers, got NaN or infinity: copy the model again{narrow}"
+        )
 
 
 def has_tokenizer(path: str | Path) -> bool:

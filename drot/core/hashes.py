@@ -4,8 +4,9 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -63,9 +64,19 @@ def tensors_digest(tensors: "Mapping[str, Tensor]", sample: int | None = None) -
 
     sample: bytes to hash at each end of a tensor; None hashes all bytes.
     """
-    names = sorted(tensors)
-    digests = in_threads(lambda name: _tensor_digest(tensors[name], sample), names)
-    return json_digest([[name, digests[name]] for name in names])
+    return _digest_of_parts([tensors], sample)
+
+
+def _digest_of_parts(parts: "Iterable[Mapping[str, Tensor]]", sample: int | None) -> str:
+    """`tensors_digest` of all tensors of `parts`, which are asked for one after the other."""
+    digests: dict[str, str] = {}
+    for part in parts:
+        digests |= in_threads(partial(_named_digest, part, sample), sorted(part))
+    return json_digest(sorted([name, digest] for name, digest in digests.items()))
+
+
+def _named_digest(tensors: "Mapping[str, Tensor]", sample: int | None, name: str) -> str:
+    return _tensor_digest(tensors[name], sample)
 
 
 def _tensor_digest(tensor: "Tensor", sample: int | None) -> str:
@@ -82,8 +93,15 @@ def _tensor_digest(tensor: "Tensor", sample: int | None) -> str:
     return digest.hexdigest()
 
 
-def weights_record(tensors: "Mapping[str, Tensor]", bound: int = WHOLE_HASH_BYTES) -> dict[str, Any]:
+def weights_record(
+    tensors: "Mapping[str, Tensor]",
+    bound: int = WHOLE_HASH_BYTES,
+    *,
+    parts: "Iterable[Mapping[str, Tensor]] | None" = None,
+) -> dict[str, Any]:
     """Names the weights of a model, wherever they were loaded from.
+
+    tensors: all weights. They hold numbers, or lie on the device `meta` and `parts` gives them part by part.
 
     bytes: size of all tensors. hashed: `all bytes`, or what was hashed of a model of more than `bound` bytes.
     sha256: the hash, which covers the name, the dtype and the shape of each tensor too.
@@ -93,7 +111,7 @@ def weights_record(tensors: "Mapping[str, Tensor]", bound: int = WHOLE_HASH_BYTE
     return {
         "bytes": size,
         "hashed": "all bytes" if whole else f"{SAMPLE_BYTES} bytes at both ends of each tensor",
-        "sha256": tensors_digest(tensors, None if whole else SAMPLE_BYTES),
+        "sha256": _digest_of_parts(parts or [tensors], None if whole else SAMPLE_BYTES),
     }
 
 

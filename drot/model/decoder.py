@@ -1,13 +1,16 @@
 """The handle to a causal language model: its decoder layers and its ends."""
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from drot.core.errors import UserError
+from drot.machine.transfer import on_device
 from drot.model.families import family_of
-from drot.model.layer import DecoderLayer
+from drot.model.layer import DecoderLayer, Weights
 from drot.model.linear import module_at, reset_norm
 from drot.model.sizes import head_shape, widths_of
 
@@ -16,16 +19,20 @@ class DecoderModel:
     """A causal language model of a supported family. Raises UserError for a model of another family.
 
     route_all: as in DecoderLayer.
+    weights: where the weights of `model` are read from if it lies on the device `meta`; None for a model that
+        has them.
     model: the Hugging Face model. family: the declaration of its parts. heads, widths: the sizes of its
         attention and of its linears.
     """
 
-    def __init__(self, model: Any, *, route_all: bool = False) -> None:
-        self.model, self.config = model, model.config
+    def __init__(self, model: Any, *, route_all: bool = False, weights: Weights | None = None) -> None:
+        self.model, self.config, self._weights = model, model.config, weights
         self.family, self.heads = family_of(model.config), head_shape(model.config)
         self.widths = widths_of(model.config)
         self.layers = [
-            DecoderLayer(layer, index, self.family, self.heads, self.widths, route_all=route_all)
+            DecoderLayer(
+                layer, index, self.family, self.heads, self.widths, route_all=route_all, weights=weights
+            )
             for index, layer in enumerate(self.layer_modules)
         ]
 
@@ -40,6 +47,11 @@ class DecoderModel:
     @property
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
+
+    @property
+    def is_skeleton(self) -> bool:
+        """Whether the weights are read when they are needed, and dropped afterwards."""
+        return self._weights is not None
 
     @property
     def layer_modules(self) -> nn.ModuleList:
@@ -68,6 +80,55 @@ class DecoderModel:
         if divisor is not None:
             outputs = outputs.div_(divisor)
         return outputs if cap is None else outputs.div_(cap).tanh_().mul_(cap)
+
+    @contextlib.contextmanager
+    def in_memory(self, *paths: str) -> Iterator[None]:
+        """A context in which modules outside of the layers have their weights, also those of a skeleton.
+
+        paths: those of the modules, such as `family.head`. A head that is tied to the embedding stays so.
+        """
+        if self._weights is None:
+            yield
+            return
+        tied = self.head.weight is self.embedding.weight
+        read = {self.family.embedding if tied and path == self.family.head else path for path in paths}
+        try:
+            for path in sorted(read):
+                self._weights.read_module(module_at(self.model, path), path)
+            if tied:
+                self.head.weight = self.embedding.weight
+            yield
+        finally:
+            tied = self.head.weight is self.embedding.weight
+            for path in read | set(paths):
+                for module in module_at(self.model, path).modules():
+                    for name, parameter in module.named_parameters(recurse=False):
+                        empty = torch.empty_like(parameter, device="meta")
+                        setattr(module, name, nn.Parameter(empty, requires_grad=False))
+            if tied:
+                self.head.weight = self.embedding.weight
+
+    @property
+    def ends(self) -> tuple[str, str, str]:
+        """The paths of the embedding, the last norm and the head, for `in_memory`."""
+        return self.family.embedding, self.family.final_norm, self.family.head
+
+    def loaded_layers(self) -> Iterator[DecoderLayer]:
+        """Each layer where the model lies; those of a skeleton in main memory, one after the other."""
+        home = self.device
+        return on_device(self.layers, torch.device("cpu") if home.type == "meta" else home, home)
+
+    def parts_of_state(self) -> Iterator[dict[str, Tensor]]:
+        """The state dict of the model in parts: that of the ends, and that of each layer.
+
+        The tensors of a skeleton hold numbers until the next part is asked for.
+        """
+        inside = tuple(layer.prefix for layer in self.layers)
+        with self.in_memory(*self.ends):
+            state = self.model.state_dict()
+            yield {name: tensor for name, tensor in state.items() if not name.startswith(inside)}
+        for layer in self.loaded_layers():
+            yield {layer.prefix + name: tensor for name, tensor in layer.module.state_dict().items()}
 
     def check(self) -> None:
         """Raises UserError for a module that does not agree with the family and the model's config.
@@ -112,13 +173,14 @@ class DecoderModel:
         recorders = [_Recorder(layer.module) for layer in self.layers]
         parent, _, name = self.family.layers.rpartition(".")
         backbone, before = module_at(self.model, parent), self.layer_modules
-        device = self.embedding.weight.device
         inputs = []
         setattr(backbone, name, nn.ModuleList(recorders))
         try:
-            for row in tokens:
-                backbone(row[None].to(device), use_cache=False)
-                inputs.append(recorders[0].hidden_states.to(home))
+            with self.in_memory(self.family.embedding, self.family.final_norm):
+                device = self.embedding.weight.device
+                for row in tokens:
+                    backbone(row[None].to(device), use_cache=False)
+                    inputs.append(recorders[0].hidden_states.to(home))
         finally:
             setattr(backbone, name, before)
         return torch.cat(inputs), [recorder.kwargs for recorder in recorders]
@@ -149,6 +211,8 @@ class DecoderModel:
 
 def _own(owners: dict[int, str], weight: Tensor, name: str) -> None:
     """Enters the owner of a weight. Raises UserError if another module of the layers has the same."""
+    if weight.is_meta:
+        return  # each weight of a skeleton is read from a tensor of its own
     other = owners.setdefault(weight.data_ptr() or id(weight), name)
     if other != name:
         raise UserError(

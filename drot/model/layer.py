@@ -6,7 +6,7 @@ any time, and modules may be replaced behind them.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +22,23 @@ from drot.model.sizes import HeadShape, Width, check_down_block
 Output = Callable[[], Tensor]
 
 
+class Weights(Protocol):
+    """Where the weights of a model lie whose parameters are on the device `meta`, such as in its files."""
+
+    def read_layer(self, layer: "DecoderLayer") -> None:
+        """Brings the weights of `layer` into main memory."""
+
+    def read_module(self, module: nn.Module, name: str) -> None:
+        """Brings the weights of a module outside of the layers into main memory."""
+
+
 class DecoderLayer:
     """One decoder layer.
 
     module: the Hugging Face module. index: its number, counted from 0.
     linears: name → linear, in the order in which they are pruned.
     route_all: whether the inputs of each expert are all tokens, and not those that the router sends there.
+    weights: where the layer's weights are read from; None for a layer that has them.
     """
 
     def __init__(
@@ -39,9 +50,10 @@ class DecoderLayer:
         widths: dict[Width, int],
         *,
         route_all: bool = False,
+        weights: "Weights | None" = None,
     ) -> None:
         self.module, self.index, self.family, self.heads = module, index, family, heads
-        self._widths, self.route_all = widths, route_all
+        self._widths, self.route_all, self._weights = widths, route_all, weights
         self.linears: dict[str, Linear] = {}
         starts: dict[tuple[str, int | None], int] = {}
         for group in self.groups:
@@ -119,6 +131,9 @@ class DecoderLayer:
         return next(self.module.parameters()).dtype
 
     def to(self, device: torch.device) -> None:
+        """Moves the layer. With `weights`, it drops them on the device `meta`, and reads them again after."""
+        if self._weights is not None and self.device.type == "meta" != device.type:
+            self._weights.read_layer(self)
         self.module.to(device)
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "DecoderLayer":

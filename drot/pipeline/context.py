@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from drot.config import ResolvedRecipe
 from drot.core.events import Progress
 from drot.model.decoder import DecoderModel
-from drot.model.layer import DecoderLayer
+from drot.model.layer import DecoderLayer, Weights
 from drot.model.rotation import Bases
 from drot.pipeline import events
 from drot.pipeline.events import Event, Listener
@@ -25,6 +25,7 @@ class RunContext:
         rotations are trained.
     devices: rotations are trained on all of them in parallel, the rest runs on the first.
     save_dtype: dtype of the weights in the result; None is the dtype of the model.
+    weights: where the weights of a skeleton are read from, as in DecoderModel.
     """
 
     def __init__(
@@ -35,9 +36,10 @@ class RunContext:
         devices: list[torch.device],
         progress: Progress,
         save_dtype: torch.dtype | None = None,
+        weights: Weights | None = None,
     ) -> None:
         self.recipe, self.tokens = recipe, tokens
-        self.model = DecoderModel(model, route_all=recipe.pruning.route_all)
+        self.model = DecoderModel(model, route_all=recipe.pruning.route_all, weights=weights)
         self.devices, self.device = devices, devices[0]
         self.home, self.dtype = self.model.device, self.model.dtype
         self.save_dtype = save_dtype or self.dtype

@@ -98,7 +98,7 @@ def check_outputs(model: DecoderModel, tokens: Tensor, device: torch.device) -> 
     `check_model` checks the same for a model that is rotated.
     """
     stream = _embedded(model, tokens, device)
-    for layer in model.layers:
+    for layer in model.loaded_layers():
         stream.advance(layer.copy(device, torch.float32))
         _check_finite(stream.hidden_states, layer)
 
@@ -162,7 +162,7 @@ def check_model(
     remaining = iter(rotations or drawn)
     known = {0: next(remaining)}  # of three layers at most, to save memory
     rotated_stream = stream.rotated_copy(known[0].r1) if rotates else stream.copy()
-    for layer in model.layers:
+    for layer in model.loaded_layers():
         if (following := next(remaining, None)) is not None:
             known[layer.index + 1] = following
         boundary = bases.held(layer.index, known)
@@ -172,7 +172,8 @@ def check_model(
         check_layer(layer, stream, known[layer.index], rotated_stream, boundary and boundary.to(device))
         known.pop(layer.index - 1, None)
     last_r1 = known[bases.layers - 1].r1.to(device)
-    norm, head = (copied(module, device, torch.float32) for module in (model.final_norm, model.head))
+    with model.in_memory(*model.ends[1:]):
+        norm, head = (copied(module, device, torch.float32) for module in (model.final_norm, model.head))
     expected = head(norm(stream.hidden_states))
     if rotates:
         rotate_head(norm, head, last_r1, device)

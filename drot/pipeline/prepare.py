@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
+from drot.checkpoint.offload import open_skeleton
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.resolve import GIVEN_TOKENS
 from drot.core.checks import is_a, is_callable
@@ -87,6 +88,7 @@ def prepare(
     rotations_given: bool,
     format: str = "dense",
     measures: bool = False,
+    streams: bool = False,
     progress: Progress,
 ) -> Prepared:
     """Loads the model and the calibration tokens. Raises UserError for what does not fit.
@@ -95,6 +97,8 @@ def prepare(
 
     rotations_given: whether the rotations are loaded from a file instead of trained.
     measures: whether the run measures output errors, so that it reads calibration text in any case.
+    streams: whether the layers of a model that is named by `model` are read from its files when their turn
+        comes, and dropped after it. Otherwise all of them are loaded.
     """
     is_a("model", model, str, Path, PreTrainedModel)
     is_a("calibration", calibration, Tensor, or_none=True)
@@ -120,14 +124,19 @@ def prepare(
     elif tokens is None:
         tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
     check_tokens(tokens, config)
+    weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
-        model, own = _load(model, computing_dtype(dtype, devices[0]), config)
+        chosen = computing_dtype(dtype, devices[0])
+        if streams:
+            model, weights, own = open_skeleton(model, chosen)
+        else:
+            model, own = _load(model, chosen, config)
     else:
         own = model.dtype
     model.eval()  # dropout would change the Hessians
     save_dtype = own if isinstance(save_dtype, str) else save_dtype
-    context = RunContext(model, resolved, tokens, devices, progress, save_dtype)
+    context = RunContext(model, resolved, tokens, devices, progress, save_dtype, weights)
     context.model.check()
     return Prepared(context, source, tokenizer)
 

@@ -1,6 +1,7 @@
 """`drot.prune`, which makes a pruned model and its checkpoint from a model and a recipe."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -46,24 +47,35 @@ from drot.sparse.packed import check_format, check_packable
 class PruneResult:
     """The result of `drot.prune`. Its repr is one line, without the model.
 
-    model: the pruned model, on the device where it was loaded.
+    in_memory: the pruned model, if the run had all of it in memory.
     manifest: the content of drot.json.
     out: the folder of the checkpoint; None if no checkpoint was written.
-    finished_before: whether `resume=True` found that `out` holds the result already. The model and the
-        manifest are then those of `out`.
+    finished_before: whether `resume=True` found that `out` holds the result already.
     """
 
-    model: PreTrainedModel
+    in_memory: PreTrainedModel | None
     manifest: Manifest
     out: Path | None
     finished_before: bool = False
+
+    @functools.cached_property
+    def model(self) -> PreTrainedModel:
+        """The pruned model, on the device where it was loaded.
+
+        A run that read the layers from files, or found the result in `out`, has no model in memory: the first
+        access loads it from `out`. Raises UserError as `drot.load` does.
+        """
+        if self.in_memory is not None:
+            return self.in_memory
+        assert self.out is not None, "a run without `out` has its model in memory"
+        return load_model(self.out)
 
     def __repr__(self) -> str:
         facts = [
             f"out={str(self.out)!r}" if self.out else "out=None",
             f"sparsity={self.manifest.sparsity:.2%}",
             f"layers={len(self.manifest.layers)}",
-            size_of(self.model),
+            *([] if self.in_memory is None else [size_of(self.in_memory)]),
         ]
         return f"PruneResult({', '.join(facts)})"
 
@@ -97,9 +109,10 @@ def prune(
         out: the folder of the checkpoint, which must be new or empty. None writes no checkpoint.
         tokenizer: the tokenizer for the calibration text. A loaded model needs it, or `calibration`.
         calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
-        device: the device of the computation, to which one layer at a time is moved. The model itself stays
-            where it was loaded. With `hessians="dense"`, several devices, such as `cuda:0,cuda:1`, train
-            layers in parallel.
+        device: the device of the computation, to which one layer at a time is moved. A loaded model stays
+            where it lies. Of a model that `model` names, a run with `out` reads each layer from its files
+            when its turn comes, and drops it when it is saved; a run without `out` loads all of it. With
+            `hessians="dense"`, several devices, such as `cuda:0,cuda:1`, train layers in parallel.
         dtype: dtype of the computation. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU. A
             loaded model is computed in its own.
         save_dtype: dtype of the weights in the result and in `out`: `auto`, the dtype of the model before the
@@ -140,6 +153,7 @@ def prune(
             save_dtype=save_dtype,
             rotations_given=rotations is not None,
             format=format,
+            streams=out is not None,
             progress=progress,
         )
         context = prepared.context
@@ -187,12 +201,14 @@ def _run(
         check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0)
     with _says_how_to_resume(state):
         run.execute(state)
-        if context.save_dtype != context.dtype:
-            cast_weights(model.model, context.save_dtype, "save_dtype")
-        as_drot_model(model.model)
-        manifest = manifest_of(prepared, run, identity, state)
-        manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
-    return PruneResult(model.model, manifest, out)
+        with model.in_memory(*model.ends):
+            run.rotate_ends()
+            if context.save_dtype != context.dtype:
+                cast_weights(model.model, context.save_dtype, "save_dtype")
+            as_drot_model(model.model)
+            manifest = manifest_of(prepared, run, identity, state)
+            manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
+    return PruneResult(None if model.is_skeleton else model.model, manifest, out)
 
 
 @contextlib.contextmanager
@@ -221,7 +237,6 @@ def _finished_result(out: Path, identity: dict[str, Any], rotations: Path | None
         raise UserError(f"{out} is the result of another run: {changed}; name another `out`")
     if rotations is not None and not rotations.exists():
         raise UserError(f"{out} is finished, and its rotations were not saved to {rotations}: prune again")
-    model = load_model(out)
     if partial_folder(out).exists():  # the run was killed after its last step
         RunState(out, identity).discard()
-    return PruneResult(model, manifest, out, finished_before=True)
+    return PruneResult(None, manifest, out, finished_before=True)

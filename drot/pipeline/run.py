@@ -22,9 +22,9 @@ from drot.pipeline.training import train_layers, train_shared
 
 
 class PruningRun:
-    """One run of `drot.prune` on a loaded model, which is changed in place.
+    """One run of `drot.prune`, which changes its model in place: `execute`, and `rotate_ends` afterwards.
 
-    Afterwards the attributes hold the results:
+    Of a skeleton, a finished layer is dropped when it is saved. Afterwards the attributes hold the results:
         rotations: layer → its rotation; empty for a model that is not rotated.
         layers: the records of the layers.
         maps: `<full name of a linear>.<map>` → the maps of the importance of its weights.
@@ -54,11 +54,9 @@ class PruningRun:
         return self._zeros / self._weights
 
     def execute(self, state: RunState | None) -> None:
-        """Rotates and prunes the model. `state` saves the finished layers; None saves nothing."""
+        """Rotates and prunes the layers. `state` saves the finished layers; None saves nothing."""
         with contextlib.nullcontext() if state is None else state.saving():
             self._prune_layers(state)
-        if self.context.rotates_stream:
-            self._finish()
 
     def _prune_layers(self, state: RunState | None) -> None:
         run, recipe = self.context, self.context.recipe
@@ -138,9 +136,11 @@ class PruningRun:
             linear, _, kind = name.rpartition(".")
             self.maps[f"{work.layer.linears[linear].full_name}.{kind}"] = values
 
-    def _finish(self) -> None:
-        """Rotates the embedding and lm_head."""
+    def rotate_ends(self) -> None:
+        """Rotates the embedding and lm_head of a model that is rotated, which lie in memory (`in_memory`)."""
         run, rotations = self.context, self.rotations
+        if not run.rotates_stream:
+            return
         self.untied = run.model.rotate_ends(rotations[0].r1, rotations[run.bases.layers - 1].r1, run.device)
         if run.bases.place is None:  # the model keeps its stock architecture
             assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations.values())

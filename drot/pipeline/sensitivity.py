@@ -122,6 +122,7 @@ def sensitivity(
         dtype=dtype,
         rotations_given=rotations is not None,
         measures=True,
+        streams=True,
         progress=progress,
     )
     run = prepared.context

@@ -1,0 +1,188 @@
+"""A model whose weights stay in their files (disk offload), and are read when their turn comes.
+
+The model is a skeleton: its parameters lie on the device `meta`, which holds no numbers.
+"""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from drot.checkpoint.load import (
+    NO_MODEL,
+    checked_headers,
+    load_config,
+    refuse_missing,
+    refuse_not_finite,
+    silent_transformers,
+)
+from drot.checkpoint.source import DENSE_DTYPES, Header, model_folder
+from drot.core.errors import UserError
+from drot.machine.devices import parse_dtype
+from drot.manifest.integrity import verified_while_loading
+from drot.model.families import family_of
+from drot.model.layer import DecoderLayer
+from drot.model.stored import stored_tensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: bytes of the number in front of a safetensors header, which is the length of the header
+LENGTH_BYTES = 8
+
+
+class DiskWeights:
+    """The tensors of a model in its safetensors files (`drot.model.decoder.Weights`).
+
+    The files are read and not mapped: the system ends a process that reads a mapped file which was cut off.
+
+    path: the model, for messages.
+    headers: tensor → its header, of a complete file.
+    base: what the names in the files lack in front, such as `model.`; empty if they lack nothing.
+    """
+
+    def __init__(self, path: str | Path, headers: Mapping[str, Header], base: str = "") -> None:
+        self._path, self._headers, self._base = path, headers, base
+        self._starts: dict[str, int] = {}
+        for file in {header.file for header in headers.values()}:
+            self._starts |= _starts(file)
+
+    @torch.no_grad()
+    def read_layer(self, layer: DecoderLayer) -> None:
+        """Reads the tensors of a layer on the device `meta` into main memory, in the dtypes of the layer.
+
+        Raises UserError for a tensor that is not finite, and for a file that was changed.
+        """
+        layer.module.to_empty(device="cpu")
+        for name, target in stored_tensors(layer).items():
+            self._read(name, target)
+
+    @torch.no_grad()
+    def read_module(self, module: nn.Module, name: str) -> None:
+        """The same for the parameters of a module outside of the layers. name: the name of the module."""
+        for own, parameter in module.named_parameters():
+            target = torch.empty_like(parameter, device="cpu")
+            self._read(f"{name}.{own}", target)
+            owner, _, last = own.rpartition(".")
+            setattr(module.get_submodule(owner), last, nn.Parameter(target, requires_grad=False))
+
+    def _read(self, name: str, target: Tensor) -> None:
+        """Reads a tensor into `target`, in main memory, which may have another dtype."""
+        header = self._headers[name.removeprefix(self._base)]
+        if target.dtype == DENSE_DTYPES[header.dtype] and target.is_contiguous():
+            self._stored(name, target)
+        else:
+            target.copy_(self._stored(name))
+        refuse_not_finite(self._path, name, target)
+
+    def _stored(self, name: str, into: Tensor | None = None) -> Tensor:
+        """A tensor as the files hold it. into: the memory for it; None takes new memory."""
+        stored = name.removeprefix(self._base)
+        header = self._headers[stored]
+        tensor = torch.empty(header.shape, dtype=DENSE_DTYPES[header.dtype]) if into is None else into
+        _read_into(header.file, self._starts[stored], tensor)
+        return tensor
+
+    def holds(self, name: str) -> bool:
+        """Whether the files hold a tensor."""
+        return name.removeprefix(self._base) in self._headers
+
+    def equal(self, name: str, other: str) -> bool:
+        """Whether two tensors of the files have the same numbers."""
+        return torch.equal(self._stored(name), self._stored(other))
+
+
+def _starts(file: Path) -> dict[str, int]:
+    """Tensor → the byte at which it starts in a complete safetensors file."""
+    with file.open("rb") as handle:
+        length = int.from_bytes(handle.read(LENGTH_BYTES), "little")
+        header = json.loads(handle.read(length))
+    return {
+        name: LENGTH_BYTES + length + entry["data_offsets"][0]
+        for name, entry in header.items()
+        if name != "__metadata__"
+    }
+
+
+def _read_into(file: Path, start: int, tensor: Tensor) -> None:
+    """Reads a contiguous tensor from the byte `start` of `file`. Raises UserError if the file is too short."""
+    left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    try:
+        with file.open("rb", buffering=0) as handle:
+            handle.seek(start)
+            while left and (count := handle.readinto(left)):
+                left = left[count:]
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}") from None
+    if left:
+        raise UserError(f"{file} was changed while drot read it, and is too short now: copy it again")
+
+
+def open_skeleton(
+    path: str | Path, dtype: str | torch.dtype = "auto"
+) -> "tuple[PreTrainedModel, DiskWeights, torch.dtype]":
+    """The model at `path` without its weights, its weights on the disk, and the dtype of the checkpoint.
+
+    What `load_model` would return, with all parameters on the device `meta` and all buffers in main memory.
+    Raises UserError as `load_model` does; a weight that is not finite is refused when it is read.
+
+    path: a hub name or a folder with an unquantised model of a family that drot prunes.
+    dtype: the dtype of the parameters; `auto` is the dtype of the checkpoint.
+    """
+    config = load_config(path)
+    from transformers import AutoModelForCausalLM, GenerationConfig
+
+    folder = model_folder(path, weights=True)
+    with verified_while_loading(folder):
+        headers = checked_headers(path, config, folder)
+        own = config.dtype or _first_dtype(headers)
+        chosen = own if dtype == "auto" else parse_dtype(dtype) if isinstance(dtype, str) else dtype
+        with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
+            with torch.device("meta"):
+                model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
+            model.config.name_or_path = str(folder)
+            with contextlib.suppress(OSError):  # without the file, the model has made it from its config
+                model.generation_config = GenerationConfig.from_pretrained(folder)
+            _compute_buffers(model)
+    prefix = f"{model.base_model_prefix}."
+    without_prefix = not any(name.startswith(prefix) for name in headers)
+    weights = DiskWeights(path, headers, prefix if without_prefix else "")
+    _tie(path, model, weights)
+    return model.eval().requires_grad_(False), weights, own
+
+
+def _first_dtype(headers: Mapping[str, Header]) -> torch.dtype:
+    """The dtype that transformers takes for a checkpoint whose config.json names none."""
+    found = (DENSE_DTYPES[header.dtype] for header in headers.values() if header.dtype in DENSE_DTYPES)
+    return next(found, torch.float32)
+
+
+def _compute_buffers(model: Any) -> None:
+    """Computes the buffers that no file holds, such as the frequencies of RoPE, as transformers does."""
+    for module in model.modules():
+        names = module._non_persistent_buffers_set
+        for name in names:
+            if (buffer := getattr(module, name)) is not None:
+                setattr(module, name, torch.empty_like(buffer, device="cpu"))
+        if names:
+            model._init_weights(module)
+
+
+def _tie(path: str | Path, model: Any, weights: DiskWeights) -> None:
+    """Unties the head if the files hold another head than the embedding, as transformers does.
+
+    Raises UserError if the files hold no head and it is not tied.
+    """
+    family = family_of(model.config)
+    head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
+    tied = model.get_parameter(head) is model.get_parameter(embedding)
+    if not weights.holds(head):
+        refuse_missing(path, model, [] if tied else [head])
+    elif tied and not weights.equal(head, embedding):
+        module = model.get_submodule(family.head)
+        module.weight = nn.Parameter(torch.empty_like(module.weight), requires_grad=False)
+        model.all_tied_weights_keys.pop(head)
