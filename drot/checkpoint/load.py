@@ -26,7 +26,6 @@ from drot.machine.finite import is_finite
 from drot.manifest.integrity import is_loaded, verified_while_loading
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
-from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
 
@@ -51,7 +50,7 @@ def load(
 ) -> "PreTrainedModel":
     """The model at `path`, which drot saved or any other, on `device` and in eval mode.
 
-    A packed model is fused (drot/sparse/fused.py). Raises UserError as `load_model` does.
+    A packed model is fused (drot/sparse/fused.py), as by `from_pretrained`. Raises UserError as `load_model` does.
 
     path: a name on the Hugging Face hub or a local folder.
     device: `auto`, `cpu` or `cuda[:N]`.
@@ -66,8 +65,6 @@ def load(
     target = pick_device(device)
     model = load_model(path, dtype, verify=verify)
     packed = is_packed(model)
-    if packed:
-        fuse(model)
     model = model.to(target)  # type: ignore[arg-type]
     if packed and compress is not False:
         compress_model(model)
