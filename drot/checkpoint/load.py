@@ -50,7 +50,7 @@ def load(
 ) -> "PreTrainedModel":
     """The model at `path`, which drot saved or any other, on `device` and in eval mode.
 
-    A packed model is fused (drot/sparse/fused.py), as by `from_pretrained`. Raises UserError as `load_model` does.
+    Raises UserError as `load_model` does.
 
     path: a name on the Hugging Face hub or a local folder.
     device: `auto`, `cpu` or `cuda[:N]`.
@@ -99,7 +99,8 @@ def load_model(
 ) -> "PreTrainedModel":
     """The causal language model at `path`, a hub name or a folder, on the CPU and in eval mode.
 
-    Code that the model brings along is not run, and neither are pickles.
+    A packed model is fused (drot/sparse/fused.py). Code that the model brings along is not run, and neither
+    are pickles.
 
     Raises UserError
 

@@ -78,5 +78,6 @@ class Sampling(ContinuousBatchingLogitsProcessorList):
         # a GPU would have to wait for the answer, and could not capture a graph
         if scores.device.type == "cpu" and bool(greedy.all()):
             return only_best
-        drawn: Tensor = super().__call__(input_ids, scores, logits_processor_args)
+        ids: Any = input_ids
+        drawn: Tensor = super().__call__(ids, scores, logits_processor_args)
         return torch.where(greedy[:, None], only_best, drawn)

@@ -10,6 +10,7 @@ from drot.cli import chat as command
 from drot.core.errors import UserError
 from drot.serving.conversation import Conversation
 
+pytestmark = pytest.mark.slow
 OPTIONS = ("--max-tokens", "8", "--temperature", "0")
 
 

@@ -1,4 +1,4 @@
-"""The settings of each request in a batch, against the definitions of temperature, top-k and top-p in fp64."""
+"""Settings of each request in a batch, against the definitions of temperature, top-k and top-p in fp64."""
 
 import pytest
 import torch

