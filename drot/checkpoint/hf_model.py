@@ -37,6 +37,7 @@ from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manife
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Bases
+from drot.sparse.fused import fuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_linears
 from drot.sparse.packed import check_packed, compress_model, expect_packed, unpack_model
 
@@ -269,6 +270,9 @@ class DrotQuantizer(HfQuantizer):
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in (ROTATION_MODULE, DOWN_ROTATION):
                 module.requires_grad_(False)
+        # accelerate's hooks move the input of each module by itself, and fused modules share theirs
+        if self.quantization_config.packed and not any(hasattr(part, "_hf_hook") for part in model.modules()):
+            fuse(model)
         compress_model(model)  # has no effect on a CPU, until the model moves to a GPU
         as_drot_model(model)
         keep_files(model, model.name_or_path)

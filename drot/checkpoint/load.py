@@ -27,7 +27,6 @@ from drot.machine.finite import is_finite
 from drot.manifest.integrity import is_loaded, verified_while_loading
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
-from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
 
@@ -52,7 +51,7 @@ def load(
 ) -> "PreTrainedModel":
     """The model at `path`, which drot saved or any other, on `device` and in eval mode.
 
-    A packed model is fused (drot/sparse/fused.py). Raises UserError as `load_model` does.
+    Raises UserError as `load_model` does.
 
     path: a name on the Hugging Face hub or a local folder.
     device: `auto`, `cpu` or `cuda[:N]`.
@@ -67,8 +66,6 @@ def load(
     target = pick_device(device)
     model = load_model(path, dtype, verify=verify)
     packed = is_packed(model)
-    if packed:
-        fuse(model)
     model = model.to(target)  # type: ignore[arg-type]
     if packed and compress is not False:
         compress_model(model)
@@ -103,7 +100,8 @@ def load_model(
 ) -> "PreTrainedModel":
     """The causal language model at `path`, a hub name or a folder, on the CPU and in eval mode.
 
-    Code that the model brings along is not run, and neither are pickles.
+    A packed model is fused (drot/sparse/fused.py). Code that the model brings along is not run, and neither
+    are pickles.
 
     Raises UserError
 

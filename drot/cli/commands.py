@@ -21,12 +21,14 @@ COMMANDS = {
     "export": "export",
     "apply": "apply",
     "bench": "bench",
+    "serve": "serve",
+    "chat": "chat",
     "run": "run",
     "info": "info",
     "demo": "demo",
 }
 #: the commands that show no progress
-WITHOUT_PROGRESS = ("run", "info")
+WITHOUT_PROGRESS = ("serve", "chat", "run", "info")
 
 
 class Interrupted(Exception):

@@ -32,6 +32,7 @@ ROOMS = [
     "pipeline",
     "evaluation",
     "finetuning",
+    "serving",
     "speed",
     "reporting",
     "sweep",

@@ -1,0 +1,123 @@
+"""The command `drot chat`."""
+
+import contextlib
+import signal
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from drot.cli.log import tell
+from drot.cli.safe_text import visible
+from drot.core.errors import UserError, quoted
+
+PROMPT = ">>> "
+
+
+def chat(
+    model: str,
+    system: str | None = None,
+    max_tokens: int = 512,
+    temperature: float | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> None:
+    """Chat with MODEL in the terminal, or answer each line of stdin.
+
+    /new starts again, /exit ends, and so does Ctrl-D. Ctrl-C ends an answer or, between answers, the chat. A
+    model without a chat template continues each line as plain text.
+
+    Example: drot chat llama-packed
+
+    Arguments:
+        model MODEL: A model: a folder that drot wrote, dense or packed, any other folder, or a name on the
+            Hugging Face hub.
+    Generation:
+        system TEXT: Message that tells the model how to answer.
+        max_tokens: The most tokens of an answer.
+        temperature: Randomness of the answers. 0 takes the most likely token. Default: the settings of the
+            model.
+    Run:
+        device:
+        dtype: Dtype of the weights. auto is the dtype of the checkpoint.
+    """
+    from transformers.utils import logging
+
+    from drot.checkpoint.load import has_tokenizer, load, load_tokenizer
+    from drot.serving.conversation import Conversation
+
+    if not has_tokenizer(model):
+        raise UserError(f"{model} has no tokenizer, and a chat is text: copy the tokenizer's files there")
+    logging.disable_progress_bar()
+    tokenizer = load_tokenizer(model)
+    loaded = load(model, device=device, dtype=dtype)
+    conversation = Conversation(
+        loaded, tokenizer, system=system, max_tokens=max_tokens, temperature=temperature
+    )
+    if not conversation.has_template:
+        tell(f"drot: {model} has no chat template: it continues each line as plain text")
+    person = sys.stdin.isatty()
+    if person:
+        tell("drot: /new starts again, /exit ends, Ctrl-C ends an answer")
+    logging.set_verbosity_error()
+    with _ended_by_sigterm() if person else contextlib.nullcontext():
+        for line in _lines(person):
+            _answer(conversation, line, person)
+
+
+def _answer(conversation: Any, line: str, person: bool) -> None:
+    """Prints the answer to a line. A person may end it by Ctrl-C."""
+    from jinja2 import TemplateError
+
+    if line == "/new":
+        conversation.start_again()
+        return
+    try:
+        conversation.answer(line, show)
+    except UserError as error:  # the context is full
+        if not person:
+            raise
+        tell(f"drot: {error}")
+    except TemplateError as error:
+        raise UserError(f"the chat template refuses the messages: {quoted(error)}") from error
+    except KeyboardInterrupt:
+        if not person:
+            raise
+    print(flush=True)
+
+
+def show(piece: str) -> None:
+    """Prints a piece of an answer at once, without the control characters that a terminal would obey."""
+    kept = "".join(c if c in "\n\t" else visible(c) for c in piece)
+    print(kept, end="", flush=True)
+
+
+def _lines(person: bool) -> Iterator[str]:
+    """The lines that are typed, or those of stdin, up to /exit. Empty lines are left out."""
+    if person:
+        with contextlib.suppress(ImportError):
+            import readline  # noqa: F401  (lets `input` edit the line)
+    while True:
+        try:
+            line = input(PROMPT if person else "").strip()
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            if not person:
+                raise
+            break
+        if line == "/exit":
+            return
+        if line:
+            yield line
+    if person:
+        print()
+
+
+@contextlib.contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """Within the block SIGTERM ends the process at once: as KeyboardInterrupt it would end an answer only."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,249 @@
+"""What generates the answers of the server: requests in one batch, or one after the other.
+
+Both ways are those of `transformers serve`: continuous batching, in which a request joins and leaves the
+batch at any token, and `generate`. drot adds the limit of the context, settings for each request of a batch,
+and an end for requests whose client has gone.
+"""
+
+import asyncio
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from fastapi import HTTPException
+from torch import Tensor
+from transformers import ContinuousBatchingConfig, GenerationConfig, StoppingCriteria
+from transformers.cli.serving.utils import (
+    BaseGenerateManager,
+    CBGenerateManager,
+    GenerateManager,
+    GenerationState,
+)
+
+from drot.core.errors import UserError, quoted
+from drot.machine.devices import is_gpu
+from drot.serving.sampling import Sampling, can_be_batched, sampling_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: tokens of a page of the cache of keys and values
+PAGE = 256
+#: Tokens of all requests that the cache holds on a CPU, whose free memory other programs use as well, and the
+#: most tokens of one step there: the attention of a step takes a mask of step x cache. On a GPU, transformers
+#: takes both from the free memory.
+CPU_CACHE_TOKENS, CPU_STEP_TOKENS = 16384, 512
+#: seconds in which a GPU or a CPU must generate the first token of a new server
+PATIENCE = 300.0
+ONE_AT_A_TIME = "try `sequential=True`, which generates one request at a time"
+
+
+class Alone(GenerateManager):
+    """One request after the other, by `generate`."""
+
+    def generate_streaming(self, *request: Any, **options: Any) -> Any:
+        """The queue of the pieces of text and the streamer, as transformers' class returns them."""
+        self._seed(request[3])
+        return super().generate_streaming(*request, **options)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> Any:
+        """Text, number of the tokens of the prompt, and the new tokens. A cancelled request stops."""
+        self._seed(gen_config)
+        gone = threading.Event()
+        inputs = {**inputs, "stopping_criteria": [_Gone(gone)]}
+        answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        try:
+            return await asyncio.shield(asyncio.ensure_future(answer))
+        except asyncio.CancelledError:
+            gone.set()
+            raise
+
+    def _seed(self, config: GenerationConfig) -> None:
+        """Seeds the generator right before the next request, in the thread that generates."""
+        if (seed := getattr(config, SEED, None)) is not None:
+            self.submit(torch.manual_seed, seed)
+
+
+#: attribute of the GenerationConfig of a request that names a seed
+SEED = "seed_of_request"
+
+
+class _Gone(StoppingCriteria):
+    def __init__(self, gone: threading.Event) -> None:
+        self.gone = gone
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((input_ids.shape[0],), self.gone.is_set(), device=input_ids.device)
+
+
+class Batch(CBGenerateManager):
+    """Continuous batching, with settings of its own for each request."""
+
+    def __init__(self, model: "PreTrainedModel", cache_tokens: int | None) -> None:
+        """Starts the batch. Raises UserError if the model cannot be batched.
+
+        cache_tokens: tokens of all requests that the cache holds. None: what fits in the free memory of a
+            GPU, or CPU_CACHE_TOKENS.
+        """
+        super().__init__()
+        self.vocabulary = model.config.get_text_config().vocab_size
+        on_gpu = is_gpu(model.device)
+        if cache_tokens is None and not on_gpu:
+            cache_tokens = CPU_CACHE_TOKENS
+        config = ContinuousBatchingConfig(
+            page_size=PAGE,
+            num_blocks=None if cache_tokens is None else -(-cache_tokens // PAGE),
+            max_batch_tokens=None if on_gpu else CPU_STEP_TOKENS,
+            auto_switch_to_flash=False,  # it would download kernels from the hub
+        )
+        try:
+            manager: Any = model.init_continuous_batching(  # type: ignore[operator]
+                generation_config=GenerationConfig(do_sample=True, eos_token_id=-1),
+                continuous_batching_config=config,
+            )
+        except Exception as error:
+            raise UserError(f"the requests cannot be batched ({quoted(error)}): {ONE_AT_A_TIME}") from error
+        manager.logit_processor = Sampling()
+        self._cb: Any = manager
+        self._sampling: dict[str, Any] = {}
+        add, cancel = manager.add_request, manager.cancel_request
+        # transformers passes no sampling settings of a request on, and keeps the callbacks of cancelled ones
+        manager.add_request = lambda *given, **named: add(*given, **named, **self._sampling)
+
+        def cancel_and_forget(request_id: str) -> None:
+            cancel(request_id)
+            manager.output_router.result_handlers.pop(request_id, None)
+
+        manager.cancel_request = cancel_and_forget
+        manager.start()
+        self._generate_one_token()
+
+    def _generate_one_token(self) -> None:
+        """Raises UserError if the thread that generates fails on its first request."""
+        self._sampling = sampling_of(GenerationConfig(), self.vocabulary)
+        self._cb.add_request([0], max_new_tokens=1)
+        end = time.monotonic() + PATIENCE
+        result = None
+        while result is None and self.is_alive() and time.monotonic() < end:
+            result = self._cb.get_result(timeout=0.1)
+        error = self._cb.background_thread_status.fatal_error or (result and result.error)
+        if result is None or error:
+            self.end()
+            reason = quoted(error) if isinstance(error, Exception) else error or "no token came"
+            raise UserError(f"the requests cannot be batched ({reason}): {ONE_AT_A_TIME}")
+
+    @property
+    def cache_tokens(self) -> int:
+        """The tokens that the cache of keys and values holds."""
+        config = self._cb.continuous_batching_config
+        return int(config.num_blocks * PAGE)
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        """The queue of the pieces of text and the streamer, as transformers' class returns them."""
+        self._sampling = sampling_of(gen_config, self.vocabulary)
+        inputs = {"input_ids": inputs["input_ids"][0].tolist()}
+        return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> Any:
+        """Text, number of the tokens of the prompt, and the new tokens. A cancelled request stops."""
+        # up to its first `await`, where the request is in the batch, no other request comes between
+        self._sampling = sampling_of(gen_config, self.vocabulary)
+        inputs = {"input_ids": inputs["input_ids"][0].tolist()}
+        try:
+            return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
+        except asyncio.CancelledError:
+            self._cb.cancel_request(request_id)
+            raise
+
+    def end(self) -> None:
+        """Stops the thread that generates, whatever it works on."""
+        self._cb.stop(block=True, timeout=10, hard_stop=True)
+
+
+class Engine(BaseGenerateManager):
+    """Generates each request in the batch, or alone if there is none or the batch cannot hold its settings.
+
+    context: the most tokens of a prompt and its answer.
+    """
+
+    def __init__(
+        self, model: "PreTrainedModel", *, sequential: bool = False, cache_tokens: int | None = None
+    ) -> None:
+        """Raises UserError if the model cannot be batched.
+
+        sequential: whether to generate one request at a time.
+        cache_tokens: as of `Batch`.
+        """
+        self.alone, self.batch = Alone(), None if sequential else Batch(model, cache_tokens)
+        context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limits = [context, None if self.batch is None else self.batch.cache_tokens]
+        self.context: int | None = min((limit for limit in limits if limit is not None), default=None)
+
+    def generate_streaming(
+        self,
+        model: Any,
+        processor: Any,
+        inputs: Any,
+        gen_config: Any,
+        request_id: str,
+        response_parser: Any = None,
+    ) -> Any:
+        """The queue of the pieces of text and the streamer. Raises HTTPException 400 for a long prompt."""
+        engine = self._engine(inputs, gen_config)
+        return engine.generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
+    ) -> Any:
+        """Text, number of the tokens of the prompt, and the new tokens. Raises HTTPException as above."""
+        engine = self._engine(inputs, gen_config)
+        return await engine.generate_non_streaming(model, processor, inputs, gen_config, request_id)
+
+    def _engine(self, inputs: Any, config: GenerationConfig) -> Any:
+        """What generates a request, whose `max_new_tokens` is lowered to what the context has room for."""
+        tokens = inputs["input_ids"].shape[-1]
+        if tokens == 0:
+            raise HTTPException(400, "the prompt has no tokens: send a text")
+        if self.context is not None:
+            if tokens >= self.context:
+                raise HTTPException(
+                    400,
+                    f"the prompt has {tokens} tokens, and prompt and answer must have at most {self.context} "
+                    "tokens together: send a shorter prompt",
+                )
+            config.max_new_tokens = min(config.max_new_tokens or self.context, self.context - tokens)
+        return self.batch if self.batch is not None and can_be_batched(config) else self.alone
+
+    def is_alive(self) -> bool:
+        """Whether the thread of the batch, if there is one, still generates."""
+        return self.batch is None or self.batch.is_alive()
+
+    def stop(self) -> None:
+        """Ends the batch. Requests in it fail."""
+        if self.batch is not None:
+            self.batch.end()
+
+
+class OneEngine(GenerationState):
+    """Tells the handlers of transformers to use one engine for all requests."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def get_manager(self, model_id: str, use_cb: bool = False) -> Engine:
+        """The engine."""
+        return self.engine

@@ -1,0 +1,106 @@
+"""A packed checkpoint of the embedded model, with rotations and a chat template, and servers for it."""
+
+import contextlib
+import threading
+from importlib.metadata import version
+from importlib.util import find_spec
+
+import pytest
+
+from drot.checkpoint.load import load, load_tokenizer
+from drot.cli import app as cli
+from drot.serving.requirements import OLDEST_TRANSFORMERS, PACKAGES
+from drot.sweep.demo import HELD_OUT, MODEL
+
+RELEASE = tuple(int(part) for part in version("transformers").split(".")[:2])
+#: for the tests that need the pip extra `serve`
+MISSING = [name for name in PACKAGES if find_spec(name) is None]
+if RELEASE < OLDEST_TRANSFORMERS:
+    MISSING.append(f"transformers {OLDEST_TRANSFORMERS}")
+
+TEMPLATE = (
+    "{% for message in messages %}# {{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}def {% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory):
+    """A packed checkpoint in float32, whose tokenizer has a chat template. Tests must not change it."""
+    out = tmp_path_factory.mktemp("serving") / "packed"
+    options = [
+        *("--method", "magnitude", "--hessians", "sequential", "--device", "cpu", "--steps", "1"),
+        *("--calibration", str(HELD_OUT), "--nsamples", "2", "--seqlen", "32"),
+        *("--format", "packed", "--save-dtype", "float32"),
+    ]
+    assert cli.run(["prune", str(MODEL), "--out", str(out), *options]) == 0
+    (out / "chat_template.jinja").write_text(TEMPLATE)
+    return out
+
+
+@pytest.fixture(scope="session")
+def greedy(packed):
+    """The greedy continuation of a text by `generate`, in a number of new tokens."""
+    import torch
+
+    model, tokenizer = load(packed), load_tokenizer(packed)
+
+    def continued(text, tokens):
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        with torch.no_grad():
+            new = model.generate(ids, do_sample=False, max_new_tokens=tokens)[0, ids.shape[1] :]
+        return tokenizer.decode(new, skip_special_tokens=True)
+
+    return continued
+
+
+class Running:
+    """A server in a thread of the tests.
+
+    address: that of its API. engine: what generates.
+    """
+
+    def __init__(self, port, engine):
+        self.port, self.engine = port, engine
+        self.address = f"http://127.0.0.1:{port}/v1"
+
+    @property
+    def working(self):
+        """The requests in the batch, waiting for it, or with a callback left."""
+        scheduler, manager = self.engine.batch.scheduler, self.engine.batch._cb
+        return [
+            *scheduler.active_requests,
+            *scheduler.waiting_requests,
+            *manager.output_router.result_handlers,
+        ]
+
+
+@contextlib.contextmanager
+def running(folder, **settings):
+    import uvicorn
+
+    from drot.serving.server import bound
+    from drot.serving.start import serving
+
+    with bound("127.0.0.1", 0) as listening, serving(str(folder), "packed", **settings) as served:
+        server = uvicorn.Server(uvicorn.Config(served.app, log_level="warning", timeout_graceful_shutdown=2))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield Running(listening.getsockname()[1], served.engine)
+        finally:
+            server.should_exit = True
+            thread.join(timeout=20)
+            assert not thread.is_alive()
+
+
+@pytest.fixture(scope="session")
+def batched(packed):
+    with running(packed) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def sequential(packed):
+    with running(packed, sequential=True) as server:
+        yield server

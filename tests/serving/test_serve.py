@@ -1,0 +1,237 @@
+"""`drot serve`, asked by real clients: the openai package, and sockets for what it does not send."""
+
+import concurrent.futures
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from conftest import MISSING
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(MISSING), reason=f"needs {', '.join(MISSING)}"),
+]
+PROMPTS = [
+    "def main(",
+    "import os\n",
+    "class A:\n",
+    "for i in range(",
+    "return ",
+    "with open(",
+    "try:\n",
+    "x = ",
+]
+
+
+def client_of(server):
+    import openai
+
+    return openai.OpenAI(base_url=server.address, api_key="none", max_retries=0, timeout=60)
+
+
+def completion(server, prompt, tokens=24, **settings):
+    settings = {"temperature": 0} | settings
+    client = client_of(server)
+    return client.completions.create(model="packed", prompt=prompt, max_tokens=tokens, **settings).choices[0]
+
+
+def post(server, body, path="/v1/completions"):
+    """Status and body of the answer to `body`, bytes or what JSON can hold."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    connection.request("POST", path, data, {"Content-Type": "application/json"})
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def wait_until_idle(server, seconds=5.0):
+    end = time.monotonic() + seconds
+    while server.working and time.monotonic() < end:
+        time.sleep(0.02)
+    assert not server.working
+
+
+@pytest.mark.parametrize("way", ["batched", "sequential"])
+def test_the_text_is_that_of_generate(way, request, greedy):
+    served = completion(request.getfixturevalue(way), PROMPTS[0])
+    assert served.text == greedy(PROMPTS[0], 24) != ""
+    assert served.finish_reason == "length"
+
+
+def test_requests_at_once_do_not_change_each_other(batched, greedy):
+    """Greedy ones have the text of `generate`, although sampled ones and one with a stop are in between."""
+    with concurrent.futures.ThreadPoolExecutor(16) as pool:
+        texts = [pool.submit(completion, batched, prompt) for prompt in PROMPTS]
+        drawn = [pool.submit(completion, batched, PROMPTS[0], temperature=1.5) for _ in range(6)]
+        stopped = pool.submit(completion, batched, PROMPTS[0], 200, stop=["\n"])
+    assert [each.result().text for each in texts] == [greedy(prompt, 24) for prompt in PROMPTS]
+    assert len({each.result().text for each in drawn}) > 1
+    expected = greedy(PROMPTS[0], 200)
+    # transformers ends with the token in which the stop is
+    assert stopped.result().text.startswith(expected[: expected.index("\n") + 1])
+    assert len(stopped.result().text) < len(expected) / 2
+    assert stopped.result().finish_reason == "stop"
+
+
+@pytest.mark.parametrize("way", ["batched", "sequential"])
+def test_a_chat_streams_what_it_answers(way, request, greedy):
+    server = request.getfixturevalue(way)
+    chats = client_of(server).chat.completions
+    asked = dict(model="packed", messages=[{"role": "user", "content": "add"}], max_tokens=16, temperature=0)
+    whole = chats.create(**asked)
+    parts = list(chats.create(**asked, stream=True))
+    assert whole.choices[0].message.content == greedy("# user: add\ndef ", 16)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == whole.choices[0].message.content
+    assert parts[-1].choices[0].finish_reason == whole.choices[0].finish_reason == "length"
+    assert whole.usage.completion_tokens == 16
+
+
+def test_a_stream_ends_as_clients_expect(batched):
+    body = {"prompt": "x", "max_tokens": 2, "stream": True}
+    request = urllib.request.Request(
+        f"{batched.address}/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = answer.read().decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""] and len(lines) > 2
+
+
+def test_a_cancelled_stream_leaves_the_batch(batched):
+    stream = client_of(batched).completions.create(
+        model="packed", prompt="x", max_tokens=1900, temperature=1.5, stream=True
+    )
+    for _ in range(3):
+        next(iter(stream))
+    assert batched.working
+    stream.close()
+    wait_until_idle(batched)
+    assert completion(batched, "x", 4).text
+
+
+@pytest.mark.parametrize("way", ["batched", "sequential"])
+def test_a_client_that_goes_away_costs_no_more_tokens(way, request):
+    server = request.getfixturevalue(way)
+    body = json.dumps({"prompt": "x", "max_tokens": 1900, "temperature": 1.5}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    head += f"Content-Length: {len(body)}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", server.port)) as gone:
+        gone.sendall(head.encode() + body)
+        time.sleep(0.5)
+    start = time.monotonic()
+    if way == "batched":
+        wait_until_idle(server)
+    assert completion(server, "x", 2).text
+    assert time.monotonic() - start < 6  # 1900 tokens take longer
+
+
+def test_a_prompt_beyond_the_context_is_refused(batched):
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="at most 2048 tokens together"):
+        completion(batched, "x " * 3000)
+    long = completion(batched, "x " * 1000, 5000)  # the answer ends where the context ends
+    assert long.finish_reason in ("length", "stop")
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"prompt": "x"', "JSON"),
+        (b"", "body"),
+        ([1], "JSON object"),
+        ({"prompt": 5}, "prompt"),
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": "x", "temperature": "hot"}, "temperature must be a number"),
+        ({"prompt": "x", "max_tokens": 0}, "max_tokens must be a whole number"),
+        ({"prompt": "x", "max_tokens": 1.5}, "max_tokens must be a whole number"),
+        ({"prompt": "x", "top_p": 2}, "top_p"),
+        ({"prompt": "x", "n": 2}, "n is not served"),
+        ({"prompt": "x", "stop": [1]}, "stop must be"),
+        ({"prompt": "x", "seed": 1}, "--sequential"),
+        ({"prompt": "x", "logit_bias": {"a": 1}}, "logit_bias"),
+        ({"prompt": "x", "generation_config": "{}"}, "generation_config"),
+        ({"prompt": "x", "unknown": 1}, "unknown"),
+    ],
+)
+def test_a_malformed_request_is_answered_in_one_line(body, told, batched):
+    status, answer = post(batched, body)
+    assert 400 <= status < 500 and told in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "hi",
+        ["hi"],
+        [{"content": "hi"}],
+        [{"role": "friend", "content": "hi"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}],
+        [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    ],
+)
+def test_malformed_messages_are_refused(messages, batched):
+    status, answer = post(batched, {"messages": messages}, "/v1/chat/completions")
+    assert status == 400 and "messages" in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_request_for_another_model_is_refused(path, batched):
+    status, answer = post(batched, {"model": "org/other", "prompt": "x", "messages": []}, path)
+    assert status == 404 and "'packed' and no other" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/load_model", "/reset", "/v1/responses", "/docs"])
+def test_what_transformers_serves_beside_is_not_there(path, batched):
+    assert post(batched, {"model": "org/other"}, path)[0] == 404
+
+
+def test_health_and_the_list_of_models(batched):
+    assert [model.id for model in client_of(batched).models.list()] == ["packed"]
+    assert client_of(batched).models.retrieve("packed").id == "packed"
+    with urllib.request.urlopen(f"http://127.0.0.1:{batched.port}/health", timeout=60) as answer:
+        assert json.load(answer) == {"status": "ok", "model": "packed"}
+
+
+def test_a_seed_repeats_an_answer_of_a_sequential_server(sequential):
+    texts = [completion(sequential, "x", temperature=1.5, seed=seed).text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_serve_as_a_process_ends_by_sigterm(packed):
+    command = [sys.executable, "-m", "drot", "serve", str(packed), "--port", "0", "--name", "mine"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        line = process.stdout.readline()
+        assert line.startswith("mine is served at http://127.0.0.1:"), process.stderr.read()
+        address = line.split(" at ")[1].split()[0]
+        example = process.stdout.readline()
+        assert f"curl {address}/chat/completions" in example
+        body = json.dumps({"prompt": "x", "max_tokens": 2}).encode()
+        asked = urllib.request.Request(f"{address}/completions", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            assert json.load(answer)["model"] == "mine"
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+        assert process.stderr.read() == "drot: interrupted\n"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_port_that_is_taken_is_refused(packed, capsys):
+    from drot.cli import app as cli
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert cli.run(["serve", str(packed), "--port", port]) == 2
+    assert f"--port {port}" in capsys.readouterr().err
