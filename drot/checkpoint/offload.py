@@ -109,7 +109,7 @@ def _starts(file: Path) -> dict[str, int]:
 
 
 def _read_into(file: Path, start: int, tensor: Tensor) -> None:
-    """Reads a contiguous tensor from the byte `start` of `file`. Raises UserError if the file is too short."""
+    """Reads a contiguous tensor from the byte `start` of `file`. Raises UserError for a shorter file."""
     left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     try:
         with file.open("rb", buffering=0) as handle:
