@@ -9,6 +9,7 @@ of --rotation. The share of the gap is that of the loss on the held-out text of 
 """
 
 import argparse
+import copy
 import math
 import random
 import sys
@@ -122,12 +123,13 @@ def main() -> None:
     losses = {"dense": math.log(perplexity(model, held_out, seqlen=SEQLEN))}
     chosen = Recipe().with_quality("fast").replace(seqlen=SEQLEN)
     for name, fields in {"none": {"mode": "none"}, **POINTS}.items():
-        again = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+        again = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32).eval()
         again.load_state_dict(state)
         pruned = drot.prune(
             again, chosen.replace(**fields), calibration=first[: 24 * SEQLEN].view(24, SEQLEN), device="cpu"
         ).model
         losses[name] = math.log(perplexity(pruned, held_out, seqlen=SEQLEN))
+        print(f"{name}: {losses}", flush=True)
     gap = losses["none"] - losses["dense"]
     for name, loss in losses.items():
         print(

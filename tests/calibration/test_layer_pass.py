@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from small_models import WITHOUT_EXPERTS, layer_outputs, random_tokens, small_model
+from small_models import WITHOUT_EXPERTS, layer_outputs, place_in, random_tokens, small_model
 
 from drot.calibration import layer_pass as passes
 from drot.calibration import stream as streams
@@ -24,7 +24,7 @@ def layer_and_stream(family, place=None, dtype=torch.float32):
     model = DecoderModel(small_model(family, dtype=dtype))
     stream = CalibrationStream.embed(model, random_tokens(5, LENGTH), torch.device("cpu"))
     layer = model.layers[1]
-    if place is not None:
+    if (place := place_in(model, place)) is not None:
         rotation = add_boundary_rotation(layer.module, model.family, place, 32, dtype=dtype, device="cpu")
         rotation.weight.copy_(torch.linalg.qr(torch.randn(32, 32))[0])
     return layer, stream
@@ -67,7 +67,7 @@ def test_inputs_and_output_of_a_layer_that_is_pruned_on_the_way(family, place, d
         found = list(layer_pass.inputs(group, outputs=True))
         assert len(found) == 3
         assert torch.equal(torch.cat([inputs for inputs, _ in found]), x)
-        if group.name in ("o", "down"):
+        if layer.adds(group):
             assert torch.equal(torch.cat([output for _, output in found]), written)
         else:
             assert all(output is None for _, output in found)
@@ -93,6 +93,20 @@ def test_any_groups_may_be_left_out(names, kept_share, monkeypatch):
         torch.testing.assert_close(found.double(), 2 / 5 * rows.T @ rows, rtol=1e-4, atol=1e-4)
         halve(layer, group)
     expected = layer_outputs(stream, layer)
+    layer_pass.advance()
+    assert torch.equal(stream.hidden_states, expected)
+
+
+@pytest.mark.parametrize("family", ["glm4", "olmo2", "gemma2"])
+def test_a_fixed_layer_with_norms_behind_its_blocks(family):
+    """The inputs and the output are those of whole passes, though no outputs are added as they are."""
+    layer, stream = layer_and_stream(family, "inside")
+    expected = layer_outputs(stream, layer)
+    layer_pass = LayerPass(layer, stream, fixed=True)
+    for group in layer.groups:
+        x, _ = from_the_start(layer, stream, group)
+        found = list(layer_pass.inputs(group, outputs=True))
+        assert torch.equal(torch.cat([inputs for inputs, _ in found]), x)
     layer_pass.advance()
     assert torch.equal(stream.hidden_states, expected)
 
