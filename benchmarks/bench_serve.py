@@ -34,6 +34,8 @@ MALFORMED = [
     {"prompt": "x", "n": 9},
     {"prompt": "x " * 99999},
 ]
+#: The memory of the cache is taken page by page, as requests use it. So many tokens are used in the first half.
+CACHE_TOKENS = 4096
 #: the most that the second half of the requests may add to the memory
 GROWTH = 0.05
 
@@ -41,7 +43,8 @@ GROWTH = 0.05
 @contextlib.contextmanager
 def server(model: str, options: list[str]) -> Iterator[tuple[str, int]]:
     """The address of `drot serve` as a process, and its process id."""
-    command = [sys.executable, "-m", "drot", "serve", model, "--port", "0", "--name", "served", *options]
+    names = ["--port", "0", "--name", "served", "--cache-tokens", str(CACHE_TOKENS)]
+    command = [sys.executable, "-m", "drot", "serve", model, *names, *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
