@@ -2,7 +2,7 @@
 
 It starts the server as a process, sends all requests, and fails unless each request has the answer that it
 should have, the server is healthy afterwards, and its memory stays flat: the second half of the requests may
-add at most 5 % to the memory after the first half.
+add at most 5 % to the memory after the first half. A request of each kind goes before the first half.
 """
 
 import argparse
@@ -34,7 +34,7 @@ MALFORMED = [
     {"prompt": "x", "n": 9},
     {"prompt": "x " * 99999},
 ]
-#: The memory of the cache is taken page by page, as requests use it. So many tokens are used in the first half.
+#: The memory of the cache is taken page by page, as requests use it. The first half uses so many tokens.
 CACHE_TOKENS = 4096
 #: the most that the second half of the requests may add to the memory
 GROWTH = 0.05
@@ -107,6 +107,9 @@ def main() -> None:
     with server(options.model, ["--sequential"] * options.sequential) as (address, pid):
         client = openai.OpenAI(base_url=address, api_key="none", max_retries=0, timeout=600)
         with concurrent.futures.ThreadPoolExecutor(options.clients) as pool:
+            warm = [("malformed", number) for number in range(len(MALFORMED))] + [("cancelled", 0)]
+            warm += [("answered", number) for number in range(options.clients)]
+            list(pool.map(lambda each: send(client, *each, options.tokens), warm))
             start, results, memory = time.perf_counter(), [], [resident(pid)]
             for half in (kinds[: len(kinds) // 2], kinds[len(kinds) // 2 :]):
                 sent = [
