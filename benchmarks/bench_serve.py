@@ -146,7 +146,7 @@ def main() -> None:
     if options.csv is not None:
         append_rows(options.csv / "serve.csv", [row])
     flat = memory[2] <= memory[1] * (1 + GROWTH)
-    if dict(found) != expected or not healthy or not flat:
+    if found != Counter(expected) or not healthy or not flat:
         sys.exit(f"FAILED: got {dict(found)}, expected {expected}; healthy: {healthy}; memory flat: {flat}")
 
 
