@@ -4,6 +4,8 @@
 #   docker run --gpus all --user "$(id -u):$(id -g)" --volume "$PWD:/models" \
 #     --volume "$HOME/.cache/huggingface:/cache/huggingface" --env HF_TOKEN \
 #     drot prune MODEL --out /models/pruned --format packed
+#   docker run --gpus all --publish 127.0.0.1:8000:8000 --volume "$PWD:/models" \
+#     drot serve /models/pruned --host 0.0.0.0
 #
 # CUDA must be the CUDA that the wheels of TORCH are built for: 13.0 for torch 2.11 to 2.14. No GPU is needed to
 # build the image. MAX_JOBS limits the parallel compiles, which take about 2 GiB each.

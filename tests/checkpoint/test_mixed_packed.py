@@ -18,7 +18,7 @@ from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.manifest.manifest import read_manifest
 from drot.model.families import family_of
-from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart
+from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart, fuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 from drot.speed.speed import measure_speed
 from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
@@ -182,6 +182,7 @@ def test_packed_needs_only_the_2to4_linears_to_fit(tmp_path):
     result = drot.prune(
         model, recipe, calibration=TOKENS, device="cpu", format="packed", out=tmp_path / "out"
     )
+    fuse(result.model)  # as from_pretrained does
     assert torch.equal(
         AutoModelForCausalLM.from_pretrained(tmp_path / "out")(TOKENS).logits, result.model(TOKENS).logits
     )

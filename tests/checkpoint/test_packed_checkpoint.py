@@ -201,3 +201,16 @@ def test_a_state_dict_that_the_caller_gives_is_saved(checkpoints, tmp_path, form
     given, own = saved_tensors(tmp_path / "given"), saved_tensors(tmp_path / "own")
     assert torch.equal(given["model.norm.weight"], own["model.norm.weight"] + 1)
     assert given.keys() == own.keys()
+
+
+def test_from_pretrained_fuses_as_load_does(checkpoints, tmp_path):
+    """The modules are the same, and what is saved has the tensors of the files."""
+    model = AutoModelForCausalLM.from_pretrained(checkpoints / "packed")
+    loaded = drot.load(checkpoints / "packed", device="cpu")
+    kinds = {type(module).__name__ for module in model.modules()}
+    assert {"FusedLinear", "FusedPart"} <= kinds
+    assert [type(m) for m in model.modules()] == [type(m) for m in loaded.modules()]
+    model.save_pretrained(tmp_path / "saved")
+    before, after = saved_tensors(checkpoints / "packed"), saved_tensors(tmp_path / "saved")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())

@@ -123,10 +123,10 @@ def test_packed_zeros_are_counted(evaluated, tmp_path):
     assert manifest["evaluations"] and "saved_again" not in manifest  # the same weights in another format
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.values[:, ::2] = 0
+        model.model.layers[1].self_attn.o_proj.values[:, ::2] = 0
     model.save_pretrained(tmp_path / "out")
     shares = recorded_shares(tmp_path / "out")
-    assert shares.pop((1, "up_proj")) == 0.75 and set(shares.values()) == {0.5}
+    assert shares.pop((1, "o_proj")) == 0.75 and set(shares.values()) == {0.5}
 
 
 def test_keep_mask_refuses_what_it_cannot_keep(evaluated, tmp_path):

@@ -102,7 +102,8 @@ def test_hooks_use_the_versions_of_the_dev_extra() -> None:
 @in_checkout
 def test_oldest_libraries_are_the_lower_ends_of_pyproject() -> None:
     text = (ROOT / "pyproject.toml").read_text()
-    lower = dict(re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+),<', text))
+    # an extra that needs a newer library than drot itself stands below
+    lower = dict(reversed(re.findall(r'"([\w-]+)(?:\[\w+\])?>=([\d.]+),<', text)))
     lines = (ROOT / ".ci/oldest.txt").read_text().splitlines()
     pinned = dict(line.split("==") for line in lines if not line.startswith("#"))
     assert set(pinned) == set(lower) - {"torch"}

@@ -223,6 +223,7 @@ def test_options_in_the_text_exist() -> None:
         "--tag",
         "--gpus",
         "--volume",
+        "--publish",
         "--user",
         "--env",
         "--csv",
