@@ -11,9 +11,11 @@ import torch
 from drot.checkpoint.quantization_config import boundary_of, quantization_config_of
 from drot.checkpoint.source import (
     DENSE_DTYPES,
+    PREDICTION_LAYERS,
     check_headers,
     check_layers,
     model_folder,
+    prediction_layers,
     read_config,
     read_headers,
     stored_state,
@@ -124,6 +126,8 @@ def load_model(
 
     folder = model_folder(path, weights=True)
     headers = read_headers(weight_files(folder))
+    unread = prediction_layers(config, headers)
+    headers = {name: header for name, header in headers.items() if name not in unread}
     check_layers(config, headers, folder)
     problem, entries = NO_MODEL.format(str(path)), config.to_dict()
     with silent_transformers(problem, entries):
@@ -143,7 +147,15 @@ def load_model(
             f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, the first is {missing[0]}: "
             "the checkpoint is incomplete or of another architecture; copy it again"
         )
-    _refuse_superfluous(path, report["unexpected_keys"])
+    unexpected = set(report["unexpected_keys"])
+    _refuse_superfluous(path, unexpected - prediction_layers(config, unexpected))
+    if unread:
+        logger.warning(
+            "%s holds %d tensors for multi-token prediction: transformers does not load them, and drot saves "
+            "the model without them",
+            path, len(unread),
+        )  # fmt: skip
+        setattr(model.config, PREDICTION_LAYERS, 0)
     _check_finite(path, model)
     for _, linear in packed_linears(model):
         linear.drop_compressed()  # the callers decide when the weights lie on a GPU

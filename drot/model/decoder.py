@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.core.errors import UserError
-from drot.model.families import family_of
+from drot.model.families import family_of, layer_families
 from drot.model.layer import DecoderLayer
 from drot.model.linear import module_at, reset_norm
 from drot.model.sizes import head_shape, widths_of
@@ -16,17 +16,19 @@ class DecoderModel:
     """A causal language model of a supported family. Raises UserError for a model of another family.
 
     route_all: as in DecoderLayer.
-    model: the Hugging Face model. family: the declaration of its parts. heads, widths: the sizes of its
-        attention and of its linears.
+    model: the Hugging Face model. family: the declaration of its parts; each layer has its own.
+    heads, widths: the sizes of its attention and of its linears.
     """
 
     def __init__(self, model: Any, *, route_all: bool = False) -> None:
         self.model, self.config = model, model.config
         self.family, self.heads = family_of(model.config), head_shape(model.config)
         self.widths = widths_of(model.config)
+        modules = self.layer_modules
+        families = layer_families(model.config, len(modules))
         self.layers = [
-            DecoderLayer(layer, index, self.family, self.heads, self.widths, route_all=route_all)
-            for index, layer in enumerate(self.layer_modules)
+            DecoderLayer(layer, index, family, self.heads, self.widths, route_all=route_all)
+            for index, (layer, family) in enumerate(zip(modules, families, strict=True))
         ]
 
     @property
@@ -73,17 +75,10 @@ class DecoderModel:
         _ = self.embedding, self.final_norm, self.head
         owners: dict[int, str] = {}
         for layer in self.layers:
-            for path, norm in zip(self.family.norms, layer.norms, strict=True):
+            for path, norm in zip(layer.family.norms, layer.norms, strict=True):
                 if getattr(norm, "bias", None) is not None:
                     raise UserError(f"layer {layer.index}: {path} must be an RMSNorm, got a norm with a bias")
                 _own(owners, norm.weight, f"layer {layer.index}: {path}")
-            if self.family.experts is not None and not hasattr(
-                layer.module.get_submodule(self.family.mlp), "experts"
-            ):
-                raise UserError(
-                    f"layer {layer.index} has a dense MLP in a model with experts: drot knows such a model "
-                    "only if all layers have experts"
-                )
             for linears in layer.modules:
                 name, weight = f"layer {layer.index}: {linears[0].module_name}", linears[0].parameter
                 shapes = [layer.shape_of(linear.spec) for linear in linears]

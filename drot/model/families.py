@@ -5,12 +5,13 @@ model in tests/small_models.py, on which the tests check that rotations leave th
 """
 
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from drot.core.errors import UserError
-from drot.model.sizes import Width, experts_of
+from drot.model.sizes import Width, experts_of, layer_kind
 
 #: R1 [d, d] rotates the residual stream, R2 [head_dim, head_dim] the values of a KV head, R3 the input of
 #: down_proj in diagonal blocks [b, b]. Nothing in front of down_proj can take R3, so that a model applies it
@@ -41,8 +42,13 @@ class LinearSpec:
     @property
     def name(self) -> str:
         """The name by which the rest of drot calls the linear, such as `q_proj` or `experts.3.up_proj`."""
-        name = self.part or self.path.rpartition(".")[2]
+        name = self.part or self.path.partition(".")[2]
         return name if self.expert is None else f"experts.{self.expert}.{name}"
+
+    @property
+    def block(self) -> str:
+        """The block of the layer that the linear belongs to."""
+        return self.path.partition(".")[0]
 
     @property
     def writes_residual(self) -> bool:
@@ -110,6 +116,7 @@ class Family:
         is rotated, and never pruned.
     expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself.
     router_file: the name of the router's weight there.
+    kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
     """
 
     models: str
@@ -126,6 +133,7 @@ class Family:
     router: LinearSpec | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
     router_file: str = ""
+    kinds: tuple[tuple[str, "Family"], ...] = ()
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -150,10 +158,11 @@ class Family:
 
         The groups of an expert follow each other.
         """
-        plain = tuple(group for group in self.groups if not group.routed)
-        routed = [group for group in self.groups if group.routed]
-        own = (group.of_expert(expert) for expert in range(count) for group in routed)
-        return replace(self, groups=(*plain, *own))
+        groups: list[InputGroup] = []
+        for routed, of_kind in itertools.groupby(self.groups, lambda group: group.routed):
+            found = list(of_kind)
+            groups += (one.of_expert(e) for e in range(count) for one in found) if routed else found
+        return replace(self, groups=tuple(groups))
 
     def takes(self, rotation: Rotates) -> bool:
         """Whether `rotation` acts on a linear of the family."""
@@ -182,16 +191,7 @@ class Family:
 
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
-        block = linear.path.rpartition(".")[0]
-        if linear.expert is not None:
-            block = block.rpartition(".")[0]
-        return f"layers.{index}.{block}.{linear.name}"
-
-    def names(self, layers: int) -> Iterator[tuple[str, LinearSpec]]:
-        """The full name and the declaration of each linear of a model with this number of decoder layers."""
-        for index in range(layers):
-            for linear in self.linears:
-                yield self.full_name(index, linear), linear
+        return f"layers.{index}.{linear.block}.{linear.name}"
 
 
 #: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
@@ -230,6 +230,11 @@ LLAMA = Family(
         ),
     ),
 )
+#: The MLP of some layers of a mixture. No layer of a mixture takes R3.
+DENSE_MLP = (
+    LLAMA.groups[2],
+    InputGroup(name="down", linears=(LinearSpec("mlp.down_proj", ("hidden", "mlp"), output="r1"),)),
+)
 #: Experts in place of the MLP. Nothing applies R3 to the input of their down_proj.
 MIXTURE = replace(
     LLAMA,
@@ -254,7 +259,32 @@ MIXTURE = replace(
             routed=True,
         ),
     ),
+    kinds=(("dense", replace(LLAMA, groups=(*LLAMA.groups[:2], *DENSE_MLP))),),
+    expert_files=(
+        ("gate_proj", "mlp.experts.{}.gate_proj.weight"),
+        ("up_proj", "mlp.experts.{}.up_proj.weight"),
+        ("down_proj", "mlp.experts.{}.down_proj.weight"),
+    ),
+    router_file="mlp.gate.weight",
 )
+
+
+def with_shared_experts(family: Family, path: str) -> Family:
+    """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
+    with `target="dense"` their outputs make up for the errors of the others."""
+    mlp = InputGroup(
+        name="shared",
+        norm="post_attention_layernorm",
+        linears=(
+            LinearSpec(f"{path}.gate_proj", ("shared", "hidden"), input="r1"),
+            LinearSpec(f"{path}.up_proj", ("shared", "hidden"), input="r1"),
+        ),
+    )
+    down = LinearSpec(f"{path}.down_proj", ("hidden", "shared"), output="r1")
+    shared = InputGroup(name="shared_down", linears=(down,))
+    return replace(family, groups=(*family.groups, mlp, shared))
+
+
 #: `model_type` of a config.json → family
 FAMILIES = {
     "llama": LLAMA,
@@ -276,15 +306,9 @@ FAMILIES = {
         activation="activation_fn",
         residual_dropouts=("resid_attn_dropout", "resid_mlp_dropout"),
     ),
-    "qwen3_moe": replace(
-        MIXTURE,
-        models="Qwen3 MoE",
-        expert_files=(
-            ("gate_proj", "mlp.experts.{}.gate_proj.weight"),
-            ("up_proj", "mlp.experts.{}.up_proj.weight"),
-            ("down_proj", "mlp.experts.{}.down_proj.weight"),
-        ),
-        router_file="mlp.gate.weight",
+    "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
+    "glm4_moe": replace(
+        with_shared_experts(MIXTURE, "mlp.shared_experts"), models="GLM-4.5, GLM-4.6, GLM-4.7"
     ),
     "mixtral": replace(
         MIXTURE,
@@ -310,10 +334,27 @@ def family_of(config: Any) -> Family:
             f"model type {model_type!r} is not supported: expected one of {', '.join(FAMILIES)}; "
             "drot info MODEL names what drot cannot place in it"
         )
-    family = FAMILIES[model_type]
-    return family if family.experts is None else _with_experts(family, experts_of(config))
+    return _with_experts(FAMILIES[model_type], experts_of(config))
+
+
+def layer_families(config: Any, layers: int) -> list[Family]:
+    """The declaration of each of `layers` decoder layers of a model with `config`.
+
+    Raises UserError as `family_of`.
+    """
+    family = family_of(config)
+    kinds = dict(family.kinds)
+    of_layers = (layer_kind(config, index) for index in range(layers))
+    return [kinds[kind] if kind else family for kind in of_layers]
+
+
+def linear_names(config: Any) -> Iterator[tuple[str, LinearSpec]]:
+    """The full name and the declaration of each linear of a model with `config`."""
+    for index, family in enumerate(layer_families(config, config.num_hidden_layers)):
+        for linear in family.linears:
+            yield family.full_name(index, linear), linear
 
 
 @functools.cache
 def _with_experts(family: Family, count: int) -> Family:
-    return family.with_experts(count)
+    return family if family.experts is None else family.with_experts(count)

@@ -148,8 +148,12 @@ class DecoderLayer:
         return next(group for group in self.groups if group.writes_residual)
 
     def ends_layer(self, group: InputGroup) -> bool:
-        """Whether the outputs of `group` are the output of the MLP."""
+        """Whether the outputs of `group` are the output of the MLP, or a part of it in a mixture."""
         return group.writes_residual and group is not self.attention_end
+
+    def is_mlp_end(self, group: InputGroup) -> bool:
+        """Whether the outputs of `group` are the whole output of the MLP."""
+        return self.ends_layer(group) and self.family.experts is None
 
     # ---- rotation ------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from drot.checkpoint.quantization_config import (
 )
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
-from drot.model.families import family_of
+from drot.model.families import family_of, linear_names
 from drot.model.sizes import check_down_block, positions_of, widths_of
 from drot.sparse.packed import dense_linears
 
@@ -24,6 +24,7 @@ INPUT_IN_WORDS = {
     "kv": "kv_heads * head_dim",
     "mlp": "intermediate size",
     "expert": "intermediate size of an expert",
+    "shared": "intermediate size of the shared experts",
 }
 
 
@@ -80,14 +81,14 @@ def check_recipe(
 
 def down_width(config: Any, pruning: PruningConfig) -> int:
     """The number of inputs that R3 rotates in a model of `config`; 0 if no such linear is pruned."""
-    widths, names = widths_of(config), family_of(config).names(config.num_hidden_layers)
-    pruned = (spec for name, spec in names if spec.input == "r3" and not pruning.keeps(name))
+    widths = widths_of(config)
+    pruned = (spec for name, spec in linear_names(config) if spec.input == "r3" and not pruning.keeps(name))
     return next((widths[spec.shape[1]] for spec in pruned), 0)
 
 
 def _check_patterns(config: Any, pruning: PruningConfig) -> None:
     """Raises UserError for a pattern that matches no linear, and for n:m that does not divide its inputs."""
-    names, widths = dict(family_of(config).names(config.num_hidden_layers)), widths_of(config)
+    names, widths = dict(linear_names(config)), widths_of(config)
     patterns = [("keep", pattern) for pattern in pruning.keep]
     for field, pattern in patterns + [("sparsity_of", pattern) for pattern, _ in pruning.sparsity_of]:
         if not any(matches(pattern, name) for name in names):
