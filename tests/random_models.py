@@ -12,7 +12,12 @@ from torch import nn
 #: the plain members of FAMILIES, whose settings `settings_of_models` replaces
 BARE = sorted({family.partition("-")[0] for family in FAMILIES})
 #: mixture of experts → the entry of its config with the number of experts
-MIXTURES = {"qwen3_moe": "num_experts", "mixtral": "num_local_experts", "glm4_moe": "n_routed_experts"}
+MIXTURES = {
+    "qwen3_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "glm4_moe": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+}
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -56,9 +61,11 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     """The settings of a mixture of experts."""
     experts = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {MIXTURES[family]: experts, "num_experts_per_tok": draw(st.integers(1, experts))}
-    if family != "mixtral":
+    if family in ("qwen3_moe", "glm4_moe"):
         chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
         chosen["norm_topk_prob"] = draw(st.booleans())
+    if family == "gpt_oss":
+        chosen["swiglu_limit"] = draw(st.sampled_from([0.5, 7.0]))
     if family == "qwen3_moe":
         chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2]))
         chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
@@ -125,7 +132,7 @@ def settings_of_models(
             chosen["head_dim"] = None
     if family in ("granite", "phi3") and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
-    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite", "glm4_moe"):
+    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite", "glm4_moe", "gpt_oss"):
         chosen["attention_bias"] = draw(st.booleans())
     if family == "seed_oss":
         chosen["attention_out_bias"] = draw(st.booleans())
@@ -137,8 +144,8 @@ def settings_of_models(
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
     if family in MIXTURES:
         chosen |= _mixture(draw, family, multiple, layers)
-    window = draw(st.sampled_from([None, 3, 10]))
-    if family in ("mistral", "ministral3", "mixtral", "phi3"):
+    window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
+    if family in ("mistral", "ministral3", "mixtral", "phi3", "gpt_oss"):
         chosen["sliding_window"] = window
     if family in ("qwen2", "qwen3") and window:
         chosen |= dict(use_sliding_window=True, sliding_window=window)

@@ -102,6 +102,17 @@ FAMILIES: dict[str, dict] = {
         num_nextn_predict_layers=0,
         tie_word_embeddings=False,
     ),
+    "gpt_oss": dict(
+        head_dim=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        swiglu_limit=1.5,
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, truncate=False, original_max_position_embeddings=32
+        ),
+        tie_word_embeddings=False,
+    ),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
     "phi3-longrope": dict(
         sliding_window=10,

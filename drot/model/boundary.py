@@ -125,6 +125,8 @@ class RotatedLayer:
         attended, _ = getattr(self, family.attention)(hidden_states=normed, **kwargs)
         residual = hidden_states + self._added(attended, 0)
         out = getattr(self, family.mlp)(getattr(self, family.norms[1])(residual))
+        if isinstance(out, tuple):  # gpt-oss returns the scores of the router too
+            out = out[0]
         if isinstance(self.residual_rotation, RotateAndAdd):
             return self.residual_rotation(residual, out)
         return self.residual_rotation(residual) + self._added(out, 1)

@@ -84,7 +84,8 @@ class DecoderModel:
                 shapes = [layer.shape_of(linear.spec) for linear in linears]
                 expected, got = [sum(out for out, _ in shapes), shapes[0][1]], list(weight.shape)
                 if (expert := linears[0].spec.expert) is not None:
-                    expected = [self.widths["experts"], *expected]
+                    transposed = linears[0].spec.transposed
+                    expected = [self.widths["experts"], *(reversed(expected) if transposed else expected)]
                     name = f"{name} of expert {expert}"
                 if got != expected:
                     raise UserError(f"{name} must be {expected} by the model's config, got {got}")

@@ -30,6 +30,8 @@ class LinearSpec:
     part: the name of the linear if it is a slice of a fused module. The slices of a module lie one below the
         other, in the order of their declaration.
     expert: the number of its expert; the path is then that of a parameter [experts, out, in].
+    transposed: whether this parameter is [experts, in, out], and the outputs of the slices alternate. The
+        parameter with the biases has the same name with `_bias`.
     """
 
     path: str
@@ -38,6 +40,7 @@ class LinearSpec:
     output: Rotates | None = None
     part: str | None = None
     expert: int | None = None
+    transposed: bool = False
 
     @property
     def name(self) -> str:
@@ -104,6 +107,8 @@ class Family:
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
         stream.
     activation: the module of the MLP that acts on the outputs of the gate.
+    gated: the method of the experts that makes the input of down_proj from the outputs of gate and up, which
+        alternate; None if it is activation(gate) * up.
     mlp_dropout: the attribute of the MLP with the probability of the dropout of its outputs.
     residual_multiplier: the attribute of a layer with the number by which it multiplies the output of each
         block before it adds it; None if it only adds.
@@ -114,7 +119,8 @@ class Family:
     experts: the module with the parameters [experts, out, in] of all experts, in a mixture of experts.
     router: the weight [experts, d] that chooses the experts of a token. It reads what the experts read, and
         is rotated, and never pruned.
-    expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself.
+    expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
+        empty if the files hold the parameters of all experts.
     router_file: the name of the router's weight there.
     kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
     """
@@ -124,6 +130,7 @@ class Family:
     attention: str
     mlp: str
     activation: str = "act_fn"
+    gated: str | None = None
     mlp_dropout: str | None = None
     residual_multiplier: str | None = None
     logits_divisor: str | None = None
@@ -163,6 +170,14 @@ class Family:
             found = list(of_kind)
             groups += (one.of_expert(e) for e in range(count) for one in found) if routed else found
         return replace(self, groups=tuple(groups))
+
+    def with_transposed_experts(self) -> "Family":
+        """The family with `transposed` linears of experts."""
+
+        def transposed(group: InputGroup) -> InputGroup:
+            return replace(group, linears=tuple(replace(one, transposed=True) for one in group.linears))
+
+        return replace(self, groups=tuple(transposed(one) if one.routed else one for one in self.groups))
 
     def takes(self, rotation: Rotates) -> bool:
         """Whether `rotation` acts on a linear of the family."""
@@ -309,6 +324,15 @@ FAMILIES = {
     "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
     "glm4_moe": replace(
         with_shared_experts(MIXTURE, "mlp.shared_experts"), models="GLM-4.5, GLM-4.6, GLM-4.7"
+    ),
+    "gpt_oss": replace(
+        MIXTURE.with_transposed_experts(),
+        models="gpt-oss",
+        gated="_apply_gate",
+        router=LinearSpec("mlp.router", ("experts", "hidden"), input="r1"),
+        expert_files=(),
+        router_file="mlp.router.weight",
+        kinds=(),
     ),
     "mixtral": replace(
         MIXTURE,

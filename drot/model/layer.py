@@ -48,8 +48,12 @@ class DecoderLayer:
             for spec in group.linears:
                 start = starts.get((spec.path, spec.expert), 0)
                 starts[spec.path, spec.expert] = stop = start + widths[spec.shape[0]]
-                full_name = family.full_name(index, spec)
-                self.linears[spec.name] = Linear(module, spec, group, full_name, slice(start, stop))
+                full_name, rows = family.full_name(index, spec), slice(start, stop)
+                if spec.transposed:  # the slices of a parameter alternate
+                    width = widths[spec.shape[0]]
+                    count = sum(other.path == spec.path for other in group.linears)
+                    rows = slice(start // width, None, count)
+                self.linears[spec.name] = Linear(module, spec, group, full_name, rows)
 
     @property
     def prefix(self) -> str:

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.quantization_config import (
-    NAME_THE_ORIGINAL,
     QUANT_METHOD,
-    quantised_by,
     quantization_config_of,
+    refuse_quantised,
 )
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
@@ -37,7 +36,7 @@ def check_config(config: Any) -> None:
             raise UserError("this model is packed, so it was pruned already: prune its dense original")
         if method == QUANT_METHOD:
             raise UserError("this model was already rotated by drot: prune its dense original")
-        raise UserError(f"this model is quantised ({quantised_by(config)}): {NAME_THE_ORIGINAL}")
+        refuse_quantised(config)
 
 
 def check_recipe(

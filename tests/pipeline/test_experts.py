@@ -13,12 +13,13 @@ import drot
 from drot.calibration.stream import CalibrationStream
 from drot.cli import app as cli
 from drot.config import Recipe
+from drot.core.errors import UserError
 from drot.manifest.manifest import read_manifest
 from drot.model.decoder import DecoderModel
 from drot.pipeline.estimate import sizes_of
 
 CPU = torch.device("cpu")
-FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe"]
+FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
 NOT_PACKED = "the packed format does not hold the experts"
 NO_R3 = "must be auto or none for a model of type"
 OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -39,7 +40,13 @@ def routed(model, index, expert):
     handle = layer.post_attention_layernorm.register_forward_hook(lambda m, a, out: seen.update(x=out))
     model(TOKENS)
     handle.remove()
-    x = seen["x"].flatten(0, 1)
+    x, experts = seen["x"].flatten(0, 1), layer.mlp.experts
+    if model.config.model_type == "gpt_oss":
+        chosen = (x @ layer.mlp.router.weight.T + layer.mlp.router.bias).topk(2).indices
+        x = x[(chosen == expert).any(-1)]
+        both = x @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+        gate, up = both[:, 0::2].clamp(max=1.5), both[:, 1::2].clamp(-1.5, 1.5)
+        return x, gate * torch.sigmoid(1.702 * gate) * (up + 1)
     if "glm" in model.config.model_type:  # of two groups of two experts the one with the larger sum
         chosen = (x @ layer.mlp.gate.weight.T).sigmoid() + layer.mlp.gate.e_score_correction_bias
         chosen = torch.stack([chosen[:, :2].sum(-1), chosen[:, 2:].sum(-1)]).argmax(0)[:, None] * 2
@@ -47,7 +54,7 @@ def routed(model, index, expert):
     else:
         chosen = (x @ layer.mlp.gate.weight.T).topk(2).indices
     x = x[(chosen == expert).any(-1)]
-    gate, up = (x @ layer.mlp.experts.gate_up_proj[expert].T).chunk(2, -1)
+    gate, up = (x @ experts.gate_up_proj[expert].T).chunk(2, -1)
     return x, torch.nn.functional.silu(gate) * up
 
 
@@ -143,7 +150,8 @@ def test_without_sparsity_the_outputs_do_not_change(family, place):
     """The router reads what R1 rotates, so it is rotated too; it is never pruned."""
     model, tokens = small_model(family), random_tokens(2, 30, seed=5)
     logits, text = model(tokens).logits, model.generate(tokens, **OPTIONS)
-    router = model.model.layers[1].mlp.gate.weight.clone()
+    gate = getattr(model.model.layers[1].mlp, "router" if family == "gpt_oss" else "gate")
+    router = gate.weight.clone()
     chosen = one_shot(
         sparsity=0.0, method="wanda", objective="entropy", steps=20, down_rotation="auto", boundary=place,
         hessians="dense",
@@ -151,7 +159,7 @@ def test_without_sparsity_the_outputs_do_not_change(family, place):
     result = prune(model, chosen)
     assert relative_error(result.model(tokens).logits, logits) < 1e-5
     assert torch.equal(result.model.generate(tokens, **OPTIONS), text)
-    assert relative_error(model.model.layers[1].mlp.gate.weight, router) > 0.1
+    assert relative_error(gate.weight, router) > 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -232,6 +240,24 @@ def test_a_dense_layer_among_experts_is_pruned_too(tmp_path):
     assert torch.equal(drot.load(tmp_path / "out", device="cpu")(TOKENS).logits, result.model(TOKENS).logits)
     other = DecoderModel(small_model("qwen3_moe", decoder_sparse_step=2))
     assert [layer.family.experts is None for layer in other.layers] == [True, False, True]
+
+
+def test_gpt_oss_in_mxfp4_is_refused_by_name():
+    model = small_model("gpt_oss")
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    with pytest.raises(UserError, match=r"quantised \(MXFP4\): open it .*=Mxfp4Config\(dequantize=True\)"):
+        prune(model, MODES["none"])
+
+
+def test_the_zeros_of_interleaved_experts_are_counted_again(tmp_path):
+    prune(small_model("gpt_oss"), MODES["none"], out=tmp_path / "out")
+    model = drot.load(tmp_path / "out", device="cpu")
+    model.model.layers[1].mlp.experts.gate_up_proj.data[2, :, 1::2] = 0
+    model.save_pretrained(tmp_path / "again")
+    shares = {
+        name: linear.sparsity for name, linear in read_manifest(tmp_path / "again").layers[1].linears.items()
+    }
+    assert shares.pop("experts.2.up_proj") == 1 and set(shares.values()) == {0.5}
 
 
 def test_dry_run_and_sensitivity(tmp_path, capsys):
