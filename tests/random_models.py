@@ -11,6 +11,13 @@ from torch import nn
 
 #: the plain members of FAMILIES, whose settings `settings_of_models` replaces
 BARE = sorted({family.partition("-")[0] for family in FAMILIES})
+#: mixture of experts → the entry of its config with the number of experts
+MIXTURES = {
+    "qwen3_moe": "num_experts",
+    "mixtral": "num_local_experts",
+    "glm4_moe": "n_routed_experts",
+    "gpt_oss": "num_local_experts",
+}
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -56,6 +63,30 @@ def _rope_of_phi3(draw: st.DrawFn, head_dim: int) -> dict[str, Any]:
     }
 
 
+def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[str, Any]:
+    """The settings of a mixture of experts."""
+    experts = draw(st.integers(1, 4))
+    chosen: dict[str, Any] = {MIXTURES[family]: experts, "num_experts_per_tok": draw(st.integers(1, experts))}
+    if family in ("qwen3_moe", "glm4_moe"):
+        chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
+        chosen["norm_topk_prob"] = draw(st.booleans())
+    if family == "gpt_oss":
+        chosen["swiglu_limit"] = draw(st.sampled_from([0.5, 7.0]))
+    if family == "qwen3_moe":
+        chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2]))
+        chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
+    if family == "glm4_moe":
+        groups = draw(st.sampled_from([1, 2]))
+        experts = 2 * groups * draw(st.integers(1, 2))  # of each group two experts are compared
+        chosen |= {"n_group": groups, "topk_group": draw(st.integers(1, groups)), MIXTURES[family]: experts}
+        chosen["num_experts_per_tok"] = draw(st.integers(1, experts * chosen["topk_group"] // groups))
+        chosen["routed_scaling_factor"] = draw(st.sampled_from([1.0, 2.5]))
+        chosen["n_shared_experts"] = draw(st.integers(1, 2))
+        chosen["first_k_dense_replace"] = draw(st.integers(0, layers))
+        chosen["use_qk_norm"] = draw(st.booleans())
+    return chosen
+
+
 _FACTORS = st.lists(st.sampled_from([1.0, 1.5, 4.0]), min_size=8, max_size=8)
 
 
@@ -69,7 +100,7 @@ def settings_of_models(
     families: those of which one is drawn.
     """
     family = draw(st.sampled_from(families))
-    if family in ("qwen3_moe", "mixtral"):  # grouped products want rows of whole 16 bytes
+    if family in MIXTURES:  # grouped products want rows of whole 16 bytes
         multiple = math.lcm(multiple, 8)
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
@@ -107,7 +138,7 @@ def settings_of_models(
             chosen["head_dim"] = None
     if family in ("granite", "phi3") and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
-    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite"):
+    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite", "glm4_moe", "gpt_oss"):
         chosen["attention_bias"] = draw(st.booleans())
     if family == "seed_oss":
         chosen["attention_out_bias"] = draw(st.booleans())
@@ -117,13 +148,8 @@ def settings_of_models(
         multipliers = ("residual", "embedding", "attention")
         chosen |= {f"{of}_multiplier": draw(st.sampled_from([0.22, 1.0, 3.0])) for of in multipliers}
         chosen["logits_scaling"] = draw(st.sampled_from([1.0, 16.0]))
-    if family == "qwen3_moe":
-        chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
-        chosen["norm_topk_prob"] = draw(st.booleans())
-    if family in ("qwen3_moe", "mixtral"):
-        experts = draw(st.integers(1, 4))
-        chosen |= {"num_experts" if family == "qwen3_moe" else "num_local_experts": experts}
-        chosen["num_experts_per_tok"] = draw(st.integers(1, experts))
+    if family in MIXTURES:
+        chosen |= _mixture(draw, family, multiple, layers)
     if family in ("olmo2", "olmo3", "glm4", "gemma2", "gemma3_text"):
         chosen["attention_bias"] = draw(st.booleans())
     if family in ("gemma2", "gemma3_text"):
@@ -132,12 +158,12 @@ def settings_of_models(
         chosen["final_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 30.0]))
     if family == "gemma2":
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
-    window = draw(st.sampled_from([None, 3, 10]))
+    window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
     if family in ("olmo3", "exaone4", "gemma2", "gemma3_text"):
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5
-    if family in ("mistral", "ministral3", "mixtral", "phi3"):
+    if family in ("mistral", "ministral3", "mixtral", "phi3", "gpt_oss"):
         chosen["sliding_window"] = window
     if family in ("qwen2", "qwen3") and window:
         chosen |= dict(use_sliding_window=True, sliding_window=window)

@@ -121,6 +121,32 @@ FAMILIES: dict[str, dict] = {
         final_logit_softcapping=3.0,
         pad_token_id=2,
     ),
+    "glm4_moe": dict(
+        head_dim=16,
+        use_qk_norm=True,
+        attention_bias=True,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        routed_scaling_factor=1.7,
+        num_nextn_predict_layers=0,
+        tie_word_embeddings=False,
+    ),
+    "gpt_oss": dict(
+        head_dim=12,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=16,
+        swiglu_limit=1.5,
+        rope_parameters=dict(
+            rope_type="yarn", rope_theta=1e4, factor=4.0, truncate=False, original_max_position_embeddings=32
+        ),
+        tie_word_embeddings=False,
+    ),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
     "phi3-longrope": dict(
         sliding_window=10,
@@ -138,7 +164,7 @@ FAMILIES: dict[str, dict] = {
     ),
 }
 #: those without experts: they take R3, packed weights, fine-tuning and artifacts
-WITHOUT_EXPERTS = [family for family in FAMILIES if family not in ("qwen3_moe", "mixtral")]
+WITHOUT_EXPERTS = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].experts]
 #: those whose residual stream R1 cannot rotate, and those without experts whose stream it rotates
 INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
 ON_THE_STREAM = [name for name in WITHOUT_EXPERTS if name not in INSIDE]
@@ -160,6 +186,9 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
             parameter.normal_(0, 0.3)
         else:
             parameter.normal_(0, 0.15)
+    for name, buffer in model.named_buffers():
+        if name.endswith("bias"):  # of a router
+            buffer.normal_(0, 0.1)
     for parameter in model.parameters():  # model.to(dtype) would round the buffers of RoPE too
         parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)

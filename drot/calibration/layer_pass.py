@@ -64,7 +64,8 @@ class LayerPass:
         buffer, outputs = None, outputs and self.layer.adds(group)
         ends_attention, ends_layer = group is self.layer.attention_end, self.layer.ends_layer(group)
         last = outputs and ends_layer and self._fixed
-        keeps_inputs = ends_layer and not last and group.expert is None and self._room_for(group)
+        is_mlp_end = self.layer.is_mlp_end(group)
+        keeps_inputs = is_mlp_end and not last and self._room_for(group)
         with self.stream.copies_home() as home:
             for index, (batch, hidden, kept) in enumerate(self._batches()):
                 seen = capture(self.layer, hidden, self._kwargs, group, attention=self._attention(kept))
@@ -81,7 +82,8 @@ class LayerPass:
                         new = attended if self._fixed else new
                     else:
                         assert attended is not None
-                        written = self.layer(hidden, self._kwargs, attention=_value(attended), mlp=linear)
+                        mlp = linear if is_mlp_end else None
+                        written = self.layer(hidden, self._kwargs, attention=_value(attended), mlp=mlp)
                 if last and written is not None:
                     home.write(self.stream.hidden_states[batch], written)
                 elif new is not None:

@@ -11,10 +11,12 @@ import torch
 from drot.checkpoint.quantization_config import boundary_of, quantization_config_of
 from drot.checkpoint.source import (
     DENSE_DTYPES,
+    PREDICTION_LAYERS,
     Header,
     check_headers,
     check_layers,
     model_folder,
+    prediction_layers,
     read_config,
     read_headers,
     stored_state,
@@ -130,7 +132,9 @@ def load_model(
         )
     model, report = loaded
     refuse_missing(path, model, report["missing_keys"])
-    _refuse_superfluous(path, report["unexpected_keys"])
+    unexpected = set(report["unexpected_keys"])
+    _refuse_superfluous(path, unexpected - prediction_layers(config, unexpected))
+    drop_prediction_layers(model.config)
     for name, tensor in model.state_dict().items():
         refuse_not_finite(path, name, tensor)
     for _, linear in packed_linears(model):
@@ -148,6 +152,14 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
     from transformers import AutoModelForCausalLM
 
     headers = read_headers(weight_files(folder))
+    unread = prediction_layers(config, headers)
+    headers = {name: header for name, header in headers.items() if name not in unread}
+    if unread:
+        logger.warning(
+            "%s holds %d tensors for multi-token prediction: transformers does not load them, and drot saves "
+            "the model without them",
+            path, len(unread),
+        )  # fmt: skip
     check_layers(config, headers, folder)
     with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
         if config.model_type in FAMILIES and not quantization_config_of(config):
@@ -165,6 +177,12 @@ def refuse_missing(path: str | Path, model: "PreTrainedModel", names: Iterable[s
             f"{path} lacks {len(missing)} tensors of a {type(model).__name__}, the first is {missing[0]}: "
             "the checkpoint is incomplete or of another architecture; copy it again"
         )
+
+
+def drop_prediction_layers(config: Any) -> None:
+    """Makes the config of a loaded model say that it has no layers for multi-token prediction."""
+    if getattr(config, PREDICTION_LAYERS, 0):
+        setattr(config, PREDICTION_LAYERS, 0)
 
 
 def _refuse_superfluous(path: str | Path, names: Any) -> None:

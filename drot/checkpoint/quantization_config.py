@@ -28,6 +28,11 @@ QUANT_METHOD = "drot"
 OTHERS = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4"}
 #: what to do with a model that another program has quantised
 NAME_THE_ORIGINAL = "name the model that it was made from, in 16 or 32 bits"
+#: what to do with a model that was published in MXFP4 alone, as gpt-oss
+DEQUANTISE = (
+    "open it with transformers and quantization_config=Mxfp4Config(dequantize=True), save it with "
+    "save_pretrained, and name that folder"
+)
 
 
 class Keys(BaseModel):
@@ -89,6 +94,13 @@ def quantised_by(config: Any) -> str | None:
     if method is None and any(str(key).startswith("load_in_") for key in entry):
         return "bitsandbytes"  # before it wrote its name
     return OTHERS.get(str(method), str(method))
+
+
+def refuse_quantised(config: Any) -> None:
+    """Raises UserError for a model that another program has quantised."""
+    if method := quantised_by(config):
+        instead = DEQUANTISE if method == OTHERS["mxfp4"] else NAME_THE_ORIGINAL
+        raise UserError(f"this model is quantised ({method}): {instead}")
 
 
 def drot_config_of(config: Any) -> DrotConfig | None:

@@ -93,7 +93,8 @@ def _count(
                 tensor = handle.get_tensor(key) if linears else None
                 for index, linear in linears:
                     assert tensor is not None
-                    rows = tensor if linear.spec.expert is not None else tensor[linear.rows]
+                    alone = linear.spec.expert is not None and not linear.spec.transposed
+                    rows = tensor if alone else linear.of_all(tensor)
                     packed = rows.numel() if key.endswith(".values") else 0  # as many weights are left out
                     zeros[index, linear.name] = int((rows == 0).sum()) + packed
                     weights[index, linear.name] = rows.numel() + packed

@@ -37,6 +37,8 @@ READ_BY_TRANSFORMERS = re.compile(
 LARGEST_SMALL_FILE = 2**30
 #: part of a tensor's name that holds the number of its decoder layer
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
+#: the entry of a config with the number of layers for multi-token prediction
+PREDICTION_LAYERS = "num_nextn_predict_layers"
 #: the dtypes in safetensors files that a dense weight may have
 DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
@@ -213,6 +215,19 @@ def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
                 f"{file} is not a complete safetensors file ({quoted(error)}): copy it again"
             ) from None
     return found
+
+
+def prediction_layers(config: Any, names: Iterable[str]) -> set[str]:
+    """Those of `names` that are of layers for multi-token prediction, behind the decoder layers.
+
+    transformers does not load them with the model.
+    """
+    first = getattr(config, "num_hidden_layers", None)
+    count = getattr(config, PREDICTION_LAYERS, None)
+    if not isinstance(first, int) or not isinstance(count, int):
+        return set()
+    behind = range(first, first + count)
+    return {name for name in names if (match := LAYER.search(name)) and int(match[1]) in behind}
 
 
 def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:

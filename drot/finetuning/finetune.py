@@ -16,10 +16,9 @@ from torch import Tensor
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
 from drot.checkpoint.quantization_config import (
-    NAME_THE_ORIGINAL,
     format_of,
-    quantised_by,
     quantization_config_of,
+    refuse_quantised,
 )
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
@@ -289,8 +288,7 @@ def _check_config(model_config: Any, config: FinetuneConfig) -> None:
             "its kept weights layer by layer"
         )
     quantised = quantization_config_of(model_config)
-    if method := quantised_by(model_config):
-        raise UserError(f"this model is quantised ({method}): {NAME_THE_ORIGINAL}")
+    refuse_quantised(model_config)
     if not config.full and config.rank > model_config.hidden_size:
         raise UserError(
             f"`rank` must be at most {model_config.hidden_size}, the hidden size of this model; "

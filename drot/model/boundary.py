@@ -133,6 +133,8 @@ class RotatedLayer:
         attended, _ = getattr(self, family.attention)(hidden_states=read, **kwargs)
         residual = hidden_states + self._added(attended, 0)
         out = getattr(self, family.mlp)(self._read(residual, 1))
+        if isinstance(out, tuple):  # gpt-oss returns the scores of the router too
+            out = out[0]
         if self.boundary_place == "inside":
             return residual + self._added(out, 1)
         if isinstance(self.residual_rotation, RotateAndAdd):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from drot.core.errors import UserError
 from drot.machine.transfer import on_device
-from drot.model.families import family_of
+from drot.model.families import family_of, layer_families
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.linear import module_at, reset_norm
 from drot.model.sizes import head_shape, widths_of
@@ -21,19 +21,19 @@ class DecoderModel:
     route_all: as in DecoderLayer.
     weights: where the weights of `model` are read from if it lies on the device `meta`; None for a model that
         has them.
-    model: the Hugging Face model. family: the declaration of its parts. heads, widths: the sizes of its
-        attention and of its linears.
+    model: the Hugging Face model. family: the declaration of its parts; each layer has its own.
+    heads, widths: the sizes of its attention and of its linears.
     """
 
     def __init__(self, model: Any, *, route_all: bool = False, weights: Weights | None = None) -> None:
         self.model, self.config, self._weights = model, model.config, weights
         self.family, self.heads = family_of(model.config), head_shape(model.config)
         self.widths = widths_of(model.config)
+        modules = self.layer_modules
+        families = layer_families(model.config, len(modules))
         self.layers = [
-            DecoderLayer(
-                layer, index, self.family, self.heads, self.widths, route_all=route_all, weights=weights
-            )
-            for index, layer in enumerate(self.layer_modules)
+            DecoderLayer(layer, index, family, self.heads, self.widths, route_all=route_all, weights=weights)
+            for index, (layer, family) in enumerate(zip(modules, families, strict=True))
         ]
 
     @property
@@ -138,24 +138,18 @@ class DecoderModel:
         _ = self.embedding, self.final_norm, self.head
         owners: dict[int, str] = {}
         for layer in self.layers:
-            paths = (*self.family.norms, *(self.family.post_norms or ()))
+            paths = (*layer.family.norms, *(layer.family.post_norms or ()))
             for path, norm in zip(paths, [*layer.norms, *layer.post_norms], strict=True):
                 if getattr(norm, "bias", None) is not None:
                     raise UserError(f"layer {layer.index}: {path} must be an RMSNorm, got a norm with a bias")
                 _own(owners, norm.weight, f"layer {layer.index}: {path}")
-            if self.family.experts is not None and not hasattr(
-                layer.module.get_submodule(self.family.mlp), "experts"
-            ):
-                raise UserError(
-                    f"layer {layer.index} has a dense MLP in a model with experts: drot knows such a model "
-                    "only if all layers have experts"
-                )
             for linears in layer.modules:
                 name, weight = f"layer {layer.index}: {linears[0].module_name}", linears[0].parameter
                 shapes = [layer.shape_of(linear.spec) for linear in linears]
                 expected, got = [sum(out for out, _ in shapes), shapes[0][1]], list(weight.shape)
                 if (expert := linears[0].spec.expert) is not None:
-                    expected = [self.widths["experts"], *expected]
+                    transposed = linears[0].spec.transposed
+                    expected = [self.widths["experts"], *(reversed(expected) if transposed else expected)]
                     name = f"{name} of expert {expert}"
                 if got != expected:
                     raise UserError(f"{name} must be {expected} by the model's config, got {got}")

@@ -5,12 +5,13 @@ model in tests/small_models.py, on which the tests check that rotations leave th
 """
 
 import functools
+import itertools
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from drot.core.errors import UserError
-from drot.model.sizes import Width, experts_of
+from drot.model.sizes import Width, experts_of, layer_kind
 
 #: R1 [d, d] rotates the residual stream, R2 [head_dim, head_dim] the values of a KV head, R3 the input of
 #: down_proj in diagonal blocks [b, b]. Nothing in front of down_proj can take R3, so that a model applies it
@@ -30,6 +31,8 @@ class LinearSpec:
     part: the name of the linear if it is a slice of a fused module. The slices of a module lie one below the
         other, in the order of their declaration.
     expert: the number of its expert; the path is then that of a parameter [experts, out, in].
+    transposed: whether this parameter is [experts, in, out], and the outputs of the slices alternate. The
+        parameter with the biases has the same name with `_bias`.
     """
 
     path: str
@@ -38,17 +41,23 @@ class LinearSpec:
     output: Rotates | None = None
     part: str | None = None
     expert: int | None = None
+    transposed: bool = False
 
     @property
     def name(self) -> str:
         """The name by which the rest of drot calls the linear, such as `q_proj` or `experts.3.up_proj`."""
-        name = self.part or self.path.rpartition(".")[2]
+        name = self.part or self.path.partition(".")[2]
         return name if self.expert is None else f"experts.{self.expert}.{name}"
 
     @property
     def rotations(self) -> set[Rotates | None]:
         """The rotations that act on it."""
         return {self.input, self.output} - {None}
+
+    @property
+    def block(self) -> str:
+        """The block of the layer that the linear belongs to."""
+        return self.path.partition(".")[0]
 
     @property
     def writes_residual(self) -> bool:
@@ -105,6 +114,8 @@ class Family:
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
         stream.
     activation: the module of the MLP that acts on the outputs of the gate.
+    gated: the method of the experts that makes the input of down_proj from the outputs of gate and up, which
+        alternate; None if it is activation(gate) * up.
     mlp_dropout: the attribute of the MLP with the probability of the dropout of its outputs.
     residual_multiplier: the attribute of a layer with the number by which it multiplies the output of each
         block before it adds it; None if it only adds.
@@ -118,8 +129,10 @@ class Family:
     experts: the module with the parameters [experts, out, in] of all experts, in a mixture of experts.
     router: the weight [experts, d] that chooses the experts of a token. It reads what the experts read, and
         is rotated, and never pruned.
-    expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself.
+    expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
+        empty if the files hold the parameters of all experts.
     router_file: the name of the router's weight there.
+    kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
     """
 
     models: str
@@ -127,6 +140,7 @@ class Family:
     attention: str
     mlp: str
     activation: str = "act_fn"
+    gated: str | None = None
     mlp_dropout: str | None = None
     residual_multiplier: str | None = None
     post_norms: tuple[str, str] | None = None
@@ -138,6 +152,7 @@ class Family:
     router: LinearSpec | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
     router_file: str = ""
+    kinds: tuple[tuple[str, "Family"], ...] = ()
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -162,10 +177,19 @@ class Family:
 
         The groups of an expert follow each other.
         """
-        plain = tuple(group for group in self.groups if not group.routed)
-        routed = [group for group in self.groups if group.routed]
-        own = (group.of_expert(expert) for expert in range(count) for group in routed)
-        return replace(self, groups=(*plain, *own))
+        groups: list[InputGroup] = []
+        for routed, of_kind in itertools.groupby(self.groups, lambda group: group.routed):
+            found = list(of_kind)
+            groups += (one.of_expert(e) for e in range(count) for one in found) if routed else found
+        return replace(self, groups=tuple(groups))
+
+    def with_transposed_experts(self) -> "Family":
+        """The family with `transposed` linears of experts."""
+
+        def transposed(group: InputGroup) -> InputGroup:
+            return replace(group, linears=tuple(replace(one, transposed=True) for one in group.linears))
+
+        return replace(self, groups=tuple(transposed(one) if one.routed else one for one in self.groups))
 
     def takes(self, rotation: Rotates) -> bool:
         """Whether `rotation` acts on a linear of the family."""
@@ -202,16 +226,7 @@ class Family:
 
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
-        block = linear.path.rpartition(".")[0]
-        if linear.expert is not None:
-            block = block.rpartition(".")[0]
-        return f"layers.{index}.{block}.{linear.name}"
-
-    def names(self, layers: int) -> Iterator[tuple[str, LinearSpec]]:
-        """The full name and the declaration of each linear of a model with this number of decoder layers."""
-        for index in range(layers):
-            for linear in self.linears:
-                yield self.full_name(index, linear), linear
+        return f"layers.{index}.{linear.block}.{linear.name}"
 
 
 #: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
@@ -281,6 +296,11 @@ SANDWICH = replace(
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     logits_cap="final_logit_softcapping",
 )
+#: The MLP of some layers of a mixture. No layer of a mixture takes R3.
+DENSE_MLP = (
+    LLAMA.groups[2],
+    InputGroup(name="down", linears=(LinearSpec("mlp.down_proj", ("hidden", "mlp"), output="r1"),)),
+)
 #: Experts in place of the MLP. Nothing applies R3 to the input of their down_proj.
 MIXTURE = replace(
     LLAMA,
@@ -305,7 +325,32 @@ MIXTURE = replace(
             routed=True,
         ),
     ),
+    kinds=(("dense", replace(LLAMA, groups=(*LLAMA.groups[:2], *DENSE_MLP))),),
+    expert_files=(
+        ("gate_proj", "mlp.experts.{}.gate_proj.weight"),
+        ("up_proj", "mlp.experts.{}.up_proj.weight"),
+        ("down_proj", "mlp.experts.{}.down_proj.weight"),
+    ),
+    router_file="mlp.gate.weight",
 )
+
+
+def with_shared_experts(family: Family, path: str) -> Family:
+    """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
+    with `target="dense"` their outputs make up for the errors of the others."""
+    mlp = InputGroup(
+        name="shared",
+        norm="post_attention_layernorm",
+        linears=(
+            LinearSpec(f"{path}.gate_proj", ("shared", "hidden"), input="r1"),
+            LinearSpec(f"{path}.up_proj", ("shared", "hidden"), input="r1"),
+        ),
+    )
+    down = LinearSpec(f"{path}.down_proj", ("hidden", "shared"), output="r1")
+    shared = InputGroup(name="shared_down", linears=(down,))
+    return replace(family, groups=(*family.groups, mlp, shared))
+
+
 #: `model_type` of a config.json → family
 FAMILIES = {
     "llama": LLAMA,
@@ -338,15 +383,18 @@ FAMILIES = {
     "exaone4": replace(POST_NORM, models="EXAONE 4"),
     "gemma2": replace(SANDWICH, models="Gemma 2"),
     "gemma3_text": replace(SANDWICH, models="Gemma 3"),
-    "qwen3_moe": replace(
-        MIXTURE,
-        models="Qwen3 MoE",
-        expert_files=(
-            ("gate_proj", "mlp.experts.{}.gate_proj.weight"),
-            ("up_proj", "mlp.experts.{}.up_proj.weight"),
-            ("down_proj", "mlp.experts.{}.down_proj.weight"),
-        ),
-        router_file="mlp.gate.weight",
+    "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
+    "glm4_moe": replace(
+        with_shared_experts(MIXTURE, "mlp.shared_experts"), models="GLM-4.5, GLM-4.6, GLM-4.7"
+    ),
+    "gpt_oss": replace(
+        MIXTURE.with_transposed_experts(),
+        models="gpt-oss",
+        gated="_apply_gate",
+        router=LinearSpec("mlp.router", ("experts", "hidden"), input="r1"),
+        expert_files=(),
+        router_file="mlp.router.weight",
+        kinds=(),
     ),
     "mixtral": replace(
         MIXTURE,
@@ -372,10 +420,27 @@ def family_of(config: Any) -> Family:
             f"model type {model_type!r} is not supported: expected one of {', '.join(FAMILIES)}; "
             "drot info MODEL names what drot cannot place in it"
         )
-    family = FAMILIES[model_type]
-    return family if family.experts is None else _with_experts(family, experts_of(config))
+    return _with_experts(FAMILIES[model_type], experts_of(config))
+
+
+def layer_families(config: Any, layers: int) -> list[Family]:
+    """The declaration of each of `layers` decoder layers of a model with `config`.
+
+    Raises UserError as `family_of`.
+    """
+    family = family_of(config)
+    kinds = dict(family.kinds)
+    of_layers = (layer_kind(config, index) for index in range(layers))
+    return [kinds[kind] if kind else family for kind in of_layers]
+
+
+def linear_names(config: Any) -> Iterator[tuple[str, LinearSpec]]:
+    """The full name and the declaration of each linear of a model with `config`."""
+    for index, family in enumerate(layer_families(config, config.num_hidden_layers)):
+        for linear in family.linears:
+            yield family.full_name(index, linear), linear
 
 
 @functools.cache
 def _with_experts(family: Family, count: int) -> Family:
-    return family.with_experts(count)
+    return family if family.experts is None else family.with_experts(count)

@@ -138,10 +138,13 @@ def _routed_input(layer: DecoderLayer, group: InputGroup, args: tuple[Tensor, ..
         return x
     experts = module_at(layer.module, layer.family.experts or "")
     gate, up = (
-        nn.functional.linear(x, linear.weight)
+        nn.functional.linear(x, linear.weight, linear.bias)
         for linear in layer.linears.values()
         if linear.spec.expert == group.expert and not linear.spec.writes_residual
     )
+    if layer.family.gated is not None:
+        gated: Tensor = getattr(experts, layer.family.gated)(torch.stack([gate, up], -1).flatten(-2))
+        return gated
     result: Tensor = getattr(experts, layer.family.activation)(gate) * up
     return result
 

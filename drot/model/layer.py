@@ -60,8 +60,12 @@ class DecoderLayer:
             for spec in group.linears:
                 start = starts.get((spec.path, spec.expert), 0)
                 starts[spec.path, spec.expert] = stop = start + widths[spec.shape[0]]
-                full_name = family.full_name(index, spec)
-                self.linears[spec.name] = Linear(module, spec, group, full_name, slice(start, stop))
+                full_name, rows = family.full_name(index, spec), slice(start, stop)
+                if spec.transposed:  # the slices of a parameter alternate
+                    width = widths[spec.shape[0]]
+                    count = sum(other.path == spec.path for other in group.linears)
+                    rows = slice(start // width, None, count)
+                self.linears[spec.name] = Linear(module, spec, group, full_name, rows)
 
     @property
     def prefix(self) -> str:
@@ -173,8 +177,12 @@ class DecoderLayer:
         return next(group for group in self.groups if group.writes_residual)
 
     def ends_layer(self, group: InputGroup) -> bool:
-        """Whether the outputs of `group` are the output of the MLP."""
+        """Whether the outputs of `group` are the output of the MLP, or a part of it in a mixture."""
         return group.writes_residual and group is not self.attention_end
+
+    def is_mlp_end(self, group: InputGroup) -> bool:
+        """Whether the outputs of `group` are the whole output of the MLP."""
+        return self.ends_layer(group) and self.family.experts is None
 
     # ---- rotation ------------------------------------------------------------------------------------
 

@@ -70,9 +70,14 @@ class Linear:
     @property
     def weight(self) -> Tensor:
         """The weight [out, in]: the parameter, or a view of its rows."""
+        return self.of_all(self.parameter)
+
+    def of_all(self, parameter: Tensor) -> Tensor:
+        """The weight [out, in] in a tensor of the shape of `parameter`, as a view."""
         if self.spec.expert is not None:
-            return self.parameter[self.spec.expert, self.rows]
-        return self.parameter if self.spec.part is None else self.parameter[self.rows]
+            own = parameter[self.spec.expert]
+            return (own.T if self.spec.transposed else own)[self.rows]
+        return parameter if self.spec.part is None else parameter[self.rows]
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -84,7 +89,10 @@ class Linear:
     @property
     def bias(self) -> Tensor | None:
         if self.spec.expert is not None:
-            return None
+            if not self.spec.transposed:
+                return None
+            biases: Tensor = module_at(self._layer, f"{self.spec.path}_bias")
+            return biases[self.spec.expert, self.rows]
         bias = self.plain.bias
         return bias if self.spec.part is None or bias is None else bias[self.rows]
 

@@ -6,8 +6,10 @@ from typing import Any, Literal
 from drot.core.errors import UserError
 
 #: `hidden` is d, `query` is heads · head_dim, `kv` is kv_heads · head_dim, `mlp` the intermediate size,
-#: `expert` that of an expert, `experts` their number.
-Width = Literal["hidden", "query", "kv", "mlp", "expert", "experts"]
+#: `expert` that of an expert, `shared` that of the shared experts together, `experts` the number of experts.
+Width = Literal["hidden", "query", "kv", "mlp", "expert", "shared", "experts"]
+#: What a layer has in place of the usual of its family.
+LayerKind = Literal["", "dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +28,18 @@ class HeadShape:
 
 def experts_of(config: Any) -> int:
     """The number of experts of a decoder layer; 0 without."""
-    count = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None)
-    return int(count or 0)
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return int(next((count for name in names if (count := getattr(config, name, None))), 0))
+
+
+def layer_kind(config: Any, index: int) -> LayerKind:
+    """The kind of decoder layer `index`: `dense` for a layer with an MLP in a mixture of experts."""
+    if not experts_of(config):
+        return ""
+    dense = index < (getattr(config, "first_k_dense_replace", None) or 0)
+    dense |= index in (getattr(config, "mlp_only_layers", None) or ())
+    dense |= (index + 1) % (getattr(config, "decoder_sparse_step", None) or 1) != 0
+    return "dense" if dense else ""
 
 
 def routed_share(config: Any) -> float:
@@ -49,12 +61,14 @@ def head_shape(config: Any) -> HeadShape:
 def widths_of(config: Any) -> dict[Width, int]:
     """The sizes that a model's `config` gives to the widths of linears."""
     shape = head_shape(config)
+    expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
     return {
         "hidden": config.hidden_size,
         "query": shape.heads * shape.head_dim,
         "kv": shape.kv_heads * shape.head_dim,
         "mlp": config.intermediate_size,
-        "expert": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        "expert": expert,
+        "shared": expert * (getattr(config, "n_shared_experts", None) or 0),
         "experts": experts_of(config),
     }
 

@@ -11,6 +11,8 @@ def stored_name(layer: DecoderLayer, linear: Linear) -> str:
     """The name of the tensor in a checkpoint that holds the weight of a linear."""
     if linear.spec.expert is None:
         return f"{layer.prefix}{linear.spec.path}.weight"
+    if not layer.family.expert_files:
+        return layer.prefix + linear.spec.path
     file = dict(layer.family.expert_files)[linear.spec.part or ""]
     return layer.prefix + file.format(linear.spec.expert)
 
@@ -23,7 +25,7 @@ def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
             f"{layer.prefix}{layer.family.router.path}.weight"
         )
     for linear in layer.linears.values():
-        if linear.spec.expert is not None:
+        if linear.spec.expert is not None and layer.family.expert_files:
             found.pop(layer.prefix + linear.spec.path, None)
             found[stored_name(layer, linear)] = linear.weight.detach()
     return found
@@ -38,7 +40,7 @@ def load_stored(layer: DecoderLayer, tensors: dict[str, Tensor]) -> None:
             layer.prefix + layer.family.router_file
         )
     for linear in layer.linears.values():
-        if linear.spec.expert is not None:
+        if linear.spec.expert is not None and layer.family.expert_files:
             linear.weight.copy_(own.pop(stored_name(layer, linear)))
             own[layer.prefix + linear.spec.path] = linear.parameter
     layer.module.load_state_dict({name.removeprefix(layer.prefix): each for name, each in own.items()})

@@ -40,17 +40,22 @@ def compare(model: nn.Module) -> Comparison:
 
 def _compared(model_type: str, family: Family, layers: str | None, found: dict[str, str]) -> Comparison:
     """found: path → class of the modules with weights of the decoder layers."""
-    plain = [linear.path for group in family.groups if not group.routed for linear in group.linears]
-    kinds: dict[str, str | None] = dict.fromkeys(plain, "Linear")
-    kinds |= dict.fromkeys((*family.norms, *(family.post_norms or ()), *family.untouched), "RMSNorm")
+    kinds: dict[str, str | None] = {}
+    for of_layer in (*dict(family.kinds).values(), family):
+        plain = [linear.path for group in of_layer.groups if not group.routed for linear in group.linears]
+        norms = (*of_layer.norms, *(of_layer.post_norms or ()))
+        required = [*plain, *norms]
+        kinds |= dict.fromkeys(plain, "Linear")
+        kinds |= dict.fromkeys((*norms, *of_layer.untouched), "RMSNorm")
     if family.experts is not None and family.router is not None:  # of a class of each family's own
+        required += [family.experts, family.router.path]
         kinds |= dict.fromkeys((family.experts, family.router.path))
     unplaced = [
         f"{path} ({kind})"
         for path, kind in found.items()
         if path not in kinds or kinds[path] not in (None, kind)
     ]
-    lacking = [path for path in kinds if path not in found and path not in family.untouched]
+    lacking = [path for path in required if path not in found]
     return Comparison(model_type, layers, unplaced, lacking)
 
 

@@ -43,11 +43,12 @@ TRAINING_COPIES = 6.4
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a model and of its calibration. All decoder layers have the same shapes.
+    """The sizes of a model and of its calibration.
 
-    shapes: name of a linear → its (out, in).
+    groups: the input groups that occur in some layer.
+    shapes: name of a linear → its (out, in), which is the same in all layers that have the linear.
     names: for each layer, name of a linear → its full name.
-    layer_weights, weights: numbers in the parameters of a layer, and of the model.
+    layer_weights, weights: numbers in the parameters of the largest layer, and of the model.
     tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     routed: the share of the tokens that an expert reads, on average.
@@ -92,6 +93,10 @@ class Sizes:
     def intermediate(self) -> int:
         return self.inputs(self.groups[-1])
 
+    def of_layer(self, index: int) -> "Sizes":
+        """The sizes with the groups of one layer alone."""
+        return dataclasses.replace(self, groups=self.groups_of(self.names[index]))
+
     def groups_of(self, linears: Collection[str]) -> list[InputGroup]:
         return [group for group in self.groups if any(linear.name in linears for linear in group.linears)]
 
@@ -105,15 +110,19 @@ class Sizes:
 
 def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
     """The sizes of a model, which may lie on the device `meta`."""
-    layer, head = model.layers[0], model.head.weight
+    head = model.head.weight
     return Sizes(
-        groups=layer.groups,
-        shapes={name: layer.shape_of(linear.spec) for name, linear in layer.linears.items()},
+        groups=list(dict.fromkeys(group for layer in model.layers for group in layer.groups)),
+        shapes={
+            name: layer.shape_of(linear.spec)
+            for layer in model.layers
+            for name, linear in layer.linears.items()
+        },
         names=[
             {name: linear.full_name for name, linear in of_layer.linears.items()} for of_layer in model.layers
         ],
         heads=model.heads,
-        layer_weights=sum(parameter.numel() for parameter in layer.module.parameters()),
+        layer_weights=max(sum(p.numel() for p in layer.module.parameters()) for layer in model.layers),
         weights=sum(parameter.numel() for parameter in model.model.parameters()),
         tied_head=head.numel() if head is model.embedding.weight else 0,
         nsamples=nsamples,
@@ -144,28 +153,28 @@ def run_work(
     if trains and recipe.rotation.mode != "none":
         nsamples = recipe.training_nsamples(sizes.nsamples, sizes.seqlen, sizes.hidden)
         training = dataclasses.replace(sizes, nsamples=nsamples)
-        for roles in layers:
-            groups = sizes.groups_of(roles)
+        for index, roles in enumerate(layers):
+            of_layer, groups = training.of_layer(index), sizes.groups_of(roles)
             if recipe.rotation.objective == "entropy":  # it needs no Hessian of inputs that are not rotated
                 groups = [group for group in groups if is_rotated(group, recipe.rotation.down_block)]
             if recipe.pruning.method in WITHOUT_HESSIAN:
                 groups = []
-            calibrate[own] += hessians(training, groups)
+            calibrate[own] += hessians(of_layer, groups)
             if recipe.rotation.hessians == "dense":
-                calibrate[own] += rest_of_forward(training, groups)
+                calibrate[own] += rest_of_forward(of_layer, groups)
             calibrate[fp32] += metrics(training, recipe, groups)
         together = [layers] if recipe.rotation.mode == "shared" else [[roles] for roles in layers]
         work["rotate"][recipe.rotation.product_dtype] = sum(rotate(sizes, recipe, part) for part in together)
     recovers, to_dense = recipe.recovery.recover == "block", recipe.pruning.target == "dense"
-    for roles in layers:
-        groups = sizes.groups_of(roles)
+    for index, roles in enumerate(layers):
+        of_layer, groups = sizes.of_layer(index), sizes.groups_of(roles)
         if recipe.needs_dense_states:
-            prunes[own] += forward(sizes)
-        prunes[own] += hessians(sizes, groups, groups if to_dense else ())
+            prunes[own] += forward(of_layer)
+        prunes[own] += hessians(of_layer, groups, [g for g in groups if to_dense and g.expert is None])
         prunes[fp32] += prune(sizes, recipe, roles, admm_iterations)
         if recovers:
-            work["recover"][own] += recover(sizes, recipe.recovery.recover_epochs)
-        calibrate[own] += forward(sizes) if recovers else rest_of_forward(sizes, groups)
+            work["recover"][own] += recover(of_layer, recipe.recovery.recover_epochs)
+        calibrate[own] += forward(of_layer) if recovers else rest_of_forward(of_layer, groups)
     return {phase: dict(by_dtype) for phase, by_dtype in work.items()}
 
 
@@ -202,13 +211,18 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
 
     With `layers_per_step` the layers lie in main memory, and one after the other is on the device.
     """
-    rotation, weights = recipe.rotation, sum(out * width for out, width in sizes.shapes.values())
-    together = len(sizes.names) if rotation.mode == "shared" and not rotation.layers_per_step else 1
-    metrics = 0
+    rotation, blocks = recipe.rotation, {"r2": sizes.heads.head_dim, "r3": recipe.rotation.down_block or 1}
+    weights = [sum(math.prod(sizes.shapes[name]) for name in names) for names in sizes.names]
+    metrics = [0] * len(weights)
     if recipe.pruning.method not in WITHOUT_HESSIAN:
-        blocks = {"r2": sizes.heads.head_dim, "r3": rotation.down_block or 1, None: 1}
-        metrics = sum(sizes.inputs(g) * blocks.get(g.input, sizes.hidden) for g in sizes.groups)
-    numbers = together * (weights + metrics) + (TRAINING_COPIES - 1) * weights
+        blocks |= {"r1": sizes.hidden}
+        metrics = [
+            sum(sizes.inputs(group) * blocks.get(group.input or "", 1) for group in sizes.groups_of(names))
+            for names in sizes.names
+        ]
+    kept = [sum(both) for both in zip(weights, metrics, strict=True)]
+    together = rotation.mode == "shared" and not rotation.layers_per_step
+    numbers = (sum if together else max)(kept) + (TRAINING_COPIES - 1) * max(weights)
     return round(numbers * getattr(torch, rotation.product_dtype).itemsize)
 
 

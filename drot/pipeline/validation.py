@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.quantization_config import (
-    NAME_THE_ORIGINAL,
     QUANT_METHOD,
-    quantised_by,
     quantization_config_of,
+    refuse_quantised,
 )
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
-from drot.model.families import family_of
+from drot.model.families import family_of, linear_names
 from drot.model.sizes import check_down_block, positions_of, widths_of
 from drot.sparse.packed import dense_linears
 
@@ -24,6 +23,7 @@ INPUT_IN_WORDS = {
     "kv": "kv_heads * head_dim",
     "mlp": "intermediate size",
     "expert": "intermediate size of an expert",
+    "shared": "intermediate size of the shared experts",
 }
 
 
@@ -36,7 +36,7 @@ def check_config(config: Any) -> None:
             raise UserError("this model is packed, so it was pruned already: prune its dense original")
         if method == QUANT_METHOD:
             raise UserError("this model was already rotated by drot: prune its dense original")
-        raise UserError(f"this model is quantised ({quantised_by(config)}): {NAME_THE_ORIGINAL}")
+        refuse_quantised(config)
 
 
 def check_recipe(
@@ -79,14 +79,14 @@ def check_recipe(
 
 def down_width(config: Any, pruning: PruningConfig) -> int:
     """The number of inputs that R3 rotates in a model of `config`; 0 if no such linear is pruned."""
-    widths, names = widths_of(config), family_of(config).names(config.num_hidden_layers)
-    pruned = (spec for name, spec in names if spec.input == "r3" and not pruning.keeps(name))
+    widths = widths_of(config)
+    pruned = (spec for name, spec in linear_names(config) if spec.input == "r3" and not pruning.keeps(name))
     return next((widths[spec.shape[1]] for spec in pruned), 0)
 
 
 def _check_patterns(config: Any, pruning: PruningConfig) -> None:
     """Raises UserError for a pattern that matches no linear, and for n:m that does not divide its inputs."""
-    names, widths = dict(family_of(config).names(config.num_hidden_layers)), widths_of(config)
+    names, widths = dict(linear_names(config)), widths_of(config)
     patterns = [("keep", pattern) for pattern in pruning.keep]
     for field, pattern in patterns + [("sparsity_of", pattern) for pattern, _ in pruning.sparsity_of]:
         if not any(matches(pattern, name) for name in names):

@@ -59,7 +59,10 @@ def assert_same_logits(mode, data, settings, seed):
     before = model(tokens).logits
     rotations = rotations_of(model, mode, seed, data.draw(blocks_of(settings["hidden_size"])))
     rotate_model(model, rotations, None if mode == "shared" else mode)
-    assert relative_error(model(tokens).logits, before) < TOLERANCE[settings["dtype"]]
+    # the router of GLM computes in fp32
+    dtype = torch.float32 if settings["family"] == "glm4_moe" else settings["dtype"]
+    tolerance = max(TOLERANCE[settings["dtype"]], TOLERANCE[dtype])
+    assert relative_error(model(tokens).logits, before) < tolerance
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

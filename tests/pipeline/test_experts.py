@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, one_shot, prune, saved_tensors
+from safetensors.torch import save_file
 from small_models import random_tokens, relative_error, save_small_model, small_model
 from transformers import AutoModelForCausalLM
 
@@ -15,9 +16,10 @@ from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.manifest.manifest import read_manifest
 from drot.model.decoder import DecoderModel
+from drot.pipeline.estimate import sizes_of
 
 CPU = torch.device("cpu")
-FAMILIES = ["qwen3_moe", "mixtral"]
+FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
 NOT_PACKED = "the packed format does not hold the experts"
 NO_R3 = "must be auto or none for a model of type"
 OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -38,10 +40,21 @@ def routed(model, index, expert):
     handle = layer.post_attention_layernorm.register_forward_hook(lambda m, a, out: seen.update(x=out))
     model(TOKENS)
     handle.remove()
-    x = seen["x"].flatten(0, 1)
-    chosen = (x @ layer.mlp.gate.weight.T).topk(2).indices
+    x, experts = seen["x"].flatten(0, 1), layer.mlp.experts
+    if model.config.model_type == "gpt_oss":
+        chosen = (x @ layer.mlp.router.weight.T + layer.mlp.router.bias).topk(2).indices
+        x = x[(chosen == expert).any(-1)]
+        both = x @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
+        gate, up = both[:, 0::2].clamp(max=1.5), both[:, 1::2].clamp(-1.5, 1.5)
+        return x, gate * torch.sigmoid(1.702 * gate) * (up + 1)
+    if "glm" in model.config.model_type:  # of two groups of two experts the one with the larger sum
+        chosen = (x @ layer.mlp.gate.weight.T).sigmoid() + layer.mlp.gate.e_score_correction_bias
+        chosen = torch.stack([chosen[:, :2].sum(-1), chosen[:, 2:].sum(-1)]).argmax(0)[:, None] * 2
+        chosen = torch.cat([chosen, chosen + 1], -1)
+    else:
+        chosen = (x @ layer.mlp.gate.weight.T).topk(2).indices
     x = x[(chosen == expert).any(-1)]
-    gate, up = (x @ layer.mlp.experts.gate_up_proj[expert].T).chunk(2, -1)
+    gate, up = (x @ experts.gate_up_proj[expert].T).chunk(2, -1)
     return x, torch.nn.functional.silu(gate) * up
 
 
@@ -51,12 +64,13 @@ def test_the_hessian_of_an_expert_is_that_of_its_tokens(family):
     handle = DecoderModel(model)
     stream = CalibrationStream.embed(handle, TOKENS, CPU)
     stream.advance(handle.layers[0])
-    layer = handle.layers[1]
+    stream.advance(handle.layers[1])
+    layer = handle.layers[2]
     found = stream.hessians(layer, layer.groups)
     folded = stream.hessians(layer, layer.groups, folded=True)
     scale = layer.module.post_attention_layernorm.weight
     for expert in range(3):
-        for group, x in zip((f"mlp.{expert}", f"down.{expert}"), routed(model, 1, expert), strict=True):
+        for group, x in zip((f"mlp.{expert}", f"down.{expert}"), routed(model, 2, expert), strict=True):
             assert 0 < len(x) < TOKENS.numel()
             # one product a batch of the stream, as TOKENS is one batch
             torch.testing.assert_close(found[group], 2 * x.T @ x, rtol=1e-4, atol=1e-4)
@@ -136,7 +150,8 @@ def test_without_sparsity_the_outputs_do_not_change(family, place):
     """The router reads what R1 rotates, so it is rotated too; it is never pruned."""
     model, tokens = small_model(family), random_tokens(2, 30, seed=5)
     logits, text = model(tokens).logits, model.generate(tokens, **OPTIONS)
-    router = model.model.layers[1].mlp.gate.weight.clone()
+    gate = getattr(model.model.layers[1].mlp, "router" if family == "gpt_oss" else "gate")
+    router = gate.weight.clone()
     chosen = one_shot(
         sparsity=0.0, method="wanda", objective="entropy", steps=20, down_rotation="auto", boundary=place,
         hessians="dense",
@@ -144,7 +159,7 @@ def test_without_sparsity_the_outputs_do_not_change(family, place):
     result = prune(model, chosen)
     assert relative_error(result.model(tokens).logits, logits) < 1e-5
     assert torch.equal(result.model.generate(tokens, **OPTIONS), text)
-    assert relative_error(model.model.layers[1].mlp.gate.weight, router) > 0.1
+    assert relative_error(gate.weight, router) > 0.1
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -213,10 +228,36 @@ def test_what_a_mixture_cannot_have_is_refused_in_one_line(tmp_path, capsys):
     assert "rotations R1, R2 " in " ".join(capsys.readouterr().out.split()) + " "
 
 
-def test_a_dense_layer_among_experts_is_refused():
+def test_a_dense_layer_among_experts_is_pruned_too(tmp_path):
+    """Qwen3 MoE names such layers in two ways; the estimate counts each layer by what it has."""
     model = small_model("qwen3_moe", mlp_only_layers=[1])
-    with pytest.raises(UserError, match="layer 1 has a dense MLP in a model with experts"):
+    sizes = sizes_of(DecoderModel(model), *TOKENS.shape)
+    assert [len(names) for names in sizes.names] == [16, 7, 16]
+    assert [len(sizes.of_layer(index).groups) for index in range(3)] == [10, 4, 10]
+    result = prune(model, MODES["layer"], out=tmp_path / "out")
+    assert_patterns(result.model, MODES["layer"].pruning)
+    assert result.manifest.layers[1].linears["down_proj"].sparsity == 0.5
+    assert torch.equal(drot.load(tmp_path / "out", device="cpu")(TOKENS).logits, result.model(TOKENS).logits)
+    other = DecoderModel(small_model("qwen3_moe", decoder_sparse_step=2))
+    assert [layer.family.experts is None for layer in other.layers] == [True, False, True]
+
+
+def test_gpt_oss_in_mxfp4_is_refused_by_name():
+    model = small_model("gpt_oss")
+    model.config.quantization_config = {"quant_method": "mxfp4"}
+    with pytest.raises(UserError, match=r"quantised \(MXFP4\): open it .*=Mxfp4Config\(dequantize=True\)"):
         prune(model, MODES["none"])
+
+
+def test_the_zeros_of_interleaved_experts_are_counted_again(tmp_path):
+    prune(small_model("gpt_oss"), MODES["none"], out=tmp_path / "out")
+    model = drot.load(tmp_path / "out", device="cpu")
+    model.model.layers[1].mlp.experts.gate_up_proj.data[2, :, 1::2] = 0
+    model.save_pretrained(tmp_path / "again")
+    shares = {
+        name: linear.sparsity for name, linear in read_manifest(tmp_path / "again").layers[1].linears.items()
+    }
+    assert shares.pop("experts.2.up_proj") == 1 and set(shares.values()) == {0.5}
 
 
 def test_dry_run_and_sensitivity(tmp_path, capsys):
@@ -229,6 +270,24 @@ def test_dry_run_and_sensitivity(tmp_path, capsys):
     assert cli.run(["prune", str(folder), "--sensitivity", "--rotation", "none", *short]) == 0
     errors = json.loads(capsys.readouterr().out)["errors"]
     assert len(errors) == 3 * (4 + 4 * 3) and errors["layers.2.mlp.experts.3.up_proj"]["2:4"] > 0
+
+
+def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
+    """GLM-4.5 is published with such layers behind the last decoder layer."""
+    model, folder = small_model("glm4_moe"), tmp_path / "model"
+    model.config.num_nextn_predict_layers = 1
+    save_small_model(model, folder)
+    tensors = saved_tensors(folder)
+    last = {name: tensor for name, tensor in tensors.items() if "layers.2." in name}
+    more = {name.replace("layers.2.", "layers.3."): tensor.clone() for name, tensor in last.items()}
+    (name,) = folder.glob("*.safetensors")
+    save_file(tensors | more, name, {"format": "pt"})
+    loaded = drot.load(folder, device="cpu")
+    assert f"holds {len(more)} tensors for multi-token prediction" in caplog.text
+    assert loaded.config.num_nextn_predict_layers == 0
+    assert torch.equal(loaded(TOKENS).logits, model(TOKENS).logits)
+    result = prune(loaded, MODES["none"], out=tmp_path / "out")
+    assert torch.equal(drot.load(tmp_path / "out", device="cpu")(TOKENS).logits, result.model(TOKENS).logits)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_models import BARE, build, settings_of_models, tokens_for
+from random_models import BARE, MIXTURES, build, settings_of_models, tokens_for
 from runs import named_linears, saved_bytes
 from small_models import INSIDE, relative_error
 from transformers import AutoModelForCausalLM
@@ -18,7 +18,7 @@ from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.sparse.packed import PACKED, unpack_model
 
 pytestmark = pytest.mark.slow
-PACKABLE = [family for family in BARE if family not in ("qwen3_moe", "mixtral")]
+PACKABLE = [family for family in BARE if family not in MIXTURES]
 #: of several choices, the first is that of the first example
 KEEP = [("*.self_attn.*", "up_proj"), ("layers.0.*",), ("down_proj",)]
 
