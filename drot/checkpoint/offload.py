@@ -3,7 +3,6 @@
 The model is a skeleton: its parameters lie on the device `meta`, which holds no numbers.
 """
 
-import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from drot.checkpoint.load import (
     refuse_not_finite,
     silent_transformers,
 )
-from drot.checkpoint.source import DENSE_DTYPES, Header, model_folder
+from drot.checkpoint.source import CONFIG, DENSE_DTYPES, Header, model_folder
 from drot.core.errors import UserError
 from drot.machine.devices import parse_dtype
 from drot.manifest.integrity import verified_while_loading
@@ -109,7 +108,7 @@ def _starts(file: Path) -> dict[str, int]:
 
 
 def _read_into(file: Path, start: int, tensor: Tensor) -> None:
-    """Reads a contiguous tensor from the byte `start` of `file`. Raises UserError if the file is too short."""
+    """Reads a contiguous tensor from the byte `start` of `file`. Raises UserError for too short a file."""
     left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
     try:
         with file.open("rb", buffering=0) as handle:
@@ -145,8 +144,12 @@ def open_skeleton(
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
             model.config.name_or_path = str(folder)
-            with contextlib.suppress(OSError):  # without the file, the model has made it from its config
+            try:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
+            except OSError:  # there is no such file
+                model.generation_config = GenerationConfig.from_pretrained(
+                    folder, config_file_name=CONFIG, _from_model_config=True
+                )
             _compute_buffers(model)
     prefix = f"{model.base_model_prefix}."
     without_prefix = not any(name.startswith(prefix) for name in headers)
