@@ -166,12 +166,22 @@ def seconds_at(work: Mapping[str, Mapping[str, float]], peaks: Mapping[str, floa
     return sum(amount / rates[dtype] for phase in work.values() for dtype, amount in phase.items())
 
 
-def main_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
-    """The bytes of main memory for the model, the hidden states of the calibration and the rotations."""
-    numbers = sizes.weights + sizes.tokens * sizes.hidden * (2 if recipe.needs_dense_states else 1)
+def main_memory(
+    sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, rotations_given: bool = False
+) -> int:
+    """The bytes of main memory of a run that reads the layers from files.
+
+    They are those of the embedding, the head and a layer, of the hidden states of the calibration, and of the
+    rotations that are not on the disk: two, all that are given, or all R2 and R3 beside one shared R1.
+    """
+    layers, states = len(sizes.names), 2 if recipe.needs_dense_states else 1
+    numbers = sizes.weights - (layers - 1) * sizes.layer_weights + sizes.tokens * sizes.hidden * states
     if recipe.rotation.mode == "none":
         return numbers * dtype.itemsize
-    rotations = len(sizes.names) * rotation_bytes(sizes, recipe.rotation.down_block)
+    rotation = rotation_bytes(sizes, recipe.rotation.down_block)
+    shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
+    kept = layers if rotations_given or shared else min(layers, 2)
+    rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
     return (numbers + sizes.tied_head) * dtype.itemsize + rotations
 
 
