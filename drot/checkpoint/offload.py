@@ -3,8 +3,8 @@
 The model is a skeleton: its parameters lie on the device `meta`, which holds no numbers.
 """
 
-import contextlib
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from drot.checkpoint.load import (
     NO_MODEL,
     checked_headers,
+    drop_prediction_layers,
     load_config,
     refuse_missing,
     refuse_not_finite,
     silent_transformers,
 )
-from drot.checkpoint.source import DENSE_DTYPES, Header, model_folder
+from drot.checkpoint.source import CONFIG, DENSE_DTYPES, Header, model_folder
 from drot.core.errors import UserError
 from drot.machine.devices import parse_dtype
 from drot.manifest.integrity import verified_while_loading
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 #: bytes of the number in front of a safetensors header, which is the length of the header
 LENGTH_BYTES = 8
+#: bytes that are read at a time
+CHUNK_BYTES = 2**24
 
 
 class DiskWeights:
@@ -48,6 +51,8 @@ class DiskWeights:
     def __init__(self, path: str | Path, headers: Mapping[str, Header], base: str = "") -> None:
         self._path, self._headers, self._base = path, headers, base
         self._starts: dict[str, int] = {}
+        # once: pieces of memory between the layers leave gaps that the C library does not use again
+        self._scratch, self._lock = torch.empty(CHUNK_BYTES, dtype=torch.uint8), threading.Lock()
         for file in {header.file for header in headers.values()}:
             self._starts |= _starts(file)
 
@@ -58,42 +63,39 @@ class DiskWeights:
         Raises UserError for a tensor that is not finite, and for a file that was changed.
         """
         layer.module.to_empty(device="cpu")
-        for name, target in stored_tensors(layer).items():
-            self._read(name, target)
+        self._read(stored_tensors(layer))
 
     @torch.no_grad()
     def read_module(self, module: nn.Module, name: str) -> None:
         """The same for the parameters of a module outside of the layers. name: the name of the module."""
-        for own, parameter in module.named_parameters():
+        for own, parameter in list(module.named_parameters()):
             target = torch.empty_like(parameter, device="cpu")
-            self._read(f"{name}.{own}", target)
+            self._read({f"{name}.{own}": target})
             owner, _, last = own.rpartition(".")
             setattr(module.get_submodule(owner), last, nn.Parameter(target, requires_grad=False))
-
-    def _read(self, name: str, target: Tensor) -> None:
-        """Reads a tensor into `target`, in main memory, which may have another dtype."""
-        header = self._headers[name.removeprefix(self._base)]
-        if target.dtype == DENSE_DTYPES[header.dtype] and target.is_contiguous():
-            self._stored(name, target)
-        else:
-            target.copy_(self._stored(name))
-        refuse_not_finite(self._path, name, target)
-
-    def _stored(self, name: str, into: Tensor | None = None) -> Tensor:
-        """A tensor as the files hold it. into: the memory for it; None takes new memory."""
-        stored = name.removeprefix(self._base)
-        header = self._headers[stored]
-        tensor = torch.empty(header.shape, dtype=DENSE_DTYPES[header.dtype]) if into is None else into
-        _read_into(header.file, self._starts[stored], tensor)
-        return tensor
 
     def holds(self, name: str) -> bool:
         """Whether the files hold a tensor."""
         return name.removeprefix(self._base) in self._headers
 
-    def equal(self, name: str, other: str) -> bool:
-        """Whether two tensors of the files have the same numbers."""
-        return torch.equal(self._stored(name), self._stored(other))
+    @torch.no_grad()
+    def equal(self, *names: str) -> bool:
+        """Whether tensors of the files have the same numbers."""
+        headers = {name: self._headers[name.removeprefix(self._base)] for name in names}
+        found = {name: torch.empty(h.shape, dtype=DENSE_DTYPES[h.dtype]) for name, h in headers.items()}
+        self._read(found)
+        first, *others = found.values()
+        return all(torch.equal(first, other) for other in others)
+
+    def _read(self, targets: Mapping[str, Tensor]) -> None:
+        """Reads tensors into contiguous tensors in main memory, which may have another dtype."""
+        for name, target in targets.items():
+            stored = name.removeprefix(self._base)
+            header = self._headers[stored]
+            with self._lock:
+                dtype = DENSE_DTYPES[header.dtype]
+                _read_into(target, header.file, self._starts[stored], dtype, self._scratch)
+            refuse_not_finite(self._path, name, target)
 
 
 def _starts(file: Path) -> dict[str, int]:
@@ -108,18 +110,26 @@ def _starts(file: Path) -> dict[str, int]:
     }
 
 
-def _read_into(file: Path, start: int, tensor: Tensor) -> None:
-    """Reads a contiguous tensor from the byte `start` of `file`. Raises UserError for a shorter file."""
-    left = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+def _read_into(target: Tensor, file: Path, start: int, dtype: torch.dtype, scratch: Tensor) -> None:
+    """Reads a tensor of `dtype` from the byte `start` of `file`, through `scratch`.
+
+    Raises UserError if the file is too short.
+    """
     try:
         with file.open("rb", buffering=0) as handle:
             handle.seek(start)
-            while left and (count := handle.readinto(left)):
-                left = left[count:]
+            for part in target.view(-1).split(len(scratch) // dtype.itemsize):
+                stored = scratch[: part.numel() * dtype.itemsize]
+                left = stored.numpy().data
+                while left and (count := handle.readinto(left)):
+                    left = left[count:]
+                if left:
+                    raise UserError(
+                        f"{file} was changed while drot read it, and is too short now: copy it again"
+                    )
+                part.copy_(stored.view(dtype))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
-    if left:
-        raise UserError(f"{file} was changed while drot read it, and is too short now: copy it again")
 
 
 def open_skeleton(
@@ -145,8 +155,13 @@ def open_skeleton(
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
             model.config.name_or_path = str(folder)
-            with contextlib.suppress(OSError):  # without the file, the model has made it from its config
+            drop_prediction_layers(model.config)
+            try:
                 model.generation_config = GenerationConfig.from_pretrained(folder)
+            except OSError:  # there is no such file
+                model.generation_config = GenerationConfig.from_pretrained(
+                    folder, config_file_name=CONFIG, _from_model_config=True
+                )
             _compute_buffers(model)
     prefix = f"{model.base_model_prefix}."
     without_prefix = not any(name.startswith(prefix) for name in headers)

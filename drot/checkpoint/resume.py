@@ -268,6 +268,18 @@ class RunState:
         with safe_open(file, framework="pt") as handle:
             return {key: handle.get_tensor(key) for key in handle.keys()}, json.loads(entry["record"])  # noqa: SIM118
 
+    def loaded(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of the part `name`, which this run has written or loaded before.
+
+        Raises UserError if the file was lost or damaged since then.
+        """
+        self._wait()
+        if (found := self.load(name)) is None:
+            raise UserError(
+                f"{self.file(name)} was lost or damaged while the run went on: repeat the run with `resume`"
+            )
+        return found[0]
+
     def discard(self) -> None:
         """Deletes the folder. Called after the checkpoint was written."""
         shutil.rmtree(self.folder, ignore_errors=True)

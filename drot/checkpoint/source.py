@@ -206,7 +206,8 @@ def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
     found: dict[str, Header] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as handle:
+            # for "pt" the file would be mapped as writable, which counts as memory of the process
+            with safe_open(file, framework="np") as handle:
                 for key in handle.keys():  # noqa: SIM118
                     tensor = handle.get_slice(key)
                     found[key] = Header(Path(file), list(tensor.get_shape()), tensor.get_dtype())

@@ -195,13 +195,13 @@ class DecoderLayer:
         norm(h) · diag(γ) · Wᵀ = norm(h) · (W diag(γ))ᵀ. The norm that remains commutes with rotations (paper,
         algorithm 1, first step). The products are computed in fp64 and rounded to `dtype`.
         """
-        weights = {}
-        for linear in self.linears.values():
-            weight, norm = linear.weight.detach().double(), linear.group.norm
-            if norm is not None and self.family.rotates_stream:
-                weight = weight * module_at(self.module, norm).weight.detach().double()
-            weights[linear.name] = weight.to(dtype)
-        return weights
+        return {linear.name: self._folded_weight(linear, dtype) for linear in self.linears.values()}
+
+    def _folded_weight(self, linear: Linear, dtype: torch.dtype) -> Tensor:
+        weight, norm = linear.weight.detach().double(), linear.group.norm
+        if norm is not None and self.family.rotates_stream:
+            weight = weight * module_at(self.module, norm).weight.detach().double()
+        return weight.to(dtype)
 
     def _rotate_router(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
         """Folds the norm of the experts into the router and rotates it, as it reads what they read."""
@@ -232,8 +232,8 @@ class DecoderLayer:
         dtype = torch.promote_types(self.dtype, dtype)
         rotation = rotation.to(device, dtype)
         output_r1 = rotation.r1 if boundary is None else boundary.next_r1.to(device, dtype)
-        for name, weight in self.folded_weights(dtype).items():
-            linear = self.linears[name]
+        for linear in self.linears.values():
+            weight = self._folded_weight(linear, dtype)
             r1 = output_r1 if self.ends_layer(linear.group) else rotation.r1
             linear.weight.copy_(rotated_weight(linear.spec, weight, rotation, self.heads, r1))
             if (bias := linear.bias) is not None and linear.spec.output == "r2":

@@ -4,7 +4,7 @@ W is [out, in]. The residual stream is a row vector h; rotated it is h R1. A wei
 input is rotated and to Rᵀ W where its outputs are (drot/model/families.py says which).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -59,6 +59,45 @@ class LayerRotation:
     def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str) -> "LayerRotation":
         """The inverse of `tensors`."""
         return cls(tensors[f"{prefix}r1"], tensors[f"{prefix}r2"], tensors.get(f"{prefix}r3"))
+
+
+class RotationsOfLayers(Mapping[int, LayerRotation]):
+    """Layer → its rotation. The last that were asked for lie in memory, the others where they are saved.
+
+    load: gives the saved rotation of a layer; None keeps all rotations in memory.
+    layers: the layers whose rotations are saved already.
+    """
+
+    #: rotations in memory: a boundary needs those of two layers
+    IN_MEMORY = 2
+
+    def __init__(
+        self, load: Callable[[int], LayerRotation] | None = None, layers: Iterable[int] = ()
+    ) -> None:
+        self._load, self._layers = load, dict.fromkeys(layers)
+        self._in_memory: dict[int, LayerRotation] = {}
+
+    def keep(self, layer: int, rotation: LayerRotation) -> None:
+        """Adds the rotation of a layer. It must be saved before those of two further layers are added."""
+        self._layers[layer] = None
+        self._in_memory.pop(layer, None)
+        self._in_memory[layer] = rotation
+        while self._load is not None and len(self._in_memory) > self.IN_MEMORY:
+            self._in_memory.pop(next(iter(self._in_memory)))
+
+    def __getitem__(self, layer: int) -> LayerRotation:
+        if layer not in self._layers:
+            raise KeyError(layer)
+        if layer not in self._in_memory:
+            assert self._load is not None
+            self.keep(layer, self._load(layer))
+        return self._in_memory[layer]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
 
 @dataclass(frozen=True)

@@ -95,7 +95,7 @@ def run_needs(
         training_tokens=training if trains else 0,
         checkpoint=checkpoint,
         partial=partial,
-        main_memory=main_memory(sizes, resolved, chosen),
+        main_memory=main_memory(sizes, resolved, chosen, rotations_given=rotations_given),
         device_memory=on_device,
         work=work,
         seconds=None if peaks is None else seconds_at(work, peaks),

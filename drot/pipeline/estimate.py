@@ -48,7 +48,8 @@ class Sizes:
     groups: the input groups that occur in some layer.
     shapes: name of a linear → its (out, in), which is the same in all layers that have the linear.
     names: for each layer, name of a linear → its full name.
-    layer_weights, weights: numbers in the parameters of the largest layer, and of the model.
+    layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
+        model without its layers.
     tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     routed: the share of the tokens that an expert reads, on average.
@@ -60,6 +61,7 @@ class Sizes:
     heads: HeadShape
     layer_weights: int
     weights: int
+    outside: int
     tied_head: int
     nsamples: int
     seqlen: int
@@ -111,6 +113,8 @@ class Sizes:
 def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
     """The sizes of a model, which may lie on the device `meta`."""
     head = model.head.weight
+    of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
+    weights = sum(parameter.numel() for parameter in model.model.parameters())
     return Sizes(
         groups=list(dict.fromkeys(group for layer in model.layers for group in layer.groups)),
         shapes={
@@ -122,8 +126,9 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
             {name: linear.full_name for name, linear in of_layer.linears.items()} for of_layer in model.layers
         ],
         heads=model.heads,
-        layer_weights=max(sum(p.numel() for p in layer.module.parameters()) for layer in model.layers),
-        weights=sum(parameter.numel() for parameter in model.model.parameters()),
+        layer_weights=max(of_layers),
+        weights=weights,
+        outside=weights - sum(of_layers),
         tied_head=head.numel() if head is model.embedding.weight else 0,
         nsamples=nsamples,
         seqlen=seqlen,
@@ -184,12 +189,22 @@ def seconds_at(work: Mapping[str, Mapping[str, float]], peaks: Mapping[str, floa
     return sum(amount / rates[dtype] for phase in work.values() for dtype, amount in phase.items())
 
 
-def main_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
-    """The bytes of main memory for the model, the hidden states of the calibration and the rotations."""
-    numbers = sizes.weights + sizes.tokens * sizes.hidden * (2 if recipe.needs_dense_states else 1)
+def main_memory(
+    sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, rotations_given: bool = False
+) -> int:
+    """The bytes of main memory of a run that reads the layers from files.
+
+    They are those of the embedding, the head and a layer, of the hidden states of the calibration, and of the
+    rotations that are not on the disk: two, all that are given, or all R2 and R3 beside one shared R1.
+    """
+    layers, states = len(sizes.names), 2 if recipe.needs_dense_states else 1
+    numbers = sizes.outside + sizes.layer_weights + sizes.tokens * sizes.hidden * states
     if recipe.rotation.mode == "none":
         return numbers * dtype.itemsize
-    rotations = len(sizes.names) * rotation_bytes(sizes, recipe.rotation.down_block)
+    rotation = rotation_bytes(sizes, recipe.rotation.down_block)
+    shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
+    kept = layers if rotations_given or shared else min(layers, 2)
+    rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
     return (numbers + sizes.untied_head) * dtype.itemsize + rotations
 
 

@@ -6,7 +6,7 @@ rotations if all of them are known before the pruning starts. Otherwise it uses 
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
@@ -143,7 +143,7 @@ def check_model(
     tokens: Tensor,
     device: torch.device,
     bases: Bases,
-    rotations: Sequence[LayerRotation] | None = None,
+    rotations: Collection[LayerRotation] = (),
     down_block: int | None = None,
 ) -> float:
     """Relative error, in fp32, of the rotated model's logits on `tokens` [1, seqlen]. `model` is not changed.
@@ -151,7 +151,8 @@ def check_model(
     Raises InvarianceError if the logits or the output of a layer have an error above TOLERANCE.
 
     device: where the check computes, to which one layer at a time is copied.
-    rotations: the rotation of each layer; None takes `random_rotations`, with an R3 of `down_block` columns.
+    rotations: the rotation of each layer, which are asked for one after the other; without them, the check
+        takes `random_rotations`, with an R3 of `down_block` columns.
     """
     rotates = model.family.rotates_stream
     # of a shared R1 each boundary matrix is the identity

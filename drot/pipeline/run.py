@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
 from drot.machine.devices import free_memory
 from drot.machine.transfer import on_device
-from drot.model.rotation import LayerRotation
+from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline import steps
 from drot.pipeline.context import RunContext
 from drot.pipeline.estimate import device_memory, sizes_of
@@ -39,7 +40,7 @@ class PruningRun:
 
     def __init__(self, context: RunContext, given: GivenRotations | None = None) -> None:
         self.context, self.given = context, given
-        self.rotations: dict[int, LayerRotation] = {}
+        self.rotations = RotationsOfLayers()
         self.layers: list[dict[str, Any]] = []
         self.maps: dict[str, Tensor] = {}
         self.shared_record: dict[str, Any] | None = None
@@ -55,6 +56,8 @@ class PruningRun:
 
     def execute(self, state: RunState | None) -> None:
         """Rotates and prunes the layers. `state` saves the finished layers; None saves nothing."""
+        if state is not None:
+            self.rotations = RotationsOfLayers(partial(steps.load_rotation, self.context, state))
         with contextlib.nullcontext() if state is None else state.saving():
             self._prune_layers(state)
 
@@ -110,25 +113,23 @@ class PruningRun:
         if run.recipe.rotation.mode == "shared":
             rotations, self.shared_record = train_shared(run, state)
             return dict(enumerate(rotations)), {}
-        trained = dict(enumerate(train_layers(run, state)))
-        records = {index: {"rotation": record} for index, (_, record) in trained.items()}
-        return {index: rotation for index, (rotation, _) in trained.items()}, records
+        trained, records = train_layers(run, state)
+        return trained, {index: {"rotation": record} for index, record in records.items()}
 
     def _check(self, known: Mapping[int, LayerRotation]) -> None:
         """Proves on one sequence that rotations leave the logits as they are, and that outputs are finite."""
         run = self.context
         if run.rotates:
-            rotations = list(known.values()) or None
             down_block = run.recipe.rotation.down_block
             self.logit_error = check_model(
-                run.model, run.tokens[:1], run.device, run.bases, rotations, down_block
+                run.model, run.tokens[:1], run.device, run.bases, known.values(), down_block
             )
         else:
             check_outputs(run.model, run.tokens[:1], run.device)
 
     def _keep(self, work: LayerWork) -> None:
         if work.rotation is not None:
-            self.rotations[work.layer.index] = work.rotation
+            self.rotations.keep(work.layer.index, work.rotation)
         zeros, weights = steps.finish(self.context, work, self.rotations)
         self._zeros, self._weights = self._zeros + zeros, self._weights + weights
         self.layers.append(work.record)
@@ -141,6 +142,7 @@ class PruningRun:
         run, rotations = self.context, self.rotations
         if not run.rotates_stream:
             return
-        self.untied = run.model.rotate_ends(rotations[0].r1, rotations[run.bases.layers - 1].r1, run.device)
+        first, last = rotations[0].r1, rotations[run.bases.layers - 1].r1
+        self.untied = run.model.rotate_ends(first, last, run.device)
         if run.bases.place is None:  # the model keeps its stock architecture
-            assert all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations.values())
+            assert torch.equal(first, last)

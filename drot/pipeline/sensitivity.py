@@ -132,9 +132,10 @@ def sensitivity(
         if used is None and recipe.rotation.mode == "shared":
             used, _ = train_shared(run, None)
         elif used is None:
-            used = [rotation for rotation, _ in train_layers(run, None)]
+            trained, _ = train_layers(run, None)
+            used = list(trained.values())
         with run.during("check"):
-            error = check_model(run.model, run.tokens[:1], run.device, run.bases, used)
+            error = check_model(run.model, run.tokens[:1], run.device, run.bases, used or ())
     figures = {
         "base_model": prepared.source,
         "calibration": calibration_record(run.tokens),

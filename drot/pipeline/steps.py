@@ -201,6 +201,12 @@ def load(state: RunState, layer: DecoderLayer) -> tuple[dict[str, Tensor], dict[
     return None if shard is None or beside is None else (shard[0], beside[0], shard[1])
 
 
+def load_rotation(run: RunContext, state: RunState, index: int) -> LayerRotation:
+    """The rotation that `save` wrote of a layer."""
+    tensors = state.loaded(part_of(run.model.layers[index]) + BESIDE)
+    return LayerRotation.from_tensors(tensors, ROTATION_PREFIX)
+
+
 def restore(
     run: RunContext, work: LayerWork, saved: tuple[dict[str, Tensor], dict[str, Tensor], Any]
 ) -> None:

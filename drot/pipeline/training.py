@@ -11,16 +11,13 @@ from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
 from drot.machine.transfer import on_device
-from drot.model.rotation import LayerRotation
+from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.parallel import train_in_parallel
 from drot.rotation.objective import LayerObjective, LeftRotated
 from drot.rotation.train import train_rotation
-
-#: The rotation of a layer and the record of its training.
-Trained = tuple[LayerRotation, dict[str, Any]]
 
 
 def train(
@@ -93,7 +90,8 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
     """
     if saved := state.load("rotations") if state else None:
         tensors, record = saved
-        return [LayerRotation.from_tensors(tensors, f"layers.{i}.") for i in range(run.bases.layers)], record
+        loaded = [LayerRotation.from_tensors(tensors, f"layers.{i}.") for i in range(run.bases.layers)]
+        return [dataclasses.replace(rotation, r1=loaded[0].r1) for rotation in loaded], record
     offload = run.recipe.rotation.layers_per_step > 0
     objectives, dampings = [], []
     try:
@@ -118,34 +116,48 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
     return rotations, record
 
 
-def train_layers(run: RunContext, state: RunState | None) -> list[Trained]:
-    """Trains the rotation of each layer on the next free device (`hessians="dense"`).
+def train_layers(
+    run: RunContext, state: RunState | None
+) -> tuple[RotationsOfLayers, dict[int, dict[str, Any]]]:
+    """Trains the rotation of each layer on the next free device (`hessians="dense"`); the records by layer.
 
-    The Hessians are those of the dense model, from one pass before anything is pruned. Rotations are loaded
-    instead if an interrupted run has saved them in `state`, as they were trained (`own_r3`).
+    The Hessians are those of the dense model, from one pass before anything is pruned. A rotation is saved in
+    `state` as it was trained (`own_r3`), and loaded from it when it is needed. Without `state`, all rotations
+    stay in memory. Those that an interrupted run has saved are not trained again.
     """
-    done: dict[int, Trained] = {}
+    done: dict[int, dict[str, Any]] = {}
+    trained: dict[int, LayerRotation] = {}
     dampings: dict[int, dict[str, float]] = {}
     for index in range(run.bases.layers):
         if saved := state.load(f"rotation_{index:05d}") if state else None:
-            done[index] = LayerRotation.from_tensors(saved[0], "layers.0."), saved[1]
+            done[index] = saved[1]
 
     def objectives() -> Iterator[tuple[int, LayerObjective]]:
         for index, objective, damping in _objectives(run, done):
             dampings[index] = damping
             yield index, objective
 
-    def train_layer(index: int, objective: LayerObjective) -> Trained:
+    def train_layer(index: int, objective: LayerObjective) -> dict[str, Any]:
         (rotation,), record = train(run, [objective], index)
         record["damping"] = dampings[index]
         if state:
             state.save(f"rotation_{index:05d}", rotation.tensors("layers.0."), record)
-        return rotation, record
+        else:
+            trained[index] = rotation
+        return record
+
+    def load(index: int) -> LayerRotation:
+        if state is None:
+            return trained[index]
+        return LayerRotation.from_tensors(state.loaded(f"rotation_{index:05d}"), "layers.0.")
 
     if len(done) < run.bases.layers:
         done |= train_in_parallel(objectives(), train_layer, run.devices)
-    rotations = own_r3(run, {index: rotation for index, (rotation, _) in sorted(done.items())})
-    return [(rotation, done[index][1]) for index, rotation in rotations.items()]
+
+    def own(index: int) -> LayerRotation:
+        return own_r3(run, {each: load(each) for each in {index, run.bases.writes_in(index)}})[index]
+
+    return RotationsOfLayers(own, range(run.bases.layers)), dict(sorted(done.items()))
 
 
 def _objectives(

@@ -1,0 +1,93 @@
+"""Runs that read the layers from files: how much lies in memory, and the bytes of a run on a loaded model."""
+
+import pytest
+import torch
+from runs import interrupted, prune, recipe, saved_bytes
+from small_models import save_small_model, small_model
+
+import drot
+from drot.checkpoint.load import load_model
+from drot.checkpoint.offload import DiskWeights
+from drot.model.rotation import LayerRotation, RotationsOfLayers
+from drot.pipeline import prune as pipeline
+
+CASES = [
+    ("llama", dict(mode="layer", solve="none", target="self"), {}),
+    ("qwen3_moe", dict(mode="layer", down_rotation="none"), {}),
+    ("phi3", dict(mode="layer", hessians="dense", boundary="residual"), dict(save_dtype="bfloat16")),
+    ("llama-biased", dict(mode="shared", quality="best", recover_epochs=1), dict(format="packed")),
+    ("qwen2", dict(mode="none"), dict(save_dtype="float16")),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "options"), CASES, ids=lambda value: str(value)[:20])
+def test_the_bytes_are_those_of_a_run_on_a_loaded_model(family, fields, options, tmp_path):
+    folder, chosen = save_small_model(small_model(family), tmp_path / "dense"), recipe(**fields)
+    streamed = prune(str(folder), chosen, out=tmp_path / "streamed", **options)
+    loaded = prune(load_model(folder), chosen, out=tmp_path / "loaded", **options)
+    assert saved_bytes(streamed.out) == saved_bytes(loaded.out)
+    assert (streamed.out / "config.json").read_bytes() == (loaded.out / "config.json").read_bytes()
+    assert streamed.manifest.identity == loaded.manifest.identity
+    assert streamed.manifest.sparsity == loaded.manifest.sparsity
+    assert streamed.in_memory is None and loaded.in_memory is not None
+    found, expected = streamed.model.state_dict(), loaded.model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("hessians", ["sequential", "dense"])
+def test_a_layer_is_in_memory_only_while_it_is_needed(hessians, tmp_path, monkeypatch):
+    folder = save_small_model(small_model("llama", num_hidden_layers=5), tmp_path / "dense")
+    layers, most = [], []
+    read_layer = DiskWeights.read_layer
+
+    def read(weights, layer):
+        layers.append(layer.module)
+        read_layer(weights, layer)
+        held = {id(each) for each in layers if not next(each.parameters()).is_meta}
+        most.append(len(held))
+
+    monkeypatch.setattr(DiskWeights, "read_layer", read)
+    prune(str(folder), recipe(hessians=hessians), out=tmp_path / "out")
+    assert max(most) == 1 and len(layers) == 5 * (4 if hessians == "dense" else 3)
+    assert all(next(each.parameters()).is_meta for each in layers)
+
+
+def test_a_resumed_run_has_the_same_bytes(tmp_path):
+    folder, chosen = str(save_small_model(small_model("llama"), tmp_path / "dense")), recipe(hessians="dense")
+    prune(folder, chosen, out=tmp_path / "whole")
+    interrupted(folder, chosen, out=tmp_path / "out")
+    prune(folder, chosen, out=tmp_path / "out", resume=True)
+    assert saved_bytes(tmp_path / "out") == saved_bytes(tmp_path / "whole")
+
+
+def test_a_finished_run_loads_no_weights(tmp_path, monkeypatch):
+    folder = str(save_small_model(small_model("llama"), tmp_path / "dense"))
+    first = prune(folder, out=tmp_path / "out")
+    monkeypatch.setattr(pipeline, "load_model", lambda path: pytest.fail("the weights were read"))
+    again = prune(folder, out=tmp_path / "out", resume=True)
+    assert again.finished_before and again.manifest == first.manifest and "llama" not in repr(again)
+
+
+def test_the_sensitivity_is_that_of_a_loaded_model(tmp_path):
+    folder = save_small_model(small_model("llama"), tmp_path)
+    tokens = torch.randint(0, 96, (4, 40), generator=torch.Generator().manual_seed(0))
+    options = dict(calibration=tokens, device="cpu")
+    streamed = drot.sensitivity(str(folder), recipe(), **options)
+    assert streamed.errors == drot.sensitivity(load_model(folder), recipe(), **options).errors
+
+
+def test_two_rotations_lie_in_memory():
+    saved = {layer: LayerRotation(torch.eye(2) * layer, torch.eye(2)[None]) for layer in range(4)}
+    loads = []
+
+    def load(layer):
+        loads.append(layer)
+        return saved[layer]
+
+    rotations = RotationsOfLayers(load)
+    for layer, rotation in saved.items():
+        rotations.keep(layer, rotation)
+    assert rotations[3] is saved[3] and rotations[2] is saved[2] and not loads
+    assert rotations[0] is saved[0] and loads == [0]
+    assert list(rotations) == [0, 1, 2, 3] and 4 not in rotations
+    assert len(rotations._in_memory) == 2
