@@ -9,10 +9,10 @@
 namespace drot {
 
 // e^x within 2 units in the last place for x in [-87, 88], in a form that compilers vectorise: x = n log 2 +
-// r with a whole n, |r| <= log(2)/2, and the Taylor polynomial of degree 7 of e^r. Outside of the range it is
-// the value at its nearer end, and NaN gives an arbitrary number.
-DROT_HOST_DEVICE float bounded_exp(float x) {
-  x = x < -87.0f ? -87.0f : x;
+// r with a whole n, |r| <= log(2)/2, and the Taylor polynomial of degree 7 of e^r. Above the range it is
+// infinite, below it e^-87, and NaN gives an arbitrary number.
+DROT_HOST_DEVICE float bounded_exp(float exponent) {
+  float x = exponent < -87.0f ? -87.0f : exponent;
   x = x > 88.0f ? 88.0f : x;
   constexpr float kRounding = 0x1.8p23f;  // the sum has no bits behind the point
   const float n = (x * 1.44269504f + kRounding) - kRounding;
@@ -28,7 +28,7 @@ DROT_HOST_DEVICE float bounded_exp(float x) {
   const int32_t bits = (static_cast<int32_t>(n) + 127) << 23;
   float power;
   std::memcpy(&power, &bits, sizeof(power));
-  return p * power;
+  return exponent > 88.0f ? __builtin_huge_valf() : p * power;
 }
 
 // SiLU(gate) · up. A NaN of either is NaN.
