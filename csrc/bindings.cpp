@@ -48,6 +48,7 @@ TORCH_LIBRARY(drot, m) {
       "sparse24_linear(Tensor x, Tensor values, Tensor positions, Tensor? bias=None, Tensor? residual=None,"
       " Tensor? rotation=None, Tensor? compressed=None) -> Tensor",
       tags);
+  m.def("swiglu_rotate(Tensor gate, Tensor up, Tensor rotation) -> Tensor", tags);
   m.def("sparse24_compress(Tensor values, Tensor positions) -> Tensor", tags);
 
   // The checks of the ops whose CPU kernel is their reference in Python (drot/ops/registration.py).
@@ -62,10 +63,11 @@ TORCH_LIBRARY(drot, m) {
       &drot::check_spectral_step);
 }
 
-// sparse24_linear raises in a backward pass. The formula is registered here because one registered in Python
+// Both raise in a backward pass. The formula is registered here because one registered in Python
 // takes longer than a small product.
 TORCH_LIBRARY_IMPL(drot, Autograd, m) {
   m.impl("sparse24_linear", torch::autograd::autogradNotImplementedFallback());
+  m.impl("swiglu_rotate", torch::autograd::autogradNotImplementedFallback());
 }
 
 namespace {

@@ -49,6 +49,11 @@ def is_gpu(device: torch.device) -> bool:
     return device.type in GPU_TYPES
 
 
+def has_kernels(device: torch.device) -> bool:
+    """Whether drot's ops run on `device`: on a CPU, and on a GPU if drot was built for it."""
+    return device.type == "cpu" or (is_gpu(device) and (device.type != "cuda" or bool(BUILD_INFO["cuda"])))
+
+
 def supports_graphs(device: torch.device) -> bool:
     """Whether `device` captures what is launched on a stream as a graph, and replays it."""
     return is_gpu(device)

@@ -36,10 +36,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
+from drot.machine.devices import has_kernels
 from drot.model.families import Family
+from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 ROTATION_MODULE = "residual_rotation"
@@ -47,6 +50,9 @@ ROTATION_MODULE = "residual_rotation"
 DOWN_ROTATION = "down_rotation"
 #: Prefix of the name of a norm in a decoder layer that holds Q or R3.
 NORM_PREFIX = "rotated_"
+#: The modules of SiLU, also the one of transformers, and the dtypes, for which R3 is one op.
+SILU = (nn.SiLU, SiLUActivation)
+SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: vectors with which `check_rotations` probes a rotation
 PROBES = 4
 #: largest ‖QᵀQx - x‖ / ‖x‖ of a rotation in fp32; rounding gives about 1e-7
@@ -64,16 +70,25 @@ class RotateAndAdd(nn.Module):
 
 
 class BlockRotation(nn.Module):
-    """forward(a) = a R3 for a [..., n·b] and R3 = blockdiag(weight [n, b, b]). The weight is frozen."""
+    """R3 = blockdiag(weight [n, b, b]), which rotates the gated activation of an MLP. It is frozen."""
 
     def __init__(self, blocks: int, size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
         weight = torch.empty(blocks, size, size, dtype=dtype, device=device)
         self.weight = nn.Parameter(weight, requires_grad=False)
 
-    def forward(self, a: Tensor) -> Tensor:
-        blocks = a.unflatten(-1, (len(self.weight), -1))
-        return torch.einsum("...ni,nij->...nj", blocks, self.weight).flatten(-2)
+    def forward(self, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b].
+
+        In one pass over memory where the activation is SiLU and nothing needs a gradient.
+        """
+        weight = self.weight
+        needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
+        fits = gate.dtype == weight.dtype in SWIGLU_DTYPES and has_kernels(gate.device)
+        if isinstance(activation, SILU) and fits and not needs_gradient:
+            return swiglu_rotate(gate, up, weight)
+        blocks = (activation(gate) * up).unflatten(-1, (len(weight), -1))
+        return torch.einsum("...ni,nij->...nj", blocks, weight).flatten(-2)
 
     def extra_repr(self) -> str:
         return f"blocks={len(self.weight)}, size={self.weight.shape[-1]}"
@@ -91,8 +106,8 @@ class RotatedMLP:
         family = self.family
         outputs = [getattr(self, name)(x) for name in family.mlp_inputs]
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
-        gated = getattr(self, family.activation)(gate) * up
-        output: Tensor = getattr(self, family.mlp_output)(self.down_rotation(gated))
+        rotated = self.down_rotation(gate, up, getattr(self, family.activation))
+        output: Tensor = getattr(self, family.mlp_output)(rotated)
         if family.mlp_dropout is None:
             return output
         return nn.functional.dropout(output, getattr(self, family.mlp_dropout), self.training)

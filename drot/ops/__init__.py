@@ -24,4 +24,5 @@ from drot.ops.skew_momentum import skew_momentum, skew_momentum_ref
 from drot.ops.sparse24_linear import sparse24_compress, sparse24_linear, sparse24_linear_ref
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep, sparsegpt_sweep_ref
 from drot.ops.spectral_step import spectral_step, spectral_step_ref
+from drot.ops.swiglu_rotate import swiglu_rotate, swiglu_rotate_ref
 from drot.ops.turn_start import turn_start, turn_start_ref

@@ -3,8 +3,9 @@
 A fake kernel returns the shapes and dtypes of the results; torch.compile needs it. The package `drot.ops`
 imports this module, so that the import of any op registers all of them.
 
-The ops without a formula here have no gradient: `sparse24_linear` raises in a backward pass
-(csrc/bindings.cpp), `spectral_step` returns nothing, and the results of the others do not require a gradient.
+The ops without a formula here have no gradient: `sparse24_linear` and `swiglu_rotate` raise in a backward
+pass (csrc/bindings.cpp), `spectral_step` returns nothing, and the results of the others do not require a
+gradient.
 """
 
 from collections.abc import Callable
@@ -53,6 +54,7 @@ FAKE_KERNELS: dict[str, Callable[..., Any]] = {
     "sparse24_linear": lambda x, values, *_: x.new_empty(*x.shape[:-1], values.shape[0]),
     "sparsegpt_sweep": lambda w, *_: (_like(w), _like(w), _like(w, torch.bool)),
     "spectral_step": lambda *_: None,
+    "swiglu_rotate": lambda gate, *_: gate.new_empty(gate.shape),
     "turn_start": lambda j, *_: (_like(j), _like(j)),
     "unpack24": lambda values, positions: values.new_empty(values.shape[0], 2 * values.shape[1]),
 }

@@ -1,0 +1,91 @@
+#include "ops/cpu/swiglu_rotate_simd.h"
+
+#include <cstring>
+
+#include "ops/swiglu_rotate_math.h"
+
+namespace drot::DROT_SIMD {
+namespace {
+
+#if defined(__AVX512F__)
+typedef float Vector __attribute__((vector_size(64)));
+#else
+typedef float Vector __attribute__((vector_size(32)));
+#endif
+constexpr int64_t kWidth = sizeof(Vector) / sizeof(float), kVectors = 2;
+static_assert(kSwigluColumns % (kWidth * kVectors) == 0);
+
+DROT_HOST_DEVICE float wide(float x) { return x; }
+template <class T>
+DROT_HOST_DEVICE float wide(T x) {
+  return widen(x);
+}
+DROT_HOST_DEVICE float rounded(float x, float) { return x; }
+template <class T>
+DROT_HOST_DEVICE T rounded(float x, T) {
+  return narrow(x, T{});
+}
+
+// sums [kCount, padded] = gated [kCount, size] block [size, padded]. Each sum runs over the rows in their
+// order, so that it does not depend on kCount.
+template <int kCount, class T>
+DROT_HOST_DEVICE void multiply(const SwigluBlock<T>& p) {
+  for (int64_t column = 0; column < p.padded; column += kWidth * kVectors) {
+    Vector sum[kCount][kVectors] = {};
+    for (int64_t i = 0; i < p.size; ++i) {
+      Vector row[kVectors];
+      std::memcpy(row, p.block + i * p.padded + column, sizeof(row));
+      for (int t = 0; t < kCount; ++t) {
+        const float x = p.gated[t * p.size + i];
+        for (int v = 0; v < kVectors; ++v) sum[t][v] += x * row[v];
+      }
+    }
+    for (int t = 0; t < kCount; ++t) std::memcpy(p.sums + t * p.padded + column, sum[t], sizeof(sum[t]));
+  }
+}
+
+}  // namespace
+
+template <class T>
+void swiglu_rotate_block(const SwigluBlock<T>& p) {
+  for (int64_t i = 0; i < p.size; ++i) {
+    float* row = p.block + i * p.padded;
+#pragma omp simd
+    for (int64_t j = 0; j < p.size; ++j) row[j] = wide(p.rotation[i * p.size + j]);
+    for (int64_t j = p.size; j < p.padded; ++j) row[j] = 0;
+  }
+  for (int64_t first = 0; first < p.tokens; first += kSwigluTokens) {
+    const int64_t count = p.tokens - first < kSwigluTokens ? p.tokens - first : kSwigluTokens;
+    for (int64_t t = 0; t < count; ++t) {
+      const T *gate = p.gate + (first + t) * p.gate_stride, *up = p.up + (first + t) * p.up_stride;
+      float* gated = p.gated + t * p.size;
+#pragma omp simd
+      for (int64_t j = 0; j < p.size; ++j) gated[j] = swiglu(wide(gate[j]), wide(up[j]));
+    }
+    switch (count) {
+      case 1:
+        multiply<1>(p);
+        break;
+      case 2:
+        multiply<2>(p);
+        break;
+      case 3:
+        multiply<3>(p);
+        break;
+      default:
+        multiply<kSwigluTokens>(p);
+    }
+    for (int64_t t = 0; t < count; ++t) {
+      const float* sums = p.sums + t * p.padded;
+      T* out = p.out + (first + t) * p.out_stride;
+#pragma omp simd
+      for (int64_t j = 0; j < p.size; ++j) out[j] = rounded(sums[j], T{});
+    }
+  }
+}
+
+template void swiglu_rotate_block(const SwigluBlock<float>&);
+template void swiglu_rotate_block(const SwigluBlock<Bf16>&);
+template void swiglu_rotate_block(const SwigluBlock<Fp16>&);
+
+}  // namespace drot::DROT_SIMD

@@ -1,0 +1,180 @@
+// The kernels of swiglu_rotate: y = (SiLU(gate) · up) R with R = blockdiag(rotation). 16-bit floats take the
+// tensor cores (sparse24_mma.cuh), fp32 does not. tests/native compiles this file for a CPU too.
+//
+// A block of threads has some tokens and 64 columns of one diagonal block. It goes over the rows of the
+// diagonal block in steps of 64: it computes the gated activation of the step into shared memory, loads the
+// step of the rotation beside it, and multiplies. With diagonal blocks of 64, drot's default, that is one
+// step, and gate and up are read once. What lies outside of the diagonal block is zero.
+#pragma once
+
+#include <cstdint>
+
+#include "common/cuda/aligned_vector.cuh"
+#include "ops/swiglu_rotate_math.h"
+
+namespace drot {
+
+constexpr int kSwigluThreads = 128, kSwigluWarps = kSwigluThreads / 32;
+constexpr int kSwigluStep = 64;  // columns of a block of threads, and rows of a step
+constexpr int kFewTokens = 16, kManyTokens = 64;
+// The length of a row in shared memory: reads of 32 bits by the eight groups of a warp hit different banks.
+constexpr int kSwigluRow = kSwigluStep + 8;
+
+// gate, up: rows of `size · blocks` neighbours, `gate_stride` and `up_stride` apart. rotation [blocks, size,
+// size], out [tokens, size · blocks]. T: uint16_t, for the bit patterns of 16-bit floats, or float.
+template <class T>
+struct SwigluProblem {
+  const T *gate, *up, *rotation;
+  T* out;
+  int64_t gate_stride, up_stride, tokens, blocks, size;
+};
+
+// Which part of the result a block of threads has.
+struct SwigluTile {
+  int64_t block, column, token;
+
+  template <class T>
+  __device__ SwigluTile(const SwigluProblem<T>& p, int tokens) {
+    const int64_t strips = (p.size + kSwigluStep - 1) / kSwigluStep, at = blockIdx.x % (p.blocks * strips);
+    block = at / strips;
+    column = at % strips * kSwigluStep;
+    token = blockIdx.x / (p.blocks * strips) * tokens;
+  }
+};
+
+// Calls store(row, column, SiLU(gate) · up) for kTokens rows and the columns of a step; 0 outside.
+template <int kTokens, int kVec, class T, class ToFloat, class Store>
+__device__ void gated_step(const SwigluProblem<T>& p, const SwigluTile& tile, int64_t step, ToFloat to_float,
+                           Store store) {
+  for (int at = threadIdx.x * kVec; at < kTokens * kSwigluStep; at += kSwigluThreads * kVec) {
+    const int row = at / kSwigluStep, column = at % kSwigluStep;
+    const int64_t token = tile.token + row, from = tile.block * p.size + step + column;
+    const bool inside = token < p.tokens && step + column < p.size;
+    const auto gate = load_aligned<T, kVec>(p.gate + token * p.gate_stride + from, inside);
+    const auto up = load_aligned<T, kVec>(p.up + token * p.up_stride + from, inside);
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) {
+      store(row, column + v, swiglu(to_float(gate.get(v)), to_float(up.get(v))));
+    }
+  }
+}
+
+// Calls store(row, column, element) for the rows of a step of the rotation; 0 outside.
+template <int kVec, class T, class Store>
+__device__ void rotation_step(const SwigluProblem<T>& p, const SwigluTile& tile, int64_t step, Store store) {
+  for (int at = threadIdx.x * kVec; at < kSwigluStep * kSwigluStep; at += kSwigluThreads * kVec) {
+    const int row = at / kSwigluStep, column = at % kSwigluStep;
+    const bool inside = step + row < p.size && tile.column + column < p.size;
+    const int64_t from = (tile.block * p.size + step + row) * p.size + tile.column + column;
+    const auto r = load_aligned<T, kVec>(p.rotation + from, inside);
+#pragma unroll
+    for (int v = 0; v < kVec; ++v) store(row, column + v, r.get(v));
+  }
+}
+
+__device__ inline uint32_t two_of(const uint16_t* p) { return *reinterpret_cast<const uint32_t*>(p); }
+
+// Many tokens: a warp has 16 tokens and all columns. Few tokens: a warp has the 16 tokens and 16 columns.
+// kVec divides size, and the strides.
+template <class Element, int kTokens, int kVec>
+__global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_mma(SwigluProblem<uint16_t> p) {
+  constexpr bool kMany = kTokens == kManyTokens;
+  constexpr int kTiles = kMany ? kSwigluStep / 8 : kSwigluStep / 8 / kSwigluWarps;  // of 8 columns, of a warp
+  alignas(16) __shared__ uint16_t gated[kTokens][kSwigluRow];
+  alignas(16) __shared__ uint16_t turned[kSwigluStep][kSwigluRow];  // the rotation's step, transposed
+  const SwigluTile tile(p, kTokens);
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+  const int first_row = kMany ? 16 * warp : 0, first_column = kMany ? 0 : 8 * kTiles * warp;
+  float sum[kTiles][4] = {};
+  for (int64_t step = 0; step < p.size; step += kSwigluStep) {
+    gated_step<kTokens, kVec>(
+        p, tile, step, [](uint16_t bits) { return Element::to_float(bits); },
+        [&](int row, int column, float x) { gated[row][column] = Element::from_float(x); });
+    rotation_step<kVec>(p, tile, step, [&](int row, int column, uint16_t r) { turned[column][row] = r; });
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kSwigluStep; k += 16) {
+      const uint16_t *low = gated[first_row + g] + k + 2 * t, *high = gated[first_row + g + 8] + k + 2 * t;
+      const uint32_t a[4] = {two_of(low), two_of(high), two_of(low + 8), two_of(high + 8)};
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const uint16_t* b = turned[first_column + 8 * n + g] + k + 2 * t;
+        Element::multiply_dense(sum[n], a, two_of(b), two_of(b + 8));
+      }
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int64_t token = tile.token + first_row + g + 8 * (i / 2);
+      const int64_t column = tile.column + first_column + 8 * n + 2 * t + i % 2;
+      if (token < p.tokens && column < p.size) {
+        p.out[(token * p.blocks + tile.block) * p.size + column] = Element::from_float(sum[n][i]);
+      }
+    }
+  }
+}
+
+// A thread has one column of kFewTokens / 2 tokens. kVec divides size, and the strides.
+template <int kVec>
+__global__ void __launch_bounds__(kSwigluThreads) swiglu_rotate_float(SwigluProblem<float> p) {
+  constexpr int kShare = kFewTokens * kSwigluStep / kSwigluThreads;
+  __shared__ float gated[kFewTokens][kSwigluStep];
+  __shared__ float block[kSwigluStep][kSwigluStep];
+  const SwigluTile tile(p, kFewTokens);
+  const int column = threadIdx.x % kSwigluStep, first = threadIdx.x / kSwigluStep * kShare;
+  float sum[kShare] = {};
+  for (int64_t step = 0; step < p.size; step += kSwigluStep) {
+    gated_step<kFewTokens, kVec>(
+        p, tile, step, [](float x) { return x; }, [&](int row, int at, float x) { gated[row][at] = x; });
+    rotation_step<kVec>(p, tile, step, [&](int row, int at, float r) { block[row][at] = r; });
+    __syncthreads();
+    for (int k = 0; k < kSwigluStep; ++k) {
+      const float r = block[k][column];
+#pragma unroll
+      for (int i = 0; i < kShare; ++i) sum[i] += gated[first + i][k] * r;
+    }
+    __syncthreads();
+  }
+#pragma unroll
+  for (int i = 0; i < kShare; ++i) {
+    const int64_t token = tile.token + first + i;
+    if (token < p.tokens && tile.column + column < p.size) {
+      p.out[(token * p.blocks + tile.block) * p.size + tile.column + column] = sum[i];
+    }
+  }
+}
+
+// The number of blocks of threads.
+template <class T>
+int64_t swiglu_tiles(const SwigluProblem<T>& p, int64_t tokens) {
+  return (p.tokens + tokens - 1) / tokens * p.blocks * ((p.size + kSwigluStep - 1) / kSwigluStep);
+}
+
+template <class T>
+bool swiglu_in_vectors(const SwigluProblem<T>& p) {
+  constexpr int kVec = kVectorSize<T>;
+  return p.size % kVec == 0 && p.gate_stride % kVec == 0 && p.up_stride % kVec == 0 && is_aligned(p.gate) &&
+         is_aligned(p.up) && is_aligned(p.rotation);
+}
+
+template <class Element, class LauncherT>
+void run_swiglu_rotate_16(LauncherT& launcher, const SwigluProblem<uint16_t>& p) {
+  constexpr int kVec = kVectorSize<uint16_t>;
+  const bool vectors = swiglu_in_vectors(p), many = p.tokens > kFewTokens;
+  const auto kernel = many ? (vectors ? swiglu_rotate_mma<Element, kManyTokens, kVec>
+                                      : swiglu_rotate_mma<Element, kManyTokens, 1>)
+                           : (vectors ? swiglu_rotate_mma<Element, kFewTokens, kVec>
+                                      : swiglu_rotate_mma<Element, kFewTokens, 1>);
+  launcher.launch(kernel, dim3(swiglu_tiles(p, many ? kManyTokens : kFewTokens)), dim3(kSwigluThreads), 0, p);
+}
+
+template <class LauncherT>
+void run_swiglu_rotate_float(LauncherT& launcher, const SwigluProblem<float>& p) {
+  const auto kernel = swiglu_in_vectors(p) ? swiglu_rotate_float<kVectorSize<float>> : swiglu_rotate_float<1>;
+  launcher.launch(kernel, dim3(swiglu_tiles(p, kFewTokens)), dim3(kSwigluThreads), 0, p);
+}
+
+}  // namespace drot

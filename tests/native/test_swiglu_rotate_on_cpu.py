@@ -1,0 +1,50 @@
+"""The CUDA source of swiglu_rotate, run on the CPU.
+
+The tests show that indices and barriers are right if the tensor cores arrange their operands as the PTX
+manual says. They do not show that a GPU does so, nor how fast the kernels are.
+"""
+
+import ctypes
+
+import pytest
+import torch
+from compiled import compiled
+
+from drot.ops import swiglu_rotate_ref
+
+
+@pytest.fixture(scope="module")
+def library():
+    flags = ("-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas")
+    return ctypes.CDLL(str(compiled("swiglu_rotate", *flags)))
+
+
+@pytest.mark.parametrize("backwards", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    ("tokens", "blocks", "size", "halves"),
+    [
+        (1, 3, 64, False),
+        (16, 2, 64, True),
+        (17, 2, 64, True),
+        (70, 1, 64, False),
+        (5, 3, 16, False),
+        (33, 2, 88, True),
+        (3, 2, 7, False),
+        (20, 2, 130, False),
+    ],
+)
+def test_values(library, tokens: int, blocks: int, size: int, halves: bool, dtype, backwards: int) -> None:
+    width = blocks * size
+    both = torch.randn(tokens, 2 * width).to(dtype)
+    gate, up = both.chunk(2, -1) if halves else (half.contiguous() for half in both.chunk(2, -1))
+    rotation = torch.linalg.qr(torch.randn(blocks, size, size))[0].to(dtype).contiguous()
+    out = torch.full((tokens, width), torch.nan, dtype=dtype)
+    sizes = (ctypes.c_int64 * 5)(gate.stride(0), up.stride(0), tokens, blocks, size)
+    run = library.swiglu_bf16 if dtype == torch.bfloat16 else library.swiglu_float
+    run(*(ctypes.c_void_p(t.data_ptr()) for t in (gate, up, rotation, out)), sizes, ctypes.c_int64(backwards))
+    want = swiglu_rotate_ref(gate.double(), up.double(), rotation.double())
+    error = 2**-7 if dtype == torch.bfloat16 else 2e-6  # a bf16 is rounded before and after the product
+    torch.testing.assert_close(
+        out.double(), want, rtol=error, atol=error * float(want.square().mean().sqrt())
+    )

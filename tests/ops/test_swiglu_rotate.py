@@ -1,0 +1,126 @@
+"""swiglu_rotate against fp64, and what torch expects of an op."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from drot.ops import swiglu_rotate, swiglu_rotate_ref
+
+#: largest error relative to the root of the mean square, where the result and, on a GPU, the gated activation
+#: are rounded to the dtype
+ERRORS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+SHAPES = [((1,), 1, 2), ((3,), 2, 16), ((2, 5), 3, 64), ((1, 70), 2, 88), ((67,), 2, 33), ((4, 1), 1, 176)]
+
+
+def drawn(
+    shape: tuple[int, ...], blocks: int, size: int, dtype: torch.dtype, device: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    gate, up = (3 * torch.randn(*shape, blocks * size) for _ in range(2))
+    rotation = torch.linalg.qr(torch.randn(blocks, size, size, dtype=torch.float64))[0]
+    return tuple(t.to(dtype).contiguous().to(device) for t in (gate, up, rotation))
+
+
+def in_fp64(gate: Tensor, up: Tensor, rotation: Tensor) -> Tensor:
+    """By one dense matrix R, independent of the reference."""
+    gate, up, rotation = gate.double(), up.double(), rotation.double()
+    return (gate / (1 + torch.exp(-gate)) * up) @ torch.block_diag(*rotation)
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize(("shape", "blocks", "size"), SHAPES)
+def test_values(shape: tuple[int, ...], blocks: int, size: int, dtype: torch.dtype, device: str) -> None:
+    arguments = drawn(shape, blocks, size, dtype, device)
+    want = in_fp64(*arguments)
+    for y in (swiglu_rotate(*arguments), swiglu_rotate_ref(*arguments)):
+        assert y.dtype == dtype and y.shape == want.shape and y.is_contiguous()
+        largest = ERRORS[dtype] * float(want.square().mean().sqrt())
+        torch.testing.assert_close(y.double(), want, rtol=ERRORS[dtype], atol=largest)
+
+
+def test_the_activation_of_every_size_of_gate(device: str) -> None:
+    """With R = 1 and up = 1: SiLU from where it is 0 to where it is its argument."""
+    gate = torch.cat([torch.linspace(-120, 120, 4001), torch.tensor([-1e38, -1e-30, 0.0, 1e-30, 1e38])])
+    gate = torch.cat([gate, gate.new_zeros(-len(gate) % 2)]).to(device)
+    eye = torch.eye(2, device=device).expand(len(gate) // 2, 2, 2)
+    y = swiglu_rotate(gate, torch.ones_like(gate), eye)
+    torch.testing.assert_close(y.double(), torch.nn.functional.silu(gate.double()), rtol=1e-6, atol=1e-34)
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
+def test_nan_stays_in_its_block(dtype: torch.dtype, device: str) -> None:
+    for which in (0, 1):
+        arguments = drawn((9,), 3, 64, dtype, device)
+        arguments[which][4, 70] = torch.nan
+        y = swiglu_rotate(*arguments)
+        wanted = torch.zeros(9, 192, dtype=torch.bool, device=device)
+        wanted[4, 64:128] = True
+        assert torch.equal(y.isnan(), wanted)
+
+
+@pytest.mark.parametrize("size", [64, 33])
+def test_views(size: int, device: str) -> None:
+    gate, up, rotation = drawn((2, 20), 2, size, torch.bfloat16, device)
+    expected = swiglu_rotate(gate, up, rotation)
+    halves = torch.cat([gate, up], -1).chunk(2, -1)
+    assert torch.equal(swiglu_rotate(*halves, rotation), expected)
+    strided = [torch.stack([t, t], -1)[..., 0] for t in (gate, up)]
+    assert torch.equal(swiglu_rotate(*strided, rotation.mT.contiguous().mT), expected)
+    store = torch.zeros(gate.numel() + 1, dtype=gate.dtype, device=device)
+    unaligned = store[1:].view(gate.shape).copy_(gate)
+    assert torch.equal(swiglu_rotate(unaligned, up, rotation), expected)
+    swapped = [t.transpose(0, 1) for t in (gate, up)]
+    assert torch.equal(swiglu_rotate(*swapped, rotation), expected.transpose(0, 1))
+
+
+def test_the_bytes_depend_on_no_other_token_and_on_no_thread() -> None:
+    gate, up, rotation = drawn((131,), 3, 64, torch.float32, "cpu")
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            whole = swiglu_rotate(gate, up, rotation)
+            alone = torch.cat([swiglu_rotate(gate[i : i + 1], up[i : i + 1], rotation) for i in range(131)])
+            assert torch.equal(whole, alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_nothing(device: str) -> None:
+    for shape in ((0, 8), (3, 0, 8)):
+        empty = torch.zeros(shape, device=device)
+        assert swiglu_rotate(empty, empty, torch.zeros(2, 4, 4, device=device)).shape == shape
+    nothing = torch.zeros(3, 0, device=device)
+    assert swiglu_rotate(nothing, nothing, torch.zeros(0, 4, 4, device=device)).shape == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "rotation", "dtypes", "message"),
+    [
+        ((2, 8), (2, 8), (4, 4), "fff", r"rotation must be \[n, b, b\], got \[4, 4\]"),
+        ((2, 8), (2, 8), (2, 4, 3), "fff", r"rotation must be \[n, b, b\], got \[2, 4, 3\]"),
+        ((2, 9), (2, 9), (2, 4, 4), "fff", r"gate must be \[..., 8\].* got \[2, 9\]"),
+        ((2, 8), (8,), (2, 4, 4), "fff", "up must have the shape of gate"),
+        ((2, 8), (2, 8), (2, 4, 4), "fhf", "up must have the dtype of rotation"),
+        ((2, 8), (2, 8), (2, 4, 4), "hff", "gate must have the dtype of rotation"),
+        ((2, 8), (2, 8), (2, 4, 4), "ddd", "rotation must be one of BFloat16, Half, Float, got Double"),
+    ],
+)
+def test_wrong_arguments(gate, up, rotation, dtypes: str, message: str) -> None:
+    names = {"f": torch.float32, "h": torch.float16, "d": torch.float64}
+    shapes = zip((gate, up, rotation), dtypes, strict=True)
+    with pytest.raises(ValueError, match=message):
+        swiglu_rotate(*(torch.zeros(shape, dtype=names[dtype]) for shape, dtype in shapes))
+
+
+def test_a_backward_pass_is_refused(device: str) -> None:
+    gate, up, rotation = drawn((2,), 1, 8, torch.float32, device)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        swiglu_rotate(gate.requires_grad_(), up, rotation).sum().backward()
+
+
+@pytest.mark.slow
+def test_torch_accepts_the_op_and_compiles_it(device: str) -> None:
+    arguments = drawn((2, 3), 2, 32, torch.float32, device)
+    torch.library.opcheck(torch.ops.drot.swiglu_rotate.default, arguments)
+    compiled = torch.compile(lambda *a: 2 * swiglu_rotate(*a), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*arguments), 2 * swiglu_rotate(*arguments))
