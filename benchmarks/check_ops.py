@@ -277,6 +277,20 @@ def sparse_linear_cases(device: str) -> Iterator[Case]:
                 yield f"sparse24_linear {tokens} {out}x{columns} {dtype} {len(added)}", product, tolerance
 
 
+def swiglu_cases(device: str) -> Iterator[Case]:
+    for tokens, blocks, size in ((1, 3, 64), (70, 2, 64), (5, 2, 33), (20, 1, 176)):
+        gate, up = (torch.randn(tokens, blocks * size) for _ in range(2))
+        rotation = torch.linalg.qr(torch.randn(blocks, size, size))[0]
+        for dtype, tolerance in ((torch.float32, 2e-6), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)):
+            given = [t.to(dtype) for t in (gate, up, rotation)]
+
+            def gated(given: list[Tensor] = given) -> tuple[Tensor, Tensor]:
+                want = ops.swiglu_rotate_ref(*(t.double() for t in given))
+                return ops.swiglu_rotate(*(t.to(device) for t in given)).cpu(), want
+
+            yield f"swiglu_rotate {tokens} {blocks}x{size} {dtype}", gated, tolerance
+
+
 GROUPS = {
     "qr": qr_cases,
     "retraction": retraction_cases,
@@ -289,6 +303,7 @@ GROUPS = {
     "sweep": sweep_cases,
     "pack": pack_cases,
     "sparse_linear": sparse_linear_cases,
+    "swiglu": swiglu_cases,
 }
 
 

@@ -288,6 +288,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsegpt_sweep": speeds("sparsegpt_sweep", "drot"),
     "rotation_step": speeds("rotation_step", "paper"),
     "sparse24_linear": speeds("sparse24_linear", "sparse24_linear"),
+    "swiglu_rotate": speeds("swiglu_rotate", "drot"),
     "generate": speeds("generate", "2:4", "2:4 + rotation"),
 }
 

@@ -63,11 +63,10 @@ TORCH_LIBRARY(drot, m) {
       &drot::check_spectral_step);
 }
 
-// Both raise in a backward pass. The formula is registered here because one registered in Python
+// sparse24_linear raises in a backward pass. The formula is registered here because one registered in Python
 // takes longer than a small product.
 TORCH_LIBRARY_IMPL(drot, Autograd, m) {
   m.impl("sparse24_linear", torch::autograd::autogradNotImplementedFallback());
-  m.impl("swiglu_rotate", torch::autograd::autogradNotImplementedFallback());
 }
 
 namespace {

@@ -13,6 +13,7 @@ OPS = {
     "pruned_importance --repeats 20": 150,
     "batched_qr --repeats 10": 90,
     "nm_mask --repeats 20": 90,
+    "swiglu_rotate --repeats 20": 60,
     "sparsegpt_sweep --repeats 10": 90,
     "generate --repeats 3": 90,
 }

@@ -80,12 +80,11 @@ class BlockRotation(nn.Module):
     def forward(self, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
         """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b].
 
-        In one pass over memory where the activation is SiLU and nothing needs a gradient.
+        In one pass over memory where the activation is SiLU.
         """
         weight = self.weight
-        needs_gradient = torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad)
         fits = gate.dtype == weight.dtype in SWIGLU_DTYPES and has_kernels(gate.device)
-        if isinstance(activation, SILU) and fits and not needs_gradient:
+        if isinstance(activation, SILU) and fits:
             return swiglu_rotate(gate, up, weight)
         blocks = (activation(gate) * up).unflatten(-1, (len(weight), -1))
         return torch.einsum("...ni,nij->...nj", blocks, weight).flatten(-2)

@@ -13,8 +13,9 @@ def swiglu_rotate(gate: Tensor, up: Tensor, rotation: Tensor) -> Tensor:
 
     The result has the dtype of its arguments. SiLU and product are computed in fp32. A CPU rounds once, to
     the result. A GPU rounds the gated activation to a 16-bit dtype as well, for its tensor cores. The bytes
-    of a token do not depend on the other tokens or on the number of threads. The op has no gradient: a
-    backward pass raises RuntimeError. Raises ValueError for other shapes, dtypes and devices.
+    of a token do not depend on the other tokens or on the number of threads. It has
+    gradients of any order, which are computed in fp32. Raises ValueError for other shapes, dtypes and
+    devices.
     """
     return torch.ops.drot.swiglu_rotate(gate, up, rotation)
 

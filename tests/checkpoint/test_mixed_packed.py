@@ -17,7 +17,7 @@ from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.manifest.manifest import read_manifest
-from drot.model.families import family_of
+from drot.model.families import linear_names
 from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart, fuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 from drot.speed.speed import measure_speed
@@ -26,7 +26,7 @@ from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
 TOKENS = random_tokens(4, 40)
 #: leaves dense: all of layer 0, k_proj of layer 1, down_proj of layer 2 (4:8)
 MIXED = dict(keep=("layers.0.*", "layers.1.self_attn.k_proj"), sparsity_of={"layers.2.mlp.down_proj": "4:8"})
-LAYER_0 = [name for name, _ in family_of(small_model("llama").config).names(1)]
+LAYER_0 = [name for name, _ in linear_names(small_model("llama").config) if ".layers.0." in name]
 DENSE_LINEARS = [*LAYER_0, "layers.1.self_attn.k_proj", "layers.2.mlp.down_proj"]
 
 

@@ -112,10 +112,36 @@ def test_wrong_arguments(gate, up, rotation, dtypes: str, message: str) -> None:
         swiglu_rotate(*(torch.zeros(shape, dtype=names[dtype]) for shape, dtype in shapes))
 
 
-def test_a_backward_pass_is_refused(device: str) -> None:
-    gate, up, rotation = drawn((2,), 1, 8, torch.float32, device)
-    with pytest.raises(RuntimeError, match="not implemented"):
-        swiglu_rotate(gate.requires_grad_(), up, rotation).sum().backward()
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 1, 2)])
+def test_gradients(needed: tuple[int, ...], device: str) -> None:
+    """The first and the second, by autograd of the dense product in fp64."""
+
+    def gradients(function, arguments: list[Tensor]) -> list[Tensor]:
+        chosen = [arguments[i].requires_grad_() for i in needed]
+        y = function(*arguments)
+        first = torch.autograd.grad((y * y.detach().cos()).sum(), chosen, create_graph=True)
+        second = torch.autograd.grad(sum(g.square().sum() for g in first), chosen)
+        return [*first, *second]
+
+    drawn_ones = drawn((2, 5), 3, 16, torch.float32, device)
+    found = gradients(swiglu_rotate, [t.clone() for t in drawn_ones])
+    want = gradients(in_fp64, [t.double() for t in drawn_ones])
+    for ours, exact in zip(found, want, strict=True):
+        assert ours.dtype == torch.float32
+        assert float((ours.double() - exact).norm() / exact.norm()) < 1e-5
+
+
+def test_gradients_have_the_dtypes_of_their_arguments(device: str) -> None:
+    arguments = [t.requires_grad_() for t in drawn((3,), 2, 8, torch.bfloat16, device)]
+    swiglu_rotate(*arguments).sum().backward()
+    assert [t.grad.dtype for t in arguments] == [torch.bfloat16] * 3
+
+
+def test_the_result_is_the_same_with_a_gradient_and_without(device: str) -> None:
+    gate, up, rotation = drawn((7,), 2, 64, torch.float32, device)
+    alone = swiglu_rotate(gate, up, rotation)
+    assert not alone.requires_grad
+    assert torch.equal(swiglu_rotate(gate.requires_grad_(), up, rotation), alone)
 
 
 @pytest.mark.slow

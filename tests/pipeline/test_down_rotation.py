@@ -134,12 +134,12 @@ def test_the_hessian_of_down_is_that_of_its_rotated_input():
     model = DecoderModel(result.model)
     stream = CalibrationStream.embed(model, TOKENS, CPU)
     layer, seen = model.layers[0], {}
-    layer.module.mlp.act_fn.register_forward_hook(lambda _, args, output: seen.update(gate=output))
+    layer.module.mlp.gate_proj.register_forward_hook(lambda _, args, output: seen.update(gate=output))
     layer.module.mlp.up_proj.register_forward_hook(lambda _, args, output: seen.update(up=output))
     found = stream.hessians(layer, [layer.groups[-1]])["down"]
     stream.advance(layer)
     r3 = torch.block_diag(*blocks_of(result.model)[0].double())
-    x = (seen["gate"] * seen["up"]).flatten(0, 1).double() @ r3
+    x = (torch.nn.functional.silu(seen["gate"]) * seen["up"]).flatten(0, 1).double() @ r3
     torch.testing.assert_close(found.double(), 2 / len(TOKENS) * x.T @ x, rtol=1e-4, atol=1e-5)
 
 

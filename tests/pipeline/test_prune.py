@@ -364,7 +364,7 @@ def test_a_model_that_computes_nan_is_refused_before_the_run(tmp_path):
 
 
 def test_nothing_is_written_when_the_rotation_is_wrong(monkeypatch, tmp_path):
-    def wrong(*args):
+    def wrong(*args, **kwargs):
         raise InvarianceError("layer 2: ...")
 
     monkeypatch.setattr(steps, "check_layer", wrong)
