@@ -26,7 +26,7 @@ from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
 TOKENS = random_tokens(4, 40)
 #: leaves dense: all of layer 0, k_proj of layer 1, down_proj of layer 2 (4:8)
 MIXED = dict(keep=("layers.0.*", "layers.1.self_attn.k_proj"), sparsity_of={"layers.2.mlp.down_proj": "4:8"})
-LAYER_0 = [name for name, _ in linear_names(small_model("llama").config) if ".layers.0." in name]
+LAYER_0 = [name for name, _ in linear_names(small_model("llama").config) if name.startswith("layers.0.")]
 DENSE_LINEARS = [*LAYER_0, "layers.1.self_attn.k_proj", "layers.2.mlp.down_proj"]
 
 

@@ -119,7 +119,7 @@ def test_gradients(needed: tuple[int, ...], device: str) -> None:
     def gradients(function, arguments: list[Tensor]) -> list[Tensor]:
         chosen = [arguments[i].requires_grad_() for i in needed]
         y = function(*arguments)
-        first = torch.autograd.grad((y * y.detach().cos()).sum(), chosen, create_graph=True)
+        first = torch.autograd.grad(y.cos().sum(), chosen, create_graph=True)
         second = torch.autograd.grad(sum(g.square().sum() for g in first), chosen)
         return [*first, *second]
 
@@ -128,7 +128,7 @@ def test_gradients(needed: tuple[int, ...], device: str) -> None:
     want = gradients(in_fp64, [t.double() for t in drawn_ones])
     for ours, exact in zip(found, want, strict=True):
         assert ours.dtype == torch.float32
-        assert float((ours.double() - exact).norm() / exact.norm()) < 1e-5
+        assert float((ours.double() - exact).detach().norm() / exact.detach().norm()) < 1e-5
 
 
 def test_gradients_have_the_dtypes_of_their_arguments(device: str) -> None:

@@ -12,8 +12,8 @@ typedef float Vector __attribute__((vector_size(64)));
 #else
 typedef float Vector __attribute__((vector_size(32)));
 #endif
-constexpr int64_t kWidth = sizeof(Vector) / sizeof(float), kVectors = 2;
-static_assert(kSwigluColumns % (kWidth * kVectors) == 0);
+constexpr int64_t kWidth = sizeof(Vector) / sizeof(float);
+static_assert(kSwigluColumns % (2 * kWidth) == 0);
 
 DROT_HOST_DEVICE float wide(float x) { return x; }
 template <class T>
@@ -30,17 +30,27 @@ DROT_HOST_DEVICE T rounded(float x, T) {
 // order, so that it does not depend on kCount.
 template <int kCount, class T>
 DROT_HOST_DEVICE void multiply(const SwigluBlock<T>& p) {
-  for (int64_t column = 0; column < p.padded; column += kWidth * kVectors) {
-    Vector sum[kCount][kVectors] = {};
-    for (int64_t i = 0; i < p.size; ++i) {
-      Vector row[kVectors];
-      std::memcpy(row, p.block + i * p.padded + column, sizeof(row));
+  const int64_t size = p.size, padded = p.padded;
+  const float* const gated = p.gated;
+  for (int64_t column = 0; column < padded; column += 2 * kWidth) {
+    Vector low[kCount] = {}, high[kCount] = {};
+    const float* row = p.block + column;
+    for (int64_t i = 0; i < size; ++i, row += padded) {
+      Vector first, second;
+      std::memcpy(&first, row, sizeof(Vector));
+      std::memcpy(&second, row + kWidth, sizeof(Vector));
+#pragma GCC unroll 8
       for (int t = 0; t < kCount; ++t) {
-        const float x = p.gated[t * p.size + i];
-        for (int v = 0; v < kVectors; ++v) sum[t][v] += x * row[v];
+        const Vector x = gated[t * size + i] - Vector{};
+        low[t] += x * first;
+        high[t] += x * second;
       }
     }
-    for (int t = 0; t < kCount; ++t) std::memcpy(p.sums + t * p.padded + column, sum[t], sizeof(sum[t]));
+#pragma GCC unroll 8
+    for (int t = 0; t < kCount; ++t) {
+      std::memcpy(p.sums + t * padded + column, &low[t], sizeof(Vector));
+      std::memcpy(p.sums + t * padded + column + kWidth, &high[t], sizeof(Vector));
+    }
   }
 }
 
