@@ -173,6 +173,24 @@ class Batch(CBGenerateManager):
         self._cb.stop(block=True, timeout=10, hard_stop=True)
 
 
+def take_turns(model: "PreTrainedModel") -> None:
+    """Lets one thread at a time run the model.
+
+    transformers writes whether the attention of a call is causal into the config of the model while the call
+    runs. A call in another thread would read it there, and look at tokens that come later.
+    """
+    turn = threading.Lock()
+
+    def begin(*call: Any) -> None:
+        turn.acquire()
+
+    def end(*call: Any) -> None:
+        turn.release()
+
+    model.register_forward_pre_hook(begin)
+    model.register_forward_hook(end, always_call=True)
+
+
 class Engine(BaseGenerateManager):
     """Generates each request in the batch, or alone if there is none or the batch cannot hold its settings.
 
@@ -187,6 +205,7 @@ class Engine(BaseGenerateManager):
         sequential: whether to generate one request at a time.
         cache_tokens: as of `Batch`.
         """
+        take_turns(model)
         self.alone, self.batch = Alone(), None if sequential else Batch(model, cache_tokens)
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         limits = [context, None if self.batch is None else self.batch.cache_tokens]

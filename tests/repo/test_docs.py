@@ -32,8 +32,10 @@ PAGES = ["README.md", *(f"docs/{name}.md" for name in (
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: programs that install, build or need several GPUs; `.ci/run` runs make and pip
 NOT_RUN = ("pip", "make", "docker", "accelerate", "python", "git", "cd", "nvidia-smi")
-#: commands that take minutes, and the tests that run the same code
+#: commands that take minutes or wait for somebody, and the tests that run the same code
 LONG = {
+    "drot chat": "tests/serving/test_chat.py",
+    "drot serve": "tests/serving/test_serve.py",
     "drot demo": "tests/sweep/test_demo.py",
     "drot bench --shape": "tests/speed/test_speed.py",
     "drot run": "tests/evaluation/test_tasks.py",
