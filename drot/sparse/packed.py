@@ -178,21 +178,24 @@ def check_packed(model: nn.Module) -> None:
     message names the row of the positions.
     """
     for name, module in packed_linears(model):
-        values, positions = module.values, module.positions
-        if positions.is_meta:
-            continue  # the weight is offloaded to disk
-        if not is_finite(values):
-            raise UserError(
-                f"{name}.values must be finite, got NaN or infinity: the file is damaged; copy or convert it "
-                "again"
-            )
-        ascend = _ascends(positions, 0) & _ascends(positions, 4)
-        if not bool(ascend.all()):
-            row = int((~ascend).any(1).nonzero()[0])
-            raise UserError(
-                f"{name}.positions: two positions of a group of 4 are equal or out of order in row {row}: "
-                "the file is damaged; copy or convert it again"
-            )
+        if not module.positions.is_meta:  # the weight is not offloaded to disk
+            check_packed_tensors(name, module.values, module.positions)
+
+
+def check_packed_tensors(name: str, values: Tensor, positions: Tensor) -> None:
+    """`check_packed` for the linear `name`. values: [out, in/2]. positions: uint8 [out, in/8]."""
+    if not is_finite(values):
+        raise UserError(
+            f"{name}.values must be finite, got NaN or infinity: the file is damaged; copy or convert it "
+            "again"
+        )
+    ascend = _ascends(positions, 0) & _ascends(positions, 4)
+    if not bool(ascend.all()):
+        row = int((~ascend).any(1).nonzero()[0])
+        raise UserError(
+            f"{name}.positions: two positions of a group of 4 are equal or out of order in row {row}: "
+            "the file is damaged; copy or convert it again"
+        )
 
 
 def _ascends(positions: Tensor, shift: int) -> Tensor:

@@ -1,0 +1,80 @@
+"""The plugin by which vLLM serves drot's checkpoints. vLLM calls `register` in each of its processes.
+
+| what vLLM must learn                          | how                                           |
+|-----------------------------------------------|-----------------------------------------------|
+| `quant_method` drot, the packed linears       | register_quantization_config (vllm_linear.py) |
+| layers that hold Q or R3, of `FAMILIES`       | ModelRegistry (vllm_models.py)                |
+| the family's config, with these architectures | AutoConfig.register (here)                    |
+
+Without the plugin, vLLM refuses such a checkpoint: no class of vLLM or transformers has its `model_type`. The
+architectures have names that vLLM does not use, so that a vLLM without the plugin cannot take one of its own
+classes either.
+
+This module is the entry point of the group `vllm.general_plugins`, so it imports vLLM inside `register` only.
+"""
+
+import logging
+from importlib.metadata import version
+from typing import Any
+
+from transformers import AutoConfig
+
+from drot.checkpoint.stored_config import MODEL_TYPE, StoredConfig
+from drot.core.errors import UserError, quoted
+
+logger = logging.getLogger("drot")
+
+#: the version with which the tests have run
+TESTED = "0.32.0"
+#: `model_type` of a family → its architecture in vLLM
+FAMILIES = {
+    "llama": "DrotLlamaForCausalLM",
+    "mistral": "DrotMistralForCausalLM",
+    "qwen2": "DrotQwen2ForCausalLM",
+    "qwen3": "DrotQwen3ForCausalLM",
+}
+
+
+class EngineConfig(StoredConfig):
+    """The class that AutoConfig finds for `model_type` drot in a process of vLLM."""
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """The family's config, whose `architectures` name a class of drot/serving/vllm_models.py.
+
+        Raises UserError for a family that the plugin does not have.
+        """
+        found = super().from_dict(config_dict, **kwargs)
+        config = found[0] if isinstance(found, tuple) else found  # with return_unused_kwargs
+        if config.model_type not in FAMILIES:
+            raise UserError(
+                f"drot's plugin for vLLM has the families {', '.join(FAMILIES)}, got {config.model_type}: "
+                "serve this checkpoint by `drot serve`"
+            )
+        config.architectures = [FAMILIES[config.model_type]]
+        return found
+
+
+def register() -> None:
+    """Registers drot's quantisation and architectures with vLLM. A second call changes nothing.
+
+    If vLLM lacks a part of the interface, one line is logged and nothing is registered. vLLM then serves
+    other models as before, and refuses those of drot.
+    """
+    try:
+        from vllm import ModelRegistry
+
+        # the import registers the quantisation
+        import drot.serving.vllm_linear
+        import drot.serving.vllm_models  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        logger.warning(
+            "vLLM cannot serve checkpoints of drot: the plugin needs vLLM %s, got %s (%s): "
+            "pip install 'vllm==%s'",
+            TESTED, version("vllm"), quoted(error), TESTED,
+        )  # fmt: skip
+        return
+    for architecture in FAMILIES.values():
+        if architecture not in ModelRegistry.get_supported_archs():
+            ModelRegistry.register_model(architecture, f"drot.serving.vllm_models:{architecture}")
+    AutoConfig.register(MODEL_TYPE, EngineConfig, exist_ok=True)

@@ -1,0 +1,185 @@
+"""The models of drot's checkpoints in vLLM: vLLM's own, with the rotations that a checkpoint holds.
+
+drot/model/boundary.py says what the rotations are and where they act. In vLLM:
+
+- Q [d, d] is a product of its own on every tensor-parallel rank. Fused with down_proj, as drot.sparse.fused
+  does it, r Q would be added once for each rank when their results are summed.
+- R3 rotates the input of down_proj, which is divided among the ranks. A rank holds the blocks of its own
+  columns, so no block may straddle two ranks.
+
+vLLM's decoder layers return the MLP's output and the residual r before they are added. So `residual` is the
+stock forward followed by r ← r Q, and `input` is h ← h Q followed by the stock forward.
+"""
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.layers.linear import ReplicatedLinear
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.mistral import MistralForCausalLM
+from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+from vllm.model_executor.models.utils import PPMissingLayer
+
+from drot.config import BoundaryPlace
+from drot.core.errors import UserError
+from drot.model.boundary import DOWN_ROTATION, NORM_PREFIX, ROTATION_MODULE, BlockRotation
+from drot.model.rotation import Bases
+
+SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families
+
+
+class RotatedMLP:
+    """Mixin in front of vLLM's class of gated MLPs, for an MLP that holds R3."""
+
+    gate_up_proj: nn.Module
+    down_rotation: BlockRotation
+    down_proj: nn.Module
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [tokens, d] -> what the stock forward returns."""
+        gate_up, _ = self.gate_up_proj(x)
+        gate, up = gate_up.chunk(2, dim=-1)
+        output, _ = self.down_proj(self.down_rotation(gate, up, SILU))
+        return output
+
+
+class RotatedLayer:
+    """Mixin in front of vLLM's class of decoder layers, for a layer that holds Q."""
+
+    boundary_place: BoundaryPlace
+    residual_rotation: nn.Module
+
+    def forward(
+        self, positions: Tensor, hidden_states: Tensor, residual: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """hidden_states, residual [tokens, d], whose sum is the stream -> the same two after the layer."""
+        if self.boundary_place == "input":
+            stream = hidden_states if residual is None else hidden_states + residual
+            hidden_states, residual = self.residual_rotation(stream), None
+        stock: Any = super()
+        output, residual = stock.forward(positions, hidden_states, residual, **kwargs)
+        if self.boundary_place == "residual":
+            residual = self.residual_rotation(residual)
+        assert residual is not None
+        return output, residual
+
+
+@functools.cache
+def _with(mixin: Any, stock_class: Any) -> Any:
+    """`mixin` in front of `stock_class`, under the name of `stock_class`."""
+    return type(stock_class.__name__, (mixin, stock_class), {"__module__": stock_class.__module__})
+
+
+def add_boundary_rotation(layer: Any, place: BoundaryPlace, size: int) -> None:
+    """Adds an uninitialised Q [size, size] to a decoder layer. Its weight is Qᵀ, on each rank the whole."""
+    rotation = ReplicatedLinear(size, size, bias=False, return_bias=False)
+    setattr(layer, ROTATION_MODULE, rotation)
+    layer.boundary_place = place
+    stock_class: Any = type(layer)
+    layer.__class__ = _with(RotatedLayer, stock_class)
+
+
+def add_down_rotation(mlp: Any, width: int, size: int) -> None:
+    """Adds an uninitialised R3 to an MLP: of its width/size blocks [size, size] those of this rank.
+
+    Raises UserError if a block would straddle two ranks.
+    """
+    ranks = get_tensor_model_parallel_world_size()
+    if width % (ranks * size):
+        raise UserError(
+            f"the {width // size} blocks of down_rotation, of {size} columns each, cannot be divided among "
+            f"{ranks} tensor-parallel ranks without cutting a block: choose another number of ranks"
+        )
+    blocks = width // size // ranks
+    # vLLM sets both while it builds a model
+    dtype, device = torch.get_default_dtype(), torch.get_default_device()
+    rotation = BlockRotation(blocks, size, dtype=dtype, device=device)
+
+    def load(parameter: Tensor, loaded: Tensor) -> None:
+        parameter.data.copy_(loaded.narrow(0, get_tensor_model_parallel_rank() * blocks, blocks))
+
+    rotation.weight.weight_loader = load  # type: ignore[attr-defined]
+    setattr(mlp, DOWN_ROTATION, rotation)
+    stock_class: Any = type(mlp)
+    mlp.__class__ = _with(RotatedMLP, stock_class)
+
+
+class DrotModel:
+    """Mixin in front of a model of vLLM, whose decoder layers hold what the checkpoint says."""
+
+    model: Any
+    packed_modules_mapping: dict[str, list[str]]
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        stock: Any = super()
+        stock.__init__(vllm_config=vllm_config, prefix=prefix)
+        config, held = vllm_config.model_config.hf_config, vllm_config.quant_config.drot
+        bases = Bases(held.boundary, config.num_hidden_layers)
+        #: the stock names of the tensors that have NORM_PREFIX in the checkpoint
+        self.renamed: dict[str, str] = {}
+        for index, layer in enumerate(self.model.layers):
+            if isinstance(layer, PPMissingLayer):  # of another pipeline-parallel rank
+                continue
+            name = f"model.layers.{index}."
+            if bases.holds(index):
+                add_boundary_rotation(layer, held.boundary, config.hidden_size)
+                self._rename(name, "input_layernorm")
+            if held.down_rotation is not None:
+                add_down_rotation(layer.mlp, config.intermediate_size, held.down_rotation)
+                self._rename(name, "post_attention_layernorm")
+
+    def _rename(self, layer: str, norm: str) -> None:
+        self.renamed[f"{layer}{NORM_PREFIX}{norm}.weight"] = f"{layer}{norm}.weight"
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """Loads the tensors of a checkpoint by vLLM's loaders, and returns the names of the parameters.
+
+        Raises UserError if a tensor is missing, also a norm whose name does not say that its layer rotates.
+        """
+        found: set[str] = set()
+
+        def named() -> Iterator[tuple[str, Tensor]]:
+            for name, tensor in weights:
+                found.add(name)
+                yield self.renamed.get(name, name), tensor
+
+        stock: Any = super()
+        loaded: set[str] = stock.load_weights(named())
+        if missing := sorted(set(self._stored_names()) - found):
+            raise UserError(
+                f"the checkpoint lacks {len(missing)} tensors, the first is {missing[0]}: it is incomplete "
+                "or of another architecture; copy it again"
+            )
+        return loaded
+
+    def _stored_names(self) -> Iterator[str]:
+        """The name in the checkpoint of each parameter, and of each part of a stacked one."""
+        stored = {stock: name for name, stock in self.renamed.items()}
+        module: Any = self
+        for name, _ in module.named_parameters():
+            path, _, tensor = name.rpartition(".")
+            path, _, last = path.rpartition(".")
+            for part in self.packed_modules_mapping.get(last, [last]):
+                stock = ".".join(filter(None, (path, part, tensor)))
+                yield stored.get(stock, stock)
+
+
+class DrotLlamaForCausalLM(DrotModel, LlamaForCausalLM):
+    pass
+
+
+class DrotMistralForCausalLM(DrotModel, MistralForCausalLM):
+    pass
+
+
+class DrotQwen2ForCausalLM(DrotModel, Qwen2ForCausalLM):
+    pass
+
+
+class DrotQwen3ForCausalLM(DrotModel, Qwen3ForCausalLM):
+    pass
