@@ -35,6 +35,7 @@ def attention(self, query, key, value, *_, **__):
 def main(model, rank, ranks, meeting, results):
     register()
     Attention.forward = attention
+    torch.accelerator.empty_cache = lambda: None  # it needs a GPU, and vLLM calls it after loading
     engine = EngineArgs(
         model=model,
         dtype="float32",
@@ -43,6 +44,7 @@ def main(model, rank, ranks, meeting, results):
         distributed_executor_backend="mp" if ranks > 1 else None,
         skip_tokenizer_init=True,
         max_model_len=64,
+        compilation_config={"custom_ops": ["none"]},  # those in PyTorch: the kernels are for CUDA
     ).create_engine_config()
     with set_current_vllm_config(engine):
         init_distributed_environment(ranks, rank, f"file://{meeting}", rank, "gloo")
