@@ -1,12 +1,16 @@
-"""One tensor-parallel rank of vLLM on a CPU: loads a checkpoint by vLLM's loaders and computes with it.
+"""One tensor-parallel rank of vLLM on a CPU: loads checkpoints by vLLM's loaders and computes with them.
 
-Arguments: the checkpoint, the rank, the number of ranks, a file by which they meet, and the file of results.
+Arguments: the rank, the number of ranks, a file by which the ranks meet, the file of results, checkpoints.
 
-The wheel of vLLM has CUDA kernels only, without which vLLM's attention does not run on a CPU. Here the
-attention of one sequence is PyTorch's. Everything else is vLLM's own.
+The wheel of vLLM has CUDA kernels only. So the custom ops are those in PyTorch, and the attention of one
+sequence is PyTorch's. Everything else is vLLM's own.
 """
 
+import os
 import sys
+from pathlib import Path
+
+os.environ["VLLM_TARGET_DEVICE"] = "cpu"  # read by the imports of vLLM
 
 import torch
 from torch.nn import functional
@@ -32,41 +36,56 @@ def attention(self, query, key, value, *_, **__):
     return out.transpose(0, 1).flatten(1)
 
 
-def main(model, rank, ranks, meeting, results):
-    register()
-    Attention.forward = attention
-    torch.accelerator.empty_cache = lambda: None  # it needs a GPU, and vLLM calls it after loading
-    engine = EngineArgs(
-        model=model,
-        dtype="float32",
-        enforce_eager=True,
-        tensor_parallel_size=ranks,
-        distributed_executor_backend="mp" if ranks > 1 else None,
-        skip_tokenizer_init=True,
-        max_model_len=64,
-        compilation_config={"custom_ops": ["none"]},  # those in PyTorch: the kernels are for CUDA
-    ).create_engine_config()
-    with set_current_vllm_config(engine):
-        init_distributed_environment(ranks, rank, f"file://{meeting}", rank, "gloo")
-        initialize_model_parallel(ranks)
-        loaded = get_model(vllm_config=engine)
-        with torch.no_grad(), set_forward_context(None, engine, num_tokens=len(TOKENS)):
-            hidden = loaded(TOKENS, torch.arange(len(TOKENS)))
-            logits = loaded.compute_logits(hidden)
-    methods = {
-        name: type(module.quant_method).__name__
-        for name, module in loaded.named_modules()
-        if hasattr(module, "quant_method")
-    }
+def computed(engine):
+    """What a rank has loaded and computes: tensors, the products of layer 1, logits."""
+    loaded = get_model(vllm_config=engine)
+    positions = torch.arange(len(TOKENS))
+    layer = loaded.model.layers[1]
     found = {
         "architecture": type(loaded).__name__,
         "quantization": engine.model_config.quantization,
-        "methods": methods,
         "tensors": {name: tensor.clone() for name, tensor in loaded.state_dict().items()},
-        "logits": logits,
+        "products": {},
     }
+    for name, linear in (("qkv", layer.self_attn.qkv_proj), ("down", layer.mlp.down_proj)):
+        x = torch.randn(5, linear.input_size_per_partition, generator=torch.Generator().manual_seed(0))
+        found["products"][name] = (x, linear.quant_method.apply(linear, x, None))
+    with set_forward_context(None, engine, num_tokens=len(TOKENS)):
+        found["logits"] = loaded.compute_logits(loaded(TOKENS, positions))
+        x = loaded.embed_input_ids(TOKENS)
+        eager = layer(positions, x, x)
+        traced = torch.compile(layer, backend="eager", fullgraph=True)(positions, x, x)
+        found["traced"] = all(torch.equal(a, b) for a, b in zip(eager, traced, strict=True))
+    return found
+
+
+@torch.no_grad()
+def main(rank, ranks, meeting, results, *models):
+    register()
+    Attention.forward = attention
+    torch.accelerator.empty_cache = lambda: None  # vLLM calls it after loading, and it needs a GPU
+    found = {}
+    for model in models:
+        try:
+            engine = EngineArgs(
+                model=model,
+                dtype="float32",
+                tensor_parallel_size=ranks,
+                distributed_executor_backend="mp" if ranks > 1 else None,
+                enforce_eager=True,
+                skip_tokenizer_init=True,
+                max_model_len=64,
+                compilation_config={"custom_ops": ["none"]},
+            ).create_engine_config()
+            with set_current_vllm_config(engine):
+                if not torch.distributed.is_initialized():
+                    init_distributed_environment(ranks, rank, f"file://{meeting}", rank, "gloo")
+                    initialize_model_parallel(ranks)
+                found[Path(model).name] = computed(engine)
+        except ValueError as error:
+            found[Path(model).name] = str(error)
     torch.save(found, results)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

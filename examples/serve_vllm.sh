@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Serves a checkpoint that drot wrote by vLLM, and asks it for a few tokens:
+#   examples/serve_vllm.sh CHECKPOINT [RANKS]
+#
+# NOT YET RUN BY US ON A GPU. What was tested is in docs/deploy.md, section "In vLLM": loading and products on
+# a CPU, with vLLM 0.32.0.
+#
+# drot must be built with the torch that vLLM brings, so vLLM comes first:
+#   pip install 'vllm==0.32.0'
+#   pip install --no-build-isolation .
+set -euo pipefail
+
+checkpoint=${1:?usage: examples/serve_vllm.sh CHECKPOINT [RANKS]}
+ranks=${2:-1}
+port=${PORT:-8000}
+
+# --enforce-eager takes torch.compile and CUDA graphs out of a first try; measure without it.
+vllm serve "$checkpoint" --served-model-name drot --tensor-parallel-size "$ranks" --port "$port" "${@:3}" &
+server=$!
+trap 'kill "$server" 2>/dev/null || true' EXIT
+
+until curl --silent --fail "http://127.0.0.1:$port/health" >/dev/null; do
+  kill -0 "$server" # ends the script if the server has ended
+  sleep 2
+done
+curl --silent --fail "http://127.0.0.1:$port/v1/completions" --header 'Content-Type: application/json' \
+  --data '{"model": "drot", "prompt": "The capital of France is", "max_tokens": 16, "temperature": 0}'
+echo

@@ -1,0 +1,224 @@
+"""The plugin for vLLM. vLLM loads and computes in processes of their own (vllm_rank.py), on a CPU."""
+
+import importlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from runs import TOKENS as CALIBRATION
+from runs import one_shot, prune, saved_tensors
+from safetensors.torch import load_file, save_file
+from small_models import small_model
+
+import drot
+from drot.ops import unpack24_ref
+from drot.serving import vllm as plugin
+from drot.sparse.linear import SparseLinear
+
+ROOT = Path(__file__).resolve().parents[2]
+#: sizes whose halves the kernels take; four blocks of R3 with 64 columns
+SIZES = dict(hidden_size=128, intermediate_size=256, num_attention_heads=4, num_key_value_heads=2)
+HEADS = {"head_dim": 32}
+R3 = {"down_rotation": 64}
+#: name → family, its further sizes, mode, fields of the recipe, format
+SERVED = {
+    "plain": ("llama", HEADS, "none", {}, "packed"),
+    "residual": ("llama", HEADS, "layer", R3 | {"boundary": "residual"}, "packed"),
+    "input": ("mistral", HEADS, "layer", R3 | {"boundary": "input"}, "packed"),
+    "biases": ("qwen2", {}, "layer", R3 | {"boundary": "residual"}, "packed"),
+    "dense": ("qwen3", HEADS, "layer", R3 | {"boundary": "residual"}, "dense"),
+    "mixed": ("qwen3", HEADS, "none", {"keep": ["layers.1.mlp.down_proj"]}, "packed"),
+    "tied": ("llama", HEADS | {"tie_word_embeddings": True}, "none", {}, "packed"),
+}
+#: the same, and what the message of the refusal has
+REFUSED = {
+    "part": (("llama", HEADS, "none", {"keep": ["layers.1.self_attn.q_proj"]}, "packed"), "keep all or none"),
+    "narrow": (("llama", {"intermediate_size": 224, "head_dim": 32}, "none", {}, "packed"), "multiple of 64"),
+    "granite": (("granite", {}, "none", {}, "packed"), "has the families llama, mistral, qwen2, qwen3"),
+}
+#: refused by two ranks only
+STRADDLES = ("llama", HEADS, "layer", {"down_rotation": 256, "boundary": "residual"}, "packed")
+
+needs_vllm = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM")
+
+
+def save(folder, family, sizes, mode, fields, format):
+    fields = {"sparsity": "2:4", "down_rotation": "none", "nsamples": len(CALIBRATION)} | fields
+    fields = {key: value for key, value in fields.items() if mode == "layer" or key != "down_rotation"}
+    prune(small_model(family, **SIZES | sizes), one_shot(mode, **fields), out=folder, format=format)
+
+
+def run_ranks(folder, ranks, models):
+    """The results of each rank: by the name of the checkpoint, what vllm_rank.py found, or a message."""
+    script, environment = Path(__file__).parent / "vllm_rank.py", os.environ | {"PYTHONPATH": str(ROOT)}
+    processes = []
+    for rank in range(ranks):
+        arguments = [str(rank), str(ranks), str(folder / f"meeting{ranks}"), str(folder / f"{ranks}-{rank}")]
+        command = [sys.executable, str(script), *arguments, *map(str, models)]
+        log = (folder / f"log{ranks}-{rank}").open("w")
+        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(timeout=400) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    logs = [(folder / f"log{ranks}-{rank}").read_text() for rank in range(ranks)]
+    assert codes == [0] * ranks, logs[0][-4000:]
+    return [torch.load(folder / f"{ranks}-{rank}") for rank in range(ranks)]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    for name, chosen in SERVED.items():
+        save(folder / name, *chosen)
+    for name, (chosen, _) in REFUSED.items():
+        save(folder / name, *chosen)
+    save(folder / "straddles", *STRADDLES)
+    save(folder / "unnamed", *SERVED["residual"])  # its norm has the stock name, as if no layer rotated
+    rotated, stock = (f"model.layers.0.{p}input_layernorm.weight" for p in ("rotated_", ""))
+    for file in (folder / "unnamed").glob("model*.safetensors"):
+        tensors = {stock if name == rotated else name: t.clone() for name, t in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def results(checkpoints, tmp_path_factory):
+    """Number of ranks → the results of each rank."""
+    folder = tmp_path_factory.mktemp("ranks")
+    models = [checkpoints / name for name in (*SERVED, *REFUSED, "straddles", "unnamed")]
+    return {ranks: run_ranks(folder, ranks, models) for ranks in (1, 2)}
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", SERVED)
+def test_vllm_computes_the_logits_of_drot(checkpoints, results, name, ranks):
+    model = drot.load(checkpoints / name, device="cpu")
+    expected = model(torch.arange(3, 17)[None]).logits[0]
+    for found in results[ranks]:
+        found = found[name]
+        assert isinstance(found, dict), found
+        assert found["architecture"] == plugin.FAMILIES[SERVED[name][0]]
+        assert found["quantization"] == "drot" and found["traced"]
+        torch.testing.assert_close(found["logits"], expected, atol=1e-4, rtol=1e-4)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "residual"])
+def test_a_rank_has_its_part_of_the_packed_tensors(checkpoints, results, name):
+    stored, layer = saved_tensors(checkpoints / name), "model.layers.1"
+    for tensor in ("values", "positions"):
+        q, k, v = (stored[f"{layer}.self_attn.{part}_proj.{tensor}"].chunk(2) for part in "qkv")
+        gate, up = (stored[f"{layer}.mlp.{part}_proj.{tensor}"].chunk(2) for part in ("gate", "up"))
+        o = stored[f"{layer}.self_attn.o_proj.{tensor}"].chunk(2, 1)
+        down = stored[f"{layer}.mlp.down_proj.{tensor}"].chunk(2, 1)
+        for rank, found in enumerate(results[2]):
+            held = found[name]["tensors"]
+            expected = {
+                "self_attn.qkv_proj": torch.cat([q[rank], k[rank], v[rank]]),
+                "self_attn.o_proj": o[rank],
+                "mlp.gate_up_proj": torch.cat([gate[rank], up[rank]]),
+                "mlp.down_proj": down[rank],
+            }
+            for linear, part in expected.items():
+                assert torch.equal(held[f"{layer}.{linear}.{tensor}"], part), linear
+    assert not any(key.endswith("_proj.weight") for key in results[2][0][name]["tensors"])
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_rank_has_the_whole_q_and_its_blocks_of_r3(checkpoints, results):
+    stored = saved_tensors(checkpoints / "residual")
+    blocks = stored["model.layers.0.mlp.down_rotation.weight"]
+    assert len(blocks) == 4
+    for rank, found in enumerate(results[2]):
+        held = found["residual"]["tensors"]
+        assert torch.equal(held["model.layers.0.mlp.down_rotation.weight"], blocks[2 * rank : 2 * rank + 2])
+        q = "model.layers.0.residual_rotation.weight"
+        assert torch.equal(held[q], stored[q])
+        assert "model.layers.2.residual_rotation.weight" not in held
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_the_linear_method_computes_as_sparse_linear(checkpoints, results):
+    stored = saved_tensors(checkpoints / "residual")
+
+    def packed(*names):
+        return [
+            torch.cat([stored[f"model.layers.1.{n}.{t}"] for n in names]) for t in ("values", "positions")
+        ]
+
+    qkv = packed(*(f"self_attn.{part}_proj" for part in "qkv"))
+    for name, weight in (("qkv", qkv), ("down", packed("mlp.down_proj"))):
+        x, y = results[1][0]["residual"]["products"][name]
+        assert torch.equal(y, SparseLinear(*weight)(x))
+        expected = x.double() @ unpack24_ref(*weight).double().T
+        torch.testing.assert_close(y.double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_plugin_does_not_serve_is_refused(results, name):
+    assert REFUSED[name][1] in results[2][0][name]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_block_that_straddles_two_ranks_is_refused(results):
+    assert isinstance(results[1][0]["straddles"], dict)
+    assert "without cutting a block" in results[2][0]["straddles"]
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_missing_tensor_is_refused(results):
+    """vLLM itself does not look for missing tensors of a quantised model."""
+    assert "lacks 1 tensors, the first is model.layers.0.rotated_input_layernorm" in results[1][0]["unnamed"]
+
+
+@needs_vllm
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "imported"), [("plain", "sys"), ("dense", "drot")])
+def test_vllm_without_the_plugin_refuses(checkpoints, name, imported):
+    code = f"""
+import {imported}
+from vllm.engine.arg_utils import EngineArgs
+EngineArgs(model={str(checkpoints / name)!r}, skip_tokenizer_init=True).create_engine_config()
+"""
+    environment = os.environ | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_PLUGINS": "", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode != 0
+    expected = "model type `drot`" if imported == "sys" else "Unknown quantization method: drot"
+    assert expected in done.stderr, done.stderr[-2000:]
+
+
+def test_another_interface_of_vllm_is_one_line(monkeypatch, caplog):
+    """The rest of vLLM goes on, as it does for its other models."""
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    monkeypatch.setattr(plugin, "version", {"vllm": "9.0"}.get)
+    with caplog.at_level(logging.WARNING, "drot"):
+        plugin.register()
+    (line,) = caplog.messages
+    assert f"needs vLLM {plugin.TESTED}, got 9.0" in line and "\n" not in line
+
+
+def test_the_entry_point_names_the_plugin():
+    project = ROOT / "pyproject.toml"
+    if not project.exists():
+        pytest.skip("needs the checkout")
+    points = tomllib.loads(project.read_text())["project"]["entry-points"]["vllm.general_plugins"]
+    module, _, name = points["drot"].partition(":")
+    assert getattr(importlib.import_module(module), name) is plugin.register
