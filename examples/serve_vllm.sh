@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Serves a checkpoint that drot wrote by vLLM, and asks it for a few tokens:
-#   examples/serve_vllm.sh CHECKPOINT [RANKS]
+#   examples/serve_vllm.sh CHECKPOINT [RANKS [OPTIONS of vllm serve]]
 #
 # NOT YET RUN BY US ON A GPU. What was tested is in docs/deploy.md, section "In vLLM": loading and products on
 # a CPU, with vLLM 0.32.0.
@@ -14,7 +14,7 @@ checkpoint=${1:?usage: examples/serve_vllm.sh CHECKPOINT [RANKS]}
 ranks=${2:-1}
 port=${PORT:-8000}
 
-# --enforce-eager takes torch.compile and CUDA graphs out of a first try; measure without it.
+# The option --enforce-eager takes torch.compile and CUDA graphs out of a first try.
 vllm serve "$checkpoint" --served-model-name drot --tensor-parallel-size "$ranks" --port "$port" "${@:3}" &
 server=$!
 trap 'kill "$server" 2>/dev/null || true' EXIT
