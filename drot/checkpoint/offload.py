@@ -155,6 +155,7 @@ def open_skeleton(
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
             model.config.name_or_path = str(folder)
+            model.config.dtype = chosen  # transformers 5.4 leaves the dtype of the file there
             drop_prediction_layers(model.config)
             try:
                 model.generation_config = GenerationConfig.from_pretrained(folder)

@@ -11,7 +11,7 @@ from drot.model.rotation import LayerRotation
 
 #: dtype → largest relative error of the logits. fp64 is exact to 15 digits, fp32 to 7. In bf16 each weight of
 #: the rotated model and each hidden state is rounded to 8 bits, in another basis than the original's.
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.15}
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.25}
 
 
 def compute_norms_in_fp64(model):

@@ -45,7 +45,8 @@ def routed(model, index, expert):
         chosen = (x @ layer.mlp.router.weight.T + layer.mlp.router.bias).topk(2).indices
         x = x[(chosen == expert).any(-1)]
         both = x @ experts.gate_up_proj[expert] + experts.gate_up_proj_bias[expert]
-        gate, up = both[:, 0::2].clamp(max=1.5), both[:, 1::2].clamp(-1.5, 1.5)
+        limit = experts.limit  # transformers 5.4 does not read the configured limit
+        gate, up = both[:, 0::2].clamp(max=limit), both[:, 1::2].clamp(-limit, limit)
         return x, gate * torch.sigmoid(1.702 * gate) * (up + 1)
     if "glm" in model.config.model_type:  # of two groups of two experts the one with the larger sum
         chosen = (x @ layer.mlp.gate.weight.T).sigmoid() + layer.mlp.gate.e_score_correction_bias
