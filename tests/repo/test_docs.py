@@ -31,7 +31,10 @@ PAGES = ["README.md", *(f"docs/{name}.md" for name in (
 ))]  # fmt: skip
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: programs that install, build or need GPUs; `.ci/run` runs make and pip
-NOT_RUN = ("pip", "make", "docker", "accelerate", "python", "git", "cd", "nvidia-smi", "examples/serve_vllm.sh")
+NOT_RUN = (
+    *("pip", "make", "docker", "accelerate", "python", "git", "cd", "nvidia-smi"),
+    "examples/serve_vllm.sh",
+)
 #: commands that take minutes or wait for somebody, and the tests that run the same code
 LONG = {
     "drot chat": "tests/serving/test_chat.py",
