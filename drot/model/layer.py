@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.config import BoundaryPlace
+from drot.machine.memory import return_free_memory
 from drot.model.boundary import BlockRotation, add_boundary_rotation, add_down_rotation
 from drot.model.families import Family, InputGroup, LinearSpec, by_module
 from drot.model.linear import Linear, copied, module_at, reset_norm
@@ -139,6 +140,8 @@ class DecoderLayer:
         if self._weights is not None and self.device.type == "meta" != device.type:
             self._weights.read_layer(self)
         self.module.to(device)
+        if device.type == "meta":
+            return_free_memory()
 
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "DecoderLayer":
         module = copied(self.module, device or self.device, dtype)

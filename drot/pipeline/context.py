@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from drot.config import ResolvedRecipe
 from drot.core.events import Progress
+from drot.machine.memory import return_free_memory
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.rotation import Bases
@@ -80,3 +81,5 @@ class RunContext:
             yield
         finally:
             self.emit(events.StepEnded(step=step, layer=index, device=device or self.device))
+            if self.model.is_skeleton:
+                return_free_memory()
