@@ -43,8 +43,8 @@ class DenseReference:
         pruned: the pass through the layer that is being pruned.
         """
         out, size = pruned.layer.shape_of(group.linears[0])
-        device = pruned.stream.device
-        hessian = HessianAccumulator(size, device)
+        device, ranks = pruned.stream.device, pruned.stream.ranks
+        hessian = HessianAccumulator(size, device, ranks)
         adds = pruned.layer.adds(group)
         change = torch.zeros(out if adds else size, size, device=device)
         batches = (of_model.inputs(group, outputs=True) for of_model in (pruned, self.dense))
@@ -55,7 +55,8 @@ class DenseReference:
             else:
                 difference = product_factor(x_dense).sub(product_factor(x))
             add_product(change, difference.T, product_factor(x))
-        change.mul_(2.0 / len(pruned.stream.hidden_states))
+        ranks.add_(change)
+        change.mul_(2.0 / ranks.total(len(pruned.stream.hidden_states)))
         if adds:
             change.div_(pruned.layer.residual_multiplier)  # E is of the outputs of the linear
             return TargetStatistics(hessian.hessian(), output_change=change)

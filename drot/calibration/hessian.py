@@ -12,6 +12,7 @@ from drot.core.errors import UserError
 from drot.machine.devices import is_gpu
 from drot.machine.finite import check_finite, is_finite
 from drot.machine.products import add_product
+from drot.machine.ranks import ALONE, Ranks
 
 #: Device type → columns of a panel in `lower_panels`. A product with few columns leaves most of a large GPU
 #: idle: 2048 is an estimate from the tiles of 128 by 256 and the 132 multiprocessors of an H100.
@@ -45,11 +46,13 @@ class HessianAccumulator:
 
     The scale is that of SparseGPT's code. It affects only `reference_compat`, which adds a term in the scale
     of H to the inverse.
+
+    ranks: those that add the other sequences.
     """
 
-    def __init__(self, size: int, device: torch.device | str) -> None:
+    def __init__(self, size: int, device: torch.device | str, ranks: Ranks = ALONE) -> None:
         self._sum = torch.zeros(size, size, dtype=torch.float32, device=device)
-        self._sequences = 0
+        self._sequences, self._ranks = 0, ranks
 
     def add(self, x: Tensor) -> None:
         """Adds inputs x: [sequences, tokens, in], or [tokens, in] for one sequence, any float dtype."""
@@ -60,10 +63,11 @@ class HessianAccumulator:
 
     def hessian(self) -> Tensor:
         """H [in, in], fp32. It uses the accumulator's memory, so `add` must not be called afterwards."""
+        self._ranks.add_(self._sum)
         for panel, _ in lower_panels(len(self._sum), self._sum.device):
             left = slice(0, panel.start)
             self._sum[left, panel] = self._sum[panel, left].T
-        return self._sum.mul_(2.0 / max(self._sequences, 1))
+        return self._sum.mul_(2.0 / max(self._ranks.total(self._sequences), 1))
 
 
 def product_factor(x: Tensor) -> Tensor:
@@ -72,9 +76,12 @@ def product_factor(x: Tensor) -> Tensor:
     return rows if is_gpu(rows.device) and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
 
 
-def energy(weight: Tensor, hessian: Tensor) -> float:
-    """tr(W H Wᵀ) = ‖X Wᵀ‖² for H = XᵀX, without damping. The arguments are those of `energy_of_rows`."""
-    return float(energy_of_rows(weight, hessian).sum())
+def energy(weight: Tensor, hessian: Tensor, ranks: Ranks = ALONE) -> float:
+    """tr(W H Wᵀ) = ‖X Wᵀ‖² for H = XᵀX, without damping. The arguments are those of `energy_of_rows`.
+
+    ranks: those that hold the other rows of W.
+    """
+    return ranks.total(float(energy_of_rows(weight, hessian).sum()))
 
 
 def energy_of_rows(weight: Tensor, hessian: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class LayerPass:
     def __init__(self, layer: DecoderLayer, stream: CalibrationStream, *, fixed: bool = False) -> None:
         self.layer, self.stream, self._fixed = layer, stream, fixed
         self._kwargs = stream.layer_kwargs[layer.index]
-        #: name of a group → the tokens from which `hessian` computed
+        #: name of a group → the tokens of all ranks from which `hessian` computed
         self.tokens: dict[str, int] = {}
         self._kept: Tensor | None = None
         #: whether the inputs of the attention's last linear are kept, not its outputs
@@ -48,11 +48,12 @@ class LayerPass:
 
     @torch.no_grad()
     def hessian(self, group: InputGroup) -> Tensor:
-        accumulator = HessianAccumulator(self.layer.shape_of(group.linears[0])[1], self.stream.device)
-        self.tokens[group.name] = 0
+        size, stream, tokens = self.layer.shape_of(group.linears[0])[1], self.stream, 0
+        accumulator = HessianAccumulator(size, stream.device, stream.ranks)
         for x, _ in self.inputs(group):
             accumulator.add(x)
-            self.tokens[group.name] += x[..., 0].numel()
+            tokens += x[..., 0].numel()
+        self.tokens[group.name] = int(stream.ranks.total(tokens))
         return accumulator.hessian()
 
     def inputs(self, group: InputGroup, *, outputs: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:

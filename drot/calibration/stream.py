@@ -9,6 +9,7 @@ from torch import Tensor
 from drot.calibration.hessian import HessianAccumulator
 from drot.machine.devices import is_gpu
 from drot.machine.products import rounded_once
+from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import CopiesHome, ahead, empty_on_host
 from drot.model.decoder import DecoderModel
 from drot.model.families import InputGroup
@@ -24,46 +25,65 @@ class CalibrationStream:
     """The input `hidden_states` [nsamples, seqlen, d] of a decoder layer, and the keyword arguments of all.
 
     The hidden states may lie in main memory: a batch of them is copied to `device`, where the layers compute.
+
+    ranks: those that hold the other sequences. Sums over the sequences are sums over the ranks.
     """
 
     def __init__(
-        self, hidden_states: Tensor, layer_kwargs: list[dict[str, Any]], device: torch.device | None = None
+        self,
+        hidden_states: Tensor,
+        layer_kwargs: list[dict[str, Any]],
+        device: torch.device | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.hidden_states = hidden_states
         self.layer_kwargs = layer_kwargs
         self.device = device or hidden_states.device
+        self.ranks = ranks
         #: width and dtype → the buffer in main memory
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @classmethod
     def embed(
-        cls, model: DecoderModel, tokens: Tensor, device: torch.device, *, offload: bool = False
+        cls,
+        model: DecoderModel,
+        tokens: Tensor,
+        device: torch.device,
+        *,
+        offload: bool = False,
+        ranks: Ranks = ALONE,
     ) -> "CalibrationStream":
-        """The first layer's input for `tokens` [nsamples, seqlen]. The model is not moved.
+        """The first layer's input for `tokens` [nsamples, seqlen], of which a rank holds every n-th sequence.
 
-        Without sequences, the stream is empty, and so are the keyword arguments of the layers.
+        Without sequences, the stream is empty, and so are the keyword arguments of the layers. The model is
+        not moved.
 
         offload: whether the hidden states lie in main memory.
         """
+        tokens = tokens[ranks.rank :: ranks.size]
         if not len(tokens):
             empty = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
-            return cls(empty, [{} for _ in model.layers])
+            return cls(empty, [{} for _ in model.layers], ranks=ranks)
         hidden_states, kwargs = model.record(tokens, torch.device("cpu") if offload else device)
-        stream = cls(hidden_states, [_to_device(of_layer, device) for of_layer in kwargs], device)
+        stream = cls(hidden_states, [_to_device(of_layer, device) for of_layer in kwargs], device, ranks)
         return stream.offloaded_copy() if offload and is_gpu(device) else stream
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
-        """A stream with a view of the first `nsamples` sequences."""
-        return CalibrationStream(self.hidden_states[:nsamples], self.layer_kwargs, self.device)
+        """A stream with a view of the first `nsamples` sequences of all ranks."""
+        own = len(self.ranks.sequences(nsamples))
+        return self._with(self.hidden_states[:own])
 
     def copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in the same place."""
-        return CalibrationStream(self.hidden_states.clone(), self.layer_kwargs, self.device)
+        return self._with(self.hidden_states.clone())
 
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""
         hidden_states = empty_on_host(self.hidden_states.shape, self.hidden_states.dtype, self.device)
-        return CalibrationStream(hidden_states.copy_(self.hidden_states), self.layer_kwargs, self.device)
+        return self._with(hidden_states.copy_(self.hidden_states))
+
+    def _with(self, hidden_states: Tensor) -> "CalibrationStream":
+        return CalibrationStream(hidden_states, self.layer_kwargs, self.device, self.ranks)
 
     def batch(self, sequences: slice | Tensor) -> Tensor:
         """The hidden states of some sequences, on `device`."""
@@ -150,7 +170,7 @@ class CalibrationStream:
             pass ends at the last of the groups.
         """
         accumulators = {
-            group.name: HessianAccumulator(layer.shape_of(group.linears[0])[1], self.device)
+            group.name: HessianAccumulator(layer.shape_of(group.linears[0])[1], self.device, self.ranks)
             for group in groups
         }
 

@@ -89,16 +89,16 @@ IN_WORDS = {
 }
 
 
-def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str) -> str:
+def identity_differences(before: dict[str, Any], now: dict[str, Any], where: str, here: str = "now") -> str:
     """Names each field that differs in two identities, with both values; empty if no field differs.
 
-    where: what `before` belongs to, as in 'the unfinished run'.
+    where: what `before` belongs to, as in 'the unfinished run'. here: what `now` belongs to.
     """
     old, new = dict(_fields(before)), dict(_fields(json.loads(json.dumps(now))))
     changed = [key for key in {**old, **new} if old.get(key, "no value") != new.get(key, "no value")]
     return ", ".join(
         f"{IN_WORDS.get(key, key.removeprefix('recipe.'))}: {old.get(key, 'no value')} in {where}, "
-        f"{new.get(key, 'no value')} now"
+        f"{new.get(key, 'no value')} {here}"
         for key in changed
     )
 

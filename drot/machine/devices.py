@@ -105,19 +105,6 @@ def pick_device(name: str | torch.device) -> torch.device:
     return device
 
 
-def pick_devices(names: str | torch.device) -> list[torch.device]:
-    """The devices in a list separated by commas, such as `cuda:0,cuda:1`.
-
-    Raises UserError for a list with both a GPU and the CPU, and as `pick_device` does.
-    """
-    if isinstance(names, torch.device):
-        return [pick_device(names)]
-    devices = [pick_device(name.strip()) for name in names.split(",")]
-    if len({device.type for device in devices}) > 1:
-        raise UserError(f"`device` must name either GPUs or the CPU, not both; got {names!r}")
-    return devices
-
-
 @functools.cache
 def check_gpu(device: torch.device) -> None:
     """Compares the GPU `device` with the architectures for which drot was built.

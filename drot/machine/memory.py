@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import resource
 import sys
-import threading
 
 import torch
 
@@ -16,37 +15,30 @@ class PeakMemory:
 
     `peaks` maps a phase to {"process": …} and, on a GPU, {"gpu": …}. "process" is the largest resident memory
     that the process has had from its start to the end of the phase, so it never falls from one phase to a
-    later one. "gpu" is the largest memory that torch had allocated on one GPU during the phase; phases that
-    run at the same time on a GPU share its memory.
-
-    devices: the devices of the run.
+    later one. "gpu" is the largest memory that torch had allocated on the GPU during the phase.
     """
 
-    def __init__(self, devices: list[torch.device]) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.peaks: dict[str, dict[str, int]] = {}
-        self._gpus = [device for device in devices if is_gpu(device)]
+        self._device = device
         self._active: list[str] = []
-        self._lock = threading.Lock()
 
     def begin(self, phase: str) -> None:
-        """Starts to measure `phase`. Several threads may measure at the same time."""
-        with self._lock:
-            self._read()  # torch's peak is set back for the new phase
-            self._active.append(phase)
+        """Starts to measure `phase`. A phase may begin within another."""
+        self._read()  # torch's peak is set back for the new phase
+        self._active.append(phase)
 
     def end(self, phase: str) -> None:
-        with self._lock:
-            self._read()
-            self._active.remove(phase)
+        self._read()
+        self._active.remove(phase)
 
     def _read(self) -> None:
         """Adds the peaks since the last call to the phases that are active, and sets torch's peaks back."""
         found = {"process": _resident_peak()}
-        if self._gpus:
-            module = torch.get_device_module(self._gpus[0])
-            found["gpu"] = max(module.max_memory_allocated(gpu) for gpu in self._gpus)
-            for gpu in self._gpus:
-                module.reset_peak_memory_stats(gpu)
+        if is_gpu(self._device):
+            module = torch.get_device_module(self._device)
+            found["gpu"] = module.max_memory_allocated(self._device)
+            module.reset_peak_memory_stats(self._device)
         for phase in self._active:
             peaks = self.peaks.setdefault(phase, {})
             for kind, size in found.items():

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from drot.config import ResolvedRecipe
 from drot.core.events import Progress
 from drot.machine.memory import return_free_memory
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.rotation import Bases
@@ -19,14 +20,15 @@ from drot.sparse.packed import dense_linears
 
 
 class RunContext:
-    """The model, the recipe, the calibration tokens, the devices and the listeners of one run.
+    """The model, the recipe, the calibration tokens, the device, the ranks and the listeners of one run.
 
     model: a causal language model that fits the recipe (validation.py).
     tokens: calibration token ids [nsamples, seqlen]. `training_tokens` are the first of them, with which
         rotations are trained.
-    devices: rotations are trained on all of them in parallel, the rest runs on the first.
+    device: where this rank computes.
     save_dtype: dtype of the weights in the result; None is the dtype of the model.
     weights: where the weights of a skeleton are read from, as in DecoderModel.
+    ranks: those that share the work of the run.
     """
 
     def __init__(
@@ -34,14 +36,15 @@ class RunContext:
         model: PreTrainedModel,
         recipe: ResolvedRecipe,
         tokens: Tensor,
-        devices: list[torch.device],
+        device: torch.device,
         progress: Progress,
         save_dtype: torch.dtype | None = None,
         weights: Weights | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.recipe, self.tokens = recipe, tokens
         self.model = DecoderModel(model, route_all=recipe.pruning.route_all, weights=weights)
-        self.devices, self.device = devices, devices[0]
+        self.device, self.ranks = device, ranks
         self.home, self.dtype = self.model.device, self.model.dtype
         self.save_dtype = save_dtype or self.dtype
         #: names of the linears that the result leaves dense; None if it packs no linear
@@ -55,7 +58,7 @@ class RunContext:
         self.bases = Bases(place, len(self.model.layers))
         count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=self.model.hidden_size)
         self.training_tokens = tokens[:count]
-        self.clock, self.memory = events.Stopwatch(), events.MemoryWatch(devices)
+        self.clock, self.memory = events.Stopwatch(self.device), events.MemoryWatch(self.device)
         reports = events.ProgressReports(progress, len(self.model.layers))
         self.listeners: list[Listener] = [self.clock, self.memory, reports]
 
@@ -70,16 +73,16 @@ class RunContext:
         layer: DecoderLayer | None = None,
         *,
         announced: bool = False,
-        device: torch.device | None = None,
     ) -> Iterator[None]:
-        """A context that emits the beginning and the end of `step`, on the run's first device if None."""
+        """A context that emits the beginning and the end of `step`."""
         index = None if layer is None else layer.index
+        self.ranks.where = f"the step {step}" + ("" if index is None else f" of layer {index}")
         if announced:
             self.emit(events.Announced(step=step, layer=index))
         self.emit(events.StepBegan(step=step, layer=index))
         try:
             yield
         finally:
-            self.emit(events.StepEnded(step=step, layer=index, device=device or self.device))
+            self.emit(events.StepEnded(step=step, layer=index))
             if self.model.is_skeleton:
                 return_free_memory()

@@ -73,7 +73,7 @@ def run_needs(
     if rotations is not None:
         recipe = with_given_r3(recipe, rotations)
     planned = plan(model, recipe, device=device, rotations_given=rotations_given, format=format)
-    resolved, first, text = planned.recipe, planned.devices[0], planned.recipe.calibration
+    resolved, first, text = planned.recipe, planned.device, planned.recipe.calibration
     own = planned.config.dtype or torch.float32
     chosen, saved = _dtype(computing_dtype(chosen, first), own), _dtype(saved, own)
     nsamples = text.nsamples if resolved.reads_calibration else 0

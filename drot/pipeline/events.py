@@ -1,6 +1,5 @@
 """The events of a run of `drot.prune`, and who listens: clock, peaks of memory, progress."""
 
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,9 +31,7 @@ class StepBegan(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class StepEnded(Event):
-    """device: where the step computed."""
-
-    device: torch.device
+    """A step ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,35 +52,28 @@ Listener = Callable[[Event], None]
 
 
 class Stopwatch:
-    """Seconds of each step. Time in which several threads are in a step counts once."""
+    """Seconds of each step, on `device`."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.seconds = dict.fromkeys(STEPS, 0.0)
-        self._lock = threading.Lock()
-        #: step → the number of threads in it, and the time at which the first of them began
-        self._running: dict[str, tuple[int, float]] = {}
+        self._device = device
+        self._began: dict[str, float] = {}
 
     def __call__(self, event: Event) -> None:
-        if isinstance(event, StepEnded) and is_gpu(event.device):
-            # the step ends when its queued work is done
-            torch.get_device_module(event.device).current_stream(event.device).synchronize()
-        with self._lock:
-            threads, started = self._running.get(event.step, (0, time.perf_counter()))
-            if isinstance(event, StepBegan):
-                self._running[event.step] = threads + 1, started
-            elif isinstance(event, StepEnded):
-                self._running[event.step] = threads - 1, started
-                if threads == 1:
-                    del self._running[event.step]
-                    seconds = time.perf_counter() - started
-                    self.seconds[event.step] = self.seconds.get(event.step, 0.0) + seconds
+        if isinstance(event, StepBegan):
+            self._began[event.step] = time.perf_counter()
+        elif isinstance(event, StepEnded):
+            if is_gpu(self._device):  # the step ends when its queued work is done
+                torch.get_device_module(self._device).current_stream(self._device).synchronize()
+            seconds = time.perf_counter() - self._began.pop(event.step)
+            self.seconds[event.step] = self.seconds.get(event.step, 0.0) + seconds
 
 
 class MemoryWatch:
     """The peak memory of each step (machine/memory.py)."""
 
-    def __init__(self, devices: list[torch.device]) -> None:
-        self.peak = PeakMemory(devices)
+    def __init__(self, device: torch.device) -> None:
+        self.peak = PeakMemory(device)
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, StepBegan):

@@ -7,7 +7,7 @@ from typing import Any
 
 from drot.config import Recipe, ResolvedRecipe
 from drot.core.errors import UserError
-from drot.machine.devices import is_gpu, pick_devices
+from drot.machine.devices import is_gpu, pick_device
 from drot.pipeline.dry_run import RunNeeds, run_needs
 
 #: share of the memory that a run may take by its estimate: CUDA itself takes some, and the estimate is rough
@@ -49,7 +49,7 @@ def fitted(
 
     Raises UserError if no such recipe fits, and as `drot.prune` does.
     """
-    on_cpu = not is_gpu(pick_devices(device)[0])
+    on_cpu = not is_gpu(pick_device(device))
 
     def needs_of(changes: dict[str, Any]) -> tuple[RunNeeds, int]:
         needs = run_needs(model, recipe.replace(**changes), device=device, **options)

@@ -1,6 +1,7 @@
 """The pruning of one decoder layer, with its figures for the manifest and the maps of its importance."""
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -14,6 +15,7 @@ from drot.calibration.layer_pass import LayerPass
 from drot.checkpoint.dtypes import rounded
 from drot.config import PruningConfig, ResolvedRecipe
 from drot.core.errors import UserError
+from drot.machine.ranks import Ranks
 from drot.model.linear import Linear
 from drot.model.rotation import LayerRotation
 from drot.pipeline.importance import GroupImportance
@@ -50,7 +52,7 @@ def prune_layer(
     output_r1: R1 [d, d] of the basis in which the layer writes; None if no rotation acts on what it writes.
     save_dtype: dtype of the saved weights; None rounds nothing. Errors are those before the rounding.
     """
-    layer, pruning = layer_pass.layer, recipe.pruning
+    layer, pruning, ranks = layer_pass.layer, recipe.pruning, layer_pass.stream.ranks
     figures: dict[str, dict[str, Any]] = {
         name: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for name in layer.linears
     }
@@ -63,7 +65,7 @@ def prune_layer(
         linears = [linear for linear in layer.linears_of(group) if linear.name in pruned]
         if not linears:
             continue
-        targets: list[Tensor] = [linear.weight for linear in linears]
+        targets = [_own_rows(linear.weight, ranks) for linear in linears]
         hessian = importance = tokens = None
         if len(layer_pass.stream.hidden_states):
             statistics = matrix = None
@@ -76,6 +78,9 @@ def prune_layer(
                     matrix.fill_diagonal_(1.0)
             else:
                 statistics = dense.statistics(layer_pass, group)
+                if statistics.output_change is not None:
+                    own = _own_rows(statistics.output_change, ranks)
+                    statistics = dataclasses.replace(statistics, output_change=own)
                 matrix = statistics.hessian
             hessian = InputHessian(matrix, pruning.damping, pruning.damping_average)
             writes_in = output_r1 if layer.ends_layer(group) else None
@@ -85,7 +90,7 @@ def prune_layer(
                     share = pruning.target_weight
                     targets = [dense_target(w, statistics, hessian.factor, share=share) for w in targets]
             del statistics, matrix
-        found = _prune_group(layer.index, linears, targets, recipe, hessian, importance, maps, save_dtype)
+        found = _prune_group(layer_pass, linears, targets, recipe, hessian, importance, maps, save_dtype)
         figures |= {
             name: of_linear | ({} if group.expert is None else {"tokens": tokens})
             for name, of_linear in found.items()
@@ -100,8 +105,13 @@ def prune_layer(
     return figures, maps
 
 
+def _own_rows(matrix: Tensor, ranks: Ranks) -> Tensor:
+    """The rows of a matrix [out, in] that this rank computes."""
+    return matrix[ranks.share(len(matrix))]
+
+
 def _prune_group(
-    index: int,
+    layer_pass: LayerPass,
     linears: list[Linear],
     targets: list[Tensor],
     recipe: ResolvedRecipe,
@@ -112,13 +122,17 @@ def _prune_group(
 ) -> dict[str, dict[str, Any]]:
     """Prunes linears of one input in place; returns their entries of the manifest, and adds to `maps`.
 
-    index: of the layer, for messages. targets: the weights [out, in] whose outputs the linears should have.
+    The rows of a weight are independent, given the factor of its Hessian: each rank computes its own, and
+    all ranks gather the results.
+
+    targets: this rank's rows of the weights whose outputs the linears should have.
     """
+    index, ranks = layer_pass.layer.index, layer_pass.stream.ranks
     configs = [recipe.pruning.for_linear(linear.full_name) for linear in linears]
     outcomes: list[PruneOutcome] = []
     for linear, target, config in zip(linears, targets, configs, strict=True):
         with _named(index, [linear]):
-            outcomes.append(prune_once(target, hessian, config))
+            outcomes.append(prune_once(target, hessian, config, ranks=ranks))
     one_shot: list[dict[str, dict[str, float | None]]] = [{} for _ in linears]
     if hessian is not None and importance is not None:
         with _named(index, linears):
@@ -127,17 +141,19 @@ def _prune_group(
                 hessian.forget_factor()  # before the factor of the other Hessian
         for i, (linear, target, config) in enumerate(zip(linears, targets, configs, strict=True)):
             with _named(index, [linear]):
-                own = target.data_ptr() == linear.weight.data_ptr()
+                own = target.data_ptr() == _own_rows(linear.weight, ranks).data_ptr()
                 known = outcomes[i].energy if own else None  # a rotation does not change it
-                one_shot[i] = _one_shot(linear, config, outcomes[i].output_error, known, importance, maps)
+                error = outcomes[i].output_error
+                one_shot[i] = _one_shot(linear, config, error, known, importance, maps, ranks)
         importance.forget()
         if recipe.pruning.solve in ("pcg", "admm"):
             hessian.forget_factor()  # they take H alone, and memory of their own
         with _named(index, linears):
-            outcomes = solve_weights(outcomes, targets, hessian, configs, recipe.pruning.solve)
+            outcomes = solve_weights(outcomes, targets, hessian, configs, recipe.pruning.solve, ranks)
     figures = {}
     for linear, outcome, of_linear in zip(linears, outcomes, one_shot, strict=True):
-        linear.weight.copy_(rounded(f"{linear.full_name}.weight", outcome.weight, save_dtype))
+        own = rounded(f"{linear.full_name}.weight", outcome.weight, save_dtype)
+        linear.weight.copy_(ranks.gather_rows(own))
         figures[linear.name] = {
             "sparsity": float((linear.weight == 0).float().mean()),
             "output_error": outcome.output_error,
@@ -155,6 +171,7 @@ def _one_shot(
     energy: float | None,
     importance: GroupImportance,
     maps: dict[str, Tensor],
+    ranks: Ranks,
 ) -> dict[str, dict[str, float | None]]:
     """Basis → the figures of the pruning without solver; adds the maps of the dense linear to `maps`.
 
@@ -164,7 +181,9 @@ def _one_shot(
     shares, found = importance.of_weight(linear.weight, unrotated, config.sparsity)
     errors = {list(shares)[-1]: error}
     if importance.rotated:
-        errors["before"] = prune_once(unrotated, importance.hessian, config, total=energy).output_error
+        own = _own_rows(unrotated, ranks)
+        outcome = prune_once(own, importance.hessian, config, total=energy, ranks=ranks)
+        errors["before"] = outcome.output_error
     maps |= {f"{linear.name}.{name}": values for name, values in found.items()}
     return {
         basis: {"removed_importance": lost, "output_error": errors[basis]} for basis, lost in shares.items()

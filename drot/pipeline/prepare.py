@@ -16,7 +16,8 @@ from drot.config.resolve import GIVEN_TOKENS
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
-from drot.machine.devices import computing_dtype, parse_dtype, pick_devices
+from drot.machine.devices import computing_dtype, is_gpu, parse_dtype, pick_device
+from drot.machine.ranks import ALONE, Ranks
 from drot.manifest.manifest import MANIFEST, read_manifest
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
@@ -32,7 +33,7 @@ class Plan:
     """What is known of a run before a text is read and weights are loaded."""
 
     config: Any
-    devices: list[torch.device]
+    device: torch.device
     recipe: ResolvedRecipe
 
 
@@ -53,9 +54,10 @@ def plan(
     device: str | torch.device = "auto",
     rotations_given: bool = False,
     format: str = "dense",
+    ranks: Ranks = ALONE,
 ) -> Plan:
-    """Resolves the recipe for a model and the devices. Raises UserError for what does not fit."""
-    devices = pick_devices(device)
+    """Resolves the recipe for a model and the device. Raises UserError for what does not fit."""
+    found = _own_device(device, ranks)
     if isinstance(model, PreTrainedModel):
         config = model.config
     else:
@@ -65,15 +67,15 @@ def plan(
     resolved = resolve(
         recipe,
         positions=positions_of(config),
-        device=devices[0].type,
+        device=found.type,
         format=format,
         rotations_given=rotations_given,
         down_width=down_width(config, recipe.pruning),
         rotates_stream=family_of(config).rotates_stream,
         tokens=None if calibration is None else (calibration.shape[0], calibration.shape[1]),
     )
-    check_recipe(config, resolved, devices, rotations_given=rotations_given)
-    return Plan(config, devices, resolved)
+    check_recipe(config, resolved, rotations_given=rotations_given, ranks=ranks)
+    return Plan(config, found, resolved)
 
 
 def prepare(
@@ -90,6 +92,7 @@ def prepare(
     measures: bool = False,
     streams: bool = False,
     progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> Prepared:
     """Loads the model and the calibration tokens. Raises UserError for what does not fit.
 
@@ -99,6 +102,7 @@ def prepare(
     measures: whether the run measures output errors, so that it reads calibration text in any case.
     streams: whether the layers of a model that is named by `model` are read from its files when their turn
         comes, and dropped after it. Otherwise all of them are loaded.
+    ranks: those that share the work. Rank 0 reads the text and shows the progress.
     """
     is_a("model", model, str, Path, PreTrainedModel)
     is_a("calibration", calibration, Tensor, or_none=True)
@@ -111,34 +115,55 @@ def prepare(
     # a mistake in a dtype is found before the text is read
     dtype, save_dtype = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
     tokens = None if calibration is None else as_token_ids(calibration)
-    planned = plan(
-        model, recipe, calibration=tokens, device=device, rotations_given=rotations_given, format=format
+    planned = ranks.one_after_the_other(
+        lambda: plan(
+            model,
+            recipe,
+            calibration=tokens,
+            device=device,
+            rotations_given=rotations_given,
+            format=format,
+            ranks=ranks,
+        )
     )
-    config, devices, resolved = planned.config, planned.devices, planned.recipe
+    config, resolved = planned.config, planned.recipe
     if isinstance(model, PreTrainedModel):
         source = getattr(config, "_name_or_path", "")
     else:
         source, tokenizer = str(model), tokenizer or load_tokenizer(model)
     if tokens is None and (measures or resolved.reads_calibration):
-        tokens = _read_text(resolved, tokenizer, config, progress)
+        tokens = ranks.on_first(lambda: _read_text(resolved, tokenizer, config, progress))
     elif tokens is None:
         tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
     check_tokens(tokens, config)
     weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
-        chosen = computing_dtype(dtype, devices[0])
+        chosen = computing_dtype(dtype, planned.device)
+        folder = model
         if streams:
-            model, weights, own = open_skeleton(model, chosen)
+            model, weights, own = ranks.one_after_the_other(lambda: open_skeleton(folder, chosen))
         else:
-            model, own = _load(model, chosen, config)
+            model, own = ranks.one_after_the_other(lambda: _load(folder, chosen, config))
     else:
         own = model.dtype
     model.eval()  # dropout would change the Hessians
     save_dtype = own if isinstance(save_dtype, str) else save_dtype
-    context = RunContext(model, resolved, tokens, devices, progress, save_dtype, weights)
+    context = RunContext(model, resolved, tokens, planned.device, progress, save_dtype, weights, ranks)
     context.model.check()
     return Prepared(context, source, tokenizer)
+
+
+def _own_device(name: str | torch.device, ranks: Ranks) -> torch.device:
+    """The device of this rank: of several ranks on GPUs, each has the GPU with its number on its machine."""
+    device = pick_device(name)
+    if ranks.size == 1 or not is_gpu(device):
+        return device
+    if str(name) not in ("auto", device.type):
+        raise UserError(f"`device` must be {device.type} where several ranks have a GPU each; got {name}")
+    device = pick_device(f"{device.type}:{ranks.local_rank}")
+    torch.get_device_module(device).set_device(device)
+    return device
 
 
 def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,9 +25,12 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.core.files import WriteError
 from drot.core.lock import locked
+from drot.core.version import __version__
 from drot.machine.environment import machine, versions
 from drot.machine.products import fp32_products
+from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
+from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import sizes_of
 from drot.pipeline.identity import run_identity
@@ -40,6 +44,7 @@ from drot.pipeline.rotation_files import (
     with_given_r3,
 )
 from drot.pipeline.run import PruningRun
+from drot.pipeline.shared_state import SharedState
 from drot.sparse.packed import check_format, check_packable
 
 
@@ -111,8 +116,8 @@ def prune(
         calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
         device: the device of the computation, to which one layer at a time is moved. A loaded model stays
             where it lies. Of a model that `model` names, a run with `out` reads each layer from its files
-            when its turn comes, and drops it when it is saved; a run without `out` loads all of it. With
-            `hessians="dense"`, several devices, such as `cuda:0,cuda:1`, train layers in parallel.
+            when its turn comes, and drops it when it is saved; a run without `out` loads all of it. Under
+            torchrun all ranks share the run, and `cuda` is the GPU of each.
         dtype: dtype of the computation. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU. A
             loaded model is computed in its own.
         save_dtype: dtype of the weights in the result and in `out`: `auto`, the dtype of the model before the
@@ -139,10 +144,20 @@ def prune(
     check_format(format, recipe.pruning)
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
-    finished = _check_outputs(out, rotations_out, recipe, resume=resume)
-    with contextlib.nullcontext() if out is None else locked(out):
-        if out is not None and not finished:
-            check_unfinished(out, resume=resume)
+    with joined() as ranks, contextlib.ExitStack() as opened:
+        settings = {"drot": __version__, "recipe": recipe.to_dict(), "out": str(out), "format": format}
+        _check_same(ranks, settings | {"dtype": str(dtype), "save_dtype": str(save_dtype), "resume": resume})
+
+        def enter() -> bool:
+            """Locks `out`. Returns whether it holds a finished run that is resumed."""
+            finished = _check_outputs(out, rotations_out, recipe, resume=resume)
+            if out is not None:
+                opened.enter_context(locked(out))
+                if not finished:
+                    check_unfinished(out, resume=resume)
+            return finished
+
+        finished = ranks.on_first(enter)
         prepared = prepare(
             model,
             recipe,
@@ -154,14 +169,23 @@ def prune(
             rotations_given=rotations is not None,
             format=format,
             streams=out is not None,
-            progress=progress,
+            progress=progress if ranks.first else silent,
+            ranks=ranks,
         )
         context = prepared.context
         context.clock.seconds["load"] = time.perf_counter() - started
         if recipe.recovery.recover == "block":
-            check_sequences(len(context.tokens))
+            check_sequences(len(context.tokens), ranks)
         run = PruningRun(context, None if rotations is None else read_given(context, Path(rotations)))
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)
+
+
+def _check_same(ranks: Ranks, values: dict[str, Any]) -> None:
+    """Raises UserError, on all ranks, if the values of a rank differ from those of rank 0."""
+    first, *others = ranks.each(json.loads(json.dumps(values)))
+    for rank, other in enumerate(others, 1):
+        if changed := identity_differences(first, other, "rank 0", f"in rank {rank}"):
+            raise UserError(f"all ranks must do the same run: {changed}")
 
 
 def _check_outputs(out: Path | None, rotations_out: Path | None, recipe: Recipe, *, resume: bool) -> bool:
@@ -186,42 +210,67 @@ def _run(
     started: float,
 ) -> PruneResult:
     """Executes the run and writes its result, or loads the result of a run that is `finished`."""
-    context, model, state = run.context, run.context.model, None
+    context, model, ranks = run.context, run.context.model, run.context.ranks
+    state: SharedState | None = None
     if context.dense_linears is not None:
         check_packable(model.model, context.dense_linears)
     identity = run_identity(context, run.given) if out is not None or rotations_out is not None else None
-    if rotations_out is not None and rotations_out.exists():
-        check_same_rotations(rotations_out, identity or {})
+    _check_same(ranks, (identity or {}) | {"versions": versions()})
+    if rotations_out is not None:
+        ranks.on_first(lambda: _check_rotations(rotations_out, identity))
     if out is not None and identity is not None:
         if finished:
-            return _finished_result(out, identity, rotations_out)
-        state = RunState(out, identity, {"versions": versions(), **machine(context.device)})
-        sizes = sizes_of(model, *context.tokens.shape)
-        checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
-        check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0)
-    with _says_how_to_resume(state):
+            return ranks.on_first(lambda: _finished_result(out, identity, rotations_out))
+        state = SharedState(ranks, lambda: _open_state(context, out, identity))
+    with _says_how_to_resume(ranks, state):
         run.execute(state)
-        with model.in_memory(*model.ends):
-            run.rotate_ends()
-            if context.save_dtype != context.dtype:
-                cast_weights(model.model, context.save_dtype, "save_dtype")
-            as_drot_model(model.model)
-            manifest = manifest_of(prepared, run, identity, state)
-            manifest = write_result(prepared, run, manifest, out, rotations_out, state, started)
+
+        def finish() -> Manifest:
+            with model.in_memory(*model.ends):
+                run.rotate_ends()
+                if context.save_dtype != context.dtype:
+                    cast_weights(model.model, context.save_dtype, "save_dtype")
+                as_drot_model(model.model)
+                own = None if state is None else state.own
+                manifest = manifest_of(prepared, run, identity, own)
+                return write_result(prepared, run, manifest, out, rotations_out, own, started)
+
+        # without a checkpoint, the result is the model in the memory of every rank
+        manifest = finish() if out is None else ranks.on_first(finish)
     return PruneResult(None if model.is_skeleton else model.model, manifest, out)
 
 
+def _check_rotations(file: Path, identity: dict[str, Any] | None) -> None:
+    if file.exists():
+        check_same_rotations(file, identity or {})
+
+
+def _open_state(context: RunContext, out: Path, identity: dict[str, Any]) -> RunState:
+    """The state of the run. Raises UserError if it is of another run, or if the disk is too small."""
+    here = {"versions": versions(), **machine(context.device), "ranks": context.ranks.size}
+    state = RunState(out, identity, here)
+    sizes = sizes_of(context.model, *context.tokens.shape)
+    checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
+    check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0)
+    return state
+
+
 @contextlib.contextmanager
-def _says_how_to_resume(state: RunState | None) -> Iterator[None]:
-    """Adds to a WriteError, as on a full disk, that the finished parts of the run are kept."""
+def _says_how_to_resume(ranks: Ranks, state: SharedState | None) -> Iterator[None]:
+    """Adds to a WriteError, as on a full disk, and to RankEnded, that the finished parts are kept.
+
+    torchrun ends the other ranks as Ctrl-C does when a rank has ended: that is RankEnded too.
+    """
     try:
         yield
-    except WriteError as error:
-        if state is None or not state.folder.exists():
+    except (WriteError, RankEnded, KeyboardInterrupt) as error:
+        told: str | None = str(error)
+        if isinstance(error, KeyboardInterrupt) and (told := ranks.who_ended()) is None:
             raise
-        raise UserError(
-            f"{error}; the finished parts are kept: make room and continue with `resume=True`"
-        ) from error
+        if state is None or (state.own is not None and not state.own.folder.exists()):
+            raise UserError(told) from error
+        room = "make room and " if isinstance(error, WriteError) else ""
+        raise UserError(f"{told}; the finished parts are kept: {room}continue with `resume=True`") from error
 
 
 def _finished_result(out: Path, identity: dict[str, Any], rotations: Path | None) -> PruneResult:

@@ -14,6 +14,7 @@ its moments stay 0, and so does the weight.
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from drot.calibration.stream import CalibrationStream
 from drot.config import RecoveryConfig
 from drot.core.errors import UserError
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.layer import DecoderLayer
 
 #: share of the calibration sequences that the training does not see, at least one sequence
@@ -60,12 +62,13 @@ class RecoveryRecord:
     held_out_curve: list[float] = field(repr=False)
 
 
-def check_sequences(nsamples: int) -> None:
-    """Raises UserError if the calibration has too few sequences to hold one out."""
-    if nsamples < 2:
+def check_sequences(nsamples: int, ranks: Ranks = ALONE) -> None:
+    """Raises UserError if the calibration has too few sequences to hold some out and train each rank."""
+    needed = next(n for n in itertools.count(2) if n - held_out_sequences(n) >= ranks.size)
+    if nsamples < needed:
         raise UserError(
-            '`recover="block"` needs at least 2 calibration sequences, because it holds one out; got '
-            f"{nsamples}: use more `nsamples`"
+            f'`recover="block"` needs at least {needed} calibration sequences, because it holds some out; '
+            f"got {nsamples}: use more `nsamples`"
         )
 
 
@@ -82,6 +85,8 @@ def recover_layer(
 ) -> RecoveryRecord:
     """Trains the kept weights and the norms of a pruned layer in place, with Adam.
 
+    Each rank takes a part of a batch from its own sequences, and the gradients of all ranks are added.
+
     The rotation, the biases and the removed weights do not change. The weights are those of the epoch with
     the smallest error on the held-out sequences; if no epoch lowers the error, the layer does not change.
     Each weight is updated in fp32 as soon as its gradient is known, so a bf16 layer needs 15 bytes a weight:
@@ -93,11 +98,10 @@ def recover_layer(
     targets: the outputs that the layer should have, in the basis of its outputs.
     on_epoch: called before the first and after each epoch.
     """
-    started, training, index = time.perf_counter(), _Training(layer), layer.index
-    count = len(stream.hidden_states)
-    trained = count - held_out_sequences(count)
-    steps = config.recover_epochs * math.ceil(trained / config.recover_batch)
-    generator = torch.Generator().manual_seed(index)
+    started, index, ranks = time.perf_counter(), layer.index, stream.ranks
+    training = _Training(layer, ranks)
+    batches = _Batches(len(stream.hidden_states), config.recover_batch, ranks, seed=index)
+    steps = config.recover_epochs * batches.steps
 
     def error(sequences: Tensor) -> Tensor:
         output = layer(stream.batch(sequences), stream.layer_kwargs[index])
@@ -105,8 +109,8 @@ def recover_layer(
 
     @torch.no_grad()
     def held_out_error() -> float:
-        parts = torch.arange(trained, count).split(config.recover_batch)
-        return float(sum(error(part) * len(part) for part in parts)) / (count - trained)
+        lost = float(sum(error(part) * len(part) for part in batches.held_out()))
+        return ranks.total(lost) / batches.held_out_count
 
     step, best_epoch, best = 0, 0, training.state()
     train_curve: list[float] = []
@@ -117,13 +121,13 @@ def recover_layer(
         with training.running():
             for epoch in range(1, config.recover_epochs + 1):
                 total = torch.zeros((), device=stream.device)
-                for batch in torch.randperm(trained, generator=generator).split(config.recover_batch):
+                for batch, own, size in batches.epoch():
                     training.rate = config.recover_lr * _schedule(step, steps)
                     loss = error(batch)
-                    loss.backward()
-                    total += loss.detach() * len(batch)
+                    (loss * (own / size)).backward()
+                    total += loss.detach() * own
                     step += 1
-                train_curve.append(float(total) / trained)
+                train_curve.append(ranks.total(float(total)) / batches.trained_count)
                 held_out_curve.append(held_out_error())
                 if not (math.isfinite(train_curve[-1]) and math.isfinite(held_out_curve[-1])):
                     raise UserError(
@@ -166,14 +170,49 @@ def _schedule(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / rise) * 0.5 * (1 + math.cos(math.pi * step / steps))
 
 
+class _Batches:
+    """The sequences of this rank in the batches of all ranks.
+
+    The last sequences of all ranks are held out. In a batch each rank takes equally many of its own, while it
+    has them.
+
+    count: the sequences of this rank. batch: the sequences of a batch, of all ranks.
+    """
+
+    def __init__(self, count: int, batch: int, ranks: Ranks, seed: int) -> None:
+        self._count, self._batch, self._part = count, batch, max(1, batch // ranks.size)
+        total = int(ranks.total(count))
+        self.held_out_count = held_out_sequences(total)
+        self.trained_count = total - self.held_out_count
+        self._trained = len(ranks.sequences(self.trained_count))
+        #: how many each rank trains on
+        self._of_ranks = [len(range(rank, self.trained_count, ranks.size)) for rank in range(ranks.size)]
+        self.steps = math.ceil(max(self._of_ranks) / self._part)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def held_out(self) -> tuple[Tensor, ...]:
+        return torch.arange(self._trained, self._count).split(self._batch)
+
+    def epoch(self) -> Iterator[tuple[Tensor, int, int]]:
+        """Yields for each batch this rank's part, how many sequences of it count, and those of all ranks.
+
+        A rank that has no sequence left takes one that does not count, so that it adds gradients of 0.
+        """
+        order = torch.randperm(self._trained, generator=self._generator)
+        for start in range(0, self.steps * self._part, self._part):
+            part = order[start : start + self._part]
+            size = sum(min(self._part, max(count - start, 0)) for count in self._of_ranks)
+            yield (part if len(part) else order[:1]), len(part), size
+
+
 class _Training:
     """The trained parameters of a layer, with a context in which each backward pass updates them.
 
     Every parameter has fp32 values and an Adam of its own. So only one gradient is in memory at a time.
     """
 
-    def __init__(self, layer: DecoderLayer) -> None:
-        self.rate = 0.0
+    def __init__(self, layer: DecoderLayer, ranks: Ranks) -> None:
+        self.rate, self._ranks = 0.0, ranks
         weights = list(dict.fromkeys(linear.parameter for linear in layer.linears.values()))
         self._parameters = [*weights, *(norm.weight for norm in [*layer.norms, *layer.post_norms])]
         self._kept: dict[Tensor, Tensor] = {weight: weight != 0 for weight in weights}
@@ -201,6 +240,7 @@ class _Training:
         assert parameter.grad is not None
         gradient = parameter.grad.to(master.dtype)
         parameter.grad = None
+        self._ranks.add_(gradient)
         if (kept := self._kept.get(parameter)) is not None:
             gradient.mul_(kept)
         master.grad = gradient

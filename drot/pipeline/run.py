@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
-from drot.checkpoint.resume import RunState
 from drot.machine.devices import free_memory
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
@@ -18,6 +17,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.estimate import device_memory, sizes_of
 from drot.pipeline.invariance import check_model, check_outputs
 from drot.pipeline.rotation_files import GivenRotations
+from drot.pipeline.shared_state import SharedState
 from drot.pipeline.steps import LayerWork
 from drot.pipeline.training import train_layers, train_shared
 
@@ -54,20 +54,20 @@ class PruningRun:
         """The share of zeros among the weights of the finished layers' linears, in [0, 1]."""
         return self._zeros / self._weights
 
-    def execute(self, state: RunState | None) -> None:
+    def execute(self, state: SharedState | None) -> None:
         """Rotates and prunes the layers. `state` saves the finished layers; None saves nothing."""
         if state is not None:
             self.rotations = RotationsOfLayers(partial(steps.load_rotation, self.context, state))
         with contextlib.nullcontext() if state is None else state.saving():
             self._prune_layers(state)
 
-    def _prune_layers(self, state: RunState | None) -> None:
+    def _prune_layers(self, state: SharedState | None) -> None:
         run, recipe = self.context, self.context.recipe
         known, records = self._known_rotations(state)
         with run.during("check"):
             self._check(known)
         with run.during("calibrate"):
-            stream = CalibrationStream.embed(run.model, run.tokens, run.device)
+            stream = CalibrationStream.embed(run.model, run.tokens, run.device, ranks=run.ranks)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
 
         for layer in on_device(run.model.layers, run.device, run.home):
@@ -102,7 +102,7 @@ class PruningRun:
         return stream.copy() if self.dense_states_on_device else stream.offloaded_copy()
 
     def _known_rotations(
-        self, state: RunState | None
+        self, state: SharedState | None
     ) -> tuple[Mapping[int, LayerRotation], Mapping[int, dict[str, Any]]]:
         """The rotations that are known before the pruning, and what their training adds to the records."""
         run = self.context

@@ -12,7 +12,6 @@ from torch import Tensor
 from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
-from drot.checkpoint.resume import RunState
 from drot.machine.products import merging_dtype
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Boundary, LayerRotation
@@ -24,6 +23,7 @@ from drot.pipeline.layer import prune_layer
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.recover import recover_layer
 from drot.pipeline.shard import as_saved, load_tensors, round_weights
+from drot.pipeline.shared_state import SharedState
 from drot.pipeline.training import own_r3, train
 from drot.rotation.objective import LayerObjective
 
@@ -82,8 +82,8 @@ def rotate(run: RunContext, work: LayerWork) -> None:
     """Trains the rotation, and checks on one sequence that it leaves the outputs of the layer as they are."""
     assert work.objective is not None
     index = work.layer.index
-    (trained,), record = train(run, [work.objective], index)
-    work.rotation = own_r3(run, {index: trained})[index]
+    (trained,), record = train(run, [work.objective], index, run.ranks)
+    work.rotation = rotation = own_r3(run, {index: trained})[index]
     work.objective = None
     with run.during("check", work.layer):
         sample = work.stream.first_samples(1)
@@ -91,7 +91,8 @@ def rotate(run: RunContext, work: LayerWork) -> None:
         rotations = {index: work.rotation}
         if run.bases.place == "inside":
             work.boundary = run.bases.held(index, rotations)
-        error = check_layer(work.layer, sample, work.rotation, boundary=work.boundary)
+        # of rank 0, which holds the first sequence
+        error = run.ranks.on_first(lambda: check_layer(work.layer, sample, rotation, boundary=work.boundary))
     work.record["rotation"] = record | {"damping": work.record.pop("damping"), "invariance_error": error}
 
 
@@ -184,7 +185,7 @@ def finish(run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotati
         return as_saved(layer, run.save_dtype, run.dense_linears)
 
 
-def save(run: RunContext, work: LayerWork, state: RunState) -> None:
+def save(run: RunContext, work: LayerWork, state: SharedState) -> None:
     """Saves the finished layer in a thread: its shard of the checkpoint, and what the run needs beside it."""
     with run.during("save", work.layer):
         beside = {MAP_PREFIX + name: values for name, values in work.maps.items()}
@@ -194,16 +195,17 @@ def save(run: RunContext, work: LayerWork, state: RunState) -> None:
         state.save_later({name: (stored_tensors(work.layer), work.record), name + BESIDE: (beside, None)})
 
 
-def load(state: RunState, layer: DecoderLayer) -> tuple[dict[str, Tensor], dict[str, Tensor], Any] | None:
+def load(state: SharedState, layer: DecoderLayer) -> tuple[dict[str, Tensor], dict[str, Tensor], Any] | None:
     """What `save` wrote of a layer: its tensors, those beside them, and its record; None if it is missing."""
     name = part_of(layer)
     shard, beside = state.load(name), state.load(name + BESIDE)
     return None if shard is None or beside is None else (shard[0], beside[0], shard[1])
 
 
-def load_rotation(run: RunContext, state: RunState, index: int) -> LayerRotation:
-    """The rotation that `save` wrote of a layer."""
-    tensors = state.loaded(part_of(run.model.layers[index]) + BESIDE)
+def load_rotation(run: RunContext, state: SharedState, index: int) -> LayerRotation:
+    """The rotation that `save` wrote of a layer, on rank 0."""
+    assert state.own is not None, "the other ranks need the rotations of two layers, which lie in memory"
+    tensors = state.own.loaded(part_of(run.model.layers[index]) + BESIDE)
     return LayerRotation.from_tensors(tensors, ROTATION_PREFIX)
 
 

@@ -8,43 +8,36 @@ import torch
 from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
-from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
+from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced
 from drot.pipeline.objective import layer_objective
-from drot.pipeline.parallel import train_in_parallel
+from drot.pipeline.shared_state import SharedState
 from drot.rotation.objective import LayerObjective, LeftRotated
 from drot.rotation.train import train_rotation
 
 
 def train(
-    run: RunContext, objectives: list[LayerObjective], index: int | None
+    run: RunContext, objectives: list[LayerObjective], index: int | None, ranks: Ranks
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
     """The trained rotation of each objective, in main memory, and the record of the training.
 
-    With several devices the training runs on the device of the objectives.
-
     objectives: one objective, or the objectives of all layers, which then share R1.
     index: the layer; None for all layers.
+    ranks: those that train these objectives together.
     """
-    several = len(run.devices) > 1
-    device = objectives[0].device if several else run.device
 
     def on_step(step: int, steps: int, loss: float) -> None:
-        if not several:  # a progress bar shows the steps of one layer only
-            run.emit(Advanced(step="rotate", layer=index, done=step, total=steps, loss=loss))
+        run.emit(Advanced(step="rotate", layer=index, done=step, total=steps, loss=loss))
 
     layer = None if index is None else run.model.layers[index]
-    with run.during("rotate", layer, device=device):
-        rotations, record = train_rotation(objectives, run.recipe.rotation, on_step, device)
-        if several:
-            last = len(record.loss_curve) - 1
-            run.emit(Advanced(step="rotate", layer=index, done=last, total=last, loss=record.loss_after))
+    with run.during("rotate", layer):
+        rotations, record = train_rotation(objectives, run.recipe.rotation, on_step, run.device, ranks)
         before, after = (
-            sum(o.to(device).entropy(r) for o, r in zip(objectives, used, strict=True)) / len(objectives)
+            sum(o.to(run.device).entropy(r) for o, r in zip(objectives, used, strict=True)) / len(objectives)
             for used in ([None] * len(objectives), rotations)
         )
     # in the manifest the curve begins at R = I and holds the entropy of the rotations that are kept
@@ -83,7 +76,7 @@ def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, L
     }
 
 
-def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRotation], dict[str, Any]]:
+def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[LayerRotation], dict[str, Any]]:
     """The rotation of each layer, which all share one R1 (`mode="shared"`), and the record of their training.
 
     They are loaded instead if an interrupted run has saved them in `state`.
@@ -98,7 +91,7 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
         for _, objective, damping in _objectives(run):
             objectives.append(objective.offload(run.dtype) if offload else objective)
             dampings.append(damping)
-        trained, record = train(run, objectives, None)
+        trained, record = train(run, objectives, None, run.ranks)
     except torch.OutOfMemoryError as fault:
         if offload:  # one layer alone does not fit
             raise
@@ -117,9 +110,9 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
 
 
 def train_layers(
-    run: RunContext, state: RunState | None
+    run: RunContext, state: SharedState | None
 ) -> tuple[RotationsOfLayers, dict[int, dict[str, Any]]]:
-    """Trains the rotation of each layer on the next free device (`hessians="dense"`); the records by layer.
+    """Trains the rotation of each layer, each on one rank (`hessians="dense"`); the records by layer.
 
     The Hessians are those of the dense model, from one pass before anything is pruned. A rotation is saved in
     `state` as it was trained (`own_r3`), and loaded from it when it is needed. Without `state`, all rotations
@@ -127,24 +120,23 @@ def train_layers(
     """
     done: dict[int, dict[str, Any]] = {}
     trained: dict[int, LayerRotation] = {}
-    dampings: dict[int, dict[str, float]] = {}
     for index in range(run.bases.layers):
         if saved := state.load(f"rotation_{index:05d}") if state else None:
             done[index] = saved[1]
 
-    def objectives() -> Iterator[tuple[int, LayerObjective]]:
-        for index, objective, damping in _objectives(run, done):
-            dampings[index] = damping
-            yield index, objective
-
-    def train_layer(index: int, objective: LayerObjective) -> dict[str, Any]:
-        (rotation,), record = train(run, [objective], index)
-        record["damping"] = dampings[index]
-        if state:
-            state.save(f"rotation_{index:05d}", rotation.tensors("layers.0."), record)
-        else:
-            trained[index] = rotation
-        return record
+    def train_each(batch: Mapping[int, tuple[LayerObjective | None, dict[str, float]]]) -> None:
+        """Trains one layer on each rank at the same time, and keeps the results of all."""
+        own = None
+        for index, (objective, damping) in batch.items():
+            if objective is not None:
+                (rotation,), record = train(run, [objective], index, ALONE)
+                own = rotation.tensors("layers.0."), record | {"damping": damping}
+        for rank, index in enumerate(batch):
+            tensors, done[index] = run.ranks.on_rank(rank, lambda: own)
+            if state:
+                state.save(f"rotation_{index:05d}", tensors, done[index])
+            else:
+                trained[index] = LayerRotation.from_tensors(tensors, "layers.0.")
 
     def load(index: int) -> LayerRotation:
         if state is None:
@@ -152,7 +144,13 @@ def train_layers(
         return LayerRotation.from_tensors(state.loaded(f"rotation_{index:05d}"), "layers.0.")
 
     if len(done) < run.bases.layers:
-        done |= train_in_parallel(objectives(), train_layer, run.devices)
+        batch: dict[int, tuple[LayerObjective | None, dict[str, float]]] = {}
+        for index, objective, damping in _objectives(run, done):
+            batch[index] = objective if len(batch) == run.ranks.rank else None, damping
+            if len(batch) == run.ranks.size:
+                train_each(batch)
+                batch = {}
+        train_each(batch)
 
     def own(index: int) -> LayerRotation:
         return own_r3(run, {each: load(each) for each in {index, run.bases.writes_in(index)}})[index]
@@ -164,7 +162,7 @@ def _objectives(
     run: RunContext, done: Collection[int] = ()
 ) -> Iterator[tuple[int, LayerObjective, dict[str, float]]]:
     """Yields index, objective and dampings of each layer that is not in `done`, from the dense model."""
-    stream = CalibrationStream.embed(run.model, run.training_tokens, run.device)
+    stream = CalibrationStream.embed(run.model, run.training_tokens, run.device, ranks=run.ranks)
     before: list[LeftRotated] = []  # of the layer before, if this layer's R1 rotates their outputs
     for layer in on_device(run.model.layers, run.device, run.home):
         index, writes_next = layer.index, run.bases.writes_next(layer.index)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from drot.checkpoint.quantization_config import (
@@ -12,6 +11,7 @@ from drot.checkpoint.quantization_config import (
 )
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import family_of, linear_names
 from drot.model.sizes import check_down_block, positions_of, widths_of
 from drot.sparse.packed import dense_linears
@@ -40,13 +40,13 @@ def check_config(config: Any) -> None:
 
 
 def check_recipe(
-    config: Any, recipe: ResolvedRecipe, devices: list[torch.device], *, rotations_given: bool = False
+    config: Any, recipe: ResolvedRecipe, *, rotations_given: bool = False, ranks: Ranks = ALONE
 ) -> None:
     """Checks a recipe against a model's `config`, which is available before the weights are loaded.
 
     Raises UserError for
 
-    - several devices with a recipe whose layers cannot be trained in parallel,
+    - more ranks than sequences, or than rows of a linear,
     - rotations of the residual if all layers have the same R1, or if the R1 of the next layer is not known
       when a layer is pruned, and a boundary that the family cannot have,
     - patterns of `keep` and `sparsity_of` that match no linear,
@@ -54,11 +54,7 @@ def check_recipe(
     - the packed format if no linear is 2:4.
     """
     rotation, hidden, blocks = recipe.rotation, config.hidden_size, recipe.rotation.blocks
-    if len(devices) > 1 and (rotation.mode, rotation.hessians) != ("layer", "dense"):
-        raise UserError(
-            'several devices train layers in parallel, which needs `mode="layer"` and `hessians="dense"`; '
-            f'got `mode="{rotation.mode}"` and `hessians="{rotation.hessians}"`'
-        )
+    _check_ranks(config, recipe, ranks)
     _check_boundary(config, rotation, rotations_given)
     _check_patterns(config, recipe.pruning)
     if recipe.format == "packed":
@@ -75,6 +71,19 @@ def check_recipe(
     if not isinstance(blocks, int) and sum(blocks) != hidden:
         got = f"{list(blocks)} with the sum {sum(blocks)}"
         raise UserError(f"`blocks` must add up to the hidden size {hidden}; got {got}")
+
+
+def _check_ranks(config: Any, recipe: ResolvedRecipe, ranks: Ranks) -> None:
+    """Raises UserError if a rank would have no sequence, or no row of a linear."""
+    widths, sequences = widths_of(config), recipe.calibration.nsamples
+    rows = min(widths[spec.shape[0]] for _, spec in linear_names(config))
+    if ranks.size > rows:
+        raise UserError(f"at most {rows} ranks can share a linear of {rows} rows, got {ranks.size}")
+    if ranks.size > sequences and recipe.reads_calibration:
+        raise UserError(
+            f"{ranks.size} ranks need at least {ranks.size} calibration sequences, got {sequences}: use more "
+            "`nsamples`"
+        )
 
 
 def down_width(config: Any, pruning: PruningConfig) -> int:

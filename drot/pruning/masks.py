@@ -7,6 +7,7 @@ from torch import Tensor
 
 from drot.config import Sparsity
 from drot.core.errors import UserError
+from drot.machine.ranks import ALONE, Ranks
 from drot.ops.nm_mask import nm_mask
 
 Scope = Literal["row", "matrix"]
@@ -21,7 +22,7 @@ def check_groups(shape: torch.Size, sparsity: Sparsity) -> None:
         )
 
 
-def removed_mask(score: Tensor, sparsity: Sparsity, *, scope: Scope) -> Tensor:
+def removed_mask(score: Tensor, sparsity: Sparsity, *, scope: Scope, ranks: Ranks = ALONE) -> Tensor:
     """Bool [out, in], True where a weight is removed, from its score [out, in].
 
     n:m removes the m - n smallest scores of every m neighbours along the input dimension, for either scope. A
@@ -29,11 +30,15 @@ def removed_mask(score: Tensor, sparsity: Sparsity, *, scope: Scope) -> Tensor:
     smallest of the matrix (scope `matrix`). If scores are equal, the first in row-major order goes first.
 
     Raises UserError if `in` is not a multiple of m.
+
+    ranks: those that hold the other rows of the matrix.
     """
     check_groups(score.shape, sparsity)
     if sparsity.structured:
         return nm_mask(score, sparsity.m - sparsity.n, sparsity.m)
     if scope == "row":
         return nm_mask(score, int(score.shape[1] * sparsity.ratio), 0)
-    flat = score.reshape(1, -1)
-    return nm_mask(flat, int(flat.shape[1] * sparsity.ratio), 0).reshape(score.shape)
+    whole = ranks.gather_rows(score)
+    flat = whole.reshape(1, -1)
+    mask = nm_mask(flat, int(flat.shape[1] * sparsity.ratio), 0).reshape(whole.shape)
+    return mask[ranks.share(len(whole))]

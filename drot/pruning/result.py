@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import energy
+from drot.machine.ranks import ALONE, Ranks
 
 
 @dataclass(frozen=True)
 class PruneOutcome:
-    """One pruned weight.
+    """One pruned weight, or the rows of it that a rank has pruned. The figures are of all rows.
 
     weight: [out, in] in the dtype of the dense weight, 0 where a weight is removed.
     removed: bool [out, in], True where a weight is removed.
@@ -31,24 +32,31 @@ class PruneOutcome:
     admm_iterations: int = 0
 
 
-def output_error(weight: Tensor, pruned: Tensor, hessian: Tensor, total: float | None = None) -> float:
+def output_error(
+    weight: Tensor, pruned: Tensor, hessian: Tensor, total: float | None = None, ranks: Ranks = ALONE
+) -> float:
     """tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ) = ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² where H ∝ XᵀX.
 
     weight, pruned: [out, in], any float dtype. hessian: [in, in], symmetric. total: tr(W H Wᵀ), where it is
-    known. Returns 0 if all outputs are 0.
+    known. ranks: those that hold the other rows. Returns 0 if all outputs are 0.
     """
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     hessian = hessian.to(dtype)
-    total = energy(weight, hessian) if total is None else total
-    return relative_error(energy(weight.to(dtype) - pruned.to(dtype), hessian), total)
+    total = energy(weight, hessian, ranks) if total is None else total
+    return relative_error(energy(weight.to(dtype) - pruned.to(dtype), hessian, ranks), total)
 
 
-def with_output_error(outcome: PruneOutcome, weight: Tensor, hessian: Tensor | None) -> PruneOutcome:
-    """The outcome with its output error against the dense weight [out, in]; unchanged without H."""
+def with_output_error(
+    outcome: PruneOutcome, weight: Tensor, hessian: Tensor | None, ranks: Ranks = ALONE
+) -> PruneOutcome:
+    """The outcome with its output error against the dense weight [out, in]; unchanged without H.
+
+    ranks: those that hold the other rows.
+    """
     if hessian is None:
         return outcome
-    total = energy(weight, hessian) if outcome.energy is None else outcome.energy
-    error = output_error(weight, outcome.weight, hessian, total)
+    total = energy(weight, hessian, ranks) if outcome.energy is None else outcome.energy
+    error = output_error(weight, outcome.weight, hessian, total, ranks)
     return dataclasses.replace(outcome, output_error=error, energy=total)
 
 

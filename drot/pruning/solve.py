@@ -18,6 +18,7 @@ from drot.config import Sparsity
 from drot.machine.devices import is_gpu
 from drot.machine.finite import check_finite
 from drot.machine.products import add_product
+from drot.machine.ranks import ALONE, Ranks
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
 
@@ -49,6 +50,7 @@ def solve_kept_weights(
     solver: str,
     damping: float,
     average: str = "mean",
+    ranks: Ranks = ALONE,
 ) -> list[PruneOutcome]:
     """The outcomes of an input group with better kept weights, and with `admm` also with better masks.
 
@@ -62,6 +64,7 @@ def solve_kept_weights(
     hessian: H [in, in], proportional to XᵀX; not changed.
     sparsities: of the masks of `admm`. solver: `pcg` or `admm`.
     damping: what is added to the diagonal, in units of `damping_unit` for `average`.
+    ranks: those that hold the other rows of each weight.
     """
     assert solver in ("pcg", "admm"), f"{solver} is no solver"
     for target in targets:
@@ -78,7 +81,7 @@ def solve_kept_weights(
     wanted = torch.cat([target.to(dtype) for target in targets]).mul_(scale)
     start = torch.cat([outcome.weight.to(dtype) for outcome in outcomes]).mul_(scale)
     removed = torch.cat([outcome.removed for outcome in outcomes])
-    parts = _Parts([len(target) for target in targets], sparsities)
+    parts = _Parts([len(target) for target in targets], sparsities, ranks)
     products = products_on(damped.device) if dtype == torch.float32 else dtype
     iterations = 0
     if solver == "admm":
@@ -102,6 +105,7 @@ def solve_kept_weights(
             ),
             target,
             hessian,
+            ranks,
         )
         for rows, outcome, target in zip(parts.rows, outcomes, targets, strict=True)
     ]
@@ -110,18 +114,20 @@ def solve_kept_weights(
 class _Parts:
     """The linears of a group as parts of the stacked rows.
 
-    rows: the rows of each linear.
+    rows: the rows of each linear. ranks: those that hold its other rows.
     """
 
-    def __init__(self, counts: Sequence[int], sparsities: Sequence[Sparsity]) -> None:
+    def __init__(self, counts: Sequence[int], sparsities: Sequence[Sparsity], ranks: Ranks) -> None:
         starts = itertools.accumulate(counts, initial=0)
         self.rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
-        self._sparsities = sparsities
+        self._sparsities, self.ranks = sparsities, ranks
 
     def mask(self, score: Tensor) -> Tensor:
         """What each linear removes, bool [Σ out, in]."""
         parts = zip(self.rows, self._sparsities, strict=True)
-        return torch.cat([removed_mask(score[rows], sparsity, scope="matrix") for rows, sparsity in parts])
+        return torch.cat(
+            [removed_mask(score[rows], each, scope="matrix", ranks=self.ranks) for rows, each in parts]
+        )
 
     def better(self, old: Tensor, new: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
         """Whether E of `new` is smaller than E of `old`, bool [Σ out, 1].
@@ -132,7 +138,8 @@ class _Parts:
         before, after = (energy_of_rows(weight - target, hessian) for weight in (old, new))
         for rows, sparsity in zip(self.rows, self._sparsities, strict=True):
             if not sparsity.structured:
-                before[rows], after[rows] = before[rows].sum(), after[rows].sum()
+                for errors in (before, after):
+                    errors[rows] = self.ranks.total(float(errors[rows].sum()))
         return (after < before)[:, None]  # False for NaN
 
 
@@ -194,7 +201,8 @@ def _admm(
         add_product(state, change, inverse)
         removed = parts.mask(state.abs())
         if iteration % ADMM_INTERVAL == 0:
-            moved = float((removed != before).sum(dtype=torch.float64) / (~removed).sum().clamp_min(1))
+            changed, kept = torch.stack([(removed != before).sum(), (~removed).sum()]).tolist()
+            moved = parts.ranks.total(changed) / max(parts.ranks.total(kept), 1)
             if moved <= ADMM_SETTLED:
                 break
             factor = next(factor for share, factor in ADMM_GROWTH if moved > share)

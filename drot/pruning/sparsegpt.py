@@ -8,6 +8,7 @@ from drot.config import Sparsity
 from drot.core.errors import UserError
 from drot.machine.finite import check_finite
 from drot.machine.products import fp32_products
+from drot.machine.ranks import ALONE, Ranks
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
 from drot.pruning.result import PruneOutcome, relative_error
@@ -23,6 +24,7 @@ def prune_sparsegpt(
     removed: Tensor | None = None,
     factor: HessianFactor | None = None,
     total: float | None = None,
+    ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """Removes weights with small scores (W_ij / U_jj)², where U is Hinv, and updates the others.
 
@@ -47,6 +49,7 @@ def prune_sparsegpt(
     removed: bool [out, in], the mask of another method, for which the kept weights are updated.
     factor: the factor of `hessian`, for several weights that read one input.
     total: tr(W H Wᵀ), where it is known.
+    ranks: those that prune the other rows.
     """
     columns = weight.shape[1]
     if hessian.shape != (columns, columns):
@@ -72,7 +75,7 @@ def prune_sparsegpt(
         mask = None if given is None else given[:, start:stop].contiguous()
         if mask is None and not sparsity.structured:
             score = (block / block_hinv.diagonal()) ** 2
-            mask = removed_mask(score, sparsity, scope="matrix")
+            mask = removed_mask(score, sparsity, scope="matrix", ranks=ranks)
         work[:, start:stop], error, removed[:, start:stop] = sparsegpt_sweep(
             block, block_hinv, mask, prune, sparsity.m
         )
@@ -85,5 +88,6 @@ def prune_sparsegpt(
     change = (weight - work).masked_fill_(factor.dead_columns, 0)
     lost -= factor.damping * factor.unit * change.square_().sum(1, dtype=torch.float64)
     if total is None:
-        total = energy(weight, hessian.to(hinv.dtype))
-    return PruneOutcome(result, removed, factor.damping, relative_error(float(lost.sum()), total), total)
+        total = energy(weight, hessian.to(hinv.dtype), ranks)
+    error = relative_error(ranks.total(float(lost.sum())), total)
+    return PruneOutcome(result, removed, factor.damping, error, total)

@@ -6,6 +6,7 @@ from torch import Tensor
 from drot.config import Sparsity
 from drot.core.errors import UserError
 from drot.machine.finite import check_finite
+from drot.machine.ranks import ALONE, Ranks
 from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, with_output_error
 
@@ -17,6 +18,7 @@ def prune_wanda(
     *,
     hessian: Tensor | None = None,
     total: float | None = None,
+    ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """Removes the smallest |W_ij| · sqrt(H_jj) of each group (n:m) or of each row (ratio).
 
@@ -28,6 +30,7 @@ def prune_wanda(
     weight: [out, in], any float dtype.
     hessian_diag: [in], the diagonal of H ∝ XᵀX; its square root is proportional to ‖X_j‖.
     hessian: H [in, in], used only for the output error of the result. total: tr(W H Wᵀ), where it is known.
+    ranks: those that prune the other rows.
     """
     if hessian_diag.shape != weight.shape[1:]:
         raise UserError(
@@ -42,4 +45,4 @@ def prune_wanda(
     score = weight.to(dtype).abs() * hessian_diag.to(dtype).sqrt()
     removed = removed_mask(score, sparsity, scope="row")
     pruned = torch.where(removed, 0, weight)
-    return with_output_error(PruneOutcome(pruned, removed, energy=total), weight, hessian)
+    return with_output_error(PruneOutcome(pruned, removed, energy=total), weight, hessian, ranks)

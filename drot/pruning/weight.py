@@ -6,6 +6,7 @@ from torch import Tensor
 
 from drot.calibration.hessian import InputHessian
 from drot.config import PruningConfig
+from drot.machine.ranks import ALONE, Ranks
 from drot.pruning.magnitude import prune_magnitude
 from drot.pruning.result import PruneOutcome
 from drot.pruning.solve import solve_kept_weights
@@ -31,21 +32,27 @@ def prune_weight(
 
 
 def prune_once(
-    target: Tensor, hessian: InputHessian | None, config: PruningConfig, *, total: float | None = None
+    target: Tensor,
+    hessian: InputHessian | None,
+    config: PruningConfig,
+    *,
+    total: float | None = None,
+    ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """The weight [out, in] that the method makes of `target` [out, in], without a solver.
 
     hessian: None for magnitude, whose outcome then has no output error.
+    ranks: those that prune the other rows of the weight.
     """
     matrix = None if hessian is None else hessian.matrix
     if config.method == "magnitude":
-        return prune_magnitude(target, config.sparsity, hessian=matrix, total=total)
+        return prune_magnitude(target, config.sparsity, hessian=matrix, total=total, ranks=ranks)
     assert hessian is not None, f"{config.method} needs the Hessian"
     if config.method == "wanda":
         diagonal = hessian.matrix.diagonal()
-        return prune_wanda(target, diagonal, config.sparsity, hessian=matrix, total=total)
+        return prune_wanda(target, diagonal, config.sparsity, hessian=matrix, total=total, ranks=ranks)
     assert config.method == "sparsegpt", f"{config.method} has no branch here"
-    return _sweep(target, hessian, config, total)
+    return _sweep(target, hessian, config, total, ranks=ranks)
 
 
 def solve_weights(
@@ -54,16 +61,19 @@ def solve_weights(
     hessian: InputHessian,
     configs: Sequence[PruningConfig],
     solver: str,
+    ranks: Ranks = ALONE,
 ) -> list[PruneOutcome]:
     """The outcomes of `prune_once` for linears that read one input, with what the solver computes.
 
     Returns the outcomes themselves for the solver `none`, and for `sparsegpt` after the method `sparsegpt`.
+
+    ranks: those that hold the other rows of each weight.
     """
     if solver == "sparsegpt":
         return [
             outcome
             if config.method == "sparsegpt"
-            else _sweep(target, hessian, config, outcome.energy, outcome.removed)
+            else _sweep(target, hessian, config, outcome.energy, outcome.removed, ranks=ranks)
             for outcome, target, config in zip(outcomes, targets, configs, strict=True)
         ]
     if solver not in ("pcg", "admm"):
@@ -77,6 +87,7 @@ def solve_weights(
         solver=solver,
         damping=hessian.damping if damping is None else damping,
         average=hessian.average,
+        ranks=ranks,
     )
 
 
@@ -86,6 +97,8 @@ def _sweep(
     config: PruningConfig,
     total: float | None,
     removed: Tensor | None = None,
+    *,
+    ranks: Ranks,
 ) -> PruneOutcome:
     """SparseGPT's sweep with the factor of the input. removed: the mask of another method, if it is given."""
     return prune_sparsegpt(
@@ -97,4 +110,5 @@ def _sweep(
         removed=removed,
         factor=hessian.factor,
         total=total,
+        ranks=ranks,
     )

@@ -15,7 +15,7 @@ import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 from drot import ops
 from drot.config import Sparsity
 from drot.machine.products import product
+from drot.machine.ranks import Ranks
 from drot.model.families import InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotate_left, rotate_right
 from drot.model.sizes import HeadShape
@@ -96,6 +97,8 @@ class LayerObjective:
         #: name of a linear → the factor that its weight contains (_factor)
         self._factors: dict[str, float] = {}
         self.left_rotated: list[LeftRotated] = []
+        #: places in `left_rotated` of the linears that this rank leaves to others (`share`)
+        self._left_to_others: frozenset[int] = frozenset()
         self.r2_metric: Metric | None = None
         for group in groups:
             parts: dict[str, Tensor] = {}
@@ -152,6 +155,53 @@ class LayerObjective:
     def empty(self) -> bool:
         """Whether no linear is pruned, so that the loss is 0 for all rotations."""
         return not self.weights and not self.left_rotated
+
+    def share(self, ranks: Ranks) -> "LayerObjective":
+        """The part of the objective that this rank computes; loss and gradients are sums over the ranks.
+
+        The rows of linears of which R1 alone rotates the input are independent, and go to the ranks in such
+        numbers that all have the same work. Each other linear goes to one rank as a whole.
+        """
+        if ranks.size == 1:
+            return self
+        other = copy.copy(self)
+        by_rows = [
+            linear.name
+            for group in self._by_r1
+            for linear in group.linears
+            if linear.output != "r2" and linear.name in self.weights
+        ]
+        whole: dict[str | int, int] = {
+            name: weight.numel() for name, weight in self.weights.items() if name not in by_rows
+        }
+        whole |= {place: linear.weight.numel() for place, linear in enumerate(self.left_rotated)}
+        owners, stops = work_of_ranks(whole, sum(self.weights[name].numel() for name in by_rows), ranks.size)
+        start, stop = stops[ranks.rank : ranks.rank + 2]
+        other._left_to_others = frozenset(
+            place for place in range(len(self.left_rotated)) if owners[place] != ranks.rank
+        )
+        other.weights, other._stacks = {}, {}
+        for group in self.groups:
+            parts: dict[str, Tensor] = {}
+            for name in self._pruned(group, self.weights):
+                weight = self.weights[name]
+                if name in by_rows:
+                    weight = weight[round(start * len(weight)) : round(stop * len(weight))]
+                elif owners[name] != ranks.rank:
+                    continue
+                if len(weight):
+                    parts[name] = weight
+            if parts and group.name in self._stacks:
+                stack = torch.cat(list(parts.values()))
+                other._keep(group, stack, [len(part) for part in parts.values()], list(parts))
+        other._by_r1 = [group for group in self._by_r1 if group.name in other._stacks]
+        if (matrix := self.r1_metric.matrix) is not None and other._by_r1:
+            of_groups = matrix.unflatten(1, (len(self._by_r1), -1))
+            kept = torch.cat([of_groups[:, self._by_r1.index(group)] for group in other._by_r1], 1)
+            other.r1_metric = replace(self.r1_metric, matrix=kept)
+        elif matrix is not None:
+            other.r1_metric = Metric(None, False)
+        return other
 
     def to(self, device: torch.device) -> "LayerObjective":
         """The objective on `device`, with weights in the products' dtype; `self` if nothing has to change."""
@@ -254,8 +304,9 @@ class LayerObjective:
         if len(matrices) > 2:
             self._add_down(matrices[2], casts[2], r1_cast, sums)
         else:
-            for linear in self.left_rotated:
-                self._add_left_rotated(linear, r1_cast, sums)
+            for place, linear in enumerate(self.left_rotated):
+                if place not in self._left_to_others:
+                    self._add_left_rotated(linear, r1_cast, sums)
         if not sums.losses:
             sums.losses.append(r1.new_zeros(()))
         return sums
@@ -308,7 +359,10 @@ class LayerObjective:
         count = len(self.left_rotated)
         gradients = []
         parts = zip(self.left_rotated, r3.chunk(count), r3_cast.chunk(count), strict=True)
-        for linear, blocks, cast in parts:
+        for place, (linear, blocks, cast) in enumerate(parts):
+            if place in self._left_to_others:
+                gradients.append(torch.zeros_like(blocks))
+                continue
             assert linear.metric is not None
             of_linear = linear.weight, linear.metric, linear.sparsity
             left = r1_cast if linear.by_r1 else None
@@ -390,6 +444,30 @@ class LayerObjective:
             return float(self.value(*matrices))
         finally:
             self.objective = objective
+
+
+def work_of_ranks(
+    whole: Mapping[str | int, int], divisible: int, ranks: int
+) -> tuple[dict[str | int, int], list[float]]:
+    """Which rank takes each piece of work as a whole, and where the divisible work is cut, from 0 to 1.
+
+    The largest piece goes first, to the rank that has the least. The divisible work fills the ranks up.
+    """
+    loads = [0] * ranks
+    owners: dict[str | int, int] = {}
+    for piece, size in sorted(whole.items(), key=lambda item: -item[1]):
+        owners[piece] = min(range(ranks), key=lambda rank: loads[rank])
+        loads[owners[piece]] += size
+    # the level to which the ranks below it are filled
+    order, left = sorted(loads), divisible
+    filled = 1
+    while filled < ranks and (order[filled] - order[filled - 1]) * filled < left:
+        left -= (order[filled] - order[filled - 1]) * filled
+        filled += 1
+    level = order[filled - 1] + left / filled
+    rooms = [max(level - load, 0.0) for load in loads]
+    stops = [min(stop / max(divisible, 1), 1.0) for stop in itertools.accumulate(rooms, initial=0.0)]
+    return owners, [*stops[:-1], 1.0]
 
 
 def _factor(weight: Tensor, metric: Metric) -> float:

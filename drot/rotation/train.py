@@ -11,6 +11,7 @@ from torch import Tensor
 
 from drot.config import ResolvedRotation
 from drot.core.errors import UserError
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.rotation import LayerRotation, orthogonality_error, reorthogonalize
 from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
@@ -83,12 +84,18 @@ class _SummedObjective:
 
     counts: the number of own matrices of each objective.
     per_step: the number of objectives in a step; 0 for all.
+    ranks: those of which each has a part of every objective (`LayerObjective.share`).
     """
 
     def __init__(
-        self, objectives: list[LayerObjective], r1: _R1Parameters, counts: list[int], per_step: int
+        self,
+        objectives: list[LayerObjective],
+        r1: _R1Parameters,
+        counts: list[int],
+        per_step: int,
+        ranks: Ranks,
     ) -> None:
-        self._objectives, self._r1 = objectives, r1
+        self._objectives, self._r1, self._ranks = objectives, r1, ranks
         stops = list(itertools.accumulate(counts, initial=r1.count))
         self._own = [slice(*ends) for ends in itertools.pairwise(stops)]
         self._per_step = min(per_step or len(objectives), len(objectives))
@@ -102,7 +109,8 @@ class _SummedObjective:
     def entropy(self, matrices: list[Tensor]) -> float:
         r1 = self._r1.join(matrices[: self._r1.count])
         pairs = zip(self._objectives, self.own(matrices), strict=True)
-        return sum(objective.to(r1.device).entropy_at(r1, *own) for objective, own in pairs)
+        own_part = sum(objective.to(r1.device).entropy_at(r1, *own) for objective, own in pairs)
+        return self._ranks.total(own_part)
 
     def own(self, matrices: list[Tensor]) -> list[list[Tensor]]:
         """The own matrices of each objective."""
@@ -141,6 +149,7 @@ class _SummedObjective:
             r1_gradient = g1 if r1_gradient is None else r1_gradient.add_(g1)
             own_gradients[own.start - count : own.stop - count] = of_own
         assert loss is not None and r1_gradient is not None, "no objective was chosen"
+        self._ranks.add_(loss, r1_gradient, *(each for each in own_gradients if each is not None))
         return loss, [*self._r1.split(r1_gradient), *own_gradients]
 
 
@@ -165,9 +174,13 @@ class _Training:
     """
 
     def __init__(
-        self, objectives: list[LayerObjective], config: ResolvedRotation, device: torch.device
+        self,
+        objectives: list[LayerObjective],
+        config: ResolvedRotation,
+        device: torch.device,
+        ranks: Ranks,
     ) -> None:
-        self._objectives, self._device = objectives, device
+        self._objectives, self._device, self._ranks = objectives, device, ranks
         self.steps = 0 if all(objective.empty for objective in objectives) else config.steps
         self.trained = [i for i, objective in enumerate(objectives) if not (self.steps and objective.empty)]
         eye = objectives[0].identity()[0].to(device)
@@ -176,18 +189,21 @@ class _Training:
         own = [[matrix.to(device) for matrix in objective.own_identity()] for objective in trained]
         self.start = [*self._r1.split(eye), *itertools.chain(*own)]
         counts = [len(matrices) for matrices in own]
-        self.total = _SummedObjective(trained, self._r1, counts, config.layers_per_step)
+        shares = [objective.share(ranks) for objective in trained]
+        self.total = _SummedObjective(shares, self._r1, counts, config.layers_per_step, ranks)
         self.optimizer = OPTIMIZERS[config.optimizer](
             self.start, lr=config.lr, steps=self.steps, objective=objectives[0].objective
         )
         self._graphed = self._graphed_step()
 
     def _graphed_step(self) -> GraphedStep | None:
-        """Evaluation and step as one CUDA graph; None where they cannot be captured.
+        """Evaluation and step as one CUDA graph; None where they cannot be captured, as sums over ranks.
 
         The step does not hold `self`: Python would free such a circle, with the memory of the graph, late.
         """
         optimizer, total = self.optimizer, self.total
+        if self._ranks.size > 1:
+            return None
         if not (self.steps and isinstance(optimizer, FastOptimizer) and optimizer.capturable and total.whole):
             return None
         turn, dtype = optimizer.turn, self._objectives[0].product_dtype
@@ -237,6 +253,7 @@ def train_rotation(
     config: ResolvedRotation,
     on_step: OnStep = lambda step, steps, loss: None,
     device: torch.device | None = None,
+    ranks: Ranks = ALONE,
 ) -> tuple[list[LayerRotation], TrainingRecord]:
     """Minimises the sum of the objectives over one R1, which all share, and the R2 and R3 of each of them.
 
@@ -252,9 +269,11 @@ def train_rotation(
 
     objectives: with `layers_per_step` they may be on another device than `device`.
     device: None is the device of the first objective.
+    ranks: those that train the same objectives together. Each computes a part of the loss and the gradients,
+        and takes the same steps.
     """
     started = time.perf_counter()
-    training = _Training(objectives, config, device or objectives[0].device)
+    training = _Training(objectives, config, device or objectives[0].device, ranks)
     steps, optimizer = training.steps, training.optimizer
     best, best_loss, best_step = training.start, math.inf, 0
     curve: list[Tensor] = []
@@ -268,6 +287,7 @@ def train_rotation(
         loss, of_all = training.step(step)
         curve.append(loss)
         if reports:
+            assert ranks.same(candidate), "the ranks have trained different rotations"
             value = float(loss)
             if not math.isfinite(value):
                 raise UserError(

@@ -57,14 +57,14 @@ class CellRunner:
         grid: Grid,
         cells: Sequence[Cell],
         *,
-        devices: list[torch.device],
+        device: torch.device,
         dtype: str,
         keep_models: bool,
         progress: Progress,
     ) -> None:
         self.model, self.out = model, out
-        self.devices, self.keep_models, self.progress = devices, keep_models, progress
-        self.dtype = str(computing_dtype(dtype, devices[0]))
+        self.device, self.keep_models, self.progress = device, keep_models, progress
+        self.dtype = str(computing_dtype(dtype, device))
         self.tokenizer, self.config = load_tokenizer(model), load_config(model)
         self.seqlen = (
             default_seqlen(positions_of(self.config)) if grid.asked.seqlen is None else grid.asked.seqlen
@@ -147,7 +147,7 @@ class CellRunner:
             self.model,
             cell.recipe,
             tokenizer=self.tokenizer,
-            device=",".join(map(str, self.devices)),
+            device=self.device,
             dtype=self.dtype,
             rotations=None if earlier is None else file,
             save_rotations_to=file if saves else None,
@@ -170,7 +170,7 @@ class CellRunner:
             "calibration": self._calibration_hash(cell.resolved),
             **self._measure(result.model, may_be_broken=True),
             **columns,
-            "machine": machine_name(self.devices[0]),
+            "machine": machine_name(self.device),
             "versions": versions(),
         }
         plain: dict[str, Any] = json.loads(json.dumps(record))
@@ -183,7 +183,7 @@ class CellRunner:
 
     def _measure(self, model: PreTrainedModel, *, may_be_broken: bool) -> Measured:
         """The figures of a model. A model without a finite loss is an error unless it `may_be_broken`."""
-        device = self.devices[0]
+        device = self.device
         streamed = move_models([model], self.model, device, stream=False)
         if streamed and self.tasks is not None:
             raise UserError(f"tasks need the whole of {self.model} on {device}, where it does not fit")

@@ -15,7 +15,7 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable
 from drot.core.lock import locked
-from drot.machine.devices import pick_devices
+from drot.machine.devices import pick_device
 from drot.manifest.manifest import MANIFEST
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
@@ -93,9 +93,9 @@ def sweep(
     model = content.asked.model if model is None else str(model)
     if not model:
         raise UserError(f"`model` is missing: name a model on the hub or a folder, here or in {grid}")
-    out, devices = Path(out), pick_devices(device)
+    out, target = Path(out), pick_device(device)
     _check_folder(out)
-    cells, refused = _cells_for(model, content, devices)
+    cells, refused = _cells_for(model, content, target)
     skipped = content.skipped + refused
     if not cells:
         raise UserError(f"no cell of {grid} fits {model}: {skipped[-1].label}: {skipped[-1].reason}")
@@ -105,7 +105,7 @@ def sweep(
             out,
             content,
             cells,
-            devices=devices,
+            device=target,
             dtype=dtype,
             keep_models=keep_models,
             progress=progress,
@@ -122,8 +122,8 @@ def sweep(
     return SweepResult(rows, skipped, content.fields, computed, out / CSV, out / TABLES, plots)
 
 
-def _cells_for(model: str, grid: Grid, devices: list[torch.device]) -> tuple[list[Cell], list[Skipped]]:
-    """The cells that fit the model and the devices, and those that do not."""
+def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell], list[Skipped]]:
+    """The cells that fit the model, and those that do not."""
     config = load_config(model)
     check_config(config)
     cells, refused = [], []
@@ -133,11 +133,11 @@ def _cells_for(model: str, grid: Grid, devices: list[torch.device]) -> tuple[lis
             resolved = resolve(
                 cell.recipe,
                 positions=positions_of(config),
-                device=devices[0].type,
+                device=device.type,
                 down_width=down_width(config, cell.recipe.pruning),
                 rotates_stream=family_of(config).rotates_stream,
             )
-            check_recipe(config, resolved, devices)
+            check_recipe(config, resolved)
             cells.append(Cell(cell.recipe, resolved))
         except UserError as error:
             refused.append(Skipped(cell.label(grid.fields), str(error)))

@@ -1,0 +1,220 @@
+"""The ranks of a run: processes that share its work, each on its own GPU, which torchrun starts."""
+
+import contextlib
+import datetime
+import itertools
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from drot.core.errors import UserError
+
+Value = TypeVar("Value")
+
+#: how long a rank waits for another, which may read a text or write the checkpoint meanwhile
+TIMEOUT = datetime.timedelta(hours=1)
+#: how long a rank waits for the others to say that they live, after one has ended
+LAST_WORDS = datetime.timedelta(seconds=3)
+#: how often this process has joined others
+_joined = itertools.count()
+
+
+class RankEnded(UserError):
+    """Another rank has ended, and this rank cannot go on without it."""
+
+
+class ToldElsewhere(UserError):
+    """An error that another rank tells."""
+
+
+class Ranks:
+    """The ranks of a run. Of one rank, each sum is its own value, and nothing is sent.
+
+    All ranks must call the same collective methods in the same order: `add_`, `total`, `gather_rows`, `each`
+    and `on_rank`. A method raises RankEnded if another rank has ended.
+
+    rank, size: this rank, in [0, size), and the number of ranks.
+    local_rank: the number of this rank on its machine, which is that of its GPU.
+    store: a store that all ranks share; None without torchrun.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, local_rank: int = 0, store: Any = None) -> None:
+        self.rank, self.size, self.local_rank, self._store = rank, size, local_rank, store
+        #: what this rank does, for the message if one ends
+        self.where = "the start"
+
+    @property
+    def first(self) -> bool:
+        """Whether this is rank 0, which alone writes files and messages."""
+        return self.rank == 0
+
+    def share(self, count: int) -> slice:
+        """The rows of `count` that this rank computes; those of all ranks differ by at most one in number."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
+    def sequences(self, count: int) -> range:
+        """The sequences of `count` that this rank holds: every `size`-th."""
+        return range(self.rank, count, self.size)
+
+    def add_(self, *tensors: Tensor) -> None:
+        """Replaces each tensor by its sum over the ranks, with the same bits on all of them."""
+        if self.size > 1:
+            with self._alive():
+                for tensor in tensors:
+                    dense = tensor.contiguous()
+                    dist.all_reduce(dense)
+                    if dense is not tensor:
+                        tensor.copy_(dense)
+
+    def total(self, value: float) -> float:
+        """The sum of a number over the ranks, in fp64."""
+        if self.size == 1:
+            return value
+        return sum(self._numbers(value))
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        """The rows [r, ...] of all ranks, one below the other; the ranks may have different r."""
+        if self.size == 1:
+            return rows
+        counts = [int(count) for count in self._numbers(len(rows))]
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        # bytes, because not every backend knows every dtype
+        sent = padded.flatten().view(torch.uint8)
+        found = [torch.empty_like(sent) for _ in range(self.size)]
+        with self._alive():
+            dist.all_gather(found, sent)
+        parts = [each.view(rows.dtype).view_as(padded) for each in found]
+        return torch.cat([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def _numbers(self, value: float) -> list[float]:
+        """The number of each rank."""
+        found = torch.zeros(self.size, dtype=torch.float64)
+        found[self.rank] = value
+        with self._alive():
+            dist.all_reduce(found)
+        numbers: list[float] = found.tolist()
+        return numbers
+
+    def each(self, value: Value) -> list[Value]:
+        """The value of each rank, which must be picklable."""
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            with self._alive():
+                dist.all_gather_object(found, value)
+        return found
+
+    def on_rank(self, rank: int, function: Callable[[], Value]) -> Value:
+        """The result of `function` on one rank, for all ranks; its exception is raised on all of them."""
+        if self.size == 1:
+            return function()
+        message: list[Any] = [None, None]
+        if self.rank == rank:
+            try:
+                message[0] = function()
+            except Exception as error:
+                message[1] = error
+        with self._alive():
+            dist.broadcast_object_list(message, src=rank, device=torch.device("cpu"))
+        result, error = message
+        if error is not None:
+            raise error
+        found: Value = result
+        return found
+
+    def on_first(self, function: Callable[[], Value]) -> Value:
+        """As `on_rank` for rank 0."""
+        return self.on_rank(0, function)
+
+    def one_after_the_other(self, function: Callable[[], Value]) -> Value:
+        """The result of `function`, which the first rank of each machine calls before the others do."""
+        found = [function()] if self.local_rank == 0 else []
+        self.each(None)
+        return found[0] if found else function()
+
+    def same(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether the tensors have the same bits on all ranks; compares the sums of their bits."""
+        if self.size == 1:
+            return True
+        words = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+        sums = [int(t.contiguous().view(words[t.element_size()]).sum(dtype=torch.int64)) for t in tensors]
+        return all(found == sums for found in self.each(sums))
+
+    @contextlib.contextmanager
+    def _alive(self) -> Iterator[None]:
+        """Turns the error of a collective call whose peer has ended into RankEnded."""
+        try:
+            yield
+        except RuntimeError as error:  # that of torch.distributed, as 'Connection closed by peer'
+            raise RankEnded(self.who_ended() or f"a rank has ended at {self.where}") from error
+
+    def who_ended(self) -> str | None:
+        """Says which ranks have ended, and where; None if none has. Called on each rank that still lives."""
+        if self.size == 1:
+            return None
+        missing = []
+        with contextlib.suppress(Exception):  # the machine of the store may have ended
+            self._store.set(f"lives {self.rank}", b"")
+            for rank in range(self.size):
+                try:
+                    self._store.wait([f"lives {rank}"], LAST_WORDS)
+                except dist.DistStoreError:
+                    missing.append(str(rank))
+        return f"rank {', '.join(missing)} has ended at {self.where}" if missing else None
+
+    def speaks(self) -> bool:
+        """Whether this rank tells its error: the first that asks, which is rank 0 if it asks soon."""
+        with contextlib.suppress(Exception):
+            self._store.set(f"lives {self.rank}", b"")
+            if not self.first:
+                with contextlib.suppress(dist.DistStoreError):
+                    self._store.wait(["told"], LAST_WORDS)
+            return bool(self._store.compare_set("told", "", str(self.rank)) == str(self.rank).encode())
+        return True
+
+
+#: a process alone
+ALONE = Ranks()
+
+
+def ranks_asked() -> int:
+    """The number of ranks that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
+
+
+@contextlib.contextmanager
+def joined() -> Iterator[Ranks]:
+    """The ranks that torchrun started, or this process alone. GPUs use NCCL, CPUs Gloo.
+
+    An error is told by one rank: on the others the context raises ToldElsewhere in its place. Ranks but the
+    first log errors alone.
+    """
+    if ranks_asked() == 1:
+        yield ALONE
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    found, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"drot {next(_joined)}", found)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+    ranks, logger = Ranks(rank, size, local_rank, store), logging.getLogger("drot")
+    level = logger.level
+    if rank:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield ranks
+    except Exception as error:
+        if not ranks.speaks():
+            raise ToldElsewhere(str(error)) from error
+        if rank and isinstance(error, UserError):
+            raise UserError(f"rank {rank}: {error}") from error
+        raise
+    else:
+        dist.destroy_process_group()
+    finally:
+        logger.setLevel(level)

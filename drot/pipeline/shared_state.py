@@ -1,0 +1,57 @@
+"""The finished parts of a run on several ranks, of which rank 0 alone reads and writes the files."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from drot.checkpoint.resume import RunState
+from drot.machine.ranks import Ranks
+
+#: The tensors and the record of a part.
+Part = tuple[dict[str, Tensor], Any]
+
+
+class SharedState:
+    """The RunState of rank 0, from which all ranks get what is loaded. So OUT need not be a shared folder.
+
+    make: makes the RunState; called on rank 0 alone. Its exceptions are raised on all ranks.
+
+    Attributes:
+        own: the RunState; None on the other ranks.
+    """
+
+    def __init__(self, ranks: Ranks, make: Callable[[], RunState]) -> None:
+        self._ranks = ranks
+        self.own: RunState | None = None
+        self._on_first(lambda: setattr(self, "own", make()))
+
+    def _on_first(self, function: Callable[[], Any]) -> Any:
+        return self._ranks.on_first(function)
+
+    def load(self, name: str) -> Part | None:
+        """As RunState.load; all ranks call it."""
+        return self._on_first(lambda: self._first.load(name))
+
+    def loaded(self, name: str) -> dict[str, Tensor]:
+        """As RunState.loaded; all ranks call it."""
+        return self._on_first(lambda: self._first.loaded(name))
+
+    def save(self, name: str, tensors: dict[str, Tensor], record: Any) -> None:
+        if self.own is not None:
+            self.own.save(name, tensors, record)
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        with contextlib.nullcontext() if self.own is None else self.own.saving():
+            yield
+
+    def save_later(self, parts: Mapping[str, tuple[Mapping[str, Tensor], Any]]) -> None:
+        if self.own is not None:
+            self.own.save_later(parts)
+
+    @property
+    def _first(self) -> RunState:
+        assert self.own is not None, "rank 0 has the files"
+        return self.own
