@@ -8,6 +8,7 @@ a mistake of the user, 130 after Ctrl-C, and 143 after SIGTERM.
 import contextlib
 import errno
 import io
+import os
 import signal
 import sys
 import traceback
@@ -18,8 +19,9 @@ import typer
 from drot.cli.commands import COMMANDS, Group, Interrupted, add_commands, flags_of, imported
 from drot.cli.log import LOG, tell
 from drot.cli.safe_text import safe_log_messages, visible
+from drot.core import torchrun
 from drot.core.checks import shortened
-from drot.core.errors import BrokenModelError, UserError
+from drot.core.errors import BrokenModelError, ToldElsewhere, UserError
 from drot.core.version import __version__
 
 app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
@@ -59,17 +61,22 @@ def run(arguments: list[str]) -> int:
     with contextlib.closing(LOG):
         try:
             with safe_log_messages():
-                status = app(arguments, prog_name="drot", standalone_mode=False) or 0
+                status = app(arguments, prog_name="drot", standalone_mode=False, obj=arguments) or 0
         except Interrupted as stop:
             tell(f"drot: interrupted: {visible(str(stop))}")
             return INTERRUPTED
         except (KeyboardInterrupt, typer.Abort):
             status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
+        except ToldElsewhere:
+            return 2
         except Exception as error:
             status, message = describe(error, debug, command=next(iter(arguments)))
             if debug:
                 tell("\n".join(map(visible, traceback.format_exc().splitlines())))
-            tell(f"drot: {visible(' '.join(message.split()))}")
+            line = f"drot: {visible(' '.join(message.split()))}"
+            tell(line)
+            for note in getattr(error, "__notes__", []):  # the rank that alone met the error
+                print(line.replace("drot:", f"drot: {note}:", 1), file=sys.__stderr__)
             return status
         if status == INTERRUPTED:
             tell("drot: interrupted")
@@ -108,8 +115,12 @@ def main() -> None:
 
     def end(number: int, frame: object) -> None:  # as Ctrl-C does, so that a run says how to go on
         terminated.append(number)
+        if torchrun.world_size() > 1:  # torchrun repeats the signal
+            signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGTERM, end)
+    if torchrun.rank():  # rank 0 speaks for all
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     status = run(sys.argv[1:])
     sys.exit(TERMINATED if terminated and status == INTERRUPTED else status)

@@ -4,6 +4,7 @@ import logging
 import sys
 from pathlib import Path
 
+from drot.core import torchrun
 from drot.core.errors import UserError
 
 #: the values of --progress. auto: bars on a terminal, otherwise lines.
@@ -24,7 +25,9 @@ class Log:
         self.form = form
 
     def open(self, file: Path) -> None:
-        """Appends the messages of drot's logger, and what `line` gets, to `file`."""
+        """Appends the messages of drot's logger, and what `line` gets, to `file`, on rank 0 alone."""
+        if torchrun.rank():
+            return
         try:
             self._file = logging.FileHandler(file, encoding="utf-8")
         except OSError as error:

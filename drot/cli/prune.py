@@ -20,6 +20,7 @@ from drot.cli.recipe import (
     tell_other_input,
 )
 from drot.config import Recipe
+from drot.core import torchrun
 from drot.core.errors import UserError
 
 DEFAULT = Recipe()
@@ -88,6 +89,7 @@ def prune(
     save_dtype: str = "auto",
     as_json: bool = False,
     device: str = "auto",
+    gpus: int | None = None,
     dtype: str = "auto",
     resume: bool = False,
     **settings: Any,
@@ -127,7 +129,8 @@ def prune(
         as_json:
     Run:
         device [auto|cpu|cuda|cuda:N]: Device to use. auto is the first GPU, or the CPU if there is no GPU.
-            With --hessians dense also several GPUs, as in cuda:0,cuda:1.
+        gpus N: Share the run between N GPUs of this machine: torchrun starts N processes. With --device cpu
+            they share the CPU.
         dtype:
         resume: Continue an interrupted run with the same --out. A finished run is left as it is.
     """
@@ -153,6 +156,10 @@ def prune(
         return
     if out is None:
         raise UserError("--out is missing: name the folder to write, or use --sensitivity or --dry-run")
+    if gpus is not None and torchrun.world_size() == 1:
+        from drot.cli.ranks import launch
+
+        raise typer.Exit(launch(ctx.obj, gpus))
     check_rotations_file(asked.manifest, rotations)
     from drot.pipeline import prune as pipeline
 

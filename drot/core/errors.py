@@ -13,6 +13,10 @@ class UserError(ValueError):
     """
 
 
+class ToldElsewhere(UserError):
+    """An error that another rank of the run tells (drot/machine/ranks.py)."""
+
+
 class BrokenModelError(ArithmeticError):
     """A model whose loss is NaN or infinite, so that no measure of it means anything.
 

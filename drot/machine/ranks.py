@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from drot.core.errors import UserError
+from drot.core.errors import ToldElsewhere, UserError
+from drot.core.torchrun import world_size
 
 Value = TypeVar("Value")
 
@@ -26,10 +27,6 @@ _joined = itertools.count()
 
 class RankEnded(UserError):
     """Another rank has ended, and this rank cannot go on without it."""
-
-
-class ToldElsewhere(UserError):
-    """An error that another rank tells."""
 
 
 class Ranks:
@@ -182,11 +179,6 @@ class Ranks:
 ALONE = Ranks()
 
 
-def ranks_asked() -> int:
-    """The number of ranks that torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
-
-
 @contextlib.contextmanager
 def joined() -> Iterator[Ranks]:
     """The ranks that torchrun started, or this process alone. GPUs use NCCL, CPUs Gloo.
@@ -194,7 +186,7 @@ def joined() -> Iterator[Ranks]:
     An error is told by one rank: on the others the context raises ToldElsewhere in its place. Ranks but the
     first log errors alone.
     """
-    if ranks_asked() == 1:
+    if world_size() == 1:
         yield ALONE
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -211,8 +203,8 @@ def joined() -> Iterator[Ranks]:
     except Exception as error:
         if not ranks.speaks():
             raise ToldElsewhere(str(error)) from error
-        if rank and isinstance(error, UserError):
-            raise UserError(f"rank {rank}: {error}") from error
+        if rank:
+            error.add_note(f"rank {rank}")
         raise
     else:
         dist.destroy_process_group()

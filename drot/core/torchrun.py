@@ -1,0 +1,13 @@
+"""What torchrun tells a process in its environment."""
+
+import os
+
+
+def rank() -> int:
+    """The number of this process among those that torchrun started; 0 without it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """The number of processes that torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1")) if "RANK" in os.environ else 1
