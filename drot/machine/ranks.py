@@ -5,6 +5,8 @@ import datetime
 import itertools
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -19,8 +21,8 @@ Value = TypeVar("Value")
 
 #: how long a rank waits for another, which may read a text or write the checkpoint meanwhile
 TIMEOUT = datetime.timedelta(hours=1)
-#: how long a rank waits for the others to say that they live, after one has ended
-LAST_WORDS = datetime.timedelta(seconds=3)
+#: seconds that a rank waits for the others, after one has ended: for signs of life, or for their words
+LAST_WORDS = 4.0
 #: how often this process has joined others
 _joined = itertools.count()
 
@@ -151,26 +153,35 @@ class Ranks:
             raise RankEnded(self.who_ended() or f"a rank has ended at {self.where}") from error
 
     def who_ended(self) -> str | None:
-        """Says which ranks have ended, and where; None if none has. Called on each rank that still lives."""
+        """Says which ranks have ended, and where; None if none has. A rank has ended if its heart stands."""
         if self.size == 1:
             return None
-        missing = []
-        with contextlib.suppress(Exception):  # the machine of the store may have ended
-            self._store.set(f"lives {self.rank}", b"")
-            for rank in range(self.size):
-                try:
-                    self._store.wait([f"lives {rank}"], LAST_WORDS)
-                except dist.DistStoreError:
-                    missing.append(str(rank))
+        before = self._beats()
+        time.sleep(LAST_WORDS)
+        beats = zip(before, self._beats(), strict=False)
+        missing = [str(rank) for rank, (old, new) in enumerate(beats) if old == new]
         return f"rank {', '.join(missing)} has ended at {self.where}" if missing else None
+
+    def _beats(self) -> list[int]:
+        """How often the heart of each rank has beaten; none if the machine of the store has ended."""
+        try:
+            return [self._store.add(f"beats of {rank}", 0) for rank in range(self.size)]
+        except RuntimeError:
+            return []
+
+    def beat(self, stopped: threading.Event) -> None:
+        """Tells the other ranks every second that this rank lives, until `stopped`."""
+        with contextlib.suppress(RuntimeError):  # the machine of the store has ended
+            while not stopped.wait(1.0):
+                self._store.add(f"beats of {self.rank}", 1)
 
     def speaks(self) -> bool:
         """Whether this rank tells its error: the first that asks, which is rank 0 if it asks soon."""
-        with contextlib.suppress(Exception):
-            self._store.set(f"lives {self.rank}", b"")
-            if not self.first:
-                with contextlib.suppress(dist.DistStoreError):
-                    self._store.wait(["told"], LAST_WORDS)
+        with contextlib.suppress(RuntimeError):
+            patience = 0.0 if self.first else LAST_WORDS
+            until = time.monotonic() + patience
+            while time.monotonic() < until and not self._store.check(["told"]):
+                time.sleep(0.1)
             return bool(self._store.compare_set("told", "", str(self.rank)) == str(self.rank).encode())
         return True
 
@@ -195,9 +206,10 @@ def joined() -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     ranks, logger = Ranks(rank, size, local_rank, store), logging.getLogger("drot")
-    level = logger.level
+    level, stopped = logger.level, threading.Event()
     if rank:
         logger.setLevel(logging.ERROR)
+    threading.Thread(target=ranks.beat, args=(stopped,), daemon=True).start()
     try:
         yield ranks
     except Exception as error:
@@ -209,4 +221,5 @@ def joined() -> Iterator[Ranks]:
     else:
         dist.destroy_process_group()
     finally:
+        stopped.set()
         logger.setLevel(level)
