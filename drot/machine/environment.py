@@ -13,6 +13,7 @@ import torch
 from torch.backends import cusparselt
 
 from drot import _C
+from drot.core import torchrun
 from drot.core.version import __version__
 from drot.machine.devices import is_gpu
 from drot.machine.extension import BUILD_INFO
@@ -47,6 +48,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
     processor, cpu_capability: the CPU's architecture and the vector instructions that torch uses.
     threads: torch's threads for one operation.
+    ranks: the processes that share a run (torchrun).
     gpu: name of the GPU; None on a CPU.
     math_libraries: the lines of torch's build that name MKL and oneDNN; [] without them.
     torch_build: SHA-256 of the description of torch's build, `torch.__config__.show()`.
@@ -57,6 +59,7 @@ def machine(device: torch.device) -> dict[str, Any]:
         "processor": platform.machine(),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
+        "ranks": torchrun.world_size(),
         "gpu": device_name(device) if is_gpu(device) else None,
         "math_libraries": [line.strip(" -") for line in build.splitlines() if "Intel(R)" in line],
         "torch_build": hashlib.sha256(build.encode()).hexdigest(),

@@ -247,7 +247,7 @@ def _check_rotations(file: Path, identity: dict[str, Any] | None) -> None:
 
 def _open_state(context: RunContext, out: Path, identity: dict[str, Any]) -> RunState:
     """The state of the run. Raises UserError if it is of another run, or if the disk is too small."""
-    here = {"versions": versions(), **machine(context.device), "ranks": context.ranks.size}
+    here = {"versions": versions(), **machine(context.device)}
     state = RunState(out, identity, here)
     sizes = sizes_of(context.model, *context.tokens.shape)
     checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)

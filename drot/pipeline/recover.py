@@ -190,8 +190,9 @@ class _Batches:
         self.steps = math.ceil(max(self._of_ranks) / self._part)
         self._generator = torch.Generator().manual_seed(seed)
 
-    def held_out(self) -> tuple[Tensor, ...]:
-        return torch.arange(self._trained, self._count).split(self._batch)
+    def held_out(self) -> list[Tensor]:
+        parts = torch.arange(self._trained, self._count).split(self._batch)
+        return [part for part in parts if len(part)]  # the last rank may hold none out
 
     def epoch(self) -> Iterator[tuple[Tensor, int, int]]:
         """Yields for each batch this rank's part, how many sequences of it count, and those of all ranks.

@@ -8,7 +8,7 @@ from torch._subclasses import FakeTensorMode, fake_tensor
 
 from drot.core.errors import UserError
 from drot.machine import devices
-from drot.machine.devices import kernel_problem, pick_device, pick_devices
+from drot.machine.devices import kernel_problem, pick_device
 from drot.sparse.linear import SparseLinear
 
 DEFAULT = "8.0 9.0 10.0 12.0+PTX"
@@ -69,7 +69,6 @@ def test_a_device_is_named_as_tensors_name_theirs(monkeypatch):
     gpu(monkeypatch, (9, 0), DEFAULT, count=2, current=1)
     second = torch.device("cuda:1")
     assert [pick_device(name) for name in ("auto", "cuda", torch.device("cuda"))] == [second] * 3
-    assert pick_devices("cuda:0, cuda") == [torch.device("cuda:0"), second]
     assert [pick_device(name) for name in ("cpu", "cpu:0")] == [torch.empty(0).device] * 2
 
 

@@ -10,7 +10,7 @@ def test_phases_that_overlap_keep_their_peaks(monkeypatch):
     peak = {"now": 10}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: peak["now"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: peak.update(now=1))
-    memory = PeakMemory([torch.device("cuda:0")])
+    memory = PeakMemory(torch.device("cuda:0"))
     peak["now"] = 50  # before the first phase
     memory.begin("rotate")
     peak["now"] = 30

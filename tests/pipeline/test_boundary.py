@@ -112,7 +112,7 @@ def test_each_down_is_trained_with_the_layer_whose_rotation_it_takes(objective):
     weights = [layer.mlp.down_proj.weight for layer in model.model.layers]
     expected = {0: [], 1: [weights[0]], 2: [weights[1], weights[2]]}
     context = RunContext(
-        model, resolve(CHOSEN.replace(objective=objective), down_width=48), TOKENS, [CPU], silent
+        model, resolve(CHOSEN.replace(objective=objective), down_width=48), TOKENS, CPU, silent
     )
     for done in ((), (0,), (1,), (0, 1), (0, 2)):
         found = {index: part.left_rotated for index, part, _ in training._objectives(context, done)}

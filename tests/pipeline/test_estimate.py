@@ -58,7 +58,7 @@ def counted(function) -> float:
 
 def context(recipe: Recipe, family="llama") -> RunContext:
     resolved = resolve(recipe, down_width=SIZES["intermediate_size"])
-    return RunContext(small_model(family, **SIZES), resolved, TOKENS, [torch.device("cpu")], silent)
+    return RunContext(small_model(family, **SIZES), resolved, TOKENS, torch.device("cpu"), silent)
 
 
 def small_sizes() -> estimate.Sizes:

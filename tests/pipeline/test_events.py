@@ -10,10 +10,12 @@ from small_models import small_model
 from drot.checkpoint.resume import RunState
 from drot.config import resolve
 from drot.core.events import ProgressEvent, silent
+from drot.machine.ranks import ALONE
 from drot.pipeline import events
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced, Announced, ProgressReports, StepBegan, StepEnded, Stopwatch
 from drot.pipeline.run import PruningRun
+from drot.pipeline.shared_state import SharedState
 
 CPU = torch.device("cpu")
 
@@ -23,7 +25,7 @@ def began(step, layer=None):
 
 
 def ended(step, layer=None):
-    return StepEnded(step=step, layer=layer, device=CPU)
+    return StepEnded(step=step, layer=layer)
 
 
 # ---- the clock ---------------------------------------------------------------------------------------
@@ -43,7 +45,7 @@ def at(monkeypatch):
 
 
 def test_the_seconds_of_a_step_add_up(at):
-    clock = Stopwatch()
+    clock = Stopwatch(CPU)
     for start, stop in ((1, 3), (10, 10.5)):
         at(clock, start, began("prune", 0))
         at(clock, start + 0.1, Advanced(step="prune", done=1, total=2, loss=0.0))
@@ -52,19 +54,8 @@ def test_the_seconds_of_a_step_add_up(at):
     assert sum(clock.seconds.values()) == 2.5 and list(clock.seconds) == list(events.STEPS)
 
 
-def test_several_threads_in_one_step_count_once(at):
-    """From the beginning of the first to the end of the last; then the step is over."""
-    clock = Stopwatch()
-    for moment, event in (
-        (0, began("rotate", 0)), (1, began("rotate", 1)), (4, ended("rotate", 1)), (6, ended("rotate", 0)),
-        (8, began("rotate", 2)), (9, ended("rotate", 2)),
-    ):  # fmt: skip
-        at(clock, moment, event)
-    assert clock.seconds["rotate"] == 7
-
-
 def test_a_step_inside_of_another_counts_for_both(at):
-    clock = Stopwatch()
+    clock = Stopwatch(CPU)
     for moment, event in (
         (0, began("calibrate")),
         (1, began("save")),
@@ -103,7 +94,7 @@ def test_announced_steps_and_advances_are_reported():
 
 def listened(chosen):
     """The context of a run, and the list of what a listener hears of it."""
-    context = RunContext(small_model("llama"), resolve(chosen, down_width=48), TOKENS, [CPU], silent)
+    context = RunContext(small_model("llama"), resolve(chosen, down_width=48), TOKENS, CPU, silent)
     heard = []
     context.listeners.append(heard.append)
     return context, heard
@@ -112,7 +103,7 @@ def listened(chosen):
 def events_of(chosen, out):
     """What a listener hears of a run whose finished layers are saved."""
     context, heard = listened(chosen)
-    PruningRun(context).execute(RunState(out, {}))
+    PruningRun(context).execute(SharedState(ALONE, lambda: RunState(out, {})))
     return heard
 
 

@@ -206,7 +206,7 @@ def test_a_kept_down_proj_is_trained_with_no_layer():
     """With rotations on the residual, a down_proj belongs to the next layer: it takes its pattern along."""
     own = dict(keep=("layers.0.mlp.down_proj",), sparsity_of={"layers.1.mlp.down_proj": "4:8"})
     chosen = recipe(**RESIDUAL, **own)
-    context = RunContext(small_model("llama"), resolve(chosen), TOKENS, [torch.device("cpu")], silent)
+    context = RunContext(small_model("llama"), resolve(chosen), TOKENS, torch.device("cpu"), silent)
     found = [[str(down.sparsity) for down in part.left_rotated] for _, part, _ in _objectives(context)]
     assert found == [[], [], ["4:8", "2:4"]]
 

@@ -87,35 +87,27 @@ def test_a_run_survives_a_crash(hessians, tmp_path):
     assert not list(tmp_path.glob("*.partial"))
 
 
-def test_layers_trained_in_parallel_are_the_same(tmp_path):
-    """Three devices, a crash in the second layer and a resumed run give the result of one device."""
-    chosen = recipe(hessians="dense", steps=8)
-    serial = prune(chosen=chosen)
-
-    def prune_in_parallel(progress, resume=False):
-        options = dict(device="cpu,cpu,cpu", out=tmp_path / "out", resume=resume)
-        return prune(chosen=chosen, progress=progress, **options)
+def test_rotations_that_were_trained_before_a_crash_are_kept(tmp_path):
+    """With Hessians of the dense model, all rotations are trained before anything is pruned."""
+    chosen, out = recipe(hessians="dense", steps=8), tmp_path / "out"
+    whole = prune(chosen=chosen)
 
     def crash(event):
         if event.phase == "rotate" and event.layer == 1:
             raise RuntimeError("crash")
 
     with pytest.raises(RuntimeError, match="crash"):
-        prune_in_parallel(crash)
+        prune(chosen=chosen, progress=crash, out=out)
     assert (tmp_path / "out.partial" / "rotation_00000.safetensors").exists()
     trained = []
-    result = prune_in_parallel(lambda e: e.phase == "rotate" and trained.append(e.layer), resume=True)
+    result = prune(
+        chosen=chosen,
+        progress=lambda e: e.phase == "rotate" and trained.append(e.layer),
+        out=out,
+        resume=True,
+    )
     assert 0 not in trained and 1 in trained
-    assert_same_weights(result.model, serial.model)
-    keys = ("loss_curve", "entropy_after", "damping", "best_step")
-    for expected, layer in zip(serial.manifest.layers, result.manifest.layers, strict=True):
-        assert all(getattr(expected.rotation, key) == getattr(layer.rotation, key) for key in keys)
-
-
-@pytest.mark.parametrize("rotation", [dict(mode="layer"), dict(mode="shared"), dict(mode="none")])
-def test_several_devices_need_independent_layers(rotation):
-    with pytest.raises(UserError, match="several devices"):
-        prune(chosen=recipe(**rotation), device="cpu,cpu")
+    assert_same_weights(result.model, whole.model)
 
 
 @pytest.mark.slow

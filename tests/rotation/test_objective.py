@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from drot.config import Sparsity
+from drot.machine.ranks import Ranks
 from drot.model.families import LLAMA
 from drot.model.sizes import HeadShape
-from drot.rotation.importance import layer_metrics
+from drot.rotation.importance import diagonal_blocks, layer_metrics
 from drot.rotation.objective import LayerObjective
 
 D, FF, SHAPE = 24, 40, HeadShape(heads=6, kv_heads=2, head_dim=8)
@@ -387,3 +388,34 @@ def test_an_objective_without_pruned_linears():
     loss, g1, g2 = problem.offload(torch.bfloat16).to(torch.device("cpu")).value_and_grad(r1[None], r2)
     assert (float(loss), float(g1.abs().max()), float(g2.abs().max())) == (0, 0, 0)
     assert problem.entropy(None) == 0
+
+
+@pytest.mark.parametrize("size", [2, 3, 6])
+@pytest.mark.parametrize(
+    ("objective", "sparsity", "down_block", "blocks"),
+    [
+        ("pruned", "2:4", 8, 1),
+        ("entropy", "2:4", 8, 1),
+        ("pruned", "0.5", None, 1),
+        ("entropy", "2:4", None, 2),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_the_parts_of_the_ranks_add_up(objective, sparsity, down_block, blocks, dtype, size):
+    """Loss, gradients and entropy are sums over the ranks. In bf16 the metrics are factors."""
+    layer = make_layer()
+    options = dict(product_dtype=dtype, down_block=down_block, blocks=blocks)
+    whole = build(*layer, "sparsegpt", objective, sparsity, False, **options)
+    r1, r2 = random_rotations()
+    matrices = [diagonal_blocks(r1, blocks) if blocks == 1 else whole.identity()[0], r2]
+    matrices += [random_r3(FF // down_block, down_block)] if down_block else []
+    matrices = [matrix.to(whole.loss_dtype).contiguous() for matrix in matrices]
+    loss, *gradients = whole.value_and_grad(*matrices)
+    parts = [whole.share(Ranks(rank, size)) for rank in range(size)]
+    sums = [sum(found) for found in zip(*(part.value_and_grad(*matrices) for part in parts), strict=True)]
+    tolerance = 1e-10 if dtype == torch.float64 else 1e-3
+    for found, expected in zip(sums, (loss, *gradients), strict=True):
+        assert torch.dist(found, expected) <= tolerance * expected.norm()
+    entropy = sum(part.entropy_at(*matrices) for part in parts)
+    assert entropy == pytest.approx(whole.entropy_at(*matrices), rel=tolerance)
+    assert sum(float(part.value(*matrices)) > 0 for part in parts) == size  # every rank has a part

@@ -1,0 +1,65 @@
+"""How the work is divided, in one process: the parts of all ranks are the whole."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drot.machine.ranks import ALONE, Ranks
+from drot.pipeline.recover import _Batches
+from drot.rotation.objective import work_of_ranks
+
+
+@given(
+    whole=st.lists(st.integers(1, 100), max_size=5),
+    divisible=st.integers(0, 400),
+    ranks=st.integers(1, 9),
+)
+def test_work_is_given_out_once_and_evenly(whole, divisible, ranks):
+    owners, stops = work_of_ranks(dict(enumerate(whole)), divisible, ranks)
+    assert len(stops) == ranks + 1 and stops[0] == 0 and stops[-1] == 1 and stops == sorted(stops)
+    loads = [divisible * (stop - start) for start, stop in itertools.pairwise(stops)]
+    for piece, owner in owners.items():
+        loads[owner] += whole[piece]
+    assert sum(loads) == pytest.approx(sum(whole) + divisible)
+    # no rank is above the mean unless a single piece, or pieces that were given out before, are
+    mean = sum(loads) / ranks
+    assert max(loads) <= max(mean, max(whole, default=0) + sum(whole) / ranks) + 1e-9
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_each_sequence_is_trained_once_in_an_epoch_or_held_out(monkeypatch, size, batch):
+    total = 11
+    monkeypatch.setattr(Ranks, "total", lambda self, value: total)
+    trained, held_out, sizes = [], [], []
+    for rank in range(size):
+        ranks = Ranks(rank, size)
+        own = list(ranks.sequences(total))
+        batches = _Batches(len(own), batch, ranks, seed=3)
+        epoch = list(batches.epoch())
+        assert len(epoch) == batches.steps
+        trained += [own[i] for part, count, _ in epoch for i in part[:count].tolist()]
+        held_out += [own[i] for part in batches.held_out() for i in part.tolist()]
+        sizes.append([(count, size) for _, count, size in epoch])
+    assert sorted(trained) + held_out == list(range(total))
+    for of_ranks in zip(*sizes, strict=True):  # what every rank takes for the size of a batch is its size
+        assert {size for _, size in of_ranks} == {sum(count for count, _ in of_ranks)}
+    assert batches.trained_count + batches.held_out_count == total
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_the_shares_of_rows_are_all_rows(count, size):
+    shares = [Ranks(rank, size).share(count) for rank in range(size)]
+    assert [row for share in shares for row in range(count)[share]] == list(range(count))
+    assert max(s.stop - s.start for s in shares) <= math.ceil(count / size)
+
+
+def test_a_process_alone_sends_nothing():
+    rows = torch.ones(2, 3)
+    ALONE.add_(rows)
+    assert ALONE.gather_rows(rows) is rows and ALONE.total(2) == 2 and ALONE.each("a") == ["a"]
+    assert ALONE.on_first(lambda: 5) == 5 and ALONE.same([rows]) and ALONE.who_ended() is None

@@ -1,0 +1,167 @@
+"""Several ranks, as processes that torchrun would start: what they send, and a run of `drot.prune`."""
+
+import os
+
+import pytest
+import torch
+from runs import TOKENS, assert_patterns, interrupted, prune, recipe, saved_bytes, saved_tensors
+from small_models import small_model
+from together import on_ranks
+
+import drot.machine.ranks
+from drot.core.errors import ToldElsewhere, UserError
+from drot.machine.ranks import RankEnded, joined
+
+# ---- what is sent ------------------------------------------------------------------------------------
+
+
+def sums_and_rows(total):
+    with joined() as ranks:
+        each = torch.arange(total * 2, dtype=torch.float32).view(total, 2).T[:, ranks.share(total)].T
+        ones = torch.ones(2, 3).T * (ranks.rank + 1)  # not contiguous
+        ranks.add_(ones)
+        rows = {
+            dtype: ranks.gather_rows(each.to(dtype)) for dtype in (torch.float32, torch.bfloat16, torch.bool)
+        }
+        return ones, rows, ranks.total(0.25), ranks.each(ranks.rank), ranks.on_rank(1, lambda: ranks.rank)
+
+
+@pytest.mark.parametrize("total", [2, 5])
+def test_sums_and_rows_are_those_of_all_ranks(total):
+    expected = torch.arange(total * 2, dtype=torch.float32).view(total, 2)
+    for ones, rows, quarter, each, first in on_ranks(3, sums_and_rows, total):
+        assert torch.equal(ones, torch.full((3, 2), 6.0))
+        assert all(torch.equal(found, expected.to(dtype)) for dtype, found in rows.items())
+        assert (quarter, each, first) == (0.75, [0, 1, 2], 1)
+
+
+def differing_bits():
+    with joined() as ranks:
+        equal, other = torch.ones(4, dtype=torch.bfloat16), torch.ones(4, dtype=torch.float64)
+        other[2] += ranks.rank * 2.0**-52
+        return ranks.same([equal]), ranks.same([equal, other])
+
+
+def test_a_bit_that_differs_is_found():
+    assert on_ranks(2, differing_bits) == [(True, False)] * 2
+
+
+def failing_on(rank):
+    def fail():
+        raise UserError("this rank alone")
+
+    with joined() as ranks:
+        if ranks.rank == rank:
+            fail()
+        ranks.total(1.0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_error_is_told_by_the_rank_that_has_it(rank, monkeypatch):
+    monkeypatch.setattr(drot.machine.ranks, "LAST_WORDS", 1.5)
+    found = on_ranks(2, failing_on, rank)
+    assert isinstance(found[rank], UserError) and "this rank alone" in str(found[rank])
+    assert isinstance(found[1 - rank], ToldElsewhere | RankEnded)
+
+
+# ---- a run -------------------------------------------------------------------------------------------
+
+
+def run(chosen, folder=None, **options):
+    out = None if folder is None else folder / "out"
+    result = prune(chosen=chosen, out=out, **options)
+    figures = [layer.linears for layer in result.manifest.layers]
+    return result.model.state_dict() if folder is None else None, figures
+
+
+def errors(figures):
+    return torch.tensor([linear.output_error for layer in figures for linear in layer.values()])
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(method="magnitude", sparsity="0.5", solve="none"),
+        dict(method="wanda", solve="none"),
+        dict(sparsity="0.5", solve="none"),
+        dict(solve="admm", target="dense"),
+    ],
+    ids=["magnitude", "wanda", "sparsegpt by a ratio", "admm"],
+)
+def test_ranks_prune_as_one_does(fields):
+    """Up to the order of the sums of a Hessian, which can move a mask where scores are nearly equal."""
+    chosen = recipe("none", **{"target": "self"} | fields)
+    alone, figures = run(chosen)
+    others = on_ranks(3, run, chosen)
+    first, found = others[0]
+    for state, of_rank in others[1:]:
+        assert all(torch.equal(first[name], tensor) for name, tensor in state.items())
+        assert torch.equal(errors(of_rank), errors(found))
+    assert torch.allclose(errors(found)[:4], errors(figures)[:4], rtol=1e-3)  # of the first attention
+    assert torch.allclose(errors(found), errors(figures), rtol=0.15)
+    name = "model.layers.0.self_attn.q_proj.weight"  # before differences of the layers add up
+    assert ((first[name] == 0) == (alone[name] == 0)).float().mean() > 0.99
+    if fields["method" if "method" in fields else "solve"] == "magnitude":
+        assert all(torch.equal(alone[name], tensor) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize(
+    "fields", [dict(quality="best"), dict(mode="shared"), dict(hessians="dense", layers_per_step=0)]
+)
+def test_ranks_rotate_recover_and_write_one_checkpoint(fields, tmp_path):
+    chosen = recipe(**{"recover_epochs": 1, "recover_batch": 4} | fields)
+    (tmp_path / "ranks").mkdir()
+    found = on_ranks(2, run, chosen, tmp_path / "ranks")
+    assert not isinstance(found[0], BaseException), found[0]
+    assert not isinstance(found[1], BaseException), found[1]
+    result = prune(chosen=chosen, out=tmp_path / "alone")
+    alone = [layer.linears for layer in result.manifest.layers]
+    assert torch.equal(errors(found[0][1]), errors(found[1][1]))
+    assert torch.allclose(errors(found[0][1]).log(), errors(alone).log(), atol=0.3)
+    loaded = drot.load(tmp_path / "ranks" / "out", device="cpu")
+    assert_patterns(loaded, chosen.pruning)
+    assert saved_tensors(tmp_path / "ranks" / "out").keys() == saved_tensors(tmp_path / "alone").keys()
+
+
+def cut_off(chosen, folder):
+    return interrupted(None, chosen, at=("prune", 1), out=folder / "out")
+
+
+def test_another_number_of_ranks_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(drot.machine.ranks, "LAST_WORDS", 1.5)
+    chosen = recipe("layer", solve="none", target="self")
+    found = on_ranks(2, cut_off, chosen, tmp_path)  # rank 0 is interrupted, and the other ends with it
+    assert found[0] is None and isinstance(found[1], BaseException)
+    before = (tmp_path / "out.partial" / "layer_00000.safetensors").read_bytes()
+    _, figures = run(chosen, tmp_path, resume=True)
+    assert len(figures) == 3
+    assert before in saved_bytes(tmp_path / "out")
+
+
+def with_other(what, folder):
+    other = os.environ["RANK"] == "1"
+    if what == "recipe":
+        return run(recipe("none", seed=1) if other else recipe("none"), folder)
+    model = small_model("llama")
+    if what == "weights" and other:
+        model.model.layers[1].mlp.down_proj.weight.data[3, 5] += 1
+    return prune(model, recipe("none"), out=folder / "out").manifest.sparsity
+
+
+@pytest.mark.parametrize("what", ["recipe", "weights"])
+def test_a_rank_that_does_another_run_is_refused(what, tmp_path):
+    (tmp_path / what).mkdir()
+    first, second = on_ranks(2, with_other, what, tmp_path / what)
+    assert isinstance(first, UserError) and isinstance(second, ToldElsewhere)
+    assert "in rank 1" in str(first) and ("seed" in str(first) or "weights" in str(first))
+    assert not list((tmp_path / what).glob("*"))
+
+
+def test_too_many_ranks_are_refused():
+    chosen = recipe("none", nsamples=2)
+    for found in on_ranks(3, prune_two, chosen):
+        assert isinstance(found, UserError)
+
+
+def prune_two(chosen):
+    return prune(chosen=chosen, calibration=TOKENS[:2]).manifest.sparsity
