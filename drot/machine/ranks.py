@@ -120,10 +120,9 @@ class Ranks:
                 message[1] = error
         with self._alive():
             dist.broadcast_object_list(message, src=rank, device=torch.device("cpu"))
-        result, error = message
-        if error is not None:
-            raise error
-        found: Value = result
+        found: Value = message[0]
+        if message[1] is not None:
+            raise message[1]
         return found
 
     def on_first(self, function: Callable[[], Value]) -> Value:

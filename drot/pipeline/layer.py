@@ -152,8 +152,8 @@ def _prune_group(
             outcomes = solve_weights(outcomes, targets, hessian, configs, recipe.pruning.solve, ranks)
     figures = {}
     for linear, outcome, of_linear in zip(linears, outcomes, one_shot, strict=True):
-        own = rounded(f"{linear.full_name}.weight", outcome.weight, save_dtype)
-        linear.weight.copy_(ranks.gather_rows(own))
+        rows = rounded(f"{linear.full_name}.weight", outcome.weight, save_dtype)
+        linear.weight.copy_(ranks.gather_rows(rows))
         figures[linear.name] = {
             "sparsity": float((linear.weight == 0).float().mean()),
             "output_error": outcome.output_error,

@@ -126,7 +126,7 @@ def train_layers(
 
     def train_each(batch: Mapping[int, tuple[LayerObjective | None, dict[str, float]]]) -> None:
         """Trains one layer on each rank at the same time, and keeps the results of all."""
-        own = None
+        own: tuple[dict[str, Tensor], dict[str, Any]] = {}, {}
         for index, (objective, damping) in batch.items():
             if objective is not None:
                 (rotation,), record = train(run, [objective], index, ALONE)

@@ -89,5 +89,5 @@ def prune_sparsegpt(
     lost -= factor.damping * factor.unit * change.square_().sum(1, dtype=torch.float64)
     if total is None:
         total = energy(weight, hessian.to(hinv.dtype), ranks)
-    error = relative_error(ranks.total(float(lost.sum())), total)
-    return PruneOutcome(result, removed, factor.damping, error, total)
+    relative = relative_error(ranks.total(float(lost.sum())), total)
+    return PruneOutcome(result, removed, factor.damping, relative, total)

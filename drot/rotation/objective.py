@@ -357,7 +357,7 @@ class LayerObjective:
     def _add_down(self, r3: Tensor, r3_cast: Tensor, r1_cast: Tensor, sums: Sums) -> None:
         """The linears of `left_rotated`, each with its blocks of R3."""
         count = len(self.left_rotated)
-        gradients = []
+        gradients: list[Tensor | None] = []
         parts = zip(self.left_rotated, r3.chunk(count), r3_cast.chunk(count), strict=True)
         for place, (linear, blocks, cast) in enumerate(parts):
             if place in self._left_to_others:

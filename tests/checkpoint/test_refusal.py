@@ -336,7 +336,8 @@ def test_dequantize_makes_a_packed_model_stock(folders, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["packed", "rotated packed", "rotated down packed"])
-def test_training_of_a_packed_model_names_dequantize(kind, folders, tmp_path):
+def test_training_of_a_packed_model_names_dequantize(kind, folders, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # Trainer makes a folder there
     model = AutoModelForCausalLM.from_pretrained(folders[kind][0])
     fuse(model)  # as drot.load does
     message = r"packed weights cannot be trained: call dequantize\(\) of the model first"

@@ -1,0 +1,118 @@
+"""Kills a random rank of `drot prune` at a random point, and resumes the run with another number of ranks.
+
+`python tests/ranks/kills.py --kills 20`. The other ranks must end within a minute, say which rank has ended,
+and leave nothing that a resumed run cannot use.
+"""
+
+import argparse
+import os
+import random
+import signal
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import drot
+from drot.cli import app as cli
+from drot.manifest.manifest import MANIFEST
+from drot.sweep.demo import HELD_OUT
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from runs import assert_patterns
+from small_checkpoints import save_small
+
+OPTIONS = ["--nsamples", "9", "--seqlen", "64", "--device", "cpu", "--calibration", str(HELD_OUT)]
+OPTIONS += ["--steps", "20", "--quality", "best", "--recover-epochs", "2", "--recover-batch", "3"]
+#: seconds within which the other ranks must end
+LONGEST_END = 60
+
+
+def start(arguments: list[str], size: int, log: Path) -> tuple[list[int], dist.TCPStore]:
+    """Starts `drot` on forked processes, as torchrun would; their pids, and the store that they share."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    pids = []
+    for rank in range(size):
+        if pid := os.fork():
+            pids.append(pid)
+            continue
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        try:
+            os._exit(cli.run(arguments))
+        finally:
+            os._exit(70)
+    return pids, dist.TCPStore("127.0.0.1", port, is_master=True)
+
+
+def statuses(pids: list[int], seconds: float) -> list[int]:
+    """The exit statuses of processes, which must end within `seconds`."""
+    found, end = {}, time.monotonic() + seconds
+    while len(found) < len(pids):
+        assert time.monotonic() < end, f"{len(pids) - len(found)} ranks have not ended after {seconds} s"
+        for pid in set(pids) - found.keys():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                found[pid] = os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    return [found[pid] for pid in pids]
+
+
+def kill_and_resume(model: Path, folder: Path, kills: int, draw: random.Random) -> int:
+    """Kills ranks; returns the number of runs that ended. Raises AssertionError if a promise is broken."""
+    killed = ended = 0
+    longest = 4.0  # seconds before a rank is killed: those of the last whole run
+    while killed < kills:
+        out, log, tries = folder / f"out{ended}", folder / f"{ended}.log", 0
+        arguments = ["prune", str(model), "--out", str(out), *OPTIONS]
+        while True:
+            size = draw.choice([2, 3])
+            more = ["--resume"] if tries else []
+            began = time.monotonic()
+            pids, store = start([*arguments, *more], size, log)
+            if killed < kills and tries < 4:
+                time.sleep(draw.uniform(0, longest))
+                victim = draw.randrange(size)
+                os.kill(pids[victim], signal.SIGKILL)  # of a process that has ended, nothing happens
+            found = statuses(pids, LONGEST_END if tries < 4 else 600)
+            del store
+            if (out / MANIFEST).exists():
+                longest = longest if tries else time.monotonic() - began
+                break
+            assert found[victim] == -signal.SIGKILL, (found, log.read_text()[-2000:])
+            assert f"rank {victim} has ended at" in log.read_text(), log.read_text()[-2000:]
+            assert 0 not in found, "a rank went on without another"
+            log.write_text("")
+            killed, tries = killed + 1, tries + 1
+        assert_patterns(drot.load(out, device="cpu"), drot.Recipe().pruning)
+        left = sorted(path.name for path in folder.glob(f"{out.name}.*") if path.suffix != ".log")
+        assert left in ([], [f"{out.name}.partial"]), f"{left} were left behind"
+        ended += 1
+    return ended
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)  # a forked process has only the thread that forked
+    with tempfile.TemporaryDirectory(prefix="drot-kills-") as temporary:
+        folder = Path(temporary)
+        model = save_small(folder / "model", head_dim=16, num_hidden_layers=4)
+        ended = kill_and_resume(model, folder, chosen.kills, random.Random(chosen.seed))
+    print(f"{chosen.kills} ranks were killed, and {ended} runs went on to their end")
+
+
+if __name__ == "__main__":
+    main()
