@@ -61,6 +61,7 @@ def run(arguments: list[str]) -> int:
     with contextlib.closing(LOG):
         try:
             with safe_log_messages():
+                _check_ranks(arguments[0])
                 status = app(arguments, prog_name="drot", standalone_mode=False, obj=arguments) or 0
         except Interrupted as stop:
             tell(f"drot: interrupted: {visible(str(stop))}")
@@ -81,6 +82,12 @@ def run(arguments: list[str]) -> int:
         if status == INTERRUPTED:
             tell("drot: interrupted")
         return status
+
+
+def _check_ranks(command: str) -> None:
+    """Raises UserError for several ranks of a command that does not share its work."""
+    if torchrun.world_size() > 1 and command != "prune":
+        raise UserError(f"`drot prune` alone runs on several ranks: start `drot {command}` without torchrun")
 
 
 def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str]:
