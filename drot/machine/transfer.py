@@ -11,9 +11,12 @@ from drot.machine.devices import is_gpu
 
 
 class Movable(Protocol):
-    """What `on_device` moves: an nn.Module, or a handle to one."""
+    """What `on_device` moves, such as the handle to a decoder layer."""
 
     def to(self, device: torch.device) -> Any: ...
+
+    def tensors(self) -> Iterable[Tensor]:
+        """All that is moved."""
 
 
 Layer = TypeVar("Layer", bound=Movable)
@@ -52,6 +55,12 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
         coming = [thread.submit(move, layer, device) for layer in layers[:1]]
         for index, layer in enumerate(layers):
             coming.pop().result()
+            if copies is not None:
+                # a tensor that the caller replaces leaves its memory to the next layer, which is on its way,
+                # but not before the caller's stream has read it
+                worker = torch.get_device_module(device).current_stream(device)
+                for tensor in layer.tensors():
+                    tensor.record_stream(worker)
             coming = [thread.submit(move, following, device) for following in layers[index + 1 : index + 2]]
             yield layer
             if copies is not None:  # the move frees memory that the caller's stream may still read

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from drot.calibration.stream import CalibrationStream
 from drot.config import RecoveryConfig
 from drot.core.errors import UserError
+from drot.machine.devices import is_gpu
 from drot.model.layer import DecoderLayer
 
 #: share of the calibration sequences that the training does not see, at least one sequence
@@ -186,7 +187,8 @@ class _Training:
                 for parameter in self._parameters:
                     dtype = torch.promote_types(parameter.dtype, torch.float32)
                     master = parameter.detach().to(dtype, copy=True)
-                    adam = torch.optim.Adam([master], betas=BETAS)
+                    # one kernel on a GPU; on a CPU its bytes would be others
+                    adam = torch.optim.Adam([master], betas=BETAS, fused=is_gpu(master.device) or None)
                     parameter.requires_grad_(True)
                     hook = functools.partial(self._update, master, adam, self._scale(parameter))
                     hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
