@@ -1,5 +1,6 @@
 """Copies between main memory and a GPU while the GPU computes: of layers, and of batches of hidden states."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -40,7 +41,7 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
             yield layer
             layer.to(home)
         return
-    copies = _copy_stream(device)
+    copies = _copy_stream(device, "layers")
 
     def move(layer: Movable, target: torch.device) -> None:
         if copies is None:
@@ -78,7 +79,7 @@ def ahead(sources: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     From main memory to a GPU, the next tensor is on its way while the caller works with a tensor. The copies
     overlap with the work if the tensors are pinned (`empty_on_host`).
     """
-    copies, gpu = _copy_stream(device), torch.get_device_module(device)
+    copies, gpu = _copy_stream(device, "batches"), torch.get_device_module(device)
     if copies is None:
         yield from (source.to(device) for source in sources)
         return
@@ -114,7 +115,7 @@ class CopiesHome:
     MOST = 2
 
     def __init__(self, device: torch.device) -> None:
-        self._copies, self._device = _copy_stream(device), device
+        self._copies, self._device = _copy_stream(device, "results"), device
         self._gpu = torch.get_device_module(device)
         self._under_way: list[torch.Event] = []
 
@@ -144,6 +145,12 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_gpu(device))
 
 
-def _copy_stream(device: torch.device) -> torch.Stream | None:
-    """A stream of its own for copies to a GPU; None for another device."""
+@functools.cache
+def _copy_stream(device: torch.device, what: str) -> torch.Stream | None:
+    """The stream for copies to or from a GPU, the same at each call; None for another device.
+
+    torch keeps freed memory for the stream on which it was allocated: with ever new streams it would pile up.
+
+    what: is copied; a batch does not wait until a whole layer is copied.
+    """
     return torch.get_device_module(device).Stream(device) if is_gpu(device) else None
