@@ -5,11 +5,12 @@
 
 The run is the code of `drot prune` on the device `meta`, as on a GPU: a mode sees every op with its shapes.
 An op takes the longest of three times at RATES: its operations, the bytes that it reads and writes, and its
-launch. What goes to main memory and to the disk is added by formula (`layer_traffic`).
+launch. What goes between the memories and to the disk is added by formula (`copied_bytes`).
 
 A run of one layer and a run of two give what a layer costs and what lies beside the layers. ADMM takes
 USUAL_ADMM_ITERATIONS, no training stops early, and every epoch of the recovery is the best so far.
-tests/pipeline/test_minutes.py compares the operations with those of a run on a CPU.
+tests/pipeline/test_minutes.py compares the operations with those of a run on a CPU, and
+tests/second_device/test_traffic.py the copies with those of a run on a device that is not the CPU.
 """
 
 import argparse
@@ -229,15 +230,21 @@ def counted_run(model: PreTrainedModel, recipe: ResolvedRecipe, tokens: Tensor) 
     return costs
 
 
-def layer_traffic(size: int) -> tuple[float, float]:
-    """The seconds that a run waits for copies and files of a layer of `size` bytes, and those of a thread.
+def copied_bytes(size: int, hidden: int) -> float:
+    """The bytes that a run copies between the memories for a layer of `size` bytes, and waits for.
 
-    A run hashes the weights before it begins, and checks the rotated model: each reads the layer from its
-    file, and the check copies it to the GPU. A finished layer is copied to main memory. Meanwhile a thread
-    reads the next layer, and another writes the layer before, and hashes it.
+    They are those that a run on `meta` does not make: the check of the rotated model copies the layer to the
+    GPU, and a finished layer is copied to main memory with its R1 in fp64.
     """
-    waited = 2 * size / DISK + 2 * size / HOST
-    return waited, max(size / DISK + size / HOST, size / DISK + size / HASH)
+    return 2 * size + 8 * hidden**2
+
+
+def hidden_seconds(size: int) -> float:
+    """The seconds that threads need for a layer of `size` bytes while the run works.
+
+    One reads the next layer and copies it to the GPU, another writes the layer before and hashes it.
+    """
+    return size / DISK + max(size / HOST, size / HASH)
 
 
 def minutes_of(shape: str, quality: str, nsamples: int, seqlen: int) -> tuple[dict[str, float], Costs]:
@@ -266,9 +273,10 @@ def minutes_of(shape: str, quality: str, nsamples: int, seqlen: int) -> tuple[di
     beside -= sum(seconds.values())
     heads = config["num_attention_heads"] + config["num_key_value_heads"]
     weights = config["hidden_size"] * (2 * config["head_dim"] * heads + 3 * config["intermediate_size"])
-    waited, hidden = layer_traffic(2 * weights)
-    seconds["copies"] = waited + sum(costs.copied.values()) / HOST
-    seconds["copies"] += max(0.0, hidden - sum(seconds.values()))
+    copied = copied_bytes(2 * weights, config["hidden_size"]) + sum(costs.copied.values())
+    # from its files a layer is read for the hash of the weights, and for the check of the rotated model
+    seconds["copies"] = copied / HOST + 2 * 2 * weights / DISK
+    seconds["copies"] += max(0.0, hidden_seconds(2 * weights) - sum(seconds.values()))
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     # the ends are read twice and written, copied there and back, and hashed
     seconds["beside"] = START + beside + ends * (3 / DISK + 2 / HOST + 1 / HASH)

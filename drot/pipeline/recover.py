@@ -85,8 +85,9 @@ def recover_layer(
 
     The rotation, the biases and the removed weights do not change. The weights are those of the epoch with
     the smallest error on the held-out sequences; if no epoch lowers the error, the layer does not change.
-    Each weight is updated in fp32 as soon as its gradient is known, so a bf16 layer needs 15 bytes a weight:
-    2 for the weight, 4 for its fp32 value, 8 for the moments, 1 for the mask; and one gradient.
+    Each weight is updated in fp32 as soon as its gradient is known, so a bf16 layer needs 17 bytes a weight:
+    2 for the weight, 4 for its fp32 value, 8 for the moments, 1 for the mask, 2 for the best epoch; and one
+    gradient.
 
     Raises UserError if the loss is not finite, or if the memory of the device does not suffice.
 
@@ -133,7 +134,8 @@ def recover_layer(
                     )
                 on_epoch(epoch, config.recover_epochs, held_out_curve[-1])
                 if held_out_curve[-1] < held_out_curve[best_epoch]:
-                    best, best_epoch = training.state(), epoch
+                    training.keep(best)
+                    best_epoch = epoch
                 elif epoch - best_epoch >= PATIENCE:
                     break
     except torch.OutOfMemoryError as fault:
@@ -219,7 +221,14 @@ class _Training:
         return norm / math.sqrt(max(count, 1))
 
     def state(self) -> list[Tensor]:
-        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+        """A copy of the parameters, where they lie: copies to main memory would take as long as steps."""
+        return [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def keep(self, state: list[Tensor]) -> None:
+        """Copies the parameters to `state`."""
+        for parameter, value in zip(self._parameters, state, strict=True):
+            value.copy_(parameter)
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:
