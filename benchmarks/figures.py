@@ -184,6 +184,23 @@ def operations() -> str:
     return table(["part of a layer", "products of", "TFLOP", "share"], body, rows)
 
 
+def minutes() -> str:
+    """The minutes of a model on one H100, counted by minutes.py, beside those that are wanted."""
+    steps = ("check", "calibrate", "rotate", "merge", "prune", "recover", "copies")
+    rows = read("minutes", *steps, "save", "beside", "minutes", "wanted", "verdict")
+    body = [
+        [
+            f"{row['model']}, `{row['quality']}`",
+            *(row[step] for step in steps),
+            row["beside"],
+            row["minutes"],
+            f"{row['wanted']}: {row['verdict']}",
+        ]
+        for row in rows
+    ]
+    return table(["model, quality", *steps, "beside", "minutes", "wanted"], body, rows)
+
+
 def headline() -> str:
     """Each model and text of the rows `records`: what solver and rotation add, as medians of the seeds."""
     recipes = (PLAIN, SOLVER, DEFAULT)
@@ -281,6 +298,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "finetuning": finetuning,
     "tf32_update": tf32_update,
     "operations": operations,
+    "minutes": minutes,
     "entropy_loss": speeds("entropy_loss", "drot"),
     "pruned_importance": speeds("pruned_importance", "drot"),
     "batched_qr": speeds("batched_qr", "batched_qr", "cholesky_qr"),

@@ -2,7 +2,6 @@
 
     python benchmarks/pass_flops.py --csv               LLaMA-3-8B, 128 sequences of 2048 tokens
     python benchmarks/pass_flops.py --hidden 8192 --ff 28672 --heads 64 --quality balanced
-    python benchmarks/pass_flops.py --minutes           LLaMA-3-8B and 70B in all qualities, at RATES
 
 The inputs of down_proj are kept, as where they take at most an eighth of the GPU's memory. A product of
 [m, k] and [k, n] counts 2 · m · n · k, a factor and its triangular inverse n³.
@@ -11,36 +10,16 @@ tests/pipeline/test_pass_counts.py compares the formulas with the products of a 
 
 import argparse
 import datetime
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from drot.calibration.hessian import lower_panels
-from drot.config import QUALITIES, Recipe, resolve
+from drot.config import QUALITIES, Recipe
 from drot.config.rotation import TRAINING_TOKENS
-from drot.model.decoder import DecoderModel
-from drot.pipeline.estimate import USUAL_ADMM_ITERATIONS, rotate, sizes_of
+from drot.pipeline.estimate import USUAL_ADMM_ITERATIONS
 from drot.pipeline.importance import MAP_SIZE
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS_AFTER_ADMM
-from drot.speed.variants import shape_config
-
-#: What one H100 (SXM) is assumed to reach: operations a second by precision, against peaks of 989, 495, 67
-#: and 67 TFLOP/s; bytes a second of its memory (peak 3.35 TB/s), between its memory and pageable main memory,
-#: and to the disk. No run has measured them.
-RATES = {"bf16": 600e12, "tf32": 300e12, "fp32": 50e12, "fp64": 50e12}
-MEMORY, HOST, DISK = 2.5e12, 6e9, 2e9
-#: passes over fp32 matrices of the weights' size beside the products: in an iteration of ADMM
-#: (drot/pruning/solve.py) and of the conjugate gradients
-ADMM_PASSES, PCG_PASSES = 16, 14
-#: bytes of a step of the training beside its products, for each weight of the layer (CHANGELOG.md: 1.6 GB for
-#: LLaMA-3-8B)
-STEP_BYTES = 7.4
-#: bytes read and written for a weight in a step of the recovery: gradient, fp32 value, two moments, mask
-RECOVERY_BYTES = 40
-#: seconds of Python, of launches and of host waits in a layer, whatever its size
-OVERHEAD = 0.3
 
 
 def operations(
@@ -136,78 +115,6 @@ def operations(
     return parts
 
 
-def layer_seconds(config: Any, quality: str, nsamples: int = 128, seqlen: int = 2048) -> dict[str, float]:
-    """Part → seconds of a layer at RATES, for a model in bf16 on a GPU that has room for the dense states."""
-    hidden, ff, heads = config.hidden_size, config.intermediate_size, config.num_attention_heads
-    kv_heads, tokens = config.num_key_value_heads, nsamples * seqlen
-    parts = operations(hidden, ff, heads, kv_heads, config.head_dim, tokens, 128, quality=quality)
-
-    def products(parts: Mapping[str, Mapping[str, float]]) -> float:
-        rates = RATES | {"inputs": RATES["bf16"]}
-        return sum(cost / rates[name] for costs in parts.values() for name, cost in costs.items())
-
-    recovery = {name: parts.pop(name) for name in list(parts) if name == "recovery"}
-    recipe = resolve(Recipe().replace(mode="layer").with_quality(quality), device="cuda")
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    sizes = sizes_of(DecoderModel(model), nsamples, seqlen)
-    weights = sizes.layer_weights
-    dense = quality != "fast"
-    causal = 4 * tokens * seqlen * heads * config.head_dim / 2
-    passes = ADMM_PASSES * USUAL_ADMM_ITERATIONS + PCG_PASSES * PCG_ITERATIONS_AFTER_ADMM if dense else 0
-    epochs = recipe.recovery.recover_epochs
-    batches = epochs * nsamples * 7 / 8 / recipe.recovery.recover_batch
-    streams = 4 if dense else 2  # rotated into the basis of the layer and out of it
-    seconds = {
-        "training": rotate(sizes, recipe, sizes.pruned(recipe)[:1]) / RATES["bf16"]
-        + recipe.rotation.steps * STEP_BYTES * weights / MEMORY,
-        "calibration and pruning": products(parts) + causal * (3.5 if dense else 2) / RATES["bf16"],
-        "solver beside its products": 4 * passes * weights / MEMORY,
-        "streams": streams * (2 * 2 * tokens * hidden**2 / RATES["bf16"] + 12 * tokens * hidden / MEMORY),
-        "merge, in fp64": 2 * weights * hidden / RATES["fp64"],
-        # to the device and home again in a thread; the copy of a part waits
-        "copy of the part": (2 * weights + 8 * hidden**2) / HOST,
-        "overhead": OVERHEAD,
-    }
-    if recovery:
-        seconds["recovery"] = products(recovery) + batches * RECOVERY_BYTES * weights / MEMORY
-    beside = (2 * weights + 8 * hidden**2) * (1 / DISK + 1 / 1e9)  # written, and hashed by one core
-    seconds["saving that no work hides"] = max(0.0, beside - sum(seconds.values()))
-    return seconds
-
-
-def ends_seconds(config: Any) -> float:
-    """Seconds beside the layers: load, check, embedding and lm_head, and their shard with its hash.
-
-    The shards of the layers are written while layers are pruned.
-    """
-    hidden, layers, ff = config.hidden_size, config.num_hidden_layers, config.intermediate_size
-    of_layer = 2 * hidden * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
-    of_layer += 3 * hidden * ff
-    ends = 2 * config.vocab_size * hidden
-    size = 2 * (layers * of_layer + ends)
-    check = layers * (2 * of_layer / HOST + 2 * of_layer * hidden / RATES["fp64"])
-    check += 2 * 4 / 3 * 2 * hidden**3 / 1e12  # two QRs in fp64
-    # read and hashed by 8 cores; the ends written, and hashed by one core
-    files = size / DISK + size / 8e9 + 2 * ends * (1 / DISK + 1 / 1e9)
-    return check + 2 * ends * hidden / RATES["fp64"] + 2 * ends * 2 / HOST + files
-
-
-def print_minutes() -> None:
-    """The minutes of a model by quality, with the seconds of a layer."""
-    print("rates: " + ", ".join(f"{name} {rate / 1e12:g} TFLOP/s" for name, rate in RATES.items()))
-    print(f"memory {MEMORY / 1e12:g} TB/s, main memory {HOST / 1e9:g} GB/s, disk {DISK / 1e9:g} GB/s")
-    for shape in ("llama-3-8b", "llama-3-70b"):
-        config = shape_config(shape)
-        for quality in QUALITIES:
-            seconds = layer_seconds(config, quality)
-            layer, ends = sum(seconds.values()), ends_seconds(config)
-            minutes = (config.num_hidden_layers * layer + ends) / 60
-            print(f"{shape} {quality}: {layer:.2f} s a layer, {ends:.0f} s beside, {minutes:.1f} minutes")
-            for name, value in seconds.items():
-                print(f"  {name:30} {value:7.2f} s")
-
-
 def main() -> None:
     # not above: tests/pipeline/test_pass_counts.py takes `operations` from this file without its folder
     from _harness import add_csv, append_rows, commit
@@ -219,12 +126,8 @@ def main() -> None:
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--quality", choices=sorted(QUALITIES), default="fast")
-    parser.add_argument("--minutes", action="store_true", help="minutes of two models in all qualities")
     add_csv(parser)
     options = vars(parser.parse_args())
-    if options.pop("minutes"):
-        print_minutes()
-        return
     save = options.pop("csv")
     parts = operations(**options)
     total = sum(sum(costs.values()) for costs in parts.values())

@@ -21,6 +21,7 @@ from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.record import check_recordable, text_record
 from drot.evaluation.record import record as record_figures
 from drot.evaluation.tasks import TaskOptions, Tasks, averages, load_tasks, run_tasks
+from drot.machine import devices
 from drot.machine.devices import computing_dtype, dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.environment import machine_name
 from drot.model.families import family_of
@@ -219,10 +220,7 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
 
 def free_memory(device: torch.device) -> int | None:
     """The bytes that are free on a GPU, with those that torch keeps for reuse; None for the CPU."""
-    if not is_gpu(device):
-        return None
-    gpu = torch.get_device_module(device)
-    return gpu.mem_get_info(device)[0] + gpu.memory_reserved(device) - gpu.memory_allocated(device)
+    return devices.free_memory(device) if is_gpu(device) else None
 
 
 def move_models(models: list[PreTrainedModel], name: str, device: torch.device, *, stream: bool) -> bool:

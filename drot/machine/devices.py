@@ -67,9 +67,14 @@ def total_memory(device: torch.device) -> int:
 
 
 def free_memory(device: torch.device) -> int:
-    """The bytes of memory that `device` has left, for a CPU those that it has."""
+    """The bytes of memory that `device` has left for tensors, for a CPU those that it has.
+
+    Of a GPU, memory that torch keeps and no tensor has counts as left.
+    """
     if is_gpu(device):
-        return torch.get_device_module(device).mem_get_info(device)[0]
+        gpu = torch.get_device_module(device)
+        kept = gpu.memory_reserved(device) - gpu.memory_allocated(device)
+        return gpu.mem_get_info(device)[0] + kept
     return total_memory(device)
 
 

@@ -1,5 +1,6 @@
 """Copies between main memory and a GPU while the GPU computes: of layers, and of batches of hidden states."""
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
@@ -11,9 +12,12 @@ from drot.machine.devices import is_gpu
 
 
 class Movable(Protocol):
-    """What `on_device` moves: an nn.Module, or a handle to one."""
+    """What `on_device` moves, such as the handle to a decoder layer."""
 
     def to(self, device: torch.device) -> Any: ...
+
+    def tensors(self) -> Iterable[Tensor]:
+        """All that is moved."""
 
 
 Layer = TypeVar("Layer", bound=Movable)
@@ -37,7 +41,7 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
             yield layer
             layer.to(home)
         return
-    copies = _copy_stream(device)
+    copies = _copy_stream(device, "layers")
 
     def move(layer: Movable, target: torch.device) -> None:
         if copies is None:
@@ -52,6 +56,12 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
         coming = [thread.submit(move, layer, device) for layer in layers[:1]]
         for index, layer in enumerate(layers):
             coming.pop().result()
+            if copies is not None:
+                # a tensor that the caller replaces leaves its memory to the next layer, which is on its way,
+                # but not before the caller's stream has read it
+                worker = torch.get_device_module(device).current_stream(device)
+                for tensor in layer.tensors():
+                    tensor.record_stream(worker)
             coming = [thread.submit(move, following, device) for following in layers[index + 1 : index + 2]]
             yield layer
             if copies is not None:  # the move frees memory that the caller's stream may still read
@@ -69,7 +79,7 @@ def ahead(sources: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
     From main memory to a GPU, the next tensor is on its way while the caller works with a tensor. The copies
     overlap with the work if the tensors are pinned (`empty_on_host`).
     """
-    copies, gpu = _copy_stream(device), torch.get_device_module(device)
+    copies, gpu = _copy_stream(device, "batches"), torch.get_device_module(device)
     if copies is None:
         yield from (source.to(device) for source in sources)
         return
@@ -105,7 +115,7 @@ class CopiesHome:
     MOST = 2
 
     def __init__(self, device: torch.device) -> None:
-        self._copies, self._device = _copy_stream(device), device
+        self._copies, self._device = _copy_stream(device, "results"), device
         self._gpu = torch.get_device_module(device)
         self._under_way: list[torch.Event] = []
 
@@ -135,6 +145,12 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_gpu(device))
 
 
-def _copy_stream(device: torch.device) -> torch.Stream | None:
-    """A stream of its own for copies to a GPU; None for another device."""
+@functools.cache
+def _copy_stream(device: torch.device, what: str) -> torch.Stream | None:
+    """The stream for copies to or from a GPU, the same at each call; None for another device.
+
+    torch keeps freed memory for the stream on which it was allocated: with ever new streams it would pile up.
+
+    what: is copied; a batch does not wait until a whole layer is copied.
+    """
     return torch.get_device_module(device).Stream(device) if is_gpu(device) else None

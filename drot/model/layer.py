@@ -143,6 +143,11 @@ class DecoderLayer:
         if device.type == "meta":
             return_free_memory()
 
+    def tensors(self) -> Iterator[Tensor]:
+        """The parameters and the buffers of the layer."""
+        yield from self.module.parameters()
+        yield from self.module.buffers()
+
     def copy(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> "DecoderLayer":
         module = copied(self.module, device or self.device, dtype)
         return DecoderLayer(

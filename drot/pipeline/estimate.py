@@ -36,7 +36,7 @@ USUAL_ADMM_ITERATIONS = 24
 #: with ADMM or a dense target: the 32 and 40 GB of a 70B layer (docs/hardware.md).
 COPIES, COPIES_OF_SOLVERS = 6.8, 8.6
 #: bytes of device memory for a weight of a layer that is recovered (docs/hardware.md)
-RECOVERY_BYTES = 15
+RECOVERY_BYTES = 17
 #: the memory of a training step on a layer, in copies of the layer's linears (tests/rotation/test_memory.py)
 TRAINING_COPIES = 6.4
 

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from drot.calibration.stream import CalibrationStream
 from drot.config import RecoveryConfig
 from drot.core.errors import UserError
+from drot.machine.devices import is_gpu
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.layer import DecoderLayer
 
@@ -89,8 +90,9 @@ def recover_layer(
 
     The rotation, the biases and the removed weights do not change. The weights are those of the epoch with
     the smallest error on the held-out sequences; if no epoch lowers the error, the layer does not change.
-    Each weight is updated in fp32 as soon as its gradient is known, so a bf16 layer needs 15 bytes a weight:
-    2 for the weight, 4 for its fp32 value, 8 for the moments, 1 for the mask; and one gradient.
+    Each weight is updated in fp32 as soon as its gradient is known, so a bf16 layer needs 17 bytes a weight:
+    2 for the weight, 4 for its fp32 value, 8 for the moments, 1 for the mask, 2 for the best epoch; and one
+    gradient.
 
     Raises UserError if the loss is not finite, or if the memory of the device does not suffice.
 
@@ -136,7 +138,8 @@ def recover_layer(
                     )
                 on_epoch(epoch, config.recover_epochs, held_out_curve[-1])
                 if held_out_curve[-1] < held_out_curve[best_epoch]:
-                    best, best_epoch = training.state(), epoch
+                    training.keep(best)
+                    best_epoch = epoch
                 elif epoch - best_epoch >= PATIENCE:
                     break
     except torch.OutOfMemoryError as fault:
@@ -226,7 +229,8 @@ class _Training:
                 for parameter in self._parameters:
                     dtype = torch.promote_types(parameter.dtype, torch.float32)
                     master = parameter.detach().to(dtype, copy=True)
-                    adam = torch.optim.Adam([master], betas=BETAS)
+                    # one kernel on a GPU; on a CPU its bytes would be others
+                    adam = torch.optim.Adam([master], betas=BETAS, fused=is_gpu(master.device) or None)
                     parameter.requires_grad_(True)
                     hook = functools.partial(self._update, master, adam, self._scale(parameter))
                     hooks.enter_context(parameter.register_post_accumulate_grad_hook(hook))
@@ -258,7 +262,14 @@ class _Training:
         return norm / math.sqrt(max(count, 1))
 
     def state(self) -> list[Tensor]:
-        return [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+        """A copy of the parameters, where they lie: copies to main memory would take as long as steps."""
+        return [parameter.detach().clone() for parameter in self._parameters]
+
+    @torch.no_grad()
+    def keep(self, state: list[Tensor]) -> None:
+        """Copies the parameters to `state`."""
+        for parameter, value in zip(self._parameters, state, strict=True):
+            value.copy_(parameter)
 
     @torch.no_grad()
     def load(self, state: list[Tensor]) -> None:

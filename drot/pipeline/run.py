@@ -73,7 +73,8 @@ class PruningRun:
         for layer in on_device(run.model.layers, run.device, run.home):
             boundary = run.bases.merged(layer.index, known) if known else None
             record = {"layer": layer.index} | records.get(layer.index, {})
-            work = LayerWork(layer, stream, dense, known.get(layer.index), boundary, record)
+            given = known.get(layer.index)
+            work = LayerWork(layer, stream, dense, given and given.to(run.device), boundary, record)
             if (saved := steps.load(state, layer) if state else None) is not None:
                 steps.restore(run, work, saved)
                 steps.advance(run, work)
@@ -89,7 +90,7 @@ class PruningRun:
                 steps.advance(run, work)
             if run.rotates:
                 steps.unrotate(run, work)
-            self._keep(work)
+            self._keep(work, given)
             if state and not work.restored:
                 steps.save(run, work, state)
 
@@ -127,9 +128,10 @@ class PruningRun:
         else:
             check_outputs(run.model, run.tokens[:1], run.device)
 
-    def _keep(self, work: LayerWork) -> None:
+    def _keep(self, work: LayerWork, given: LayerRotation | None) -> None:
+        """given: the layer's rotation in main memory, if it was known before, which may share its R1."""
         if work.rotation is not None:
-            self.rotations.keep(work.layer.index, work.rotation)
+            self.rotations.keep(work.layer.index, given or work.rotation.to("cpu"))
         zeros, weights = steps.finish(self.context, work, self.rotations)
         self._zeros, self._weights = self._zeros + zeros, self._weights + weights
         self.layers.append(work.record)

@@ -44,6 +44,7 @@ class LayerWork:
         as they are all the time in a family whose stream cannot rotate.
     dense: the same in the dense model, whose outputs the step `prune` computes; None if the recipe does not
         use them.
+    rotation: on the device of the run, to which it is copied once.
     boundary: the boundary of the residual that the layer has to hold, or that inside of the layer.
     output_r1: R1 [d, d] of the basis in which the layer writes; None is the original basis.
     objective: the objective of the rotation, until it is trained.
@@ -83,7 +84,7 @@ def rotate(run: RunContext, work: LayerWork) -> None:
     assert work.objective is not None
     index = work.layer.index
     (trained,), record = train(run, [work.objective], index, run.ranks)
-    work.rotation = rotation = own_r3(run, {index: trained})[index]
+    work.rotation = rotation = own_r3(run, {index: trained})[index].to(run.device)
     work.objective = None
     with run.during("check", work.layer):
         sample = work.stream.first_samples(1)
@@ -103,7 +104,7 @@ def merge(run: RunContext, work: LayerWork) -> None:
     """
     assert work.rotation is not None
     with run.during("merge", work.layer):
-        work.layer.rotate(work.rotation.to(run.device), work.boundary, dtype=merging_dtype(run.device))
+        work.layer.rotate(work.rotation, work.boundary, dtype=merging_dtype(run.device))
         _enter_basis(run, work)
 
 
@@ -221,7 +222,7 @@ def restore(
         if name.startswith(MAP_PREFIX)
     }
     if run.rotates:
-        work.rotation = LayerRotation.from_tensors(beside, ROTATION_PREFIX)
+        work.rotation = LayerRotation.from_tensors(beside, ROTATION_PREFIX).to(run.device)
         if run.bases.place == "inside":
             work.boundary = run.bases.held(work.layer.index, {work.layer.index: work.rotation})
         with run.during("merge", work.layer):
@@ -231,7 +232,7 @@ def restore(
         with run.during("calibrate", layer):
             dense = layer.copy()
             if work.rotation is not None:
-                dense.rotate(work.rotation.to(run.device), work.boundary, dtype=merging_dtype(run.device))
+                dense.rotate(work.rotation, work.boundary, dtype=merging_dtype(run.device))
             work.dense.advance(dense)
     load_tensors(layer, tensors, run.bases)
 

@@ -1,5 +1,6 @@
 """A training step as one CUDA graph, so that a GPU does not wait for the launches of its kernels."""
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -20,6 +21,15 @@ Capture = Callable[[Step], tuple[Callable[[], None], Tensor]]
 WARM_UP = 3
 
 
+@functools.cache
+def _capture_stream(device: torch.device) -> torch.Stream:
+    """The stream on which graphs of `device` are captured: always the same one.
+
+    cuBLAS keeps a workspace, on an H100 of 32 MiB, for each stream that it has met.
+    """
+    return torch.get_device_module(device).Stream(device)
+
+
 def capture_for(device: torch.device) -> Capture | None:
     """How steps are captured on `device`; None on a CPU, which has no graphs."""
     if not supports_graphs(device):
@@ -33,7 +43,7 @@ def capture_for(device: torch.device) -> Capture | None:
             gpu.stream(gpu.current_stream(device)),  # is current again after a capture that failed
             # Torch's own stream lies on the first GPU of the process, where a graph of another GPU stays
             # empty. Threads that train on other GPUs may allocate memory meanwhile.
-            gpu.graph(graph, stream=gpu.Stream(device), capture_error_mode="thread_local"),
+            gpu.graph(graph, stream=_capture_stream(device), capture_error_mode="thread_local"),
         ):
             result = step()
 

@@ -122,7 +122,7 @@ def said(monkeypatch):
     """What is asked of a GPU's streams, with the CPU in the place of a GPU."""
     said: list[str] = []
     stream = RecordedStream(said)
-    monkeypatch.setattr(transfer, "_copy_stream", lambda device: stream)
+    monkeypatch.setattr(transfer, "_copy_stream", lambda device, what: stream)
     monkeypatch.setattr(torch.cpu, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cpu, "current_stream", lambda device: "the worker")
     copy = torch.Tensor.copy_

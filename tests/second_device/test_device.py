@@ -7,6 +7,8 @@ import device as second
 import pytest
 import torch
 
+from drot.machine import devices
+
 FIRST, OTHER = torch.device("second:0"), torch.device("second:1")
 
 
@@ -80,6 +82,12 @@ def test_bytes_are_counted_and_limited():
         torch.empty(2001, dtype=torch.uint8, device=OTHER)
         with pytest.raises(torch.OutOfMemoryError, match="second:0 is out of memory"):
             torch.empty(2001, dtype=torch.uint8, device=FIRST)
+
+
+def test_memory_that_torch_keeps_is_left(monkeypatch):
+    gpu, free = torch.get_device_module(FIRST), devices.free_memory(FIRST)
+    monkeypatch.setattr(gpu, "memory_reserved", lambda device: gpu.memory_allocated(device) + 5000)
+    assert devices.free_memory(FIRST) == free + 5000
 
 
 def test_host_waits_are_counted_with_their_place():

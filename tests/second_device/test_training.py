@@ -47,6 +47,21 @@ def test_a_graph_on_a_stream_of_another_device_is_an_error(tmp_path, monkeypatch
         rotations(tmp_path, "second:1")
 
 
+def test_all_graphs_of_a_device_are_captured_on_one_stream(tmp_path, monkeypatch):
+    """A library keeps a workspace for each stream that it has met."""
+    module, streams = torch.get_device_module("second"), []
+
+    def recorded(captured: Any, stream: Any, **options: Any) -> graph:
+        streams.append(stream)
+        return graph(captured, stream)
+
+    monkeypatch.setattr(module, "graph", recorded)
+    rotations(tmp_path, "second:0,second:1")
+    assert len(streams) == 3
+    assert len({(stream.device, stream.stream_id) for stream in streams}) == 2
+    assert {stream.device.index for stream in streams} == {0, 1}
+
+
 def test_a_failed_capture_changes_nothing_and_leaves_no_stream(tmp_path, monkeypatch, caplog):
     expected = rotations(tmp_path)
     total = train._SummedObjective.__call__

@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import drot
 from drot.cli import app as cli
 from drot.core.errors import UserError
+from drot.machine.transfer import on_device
+from drot.model.decoder import DecoderModel
 
 ON = torch.device("second:1")
 
@@ -74,6 +76,19 @@ def test_convert_of_what_was_pruned_on_the_device(folders, tmp_path):
     tokens = random_tokens(1, 12).to(ON)
     dense, packed = (drot.load(tmp_path / name, device=ON) for name in ("dense", "packed"))
     assert relative_error(packed(tokens).logits.cpu(), dense(tokens).logits.cpu()) < 1e-5
+
+
+def test_a_layer_keeps_its_memory_until_the_work_has_read_it(monkeypatch):
+    """Also a tensor that is replaced while the next layer is on its way."""
+    recorded: list[tuple[int, torch.Stream]] = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor.data_ptr(), stream))
+    )
+    worker = torch.get_device_module(ON).current_stream(ON)
+    for layer in on_device(DecoderModel(small_model("llama")).layers, ON, torch.device("cpu")):
+        assert {tensor.data_ptr() for tensor in layer.tensors()} == {place for place, _ in recorded}
+        assert {stream for _, stream in recorded} == {worker}
+        recorded.clear()
 
 
 def test_too_little_memory_for_a_shared_rotation_is_told():

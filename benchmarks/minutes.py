@@ -1,0 +1,329 @@
+"""The minutes of `drot prune` on one H100, counted on tensors without storage. No GPU is needed.
+
+    python benchmarks/minutes.py --csv                        LLaMA-3-8B and 70B in all qualities
+    python benchmarks/minutes.py --shape llama-3-8b --ops 20  with the ops of a layer that take longest
+
+The run is the code of `drot prune` on the device `meta`, as on a GPU: a mode sees every op with its shapes.
+An op takes the longest of three times at RATES: its operations, the bytes that it reads and writes, and its
+launch. What goes between the memories and to the disk is added by formula (`copied_bytes`).
+
+A run of one layer and a run of two give what a layer costs and what lies beside the layers. ADMM takes
+USUAL_ADMM_ITERATIONS, no training stops early, and every epoch of the recovery is the best so far.
+tests/pipeline/test_minutes.py compares the operations with those of a run on a CPU, and
+tests/second_device/test_traffic.py the copies with those of a run on a device that is not the CPU.
+"""
+
+import argparse
+import contextlib
+import datetime
+import importlib
+import math
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from drot.calibration import cholesky, hessian, layer_pass, stream
+from drot.config import QUALITIES, Recipe, ResolvedRecipe, resolve
+from drot.model.decoder import DecoderModel
+from drot.pipeline import events, invariance, recover
+from drot.pipeline import run as run_module
+from drot.pipeline.context import RunContext
+from drot.pipeline.estimate import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
+from drot.pipeline.run import PruningRun
+from drot.pruning import solve
+from drot.speed.variants import SHAPES
+
+#: What one H100 (SXM) reaches. Operations a second of large products by their precision: 798 TFLOP/s in bf16,
+#: and about the others, are what others have measured. The rates of what is no product are estimates: the
+#: factor of a block, a triangular solve, QR, and the sweep of SparseGPT within a block.
+RATES = {"bf16": 798e12, "tf32": 350e12, "fp32": 50e12, "fp64": 50e12}
+RATES |= {"factor": 2e12, "solve": 25e12, "qr": 1e12, "sweep": 5e12}
+#: bytes a second of its memory, as others have measured; estimates between it and pageable main memory, of
+#: the disk, and of SHA-256 on one core
+MEMORY, HOST, DISK, HASH = 3.0e12, 6e9, 2e9, 1e9
+#: seconds of an op with its launch in Python, and of a value that the host reads
+LAUNCH, WAIT = 10e-6, 30e-6
+#: seconds until the first step: imports, the text, the first use of the GPU
+START = 20.0
+#: its bytes of memory, by which a run decides what stays there
+GPU_MEMORY = 80e9
+#: model → quality → the minutes that are wanted
+WANTED = {
+    "llama-3-8b": {"fast": 2.0, "balanced": 4.0, "best": 7.0},
+    "llama-3-70b": {"fast": 25.0, "balanced": 50.0, "best": 84.0},
+}
+aten, drot_ops = torch.ops.aten, torch.ops.drot
+PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.addmm_, aten.baddbmm_)
+#: ops that launch nothing
+FREE = (aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.empty_strided, aten.detach)
+#: ops that read as much of their first argument as they write
+GATHERS = (aten.index, aten.embedding)
+#: ops that do not read their first argument
+WRITES = (aten.copy_, aten.zero_, aten.fill_, aten.zeros_like, aten.ones_like)
+
+
+class Costs(TorchDispatchMode):
+    """Counts the seconds of the ops at RATES, by `step` and by name.
+
+    The values that the host reads of a tensor on `meta` fall slowly, as a loss does; those of integers are 0.
+
+    step: where the next ops count.
+    operations: (step, precision) → operations. copied: bytes that went from one device to another.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = ""
+        self.seconds: Counter[tuple[str, str]] = Counter()
+        self.operations: Counter[tuple[str, str]] = Counter()
+        self.launches: Counter[str] = Counter()
+        self.copied: Counter[str] = Counter()
+        self._read = 0.5
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.overloadpacket
+        result = self._called(func, args, kwargs)
+        if func.is_view or name in FREE:
+            return result
+        given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+        unread = {a.name for a in func._schema.arguments if a.is_out}
+        if name in WRITES:
+            unread.add(func._schema.arguments[0].name)
+        read = _tensors([value for key, value in given.items() if key not in unread])
+        written = _tensors([result, *(given[key] for key in unread if key in given)])
+        size = _bytes(written) + _bytes(written if name in GATHERS else read)
+        if (
+            name in PRODUCTS
+            and kwargs.get("out", result) is not args[0]
+            and name in (aten.addmm, aten.baddbmm)
+        ):
+            size += 2 * _bytes(_tensors(result))  # a copy of the matrix to which it adds
+        precision, work = operations_of(name, read, args)
+        if name in (aten.copy_, aten._to_copy) and len({t.device for t in _tensors([args, result])}) > 1:
+            self.copied[self.step] += _bytes(_tensors(result))
+        self.operations[self.step, precision] += work
+        self.launches[self.step] += 1
+        seconds = max(work / RATES.get(precision, 1), size / MEMORY, LAUNCH)
+        self.seconds[self.step, str(name)] += seconds + (WAIT if name is aten._local_scalar_dense else 0)
+        return result
+
+    def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The result of an op; torch has no shapes of products with `out_dtype`, and no values on `meta`."""
+        if not any(t.is_meta for t in _tensors([args, kwargs])):
+            return func(*args, **kwargs)
+        if func is aten._local_scalar_dense.default:
+            self._read *= 1 - 1e-5
+            return self._read if args[0].is_floating_point() else args[0].dtype == torch.bool
+        if func is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
+            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func.overloadpacket is aten._fused_adam_:
+            return None
+        if func is aten.bincount.default:
+            return args[0].new_empty(args[2] if len(args) > 2 else kwargs["minlength"])
+        if func is aten.bmm.dtype:
+            return args[0].new_empty(*args[0].shape[:2], args[1].shape[2], dtype=args[2])
+        if func in (aten.addmm.dtype_out, aten.baddbmm.dtype_out):
+            return kwargs["out"]
+        return func(*args, **kwargs)
+
+
+def operations_of(name: Any, read: list[Tensor], args: tuple) -> tuple[str, float]:
+    """The precision of an op in RATES, and its operations; ("", 0) of what only reads and writes."""
+    if name in PRODUCTS:
+        a, b = read[-2:]
+        return _precision(a), 2.0 * math.prod(a.shape) * b.shape[-1]
+    if "scaled_dot_product" in str(name):
+        q, k = read[:2] if "backward" not in str(name) else read[1:3]
+        causal = 2.0 * math.prod(q.shape) * k.shape[-2]  # half of the pairs
+        return _precision(q), causal * (2.5 if "backward" in str(name) else 1.0)
+    if name is aten.linalg_cholesky_ex:
+        return "factor", len(args[0]) ** 3 / 3
+    if name is aten.linalg_solve_triangular:
+        return "solve", float(args[0].shape[-1]) * math.prod(args[1].shape)
+    if name is aten.linalg_qr:
+        return "qr", 8 / 3 * math.prod(args[0].shape) * args[0].shape[-1]
+    if name is drot_ops.sparsegpt_sweep:
+        return "sweep", float(math.prod(args[0].shape)) * args[0].shape[1]
+    if name is drot_ops.spectral_step:
+        return "tf32", FAST_PRODUCTS["pruned"] * 2.0 * math.prod(args[0].shape) * args[0].shape[-1]
+    if name is drot_ops.swiglu_rotate:
+        return "fp32", 2.0 * math.prod(args[0].shape) * args[2].shape[-1]
+    return "", 0.0
+
+
+def _precision(factor: Tensor) -> str:
+    if factor.dtype == torch.float32:
+        return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "fp32"
+    return "fp64" if factor.dtype == torch.float64 else "bf16"
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """The bytes that hold the tensors; a tensor counts once, and an expanded dimension holds none."""
+    return sum(
+        t.element_size()
+        * math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride or n == 1)
+        for t in {id(t): t for t in tensors}.values()
+    )
+
+
+def flash_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **options: Any) -> Tensor:
+    """The attention of a GPU, one op without a matrix of scores; `meta` has that of a CPU."""
+    return aten._scaled_dot_product_flash_attention(query, key, value, is_causal=True)[0]
+
+
+@contextlib.contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """A context in which drot takes the device `meta` for an H100, and every check of a rotation passes."""
+    device, optimizer = torch.device("meta"), importlib.import_module("torch.optim.optimizer")
+    set_to: list[tuple[Any, str, Any]] = [
+        (module, "is_gpu", lambda device: True) for module in (cholesky, hessian, solve, recover)
+    ]
+    set_to += [
+        (layer_pass, "total_memory", lambda device: GPU_MEMORY),
+        (run_module, "free_memory", lambda device: GPU_MEMORY),
+        (invariance, "TOLERANCE", math.inf),
+        (solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS),
+        (DecoderModel, "loaded_layers", lambda model: iter(model.layers)),
+        (torch.nn.functional, "scaled_dot_product_attention", flash_attention),
+        (optimizer, "_get_fused_kernels_supported_devices", lambda: [device.type]),
+        (_config, "meta_nonzero_assume_all_nonzero", True),
+    ]
+    with contextlib.ExitStack() as changes:
+        for owner, name, value in set_to:
+            changes.enter_context(mock.patch.object(owner, name, value))
+        changes.enter_context(mock.patch.object(torch, "meta", SimpleNamespace(), create=True))
+        for table in (stream.TOKENS_PER_BATCH, hessian.PANEL_COLUMNS):
+            changes.enter_context(mock.patch.dict(table, {device.type: table["cuda"]}))
+        yield
+
+
+def counted_run(model: PreTrainedModel, recipe: ResolvedRecipe, tokens: Tensor) -> Costs:
+    """The costs of a run by its steps, but for files. A model on `meta` is pruned as on a GPU."""
+    costs, device = Costs(), model.device
+
+    def listen(event: events.Event) -> None:
+        if isinstance(event, events.StepBegan | events.StepEnded):
+            costs.step = event.step if isinstance(event, events.StepBegan) else ""
+
+    with as_on_a_gpu() if device.type == "meta" else contextlib.nullcontext():
+        context = RunContext(model, recipe, tokens, device, lambda event: None)
+        context.listeners = [listen]
+        run = PruningRun(context)
+        with costs:
+            run.execute(None)
+            costs.step = "save"
+            run.rotate_ends()
+    return costs
+
+
+def copied_bytes(size: int, hidden: int) -> float:
+    """The bytes that a run copies between the memories for a layer of `size` bytes, and waits for.
+
+    They are those that a run on `meta` does not make: the check of the rotated model copies the layer to the
+    GPU, and a finished layer is copied to main memory with its R1 in fp64.
+    """
+    return 2 * size + 8 * hidden**2
+
+
+def hidden_seconds(size: int) -> float:
+    """The seconds that threads need for a layer of `size` bytes while the run works.
+
+    One reads the next layer and copies it to the GPU, another writes the layer before and hashes it.
+    """
+    return size / DISK + max(size / HOST, size / HASH)
+
+
+def minutes_of(shape: str, quality: str, nsamples: int, seqlen: int) -> tuple[dict[str, float], Costs]:
+    """Step → seconds of a layer; and the costs of the ops of a layer.
+
+    The step `copies` is what a run waits for copies and files, as far as no work hides them; `beside` is of
+    the whole run, and not of a layer.
+    """
+    recipe = resolve(Recipe().replace(mode="layer").with_quality(quality), device="cuda", positions=seqlen)
+    config, runs = SHAPES[shape], []
+    for layers in (1, 2):
+        sizes = AutoConfig.for_model(**config | {"num_hidden_layers": layers}, max_position_embeddings=seqlen)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)
+        tokens = torch.zeros(nsamples, seqlen, dtype=torch.long)
+        runs.append(counted_run(model.eval().requires_grad_(False), recipe, tokens))
+    fewer, costs = runs
+    beside = sum(fewer.seconds.values())
+    for name in ("seconds", "operations", "launches", "copied"):
+        getattr(costs, name).subtract(getattr(fewer, name))
+    beside += costs.seconds.pop(("check", "aten.linalg_qr"), 0.0)  # a third layer draws no further rotation
+    seconds = dict.fromkeys(events.STEPS[1:], 0.0)  # the first is `load`
+    for (step, _), value in costs.seconds.items():
+        if step:
+            seconds[step] += value
+    beside -= sum(seconds.values())
+    heads = config["num_attention_heads"] + config["num_key_value_heads"]
+    weights = config["hidden_size"] * (2 * config["head_dim"] * heads + 3 * config["intermediate_size"])
+    copied = copied_bytes(2 * weights, config["hidden_size"]) + sum(costs.copied.values())
+    # from its files a layer is read for the hash of the weights, and for the check of the rotated model
+    seconds["copies"] = copied / HOST + 2 * 2 * weights / DISK
+    seconds["copies"] += max(0.0, hidden_seconds(2 * weights) - sum(seconds.values()))
+    ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
+    # the ends are read twice and written, copied there and back, and hashed
+    seconds["beside"] = START + beside + ends * (3 / DISK + 2 / HOST + 1 / HASH)
+    return seconds, costs
+
+
+def main() -> None:
+    from _harness import add_csv, append_rows, commit  # not above: a test takes `Costs` without this folder
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", nargs="+", choices=sorted(SHAPES), default=sorted(WANTED, reverse=True))
+    parser.add_argument("--quality", nargs="+", choices=sorted(QUALITIES), default=list(QUALITIES))
+    parser.add_argument("--nsamples", type=int, default=128)
+    parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--ops", type=int, default=0, help="how many ops of a layer are named")
+    add_csv(parser)
+    options = parser.parse_args()
+    rates = ", ".join(f"{name} {rate / 1e12:g}" for name, rate in RATES.items())
+    print(f"TFLOP/s: {rates}; memory {MEMORY / 1e12:g} TB/s, main memory {HOST / 1e9:g} GB/s,")
+    print(f"disk {DISK / 1e9:g} GB/s, SHA-256 {HASH / 1e9:g} GB/s, an op at least {LAUNCH * 1e6:g} us")
+    for shape in options.shape:
+        for quality in options.quality:
+            seconds, costs = minutes_of(shape, quality, options.nsamples, options.seqlen)
+            layers, beside = SHAPES[shape]["num_hidden_layers"], seconds["beside"]
+            layer = sum(seconds.values()) - beside
+            minutes, wanted = (layers * layer + beside) / 60, WANTED.get(shape, {}).get(quality)
+            verdict = "" if wanted is None else "met" if minutes <= wanted else "MISSED"
+            print(f"\n{shape} {quality}: {minutes:.1f} minutes; wanted {wanted}: {verdict}")
+            print(f"  {layers} layers x {layer:.2f} s, {beside:.0f} s beside")
+            for step, value in seconds.items():
+                print(f"  {step:<10} {value:8.2f} s {costs.launches[step]:8} launches")
+            for (step, name), value in costs.seconds.most_common(options.ops):
+                print(f"    {step:<10} {name:<36} {value:8.3f} s")
+            row = {
+                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+                "commit": commit(),
+                "model": shape,
+                "quality": quality,
+                **{step: f"{value:.2f}" for step, value in seconds.items()},
+                "layers": layers,
+                "minutes": f"{minutes:.1f}",
+                "wanted": wanted,
+                "verdict": verdict,
+            }
+            if options.csv is not None:
+                append_rows(options.csv / "minutes.csv", [row])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""What a run copies between the memories while it waits, against benchmarks/minutes.py."""
+
+import runpy
+from pathlib import Path
+
+import pytest
+from runs import prune, recipe
+from small_models import random_tokens, save_small_model, small_model
+
+from drot.config import resolve
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("quality", ["fast", "best"])
+def test_the_copies_of_a_layer_are_those_that_are_counted(quality, tmp_path):
+    """Of the caller's thread: other threads copy while it works."""
+    minutes = runpy.run_path(str(ROOT / "benchmarks/minutes.py"))
+    chosen, tokens = recipe(quality=quality, sparsity="2:4", steps=2, recover_epochs=1), random_tokens(8, 40)
+    copied, counted = [], []
+    for layers in (2, 3):
+        model = small_model("llama", num_hidden_layers=layers).bfloat16()
+        save_small_model(model, tmp_path / f"{layers}")
+        costs = minutes["Costs"]()
+        with costs:
+            prune(tmp_path / f"{layers}", chosen, calibration=tokens, out=tmp_path / f"out-{layers}",
+                  device="second:0", dtype="bfloat16")  # fmt: skip
+        copied.append(sum(costs.copied.values()))
+        found = minutes["counted_run"](model.to("meta"), resolve(chosen, device="cuda"), tokens)
+        counted.append(sum(found.copied.values()))
+    layer = model.model.layers[0]
+    size = 2 * sum(parameter.numel() for parameter in layer.parameters())
+    expected = counted[1] - counted[0] + minutes["copied_bytes"](size, model.config.hidden_size)
+    assert copied[1] - copied[0] == pytest.approx(expected, rel=0.05)
