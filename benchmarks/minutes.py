@@ -2,8 +2,13 @@
 
     python benchmarks/minutes.py --csv                        LLaMA-3-8B and 70B in all qualities
     python benchmarks/minutes.py --shape llama-3-8b --ops 20  with the ops of a layer that take longest
+    python benchmarks/minutes.py --ranks 8 --quality balanced  of each of 8 GPUs that share the run
 
 The run is the code of `drot prune` on the device `meta`, as on a GPU: a mode sees every op with its shapes.
+With several ranks, what a rank would send is counted in place of sent: as a ring of all GPUs does, over
+NVLink within a machine of 8 GPUs, and over the network between machines. Several ranks train with --hessians
+dense, so that each trains the rotations of other layers.
+
 An op takes the longest of three times at RATES: its operations, the bytes that it reads and writes, and its
 launch. What goes between the memories and to the disk is added by formula (`copied_bytes`).
 
@@ -33,6 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import QUALITIES, Recipe, ResolvedRecipe, resolve
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel
 from drot.pipeline import events, invariance, recover
 from drot.pipeline import run as run_module
@@ -56,6 +62,16 @@ LAUNCH, WAIT = 10e-6, 30e-6
 START = 20.0
 #: its bytes of memory, by which a run decides what stays there
 GPU_MEMORY = 80e9
+#: bytes a second that a rank sends to another: over NVLink to one of its machine, or over the network
+NVLINK, NETWORK, GPUS_OF_A_MACHINE = 400e9, 50e9, 8
+#: model, number of ranks → the minutes that are wanted of `balanced`, and the efficiency: the time of one
+#: rank over that of all ranks together
+WANTED_OF_RANKS = {
+    ("llama-3-70b", 8): (10.0, 0.8),
+    ("llama-3-70b", 32): (None, 0.6),
+    ("llama-3-405b", 8): (60.0, 0.8),
+    ("llama-3-405b", 32): (None, 0.6),
+}
 #: model → quality → the minutes that are wanted
 WANTED = {
     "llama-3-8b": {"fast": 2.0, "balanced": 4.0, "best": 7.0},
@@ -69,6 +85,44 @@ FREE = (aten._unsafe_view, aten.empty, aten.empty_like, aten.new_empty, aten.emp
 GATHERS = (aten.index, aten.embedding)
 #: ops that do not read their first argument
 WRITES = (aten.copy_, aten.zero_, aten.fill_, aten.zeros_like, aten.ones_like)
+
+
+class CountedRanks(Ranks):
+    """Rank 0 of several that do the same at the same time. It counts what it would send.
+
+    sent: the bytes.
+    """
+
+    sent = 0.0
+
+    def add_(self, *tensors: Tensor) -> None:
+        self.sent += sum(2 * self._of_others * t.nbytes for t in tensors)
+
+    def total(self, value: float) -> float:
+        return value * self.size
+
+    def gather_rows(self, rows: Tensor) -> Tensor:
+        self.sent += self._of_others * self.size * rows.nbytes
+        return rows.new_empty(self.size * len(rows), *rows.shape[1:])
+
+    def each(self, value: Any) -> list[Any]:
+        return [value] * self.size
+
+    def on_rank(self, rank: int, function: Any) -> Any:
+        result = function()
+        self.sent += self._of_others * _bytes(_tensors(result))
+        return result
+
+    def same(self, tensors: Any) -> bool:
+        return True
+
+    @property
+    def _of_others(self) -> float:
+        return (self.size - 1) / self.size
+
+    @property
+    def seconds(self) -> float:
+        return self.sent / (NVLINK if self.size <= GPUS_OF_A_MACHINE else NETWORK)
 
 
 class Costs(TorchDispatchMode):
@@ -211,7 +265,9 @@ def as_on_a_gpu() -> Iterator[None]:
         yield
 
 
-def counted_run(model: PreTrainedModel, recipe: ResolvedRecipe, tokens: Tensor) -> Costs:
+def counted_run(
+    model: PreTrainedModel, recipe: ResolvedRecipe, tokens: Tensor, ranks: Ranks = ALONE
+) -> Costs:
     """The costs of a run by its steps, but for files. A model on `meta` is pruned as on a GPU."""
     costs, device = Costs(), model.device
 
@@ -220,7 +276,7 @@ def counted_run(model: PreTrainedModel, recipe: ResolvedRecipe, tokens: Tensor) 
             costs.step = event.step if isinstance(event, events.StepBegan) else ""
 
     with as_on_a_gpu() if device.type == "meta" else contextlib.nullcontext():
-        context = RunContext(model, recipe, tokens, device, lambda event: None)
+        context = RunContext(model, recipe, tokens, device, lambda event: None, ranks=ranks)
         context.listeners = [listen]
         run = PruningRun(context)
         with costs:
@@ -247,36 +303,45 @@ def hidden_seconds(size: int) -> float:
     return size / DISK + max(size / HOST, size / HASH)
 
 
-def minutes_of(shape: str, quality: str, nsamples: int, seqlen: int) -> tuple[dict[str, float], Costs]:
-    """Step → seconds of a layer; and the costs of the ops of a layer.
+def minutes_of(
+    shape: str, quality: str, nsamples: int, seqlen: int, size: int = 1
+) -> tuple[dict[str, float], Costs]:
+    """Step → seconds of a layer; and the costs of the ops of a layer. size: the number of ranks.
 
-    The step `copies` is what a run waits for copies and files, as far as no work hides them; `beside` is of
-    the whole run, and not of a layer.
+    The step `copies` is what a run waits for copies and files, as far as no work hides them; `send` is what
+    the ranks send; `beside` is of the whole run, and not of a layer.
     """
-    recipe = resolve(Recipe().replace(mode="layer").with_quality(quality), device="cuda", positions=seqlen)
-    config, runs = SHAPES[shape], []
-    for layers in (1, 2):
+    dense = size > 1
+    asked = Recipe().replace(mode="layer", hessians="dense" if dense else "sequential")
+    recipe = resolve(asked.with_quality(quality), device="cuda", positions=seqlen)
+    config, runs, sent = SHAPES[shape], [], []
+    #: with --hessians dense, as many layers as ranks are trained in the time of one
+    for layers in (size, 2 * size) if dense else (1, 2):
         sizes = AutoConfig.for_model(**config | {"num_hidden_layers": layers}, max_position_embeddings=seqlen)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)
         tokens = torch.zeros(nsamples, seqlen, dtype=torch.long)
-        runs.append(counted_run(model.eval().requires_grad_(False), recipe, tokens))
+        ranks = CountedRanks(0, size)
+        runs.append(counted_run(model.eval().requires_grad_(False), recipe, tokens, ranks))
+        sent.append(ranks.seconds)
     fewer, costs = runs
     beside = sum(fewer.seconds.values())
     for name in ("seconds", "operations", "launches", "copied"):
         getattr(costs, name).subtract(getattr(fewer, name))
     beside += costs.seconds.pop(("check", "aten.linalg_qr"), 0.0)  # a third layer draws no further rotation
+    counted = size if dense else 1
     seconds = dict.fromkeys(events.STEPS[1:], 0.0)  # the first is `load`
     for (step, _), value in costs.seconds.items():
         if step:
-            seconds[step] += value
-    beside -= sum(seconds.values())
+            seconds[step] += value / counted
+    beside -= counted * sum(seconds.values())
     heads = config["num_attention_heads"] + config["num_key_value_heads"]
     weights = config["hidden_size"] * (2 * config["head_dim"] * heads + 3 * config["intermediate_size"])
-    copied = copied_bytes(2 * weights, config["hidden_size"]) + sum(costs.copied.values())
+    copied = copied_bytes(2 * weights, config["hidden_size"]) + sum(costs.copied.values()) / counted
     # from its files a layer is read for the hash of the weights, and for the check of the rotated model
     seconds["copies"] = copied / HOST + 2 * 2 * weights / DISK
     seconds["copies"] += max(0.0, hidden_seconds(2 * weights) - sum(seconds.values()))
+    seconds["send"] = (sent[1] - sent[0]) / counted
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     # the ends are read twice and written, copied there and back, and hashed
     seconds["beside"] = START + beside + ends * (3 / DISK + 2 / HOST + 1 / HASH)
@@ -291,6 +356,7 @@ def main() -> None:
     parser.add_argument("--quality", nargs="+", choices=sorted(QUALITIES), default=list(QUALITIES))
     parser.add_argument("--nsamples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
+    parser.add_argument("--ranks", nargs="+", type=int, help="numbers of GPUs, whose rows are in scale.csv")
     parser.add_argument("--ops", type=int, default=0, help="how many ops of a layer are named")
     add_csv(parser)
     options = parser.parse_args()
@@ -299,30 +365,52 @@ def main() -> None:
     print(f"disk {DISK / 1e9:g} GB/s, SHA-256 {HASH / 1e9:g} GB/s, an op at least {LAUNCH * 1e6:g} us")
     for shape in options.shape:
         for quality in options.quality:
-            seconds, costs = minutes_of(shape, quality, options.nsamples, options.seqlen)
-            layers, beside = SHAPES[shape]["num_hidden_layers"], seconds["beside"]
-            layer = sum(seconds.values()) - beside
-            minutes, wanted = (layers * layer + beside) / 60, WANTED.get(shape, {}).get(quality)
-            verdict = "" if wanted is None else "met" if minutes <= wanted else "MISSED"
-            print(f"\n{shape} {quality}: {minutes:.1f} minutes; wanted {wanted}: {verdict}")
-            print(f"  {layers} layers x {layer:.2f} s, {beside:.0f} s beside")
-            for step, value in seconds.items():
-                print(f"  {step:<10} {value:8.2f} s {costs.launches[step]:8} launches")
-            for (step, name), value in costs.seconds.most_common(options.ops):
-                print(f"    {step:<10} {name:<36} {value:8.3f} s")
-            row = {
-                "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-                "commit": commit(),
-                "model": shape,
-                "quality": quality,
-                **{step: f"{value:.2f}" for step, value in seconds.items()},
-                "layers": layers,
-                "minutes": f"{minutes:.1f}",
-                "wanted": wanted,
-                "verdict": verdict,
-            }
-            if options.csv is not None:
-                append_rows(options.csv / "minutes.csv", [row])
+            alone = None
+            for ranks in sorted({1, *(options.ranks or ())}):
+                seconds, costs = minutes_of(shape, quality, options.nsamples, options.seqlen, ranks)
+                row = show(shape, quality, ranks, seconds, alone)
+                alone = alone or float(row["minutes"])
+                for (step, name), value in costs.seconds.most_common(options.ops):
+                    print(f"    {step:<10} {name:<36} {value:8.3f} s")
+                if options.csv is not None:
+                    today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+                    file = "scale.csv" if options.ranks else "minutes.csv"
+                    append_rows(options.csv / file, [{"date": today, "commit": commit()} | row])
+
+
+def show(
+    shape: str, quality: str, ranks: int, seconds: dict[str, float], alone: float | None
+) -> dict[str, Any]:
+    """Prints the seconds of a layer and the minutes of a run; returns the row.
+
+    alone: the minutes of one rank; None for one rank, whose row says what is wanted of it.
+    """
+    layers, beside = SHAPES[shape]["num_hidden_layers"], seconds["beside"]
+    layer = sum(seconds.values()) - beside
+    minutes = (layers * layer + beside) / 60
+    wanted, of_time = WANTED.get(shape, {}).get(quality), None
+    efficiency = None if alone is None else alone / ranks / minutes
+    if alone is not None:
+        wanted, of_time = WANTED_OF_RANKS.get((shape, ranks), (None, None)) if quality == "balanced" else ()
+    met = [minutes <= wanted] if wanted else []
+    met += [efficiency >= of_time] if of_time and efficiency else []
+    verdict = "" if not met else "met" if all(met) else "MISSED"
+    share = "" if efficiency is None else f", {efficiency:.0%} of the GPUs' time"
+    print(f"\n{shape} {quality}, {ranks} GPU: {minutes:.1f} minutes{share}; wanted {wanted}: {verdict}")
+    print(f"  {layers} layers x {layer:.2f} s, {beside:.0f} s beside")
+    for step, value in seconds.items():
+        print(f"  {step:<10} {value:8.2f} s")
+    row = {"model": shape, "quality": quality}
+    if alone is not None or ranks > 1:
+        row |= {"ranks": ranks}
+    return row | {
+        **{step: f"{value:.2f}" for step, value in seconds.items()},
+        "layers": layers,
+        "minutes": f"{minutes:.1f}",
+        "efficiency": None if efficiency is None else f"{efficiency:.2f}",
+        "wanted": wanted,
+        "verdict": verdict,
+    }
 
 
 if __name__ == "__main__":
