@@ -19,15 +19,32 @@ from drot.checkpoint.load import (
     load_config,
     refuse_missing,
     refuse_not_finite,
+    refuse_superfluous,
     silent_transformers,
 )
-from drot.checkpoint.source import CONFIG, DENSE_DTYPES, Header, model_folder
+from drot.checkpoint.quantization_config import (
+    STORED_DTYPES,
+    drot_config_of,
+    expect_stored,
+    refuse_quantised,
+)
+from drot.checkpoint.source import (
+    CONFIG,
+    DENSE_DTYPES,
+    Header,
+    check_headers,
+    model_folder,
+    stored_state,
+)
 from drot.core.errors import UserError
 from drot.machine.devices import parse_dtype
 from drot.manifest.integrity import verified_while_loading
+from drot.model.boundary import check_rotations
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.stored import stored_tensors
+from drot.sparse.linear import packed_linears
+from drot.sparse.packed import check_packed_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +53,8 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 8
 #: bytes that are read at a time
 CHUNK_BYTES = 2**24
+#: the dtypes in safetensors files that drot reads
+DTYPES = DENSE_DTYPES | {"U8": torch.uint8}  # the positions of packed weights
 
 
 class DiskWeights:
@@ -60,10 +79,14 @@ class DiskWeights:
     def read_layer(self, layer: DecoderLayer) -> None:
         """Reads the tensors of a layer on the device `meta` into main memory, in the dtypes of the layer.
 
-        Raises UserError for a tensor that is not finite, and for a file that was changed.
+        Raises UserError for a tensor that is damaged, as one that is not finite, and for a file that was
+        changed.
         """
         layer.module.to_empty(device="cpu")
         self._read(stored_tensors(layer))
+        for name, linear in packed_linears(layer.module):
+            check_packed_tensors(layer.prefix + name, linear.values, linear.positions)
+        check_rotations(layer.module, layer.prefix.removesuffix("."))
 
     @torch.no_grad()
     def read_module(self, module: nn.Module, name: str) -> None:
@@ -93,7 +116,7 @@ class DiskWeights:
             stored = name.removeprefix(self._base)
             header = self._headers[stored]
             with self._lock:
-                dtype = DENSE_DTYPES[header.dtype]
+                dtype = DTYPES[header.dtype]
                 _read_into(target, header.file, self._starts[stored], dtype, self._scratch)
             refuse_not_finite(self._path, name, target)
 
@@ -140,10 +163,13 @@ def open_skeleton(
     What `load_model` would return, with all parameters on the device `meta` and all buffers in main memory.
     Raises UserError as `load_model` does; a weight that is not finite is refused when it is read.
 
-    path: a hub name or a folder with an unquantised model of a family that drot prunes.
+    path: a hub name or a folder with a model of a family that drot prunes, or a checkpoint that drot wrote.
+        Its packed linears are not fused.
     dtype: the dtype of the parameters; `auto` is the dtype of the checkpoint.
     """
     config = load_config(path)
+    refuse_quantised(config)
+    family_of(config)
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     folder = model_folder(path, weights=True)
@@ -154,6 +180,10 @@ def open_skeleton(
         with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
+            if (held := drot_config_of(config)) is not None:
+                expect_stored(model, held)
+                check_headers(model, headers, STORED_DTYPES)
+                refuse_superfluous(path, headers.keys() - stored_state(model).keys())
             model.config.name_or_path = str(folder)
             model.config.dtype = chosen  # transformers 5.4 leaves the dtype of the file there
             drop_prediction_layers(model.config)
