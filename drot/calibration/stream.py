@@ -1,6 +1,7 @@
 """The hidden states of the calibration tokens, which are passed through one layer after the other."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from drot.model.families import InputGroup
 from drot.model.inputs import reading
 from drot.model.layer import DecoderLayer
 
+#: Makes an uninitialised tensor of a shape and a dtype, in a place that it knows.
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
+
 #: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
 #: tensors stay in its caches.
 TOKENS_PER_BATCH = {"cpu": 2048, "cuda": 8192}
@@ -27,38 +31,54 @@ class CalibrationStream:
     """
 
     def __init__(
-        self, hidden_states: Tensor, layer_kwargs: list[dict[str, Any]], device: torch.device | None = None
+        self,
+        hidden_states: Tensor,
+        layer_kwargs: list[dict[str, Any]],
+        device: torch.device | None = None,
+        empty: Empty | None = None,
     ) -> None:
         self.hidden_states = hidden_states
         self.layer_kwargs = layer_kwargs
         self.device = device or hidden_states.device
+        #: makes tensors in the place of the hidden states, where that is not simply their device
+        self.empty = empty
         #: width and dtype → the buffer in main memory
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
     @classmethod
     def embed(
-        cls, model: DecoderModel, tokens: Tensor, device: torch.device, *, offload: bool = False
+        cls,
+        model: DecoderModel,
+        tokens: Tensor,
+        device: torch.device,
+        *,
+        offload: bool = False,
+        empty: Empty | None = None,
     ) -> "CalibrationStream":
         """The first layer's input for `tokens` [nsamples, seqlen]. The model is not moved.
 
         Without sequences, the stream is empty, and so are the keyword arguments of the layers.
 
         offload: whether the hidden states lie in main memory.
+        empty: makes the tensor of the hidden states, in main memory or in a file, and others beside it.
         """
+        if offload and is_gpu(device):
+            empty = partial(empty_on_host, device=device)
         if not len(tokens):
-            empty = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
-            return cls(empty, [{} for _ in model.layers])
-        hidden_states, kwargs = model.record(tokens, torch.device("cpu") if offload else device)
-        stream = cls(hidden_states, [_to_device(of_layer, device) for of_layer in kwargs], device)
-        return stream.offloaded_copy() if offload and is_gpu(device) else stream
+            none = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
+            return cls(none, [{} for _ in model.layers])
+        hidden_states, kwargs = model.record(tokens, empty or partial(_empty_on, device))
+        return cls(hidden_states, [_to_device(of_layer, device) for of_layer in kwargs], device, empty)
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a view of the first `nsamples` sequences."""
-        return CalibrationStream(self.hidden_states[:nsamples], self.layer_kwargs, self.device)
+        return CalibrationStream(self.hidden_states[:nsamples], self.layer_kwargs, self.device, self.empty)
 
     def copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in the same place."""
-        return CalibrationStream(self.hidden_states.clone(), self.layer_kwargs, self.device)
+        states, empty = self.hidden_states, self.empty
+        copy = states.clone() if empty is None else empty(states.shape, states.dtype).copy_(states)
+        return CalibrationStream(copy, self.layer_kwargs, self.device, empty)
 
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""
@@ -76,17 +96,22 @@ class CalibrationStream:
             row.copy_(self.hidden_states[index], non_blocking=True)
         return result
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the hidden states lie in the memory of the device where the layers compute."""
+        return self.hidden_states.device == self.device and self.empty is None
+
     def buffer(self, width: int, dtype: torch.dtype) -> Tensor:
         """A tensor [nsamples, seqlen, width] where the hidden states lie, with any content.
 
         In main memory it is the same tensor at each call, because pinning takes long.
         """
         shape = (*self.hidden_states.shape[:2], width)
-        if self.hidden_states.device == self.device:
+        if self.on_device:
             return torch.empty(shape, dtype=dtype, device=self.device)
         key = (width, dtype)
         if key not in self._buffers:
-            self._buffers[key] = empty_on_host(shape, dtype, self.device)
+            self._buffers[key] = (self.empty or partial(empty_on_host, device=self.device))(shape, dtype)
         return self._buffers[key]
 
     def loaded_batches(self) -> Iterator[tuple[slice, Tensor]]:
@@ -166,6 +191,10 @@ class CalibrationStream:
                 if output is not None:
                     home.write(self.hidden_states[batch], output)
         return {group.name: accumulators[group.name].hessian() for group in groups}
+
+
+def _empty_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

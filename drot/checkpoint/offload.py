@@ -38,6 +38,7 @@ from drot.checkpoint.source import (
 )
 from drot.core.errors import UserError
 from drot.machine.devices import parse_dtype
+from drot.machine.transfer import empty_on_host
 from drot.manifest.integrity import verified_while_loading
 from drot.model.boundary import check_rotations
 from drot.model.families import family_of
@@ -70,19 +71,23 @@ class DiskWeights:
     def __init__(self, path: str | Path, headers: Mapping[str, Header], base: str = "") -> None:
         self._path, self._headers, self._base = path, headers, base
         self._starts: dict[str, int] = {}
-        # once: pieces of memory between the layers leave gaps that the C library does not use again
-        self._scratch, self._lock = torch.empty(CHUNK_BYTES, dtype=torch.uint8), threading.Lock()
+        #: type of a device → what is read for it next, pinned for a GPU. It is made once, since pieces of
+        #: memory between the layers leave gaps that the C library does not use again.
+        self._scratch: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
         for file in {header.file for header in headers.values()}:
             self._starts |= _starts(file)
 
     @torch.no_grad()
-    def read_layer(self, layer: DecoderLayer) -> None:
-        """Reads the tensors of a layer on the device `meta` into main memory, in the dtypes of the layer.
+    def read_layer(self, layer: DecoderLayer, device: torch.device) -> None:
+        """Reads the tensors of a layer on the device `meta` to `device`, in the dtypes of the layer.
+
+        For a GPU, no more than CHUNK_BYTES of them are in main memory at a time.
 
         Raises UserError for a tensor that is damaged, as one that is not finite, and for a file that was
         changed.
         """
-        layer.module.to_empty(device="cpu")
+        layer.module.to_empty(device=device)
         self._read(stored_tensors(layer))
         for name, linear in packed_linears(layer.module):
             check_packed_tensors(layer.prefix + name, linear.values, linear.positions)
@@ -111,13 +116,15 @@ class DiskWeights:
         return all(torch.equal(first, other) for other in others)
 
     def _read(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads tensors into contiguous tensors in main memory, which may have another dtype."""
+        """Reads tensors into contiguous tensors on any device, which may have another dtype."""
         for name, target in targets.items():
-            stored = name.removeprefix(self._base)
+            stored, kind = name.removeprefix(self._base), target.device.type
             header = self._headers[stored]
             with self._lock:
+                if kind not in self._scratch:
+                    self._scratch[kind] = empty_on_host((CHUNK_BYTES,), torch.uint8, target.device)
                 dtype = DTYPES[header.dtype]
-                _read_into(target, header.file, self._starts[stored], dtype, self._scratch)
+                _read_into(target, header.file, self._starts[stored], dtype, self._scratch[kind])
             refuse_not_finite(self._path, name, target)
 
 
@@ -150,7 +157,7 @@ def _read_into(target: Tensor, file: Path, start: int, dtype: torch.dtype, scrat
                     raise UserError(
                         f"{file} was changed while drot read it, and is too short now: copy it again"
                     )
-                part.copy_(stored.view(dtype))
+                part.copy_(stored.view(dtype).to(part.device))  # a GPU casts there
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
 

@@ -5,10 +5,14 @@ import ctypes
 import resource
 import sys
 import threading
+from pathlib import Path
 
 import torch
 
-from drot.machine.devices import is_gpu
+from drot.machine.devices import is_gpu, total_memory
+
+#: where Linux shows the limits of groups of processes
+CGROUPS = Path("/sys/fs/cgroup")
 
 
 class PeakMemory:
@@ -67,3 +71,34 @@ def return_free_memory() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library has no malloc_trim
         ctypes.CDLL(None).malloc_trim(0)
+
+
+def available_memory() -> int:
+    """The bytes of main memory that this process can still take, by the system and by its cgroups.
+
+    What the system keeps of files counts as free, since it gives that up.
+    """
+    found = [total_memory(torch.device("cpu"))]
+    with contextlib.suppress(OSError, LookupError, ValueError):
+        lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+        found.append(int(lines["MemAvailable"].split()[0]) * 1024)
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kind, path = line.split(":", 2)
+            if kind in ("", "memory"):
+                own = CGROUPS / kind / path.strip("/")
+                found += [_left_in(group) for group in (own, *own.parents) if group.is_relative_to(CGROUPS)]
+    return min(found)
+
+
+def _left_in(group: Path) -> int:
+    """The bytes that the limit of a cgroup leaves; very many without a limit."""
+    for limit, used, files in (
+        ("memory.max", "memory.current", "file"),  # version 2 of cgroups
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
+    ):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            most = int((group / limit).read_text())  # "max" is no number
+            figures = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            return most - int((group / used).read_text()) + int(figures[files])
+    return sys.maxsize

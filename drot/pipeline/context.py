@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from drot.config import ResolvedRecipe
 from drot.core.events import Progress
 from drot.machine.memory import return_free_memory
+from drot.manifest.records import PlaceOfStates
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.rotation import Bases
@@ -55,6 +56,7 @@ class RunContext:
         self.bases = Bases(place, len(self.model.layers))
         count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=self.model.hidden_size)
         self.training_tokens = tokens[:count]
+        self.place_of_states: PlaceOfStates = "main memory"
         self.clock, self.memory = events.Stopwatch(), events.MemoryWatch(devices)
         reports = events.ProgressReports(progress, len(self.model.layers))
         self.listeners: list[Listener] = [self.clock, self.memory, reports]

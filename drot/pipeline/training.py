@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
 from drot.machine.transfer import on_device
@@ -16,6 +15,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.parallel import train_in_parallel
+from drot.pipeline.states import embed
 from drot.rotation.objective import LayerObjective, LeftRotated
 from drot.rotation.train import train_rotation
 
@@ -95,7 +95,7 @@ def train_shared(run: RunContext, state: RunState | None) -> tuple[list[LayerRot
     offload = run.recipe.rotation.layers_per_step > 0
     objectives, dampings = [], []
     try:
-        for _, objective, damping in _objectives(run):
+        for _, objective, damping in _objectives(run, state):
             objectives.append(objective.offload(run.dtype) if offload else objective)
             dampings.append(damping)
         trained, record = train(run, objectives, None)
@@ -133,7 +133,7 @@ def train_layers(
             done[index] = saved[1]
 
     def objectives() -> Iterator[tuple[int, LayerObjective]]:
-        for index, objective, damping in _objectives(run, done):
+        for index, objective, damping in _objectives(run, state, done):
             dampings[index] = damping
             yield index, objective
 
@@ -161,10 +161,10 @@ def train_layers(
 
 
 def _objectives(
-    run: RunContext, done: Collection[int] = ()
+    run: RunContext, state: RunState | None, done: Collection[int] = ()
 ) -> Iterator[tuple[int, LayerObjective, dict[str, float]]]:
     """Yields index, objective and dampings of each layer that is not in `done`, from the dense model."""
-    stream = CalibrationStream.embed(run.model, run.training_tokens, run.device)
+    stream = embed(run, run.training_tokens, state)
     before: list[LeftRotated] = []  # of the layer before, if this layer's R1 rotates their outputs
     for layer in on_device(run.model.layers, run.device, run.home):
         index, writes_next = layer.index, run.bases.writes_next(layer.index)
