@@ -1,4 +1,5 @@
-"""Prunes a random LLaMA from its files under a hard limit of memory, and compares the bytes with a free run.
+"""Prunes a random LLaMA from its files under a hard limit of memory, packs the result and computes its loss,
+and compares the bytes with those of a free run.
 
     PYTHONPATH=tests python tests/pipeline/streamed.py --megabytes 3000 --hidden 2048 --limit 1200
 
@@ -26,9 +27,11 @@ from small_models import letter_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import drot
+from drot.checkpoint.convert import convert
 from drot.config import Recipe
 from drot.core.files import write_json
 from drot.core.hashes import FileRecord, file_record
+from drot.evaluation.evaluate import evaluate
 
 TOKENS = torch.randint(0, 90, (2, 32), generator=torch.Generator().manual_seed(0))
 #: makes glibc map each block of at least this size, which the system gets back when the block is freed
@@ -77,13 +80,21 @@ def status(name: str) -> int:
 
 
 def run(folder: Path, out: Path, mode: str, limit: int) -> None:
-    """Prunes in this process, with at most `limit` megabytes above those that it has now."""
+    """Does all steps in this process, with at most `limit` megabytes above those that it has now."""
     resident, data = status("VmHWM"), status("VmData")
     if limit:
         resource.setrlimit(resource.RLIMIT_DATA, (data + limit * 10**6,) * 2)
     recipe = Recipe().replace(mode=mode, steps=2, solve="none", target="self", seqlen=32)
-    drot.prune(str(folder), recipe, out=out, calibration=TOKENS, device="cpu")
-    print(f"grew by {(status('VmHWM') - resident) / 1e6:.0f} MB")
+    packed, text = out / "packed", out.with_suffix(".txt")
+    text.write_text("abc " * 64)
+    steps = {
+        "prune": lambda: drot.prune(str(folder), recipe, out=out / "dense", calibration=TOKENS, device="cpu"),
+        "convert": lambda: convert(out / "dense", packed, "packed"),
+        "eval": lambda: evaluate([packed], ppl=[text], seqlen=32, device="cpu", stream=True),
+    }
+    for name, step in steps.items():
+        step()
+        print(f"{name}: grew by {(status('VmHWM') - resident) / 1e6:.0f} MB", flush=True)
 
 
 def main() -> None:
@@ -108,7 +119,10 @@ def main() -> None:
             subprocess.run([*command, "--run", folder / "dense", folder / out], env=environment, check=True)
             seconds = time.perf_counter() - started
             print(f"{out}: {limit or 'no'} MB at most, {seconds:.0f} s", flush=True)
-        same = hashes(folder / "limited") == hashes(folder / "free")
+        same = all(
+            hashes(folder / "limited" / part) == hashes(folder / "free" / part)
+            for part in ("dense", "packed")
+        )
     print("the bytes are the same" if same else "the bytes DIFFER")
     sys.exit(not same)
 
