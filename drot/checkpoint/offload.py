@@ -38,6 +38,7 @@ from drot.checkpoint.source import (
 )
 from drot.core.errors import UserError
 from drot.machine.devices import parse_dtype
+from drot.machine.memory import available_memory, return_large_blocks
 from drot.machine.transfer import empty_on_host
 from drot.manifest.integrity import verified_while_loading
 from drot.model.boundary import check_rotations
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 8
 #: bytes that are read at a time
 CHUNK_BYTES = 2**24
+#: a model whose weights, times this, exceed the free memory: the C library then keeps nothing that was freed
+FEW_TIMES = 4
 #: the dtypes in safetensors files that drot reads
 DTYPES = DENSE_DTYPES | {"U8": torch.uint8}  # the positions of packed weights
 
@@ -205,6 +208,8 @@ def open_skeleton(
     without_prefix = not any(name.startswith(prefix) for name in headers)
     weights = DiskWeights(path, headers, prefix if without_prefix else "")
     _tie(path, model, weights)
+    if FEW_TIMES * sum(parameter.nbytes for parameter in model.parameters()) > available_memory():
+        return_large_blocks()
     return model.eval().requires_grad_(False), weights, own
 
 

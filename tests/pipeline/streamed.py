@@ -5,14 +5,12 @@ and compares the bytes with those of a free run.
 
 Each run is a process of its own. The limit is the kernel's RLIMIT_DATA, the memory that the process may have
 for data, set to what the process has after its imports and `--limit` megabytes. With `--limit 0`, or on a
-system other than Linux, nothing is limited. The malloc of glibc keeps gaps between small blocks, which count
-for RLIMIT_DATA; MALLOC_MMAP_THRESHOLD_ gives larger blocks back to the system at once.
+system other than Linux, nothing is limited.
 
 The model is made in a folder that is removed afterwards. `--mode none` takes minutes, `layer` longer.
 """
 
 import argparse
-import os
 import re
 import resource
 import subprocess
@@ -34,8 +32,6 @@ from drot.core.hashes import FileRecord, file_record
 from drot.evaluation.evaluate import evaluate
 
 TOKENS = torch.randint(0, 90, (2, 32), generator=torch.Generator().manual_seed(0))
-#: makes glibc map each block of at least this size, which the system gets back when the block is freed
-MAPPED = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}
 
 
 def write_model(folder: Path, megabytes: int, hidden: int) -> None:
@@ -115,8 +111,7 @@ def main() -> None:
         for out, limit in (("limited", given.limit), ("free", 0)):
             command = [sys.executable, __file__, "--mode", given.mode, "--limit", str(limit)]
             started = time.perf_counter()
-            environment = os.environ | (MAPPED if limit else {})
-            subprocess.run([*command, "--run", folder / "dense", folder / out], env=environment, check=True)
+            subprocess.run([*command, "--run", folder / "dense", folder / out], check=True)
             seconds = time.perf_counter() - started
             print(f"{out}: {limit or 'no'} MB at most, {seconds:.0f} s", flush=True)
         same = all(

@@ -126,10 +126,10 @@ def export_artifact(
             verified_while_loading(folder),
             Writer(part) as writer,
         ):
-            given = _rotations_of(manifest, rotations, source, stored, place)
-            if given is not None:
+            given, found = None, _rotations_of(manifest, rotations, source, stored, place)
+            if found is not None:
                 bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
-                rounded = (rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in given)
+                rounded = (rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found)
                 given = spooled(rounded, Path(spool))
             for file, path in files.items():
                 if file in headers:
