@@ -105,7 +105,6 @@ def export_artifact(
         for file, header in headers.items()
         for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
     }
-    tolerances: dict[str, float] = {}
     # of weights and config.json, the hashes in the manifest are compared while they are read
     known = {name: record for name, record in manifest.files.items() if is_loaded(name)}
     records = folder_records(folder, files, known=known)
@@ -126,8 +125,8 @@ def export_artifact(
             verified_while_loading(folder),
             Writer(part) as writer,
         ):
-            given, found = None, _rotations_of(manifest, rotations, source, stored, place)
-            if found is not None:
+            given = None
+            if (found := _rotations_of(manifest, rotations, source, stored, place)) is not None:
                 bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
                 rounded = (rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found)
                 given = spooled(rounded, Path(spool))
@@ -138,13 +137,8 @@ def export_artifact(
                     writer.add(f"files/{file}", path.read_bytes())
             if given is not None:
                 writer.add_rotations(given.values())
-            left, layers = set(stored), len(source.layers)
-            for prediction in reported(predictions(source, given, place), "export", layers, progress):
-                left -= set(_add(writer, prediction, stored, tolerances))
-            if left:
-                raise UserError(
-                    f"{folder}: {min(left)} is no tensor of {name}: name a folder that drot prune wrote"
-                )
+            tensors = reported(predictions(source, given, place), "export", len(source.layers), progress)
+            tolerances = _add_all(writer, tensors, stored)
             writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
             parts = writer.sizes()
         if check:
@@ -209,6 +203,22 @@ def round_bits(matrix: Tensor, bits: int) -> Tensor:
     drop = 24 - bits
     whole = matrix.view(torch.int32) + (1 << (drop - 1))
     return (whole & -(1 << drop)).view(torch.float32)
+
+
+def _add_all(
+    writer: Writer, found: Iterable[Prediction], stored: dict[str, tuple[Path, str]]
+) -> dict[str, float]:
+    """Adds the parts of all tensors; returns the tolerance of each.
+
+    Raises UserError for a tensor of the checkpoint that the dense model does not have.
+    """
+    left, tolerances = set(stored), dict[str, float]()
+    for prediction in found:
+        left -= set(_add(writer, prediction, stored, tolerances))
+    if left:
+        folder = stored[name := min(left)][0].parent
+        raise UserError(f"{folder}: {name} is no tensor of `model`: name a folder that drot prune wrote")
+    return tolerances
 
 
 def _add(
