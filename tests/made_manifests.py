@@ -75,6 +75,7 @@ def made_manifest(
         "compute_dtype": "float32",
         "seconds": {"load": 1.0, "rotate": 6.0, "recover": 0.0, "total": 10.0},
         "peak_memory": {"rotate": {"process": 2**30}},
+        "hidden_states": "file",
         "dense_states_on_device": True,
     }
     assert changes.keys() <= Manifest.model_fields.keys()

@@ -120,7 +120,7 @@ class LayerPass:
         hidden, device = self.stream.hidden_states, self.stream.device
         width = self.layer.shape_of(group.linears[0])[1]
         size = hidden[..., 0].numel() * width * hidden.element_size()
-        return hidden.device == device and size <= KEPT_SHARE * total_memory(device)
+        return self.stream.on_device and size <= KEPT_SHARE * total_memory(device)
 
     def _buffer(self, like: Tensor) -> Tensor:
         """A tensor for all sequences, with the width and the dtype of `like`; the kept tensor if it fits.

@@ -1,6 +1,7 @@
 """The hidden states of the calibration tokens, which are passed through one layer after the other."""
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,9 @@ from drot.model.decoder import DecoderModel
 from drot.model.families import InputGroup
 from drot.model.inputs import reading
 from drot.model.layer import DecoderLayer
+
+#: Makes an uninitialised tensor of a shape and a dtype, in a place that it knows.
+Empty = Callable[[Sequence[int], torch.dtype], Tensor]
 
 #: Device type → tokens in one forward pass of a layer. A CPU computes small batches faster, because their
 #: tensors stay in its caches.
@@ -34,12 +38,15 @@ class CalibrationStream:
         hidden_states: Tensor,
         layer_kwargs: list[dict[str, Any]],
         device: torch.device | None = None,
+        empty: Empty | None = None,
         ranks: Ranks = ALONE,
     ) -> None:
         self.hidden_states = hidden_states
         self.layer_kwargs = layer_kwargs
         self.device = device or hidden_states.device
         self.ranks = ranks
+        #: makes tensors in the place of the hidden states, where that is not simply their device
+        self.empty = empty
         #: width and dtype → the buffer in main memory
         self._buffers: dict[tuple[int, torch.dtype], Tensor] = {}
 
@@ -51,6 +58,7 @@ class CalibrationStream:
         device: torch.device,
         *,
         offload: bool = False,
+        empty: Empty | None = None,
         ranks: Ranks = ALONE,
     ) -> "CalibrationStream":
         """The first layer's input for `tokens` [nsamples, seqlen], of which a rank holds every n-th sequence.
@@ -59,14 +67,17 @@ class CalibrationStream:
         not moved.
 
         offload: whether the hidden states lie in main memory.
+        empty: makes the tensor of the hidden states, in main memory or in a file, and others beside it.
         """
         tokens = tokens[ranks.rank :: ranks.size]
+        if offload and is_gpu(device):
+            empty = partial(empty_on_host, device=device)
         if not len(tokens):
-            empty = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
-            return cls(empty, [{} for _ in model.layers], ranks=ranks)
-        hidden_states, kwargs = model.record(tokens, torch.device("cpu") if offload else device)
-        stream = cls(hidden_states, [_to_device(of_layer, device) for of_layer in kwargs], device, ranks)
-        return stream.offloaded_copy() if offload and is_gpu(device) else stream
+            none = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
+            return cls(none, [{} for _ in model.layers], ranks=ranks)
+        hidden_states, kwargs = model.record(tokens, empty or partial(_empty_on, device))
+        of_layers = [_to_device(of_layer, device) for of_layer in kwargs]
+        return cls(hidden_states, of_layers, device, empty, ranks)
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a view of the first `nsamples` sequences of all ranks."""
@@ -75,7 +86,10 @@ class CalibrationStream:
 
     def copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in the same place."""
-        return self._with(self.hidden_states.clone())
+        states, empty = self.hidden_states, self.empty
+        return self._with(
+            states.clone() if empty is None else empty(states.shape, states.dtype).copy_(states)
+        )
 
     def offloaded_copy(self) -> "CalibrationStream":
         """A stream with a copy of the hidden states in main memory."""
@@ -83,7 +97,7 @@ class CalibrationStream:
         return self._with(hidden_states.copy_(self.hidden_states))
 
     def _with(self, hidden_states: Tensor) -> "CalibrationStream":
-        return CalibrationStream(hidden_states, self.layer_kwargs, self.device, self.ranks)
+        return CalibrationStream(hidden_states, self.layer_kwargs, self.device, self.empty, self.ranks)
 
     def batch(self, sequences: slice | Tensor) -> Tensor:
         """The hidden states of some sequences, on `device`."""
@@ -96,17 +110,22 @@ class CalibrationStream:
             row.copy_(self.hidden_states[index], non_blocking=True)
         return result
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the hidden states lie in the memory of the device where the layers compute."""
+        return self.hidden_states.device == self.device and self.empty is None
+
     def buffer(self, width: int, dtype: torch.dtype) -> Tensor:
         """A tensor [nsamples, seqlen, width] where the hidden states lie, with any content.
 
         In main memory it is the same tensor at each call, because pinning takes long.
         """
         shape = (*self.hidden_states.shape[:2], width)
-        if self.hidden_states.device == self.device:
+        if self.on_device:
             return torch.empty(shape, dtype=dtype, device=self.device)
         key = (width, dtype)
         if key not in self._buffers:
-            self._buffers[key] = empty_on_host(shape, dtype, self.device)
+            self._buffers[key] = (self.empty or partial(empty_on_host, device=self.device))(shape, dtype)
         return self._buffers[key]
 
     def loaded_batches(self) -> Iterator[tuple[slice, Tensor]]:
@@ -186,6 +205,10 @@ class CalibrationStream:
                 if output is not None:
                     home.write(self.hidden_states[batch], output)
         return {group.name: accumulators[group.name].hessian() for group in groups}
+
+
+def _empty_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _to_device(value: Any, device: torch.device) -> Any:

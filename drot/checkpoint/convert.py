@@ -1,32 +1,33 @@
-"""Conversion of a 2:4 checkpoint between the formats packed and dense."""
+"""Conversion of a 2:4 checkpoint between the formats packed and dense, one layer in memory at a time."""
 
+import contextlib
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 from drot.checkpoint.hf_model import as_drot_model
-from drot.checkpoint.load import (
-    has_tokenizer,
-    load_config,
-    load_model,
-    load_tokenizer,
-    logger,
-    warn_of_rounding,
-)
+from drot.checkpoint.load import has_tokenizer, load_config, load_tokenizer, logger, warn_of_rounding
+from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
 from drot.checkpoint.save import check_output, save_checkpoint
+from drot.checkpoint.shards import save_layers
 from drot.core.errors import UserError
+from drot.core.hashes import FileRecord
 from drot.core.lock import locked
 from drot.manifest.importance import load_importance_maps, save_importance_maps
 from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest
+from drot.model.decoder import DecoderModel
 from drot.sparse.linear import is_packed
-from drot.sparse.packed import check_format, pack_model, unpack_model
+from drot.sparse.packed import check_format, check_packable, pack_layer, unpack_layer
 
 
 def convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
     """Writes the checkpoint `path` to the folder `out` in `format`, packed or dense.
 
-    Returns the manifest; None for a model that drot did not prune. Raises UserError for an unknown format,
-    for the format that the checkpoint has already, for a weight that is not 2:4, and for files that do not
-    fit their hashes in the manifest. A linear to which the manifest gives another sparsity stays dense.
+    A layer is read from its file when its turn comes, and dropped when it is written. Returns the manifest;
+    None for a model that drot did not prune. Raises UserError for an unknown format, for the format that the
+    checkpoint has already, for a weight that is not 2:4, and for files that do not fit their hashes in the
+    manifest. A linear to which the manifest gives another sparsity stays dense.
     """
     check_format(format)
     check_output(out)
@@ -43,22 +44,31 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     else:  # a model that was pruned from Python with token ids has none
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
     maps = {} if manifest is None else load_importance_maps(path)
-    model = load_model(path)
+    model, weights, _ = open_skeleton(path)
     warn_of_rounding(path, model.dtype)
     if is_packed(model) == (format == "packed"):
         raise UserError(f"{path} is {format} already: name the other `format`")
+    change = unpack_layer
     if format == "packed":
-        pack_model(model, dense_linears_of(path, model.config))
-    else:
-        unpack_model(model)
-    as_drot_model(model)
-    if manifest is not None:
-        manifest.format, manifest.stock_architecture = format_of(model)
-    return save_checkpoint(
-        model,
-        tokenizer,
-        manifest,
-        out,
-        shards={},
-        write_more=lambda folder: save_importance_maps(folder, maps),
-    )
+        dense = dense_linears_of(path, model.config)
+        check_packable(model, dense)
+        change = partial(pack_layer, dense=dense)
+    decoder = DecoderModel(model, weights=weights)
+    with contextlib.ExitStack() as ends:
+
+        def write_layers(folder: Path) -> Mapping[Path, FileRecord]:
+            written = save_layers(decoder.loaded_layers(), folder, change)
+            as_drot_model(model)
+            if manifest is not None:
+                manifest.format, manifest.stock_architecture = format_of(model)
+            ends.enter_context(decoder.in_memory(*decoder.ends))
+            return written
+
+        return save_checkpoint(
+            model,
+            tokenizer,
+            manifest,
+            out,
+            shards=write_layers,
+            write_more=lambda folder: save_importance_maps(folder, maps),
+        )

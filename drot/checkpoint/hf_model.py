@@ -25,7 +25,14 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 
-from drot.checkpoint.quantization_config import QUANT_METHOD, DrotConfig, describe, format_of
+from drot.checkpoint.quantization_config import (
+    QUANT_METHOD,
+    STORED_DTYPES,
+    DrotConfig,
+    describe,
+    expect_stored,
+    format_of,
+)
 from drot.checkpoint.recount import recount
 from drot.checkpoint.source import check_headers, read_headers
 from drot.checkpoint.stored_config import write_stored_form
@@ -36,10 +43,9 @@ from drot.manifest.integrity import folder_records
 from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, write_manifest
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
-from drot.model.rotation import Bases
 from drot.sparse.fused import fuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_linears
-from drot.sparse.packed import check_packed, compress_model, expect_packed, unpack_model
+from drot.sparse.packed import check_packed, compress_model, unpack_model
 
 #: arguments of `save_pretrained` and `push_to_hub` that are for the upload and the card
 HUB_ARGUMENTS = {
@@ -247,17 +253,9 @@ class DrotQuantizer(HfQuantizer):
                 f"a checkpoint that drot wrote must be opened with its language model head, "
                 f"got {type(model).__name__}: use AutoModelForCausalLM"
             )
-        decoder, place = DecoderModel(model), self.quantization_config.boundary
-        bases, block = Bases(place, len(decoder.layers)), self.quantization_config.down_rotation
-        for layer in decoder.layers:
-            if place is not None and bases.holds(layer.index):
-                layer.expect_boundary(place)
-            if block is not None:
-                layer.expect_down_rotation(block)
-        if self.quantization_config.packed:
-            expect_packed(model, self.quantization_config.dense_linears)
+        expect_stored(model, self.quantization_config)
         if checkpoint_files is not None:  # None if the caller gave a state dict
-            check_headers(model, read_headers(checkpoint_files), dtypes=("BF16", "F16", "F32"))
+            check_headers(model, read_headers(checkpoint_files), dtypes=STORED_DTYPES)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:

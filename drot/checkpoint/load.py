@@ -133,7 +133,7 @@ def load_model(
     model, report = loaded
     refuse_missing(path, model, report["missing_keys"])
     unexpected = set(report["unexpected_keys"])
-    _refuse_superfluous(path, unexpected - prediction_layers(config, unexpected))
+    refuse_superfluous(path, unexpected - prediction_layers(config, unexpected))
     drop_prediction_layers(model.config)
     for name, tensor in model.state_dict().items():
         refuse_not_finite(path, name, tensor)
@@ -166,7 +166,7 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
             with torch.device("meta"):
                 empty = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
             check_headers(empty, headers)
-            _refuse_superfluous(path, headers.keys() - stored_state(empty).keys())
+            refuse_superfluous(path, headers.keys() - stored_state(empty).keys())
     return headers
 
 
@@ -185,7 +185,7 @@ def drop_prediction_layers(config: Any) -> None:
         setattr(config, PREDICTION_LAYERS, 0)
 
 
-def _refuse_superfluous(path: str | Path, names: Any) -> None:
+def refuse_superfluous(path: str | Path, names: Any) -> None:
     """Raises UserError if one of `names`, of tensors that a model does not have, is of a decoder layer."""
     # old checkpoints hold RoPE's frequencies, inv_freq, which transformers computes
     if unused := sorted(name for name in names if ".layers." in name and not name.endswith(".inv_freq")):

@@ -19,15 +19,34 @@ from drot.checkpoint.load import (
     load_config,
     refuse_missing,
     refuse_not_finite,
+    refuse_superfluous,
     silent_transformers,
 )
-from drot.checkpoint.source import CONFIG, DENSE_DTYPES, Header, model_folder
+from drot.checkpoint.quantization_config import (
+    STORED_DTYPES,
+    drot_config_of,
+    expect_stored,
+    refuse_quantised,
+)
+from drot.checkpoint.source import (
+    CONFIG,
+    DENSE_DTYPES,
+    Header,
+    check_headers,
+    model_folder,
+    stored_state,
+)
 from drot.core.errors import UserError
 from drot.machine.devices import parse_dtype
+from drot.machine.memory import available_memory, return_large_blocks
+from drot.machine.transfer import empty_on_host
 from drot.manifest.integrity import verified_while_loading
+from drot.model.boundary import check_rotations
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
 from drot.model.stored import stored_tensors
+from drot.sparse.linear import packed_linears
+from drot.sparse.packed import check_packed_tensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +55,10 @@ if TYPE_CHECKING:
 LENGTH_BYTES = 8
 #: bytes that are read at a time
 CHUNK_BYTES = 2**24
+#: a model whose weights, times this, exceed the free memory: the C library then keeps nothing that was freed
+FEW_TIMES = 4
+#: the dtypes in safetensors files that drot reads
+DTYPES = DENSE_DTYPES | {"U8": torch.uint8}  # the positions of packed weights
 
 
 class DiskWeights:
@@ -51,19 +74,27 @@ class DiskWeights:
     def __init__(self, path: str | Path, headers: Mapping[str, Header], base: str = "") -> None:
         self._path, self._headers, self._base = path, headers, base
         self._starts: dict[str, int] = {}
-        # once: pieces of memory between the layers leave gaps that the C library does not use again
-        self._scratch, self._lock = torch.empty(CHUNK_BYTES, dtype=torch.uint8), threading.Lock()
+        #: type of a device → what is read for it next, pinned for a GPU. It is made once, since pieces of
+        #: memory between the layers leave gaps that the C library does not use again.
+        self._scratch: dict[str, Tensor] = {}
+        self._lock = threading.Lock()
         for file in {header.file for header in headers.values()}:
             self._starts |= _starts(file)
 
     @torch.no_grad()
-    def read_layer(self, layer: DecoderLayer) -> None:
-        """Reads the tensors of a layer on the device `meta` into main memory, in the dtypes of the layer.
+    def read_layer(self, layer: DecoderLayer, device: torch.device) -> None:
+        """Reads the tensors of a layer on the device `meta` to `device`, in the dtypes of the layer.
 
-        Raises UserError for a tensor that is not finite, and for a file that was changed.
+        For a GPU, no more than CHUNK_BYTES of them are in main memory at a time.
+
+        Raises UserError for a tensor that is damaged, as one that is not finite, and for a file that was
+        changed.
         """
-        layer.module.to_empty(device="cpu")
+        layer.module.to_empty(device=device)
         self._read(stored_tensors(layer))
+        for name, linear in packed_linears(layer.module):
+            check_packed_tensors(layer.prefix + name, linear.values, linear.positions)
+        check_rotations(layer.module, layer.prefix.removesuffix("."))
 
     @torch.no_grad()
     def read_module(self, module: nn.Module, name: str) -> None:
@@ -88,13 +119,15 @@ class DiskWeights:
         return all(torch.equal(first, other) for other in others)
 
     def _read(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads tensors into contiguous tensors in main memory, which may have another dtype."""
+        """Reads tensors into contiguous tensors on any device, which may have another dtype."""
         for name, target in targets.items():
-            stored = name.removeprefix(self._base)
+            stored, kind = name.removeprefix(self._base), target.device.type
             header = self._headers[stored]
             with self._lock:
-                dtype = DENSE_DTYPES[header.dtype]
-                _read_into(target, header.file, self._starts[stored], dtype, self._scratch)
+                if kind not in self._scratch:
+                    self._scratch[kind] = empty_on_host((CHUNK_BYTES,), torch.uint8, target.device)
+                dtype = DTYPES[header.dtype]
+                _read_into(target, header.file, self._starts[stored], dtype, self._scratch[kind])
             refuse_not_finite(self._path, name, target)
 
 
@@ -127,7 +160,7 @@ def _read_into(target: Tensor, file: Path, start: int, dtype: torch.dtype, scrat
                     raise UserError(
                         f"{file} was changed while drot read it, and is too short now: copy it again"
                     )
-                part.copy_(stored.view(dtype))
+                part.copy_(stored.view(dtype).to(part.device))  # a GPU casts there
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
 
@@ -140,10 +173,13 @@ def open_skeleton(
     What `load_model` would return, with all parameters on the device `meta` and all buffers in main memory.
     Raises UserError as `load_model` does; a weight that is not finite is refused when it is read.
 
-    path: a hub name or a folder with an unquantised model of a family that drot prunes.
+    path: a hub name or a folder with a model of a family that drot prunes, or a checkpoint that drot wrote.
+        Its packed linears are not fused.
     dtype: the dtype of the parameters; `auto` is the dtype of the checkpoint.
     """
     config = load_config(path)
+    refuse_quantised(config)
+    family_of(config)
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     folder = model_folder(path, weights=True)
@@ -154,6 +190,10 @@ def open_skeleton(
         with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)
+            if (held := drot_config_of(config)) is not None:
+                expect_stored(model, held)
+                check_headers(model, headers, STORED_DTYPES)
+                refuse_superfluous(path, headers.keys() - stored_state(model).keys())
             model.config.name_or_path = str(folder)
             model.config.dtype = chosen  # transformers 5.4 leaves the dtype of the file there
             drop_prediction_layers(model.config)
@@ -168,6 +208,8 @@ def open_skeleton(
     without_prefix = not any(name.startswith(prefix) for name in headers)
     weights = DiskWeights(path, headers, prefix if without_prefix else "")
     _tie(path, model, weights)
+    if FEW_TIMES * sum(parameter.nbytes for parameter in model.parameters()) > available_memory():
+        return_large_blocks()
     return model.eval().requires_grad_(False), weights, own
 
 

@@ -17,13 +17,16 @@ from drot.core.reading import check_schema
 from drot.manifest.manifest import MANIFEST, read_manifest
 from drot.model.boundary import down_rotation, rotation_place
 from drot.model.decoder import DecoderModel
+from drot.model.rotation import Bases
 from drot.sparse.linear import is_packed
-from drot.sparse.packed import dense_linears
+from drot.sparse.packed import dense_linears, expect_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 QUANT_METHOD = "drot"
+#: the dtypes in safetensors files of the weights of a checkpoint that drot wrote
+STORED_DTYPES = ("BF16", "F16", "F32")
 #: `quant_method` of other programs → the name by which users know it
 OTHERS = {"gptq": "GPTQ", "awq": "AWQ", "fp8": "FP8", "mxfp4": "MXFP4"}
 #: what to do with a model that another program has quantised
@@ -113,6 +116,22 @@ def boundary_of(config: Any) -> BoundaryPlace | None:
     """The place of the boundary rotations of a checkpoint with `config`; None if it has none."""
     held = drot_config_of(config)
     return None if held is None else held.boundary
+
+
+def expect_stored(model: "PreTrainedModel", held: DrotConfig) -> None:
+    """Gives an empty stock model, in place, the modules that a checkpoint holds: rotations, packed linears.
+
+    Raises UserError for what does not fit the model.
+    """
+    decoder = DecoderModel(model)
+    bases = Bases(held.boundary, len(decoder.layers))
+    for layer in decoder.layers:
+        if held.boundary is not None and bases.holds(layer.index):
+            layer.expect_boundary(held.boundary)
+        if held.down_rotation is not None:
+            layer.expect_down_rotation(held.down_rotation)
+    if held.packed:
+        expect_packed(model, held.dense_linears)
 
 
 def describe(model: "PreTrainedModel") -> DrotConfig | None:

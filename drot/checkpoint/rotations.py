@@ -2,7 +2,8 @@
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from drot.checkpoint.source import DENSE_DTYPES
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.files import new_file
-from drot.core.hashes import DIGEST, json_digest, tensors_digest
+from drot.core.hashes import DIGEST, json_digest, parts_digest
 from drot.core.reading import check_regular, parse_json
 from drot.machine.devices import dtype_name
-from drot.model.rotation import LayerRotation, orthogonality_error, reorthogonalize
+from drot.model.rotation import LayerRotation, RotationsOfLayers, orthogonality_error, reorthogonalize
 from drot.model.sizes import HeadShape
 
 #: largest allowed max |QᵀQ - I| of a stored matrix; rounding a large matrix to fp32 gives about 1e-6
@@ -35,14 +37,14 @@ def save_rotations(path: Path, rotations: list[LayerRotation], record: dict[str,
     for index, rotation in enumerate(rotations):
         tensors |= rotation.tensors(f"layers.{index}.", torch.float32)
     # one key only: safetensors writes several keys in a random order, and equal runs write equal files
-    metadata = {"record": json.dumps(record | {DIGEST: _digest(tensors, record)})}
+    metadata = {"record": json.dumps(record | {DIGEST: _digest([tensors], record)})}
     path.parent.mkdir(parents=True, exist_ok=True)
     with new_file(path) as part:
         save_file(tensors, part, metadata=metadata)
 
 
-def _digest(tensors: dict[str, Tensor], record: dict[str, Any]) -> str:
-    return json_digest([tensors_digest(tensors), record])
+def _digest(tensors: Iterable[Mapping[str, Tensor]], record: dict[str, Any]) -> str:
+    return json_digest([parts_digest(tensors), record])
 
 
 @contextlib.contextmanager
@@ -67,27 +69,32 @@ def stored_down_block(path: Path) -> int | None:
         return handle.get_slice(FIRST_R3).get_shape()[-1] if FIRST_R3 in handle.keys() else None  # noqa: SIM118
 
 
-def read_rotations(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors and the record of a rotation file, as they are in the file.
+def read_record(path: Path) -> dict[str, Any]:
+    """The record of a rotation file, whose tensors are read one after the other and compared with its digest.
 
     Raises UserError if the file is missing or broken, holds anything but fp32, or does not fit its digest.
     """
     with _opened(path) as handle:
-        tensors = {key: handle.get_tensor(key) for key in handle.keys()}  # noqa: SIM118
         content = (handle.metadata() or {}).get("record", "{}")
-    for name, tensor in tensors.items():
-        if tensor.dtype != torch.float32:
-            raise UserError(f"{path}: {name} must be of dtype float32, got {dtype_name(tensor.dtype)}")
-    record = parse_json(content.encode(), f"{path}: its record")
-    if record.pop(DIGEST, None) != _digest(tensors, record):
-        raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
-    return tensors, record
+        for name in handle.keys():  # noqa: SIM118
+            if (dtype := handle.get_slice(name).get_dtype()) != "F32":
+                raise UserError(f"{path}: {name} must be of dtype float32, got {_name_of(dtype)}")
+        record = parse_json(content.encode(), f"{path}: its record")
+        tensors = ({name: handle.get_tensor(name)} for name in handle.keys())  # noqa: SIM118
+        if record.pop(DIGEST, None) != _digest(tensors, record):
+            raise UserError(f"{path} is damaged: its content does not fit its digest; copy it again")
+    return record
 
 
-def load_rotations(
+def _name_of(dtype: str) -> str:
+    """The name of a dtype of a safetensors file."""
+    return dtype_name(DENSE_DTYPES[dtype]) if dtype in DENSE_DTYPES else dtype
+
+
+def open_rotations(
     path: Path, *, layers: int, hidden_size: int, shape: HeadShape, down_width: int
-) -> tuple[list[LayerRotation], dict[str, Any]]:
-    """The rotations of each layer and the record that was saved with them.
+) -> tuple[RotationsOfLayers, dict[str, Any]]:
+    """The rotation of each layer, which is read when it is asked for, and the record saved with them.
 
     The matrices are fp64, and orthogonalised again, because the file has them in fp32. Raises UserError if
     the file is missing, broken or damaged, has another shape than this model, or holds a matrix that is not
@@ -95,28 +102,48 @@ def load_rotations(
 
     down_width: the number of inputs of down_proj.
     """
-    tensors, record = read_rotations(path)
-    block = tensors[FIRST_R3].shape[-1] if FIRST_R3 in tensors else None
+    record = read_record(path)
+    block = stored_down_block(path)
     expected = {}
     for index in range(layers):
         expected[f"layers.{index}.r1"] = [hidden_size, hidden_size]
         expected[f"layers.{index}.r2"] = [shape.kv_heads, shape.head_dim, shape.head_dim]
         if block is not None:
             expected[f"layers.{index}.r3"] = [down_width // block, block, block]
-    for name, size in expected.items():
-        got = list(tensors[name].shape) if name in tensors else None
-        if got != size:
+    with _opened(path) as handle:
+        shapes = {name: handle.get_slice(name).get_shape() for name in handle.keys()}  # noqa: SIM118
+        for name, size in expected.items():
+            if (got := shapes.get(name)) != size:
+                raise UserError(
+                    f"{path}: {name} must be {size} for this model, got {got}: use a file of this model"
+                )
+        if len(shapes) != len(expected):
+            held = sum(name.endswith(".r1") for name in shapes)
             raise UserError(
-                f"{path}: {name} must be {size} for this model, got {got}: use a file of this model"
+                f"{path} holds {held} layers, but this model has {layers}: use a file of this model"
             )
-    if len(tensors) != len(expected):
-        held = sum(name.endswith(".r1") for name in tensors)
-        raise UserError(f"{path} holds {held} layers, but this model has {layers}: use a file of this model")
-    for name, tensor in tensors.items():
-        if not (deviation := orthogonality_error(tensor)) < ORTHOGONALITY_TOLERANCE:
-            raise UserError(
-                f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
-                "the file is damaged; copy it again"
-            )
-    tensors = {name: reorthogonalize(tensor) for name, tensor in tensors.items()}
-    return [LayerRotation.from_tensors(tensors, f"layers.{index}.") for index in range(layers)], record
+        for name in shapes:
+            if not (deviation := orthogonality_error(handle.get_tensor(name))) < ORTHOGONALITY_TOLERANCE:
+                raise UserError(
+                    f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
+                    "the file is damaged; copy it again"
+                )
+    return RotationsOfLayers(partial(_read_layer, path), range(layers)), record
+
+
+def _read_layer(path: Path, index: int) -> LayerRotation:
+    prefix = f"layers.{index}."
+    with _opened(path) as handle:
+        own = [name for name in handle.keys() if name.startswith(prefix)]  # noqa: SIM118
+        tensors = {name: reorthogonalize(handle.get_tensor(name)) for name in own}
+    return LayerRotation.from_tensors(tensors, prefix)
+
+
+def load_rotations(
+    path: Path, *, layers: int, hidden_size: int, shape: HeadShape, down_width: int
+) -> tuple[list[LayerRotation], dict[str, Any]]:
+    """`open_rotations` with all rotations in memory."""
+    found, record = open_rotations(
+        path, layers=layers, hidden_size=hidden_size, shape=shape, down_width=down_width
+    )
+    return list(found.values()), record

@@ -40,7 +40,7 @@ def save_checkpoint(
     out: Path,
     *,
     scratch: Path | None = None,
-    shards: Mapping[Path, FileRecord] | None = None,
+    shards: Mapping[Path, FileRecord] | Callable[[Path], Mapping[Path, FileRecord]] | None = None,
     write_more: Callable[[Path], None] | None = None,
     finish: Callable[[AnyManifest], None] | None = None,
 ) -> AnyManifest:
@@ -55,7 +55,8 @@ def save_checkpoint(
     scratch: a folder for the temporary folder, as in `new_folder`.
     shards: None writes the weights as transformers does, in one file up to 50 GB. Otherwise each layer gets a
         shard of its own. A shard that is written already, on the disk of `out`, is named here with its hash
-        and becomes part of the checkpoint; an empty mapping writes all shards.
+        and becomes part of the checkpoint; an empty mapping writes all shards. A function is called first,
+        with the new folder, and writes the shards of all layers there (`save_layers`).
     write_more: writes further files into the folder that it is called with.
     finish: sets the last entries of the manifest, when all else is written and synced.
     """
@@ -66,7 +67,7 @@ def save_checkpoint(
         if shards is None:
             model.save_pretrained(part)
         else:
-            hashes = save_in_shards(model, part, shards)
+            hashes = save_in_shards(model, part, shards(part) if callable(shards) else shards)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
         if write_more is not None:

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,8 +14,9 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from drot.core.hashes import FileRecord
+from drot.core.hashes import FileRecord, file_record
 from drot.model.decoder import DecoderModel
+from drot.model.layer import DecoderLayer
 from drot.model.stored import stored_tensors
 
 if TYPE_CHECKING:
@@ -42,6 +43,19 @@ def save_shard(tensors: Mapping[str, Tensor], file: Path) -> None:
 def _writable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors as safetensors takes them: contiguous, in main memory."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def save_layers(
+    layers: Iterable[DecoderLayer], folder: Path, change: Callable[[DecoderLayer], None]
+) -> dict[Path, FileRecord]:
+    """Writes each layer to `folder`, after `change`; returns the hashes, as `save_in_shards` takes them."""
+    written = {}
+    for layer in layers:
+        change(layer)
+        file = folder / f"layer_{layer.index:05d}.safetensors"
+        save_shard(stored_tensors(layer), file)
+        written[file] = file_record(file)
+    return written
 
 
 def save_in_shards(
@@ -71,7 +85,10 @@ def save_in_shards(
     # after save_pretrained, which deletes shards that it finds
     if written:
         for file, name in zip(written, names, strict=True):
-            _link(file, folder / name)
+            if file.parent == folder:
+                file.rename(folder / name)
+            else:
+                _link(file, folder / name)
     else:
         for own, name in zip(in_layers, names, strict=True):
             save_shard(own, folder / name)

@@ -8,6 +8,13 @@ from drot.cli.output import print_facts, print_json, print_line, scaled
 from drot.cli.progress_bars import working
 from drot.config import Recipe
 
+#: in words, where the hidden states of the calibration lie
+PLACES = {
+    "device": "on the device",
+    "main memory": "in main memory",
+    "file": "in a file on the disk of OUT while the run lasts, since the main memory does not hold them",
+}
+
 
 def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> None:
     """Prints the resolved recipe as a recipe file, and a table of what the run needs; or both as JSON.
@@ -36,6 +43,7 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
         "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of rotations and "
         "maps in OUT.partial while the run lasts",
         "main memory": f"about {size_text(needs.main_memory + on_cpu * needs.device_memory)}",
+        "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}",
         **({} if on_cpu else {"memory of the device": f"about {size_text(needs.device_memory)}"}),
         "time": _time(needs.seconds, sum(sum(phase.values()) for phase in needs.work.values())),
     }

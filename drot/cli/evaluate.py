@@ -58,8 +58,8 @@ def evaluate(
     Run:
         device:
         dtype:
-        stream: Move one decoder layer at a time to the device, for models that are larger than the GPU. A
-            model that does not fit is streamed in any case. Not with --tasks.
+        stream: Read one decoder layer at a time from the files, for models that are larger than the GPU or
+            the main memory. A model that does not fit is streamed in any case. Not with --tasks.
     Output:
         fail_above PERPLEXITY: Exit with status 1 if the perplexity of a model on the first text is above this
             figure, after all figures were printed and recorded. For tests that watch a model.

@@ -64,10 +64,10 @@ def tensors_digest(tensors: "Mapping[str, Tensor]", sample: int | None = None) -
 
     sample: bytes to hash at each end of a tensor; None hashes all bytes.
     """
-    return _digest_of_parts([tensors], sample)
+    return parts_digest([tensors], sample)
 
 
-def _digest_of_parts(parts: "Iterable[Mapping[str, Tensor]]", sample: int | None) -> str:
+def parts_digest(parts: "Iterable[Mapping[str, Tensor]]", sample: int | None = None) -> str:
     """`tensors_digest` of all tensors of `parts`, which are asked for one after the other."""
     digests: dict[str, str] = {}
     for part in parts:
@@ -111,7 +111,7 @@ def weights_record(
     return {
         "bytes": size,
         "hashed": "all bytes" if whole else f"{SAMPLE_BYTES} bytes at both ends of each tensor",
-        "sha256": _digest_of_parts(parts or [tensors], None if whole else SAMPLE_BYTES),
+        "sha256": parts_digest(parts or [tensors], None if whole else SAMPLE_BYTES),
     }
 
 

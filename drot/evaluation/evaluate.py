@@ -8,30 +8,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from drot.checkpoint.load import load, load_config, load_tokenizer
+from drot.checkpoint.load import load_config, load_tokenizer
 from drot.config import default_seqlen
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.agreement import agreement
+from drot.evaluation.models import Original, move_models, must_stream, open_model
 from drot.evaluation.perplexity import check_logits, exp_of_loss, load_eval_tokens, mean_losses, rises_after
 from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.record import check_recordable, text_record
 from drot.evaluation.record import record as record_figures
 from drot.evaluation.tasks import TaskOptions, Tasks, averages, load_tasks, run_tasks
-from drot.machine import devices
-from drot.machine.devices import computing_dtype, dtype_name, is_gpu, parse_dtype, pick_device
+from drot.machine.devices import computing_dtype, dtype_name, parse_dtype, pick_device
 from drot.machine.environment import machine_name
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
-from drot.sparse.packed import compress_model
 
 logger = logging.getLogger("drot")
-
-#: the largest share of a GPU's free memory that weights may take; the rest is for logits and activations
-WEIGHTS_SHARE = 0.85
 
 
 @dataclass(frozen=True)
@@ -43,7 +38,7 @@ class _Setup:
     device: torch.device
     stream: bool
     against: str | None
-    dense: PreTrainedModel | None
+    original: Original | None
     task_names: Sequence[str]
     tasks: Tasks | None
     task_options: TaskOptions
@@ -93,8 +88,8 @@ def evaluate(
         limit, batch_size, num_fewshot: as in TaskOptions. Figures with a `limit` are not recorded.
         device: `auto`, `cpu` or `cuda[:N]`.
         dtype: dtype of the weights. `auto` is the checkpoint's own on a GPU, and float32 on a CPU.
-        stream: keeps the models in main memory and moves one decoder layer at a time to the device. That also
-            happens, with a warning, if the weights do not fit on the device.
+        stream: reads one decoder layer at a time from the files of the models. That also happens, with a
+            warning, if the weights do not fit on the device or into the main memory.
         record: whether to add the figures to the manifest of each model that has one.
         progress: receives the events of reading, loading and measuring.
     """
@@ -132,7 +127,7 @@ def evaluate(
     prepared = load_tasks(tasks) if tasks else None
     progress(ProgressEvent(phase="load"))
     dtype = str(computing_dtype(dtype, target))
-    dense = None if original is None else load(original, device="cpu", dtype=dtype)
+    dense = None if original is None else Original(original, dtype)
     setup = _Setup(seqlen, dtype, target, stream, original, dense, tasks, prepared, options, progress)
     results = []
     for name in names:
@@ -174,37 +169,43 @@ def _check_texts(
 
 def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Setup) -> dict[str, Any]:
     """The figures of one model, which is in memory during this call only."""
-    seqlen, device, dense = setup.seqlen, setup.device, setup.dense
-    model = load(name, device="cpu", dtype=setup.dtype)
-    streamed = move_models([model] if dense is None else [model, dense], name, device, stream=setup.stream)
+    seqlen, device, original = setup.seqlen, setup.device, setup.original
+    loading = [name] if original is None or original.is_loaded else [name, str(setup.against)]
+    streamed = setup.stream or must_stream(loading, setup.dtype, device)
     if streamed and setup.task_names:
         raise UserError(f"`tasks` need the whole of {name} on {device}, where it does not fit")
+    own = open_model(name, setup.dtype, streamed=streamed)
+    dense = None if original is None else original.open(streamed=streamed)
+    opened = [own] if dense is None else [own, dense]
+    stream_to = device if streamed else None
+    if not streamed and move_models([each.model for each in opened], name, device):
+        stream_to = device
     perplexities, agreements, records = {}, {}, {}
     for source, tokens in texts.items():
-        stream_to = device if streamed else None
-        own = predict(model, tokens, seqlen, stream_to, setup.progress)
-        if dense is None:
-            losses = mean_losses(own, progress=setup.progress)
-            rising = rises_after(losses, len(own.windows))
+        found, *of_dense = (
+            predict(each.model, tokens, seqlen, stream_to, setup.progress, each.weights) for each in opened
+        )
+        if not of_dense:
+            losses = mean_losses(found, progress=setup.progress)
+            rising = rises_after(losses, len(found.windows))
             perplexities[source] = exp_of_loss(float(losses.mean()))
         else:
-            theirs = predict(dense, tokens, seqlen, stream_to, setup.progress)
-            agreements[source] = agreement(theirs, own, progress=setup.progress)
+            agreements[source] = agreement(of_dense[0], found, progress=setup.progress)
             perplexities[source] = agreements[source].pop("perplexity")
             rising = agreements[source].pop("loss_rises_after")
         rises = {} if rising is None else {"loss_rises_after": rising}
         records[source] = text_record(source, tokens, seqlen) | rises
     scores = {}
     if setup.tasks is not None:
-        check_logits(model)
-        scores = run_tasks(model, tokenizer, setup.tasks, setup.task_options)
+        check_logits(own.model)
+        scores = run_tasks(own.model, tokenizer, setup.tasks, setup.task_options)
     accuracies = {task: score.accuracy for task, score in scores.items()}
     return {
         "model": name,
         "seqlen": seqlen,
-        "dtype": dtype_name(model.dtype),
+        "dtype": dtype_name(own.model.dtype),
         "machine": machine_name(device),
-        "streamed": streamed,
+        "streamed": stream_to is not None,
         "texts": records,
         "perplexity": perplexities,
         "against": setup.against,
@@ -216,33 +217,3 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
         },
         "averages": averages(setup.task_names, accuracies),
     }
-
-
-def free_memory(device: torch.device) -> int | None:
-    """The bytes that are free on a GPU, with those that torch keeps for reuse; None for the CPU."""
-    return devices.free_memory(device) if is_gpu(device) else None
-
-
-def move_models(models: list[PreTrainedModel], name: str, device: torch.device, *, stream: bool) -> bool:
-    """Moves the models, which are needed at the same time, to `device`; returns whether they are streamed.
-
-    Models that are streamed lie in main memory. Models that do not fit on `device` are streamed without
-    `stream` too, and a warning says so.
-
-    name: the name of the first model, for the warning.
-    """
-    moved = [model for model in models if next(model.parameters()).device != device]
-    needed, free = sum(int(model.get_memory_footprint()) for model in moved), free_memory(device)
-    if not stream and free is not None and needed > WEIGHTS_SHARE * free:
-        both = " and of its original" if len(models) > 1 else ""
-        logger.warning(
-            "the weights of %s%s, %.1f GiB, do not fit on %s, which has %.1f GiB free: one decoder layer at "
-            "a time is moved there, which is slower",
-            name, both, needed / 2**30, device, free / 2**30,
-        )  # fmt: skip
-        stream = True
-    for model in models:
-        model.to(torch.device("cpu") if stream else device)  # type: ignore[arg-type]
-        if not stream and (free is None or 2 * needed <= WEIGHTS_SHARE * free):
-            compress_model(model)  # takes as many bytes as the packed weights
-    return stream

@@ -1,9 +1,10 @@
 """The logits of a model for the windows of a text: of a whole model, or one layer at a time on a device."""
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,10 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.machine.transfer import on_device
 from drot.model.decoder import DecoderModel
+from drot.model.layer import Weights
+from drot.model.linear import copied
 from drot.model.sizes import positions_of
+from drot.sparse.fused import fused_layer
 
 #: largest number of logits in fp32 at the same time; 64 Mi logits take 256 MiB
 LOGITS_AT_ONCE = 1 << 26
@@ -74,6 +78,7 @@ def predict(
     seqlen: int,
     stream_to: torch.device | None = None,
     progress: Progress = silent,
+    weights: Weights | None = None,
 ) -> Predictions:
     """The predictions of a model for the windows of a text `tokens` [n].
 
@@ -86,12 +91,14 @@ def predict(
     drot/model/families.py does not list.
 
     progress: receives an event after each streamed layer.
+    weights: where the weights of a skeleton are read from, which can only be streamed.
     """
     config = model.config.get_text_config()
     check_windows(tokens, config, seqlen)
     windows, home = windows_of(tokens, seqlen), next(model.parameters()).device
     if stream_to is not None:
-        return Predictions(windows, config.vocab_size, _streamed(model, windows, stream_to, progress))
+        decoder = DecoderModel(model, weights=weights)
+        return Predictions(windows, config.vocab_size, _streamed(decoder, windows, stream_to, progress))
 
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:
@@ -103,15 +110,16 @@ def predict(
 
 @torch.no_grad()
 def _streamed(
-    model: PreTrainedModel, windows: Tensor, device: torch.device, progress: Progress
+    decoder: DecoderModel, windows: Tensor, device: torch.device, progress: Progress
 ) -> Callable[[slice], Tensor]:
     """The function `logits` of the Predictions of a streamed model."""
-    decoder = DecoderModel(model)
     stream = CalibrationStream.embed(decoder, windows, device, offload=True)
     for layer in on_device(decoder.layers, device, decoder.device):
-        stream.advance(layer)
+        with fused_layer(layer) if decoder.is_skeleton else contextlib.nullcontext():
+            stream.advance(layer)
         progress(ProgressEvent(phase="stream", layer=layer.index, layers=len(decoder.layers)))
-    norm, head = (_on(module, device) for module in (decoder.final_norm, decoder.head))
+    with decoder.in_memory(*decoder.ends[1:]):
+        norm, head = (_on(module, device) for module in (decoder.final_norm, decoder.head))
 
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:
@@ -122,5 +130,8 @@ def _streamed(
 
 
 def _on(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module if it lies on `device`, otherwise a copy of it there."""
-    return module if next(module.parameters()).device == device else copy.deepcopy(module).to(device)
+    """A copy of the module on `device`, which shares its tensors if they lie there."""
+    tensors = [*module.parameters(), *module.buffers()]
+    if tensors[0].device != device:
+        return cast(nn.Module, copied(module, device))
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})

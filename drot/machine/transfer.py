@@ -26,16 +26,13 @@ Layer = TypeVar("Layer", bound=Movable)
 def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device) -> Iterator[Layer]:
     """Yields each layer on `device`. When the caller goes on, the layer returns `home`.
 
-    A layer whose home is `meta` is read from its files, and dropped when it returns.
-
-    If the devices are of two types and one is a GPU, a thread copies the next layer to `device`, and the
-    layer before back home, while the caller works. So two layers lie on `device`. At the end all layers lie
-    at home, also after an error.
+    If the devices are of two types, a thread brings the next layer to `device`, and the layer before back
+    home, while the caller works. So two layers lie on `device`. A layer whose home is `meta` is read from its
+    files by the thread, and dropped when it returns. At the end all layers lie at home, also after an error.
 
     layers: the layers, at home. device: where the caller works. home: where the layers lie.
     """
-    # a layer that is read from files ahead of its turn would take main memory beside the caller's
-    if device.type == home.type or (home.type == "meta" and not is_gpu(device)):
+    if device.type == home.type:
         for layer in layers:
             layer.to(device)
             yield layer

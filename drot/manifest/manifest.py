@@ -24,6 +24,7 @@ from drot.manifest.records import (
     LayerRecord,
     Machine,
     MemoryPeak,
+    PlaceOfStates,
     SavedRotations,
     Seconds,
     Share,
@@ -90,6 +91,7 @@ class Manifest(CheckpointManifest):
         compute_dtype: the dtype of the computation.
         identity: the values that must be equal for the run to be resumed (pipeline/identity.py).
         peak_memory: by phase.
+        hidden_states: where the hidden states of the calibration lay.
         dense_states_on_device: whether the hidden states of the dense model lay on the device, and not in
             main memory; None for a run without them.
     """
@@ -111,6 +113,7 @@ class Manifest(CheckpointManifest):
     identity: dict[str, Any] | None = None
     seconds: Seconds
     peak_memory: dict[str, MemoryPeak]
+    hidden_states: PlaceOfStates = "main memory"
     dense_states_on_device: bool | None = None
 
 

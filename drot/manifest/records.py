@@ -4,7 +4,7 @@ An entry without a default is always written. An entry with a default is left ou
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, ConfigDict, Field, PlainSerializer, ValidationInfo
 
@@ -18,6 +18,8 @@ Curve = list[Annotated[list[int | float], Field(min_length=2, max_length=2)]]
 Versions = dict[str, str | None]
 #: what the bytes of a result depend on beyond recipe and versions: `machine()` of machine/environment.py
 Machine = dict[str, Any]
+#: where the hidden states of the calibration lie; on a CPU never on the device
+PlaceOfStates = Literal["device", "main memory", "file"]
 #: a figure that is None where it was not finite
 Finite = float | None
 

@@ -287,18 +287,18 @@ def remove_boundary_rotation(layer: Any) -> None:
 
 
 @torch.no_grad()
-def check_rotations(layers: nn.ModuleList, path: str) -> None:
-    """Raises UserError that names the first Q or R3 of `layers` that is not orthogonal.
+def check_rotations(module: nn.Module, path: str) -> None:
+    """Raises UserError that names the first Q or R3 in `module`, a layer or all, that is not orthogonal.
 
     QᵀQ would take minutes for 80 layers of d = 8192 on a CPU. So ‖QᵀQx - x‖ / ‖x‖ is measured, in fp32, for
     PROBES random vectors x. A rotation that is offloaded to disk is not checked.
 
-    path: the path of the layers in their model, for the message.
+    path: the path of the module in its model, for the message.
     """
-    for name, module in layers.named_modules():
+    for name, part in module.named_modules():
         if name.rpartition(".")[2] not in (ROTATION_MODULE, DOWN_ROTATION):
             continue
-        q: Any = module.weight
+        q: Any = part.weight
         if q.is_meta:
             continue
         x = torch.randn(q.shape[-1], PROBES, generator=torch.Generator().manual_seed(0)).to(q.device)

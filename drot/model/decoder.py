@@ -1,7 +1,7 @@
 """The handle to a causal language model: its decoder layers and its ends."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -156,28 +156,34 @@ class DecoderModel:
                 _own(owners, linears[0].weight, name)
 
     @torch.no_grad()
-    def record(self, tokens: Tensor, home: torch.device) -> tuple[Tensor, list[dict[str, Any]]]:
+    def record(
+        self, tokens: Tensor, empty: Callable[[Sequence[int], torch.dtype], Tensor]
+    ) -> tuple[Tensor, list[dict[str, Any]]]:
         """The input [nsamples, seqlen, d] of the first layer for `tokens`, and the arguments of each layer.
 
         The further arguments of each layer are recorded in the model's own forward pass, so that masks, RoPE
         and sliding windows are right for every family. No layer is computed, and the model is not moved.
 
-        home: the device of the returned input.
+        empty: makes the tensor of the returned input, of the shape and the dtype that it gets.
         """
         recorders = [_Recorder(layer.module) for layer in self.layers]
         parent, _, name = self.family.layers.rpartition(".")
         backbone, before = module_at(self.model, parent), self.layer_modules
-        inputs = []
+        inputs = None
         setattr(backbone, name, nn.ModuleList(recorders))
         try:
             with self.in_memory(self.family.embedding, self.family.final_norm):
                 device = self.embedding.weight.device
-                for row in tokens:
+                for index, row in enumerate(tokens):
                     backbone(row[None].to(device), use_cache=False)
-                    inputs.append(recorders[0].hidden_states.to(home))
+                    (first,) = recorders[0].hidden_states
+                    if inputs is None:
+                        inputs = empty((len(tokens), *first.shape), first.dtype)
+                    inputs[index] = first
         finally:
             setattr(backbone, name, before)
-        return torch.cat(inputs), [recorder.kwargs for recorder in recorders]
+        assert inputs is not None, "there is a sequence at least"
+        return inputs, [recorder.kwargs for recorder in recorders]
 
     @torch.no_grad()
     def rotate_ends(self, first_r1: Tensor, last_r1: Tensor, device: torch.device) -> bool:

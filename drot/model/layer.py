@@ -26,8 +26,8 @@ Output = Callable[[], Tensor]
 class Weights(Protocol):
     """Where the weights of a model lie whose parameters are on the device `meta`, such as in its files."""
 
-    def read_layer(self, layer: "DecoderLayer") -> None:
-        """Brings the weights of `layer` into main memory."""
+    def read_layer(self, layer: "DecoderLayer", device: torch.device) -> None:
+        """Brings the weights of `layer` to `device`."""
 
     def read_module(self, module: nn.Module, name: str) -> None:
         """Brings the weights of a module outside of the layers into main memory."""
@@ -138,8 +138,9 @@ class DecoderLayer:
     def to(self, device: torch.device) -> None:
         """Moves the layer. With `weights`, it drops them on the device `meta`, and reads them again after."""
         if self._weights is not None and self.device.type == "meta" != device.type:
-            self._weights.read_layer(self)
-        self.module.to(device)
+            self._weights.read_layer(self, device)
+        else:
+            self.module.to(device)
         if device.type == "meta":
             return_free_memory()
 

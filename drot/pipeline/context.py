@@ -11,6 +11,7 @@ from drot.config import ResolvedRecipe
 from drot.core.events import Progress
 from drot.machine.memory import return_free_memory
 from drot.machine.ranks import ALONE, Ranks
+from drot.manifest.records import PlaceOfStates
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.rotation import Bases
@@ -58,6 +59,9 @@ class RunContext:
         self.bases = Bases(place, len(self.model.layers))
         count = recipe.training_nsamples(len(tokens), tokens.shape[1], hidden_size=self.model.hidden_size)
         self.training_tokens = tokens[:count]
+        #: the sequences that this rank holds
+        self.own_nsamples = len(ranks.sequences(len(tokens)))
+        self.place_of_states: PlaceOfStates = "main memory"
         self.clock, self.memory = events.Stopwatch(self.device), events.MemoryWatch(self.device)
         reports = events.ProgressReports(progress, len(self.model.layers))
         self.listeners: list[Listener] = [self.clock, self.memory, reports]

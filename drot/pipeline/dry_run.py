@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from drot.config import Recipe, ResolvedRecipe
 from drot.machine.devices import DTYPES, computing_dtype, dtype_name
 from drot.machine.environment import machine_name, stored_peaks
+from drot.manifest.records import PlaceOfStates
 from drot.model.decoder import DecoderModel
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import (
@@ -18,10 +19,12 @@ from drot.pipeline.estimate import (
     run_work,
     seconds_at,
     sizes_of,
+    state_bytes,
     training_memory,
 )
 from drot.pipeline.prepare import parsed_dtype, plan
 from drot.pipeline.rotation_files import with_given_r3
+from drot.pipeline.states import place_of_states
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,8 @@ class RunNeeds:
     tokens: calibration tokens that are read. training_tokens: those that train the rotations.
     checkpoint, partial: bytes on the disk of the result, and of what lies beside it until the run ends.
     main_memory, device_memory: bytes; on a CPU both lie in main memory.
+    states: bytes of the hidden states of the calibration. place_of_states: where they would lie now. In a
+        file or on a GPU they are not counted as `main_memory`.
     work: phase → dtype → operations.
     seconds: seconds of the work at the rates that `drot info --measure` measured, which no run reaches; None
         without them.
@@ -48,6 +53,8 @@ class RunNeeds:
     partial: int
     main_memory: int
     device_memory: int
+    states: int
+    place_of_states: PlaceOfStates
     work: dict[str, dict[str, float]]
     seconds: float | None
 
@@ -84,6 +91,9 @@ def run_needs(
     on_device = device_memory(sizes, resolved, chosen)
     if trains:
         on_device = max(on_device, training_memory(sizes, resolved))
+    place = place_of_states(sizes, resolved, chosen, first, rotations_given=rotations_given)
+    states = state_bytes(sizes, resolved, chosen)
+    in_memory = main_memory(sizes, resolved, chosen, rotations_given=rotations_given)
     work, peaks = run_work(sizes, resolved, chosen, trains=trains), stored_peaks(first)
     return RunNeeds(
         recipe=resolved,
@@ -95,8 +105,10 @@ def run_needs(
         training_tokens=training if trains else 0,
         checkpoint=checkpoint,
         partial=partial,
-        main_memory=main_memory(sizes, resolved, chosen, rotations_given=rotations_given),
+        main_memory=in_memory - (0 if place == "main memory" else states),
         device_memory=on_device,
+        states=states,
+        place_of_states=place,
         work=work,
         seconds=None if peaks is None else seconds_at(work, peaks),
     )

@@ -194,18 +194,26 @@ def main_memory(
 ) -> int:
     """The bytes of main memory of a run that reads the layers from files.
 
-    They are those of the embedding, the head and a layer, of the hidden states of the calibration, and of the
-    rotations that are not on the disk: two, all that are given, or all R2 and R3 beside one shared R1.
+    They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, and
+    of the rotations that are not on the disk: two, all that are given, or all R2 and R3 beside one shared R1.
+    A run on a CPU has the layers that it works on in memory too (`device_memory`).
     """
-    layers, states = len(sizes.names), 2 if recipe.needs_dense_states else 1
-    numbers = sizes.outside + sizes.layer_weights + sizes.tokens * sizes.hidden * states
+    layers = len(sizes.names)
+    # at the beginning and at the end no layer is in memory
+    numbers = max(sizes.outside + sizes.untied_head, sizes.layer_weights)
+    needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype)
     if recipe.rotation.mode == "none":
-        return numbers * dtype.itemsize
+        return needed
     rotation = rotation_bytes(sizes, recipe.rotation.down_block)
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
     kept = layers if rotations_given or shared else min(layers, 2)
     rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
-    return (numbers + sizes.untied_head) * dtype.itemsize + rotations
+    return needed + rotations
+
+
+def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """The bytes of the hidden states of the calibration, also of those in the dense model."""
+    return sizes.tokens * sizes.hidden * dtype.itemsize * (2 if recipe.needs_dense_states else 1)
 
 
 def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:

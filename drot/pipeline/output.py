@@ -46,6 +46,7 @@ def manifest_of(
             "untied_lm_head": run.untied,
             "sparsity": run.sparsity,
             "relative_logit_error": run.logit_error,
+            "hidden_states": context.place_of_states,
             "dense_states_on_device": run.dense_states_on_device,
             "versions": versions(),
             "device": device_name(context.device),

@@ -221,7 +221,7 @@ def _run(
     if out is not None and identity is not None:
         if finished:
             return ranks.on_first(lambda: _finished_result(out, identity, rotations_out))
-        state = SharedState(ranks, lambda: _open_state(context, out, identity))
+        state = SharedState(ranks, out, lambda: _open_state(context, out, identity))
     with _says_how_to_resume(ranks, state):
         run.execute(state)
 

@@ -1,6 +1,5 @@
 """The files of rotations of a run: the file that it uses instead of training, and the file that it writes."""
 
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,11 +7,12 @@ from typing import Any
 import torch
 
 from drot.checkpoint.resume import identity_differences, partial_folder
-from drot.checkpoint.rotations import load_rotations, read_rotations, stored_down_block
+from drot.checkpoint.rotations import load_rotations, read_record, stored_down_block
 from drot.config import Recipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.files import check_name, check_writable
+from drot.core.hashes import file_record
 from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
 
@@ -63,8 +63,8 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
             f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
             'use `mode="layer"`'
         )
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    return GivenRotations(rotations, {"file": path.name, "sha256": digest, "trained_with": record})
+    entry = {"file": path.name, "sha256": file_record(path).sha256, "trained_with": record}
+    return GivenRotations(rotations, entry)
 
 
 def check_rotations_output(file: Path, recipe: Recipe, out: Path | None, *, resume: bool) -> None:
@@ -94,7 +94,7 @@ def check_rotations_output(file: Path, recipe: Recipe, out: Path | None, *, resu
 
 def check_same_rotations(file: Path, identity: dict[str, Any]) -> None:
     """Raises UserError unless the run with `identity` has written `file`."""
-    _, record = read_rotations(file)
+    record = read_record(file)
     before = {key: value for key, value in record.items() if key != "model"}
     if identity_differences(before, identity, "the file"):
         raise UserError(

@@ -18,6 +18,7 @@ from drot.pipeline.estimate import device_memory, sizes_of
 from drot.pipeline.invariance import check_model, check_outputs
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.shared_state import SharedState
+from drot.pipeline.states import embed
 from drot.pipeline.steps import LayerWork
 from drot.pipeline.training import train_layers, train_shared
 
@@ -67,7 +68,7 @@ class PruningRun:
         with run.during("check"):
             self._check(known)
         with run.during("calibrate"):
-            stream = CalibrationStream.embed(run.model, run.tokens, run.device, ranks=run.ranks)
+            stream = embed(run, run.tokens, state)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
 
         for layer in on_device(run.model.layers, run.device, run.home):
@@ -95,9 +96,14 @@ class PruningRun:
                 steps.save(run, work, state)
 
     def _dense_stream(self, stream: CalibrationStream) -> CalibrationStream:
-        """A copy of the stream for the dense model, on the device if it has room, or in main memory."""
+        """A copy of the stream for the dense model, on the device if it has room, or where the stream is."""
         run = self.context
-        needed = device_memory(sizes_of(run.model, *run.tokens.shape), run.recipe, run.dtype)
+        if stream.empty is not None:
+            self.dense_states_on_device = False
+            return stream.copy()
+        needed = device_memory(
+            sizes_of(run.model, run.own_nsamples, run.tokens.shape[1]), run.recipe, run.dtype
+        )
         needed += 2 * stream.hidden_states.nbytes  # the copy, and what is kept of a layer
         self.dense_states_on_device = needed <= free_memory(run.device)
         return stream.copy() if self.dense_states_on_device else stream.offloaded_copy()

@@ -25,6 +25,7 @@ from drot.pipeline.identity import calibration_record
 from drot.pipeline.invariance import check_model
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given, with_given_r3
+from drot.pipeline.states import embed
 from drot.pipeline.training import train_layers, train_shared
 from drot.pruning import prune_weight
 
@@ -153,7 +154,7 @@ def _errors(
 
     measured: sparsity → how to prune a linear to it.
     """
-    stream = CalibrationStream.embed(run.model, run.tokens, run.device)
+    stream = embed(run, run.tokens, None)
     errors: dict[str, dict[str, float | None]] = {}
     for layer in on_device(run.model.layers, run.device, run.home):
         with run.during("sensitivity", layer, announced=True):

@@ -1,7 +1,9 @@
 """The finished parts of a run on several ranks, of which rank 0 alone reads and writes the files."""
 
 import contextlib
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -16,14 +18,17 @@ Part = tuple[dict[str, Tensor], Any]
 class SharedState:
     """The RunState of rank 0, from which all ranks get what is loaded. So OUT need not be a shared folder.
 
+    out: the folder of the finished run.
     make: makes the RunState; called on rank 0 alone. Its exceptions are raised on all ranks.
 
     Attributes:
         own: the RunState; None on the other ranks.
+        disk: a folder on the disk of `out`, or, on a machine that does not have it, for temporary files.
     """
 
-    def __init__(self, ranks: Ranks, make: Callable[[], RunState]) -> None:
+    def __init__(self, ranks: Ranks, out: Path, make: Callable[[], RunState]) -> None:
         self._ranks = ranks
+        self.disk = out.parent if out.parent.is_dir() else Path(tempfile.gettempdir())
         self.own: RunState | None = None
         self._on_first(lambda: setattr(self, "own", make()))
 

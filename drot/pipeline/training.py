@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.calibration.stream import CalibrationStream
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import on_device
@@ -16,6 +15,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.shared_state import SharedState
+from drot.pipeline.states import embed
 from drot.rotation.objective import LayerObjective, LeftRotated
 from drot.rotation.train import train_rotation
 
@@ -88,7 +88,7 @@ def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[Layer
     offload = run.recipe.rotation.layers_per_step > 0
     objectives, dampings = [], []
     try:
-        for _, objective, damping in _objectives(run):
+        for _, objective, damping in _objectives(run, state):
             objectives.append(objective.offload(run.dtype) if offload else objective)
             dampings.append(damping)
         trained, record = train(run, objectives, None, run.ranks)
@@ -145,7 +145,7 @@ def train_layers(
 
     if len(done) < run.bases.layers:
         batch: dict[int, tuple[LayerObjective | None, dict[str, float]]] = {}
-        for index, objective, damping in _objectives(run, done):
+        for index, objective, damping in _objectives(run, state, done):
             batch[index] = objective if len(batch) == run.ranks.rank else None, damping
             if len(batch) == run.ranks.size:
                 train_each(batch)
@@ -159,10 +159,10 @@ def train_layers(
 
 
 def _objectives(
-    run: RunContext, done: Collection[int] = ()
+    run: RunContext, state: SharedState | None, done: Collection[int] = ()
 ) -> Iterator[tuple[int, LayerObjective, dict[str, float]]]:
     """Yields index, objective and dampings of each layer that is not in `done`, from the dense model."""
-    stream = CalibrationStream.embed(run.model, run.training_tokens, run.device, ranks=run.ranks)
+    stream = embed(run, run.training_tokens, state)
     before: list[LeftRotated] = []  # of the layer before, if this layer's R1 rotates their outputs
     for layer in on_device(run.model.layers, run.device, run.home):
         index, writes_next = layer.index, run.bases.writes_next(layer.index)

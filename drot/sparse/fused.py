@@ -21,6 +21,8 @@ A product with a linear that is not packed is not fused.
 The state dict of a fused model has the names and shapes of the separate modules.
 """
 
+import contextlib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -184,16 +186,31 @@ def fuse(model: "PreTrainedModel") -> None:
     if not is_packed(model):
         raise UserError("fuse needs a packed model, got one with dense weights: call pack_model first")
     for layer in DecoderModel(model).layers:
-        _fuse_rotation(layer)
-        for group in layer.groups:
-            linears = [first for first, *_ in layer.modules_of(group)]
-            modules = [linear.module for linear in linears]
-            if len(linears) == 1 or not all(type(module) is SparseLinear for module in modules):
-                continue
-            fused = FusedLinear(modules)
-            linears[0].module = fused
-            for index, linear in enumerate(linears[1:], 1):
-                linear.module = FusedPart(fused, index)
+        _fuse_layer(layer)
+
+
+@contextlib.contextmanager
+def fused_layer(layer: DecoderLayer) -> Iterator[None]:
+    """A context in which a layer that is not fused computes as in a fused model."""
+    _fuse_layer(layer)
+    try:
+        yield
+    finally:
+        _unfuse_layer(layer)
+
+
+@torch.no_grad()
+def _fuse_layer(layer: DecoderLayer) -> None:
+    _fuse_rotation(layer)
+    for group in layer.groups:
+        linears = [first for first, *_ in layer.modules_of(group)]
+        modules = [linear.module for linear in linears]
+        if len(linears) == 1 or not all(type(module) is SparseLinear for module in modules):
+            continue
+        fused = FusedLinear(modules)
+        linears[0].module = fused
+        for index, linear in enumerate(linears[1:], 1):
+            linear.module = FusedPart(fused, index)
 
 
 def _fuse_rotation(layer: DecoderLayer) -> None:
@@ -211,25 +228,33 @@ def _fuse_rotation(layer: DecoderLayer) -> None:
 def unfuse(model: "PreTrainedModel") -> None:
     """Undoes `fuse`, in place. A model that is not fused stays as it is."""
     for layer in DecoderModel(model).layers:
-        for group in layer.groups:
-            linears = [first for first, *_ in layer.modules_of(group)]
-            if isinstance(fused := linears[0].module, FusedLinear):
-                for index, linear in enumerate(linears):
-                    linear.module = SparseLinear(**fused.rows(index))
-    unfuse_rotations(model)
+        _unfuse_layer(layer)
 
 
 def unfuse_rotations(model: "PreTrainedModel") -> None:
     """Undoes the part of `fuse` that merges rotations with down_proj, in place."""
     for layer in DecoderModel(model).layers:
-        rotated: Any = layer.module
-        if rotation_place(rotated) != "residual":
-            continue
-        if isinstance(fused := rotated.residual_rotation, FusedRotation):
-            size = fused.q.shape[0]
-            rotation = nn.Linear(size, size, bias=False, device="meta")
-            rotation.weight = nn.Parameter(fused.q.detach().T.contiguous(), requires_grad=False)
-            (linear,) = layer.linears_of(layer.groups[-1])
-            down = linear.module
-            linear.module = SparseLinear(down.values, down.positions, down.bias)
-            rotated.residual_rotation = rotation
+        _unfuse_rotation(layer)
+
+
+def _unfuse_layer(layer: DecoderLayer) -> None:
+    for group in layer.groups:
+        linears = [first for first, *_ in layer.modules_of(group)]
+        if isinstance(fused := linears[0].module, FusedLinear):
+            for index, linear in enumerate(linears):
+                linear.module = SparseLinear(**fused.rows(index))
+    _unfuse_rotation(layer)
+
+
+def _unfuse_rotation(layer: DecoderLayer) -> None:
+    rotated: Any = layer.module
+    if rotation_place(rotated) != "residual":
+        return
+    if isinstance(fused := rotated.residual_rotation, FusedRotation):
+        size = fused.q.shape[0]
+        rotation = nn.Linear(size, size, bias=False, device="meta")
+        rotation.weight = nn.Parameter(fused.q.detach().T.contiguous(), requires_grad=False)
+        (linear,) = layer.linears_of(layer.groups[-1])
+        down = linear.module
+        linear.module = SparseLinear(down.values, down.positions, down.bias)
+        rotated.residual_rotation = rotation

@@ -142,9 +142,19 @@ def pack_layer(layer: DecoderLayer, dense: Collection[str] = ()) -> None:
 def unpack_model(model: "PreTrainedModel") -> list[str]:
     """The inverse of `pack_model`, in place. Returns the names of the linears that were packed."""
     unfuse(model)
-    packed = dict(packed_linears(model))
+    return _unpack(model)
+
+
+@torch.no_grad()
+def unpack_layer(layer: DecoderLayer) -> None:
+    """The inverse of `pack_layer`, of a layer that is not fused."""
+    _unpack(layer.module)
+
+
+def _unpack(module: nn.Module) -> list[str]:
+    packed = dict(packed_linears(module))
     for name, linear in packed.items():
-        model.set_submodule(name, linear.to_linear())
+        module.set_submodule(name, linear.to_linear())
     return list(packed)
 
 

@@ -13,7 +13,8 @@ from drot.config import Recipe, RotationConfig
 from drot.config.resolve import GIVEN_TOKENS
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
-from drot.evaluation.evaluate import evaluate, move_models
+from drot.evaluation.evaluate import evaluate
+from drot.evaluation.models import move_models
 from drot.evaluation.perplexity import load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import predict
 from drot.evaluation.record import record as record_figures
@@ -153,7 +154,7 @@ def _pruned(
         logger.warning("the calibration tokens differ from those of the run: so does what they cost")
     target = pick_device(device)
     cast_weights(result.model, parse_dtype(figures["dtype"]))
-    streamed = move_models([result.model], label, target, stream=False)
+    streamed = move_models([result.model], label, target)
     perplexity = {
         source: perplexity_of(
             predict(result.model, tokens, figures["seqlen"], target if streamed else None, progress),

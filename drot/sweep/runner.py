@@ -19,7 +19,7 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
 from drot.core.hashes import json_digest, weights_record, with_digest
-from drot.evaluation.evaluate import move_models
+from drot.evaluation.models import move_models
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.tasks import load_tasks, run_tasks
@@ -184,7 +184,7 @@ class CellRunner:
     def _measure(self, model: PreTrainedModel, *, may_be_broken: bool) -> Measured:
         """The figures of a model. A model without a finite loss is an error unless it `may_be_broken`."""
         device = self.device
-        streamed = move_models([model], self.model, device, stream=False)
+        streamed = move_models([model], self.model, device)
         if streamed and self.tasks is not None:
             raise UserError(f"tasks need the whole of {self.model} on {device}, where it does not fit")
         perplexities: dict[str, float | None] = dict.fromkeys(self.texts)

@@ -4,12 +4,15 @@ import copy
 
 import pytest
 import torch
+from runs import prune, recipe, saved_bytes
 from safetensors.torch import load_file, save_file
 from small_checkpoints import change_json
-from small_models import FAMILIES, save_small_model, small_model
+from small_models import FAMILIES, random_text, save_small_model, small_model
+from transformers import AutoModelForCausalLM
 
 from drot.checkpoint.load import load_model
-from drot.checkpoint.offload import open_skeleton
+from drot.checkpoint.offload import DiskWeights, open_skeleton
+from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 
@@ -131,3 +134,58 @@ def test_a_file_that_is_cut_off_meanwhile_is_refused(tmp_path):
     file.write_bytes(file.read_bytes()[:5000])
     with pytest.raises(UserError, match="was changed while drot read it"):
         list(DecoderModel(skeleton, weights=weights).parts_of_state())
+
+
+@pytest.fixture
+def most_layers(monkeypatch):
+    """How many layers were in memory at a time. Nothing may load a whole model."""
+    layers, most, real = [], [0], DiskWeights.read_layer
+
+    def read(weights, layer, device):
+        layers.append(layer.module)
+        real(weights, layer, device)
+        held = {id(each) for each in layers if not next(each.parameters()).is_meta}
+        most[0] = max(most[0], len(held))
+
+    monkeypatch.setattr(DiskWeights, "read_layer", read)
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *args, **options: pytest.fail("loaded")
+    )
+    return most
+
+
+def test_two_layers_are_in_memory(tmp_path, most_layers, capsys):
+    """In the commands that make a checkpoint from another, and in a streamed evaluation of what they made."""
+    dense = save_small_model(small_model("llama", num_hidden_layers=5, head_dim=16), tmp_path / "dense")
+    names = ("pruned", "packed", "again.drot", "again", "text.txt")
+    pruned, packed, artifact, again, text = (str(tmp_path / name) for name in names)
+    prune(str(dense), recipe(mode="layer", boundary="residual"), out=tmp_path / "pruned")
+    (tmp_path / "text.txt").write_text(random_text(100))
+    for command in (
+        ["convert", pruned, "--out", packed, "--format", "packed"],
+        ["export", packed, "--out", artifact, "--model", str(dense)],
+        ["apply", artifact, "--out", again, "--model", str(dense)],
+        ["eval", packed, "--against", str(dense), "--ppl", text, "--seqlen", "16", "--stream"],
+    ):
+        most_layers[0] = 0
+        assert cli.run([*command]) == 0, capsys.readouterr().err
+        assert most_layers == [2], command[0]
+    assert saved_bytes(tmp_path / "again") == saved_bytes(tmp_path / "packed")
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_skeleton_of_a_checkpoint_that_drot_wrote(tmp_path, format):
+    """With boundary rotations and R3, and with packed weights beside dense ones."""
+    chosen = recipe(mode="layer", keep=("*.o_proj",))
+    prune(small_model("llama", head_dim=16), chosen, out=tmp_path / "out", format=format)
+    assert_as_loaded(tmp_path / "out")
+
+
+def test_packed_positions_are_checked_when_they_are_read(tmp_path):
+    prune(small_model("llama", head_dim=16), recipe(mode="none"), out=tmp_path / "out", format="packed")
+    (tmp_path / "out" / "drot.json").unlink()
+    file, name = next((tmp_path / "out").glob("model-00002*")), "model.layers.1.mlp.up_proj.positions"
+    tensors = load_file(file)
+    save_file(tensors | {name: torch.zeros_like(tensors[name])}, file, {"format": "pt"})
+    with pytest.raises(UserError, match=r"layers\.1\.mlp\.up_proj\.positions: two positions .* out of order"):
+        read(tmp_path / "out")

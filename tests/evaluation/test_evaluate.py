@@ -15,7 +15,9 @@ from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import BrokenModelError, UserError
 from drot.evaluation import agreement
 from drot.evaluation import evaluate as evaluation
+from drot.evaluation import models as evaluated_models
 from drot.evaluation.evaluate import evaluate
+from drot.evaluation.models import Original, loaded_bytes
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.manifest.manifest import read_manifest, update_manifest
 from drot.sweep.demo import HELD_OUT, MODEL
@@ -148,24 +150,32 @@ def test_streamed_figures_are_the_same(models, against):
             assert figures["kl"] == pytest.approx(b["agreement"][source]["kl"], rel=1e-3, abs=1e-6)
 
 
-def test_weights_that_do_not_fit_are_streamed(models, monkeypatch, caplog):
-    size = sum(p.nbytes for p in drot.load(models / "dense", device="cpu", dtype="float32").parameters())
+@pytest.mark.parametrize("name", ["dense", "packed"])
+def test_weights_that_do_not_fit_are_streamed(models, name, monkeypatch, caplog):
+    tensors = drot.load(models / name, device="cpu", dtype="float32").state_dict()
+    size = sum(tensor.nbytes for key, tensor in tensors.items() if key != "lm_head.weight")  # it is tied
+    assert loaded_bytes(models / name, "float32") == size
     for free, streamed in ((2 * size, False), (size, True)):
         caplog.clear()
-        monkeypatch.setattr(evaluation, "free_memory", lambda device, free=free: free)
-        # a device other than that of the loaded model, which the models need not leave
-        monkeypatch.setattr(evaluation, "pick_device", lambda name: torch.device("cpu", 0))
-        monkeypatch.setattr(torch.nn.Module, "to", lambda module, *args, **options: module)
-        assert measure(models, "dense")[0]["streamed"] is streamed
-        assert ("do not fit on cpu:0" in caplog.text) is streamed
-        monkeypatch.undo()
+        monkeypatch.setattr(evaluated_models, "available_memory", lambda free=free: free)
+        assert measure(models, name)[0]["streamed"] is streamed
+        assert ("do not fit on cpu" in caplog.text) is streamed
 
 
 def test_tasks_are_refused_for_weights_that_do_not_fit(models, monkeypatch):
     monkeypatch.setattr(evaluation, "load_tasks", lambda names: None)
-    monkeypatch.setattr(evaluation, "move_models", lambda *args, **options: True)
+    monkeypatch.setattr(evaluated_models, "available_memory", lambda: 1000)
     with pytest.raises(UserError, match="`tasks` need the whole of .* on cpu, where it does not fit"):
         measure(models, "dense", tasks=["piqa"])
+
+
+def test_an_original_is_opened_again_in_another_form(models):
+    original = Original(str(models / "dense"), "float32")
+    assert not original.is_loaded
+    streamed = original.open(streamed=True)
+    assert original.open(streamed=True) is streamed and not original.is_loaded
+    whole = original.open(streamed=False)
+    assert whole.weights is None and original.is_loaded and original.open(streamed=False) is whole
 
 
 def test_bfloat16_is_computed_in_float32_on_a_cpu_unless_asked_for(tmp_path):

@@ -72,6 +72,27 @@ def test_layers_without_a_thread_left_behind():
     assert threading.active_count() == before
 
 
+def test_a_layer_is_read_while_the_caller_works_on_the_layer_before():
+    """The read of layer 1 ends before the caller is done with layer 0; layer 2 waits until 0 is dropped."""
+    read = [threading.Event() for _ in range(3)]
+
+    class Read:
+        def __init__(self, index):
+            self.index = index
+
+        def to(self, place):
+            if place == CPU:
+                assert self.index < 2 or dropped == [0]
+                read[self.index].set()
+            elif self.index not in dropped:
+                dropped.append(self.index)
+
+    dropped: list[int] = []
+    for layer in on_device([Read(index) for index in range(3)], CPU, ELSEWHERE):
+        assert all(event.wait(5) for event in read[: layer.index + 2]), "the next layer was not read ahead"
+    assert dropped == [0, 1, 2]
+
+
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_tensors_arrive_in_order(count, device):
     sources = [empty_on_host((64, 64), torch.float32, torch.device(device)).fill_(i) for i in range(count)]

@@ -9,7 +9,9 @@ import drot
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 
-CPU = torch.device("cpu")
+
+def empty(shape, dtype):
+    return torch.empty(shape, dtype=dtype)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2-sliding"])
@@ -17,7 +19,7 @@ def test_the_recorded_arguments_compute_the_model(family):
     """Layer after layer from the recorded input, with the masks and positions of the model's own forward."""
     model, tokens = small_model(family), random_tokens(3, 20)
     handle = DecoderModel(model)
-    hidden, kwargs = handle.record(tokens, CPU)
+    hidden, kwargs = handle.record(tokens, empty)
     assert torch.equal(hidden, model.model.embed_tokens(tokens))
     for layer in handle.layers:
         hidden = layer(hidden, kwargs[layer.index])
@@ -28,7 +30,7 @@ def test_the_layers_are_back_after_an_error():
     model = small_model("llama")
     layers = model.model.layers
     with pytest.raises(IndexError):
-        DecoderModel(model).record(torch.tensor([[10**6]]), CPU)
+        DecoderModel(model).record(torch.tensor([[10**6]]), empty)
     assert model.model.layers is layers
 
 

@@ -1,13 +1,22 @@
-"""Prunes a random LLaMA that is read layer by layer, and prints by how many megabytes the process grew.
+"""Prunes a random LLaMA from its files under a hard limit of memory, packs the result and computes its loss,
+and compares the bytes with those of a free run.
 
-    PYTHONPATH=tests python tests/pipeline/streamed.py --megabytes 3000 --hidden 1536 --mode layer
+    PYTHONPATH=tests python tests/pipeline/streamed.py --megabytes 3000 --hidden 2048 --limit 1200
 
-The model is made in a folder that is removed afterwards. `--mode none` takes seconds, `layer` minutes.
+Each run is a process of its own. The limit is the kernel's RLIMIT_DATA, the memory that the process may have
+for data, set to what the process has after its imports and `--limit` megabytes. With `--limit 0`, or on a
+system other than Linux, nothing is limited.
+
+The model is made in a folder that is removed afterwards. `--mode none` takes minutes, `layer` longer.
 """
 
 import argparse
+import re
 import resource
+import subprocess
+import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -16,8 +25,11 @@ from small_models import letter_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import drot
+from drot.checkpoint.convert import convert
 from drot.config import Recipe
 from drot.core.files import write_json
+from drot.core.hashes import FileRecord, file_record
+from drot.evaluation.evaluate import evaluate
 
 TOKENS = torch.randint(0, 90, (2, 32), generator=torch.Generator().manual_seed(0))
 
@@ -48,33 +60,66 @@ def write_model(folder: Path, megabytes: int, hidden: int) -> None:
         map_of_files |= dict.fromkeys(names, file)
     write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": map_of_files})
     config.save_pretrained(folder)
+    letter_tokenizer().save_pretrained(folder)
 
 
-def resident_peak() -> int:
-    """The largest resident memory of this process so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def hashes(folder: Path) -> list[FileRecord]:
+    """The hashes of the files with the weights of a checkpoint."""
+    return [file_record(file) for file in sorted(folder.glob("model*.safetensors"))]
+
+
+def status(name: str) -> int:
+    """A figure of this process in bytes, such as VmData."""
+    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found
+    return int(found[1]) * 1024
+
+
+def run(folder: Path, out: Path, mode: str, limit: int) -> None:
+    """Does all steps in this process, with at most `limit` megabytes above those that it has now."""
+    resident, data = status("VmHWM"), status("VmData")
+    if limit:
+        resource.setrlimit(resource.RLIMIT_DATA, (data + limit * 10**6,) * 2)
+    recipe = Recipe().replace(mode=mode, steps=2, solve="none", target="self", seqlen=32)
+    packed, text = out / "packed", out.with_suffix(".txt")
+    text.write_text("abc " * 64)
+    steps = {
+        "prune": lambda: drot.prune(str(folder), recipe, out=out / "dense", calibration=TOKENS, device="cpu"),
+        "convert": lambda: convert(out / "dense", packed, "packed"),
+        "eval": lambda: evaluate([packed], ppl=[text], seqlen=32, device="cpu", stream=True),
+    }
+    for name, step in steps.items():
+        step()
+        print(f"{name}: grew by {(status('VmHWM') - resident) / 1e6:.0f} MB", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--megabytes", type=int, default=3000)
-    parser.add_argument("--hidden", type=int, default=1536)
+    parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--mode", default="none")
+    parser.add_argument("--limit", type=int, default=1200)
+    parser.add_argument("--run", nargs=2, type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    recipe = Recipe().replace(mode=given.mode, steps=2, solve="none", target="self", seqlen=32)
+    if given.run:
+        run(*given.run, given.mode, given.limit)
+        return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_model(folder / "dense", given.megabytes, given.hidden)
-        letter_tokenizer().save_pretrained(folder / "dense")
-        before = resident_peak()
-        drot.prune(
-            str(folder / "dense"),
-            recipe,
-            out=folder / "out",
-            calibration=TOKENS,
-            device="cpu",
+        print(f"{sum(each.bytes for each in hashes(folder / 'dense')) / 1e6:.0f} MB of weights", flush=True)
+        for out, limit in (("limited", given.limit), ("free", 0)):
+            command = [sys.executable, __file__, "--mode", given.mode, "--limit", str(limit)]
+            started = time.perf_counter()
+            subprocess.run([*command, "--run", folder / "dense", folder / out], check=True)
+            seconds = time.perf_counter() - started
+            print(f"{out}: {limit or 'no'} MB at most, {seconds:.0f} s", flush=True)
+        same = all(
+            hashes(folder / "limited" / part) == hashes(folder / "free" / part)
+            for part in ("dense", "packed")
         )
-    print(f"grew by {(resident_peak() - before) / 1e6:.0f} MB")
+    print("the bytes are the same" if same else "the bytes DIFFER")
+    sys.exit(not same)
 
 
 if __name__ == "__main__":

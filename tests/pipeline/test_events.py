@@ -103,7 +103,7 @@ def listened(chosen):
 def events_of(chosen, out):
     """What a listener hears of a run whose finished layers are saved."""
     context, heard = listened(chosen)
-    PruningRun(context).execute(SharedState(ALONE, lambda: RunState(out, {})))
+    PruningRun(context).execute(SharedState(ALONE, out, lambda: RunState(out, {})))
     return heard
 
 

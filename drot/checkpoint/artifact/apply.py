@@ -8,16 +8,16 @@ import torch
 
 from drot.checkpoint.artifact.coding import decode
 from drot.checkpoint.artifact.container import Reader, tensors_of
-from drot.checkpoint.artifact.prediction import Prediction, load_source, predictions, reported
+from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
 from drot.checkpoint.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.save import check_output
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.core.files import new_folder
-from drot.core.hashes import damage, tensors_digest
+from drot.core.hashes import damage, parts_digest
 from drot.core.lock import locked
-from drot.model.sizes import head_shape, widths_of
+from drot.model.decoder import DecoderModel
 
 
 def apply_artifact(
@@ -49,8 +49,8 @@ def apply_artifact(
     check_output(out)
     with locked(out), Reader(Path(artifact)) as reader:
         index = reader.index
-        source = load_source(model or index.model)
-        if tensors_digest(source.state_dict()) != index.model_sha256:
+        source = open_source(model or index.model)
+        if parts_digest(source.parts_of_state()) != index.model_sha256:
             raise UserError(
                 f"{model or index.model} has other weights than {index.model} had when {artifact} was "
                 "made: name that model, in the same revision"
@@ -60,7 +60,7 @@ def apply_artifact(
     return {"files": {name: record.model_dump() for name, record in index.files.items()}}
 
 
-def write_checkpoint(reader: Reader, source: Any, folder: Path, progress: Progress) -> None:
+def write_checkpoint(reader: Reader, source: DecoderModel, folder: Path, progress: Progress) -> None:
     """Writes all files of the checkpoint to `folder`. Raises UserError unless they have the recorded hashes.
 
     source: the dense model.
@@ -75,11 +75,11 @@ def write_checkpoint(reader: Reader, source: Any, folder: Path, progress: Progre
             )
 
 
-def _write(reader: Reader, source: Any, folder: Path, progress: Progress) -> None:
+def _write(reader: Reader, source: DecoderModel, folder: Path, progress: Progress) -> None:
     index, config = reader.index, source.config
     weights = sum(record.bytes for name, record in index.files.items() if holds_weights(Path(name)))
     # four bytes in place of one, an untied head, and a rotation of each layer in fp32
-    most = 8 * source.get_memory_footprint() + 4 * config.num_hidden_layers * config.hidden_size**2
+    most = 8 * source.model.get_memory_footprint() + 4 * config.num_hidden_layers * config.hidden_size**2
     if weights > most + 2**20:
         raise reader.damaged(f"its weights have {weights} bytes, more than any checkpoint of this model")
     stored: dict[str, tuple[Path, str, list[int], int]] = {}
@@ -99,7 +99,7 @@ def _write(reader: Reader, source: Any, folder: Path, progress: Progress) -> Non
         stored |= {tensor: (file, *place) for tensor, place in tensors.items()}
     rotations = None
     if index.rotated:
-        rotations = reader.rotations(config.num_hidden_layers, widths_of(config), head_shape(config))
+        rotations = reader.rotations(len(source.layers), source.widths, source.heads)
     found = predictions(source, rotations, index.boundary)
     for prediction in reported(found, "apply", config.num_hidden_layers, progress):
         if names := stored_names(prediction.name, stored):

@@ -15,7 +15,7 @@ import struct
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from drot.checkpoint.artifact.schema import ArtifactIndex
 from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
 from drot.core.reading import check_regular, check_schema, parse_json
-from drot.model.rotation import LayerRotation
+from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.model.sizes import HeadShape, Width
 
 FORMAT_VERSION = 1
@@ -59,7 +59,7 @@ class Writer:
         info.compress_type = zipfile.ZIP_DEFLATED
         self._zip.writestr(info, data)
 
-    def add_rotations(self, rotations: list[LayerRotation]) -> None:
+    def add_rotations(self, rotations: Iterable[LayerRotation]) -> None:
         before = None
         for index, rotation in enumerate(rotations):
             for name, matrix in rotation.matrices.items():
@@ -135,21 +135,24 @@ class Reader:
         found = (name for name in names if f"{prefix}/{name}" in self._names)
         return {name: self.read(f"{prefix}/{name}", largest) for name in found}
 
-    def rotations(self, layers: int, widths: Mapping[Width, int], shape: HeadShape) -> list[LayerRotation]:
-        """The rotation of each layer. Raises UserError if their sizes do not fit the model."""
-        found: list[LayerRotation] = []
+    def rotations(self, layers: int, widths: Mapping[Width, int], shape: HeadShape) -> RotationsOfLayers:
+        """The rotation of each layer, which is read when it is asked for.
+
+        That raises UserError if its size does not fit the model.
+        """
         hidden, block = widths["hidden"], self.index.down_rotation
-        for index in range(layers):
-            first = f"rotations/layers.{index}.r1"
-            alone = first in self._names or not found
-            r1 = self._matrix(first, [hidden, hidden]) if alone else found[-1].r1
+
+        def read(index: int) -> LayerRotation:
+            firsts = (f"rotations/layers.{before}.r1" for before in range(index, 0, -1))
+            first = next((name for name in firsts if name in self._names), "rotations/layers.0.r1")
             size = [shape.kv_heads, shape.head_dim, shape.head_dim]
             r2, r3 = self._matrix(f"rotations/layers.{index}.r2", size), None
             if block is not None:
                 size = [widths["mlp"] // block, block, block]
                 r3 = self._matrix(f"rotations/layers.{index}.r3", size)
-            found.append(LayerRotation(r1, r2, r3))
-        return found
+            return LayerRotation(self._matrix(first, [hidden, hidden]), r2, r3)
+
+        return RotationsOfLayers(read, range(layers))
 
     def _matrix(self, name: str, size: list[int]) -> Tensor:
         try:

@@ -3,6 +3,7 @@
 import json
 import logging
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch import Tensor
 from drot.checkpoint.artifact.apply import write_checkpoint
 from drot.checkpoint.artifact.coding import encode
 from drot.checkpoint.artifact.container import FORMAT_VERSION, INDEX, Reader, Writer, header_bytes, tensors_of
-from drot.checkpoint.artifact.prediction import Prediction, load_source, predictions, reported
-from drot.checkpoint.artifact.rotations import rotations_in
+from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
+from drot.checkpoint.artifact.rotations import rotations_in, spooled
 from drot.checkpoint.artifact.tensors import (
     DTYPES,
     at_positions,
@@ -25,21 +26,21 @@ from drot.checkpoint.artifact.tensors import (
 )
 from drot.checkpoint.load import load_config
 from drot.checkpoint.quantization_config import boundary_of
-from drot.checkpoint.rotations import load_rotations
+from drot.checkpoint.rotations import open_rotations
 from drot.config import BoundaryPlace
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.core.files import check_writable, new_file
-from drot.core.hashes import tensors_digest
+from drot.core.hashes import parts_digest
 from drot.core.lock import locked
 from drot.core.reading import check_regular
 from drot.machine.environment import versions
-from drot.manifest.integrity import files_in, folder_records, verified_while_loading
+from drot.manifest.integrity import files_in, folder_records, is_loaded, verified_while_loading
 from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
+from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation
-from drot.model.sizes import head_shape, widths_of
 
 logger = logging.getLogger("drot")
 
@@ -96,7 +97,7 @@ def export_artifact(
     name = model or manifest.base_model
     if not name:
         raise UserError("drot.json names no model: name the dense model as `model`")
-    source = load_source(name)
+    source = open_source(name)
     place = boundary_of(load_config(folder))
     headers = {name: header_bytes(path) for name, path in files.items() if holds_weights(Path(name))}
     stored = {
@@ -104,38 +105,40 @@ def export_artifact(
         for file, header in headers.items()
         for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
     }
-    given = _rotations_of(manifest, rotations, source, stored, place)
-    if given is not None:
-        bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
-        given = [rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in given]
-    tolerances: dict[str, float] = {}
+    # of weights and config.json, the hashes in the manifest are compared while they are read
+    known = {name: record for name, record in manifest.files.items() if is_loaded(name)}
+    records = folder_records(folder, files, known=known)
     index = {
         "format_version": FORMAT_VERSION,
         "versions": versions(),
         "model": str(name),
-        "model_sha256": tensors_digest(source.state_dict()),
-        "rotated": given is not None,
+        "model_sha256": parts_digest(source.parts_of_state()),
+        "rotated": manifest.recipe.rotation.mode != "none",
         "boundary": place,
         "down_rotation": manifest.recipe.rotation.down_block,
-        "files": {file: record.model_dump() for file, record in folder_records(folder, files).items()},
+        "files": {file: record.model_dump() for file, record in records.items()},
     }
     # the hashes are compared before `part` gets the name `out`
     with locked(out), new_file(out) as part:
-        with verified_while_loading(folder), Writer(part) as writer:
+        with (
+            tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as spool,
+            verified_while_loading(folder),
+            Writer(part) as writer,
+        ):
+            given = None
+            if (found := _rotations_of(manifest, rotations, source, stored, place)) is not None:
+                bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
+                rounded = (rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found)
+                given = spooled(rounded, Path(spool))
             for file, path in files.items():
                 if file in headers:
                     writer.add(f"headers/{file}", headers[file])
                 else:
                     writer.add(f"files/{file}", path.read_bytes())
             if given is not None:
-                writer.add_rotations(given)
-            left, layers = set(stored), source.config.num_hidden_layers
-            for prediction in reported(predictions(source, given, place), "export", layers, progress):
-                left -= set(_add(writer, prediction, stored, tolerances))
-            if left:
-                raise UserError(
-                    f"{folder}: {min(left)} is no tensor of {name}: name a folder that drot prune wrote"
-                )
+                writer.add_rotations(given.values())
+            tensors = reported(predictions(source, given, place), "export", len(source.layers), progress)
+            tolerances = _add_all(writer, tensors, stored)
             writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
             parts = writer.sizes()
         if check:
@@ -171,10 +174,10 @@ def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
 def _rotations_of(
     manifest: Manifest,
     file: str | Path | None,
-    source: Any,
+    source: DecoderModel,
     stored: dict[str, tuple[Path, str]],
     place: BoundaryPlace | None,
-) -> list[LayerRotation] | None:
+) -> Iterable[LayerRotation] | None:
     if manifest.recipe.rotation.mode == "none":
         if file is not None:
             raise UserError("this checkpoint is not rotated: leave out `rotations`")
@@ -182,14 +185,14 @@ def _rotations_of(
     if file is None:
         r3 = manifest.recipe.rotation.down_block is not None
         return rotations_in(lambda name: read_dense(name, stored), source, place, r3=r3)
-    config = source.config
-    return load_rotations(
+    found, _ = open_rotations(
         Path(file),
-        layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        shape=head_shape(config),
-        down_width=widths_of(config)["mlp"],
-    )[0]
+        layers=len(source.layers),
+        hidden_size=source.hidden_size,
+        shape=source.heads,
+        down_width=source.widths["mlp"],
+    )
+    return found.values()
 
 
 def round_bits(matrix: Tensor, bits: int) -> Tensor:
@@ -200,6 +203,22 @@ def round_bits(matrix: Tensor, bits: int) -> Tensor:
     drop = 24 - bits
     whole = matrix.view(torch.int32) + (1 << (drop - 1))
     return (whole & -(1 << drop)).view(torch.float32)
+
+
+def _add_all(
+    writer: Writer, found: Iterable[Prediction], stored: dict[str, tuple[Path, str]]
+) -> dict[str, float]:
+    """Adds the parts of all tensors; returns the tolerance of each.
+
+    Raises UserError for a tensor of the checkpoint that the dense model does not have.
+    """
+    left, tolerances = set(stored), dict[str, float]()
+    for prediction in found:
+        left -= set(_add(writer, prediction, stored, tolerances))
+    if left:
+        folder = stored[name := min(left)][0].parent
+        raise UserError(f"{folder}: {name} is no tensor of `model`: name a folder that drot prune wrote")
+    return tolerances
 
 
 def _add(

@@ -4,15 +4,15 @@ An artifact stores how the checkpoint differs from these tensors. Two machines m
 in another order, so their fp64 products differ in the last places. `Prediction.tolerance` bounds that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from drot.checkpoint.load import load_config, load_model
+from drot.checkpoint.load import load_config
+from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.quantization_config import quantization_config_of
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
@@ -44,13 +44,17 @@ class Prediction:
     layer: int | None = None
 
 
-def load_source(name: str | Path) -> Any:
-    """The dense model `name` in the dtype of its files, on the CPU. Raises UserError for a packed model."""
+def open_source(name: str | Path) -> DecoderModel:
+    """The dense model `name` in the dtype of its files, from which each layer is read when its turn comes.
+
+    Raises UserError for a packed model.
+    """
     if quantization_config_of(load_config(name)):
         raise UserError(f"{name} is quantised, packed or rotated: name the dense `model`")
     if family_of(load_config(name)).experts is not None:
         raise UserError(f"{name} is a mixture of experts, which no artifact can hold: share the checkpoint")
-    return load_model(name)
+    model, weights, _ = open_skeleton(name)
+    return DecoderModel(model, weights=weights)
 
 
 def rows_of_a_piece(shape: torch.Size) -> int:
@@ -60,37 +64,20 @@ def rows_of_a_piece(shape: torch.Size) -> int:
 
 @torch.no_grad()
 def predictions(
-    model: Any, rotations: list[LayerRotation] | None, place: BoundaryPlace | None
+    decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | None, place: BoundaryPlace | None
 ) -> Iterator[Prediction]:
-    """All tensors of the rotated `model`, one layer after the other. The model is not changed.
+    """All tensors of the rotated model, one layer after the other. The model is not changed.
 
-    model: the dense model, on the CPU.
+    The pieces of a prediction can be asked for until the next prediction is.
+
+    decoder: the dense model.
     rotations: the rotation of each layer; None predicts the dense model itself.
     place: the place of the rotations between the layers; None if the checkpoint has none.
     """
-    decoder = DecoderModel(model)
+    with decoder.in_memory(*decoder.ends):
+        yield from _of_ends(decoder, rotations)
     family, bases = decoder.family, Bases(place, len(decoder.layers))
-    rotates = rotations is not None and family.rotates_stream
-    ends = {f"{path}.weight" for path in (family.embedding, family.head, family.final_norm)}
-    for name, tensor in model.state_dict().items():
-        if name.startswith(f"{family.layers}."):
-            continue
-        if not rotates or name not in ends:
-            yield Prediction(name, _split(tensor), 0.0)
-    if rotations is not None and rotates:
-        norm, head, embedding = decoder.final_norm.weight, decoder.head.weight, decoder.embedding.weight
-        scale = norm.detach().double()
-        first, last = rotations[0].r1.double(), rotations[-1].r1.double()
-        yield Prediction(f"{family.final_norm}.weight", _split(torch.ones_like(norm)), 0.0)
-        yield Prediction(
-            f"{family.embedding}.weight", (rows @ first for rows in _split(embedding)), _tolerance(embedding)
-        )
-        yield Prediction(
-            f"{family.head}.weight",
-            ((rows.double() * scale) @ last for rows in _split(head)),
-            _tolerance(head) * float(scale.abs().max()),
-        )
-    for dense in decoder.layers:
+    for dense in decoder.loaded_layers():
         layer, prefix = dense.copy(dtype=torch.float64), f"{family.layers}.{dense.index}"
         if rotations is not None:
             boundary = bases.held(layer.index, rotations)
@@ -100,6 +87,32 @@ def predictions(
         for name, tensor in layer.module.state_dict().items():
             tolerance = 0.0 if rotations is None else _tolerance(tensor)
             yield Prediction(f"{prefix}.{name}", _split(tensor), tolerance, layer.index)
+        del layer, tensor  # before the copy of the next layer
+
+
+def _of_ends(decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | None) -> Iterator[Prediction]:
+    """The predictions of the tensors outside of the layers."""
+    family = decoder.family
+    rotates = rotations is not None and family.rotates_stream
+    ends = {f"{path}.weight" for path in decoder.ends}
+    for name, tensor in decoder.model.state_dict().items():
+        if name.startswith(f"{family.layers}."):
+            continue
+        if not rotates or name not in ends:
+            yield Prediction(name, _split(tensor), 0.0)
+    if rotations is not None and rotates:
+        norm, head, embedding = decoder.final_norm.weight, decoder.head.weight, decoder.embedding.weight
+        scale = norm.detach().double()
+        first, last = (rotations[index].r1.double() for index in (0, len(decoder.layers) - 1))
+        yield Prediction(f"{family.final_norm}.weight", _split(torch.ones_like(norm)), 0.0)
+        yield Prediction(
+            f"{family.embedding}.weight", (rows @ first for rows in _split(embedding)), _tolerance(embedding)
+        )
+        yield Prediction(
+            f"{family.head}.weight",
+            ((rows.double() * scale) @ last for rows in _split(head)),
+            _tolerance(head) * float(scale.abs().max()),
+        )
 
 
 def _split(tensor: Tensor) -> Iterator[Tensor]:

@@ -4,17 +4,19 @@ They are not exact: the checkpoint holds them rounded to its dtype, and R2 in pr
 artifact lists by how much each weight differs from its prediction, so other rotations change its size alone.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
+from drot.checkpoint.shards import save_shard
 from drot.config import BoundaryPlace
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
-from drot.model.rotation import Bases, LayerRotation, reorthogonalize
+from drot.model.rotation import Bases, LayerRotation, RotationsOfLayers, reorthogonalize
 
 #: times that R2 is fitted to the kept weights; the removed weights are those of the fit before
 FITS = 10
@@ -24,26 +26,25 @@ ROWS = 4096
 
 @torch.no_grad()
 def rotations_in(
-    read: Callable[[str], Tensor], model: Any, place: BoundaryPlace | None, *, r3: bool
-) -> list[LayerRotation]:
-    """The rotation of each layer, fp64.
+    read: Callable[[str], Tensor], decoder: DecoderModel, place: BoundaryPlace | None, *, r3: bool
+) -> Iterator[LayerRotation]:
+    """The rotation of each layer, fp64, one after the other.
 
     read: name of a tensor of the rotated model → the checkpoint's tensor, dense.
-    model: the dense model, on the CPU.
+    decoder: the dense model.
     place: the place of the rotations between the layers; None if one R1 serves all layers.
     r3: whether the layers hold an R3.
     """
-    decoder = DecoderModel(model)
     family, bases = decoder.family, Bases(place, len(decoder.layers))
     if family.rotates_stream:
-        dense = decoder.embedding.weight.detach()
-        rotated = read(f"{family.embedding}.weight")
-        pairs = zip(dense.split(ROWS), rotated.split(ROWS), strict=True)
-        r1 = _nearest(sum(a.double().T @ b.double() for a, b in pairs))
+        with decoder.in_memory(family.embedding):
+            rotated = read(f"{family.embedding}.weight")
+            pairs = zip(decoder.embedding.weight.split(ROWS), rotated.split(ROWS), strict=True)
+            r1 = _nearest(sum(a.double().T @ b.double() for a, b in pairs))
+        del rotated
     else:
         r1 = torch.eye(decoder.hidden_size, dtype=torch.float64)
-    found = []
-    for layer in decoder.layers:
+    for layer in decoder.loaded_layers():
         prefix = f"{family.layers}.{layer.index}"
         step = read(f"{prefix}.{ROTATION_MODULE}.weight").double().T if bases.holds(layer.index) else None
         if step is not None and place == "inside":
@@ -52,9 +53,21 @@ def rotations_in(
             r1 = reorthogonalize(r1 @ step)
         blocks = read(f"{prefix}.{family.mlp}.{DOWN_ROTATION}.weight").double() if r3 else None
         r2 = _r2(layer, r1, read, prefix)
-        found.append(LayerRotation(r1, r2, None if blocks is None else reorthogonalize(blocks)))
+        yield LayerRotation(r1, r2, None if blocks is None else reorthogonalize(blocks))
         if step is not None and place == "residual":
             r1 = reorthogonalize(r1 @ step)
+
+
+def spooled(rotations: Iterable[LayerRotation], folder: Path) -> RotationsOfLayers:
+    """The rotations, in fp32, of which two lie in memory, and all in files of the existing `folder`."""
+
+    def load(index: int) -> LayerRotation:
+        return LayerRotation.from_tensors(load_file(folder / f"{index}.safetensors"), "")
+
+    found = RotationsOfLayers(load)
+    for index, rotation in enumerate(rotations):
+        save_shard(rotation.tensors("", torch.float32), folder / f"{index}.safetensors")
+        found.keep(index, rotation)
     return found
 
 

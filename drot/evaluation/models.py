@@ -1,0 +1,128 @@
+"""The models of an evaluation: in memory, or read layer by layer where memory does not hold them."""
+
+import logging
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from drot.checkpoint.load import load, load_config
+from drot.checkpoint.offload import open_skeleton
+from drot.checkpoint.quantization_config import quantised_by
+from drot.checkpoint.source import DENSE_DTYPES, model_folder, read_headers, weight_files
+from drot.machine.devices import is_gpu, parse_dtype
+from drot.machine.memory import available_memory
+from drot.model.families import FAMILIES
+from drot.model.layer import Weights
+from drot.sparse.packed import compress_model
+
+logger = logging.getLogger("drot")
+
+#: the largest share of the free memory that weights may take; the rest is for logits and activations
+WEIGHTS_SHARE = 0.85
+
+
+@dataclass(frozen=True)
+class OpenModel:
+    """A model in memory, or a skeleton whose `weights` are read layer by layer."""
+
+    model: PreTrainedModel
+    weights: Weights | None = None
+
+
+def open_model(name: str | Path, dtype: str, *, streamed: bool) -> OpenModel:
+    """The model `name` in `dtype` on the CPU. Raises UserError as `drot.load` and `open_skeleton` do."""
+    if not streamed:
+        return OpenModel(load(name, device="cpu", dtype=dtype))
+    model, weights, _ = open_skeleton(name, dtype)
+    return OpenModel(model, weights)
+
+
+class Original:
+    """The dense original, which is opened when the first model needs it, and again in another form."""
+
+    def __init__(self, name: str, dtype: str) -> None:
+        self._name, self._dtype = name, dtype
+        self._opened: OpenModel | None = None
+
+    @property
+    def is_loaded(self) -> bool:
+        """Whether it lies in memory."""
+        return self._opened is not None and self._opened.weights is None
+
+    def open(self, *, streamed: bool) -> OpenModel:
+        if self._opened is None or self.is_loaded == streamed:
+            self._opened = None  # before the other form takes memory
+            self._opened = open_model(self._name, self._dtype, streamed=streamed)
+        return self._opened
+
+
+def loaded_bytes(name: str | Path, dtype: str) -> int:
+    """The bytes of the model's weights in `dtype`, or in the dtypes of its files for `auto`."""
+    total = 0
+    for header in read_headers(weight_files(model_folder(name, weights=True))).values():
+        bits = re.search(r"\d+", header.dtype)  # BOOL has none
+        size = int(bits[0]) // 8 if bits else 1
+        if dtype != "auto" and header.dtype in DENSE_DTYPES:
+            size = parse_dtype(dtype).itemsize
+        total += math.prod(header.shape) * size
+    return total
+
+
+def must_stream(names: Sequence[str], dtype: str, device: torch.device) -> bool:
+    """Whether models that are needed at the same time are larger than the memory; a warning says so.
+
+    Models that drot cannot read layer by layer are not streamed: their family is unknown, or another program
+    has quantised them.
+
+    names: the models that are not in memory yet. dtype: as in `loaded_bytes`.
+    """
+    configs = [load_config(name) for name in names]
+    if any(config.model_type not in FAMILIES or quantised_by(config) for config in configs):
+        return False
+    needed = sum(loaded_bytes(name, dtype) for name in names)
+    for place in dict.fromkeys((torch.device("cpu"), device)):
+        if needed > WEIGHTS_SHARE * (free := free_memory(place)):
+            _warn_of_size(names[0], len(names) > 1, needed, place, free)
+            return True
+    return False
+
+
+def free_memory(device: torch.device) -> int:
+    """The bytes that are free: on a GPU with those that torch keeps for reuse, or of the main memory."""
+    if not is_gpu(device):
+        return available_memory()
+    gpu = torch.get_device_module(device)
+    return gpu.mem_get_info(device)[0] + gpu.memory_reserved(device) - gpu.memory_allocated(device)
+
+
+def _warn_of_size(name: str, both: bool, needed: int, device: torch.device, free: int) -> None:
+    logger.warning(
+        "the weights of %s%s, %.1f GiB, do not fit on %s, which has %.1f GiB free: one decoder layer at a "
+        "time is there, which is slower",
+        name, " and of its original" if both else "", needed / 2**30, device, free / 2**30,
+    )  # fmt: skip
+
+
+def move_models(models: list[PreTrainedModel], name: str, device: torch.device) -> bool:
+    """Moves loaded models, which are needed at the same time, to `device`; returns whether they are streamed.
+
+    Models that do not fit on a GPU stay in main memory, and a warning says so.
+
+    name: the name of the first model, for the warning.
+    """
+    moved = [model for model in models if next(model.parameters()).device != device]
+    needed = sum(int(model.get_memory_footprint()) for model in moved)
+    free = free_memory(device) if is_gpu(device) else None
+    stream = free is not None and needed > WEIGHTS_SHARE * free
+    if stream and free is not None:
+        _warn_of_size(name, len(models) > 1, needed, device, free)
+    for model in models:
+        model.to(torch.device("cpu") if stream else device)  # type: ignore[arg-type]
+        if not stream and (free is None or 2 * needed <= WEIGHTS_SHARE * free):
+            compress_model(model)  # takes as many bytes as the packed weights
+    return stream

@@ -1,0 +1,59 @@
+"""Where the hidden states of the calibration lie: on the device, in main memory, or in a file."""
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from drot.calibration.stream import CalibrationStream
+from drot.config import ResolvedRecipe
+from drot.machine.devices import free_memory, is_gpu
+from drot.machine.memory import available_memory
+from drot.machine.spool import Spool
+from drot.machine.transfer import empty_on_host
+from drot.manifest.records import PlaceOfStates
+from drot.pipeline.estimate import Sizes, device_memory, main_memory, sizes_of, state_bytes
+
+if TYPE_CHECKING:
+    from drot.pipeline.context import RunContext
+    from drot.pipeline.shared_state import SharedState
+
+
+def place_of_states(
+    sizes: Sizes,
+    recipe: ResolvedRecipe,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    rotations_given: bool = False,
+) -> PlaceOfStates:
+    """Where a run has room for its hidden states, and for as many numbers that it keeps of a layer."""
+    of_pruning, states = device_memory(sizes, recipe, dtype), state_bytes(sizes, recipe, dtype)
+    own = sizes.tokens * sizes.hidden * dtype.itemsize  # those of the dense model may lie elsewhere
+    if is_gpu(device) and of_pruning + 2 * own <= free_memory(device):
+        return "device"
+    needed = main_memory(sizes, recipe, dtype, rotations_given=rotations_given) + states
+    if not is_gpu(device):
+        needed += of_pruning
+    return "main memory" if needed <= available_memory() else "file"
+
+
+def embed(run: "RunContext", tokens: Tensor, state: "SharedState | None") -> CalibrationStream:
+    """The input of the first layer for this rank's part of `tokens` [nsamples, seqlen], where it has room.
+
+    The context then knows the place. A run that saves nothing has its whole model in memory, and no file.
+
+    state: names the disk of a file.
+    """
+    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+    place = place_of_states(sizes, run.recipe, run.dtype, run.device)
+    if place == "file" and state is None:
+        place = "main memory"
+    run.place_of_states = place
+    empty = None
+    if place == "file" and state is not None:
+        empty = Spool(state.disk).empty
+    elif place == "main memory" and is_gpu(run.device):
+        empty = partial(empty_on_host, device=run.device)
+    return CalibrationStream.embed(run.model, tokens, run.device, empty=empty, ranks=run.ranks)
