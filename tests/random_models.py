@@ -26,7 +26,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     """`rope_parameters` of config.json, and `max_position_embeddings` that goes with them."""
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
-    if family in ("olmo3", "gemma3_text"):  # theirs has parts for each type of layer
+    if family in ("olmo3", "gemma3_text", "opt"):  # theirs has parts for each type of layer, or there is none
         return {"max_position_embeddings": 128}
     if family == "glm4":  # it turns a share of a head, in pairs
         rope = {"rope_type": "default", "rope_theta": 1e4}
@@ -110,9 +110,9 @@ def settings_of_models(
     # these configs demand a hidden size that the heads divide
     step = math.lcm(multiple, heads) if family in ("llama", "gemma2", "gemma3_text") else multiple
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
-    # Phi-3's config compares the factors of RoPE with hidden / heads
+    # Phi-3's config compares the factors of RoPE with hidden / heads; Cohere 2 and OPT have no other head_dim
     own = st.just(heads * head_dim)
-    hidden = draw(own if family == "phi3" else st.one_of(sizes, own))
+    hidden = draw(own if family in ("phi3", "cohere2", "opt") else st.one_of(sizes, own))
     layers = draw(st.sampled_from([2, 1, 3]))
     chosen: dict[str, Any] = dict(
         family=family,
@@ -136,10 +136,15 @@ def settings_of_models(
             del chosen["head_dim"]
         elif family in ("llama", "mistral", "seed_oss"):
             chosen["head_dim"] = None
-    if family in ("granite", "phi3") and hidden == heads * head_dim:
+    if family in ("granite", "phi3", "cohere2", "opt") and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
-    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite", "glm4_moe", "gpt_oss"):
+    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite", "glm4_moe", "gpt_oss", "cohere2"):
         chosen["attention_bias"] = draw(st.booleans())
+    if family == "opt":
+        chosen |= dict(ffn_dim=chosen["intermediate_size"], num_key_value_heads=heads)
+        chosen["activation_function"] = draw(st.sampled_from(["relu", "gelu"]))
+    if family == "cohere2":
+        chosen |= dict(layer_norm_eps=chosen["rms_norm_eps"], logit_scale=draw(st.sampled_from([0.06, 1.0])))
     if family == "seed_oss":
         chosen["attention_out_bias"] = draw(st.booleans())
     if family in ("llama", "smollm3", "seed_oss", "granite"):
@@ -159,7 +164,7 @@ def settings_of_models(
     if family == "gemma2":
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
-    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text"):
+    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2"):
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5

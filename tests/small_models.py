@@ -147,6 +147,8 @@ FAMILIES: dict[str, dict] = {
         ),
         tie_word_embeddings=False,
     ),
+    "cohere2": dict(sliding_window=8, layer_types=LAYER_TYPES, logit_scale=0.4, pad_token_id=2),
+    "opt": dict(ffn_dim=48, num_key_value_heads=4, pad_token_id=2, tie_word_embeddings=True),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
     "phi3-longrope": dict(
         sliding_window=10,
@@ -163,8 +165,8 @@ FAMILIES: dict[str, dict] = {
         tie_word_embeddings=True,
     ),
 }
-#: those without experts: they take R3, packed weights, fine-tuning and artifacts
-WITHOUT_EXPERTS = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].experts]
+#: those whose MLP takes R3: they have no experts, and take packed weights, fine-tuning and artifacts too
+WITHOUT_EXPERTS = [name for name in FAMILIES if DECLARED[name.partition("-")[0]].takes("r3")]
 #: those whose residual stream R1 cannot rotate, and those without experts whose stream it rotates
 INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
 ON_THE_STREAM = [name for name in WITHOUT_EXPERTS if name not in INSIDE]
@@ -198,7 +200,8 @@ def random_rotations(model: nn.Module, seed: int = 1, down_block: int | None = N
     """A random rotation of each layer, in fp64, with an R3 of blocks of `down_block`."""
     handle, generator = DecoderModel(model), torch.Generator().manual_seed(seed)
     down = None if down_block is None else (handle.widths["mlp"] // down_block, down_block)
-    return [random_rotation(handle.hidden_size, handle.heads, generator, down=down) for _ in handle.layers]
+    options = dict(down=down, keeps_ones=handle.family.layer_norm)
+    return [random_rotation(handle.hidden_size, handle.heads, generator, **options) for _ in handle.layers]
 
 
 def place_in(model: DecoderModel, place: str | None) -> str | None:

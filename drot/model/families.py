@@ -46,7 +46,7 @@ class LinearSpec:
     @property
     def name(self) -> str:
         """The name by which the rest of drot calls the linear, such as `q_proj` or `experts.3.up_proj`."""
-        name = self.part or self.path.partition(".")[2]
+        name = self.part or self.path.partition(".")[2] or self.path
         return name if self.expert is None else f"experts.{self.expert}.{name}"
 
     @property
@@ -113,6 +113,7 @@ class Family:
     groups: the input groups in the order of the forward pass, which is the order of the pruning.
     attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
         stream.
+    mlp_front: the modules of the MLP that the layer itself calls, one after the other, before it calls `mlp`.
     activation: the module of the MLP that acts on the outputs of the gate.
     gated: the method of the experts that makes the input of down_proj from the outputs of gate and up, which
         alternate; None if it is activation(gate) * up.
@@ -120,11 +121,16 @@ class Family:
     residual_multiplier: the attribute of a layer with the number by which it multiplies the output of each
         block before it adds it; None if it only adds.
     post_norms: the norms of the outputs of the attention and of the MLP, which the layer then adds.
+    norm_offset: what the norms add to their weight before they multiply by it.
+    layer_norm: whether the norms subtract the mean, so that only an R1 with R1 1 = 1 commutes with them.
+    parallel: whether the MLP reads what the attention reads, and not the stream behind the attention.
     logits_divisor: the attribute of the config by which the model divides its logits.
+    logits_multiplier: the attribute of the config by which it multiplies them.
     logits_cap: the attribute of the config with the bound c of the logits, c tanh(logits / c); its value may
         be None.
     residual_dropouts: the modules of a layer that act on the outputs of the attention and of the MLP before
         it adds them, in training alone.
+    residual_dropout: the attribute of a layer with the probability of such a dropout.
     untouched: modules with weights that a layer may have and that see nothing rotated.
     experts: the module with the parameters [experts, out, in] of all experts, in a mixture of experts.
     router: the weight [experts, d] that chooses the experts of a token. It reads what the experts read, and
@@ -133,26 +139,36 @@ class Family:
         empty if the files hold the parameters of all experts.
     router_file: the name of the router's weight there.
     kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
+    positions: the embedding of the positions, which is added to that of the tokens.
+    required: attribute of the config → the value for which the declaration holds.
     """
 
     models: str
     groups: tuple[InputGroup, ...]
     attention: str
     mlp: str
+    mlp_front: tuple[str, ...] = ()
     activation: str = "act_fn"
     gated: str | None = None
     mlp_dropout: str | None = None
     residual_multiplier: str | None = None
     post_norms: tuple[str, str] | None = None
+    norm_offset: float = 0.0
+    layer_norm: bool = False
+    parallel: bool = False
     logits_divisor: str | None = None
+    logits_multiplier: str | None = None
     logits_cap: str | None = None
     residual_dropouts: tuple[str, str] | None = None
+    residual_dropout: str | None = None
     untouched: tuple[str, ...] = ()
     experts: str | None = None
     router: LinearSpec | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
     router_file: str = ""
     kinds: tuple[tuple[str, "Family"], ...] = ()
+    required: tuple[tuple[str, Any], ...] = ()
+    positions: str | None = None
     layers: str = "model.layers"
     embedding: str = "model.embed_tokens"
     final_norm: str = "model.norm"
@@ -201,6 +217,11 @@ class Family:
         return any(linear.output == "r1" for linear in self.linears)
 
     @property
+    def embeddings(self) -> tuple[str, ...]:
+        """The embedding of the tokens and, if there is one, that of the positions."""
+        return (self.embedding,) if self.positions is None else (self.embedding, self.positions)
+
+    @property
     def norms(self) -> tuple[str, ...]:
         """The paths of the norms in front of linears."""
         return tuple(dict.fromkeys(group.norm for group in self.groups if group.norm is not None))
@@ -226,7 +247,8 @@ class Family:
 
     def full_name(self, index: int, linear: LinearSpec) -> str:
         """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
-        return f"layers.{index}.{linear.block}.{linear.name}"
+        name = f"{linear.block}.{linear.name}" if "." in linear.path else linear.path
+        return f"layers.{index}.{name}"
 
 
 #: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
@@ -335,6 +357,49 @@ MIXTURE = replace(
 )
 
 
+#: LayerNorms with a shift, an MLP without gate that is no module of its own, learned positions, and heads
+#: that share no keys. Its activation fixes the order of fc2's inputs but for permutations.
+OPT = Family(
+    models="OPT",
+    layer_norm=True,
+    attention="self_attn",
+    mlp_front=("fc1", "activation_fn"),
+    mlp="fc2",
+    residual_dropout="dropout",
+    layers="model.decoder.layers",
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    final_norm="model.decoder.final_layer_norm",
+    required=(
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("layer_norm_elementwise_affine", True),
+        ("enable_bias", True),
+    ),
+    groups=(
+        InputGroup(
+            name="attention",
+            norm="self_attn_layer_norm",
+            linears=(
+                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
+                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
+                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
+            ),
+        ),
+        InputGroup(
+            name="o",
+            linears=(LinearSpec("self_attn.out_proj", ("hidden", "query"), input="r2", output="r1"),),
+        ),
+        InputGroup(
+            name="mlp",
+            norm="final_layer_norm",
+            linears=(LinearSpec("fc1", ("mlp", "hidden"), input="r1"),),
+        ),
+        InputGroup(name="down", linears=(LinearSpec("fc2", ("hidden", "mlp"), output="r1"),)),
+    ),
+)
+
+
 def with_shared_experts(family: Family, path: str) -> Family:
     """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
     with `target="dense"` their outputs make up for the errors of the others."""
@@ -383,6 +448,14 @@ FAMILIES = {
     "exaone4": replace(POST_NORM, models="EXAONE 4"),
     "gemma2": replace(SANDWICH, models="Gemma 2"),
     "gemma3_text": replace(SANDWICH, models="Gemma 3"),
+    "cohere2": replace(
+        _with_norms(LLAMA, "input_layernorm", "input_layernorm"),
+        models="Command R7B, Command A",
+        layer_norm=True,
+        parallel=True,
+        logits_multiplier="logit_scale",
+    ),
+    "opt": OPT,
     "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
     "glm4_moe": replace(
         with_shared_experts(MIXTURE, "mlp.shared_experts"), models="GLM-4.5, GLM-4.6, GLM-4.7"
@@ -412,7 +485,7 @@ FAMILIES = {
 def family_of(config: Any) -> Family:
     """The family of a model with `config`, with the groups of each of its experts.
 
-    Raises UserError for a model type that is not in FAMILIES.
+    Raises UserError for a model type that is not in FAMILIES, and for a config that its entry excludes.
     """
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
@@ -420,6 +493,11 @@ def family_of(config: Any) -> Family:
             f"model type {model_type!r} is not supported: expected one of {', '.join(FAMILIES)}; "
             "drot info MODEL names what drot cannot place in it"
         )
+    for name, value in FAMILIES[model_type].required:
+        if (got := getattr(config, name, value)) != value:
+            raise UserError(
+                f"a model of type {model_type!r} must have {name}={value} in its config, got {got}"
+            )
     return _with_experts(FAMILIES[model_type], experts_of(config))
 
 

@@ -15,7 +15,7 @@ from drot.config import BoundaryPlace
 from drot.machine.memory import return_free_memory
 from drot.model.boundary import BlockRotation, add_boundary_rotation, add_down_rotation
 from drot.model.families import Family, InputGroup, LinearSpec, by_module
-from drot.model.linear import Linear, copied, module_at, reset_norm
+from drot.model.linear import Linear, copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.rotation import Boundary, LayerRotation, rotate_left, rotated_weight
 from drot.model.sizes import HeadShape, Width, check_down_block
 
@@ -170,7 +170,8 @@ class DecoderLayer:
                 block = module_at(self.module, self.family.attention)
                 replaced.enter_context(_returning(block, lambda: (attention(), None)))
             if mlp is not None:
-                replaced.enter_context(_returning(module_at(self.module, self.family.mlp), mlp))
+                of_mlp = mlp()  # may call the very module
+                replaced.enter_context(_returning(module_at(self.module, self.family.mlp), lambda: of_mlp))
             output: Tensor = self.module(hidden, **kwargs)
         return output
 
@@ -203,15 +204,24 @@ class DecoderLayer:
     def _folded_weight(self, linear: Linear, dtype: torch.dtype) -> Tensor:
         weight, norm = linear.weight.detach().double(), linear.group.norm
         if norm is not None and self.family.rotates_stream:
-            weight = weight * module_at(self.module, norm).weight.detach().double()
+            weight = weight * scale_of(module_at(self.module, norm), self.family)
         return weight.to(dtype)
+
+    def _fold_shift(self, linear: Linear) -> None:
+        """Adds the outputs W β of the shift of the norm in front of a linear to the bias of the linear."""
+        norm = linear.group.norm
+        if norm is None or (shift := shift_of(module_at(self.module, norm))) is None:
+            return
+        bias = linear.bias
+        assert bias is not None, "DecoderModel.check refuses it"
+        bias.copy_(bias.double() + linear.weight.double() @ shift)
 
     def _rotate_router(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
         """Folds the norm of the experts into the router and rotates it, as it reads what they read."""
         if (router := self.family.router) is None:
             return
         weight = module_at(self.module, router.path).weight
-        folded = weight.detach().double() * self.norms[-1].weight.detach().double()
+        folded = weight.detach().double() * scale_of(self.norms[-1], self.family)
         rotated = rotated_weight(router, folded.to(dtype), rotation, self.heads, rotation.r1)
         weight.copy_(rotated)
 
@@ -237,6 +247,8 @@ class DecoderLayer:
         output_r1 = rotation.r1 if boundary is None else boundary.next_r1.to(device, dtype)
         for linear in self.linears.values():
             weight = self._folded_weight(linear, dtype)
+            if self.family.rotates_stream:
+                self._fold_shift(linear)
             r1 = output_r1 if self.ends_layer(linear.group) else rotation.r1
             linear.weight.copy_(rotated_weight(linear.spec, weight, rotation, self.heads, r1))
             if (bias := linear.bias) is not None and linear.spec.output == "r2":
@@ -245,7 +257,7 @@ class DecoderLayer:
                 bias.copy_(bias.to(dtype) @ r1)
         self._rotate_router(rotation, dtype)
         for norm in self.norms if self.family.rotates_stream else ():
-            reset_norm(norm)
+            reset_norm(norm, self.family)
         if rotation.r3 is not None:
             self.expect_down_rotation(rotation.r3.shape[-1]).weight.copy_(rotation.r3)
         if boundary is not None:

@@ -58,15 +58,21 @@ def head_shape(config: Any) -> HeadShape:
     )
 
 
+def mlp_width(config: Any) -> int:
+    """The intermediate size of the MLP."""
+    names = ("intermediate_size", "ffn_dim")
+    return int(next(width for name in names if (width := getattr(config, name, None)) is not None))
+
+
 def widths_of(config: Any) -> dict[Width, int]:
     """The sizes that a model's `config` gives to the widths of linears."""
     shape = head_shape(config)
-    expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    expert = getattr(config, "moe_intermediate_size", None) or mlp_width(config)
     return {
         "hidden": config.hidden_size,
         "query": shape.heads * shape.head_dim,
         "kv": shape.kv_heads * shape.head_dim,
-        "mlp": config.intermediate_size,
+        "mlp": mlp_width(config),
         "expert": expert,
         "shared": expert * (getattr(config, "n_shared_experts", None) or 0),
         "experts": experts_of(config),

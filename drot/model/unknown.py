@@ -27,8 +27,8 @@ class Comparison:
 def compare(model: nn.Module) -> Comparison:
     """The model, which may lie on the device `meta`, next to the nearest declaration.
 
-    A module is placed if the declaration has its path. What a module computes is not compared, but for norms:
-    one with a bias is not an RMSNorm, and is not placed.
+    A module is placed if the declaration has its path. What a module computes is not compared, but for norms,
+    which are RMSNorms or LayerNorms.
     """
     path, layers = _decoder_layers(model)
     found = {name: _kind(module) for layer in layers for name, module in _with_weights(layer)}
@@ -46,7 +46,7 @@ def _compared(model_type: str, family: Family, layers: str | None, found: dict[s
         norms = (*of_layer.norms, *(of_layer.post_norms or ()))
         required = [*plain, *norms]
         kinds |= dict.fromkeys(plain, "Linear")
-        kinds |= dict.fromkeys((*norms, *of_layer.untouched), "RMSNorm")
+        kinds |= dict.fromkeys((*norms, *of_layer.untouched), "LayerNorm" if family.layer_norm else "RMSNorm")
     if family.experts is not None and family.router is not None:  # of a class of each family's own
         required += [family.experts, family.router.path]
         kinds |= dict.fromkeys((family.experts, family.router.path))
@@ -74,7 +74,9 @@ def _with_weights(layer: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _kind(module: nn.Module) -> str:
-    """Its class; `RMSNorm` for every norm that scales and does not shift."""
+    """Its class; `RMSNorm` for every norm that scales and does not shift, `LayerNorm` for every LayerNorm."""
     name = type(module).__name__
+    if "LayerNorm" in name:
+        return "LayerNorm"
     shapes = [parameter.dim() for parameter in module.parameters(recurse=False)]
     return "RMSNorm" if "RMSNorm" in name and shapes == [1] else name

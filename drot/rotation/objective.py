@@ -67,6 +67,7 @@ class LayerObjective:
     blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
     down_block: the size of the blocks of R3, for which `metrics` were made; None without R3.
     fixed_r1: whether R1 stays the identity.
+    keeps_ones: whether the training of R1 keeps R1 1 = 1.
     """
 
     def __init__(
@@ -82,9 +83,10 @@ class LayerObjective:
         blocks: int = 1,
         down_block: int | None = None,
         fixed_r1: bool = False,
+        keeps_ones: bool = False,
     ) -> None:
         self.groups, self.shape, self.objective, self.blocks = groups, shape, objective, blocks
-        self.down_block, self.fixed_r1 = down_block, fixed_r1
+        self.down_block, self.fixed_r1, self.keeps_ones = down_block, fixed_r1, keeps_ones
         self.sparsity = dict.fromkeys(weights, sparsity) if isinstance(sparsity, Sparsity) else sparsity
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)

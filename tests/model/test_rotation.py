@@ -205,9 +205,24 @@ def test_heads_share_the_rotation_of_their_kv_head():
 
 def test_an_unsupported_family_is_refused_by_name():
     model = small_model("llama")
-    model.config.model_type = "opt"
-    with pytest.raises(UserError, match="'opt' is not supported"):
+    model.config.model_type = "gpt2"
+    with pytest.raises(UserError, match="'gpt2' is not supported"):
         DecoderModel(model)
+
+
+def test_a_kind_of_opt_that_no_rotation_fits_is_refused():
+    model = small_model("opt")
+    model.config.do_layer_norm_before = False
+    with pytest.raises(
+        UserError, match=r"'opt' must have do_layer_norm_before=True in its config, got False"
+    ):
+        DecoderModel(model)
+    with pytest.raises(UserError, match=r"embed_tokens must have 32 columns, the hidden size, got 24"):
+        DecoderModel(small_model("opt", word_embed_proj_dim=24)).check()
+    model = small_model("opt")
+    model.model.decoder.final_layer_norm.weight[3] = 0
+    with pytest.raises(UserError, match=r"final_layer_norm.weight must hold no zero"):
+        DecoderModel(model).check()
 
 
 def test_a_changed_model_is_refused_with_the_path():
