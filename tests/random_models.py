@@ -14,10 +14,15 @@ BARE = sorted({family.partition("-")[0] for family in FAMILIES})
 #: mixture of experts → the entry of its config with the number of experts
 MIXTURES = {
     "qwen3_moe": "num_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_next": "num_experts",
+    "qwen3_5_moe_text": "num_experts",
     "mixtral": "num_local_experts",
     "glm4_moe": "n_routed_experts",
     "gpt_oss": "num_local_experts",
 }
+#: families some of whose layers have a linear attention
+LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -28,6 +33,9 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
         return _rope_of_phi3(draw, head_dim)
     if family in ("olmo3", "gemma3_text", "opt"):  # theirs has parts for each type of layer, or there is none
         return {"max_position_embeddings": 128}
+    if family in LINEAR_ATTENTION:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        return {"rope_parameters": rope, "max_position_embeddings": 128}
     if family == "glm4":  # it turns a share of a head, in pairs
         rope = {"rope_type": "default", "rope_theta": 1e4}
         rope |= {"partial_rotary_factor": draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))}
@@ -67,12 +75,14 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     """The settings of a mixture of experts."""
     experts = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {MIXTURES[family]: experts, "num_experts_per_tok": draw(st.integers(1, experts))}
-    if family in ("qwen3_moe", "glm4_moe"):
+    if family not in ("mixtral", "gpt_oss"):
         chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
         chosen["norm_topk_prob"] = draw(st.booleans())
     if family == "gpt_oss":
         chosen["swiglu_limit"] = draw(st.sampled_from([0.5, 7.0]))
-    if family == "qwen3_moe":
+    if family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"):
+        chosen["shared_expert_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
+    if family in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
         chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2]))
         chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
     if family == "glm4_moe":
@@ -105,7 +115,8 @@ def settings_of_models(
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
     # RoPE turns pairs; `dynamic` divides by head_dim - 2
-    dims = [dim for dim in (4, 6, 8, 12, 16) if heads * dim % multiple == 0]
+    sizes_of_heads = (4, 8, 12, 16) if family in LINEAR_ATTENTION else (4, 6, 8, 12, 16)
+    dims = [dim for dim in sizes_of_heads if heads * dim % multiple == 0]
     head_dim = draw(st.sampled_from(dims))
     # these configs demand a hidden size that the heads divide
     step = math.lcm(multiple, heads) if family in ("llama", "gemma2", "gemma3_text") else multiple
@@ -140,6 +151,13 @@ def settings_of_models(
         del chosen["head_dim"]  # their published configs have none
     if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite", "glm4_moe", "gpt_oss", "cohere2"):
         chosen["attention_bias"] = draw(st.booleans())
+    if family in LINEAR_ATTENTION:
+        types = st.sampled_from(["linear_attention", "full_attention"])
+        chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
+        key_heads, more = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+        chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
+        chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}
+        chosen["linear_conv_kernel_dim"] = draw(st.sampled_from([2, 4]))
     if family == "opt":
         chosen |= dict(ffn_dim=chosen["intermediate_size"], num_key_value_heads=heads)
         chosen["activation_function"] = draw(st.sampled_from(["relu", "gelu"]))

@@ -31,6 +31,15 @@ COMMON = dict(
 )
 #: the last layer attends to all tokens, the others to the last ones
 LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+#: the second layer has keys and values, the others a state
+LINEAR_ATTENTION = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    pad_token_id=2,
+)
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
     "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
@@ -120,6 +129,32 @@ FAMILIES: dict[str, dict] = {
         query_pre_attn_scalar=20,
         final_logit_softcapping=3.0,
         pad_token_id=2,
+    ),
+    "qwen2_moe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_next": dict(
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[0],
+        **LINEAR_ATTENTION,
+    ),
+    "qwen3_5_text": dict(head_dim=16, tie_word_embeddings=True, **LINEAR_ATTENTION),
+    "qwen3_5_moe_text": dict(
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+        **LINEAR_ATTENTION,
     ),
     "glm4_moe": dict(
         head_dim=16,

@@ -56,6 +56,16 @@ NORM_PREFIX = "rotated_"
 #: The modules of SiLU, also the one of transformers, and the dtypes, for which R3 is one op.
 SILU = (nn.SiLU, SiLUActivation)
 SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: argument of a layer → that of its linear attention, of which some are those of older versions of
+#: transformers
+LINEAR_ARGUMENTS = {
+    "cache": "cache",
+    "past_key_values": "cache_params",
+    "cache_position": "cache_position",
+    "attention_mask": "attention_mask",
+    "cu_seq_lens_q": "cu_seq_lens_q",
+    "seq_idx": "seq_idx",
+}
 #: vectors with which `check_rotations` probes a rotation
 PROBES = 4
 #: largest ‖QᵀQx - x‖ / ‖x‖ of a rotation in fp32; rounding gives about 1e-7
@@ -147,7 +157,13 @@ class RotatedLayer:
             return super().forward(hidden_states, **kwargs)  # type: ignore[misc]
         family = self.family
         read = self._read(hidden_states, 0)
-        attended, _ = getattr(self, family.attention)(hidden_states=read, **kwargs)
+        if family.linear_attention:
+            kwargs = {
+                LINEAR_ARGUMENTS[name]: each for name, each in kwargs.items() if name in LINEAR_ARGUMENTS
+            }
+        attended = getattr(self, family.attention)(hidden_states=read, **kwargs)
+        if not family.linear_attention:
+            attended, _ = attended
         residual = hidden_states + self._added(attended, 0)
         out = read if family.parallel else self._read(residual, 1)
         for name in (*family.mlp_front, family.mlp):

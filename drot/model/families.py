@@ -80,12 +80,14 @@ class InputGroup:
     norm: path of the norm that makes the input; None if the input comes from elsewhere. If R1 rotates the
         residual stream, its weight is folded into the linears before a rotation.
     routed: whether it stands for a group of each expert, which reads the tokens that the router sends there.
+    weighted: whether the layer multiplies its outputs by numbers that it computes, before it adds them.
     """
 
     name: str
     linears: tuple[LinearSpec, ...]
     norm: str | None = None
     routed: bool = False
+    weighted: bool = False
 
     def of_expert(self, expert: int) -> "InputGroup":
         linears = tuple(replace(linear, expert=expert) for linear in self.linears)
@@ -131,10 +133,14 @@ class Family:
     residual_dropouts: the modules of a layer that act on the outputs of the attention and of the MLP before
         it adds them, in training alone.
     residual_dropout: the attribute of a layer with the probability of such a dropout.
+    linear_attention: whether the attention keeps a state instead of keys and values: it takes no positions,
+        and returns its output alone.
     untouched: modules with weights that a layer may have and that see nothing rotated.
+    unpruned: path of a module with a weight [any, d] → path of the norm whose output it reads. It is rotated
+        as the linears behind this norm are, and never pruned.
     experts: the module with the parameters [experts, out, in] of all experts, in a mixture of experts.
-    router: the weight [experts, d] that chooses the experts of a token. It reads what the experts read, and
-        is rotated, and never pruned.
+    router: the module with the weight [experts, d] that chooses the experts of a token. It reads what the
+        experts read, and is `unpruned`.
     expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
         empty if the files hold the parameters of all experts.
     router_file: the name of the router's weight there.
@@ -161,9 +167,11 @@ class Family:
     logits_cap: str | None = None
     residual_dropouts: tuple[str, str] | None = None
     residual_dropout: str | None = None
+    linear_attention: bool = False
     untouched: tuple[str, ...] = ()
+    unpruned: tuple[tuple[str, str], ...] = ()
     experts: str | None = None
-    router: LinearSpec | None = None
+    router: str | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
     router_file: str = ""
     kinds: tuple[tuple[str, "Family"], ...] = ()
@@ -225,6 +233,11 @@ class Family:
     def norms(self) -> tuple[str, ...]:
         """The paths of the norms in front of linears."""
         return tuple(dict.fromkeys(group.norm for group in self.groups if group.norm is not None))
+
+    @property
+    def readers(self) -> tuple[tuple[str, str], ...]:
+        """`unpruned`, with the router."""
+        return self.unpruned if self.router is None else ((self.router, self.norms[-1]), *self.unpruned)
 
     @property
     def mlp_inputs(self) -> tuple[str, ...]:
@@ -327,7 +340,7 @@ DENSE_MLP = (
 MIXTURE = replace(
     LLAMA,
     experts="mlp.experts",
-    router=LinearSpec("mlp.gate", ("experts", "hidden"), input="r1"),
+    router="mlp.gate",
     groups=(
         *LLAMA.groups[:2],
         InputGroup(
@@ -400,9 +413,12 @@ OPT = Family(
 )
 
 
-def with_shared_experts(family: Family, path: str) -> Family:
+def with_shared_experts(family: Family, path: str, gate: str | None = None) -> Family:
     """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
-    with `target="dense"` their outputs make up for the errors of the others."""
+    with `target="dense"` their outputs make up for the errors of the others.
+
+    gate: the module whose sigmoid multiplies their outputs.
+    """
     mlp = InputGroup(
         name="shared",
         norm="post_attention_layernorm",
@@ -412,8 +428,63 @@ def with_shared_experts(family: Family, path: str) -> Family:
         ),
     )
     down = LinearSpec(f"{path}.down_proj", ("hidden", "shared"), output="r1")
-    shared = InputGroup(name="shared_down", linears=(down,))
-    return replace(family, groups=(*family.groups, mlp, shared))
+    shared = InputGroup(name="shared_down", linears=(down,), weighted=gate is not None)
+    unpruned = () if gate is None else ((gate, "post_attention_layernorm"),)
+    return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
+
+
+#: The attention of Qwen3-Next multiplies its values by a gate that comes from q_proj, so that no R2 passes.
+GATED_ATTENTION = (
+    InputGroup(
+        name="attention",
+        norm="input_layernorm",
+        linears=(
+            LinearSpec("self_attn.q_proj", ("gated_query", "hidden"), input="r1"),
+            LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
+            LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1"),
+        ),
+    ),
+    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "query"), output="r1"),)),
+)
+
+
+def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) -> Family:
+    """The family with GATED_ATTENTION, some of whose layers have a linear attention instead (Gated DeltaNet).
+
+    Its norms multiply by 1 + γ. Behind its linears a linear attention has a convolution, norms of each head
+    and a gate, so that no R2 passes.
+
+    inputs: linear of the linear attention → the width of its outputs. unpruned: its linears with one or two
+        outputs for each head, which are rotated alone.
+    """
+    family = replace(
+        family,
+        norm_offset=1.0,
+        groups=(*GATED_ATTENTION, *family.groups[2:]),
+        kinds=tuple(
+            (kind, replace(one, norm_offset=1.0, groups=(*GATED_ATTENTION, *one.groups[2:])))
+            for kind, one in family.kinds
+        ),
+    )
+    linears = tuple(
+        LinearSpec(f"linear_attn.{one}", (width, "hidden"), input="r1") for one, width in inputs.items()
+    )
+    attention = InputGroup(name="attention", norm="input_layernorm", linears=linears)
+    out = LinearSpec("linear_attn.out_proj", ("hidden", "linear_value"), output="r1")
+
+    def linear(one: Family) -> Family:
+        return replace(
+            one,
+            attention="linear_attn",
+            linear_attention=True,
+            groups=(attention, InputGroup(name="o", linears=(out,)), *one.groups[2:]),
+            untouched=("linear_attn", "linear_attn.conv1d", "linear_attn.norm"),
+            unpruned=(*one.unpruned, *((f"linear_attn.{path}", "input_layernorm") for path in unpruned)),
+            kinds=(),
+        )
+
+    kinds = [("linear", linear(family)), *((f"linear {kind}", linear(one)) for kind, one in family.kinds)]
+    return replace(family, kinds=(*family.kinds, *kinds))
 
 
 #: `model_type` of a config.json → family
@@ -457,6 +528,29 @@ FAMILIES = {
     ),
     "opt": OPT,
     "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
+    "qwen2_moe": replace(
+        with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"), models="Qwen2 MoE"
+    ),
+    "qwen3_next": replace(
+        hybrid(
+            with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"),
+            {"in_proj_qkvz": "linear_qkvz"},
+            ("in_proj_ba",),
+        ),
+        models="Qwen3-Next",
+    ),
+    "qwen3_5_text": replace(
+        hybrid(LLAMA, {"in_proj_qkv": "linear_qkv", "in_proj_z": "linear_value"}, ("in_proj_b", "in_proj_a")),
+        models="Qwen3.5",
+    ),
+    "qwen3_5_moe_text": replace(
+        hybrid(
+            replace(with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"), kinds=()),
+            {"in_proj_qkv": "linear_qkv", "in_proj_z": "linear_value"},
+            ("in_proj_b", "in_proj_a"),
+        ),
+        models="Qwen3.5 MoE",
+    ),
     "glm4_moe": replace(
         with_shared_experts(MIXTURE, "mlp.shared_experts"), models="GLM-4.5, GLM-4.6, GLM-4.7"
     ),
@@ -464,7 +558,7 @@ FAMILIES = {
         MIXTURE.with_transposed_experts(),
         models="gpt-oss",
         gated="_apply_gate",
-        router=LinearSpec("mlp.router", ("experts", "hidden"), input="r1"),
+        router="mlp.router",
         expert_files=(),
         router_file="mlp.router.weight",
         kinds=(),
@@ -509,7 +603,8 @@ def layer_families(config: Any, layers: int) -> list[Family]:
     family = family_of(config)
     kinds = dict(family.kinds)
     of_layers = (layer_kind(config, index) for index in range(layers))
-    return [kinds[kind] if kind else family for kind in of_layers]
+    count = experts_of(config)
+    return [_with_experts(kinds[kind], count) if kind else family for kind in of_layers]
 
 
 def linear_names(config: Any) -> Iterator[tuple[str, LinearSpec]]:

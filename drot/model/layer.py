@@ -112,8 +112,8 @@ class DecoderLayer:
         return [module_at(self.module, path) for path in self.family.post_norms or ()]
 
     def adds(self, group: InputGroup) -> bool:
-        """Whether the layer adds the outputs of `group` to its residual stream without a norm."""
-        return group.writes_residual and self.family.post_norms is None
+        """Whether the layer adds the outputs of `group` to its residual stream, and nothing changes them."""
+        return group.writes_residual and not group.weighted and self.family.post_norms is None
 
     def zeros(self) -> tuple[int, int]:
         """The number of zeros, and of weights, of the linears."""
@@ -168,7 +168,8 @@ class DecoderLayer:
         with contextlib.ExitStack() as replaced:
             if attention is not None:
                 block = module_at(self.module, self.family.attention)
-                replaced.enter_context(_returning(block, lambda: (attention(), None)))
+                returned = attention if self.family.linear_attention else lambda: (attention(), None)
+                replaced.enter_context(_returning(block, returned))
             if mlp is not None:
                 of_mlp = mlp()  # may call the very module
                 replaced.enter_context(_returning(module_at(self.module, self.family.mlp), lambda: of_mlp))
@@ -216,14 +217,12 @@ class DecoderLayer:
         assert bias is not None, "DecoderModel.check refuses it"
         bias.copy_(bias.double() + linear.weight.double() @ shift)
 
-    def _rotate_router(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
-        """Folds the norm of the experts into the router and rotates it, as it reads what they read."""
-        if (router := self.family.router) is None:
-            return
-        weight = module_at(self.module, router.path).weight
-        folded = weight.detach().double() * scale_of(self.norms[-1], self.family)
-        rotated = rotated_weight(router, folded.to(dtype), rotation, self.heads, rotation.r1)
-        weight.copy_(rotated)
+    def _rotate_readers(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
+        """Folds norms into what reads their outputs beside the linears, and rotates it."""
+        for path, norm in self.family.readers:
+            weight = module_at(self.module, path).weight
+            folded = weight.detach().double() * scale_of(module_at(self.module, norm), self.family)
+            weight.copy_(folded.to(dtype) @ rotation.r1)
 
     @torch.no_grad()
     def rotate(
@@ -255,7 +254,7 @@ class DecoderLayer:
                 bias.copy_(rotate_left(rotation.r2, bias.to(dtype)[:, None])[:, 0])
             elif bias is not None and linear.spec.output == "r1":
                 bias.copy_(bias.to(dtype) @ r1)
-        self._rotate_router(rotation, dtype)
+        self._rotate_readers(rotation, dtype)
         for norm in self.norms if self.family.rotates_stream else ():
             reset_norm(norm, self.family)
         if rotation.r3 is not None:

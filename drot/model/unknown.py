@@ -41,15 +41,19 @@ def compare(model: nn.Module) -> Comparison:
 def _compared(model_type: str, family: Family, layers: str | None, found: dict[str, str]) -> Comparison:
     """found: path → class of the modules with weights of the decoder layers."""
     kinds: dict[str, str | None] = {}
+    required: list[str] = []
     for of_layer in (*dict(family.kinds).values(), family):
         plain = [linear.path for group in of_layer.groups if not group.routed for linear in group.linears]
         norms = (*of_layer.norms, *(of_layer.post_norms or ()))
-        required = [*plain, *norms]
+        required = [*plain, *norms]  # of the family itself, which comes last
         kinds |= dict.fromkeys(plain, "Linear")
-        kinds |= dict.fromkeys((*norms, *of_layer.untouched), "LayerNorm" if family.layer_norm else "RMSNorm")
-    if family.experts is not None and family.router is not None:  # of a class of each family's own
-        required += [family.experts, family.router.path]
-        kinds |= dict.fromkeys((family.experts, family.router.path))
+        kinds |= dict.fromkeys(norms, "LayerNorm" if family.layer_norm else "RMSNorm")
+        kinds |= dict.fromkeys(of_layer.untouched)
+        beside = [path for path, _ in of_layer.readers]
+        if of_layer.experts is not None:
+            beside.append(of_layer.experts)
+        required += beside
+        kinds |= dict.fromkeys(beside)  # of a class of each family's own
     unplaced = [
         f"{path} ({kind})"
         for path, kind in found.items()

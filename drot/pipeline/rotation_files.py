@@ -72,8 +72,8 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
         error = max(float((rotation.r1.sum(1) - 1).abs().amax()) for rotation in rotations)
         if error > ORTHOGONALITY_TOLERANCE:
             raise UserError(
-                f"{path} must hold an R1 with R1 1 = 1 for a model with LayerNorm, got an error of {error:.1e}: "
-                "train the rotations on this model"
+                f"{path} must hold an R1 with R1 1 = 1 for a model with LayerNorm, got an error of "
+                f"{error:.1e}: train the rotations on this model"
             )
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     return GivenRotations(rotations, {"file": path.name, "sha256": digest, "trained_with": record})

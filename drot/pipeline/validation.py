@@ -24,6 +24,7 @@ INPUT_IN_WORDS = {
     "mlp": "intermediate size",
     "expert": "intermediate size of an expert",
     "shared": "intermediate size of the shared experts",
+    "linear_value": "input of out_proj (linear_num_value_heads * linear_value_head_dim)",
 }
 
 

@@ -12,6 +12,7 @@ Wᵀ dY + 2 (M R) diag(dq) for Y = W R, and W dYᵀ for Y = Rᵀ W.
 """
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -57,6 +58,8 @@ class LayerObjective:
     R3 [n · ff/b, b, b] has the blocks of all n linears of this list, in its order. There is no R3 without
     `down_block`, or if the list is empty.
 
+    `own_left` lists those that R1 of this layer alone rotates in any case: o_proj without R2.
+
     A linear that is not pruned adds nothing to the loss, the gradients and the entropy, for either objective,
     and neither does a linear that no rotation changes.
 
@@ -98,7 +101,9 @@ class LayerObjective:
         #: name of a linear → the factor that its weight contains (_factor)
         self._factors: dict[str, float] = {}
         self.left_rotated: list[LeftRotated] = []
+        self.own_left: list[LeftRotated] = []
         self.r2_metric: Metric | None = None
+        attention_end = next((group for group in groups if group.writes_residual), None)
         for group in groups:
             parts: dict[str, Tensor] = {}
             for name in self._pruned(group, weights):
@@ -107,7 +112,12 @@ class LayerObjective:
                 parts[name] = (weight * self._factors[name]).to(product_dtype)
                 if group.input == "r2":
                     self.r2_metric = metric.rounded(product_dtype)
-            if group.input in (None, "r3"):
+            if group.input is None and group is attention_end:
+                self.own_left += [
+                    self._left_rotated(name, part, metrics.metrics[group.name], True, rotated=False)
+                    for name, part in parts.items()
+                ]
+            elif group.input in (None, "r3"):
                 left = group.linears[0].output == "r1"
                 self.left_rotated += [
                     self._left_rotated(name, part, metrics.metrics[group.name], left)
@@ -124,9 +134,12 @@ class LayerObjective:
         names = (linear.name for linear in group.linears)
         return [name for name in names if name in self.sparsity and name in weights]
 
-    def _left_rotated(self, name: str, weight: Tensor, metric: Metric, by_r1: bool) -> LeftRotated:
+    def _left_rotated(
+        self, name: str, weight: Tensor, metric: Metric, by_r1: bool, *, rotated: bool = True
+    ) -> LeftRotated:
+        """rotated: whether R3 rotates the input, if there is one."""
         column_scale = of_r3 = None
-        if self.down_block:
+        if self.down_block and rotated:
             of_r3 = metric.rounded(self.product_dtype)
         elif metric.matrix is not None:
             column_scale = metric.column_scale(metric.matrix.to(self.loss_dtype))
@@ -153,7 +166,7 @@ class LayerObjective:
     @property
     def empty(self) -> bool:
         """Whether no linear is pruned, so that the loss is 0 for all rotations."""
-        return not self.weights and not self.left_rotated
+        return not (self.weights or self.left_rotated or self.own_left)
 
     def to(self, device: torch.device) -> "LayerObjective":
         """The objective on `device`, with weights in the products' dtype; `self` if nothing has to change."""
@@ -195,13 +208,16 @@ class LayerObjective:
                 other._keep(group, stack, sizes, names)
         other.r1_metric = self.r1_metric.to(device)
         other.r2_metric = None if self.r2_metric is None else self.r2_metric.to(device)
-        other.left_rotated = []
-        for linear in self.left_rotated:
+
+        def moved_left(linear: LeftRotated) -> LeftRotated:
             weight = moved(linear.weight, [len(linear.weight)], [linear.factor])
             scale = None if linear.column_scale is None else linear.column_scale.to(device)
             metric = None if linear.metric is None else linear.metric.to(device)
-            rest = linear.sparsity, linear.factor, linear.by_r1
-            other.left_rotated.append(LeftRotated(weight, scale, metric, *rest))
+            return dataclasses.replace(linear, weight=weight, column_scale=scale, metric=metric)
+
+        other.left_rotated, other.own_left = (
+            [moved_left(linear) for linear in linears] for linears in (self.left_rotated, self.own_left)
+        )
         return other
 
     def identity(self) -> tuple[Tensor, ...]:
@@ -253,11 +269,11 @@ class LayerObjective:
         ]
         if sums.with_gradients and gradients:
             column_scales.add_gradient(sums.gradients["r1"], gradients)
-        if len(matrices) > 2:
+        with_r3 = len(matrices) > 2
+        if with_r3:
             self._add_down(matrices[2], casts[2], r1_cast, sums)
-        else:
-            for linear in self.left_rotated:
-                self._add_left_rotated(linear, r1_cast, sums)
+        for linear in (*self.own_left, *([] if with_r3 else self.left_rotated)):
+            self._add_left_rotated(linear, r1_cast, sums)
         if not sums.losses:
             sums.losses.append(r1.new_zeros(()))
         return sums

@@ -41,7 +41,7 @@ def test_the_declared_parts_exist(model_type):
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_declaration_is_consistent(family):
     """The linears of a group share their input, and each rotation has the width of what it rotates."""
-    plain = {"hidden", "query", "kv", "mlp", "expert", "shared"}
+    plain = {"hidden", "query", "kv", "mlp", "expert", "shared", "gated_query"}
     widths = {None: plain, "r1": {"hidden"}, "r2": {"query", "kv"}, "r3": {"mlp"}}
     for group in family.groups:
         assert len({(linear.input, linear.shape[1]) for linear in group.linears}) == 1

@@ -19,7 +19,9 @@ from drot.model.decoder import DecoderModel
 from drot.pipeline.estimate import sizes_of
 
 CPU = torch.device("cpu")
-FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
+FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe"]
+#: the norms of Qwen3-Next multiply by 1 + their weight, and its first layer has no experts
+ALL = [*FAMILIES, "qwen3_next"]
 NOT_PACKED = "the packed format does not hold the experts"
 NO_R3 = "must be auto or none for a model of type"
 OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -125,7 +127,7 @@ def test_an_expert_with_too_few_tokens_is_named(caplog):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):
     chosen, tokens, out = MODES[mode], random_tokens(2, 30, seed=5), tmp_path / "out"
     interrupted(small_model(family), chosen, out=out)
@@ -145,7 +147,7 @@ def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):
     assert cli.run(["info", str(out), "--verify"]) == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("place", ["input", "residual"])
 def test_without_sparsity_the_outputs_do_not_change(family, place):
     """The router reads what R1 rotates, so it is rotated too; it is never pruned."""
@@ -163,7 +165,7 @@ def test_without_sparsity_the_outputs_do_not_change(family, place):
     assert relative_error(gate.weight, router) > 0.1
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_rotation_and_the_solvers_lower_the_error(family):
     """On the calibration text: the rotation, and the solvers on top of it, each by a good part.
 
@@ -291,7 +293,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
     assert torch.equal(drot.load(tmp_path / "out", device="cpu")(TOKENS).logits, result.model(TOKENS).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_files_are_those_of_transformers(family, tmp_path):
     """Engines read each expert by its own name, as in the published checkpoints."""
     stock = small_model(family)
