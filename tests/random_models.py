@@ -154,6 +154,9 @@ def settings_of_models(
     if family in LINEAR_ATTENTION:
         types = st.sampled_from(["linear_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
+        chosen["layer_types"][draw(st.integers(0, layers - 1))] = (
+            "full_attention"  # its cache counts the tokens
+        )
         key_heads, more = draw(st.integers(1, 2)), draw(st.integers(1, 2))
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
         chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}

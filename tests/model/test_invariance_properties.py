@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import BARE, build, settings_of_models, tokens_for
+from random_models import BARE, LINEAR_ATTENTION, build, settings_of_models, tokens_for
 from small_models import random_rotations, relative_error, rotate_model
 from torch import nn
 
@@ -70,8 +70,9 @@ def assert_same_logits(mode, data, settings, seed):
     before = model(tokens).logits
     rotations = rotations_of(model, mode, seed, data.draw(blocks_of(settings["hidden_size"])))
     rotate_model(model, rotations, None if mode == "shared" else mode)
-    # the router of GLM computes in fp32
-    dtype = torch.float32 if settings["family"] == "glm4_moe" else settings["dtype"]
+    # the router of GLM and a linear attention compute in fp32
+    in_fp32 = settings["family"] in ("glm4_moe", *LINEAR_ATTENTION)
+    dtype = torch.float32 if in_fp32 else settings["dtype"]
     tolerance = max(TOLERANCE[settings["dtype"]], TOLERANCE[dtype])
     assert relative_error(model(tokens).logits, before) < tolerance
 

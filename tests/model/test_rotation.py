@@ -38,12 +38,13 @@ def check_model(model, place="input"):
 @pytest.mark.parametrize(("place", "down_block"), [("input", None), ("input", 16), ("residual", 16)])
 @pytest.mark.parametrize("family", WITHOUT_EXPERTS)
 def test_logits_do_not_change_in_fp64(family, place, down_block):
-    """The tolerance is 1e-6 although the weights are fp64, because transformers' RMSNorm computes in fp32."""
+    """The weights are fp64, but transformers' RMSNorm computes in fp32, and so does its linear attention."""
     model = small_model(family, dtype=torch.float64)
+    tolerance = 1e-5 if family == "qwen3_5_text" else 1e-6
     tokens = random_tokens(2, 40)
     before, tied = model(tokens).logits, model.config.tie_word_embeddings
     rotate_model(model, random_rotations(model, down_block=down_block), place)
-    assert torch.allclose(model(tokens).logits, before, rtol=0, atol=1e-6 * float(before.abs().max()))
+    assert torch.allclose(model(tokens).logits, before, rtol=0, atol=tolerance * float(before.abs().max()))
     tied &= not DecoderModel(model).family.rotates_stream  # embedding and lm_head are then what they were
     assert model.config.tie_word_embeddings is tied
     assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
