@@ -7,7 +7,7 @@ import torch
 from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, one_shot, prune, saved_tensors
 from safetensors.torch import save_file
 from small_models import random_tokens, relative_error, save_small_model, small_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import drot
 from drot.calibration.stream import CalibrationStream
@@ -16,6 +16,7 @@ from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.manifest.manifest import read_manifest
 from drot.model.decoder import DecoderModel
+from drot.pipeline.dry_run import run_needs, without_weights
 from drot.pipeline.estimate import sizes_of
 
 CPU = torch.device("cpu")
@@ -200,6 +201,16 @@ def test_the_zeros_are_counted_again(tmp_path):
         name: linear.sparsity for name, linear in read_manifest(tmp_path / "again").layers[1].linears.items()
     }
     assert shares.pop("experts.2.down_proj") == 1 and set(shares.values()) == {0.5}
+
+
+def test_a_layer_of_qwen3_30b_a3b_needs_at_most_30_gb():
+    """The count of `--dry-run` for a run with the default recipe in fp32 on a CPU."""
+    sizes = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, vocab_size=151_936)
+    heads = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+    experts = dict(num_experts=128, num_experts_per_tok=8)
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, **experts, num_hidden_layers=2)
+    needs = run_needs(without_weights(config), Recipe(), device="cpu", dtype="float32")
+    assert 15e9 < needs.main_memory + needs.device_memory < 30e9
 
 
 # ---- what it cannot have -----------------------------------------------------------------------------
