@@ -19,6 +19,7 @@ MIXTURES = {
     "qwen3_5_moe_text": "num_experts",
     "mixtral": "num_local_experts",
     "glm4_moe": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
     "gpt_oss": "num_local_experts",
 }
 #: families some of whose layers have a linear attention
@@ -33,6 +34,11 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
         return _rope_of_phi3(draw, head_dim)
     if family in ("olmo3", "gemma3_text", "opt"):  # theirs has parts for each type of layer, or there is none
         return {"max_position_embeddings": 128}
+    if family == "deepseek_v3":  # it turns a part of a head of its own
+        return {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "max_position_embeddings": 128,
+        }
     if family in LINEAR_ATTENTION:
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         return {"rope_parameters": rope, "max_position_embeddings": 128}
@@ -85,7 +91,7 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     if family in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
         chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2]))
         chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "deepseek_v3"):
         groups = draw(st.sampled_from([1, 2]))
         experts = 2 * groups * draw(st.integers(1, 2))  # of each group two experts are compared
         chosen |= {"n_group": groups, "topk_group": draw(st.integers(1, groups)), MIXTURES[family]: experts}
@@ -93,7 +99,12 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
         chosen["routed_scaling_factor"] = draw(st.sampled_from([1.0, 2.5]))
         chosen["n_shared_experts"] = draw(st.integers(1, 2))
         chosen["first_k_dense_replace"] = draw(st.integers(0, layers))
-        chosen["use_qk_norm"] = draw(st.booleans())
+        if family == "glm4_moe":
+            chosen["use_qk_norm"] = draw(st.booleans())
+    if family == "deepseek_v3":
+        ranks = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")
+        chosen |= {name: draw(st.integers(1, 3)) * multiple for name in ranks}
+        chosen |= dict(qk_rope_head_dim=draw(st.sampled_from([4, 8])), num_mtp_layers=0)
     return chosen
 
 
@@ -149,7 +160,17 @@ def settings_of_models(
             chosen["head_dim"] = None
     if family in ("granite", "phi3", "cohere2", "opt") and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
-    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite", "glm4_moe", "gpt_oss", "cohere2"):
+    if family in (
+        "llama",
+        "qwen3",
+        "smollm3",
+        "seed_oss",
+        "granite",
+        "glm4_moe",
+        "gpt_oss",
+        "cohere2",
+        "deepseek_v3",
+    ):
         chosen["attention_bias"] = draw(st.booleans())
     if family in LINEAR_ATTENTION:
         types = st.sampled_from(["linear_attention", "full_attention"])
@@ -161,6 +182,9 @@ def settings_of_models(
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
         chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}
         chosen["linear_conv_kernel_dim"] = draw(st.sampled_from([2, 4]))
+    if family == "deepseek_v3":
+        chosen["num_key_value_heads"] = heads
+        del chosen["head_dim"]
     if family == "opt":
         chosen |= dict(ffn_dim=chosen["intermediate_size"], num_key_value_heads=heads)
         chosen["activation_function"] = draw(st.sampled_from(["relu", "gelu"]))

@@ -448,6 +448,33 @@ GATED_ATTENTION = (
 )
 
 
+#: A latent attention (MLA): R1 rotates what reads the stream and what writes it. Norms of the latents follow,
+#: and a head's values lie between its keys in one linear, which no R2 rotates here.
+LATENT_ATTENTION = (
+    InputGroup(
+        name="attention",
+        norm="input_layernorm",
+        linears=(
+            LinearSpec("self_attn.q_a_proj", ("latent_q", "hidden"), input="r1"),
+            LinearSpec("self_attn.kv_a_proj_with_mqa", ("latent_kv_rope", "hidden"), input="r1"),
+        ),
+    ),
+    InputGroup(name="q_b", linears=(LinearSpec("self_attn.q_b_proj", ("mla_query", "latent_q")),)),
+    InputGroup(name="kv_b", linears=(LinearSpec("self_attn.kv_b_proj", ("mla_kv", "latent_kv")),)),
+    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "mla_value"), output="r1"),)),
+)
+
+
+def latent(family: Family) -> Family:
+    """The family with LATENT_ATTENTION in all its layers."""
+    return replace(
+        family,
+        groups=(*LATENT_ATTENTION, *family.groups[2:]),
+        untouched=("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
+        kinds=tuple((kind, latent(one)) for kind, one in family.kinds),
+    )
+
+
 def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) -> Family:
     """The family with GATED_ATTENTION, some of whose layers have a linear attention instead (Gated DeltaNet).
 
@@ -553,6 +580,9 @@ FAMILIES = {
     ),
     "glm4_moe": replace(
         with_shared_experts(MIXTURE, "mlp.shared_experts"), models="GLM-4.5, GLM-4.6, GLM-4.7"
+    ),
+    "deepseek_v3": replace(
+        latent(with_shared_experts(MIXTURE, "mlp.shared_experts")), models="DeepSeek-V3, DeepSeek-R1"
     ),
     "gpt_oss": replace(
         MIXTURE.with_transposed_experts(),

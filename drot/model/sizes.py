@@ -9,7 +9,10 @@ from drot.core.errors import UserError
 #: `expert` that of an expert, `shared` that of the shared experts together, `experts` the number of experts.
 #: `gated_query` is `query` with a gate for each number. In a linear attention `linear_value` is its heads ·
 #: head_dim of values, `linear_qkv` the width of its queries, keys and values together, and `linear_qkvz` that
-#: with a gate for each value.
+#: with a gate for each value. In a latent attention (MLA) `latent_q` and `latent_kv` are the widths of the
+#: latents of queries and of keys and values, and `latent_kv_rope` is that with the part of the keys that RoPE
+#: turns. `mla_query`, `mla_kv` and `mla_value` are heads · head_dim of queries, of keys without RoPE together
+#: with values, and of values.
 Width = Literal[
     "hidden",
     "query",
@@ -22,6 +25,12 @@ Width = Literal[
     "linear_value",
     "linear_qkv",
     "linear_qkvz",
+    "latent_q",
+    "latent_kv",
+    "latent_kv_rope",
+    "mla_query",
+    "mla_kv",
+    "mla_value",
 ]
 #: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
 #: attention.
@@ -108,6 +117,22 @@ def widths_of(config: Any) -> dict[Width, int]:
         "linear_value": value,
         "linear_qkv": 2 * key + value,
         "linear_qkvz": 2 * key + 2 * value,
+        **_latent_widths(config),
+    }
+
+
+def _latent_widths(config: Any) -> dict[Width, int]:
+    """The widths of a latent attention; 0 in other models."""
+    names = "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
+    q, kv, rope, nope, value = (getattr(config, name, None) or 0 for name in names)
+    heads = config.num_attention_heads
+    return {
+        "latent_q": q,
+        "latent_kv": kv,
+        "latent_kv_rope": kv + rope,
+        "mla_query": heads * (nope + rope),
+        "mla_kv": heads * (nope + value),
+        "mla_value": heads * value,
     }
 
 

@@ -70,8 +70,8 @@ def assert_same_logits(mode, data, settings, seed):
     before = model(tokens).logits
     rotations = rotations_of(model, mode, seed, data.draw(blocks_of(settings["hidden_size"])))
     rotate_model(model, rotations, None if mode == "shared" else mode)
-    # the router of GLM and a linear attention compute in fp32
-    in_fp32 = settings["family"] in ("glm4_moe", *LINEAR_ATTENTION)
+    # the routers of GLM and DeepSeek and a linear attention compute in fp32
+    in_fp32 = settings["family"] in ("glm4_moe", "deepseek_v3", *LINEAR_ATTENTION)
     dtype = torch.float32 if in_fp32 else settings["dtype"]
     tolerance = max(TOLERANCE[settings["dtype"]], TOLERANCE[dtype])
     assert relative_error(model(tokens).logits, before) < tolerance
