@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from small_models import FAMILIES, random_tokens, small_model
+from small_models import FAMILIES, is_available, random_tokens, small_model
 from torch import nn
 
 #: the plain members of FAMILIES, whose settings `settings_of_models` replaces
-BARE = sorted({family.partition("-")[0] for family in FAMILIES})
+BARE = sorted({family.partition("-")[0] for family in FAMILIES if is_available(family)})
 #: mixture of experts → the entry of its config with the number of experts
 MIXTURES = {
     "qwen3_moe": "num_experts",

@@ -44,7 +44,7 @@ from transformers.activations import SiLUActivation
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.machine.devices import has_kernels
-from drot.model.families import Family
+from drot.model.family import Family
 from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
@@ -61,7 +61,6 @@ SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LINEAR_ARGUMENTS = {
     "cache": "cache",
     "past_key_values": "cache_params",
-    "cache_position": "cache_position",
     "attention_mask": "attention_mask",
     "cu_seq_lens_q": "cu_seq_lens_q",
     "seq_idx": "seq_idx",

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from drot.core.errors import UserError
 from drot.machine.transfer import on_device
-from drot.model.families import Family, family_of, layer_families
+from drot.model.families import family_of, layer_families
+from drot.model.family import Family
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.linear import module_at, reset_norm, scale_of, shift_of
 from drot.model.sizes import head_shape, widths_of

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drot.model.families import InputGroup
+from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer, Output
 from drot.model.linear import module_at, reset_norm, scale_of
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from drot.config import BoundaryPlace
 from drot.machine.memory import return_free_memory
 from drot.model.boundary import BlockRotation, add_boundary_rotation, add_down_rotation
-from drot.model.families import Family, InputGroup, LinearSpec, by_module
+from drot.model.family import Family, InputGroup, LinearSpec, by_module
 from drot.model.linear import Linear, copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.rotation import Boundary, LayerRotation, rotate_left, rotated_weight
 from drot.model.sizes import HeadShape, Width, check_down_block

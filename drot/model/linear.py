@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.core.errors import UserError
-from drot.model.families import Family, InputGroup, LinearSpec
+from drot.model.family import Family, InputGroup, LinearSpec
 
 
 def module_at(root: nn.Module, path: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drot.config import BoundaryPlace
-from drot.model.families import InputGroup, LinearSpec, Rotates
+from drot.model.family import InputGroup, LinearSpec, Rotates
 from drot.model.sizes import HeadShape
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from drot.model.families import FAMILIES, Family
+from drot.model.families import FAMILIES
+from drot.model.family import Family
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch import Tensor
 from drot import ops
 from drot.config import Sparsity
 from drot.machine.products import product
-from drot.model.families import InputGroup, LinearSpec
+from drot.model.family import InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotate_left, rotate_right
 from drot.model.sizes import HeadShape
 from drot.rotation.gradient import Sums, left_factors, right_factors

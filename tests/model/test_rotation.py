@@ -17,6 +17,7 @@ from small_models import (
     rotate_model,
     small_model,
 )
+from transformers import core_model_loading
 
 from drot.core.errors import UserError
 from drot.model.boundary import remove_boundary_rotation, remove_down_rotation, rotation_place
@@ -208,6 +209,13 @@ def test_an_unsupported_family_is_refused_by_name():
     model = small_model("llama")
     model.config.model_type = "gpt2"
     with pytest.raises(UserError, match="'gpt2' is not supported"):
+        DecoderModel(model)
+
+
+def test_a_family_that_needs_a_newer_transformers_is_refused(monkeypatch):
+    model = small_model("qwen3_5_text")
+    monkeypatch.delattr(core_model_loading, "PrefixChange")
+    with pytest.raises(UserError, match="'qwen3_5_text' needs a newer transformers"):
         DecoderModel(model)
 
 
