@@ -136,6 +136,7 @@ class DecoderModel:
 
         Linears and norms that share their weight are refused too: each would be changed several times.
         """
+        _ = self.head
         if self.embedding.weight.shape[1] != self.hidden_size:
             raise UserError(
                 f"{self.family.embedding} must have {self.hidden_size} columns, the hidden size, got "
@@ -153,6 +154,13 @@ class DecoderModel:
                 if getattr(norm, "bias", None) is not None and not layer.family.layer_norm:
                     raise UserError(f"layer {layer.index}: {path} must be an RMSNorm, got a norm with a bias")
                 _own(owners, norm.weight, f"layer {layer.index}: {path}")
+            for group in layer.groups:
+                shifts = group.norm is not None and shift_of(module_at(layer.module, group.norm)) is not None
+                for linear in layer.linears_of(group) if shifts else ():
+                    if linear.bias is None:
+                        raise UserError(
+                            f"layer {layer.index}: {linear.name} must have a bias, as {group.norm} has one"
+                        )
             for linears in layer.modules:
                 name, weight = f"layer {layer.index}: {linears[0].module_name}", linears[0].parameter
                 shapes = [layer.shape_of(linear.spec) for linear in linears]

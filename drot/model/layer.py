@@ -208,14 +208,13 @@ class DecoderLayer:
             weight = weight * scale_of(module_at(self.module, norm), self.family)
         return weight.to(dtype)
 
-    def _fold_shift(self, linear: Linear) -> None:
-        """Adds the outputs W β of the shift of the norm in front of a linear to the bias of the linear."""
-        norm = linear.group.norm
-        if norm is None or (shift := shift_of(module_at(self.module, norm))) is None:
-            return
-        bias = linear.bias
-        assert bias is not None, "DecoderModel.check refuses it"
-        bias.copy_(bias.double() + linear.weight.double() @ shift)
+    def _folded_bias(self, linear: Linear, dtype: torch.dtype) -> Tensor | None:
+        """The bias [out] of a linear, with the outputs W β of the shift of the norm in front of it added."""
+        bias, norm = linear.bias, linear.group.norm
+        if bias is None or norm is None or not self.family.rotates_stream:
+            return None if bias is None else bias.to(dtype)
+        shift = shift_of(module_at(self.module, norm))
+        return (bias if shift is None else bias.double() + linear.weight.double() @ shift).to(dtype)
 
     def _rotate_readers(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
         """Folds norms into what reads their outputs beside the linears, and rotates it."""
@@ -245,15 +244,15 @@ class DecoderLayer:
         rotation = rotation.to(device, dtype)
         output_r1 = rotation.r1 if boundary is None else boundary.next_r1.to(device, dtype)
         for linear in self.linears.values():
-            weight = self._folded_weight(linear, dtype)
-            if self.family.rotates_stream:
-                self._fold_shift(linear)
+            weight, folded_bias = self._folded_weight(linear, dtype), self._folded_bias(linear, dtype)
             r1 = output_r1 if self.ends_layer(linear.group) else rotation.r1
             linear.weight.copy_(rotated_weight(linear.spec, weight, rotation, self.heads, r1))
-            if (bias := linear.bias) is not None and linear.spec.output == "r2":
-                bias.copy_(rotate_left(rotation.r2, bias.to(dtype)[:, None])[:, 0])
-            elif bias is not None and linear.spec.output == "r1":
-                bias.copy_(bias.to(dtype) @ r1)
+            if (bias := linear.bias) is not None and folded_bias is not None:
+                if linear.spec.output == "r2":
+                    folded_bias = rotate_left(rotation.r2, folded_bias[:, None])[:, 0]
+                elif linear.spec.output == "r1":
+                    folded_bias = folded_bias @ r1
+                bias.copy_(folded_bias)
         self._rotate_readers(rotation, dtype)
         for norm in self.norms if self.family.rotates_stream else ():
             reset_norm(norm, self.family)
