@@ -180,6 +180,8 @@ class Costs(TorchDispatchMode):
             return self._read if args[0].is_floating_point() else args[0].dtype == torch.bool
         if func is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+        if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]
         if func.overloadpacket is aten._fused_adam_:
             return None
         if func is aten.bincount.default:

@@ -6,18 +6,24 @@ from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from small_models import FAMILIES, random_tokens, small_model
+from small_models import FAMILIES, is_available, random_tokens, small_model
 from torch import nn
 
 #: the plain members of FAMILIES, whose settings `settings_of_models` replaces
-BARE = sorted({family.partition("-")[0] for family in FAMILIES})
+BARE = sorted({family.partition("-")[0] for family in FAMILIES if is_available(family)})
 #: mixture of experts → the entry of its config with the number of experts
 MIXTURES = {
     "qwen3_moe": "num_experts",
+    "qwen2_moe": "num_experts",
+    "qwen3_next": "num_experts",
+    "qwen3_5_moe_text": "num_experts",
     "mixtral": "num_local_experts",
     "glm4_moe": "n_routed_experts",
+    "deepseek_v3": "n_routed_experts",
     "gpt_oss": "num_local_experts",
 }
+#: families some of whose layers have a linear attention
+LINEAR_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 #: positions that a model was trained for, beyond which RoPE is scaled
 ORIGINAL_POSITIONS = 16
 
@@ -26,8 +32,16 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     """`rope_parameters` of config.json, and `max_position_embeddings` that goes with them."""
     if family == "phi3":
         return _rope_of_phi3(draw, head_dim)
-    if family in ("olmo3", "gemma3_text"):  # theirs has parts for each type of layer
+    if family in ("olmo3", "gemma3_text", "opt"):  # theirs has parts for each type of layer, or there is none
         return {"max_position_embeddings": 128}
+    if family == "deepseek_v3":  # it turns a part of a head of its own
+        return {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+            "max_position_embeddings": 128,
+        }
+    if family in LINEAR_ATTENTION:
+        rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+        return {"rope_parameters": rope, "max_position_embeddings": 128}
     if family == "glm4":  # it turns a share of a head, in pairs
         rope = {"rope_type": "default", "rope_theta": 1e4}
         rope |= {"partial_rotary_factor": draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))}
@@ -67,15 +81,17 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
     """The settings of a mixture of experts."""
     experts = draw(st.integers(1, 4))
     chosen: dict[str, Any] = {MIXTURES[family]: experts, "num_experts_per_tok": draw(st.integers(1, experts))}
-    if family in ("qwen3_moe", "glm4_moe"):
+    if family not in ("mixtral", "gpt_oss"):
         chosen["moe_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
         chosen["norm_topk_prob"] = draw(st.booleans())
     if family == "gpt_oss":
         chosen["swiglu_limit"] = draw(st.sampled_from([0.5, 7.0]))
-    if family == "qwen3_moe":
+    if family in ("qwen2_moe", "qwen3_next", "qwen3_5_moe_text"):
+        chosen["shared_expert_intermediate_size"] = draw(st.integers(1, 24 // multiple)) * multiple
+    if family in ("qwen3_moe", "qwen2_moe", "qwen3_next"):
         chosen["decoder_sparse_step"] = draw(st.sampled_from([1, 2]))
         chosen["mlp_only_layers"] = draw(st.lists(st.integers(0, layers - 1), max_size=1))
-    if family == "glm4_moe":
+    if family in ("glm4_moe", "deepseek_v3"):
         groups = draw(st.sampled_from([1, 2]))
         experts = 2 * groups * draw(st.integers(1, 2))  # of each group two experts are compared
         chosen |= {"n_group": groups, "topk_group": draw(st.integers(1, groups)), MIXTURES[family]: experts}
@@ -83,7 +99,12 @@ def _mixture(draw: st.DrawFn, family: str, multiple: int, layers: int) -> dict[s
         chosen["routed_scaling_factor"] = draw(st.sampled_from([1.0, 2.5]))
         chosen["n_shared_experts"] = draw(st.integers(1, 2))
         chosen["first_k_dense_replace"] = draw(st.integers(0, layers))
-        chosen["use_qk_norm"] = draw(st.booleans())
+        if family == "glm4_moe":
+            chosen["use_qk_norm"] = draw(st.booleans())
+    if family == "deepseek_v3":
+        ranks = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "qk_nope_head_dim")
+        chosen |= {name: draw(st.integers(1, 3)) * multiple for name in ranks}
+        chosen |= dict(qk_rope_head_dim=draw(st.sampled_from([4, 8])), num_mtp_layers=0)
     return chosen
 
 
@@ -105,14 +126,15 @@ def settings_of_models(
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
     # RoPE turns pairs; `dynamic` divides by head_dim - 2
-    dims = [dim for dim in (4, 6, 8, 12, 16) if heads * dim % multiple == 0]
+    sizes_of_heads = (4, 8, 12, 16) if family in LINEAR_ATTENTION else (4, 6, 8, 12, 16)
+    dims = [dim for dim in sizes_of_heads if heads * dim % multiple == 0]
     head_dim = draw(st.sampled_from(dims))
     # these configs demand a hidden size that the heads divide
     step = math.lcm(multiple, heads) if family in ("llama", "gemma2", "gemma3_text") else multiple
     sizes = st.integers(1, max(1, 48 // step)).map(lambda count: count * step)
-    # Phi-3's config compares the factors of RoPE with hidden / heads
+    # Phi-3's config compares the factors of RoPE with hidden / heads; Cohere 2 and OPT have no other head_dim
     own = st.just(heads * head_dim)
-    hidden = draw(own if family == "phi3" else st.one_of(sizes, own))
+    hidden = draw(own if family in ("phi3", "cohere2", "opt") else st.one_of(sizes, own))
     layers = draw(st.sampled_from([2, 1, 3]))
     chosen: dict[str, Any] = dict(
         family=family,
@@ -136,10 +158,38 @@ def settings_of_models(
             del chosen["head_dim"]
         elif family in ("llama", "mistral", "seed_oss"):
             chosen["head_dim"] = None
-    if family in ("granite", "phi3") and hidden == heads * head_dim:
+    if family in ("granite", "phi3", "cohere2", "opt") and hidden == heads * head_dim:
         del chosen["head_dim"]  # their published configs have none
-    if family in ("llama", "qwen3", "smollm3", "seed_oss", "granite", "glm4_moe", "gpt_oss"):
+    if family in (
+        "llama",
+        "qwen3",
+        "smollm3",
+        "seed_oss",
+        "granite",
+        "glm4_moe",
+        "gpt_oss",
+        "cohere2",
+        "deepseek_v3",
+    ):
         chosen["attention_bias"] = draw(st.booleans())
+    if family in LINEAR_ATTENTION:
+        types = st.sampled_from(["linear_attention", "full_attention"])
+        chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
+        chosen["layer_types"][draw(st.integers(0, layers - 1))] = (
+            "full_attention"  # its cache counts the tokens
+        )
+        key_heads, more = draw(st.integers(1, 2)), draw(st.integers(1, 2))
+        chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
+        chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}
+        chosen["linear_conv_kernel_dim"] = draw(st.sampled_from([2, 4]))
+    if family == "deepseek_v3":
+        chosen["num_key_value_heads"] = heads
+        del chosen["head_dim"]
+    if family == "opt":
+        chosen |= dict(ffn_dim=chosen["intermediate_size"], num_key_value_heads=heads)
+        chosen["activation_function"] = draw(st.sampled_from(["relu", "gelu"]))
+    if family == "cohere2":
+        chosen |= dict(layer_norm_eps=chosen["rms_norm_eps"], logit_scale=draw(st.sampled_from([0.06, 1.0])))
     if family == "seed_oss":
         chosen["attention_out_bias"] = draw(st.booleans())
     if family in ("llama", "smollm3", "seed_oss", "granite"):
@@ -159,7 +209,7 @@ def settings_of_models(
     if family == "gemma2":
         chosen["attn_logit_softcapping"] = draw(st.sampled_from([None, 2.0, 50.0]))
     window = draw(st.sampled_from([3, 10] if family == "gpt_oss" else [None, 3, 10]))
-    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text"):
+    if family in ("olmo3", "exaone4", "gemma2", "gemma3_text", "cohere2"):
         types = st.sampled_from(["sliding_attention", "full_attention"])
         chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
         chosen["sliding_window"] = window or 5

@@ -4,12 +4,13 @@ heads · head_dim other than the hidden size, norm weights other than 1, biases 
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Regex, Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, core_model_loading
 
 from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
@@ -31,6 +32,15 @@ COMMON = dict(
 )
 #: the last layer attends to all tokens, the others to the last ones
 LAYER_TYPES = ["sliding_attention", "sliding_attention", "full_attention"]
+#: the second layer has keys and values, the others a state
+LINEAR_ATTENTION = dict(
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    pad_token_id=2,
+)
 FAMILIES: dict[str, dict] = {
     "llama": dict(head_dim=12, tie_word_embeddings=True),
     "llama-biased": dict(head_dim=16, attention_bias=True, mlp_bias=True, tie_word_embeddings=False),
@@ -121,6 +131,32 @@ FAMILIES: dict[str, dict] = {
         final_logit_softcapping=3.0,
         pad_token_id=2,
     ),
+    "qwen2_moe": dict(
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        norm_topk_prob=True,
+        tie_word_embeddings=False,
+    ),
+    "qwen3_next": dict(
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=40,
+        mlp_only_layers=[0],
+        **LINEAR_ATTENTION,
+    ),
+    "qwen3_5_text": dict(head_dim=16, tie_word_embeddings=True, **LINEAR_ATTENTION),
+    "qwen3_5_moe_text": dict(
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=24,
+        shared_expert_intermediate_size=16,
+        **LINEAR_ATTENTION,
+    ),
     "glm4_moe": dict(
         head_dim=16,
         use_qk_norm=True,
@@ -136,6 +172,23 @@ FAMILIES: dict[str, dict] = {
         num_nextn_predict_layers=0,
         tie_word_embeddings=False,
     ),
+    "deepseek_v3": dict(
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=12,
+        v_head_dim=20,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=24,
+        n_shared_experts=2,
+        first_k_dense_replace=1,
+        attention_bias=True,
+        num_mtp_layers=0,
+    ),
     "gpt_oss": dict(
         head_dim=12,
         num_local_experts=4,
@@ -147,6 +200,8 @@ FAMILIES: dict[str, dict] = {
         ),
         tie_word_embeddings=False,
     ),
+    "cohere2": dict(sliding_window=8, layer_types=LAYER_TYPES, logit_scale=0.4, pad_token_id=2),
+    "opt": dict(ffn_dim=48, num_key_value_heads=4, pad_token_id=2, tie_word_embeddings=True),
     "phi3": dict(pad_token_id=2, tie_word_embeddings=False),
     "phi3-longrope": dict(
         sliding_window=10,
@@ -163,16 +218,24 @@ FAMILIES: dict[str, dict] = {
         tie_word_embeddings=True,
     ),
 }
-#: those without experts: they take R3, packed weights, fine-tuning and artifacts
-WITHOUT_EXPERTS = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].experts]
+#: those whose MLP takes R3: they have no experts, and take packed weights, fine-tuning and artifacts too
+WITHOUT_EXPERTS = [name for name in FAMILIES if DECLARED[name.partition("-")[0]].takes("r3")]
 #: those whose residual stream R1 cannot rotate, and those without experts whose stream it rotates
 INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
 ON_THE_STREAM = [name for name in WITHOUT_EXPERTS if name not in INSIDE]
 
 
+def is_available(family: str) -> bool:
+    """Whether transformers is new enough for a family."""
+    needs = DECLARED[family.partition("-")[0]].needs
+    return needs is None or hasattr(core_model_loading, needs)
+
+
 @torch.no_grad()
 def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes) -> nn.Module:
-    """A random model of a family in FAMILIES, in eval mode."""
+    """A random model of a family in FAMILIES, in eval mode. Skips a test whose transformers is too old."""
+    if not is_available(family):
+        pytest.skip("needs a newer transformers")
     torch.manual_seed(seed)
     settings = COMMON | FAMILIES[family] | changes
     if settings.get("layer_types"):  # a config with other layers than their types is refused
@@ -198,7 +261,8 @@ def random_rotations(model: nn.Module, seed: int = 1, down_block: int | None = N
     """A random rotation of each layer, in fp64, with an R3 of blocks of `down_block`."""
     handle, generator = DecoderModel(model), torch.Generator().manual_seed(seed)
     down = None if down_block is None else (handle.widths["mlp"] // down_block, down_block)
-    return [random_rotation(handle.hidden_size, handle.heads, generator, down=down) for _ in handle.layers]
+    options = dict(down=down, keeps_ones=handle.family.layer_norm)
+    return [random_rotation(handle.hidden_size, handle.heads, generator, **options) for _ in handle.layers]
 
 
 def place_in(model: DecoderModel, place: str | None) -> str | None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from drot.calibration.hessian import HessianAccumulator, product_factor
 from drot.calibration.layer_pass import LayerPass
 from drot.machine.products import add_product
-from drot.model.families import InputGroup
+from drot.model.family import InputGroup
 
 
 @dataclass(frozen=True)

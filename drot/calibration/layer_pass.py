@@ -10,7 +10,7 @@ from torch import Tensor
 from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.stream import CalibrationStream
 from drot.machine.devices import total_memory
-from drot.model.families import InputGroup
+from drot.model.family import InputGroup
 from drot.model.inputs import capture
 from drot.model.layer import DecoderLayer, Output
 

@@ -13,7 +13,7 @@ from drot.machine.products import rounded_once
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import CopiesHome, ahead, empty_on_host
 from drot.model.decoder import DecoderModel
-from drot.model.families import InputGroup
+from drot.model.family import InputGroup
 from drot.model.inputs import reading
 from drot.model.layer import DecoderLayer
 

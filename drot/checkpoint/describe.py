@@ -8,7 +8,8 @@ import torch
 from drot.checkpoint.load import NO_MODEL, load_config, silent_transformers
 from drot.checkpoint.quantization_config import quantised_by
 from drot.core.errors import UserError
-from drot.model.families import FAMILIES, by_module
+from drot.model.families import FAMILIES
+from drot.model.family import by_module
 from drot.model.unknown import compare
 
 

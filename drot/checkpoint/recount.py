@@ -16,7 +16,7 @@ from drot.core.hashes import FileRecord
 from drot.manifest.integrity import WEIGHTS
 from drot.manifest.manifest import CheckpointManifest, Manifest
 from drot.model.decoder import DecoderModel
-from drot.model.families import Family
+from drot.model.family import Family
 from drot.model.linear import Linear
 from drot.model.stored import stored_name
 

@@ -39,6 +39,8 @@ LARGEST_SMALL_FILE = 2**30
 LAYER = re.compile(r"layers\.(\d{1,9})\.")
 #: the entry of a config with the number of layers for multi-token prediction
 PREDICTION_LAYERS = "num_nextn_predict_layers"
+#: what the names of their tensors begin with in Qwen3-Next and Qwen3.5
+PREDICTION_PREFIX = "mtp."
 #: the dtypes in safetensors files that a dense weight may have
 DENSE_DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}
 
@@ -219,16 +221,18 @@ def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
 
 
 def prediction_layers(config: Any, names: Iterable[str]) -> set[str]:
-    """Those of `names` that are of layers for multi-token prediction, behind the decoder layers.
+    """Those of `names` that are of layers for multi-token prediction, behind or beside the decoder layers.
 
     transformers does not load them with the model.
     """
+    names = set(names)
+    beside = {name for name in names if name.startswith(PREDICTION_PREFIX)}
     first = getattr(config, "num_hidden_layers", None)
     count = getattr(config, PREDICTION_LAYERS, None)
     if not isinstance(first, int) or not isinstance(count, int):
-        return set()
+        return beside
     behind = range(first, first + count)
-    return {name for name in names if (match := LAYER.search(name)) and int(match[1]) in behind}
+    return beside | {name for name in names if (match := LAYER.search(name)) and int(match[1]) in behind}
 
 
 def check_layers(config: Any, headers: dict[str, Header], folder: Path) -> None:

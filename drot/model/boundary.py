@@ -17,6 +17,9 @@ its original basis, and the place `inside` spends the same two products on the i
 |----------|---------------|--------------------------------------------------------------------------------|
 | inside   | l             | r = h + n₂(attention(n₁(h) Q)), y = r + n₄(MLP(n₃(r) Q)), with the norms n     |
 
+Cohere's MLP reads what its attention reads: y = r Q + MLP(n(h)), with r as before. The two blocks have one
+norm, which is renamed below if either of them holds a rotation.
+
 Granite multiplies the outputs of its attention and of its MLP by a number before it adds them; so does y.
 
 The product r Q does not depend on the MLP. So it can be computed at the same time, or in one operation with
@@ -41,7 +44,7 @@ from transformers.activations import SiLUActivation
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.machine.devices import has_kernels
-from drot.model.families import Family
+from drot.model.family import Family
 from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
@@ -53,6 +56,15 @@ NORM_PREFIX = "rotated_"
 #: The modules of SiLU, also the one of transformers, and the dtypes, for which R3 is one op.
 SILU = (nn.SiLU, SiLUActivation)
 SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: argument of a layer → that of its linear attention, of which some are those of older versions of
+#: transformers
+LINEAR_ARGUMENTS = {
+    "cache": "cache",
+    "past_key_values": "cache_params",
+    "attention_mask": "attention_mask",
+    "cu_seq_lens_q": "cu_seq_lens_q",
+    "seq_idx": "seq_idx",
+}
 #: vectors with which `check_rotations` probes a rotation
 PROBES = 4
 #: largest ‖QᵀQx - x‖ / ‖x‖ of a rotation in fp32; rounding gives about 1e-7
@@ -132,6 +144,7 @@ class RotatedLayer:
     """
 
     family: Family
+    training: bool
     renamed: tuple[str, ...]
     boundary_place: BoundaryPlace | None = None
     residual_rotation: nn.Module
@@ -144,9 +157,17 @@ class RotatedLayer:
             return super().forward(hidden_states, **kwargs)  # type: ignore[misc]
         family = self.family
         read = self._read(hidden_states, 0)
-        attended, _ = getattr(self, family.attention)(hidden_states=read, **kwargs)
+        if family.linear_attention:
+            kwargs = {
+                LINEAR_ARGUMENTS[name]: each for name, each in kwargs.items() if name in LINEAR_ARGUMENTS
+            }
+        attended = getattr(self, family.attention)(hidden_states=read, **kwargs)
+        if not family.linear_attention:
+            attended, _ = attended
         residual = hidden_states + self._added(attended, 0)
-        out = getattr(self, family.mlp)(self._read(residual, 1))
+        out = read if family.parallel else self._read(residual, 1)
+        for name in (*family.mlp_front, family.mlp):
+            out = getattr(self, name)(out)
         if isinstance(out, tuple):  # gpt-oss returns the scores of the router too
             out = out[0]
         if self.boundary_place == "inside":
@@ -159,7 +180,7 @@ class RotatedLayer:
         """What the attention, block 0, or the MLP, 1, reads of the residual."""
         family = self.family
         if family.norms:
-            residual = getattr(self, family.norms[block])(residual)
+            residual = getattr(self, family.block_norms[block])(residual)
         return self.residual_rotation(residual) if self.boundary_place == "inside" else residual
 
     def _added(self, output: Tensor, block: int) -> Tensor:
@@ -169,6 +190,8 @@ class RotatedLayer:
             output = getattr(self, family.post_norms[block])(output)
         if family.residual_dropouts is not None:
             output = getattr(self, family.residual_dropouts[block])(output)
+        if family.residual_dropout is not None:
+            output = nn.functional.dropout(output, getattr(self, family.residual_dropout), self.training)
         return (
             output
             if family.residual_multiplier is None
@@ -208,16 +231,22 @@ def _at(name: str) -> property:
     return property(lambda layer: getattr(layer, name))  # torch.compile knows no attrgetter here
 
 
-def _rename(layer: Any, family: Family, norm: str, *, back: bool = False) -> None:
-    """Gives a norm of a decoder layer NORM_PREFIX, or takes it away, and the layer the class that fits."""
+def _fit_class(layer: Any, family: Family) -> None:
+    """Gives NORM_PREFIX to the norms of a decoder layer whose blocks hold a rotation, takes it from the
+    others, and gives the layer the class that fits."""
+    held = hasattr(layer, ROTATION_MODULE), hasattr(attrgetter(family.mlp)(layer), DOWN_ROTATION)
+    wanted = {norm for norm, holds in zip(family.block_norms, held, strict=True) if holds}
     rotated = isinstance(layer, RotatedLayer)
+    before = set(layer.renamed) if rotated else set()
     stock_class: Any = type(layer).__bases__[1] if rotated else type(layer)
-    renamed = {*(layer.renamed if rotated else ()), norm} - ({norm} if back else set())
-    names = (NORM_PREFIX + norm, norm) if back else (norm, NORM_PREFIX + norm)
-    module = getattr(layer, names[0])
-    delattr(layer, names[0])
-    layer.__class__ = _rotated_class(stock_class, family, tuple(sorted(renamed))) if renamed else stock_class
-    setattr(layer, names[1], module)
+    names = {norm: NORM_PREFIX + norm for norm in wanted - before}
+    names |= {NORM_PREFIX + norm: norm for norm in before - wanted}
+    modules = {new: getattr(layer, name) for name, new in names.items()}
+    for name in names:
+        delattr(layer, name)
+    layer.__class__ = _rotated_class(stock_class, family, tuple(sorted(wanted))) if wanted else stock_class
+    for name, module in modules.items():
+        setattr(layer, name, module)
 
 
 def rotation_place(layer: object) -> BoundaryPlace | None:
@@ -244,7 +273,7 @@ def add_down_rotation(
     setattr(mlp, DOWN_ROTATION, rotation)
     stock_class: Any = type(mlp)
     mlp.__class__ = _rotated_mlp(stock_class, family)
-    _rename(layer, family, family.block_norms[1])
+    _fit_class(layer, family)
     return rotation
 
 
@@ -253,7 +282,7 @@ def remove_down_rotation(layer: Any) -> None:
     mlp = attrgetter(layer.family.mlp)(layer)
     delattr(mlp, DOWN_ROTATION)
     mlp.__class__ = type(mlp).__bases__[1]
-    _rename(layer, layer.family, layer.family.block_norms[1], back=True)
+    _fit_class(layer, layer.family)
 
 
 def add_boundary_rotation(
@@ -275,7 +304,7 @@ def add_boundary_rotation(
     rotation.requires_grad_(False)
     setattr(layer, ROTATION_MODULE, rotation)
     layer.boundary_place = place
-    _rename(layer, family, family.block_norms[0])
+    _fit_class(layer, family)
     return rotation
 
 
@@ -283,7 +312,7 @@ def remove_boundary_rotation(layer: Any) -> None:
     """Undoes `add_boundary_rotation`."""
     for added in (ROTATION_MODULE, "boundary_place"):
         delattr(layer, added)
-    _rename(layer, layer.family, layer.family.block_norms[0], back=True)
+    _fit_class(layer, layer.family)
 
 
 @torch.no_grad()

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from drot.core.errors import UserError
 from drot.machine.transfer import on_device
 from drot.model.families import family_of, layer_families
+from drot.model.family import Family
 from drot.model.layer import DecoderLayer, Weights
-from drot.model.linear import module_at, reset_norm
+from drot.model.linear import module_at, reset_norm, scale_of, shift_of
 from drot.model.sizes import head_shape, widths_of
 
 
@@ -73,10 +74,10 @@ class DecoderModel:
 
     def logits_of(self, outputs: Tensor) -> Tensor:
         """The logits that the model makes of the outputs of its head, in place."""
-        divisor, cap = (
-            None if name is None else getattr(self.config, name)
-            for name in (self.family.logits_divisor, self.family.logits_cap)
-        )
+        names = self.family.logits_divisor, self.family.logits_multiplier, self.family.logits_cap
+        divisor, multiplier, cap = (None if name is None else getattr(self.config, name) for name in names)
+        if multiplier is not None:
+            outputs = outputs.mul_(multiplier)
         if divisor is not None:
             outputs = outputs.div_(divisor)
         return outputs if cap is None else outputs.div_(cap).tanh_().mul_(cap)
@@ -109,9 +110,9 @@ class DecoderModel:
                 self.head.weight = self.embedding.weight
 
     @property
-    def ends(self) -> tuple[str, str, str]:
-        """The paths of the embedding, the last norm and the head, for `in_memory`."""
-        return self.family.embedding, self.family.final_norm, self.family.head
+    def ends(self) -> tuple[str, ...]:
+        """The paths of the embeddings, the last norm and the head, for `in_memory`."""
+        return (*self.family.embeddings, self.family.final_norm, self.family.head)
 
     def loaded_layers(self) -> Iterator[DecoderLayer]:
         """Each layer where the model lies; those of a skeleton in main memory, one after the other."""
@@ -135,14 +136,31 @@ class DecoderModel:
 
         Linears and norms that share their weight are refused too: each would be changed several times.
         """
-        _ = self.embedding, self.final_norm, self.head
+        _ = self.head
+        if self.embedding.weight.shape[1] != self.hidden_size:
+            raise UserError(
+                f"{self.family.embedding} must have {self.hidden_size} columns, the hidden size, got "
+                f"{self.embedding.weight.shape[1]}: drot prunes no model that projects its embedding"
+            )
+        with self.in_memory(self.family.final_norm):
+            if shift_of(self.final_norm) is not None and not scale_of(self.final_norm, self.family).all():
+                raise UserError(
+                    f"{self.family.final_norm}.weight must hold no zero, as its bias is divided by it"
+                )
         owners: dict[int, str] = {}
         for layer in self.layers:
             paths = (*layer.family.norms, *(layer.family.post_norms or ()))
             for path, norm in zip(paths, [*layer.norms, *layer.post_norms], strict=True):
-                if getattr(norm, "bias", None) is not None:
+                if getattr(norm, "bias", None) is not None and not layer.family.layer_norm:
                     raise UserError(f"layer {layer.index}: {path} must be an RMSNorm, got a norm with a bias")
                 _own(owners, norm.weight, f"layer {layer.index}: {path}")
+            for group in layer.groups:
+                shifts = group.norm is not None and shift_of(module_at(layer.module, group.norm)) is not None
+                for linear in layer.linears_of(group) if shifts else ():
+                    if linear.bias is None:
+                        raise UserError(
+                            f"layer {layer.index}: {linear.name} must have a bias, as {group.norm} has one"
+                        )
             for linears in layer.modules:
                 name, weight = f"layer {layer.index}: {linears[0].module_name}", linears[0].parameter
                 shapes = [layer.shape_of(linear.spec) for linear in linears]
@@ -172,7 +190,7 @@ class DecoderModel:
         inputs = None
         setattr(backbone, name, nn.ModuleList(recorders))
         try:
-            with self.in_memory(self.family.embedding, self.family.final_norm):
+            with self.in_memory(*self.family.embeddings, self.family.final_norm):
                 device = self.embedding.weight.device
                 for index, row in enumerate(tokens):
                     backbone(row[None].to(device), use_cache=False)
@@ -187,7 +205,7 @@ class DecoderModel:
 
     @torch.no_grad()
     def rotate_ends(self, first_r1: Tensor, last_r1: Tensor, device: torch.device) -> bool:
-        """Merges R1 [d, d] of the first layer into the embedding and of the last into lm_head, in place.
+        """Merges R1 [d, d] of the first layer into the embeddings and of the last into lm_head, in place.
 
         device: where the products are computed, in fp64.
 
@@ -199,8 +217,9 @@ class DecoderModel:
         if tied:
             head.weight = nn.Parameter(embedding.weight.detach().clone(), requires_grad=False)
         self.config.tie_word_embeddings = False
-        rotate_head(self.final_norm, head, last_r1, device)
-        rotate_rows(embedding.weight, first_r1, device)
+        rotate_head(self.final_norm, head, self.family, last_r1, device)
+        for path in self.family.embeddings:
+            rotate_rows(module_at(self.model, path).weight, first_r1, device)
         return tied
 
     def zero_share(self) -> float:
@@ -226,10 +245,23 @@ ROWS = 16384
 
 
 @torch.no_grad()
-def rotate_head(final_norm: Any, head: Any, last_r1: Tensor, device: torch.device) -> None:
-    """lm_head ← W diag(γ) last_r1, with γ the weight of the final norm, which becomes 1. In place."""
-    rotate_rows(head.weight, last_r1, device, final_norm.weight)
-    reset_norm(final_norm)
+def rotate_head(final_norm: Any, head: Any, family: Family, last_r1: Tensor, device: torch.device) -> None:
+    """lm_head ← W diag(γ) last_r1, with γ of the final norm, which becomes 1. In place.
+
+    A shift β of the norm becomes (β / γ) last_r1, because lm_head has no bias that could take it.
+    """
+    scale, shift = scale_of(final_norm, family), rotated_shift(final_norm, family, last_r1)
+    rotate_rows(head.weight, last_r1, device, scale)
+    reset_norm(final_norm, family)
+    if shift is not None:
+        final_norm.bias.copy_(shift)
+
+
+def rotated_shift(final_norm: Any, family: Family, last_r1: Tensor) -> Tensor | None:
+    """(β / γ) last_r1 [d] of the final norm, in fp64 on its device; None if it has no shift."""
+    if (shift := shift_of(final_norm)) is None:
+        return None
+    return (shift / scale_of(final_norm, family)) @ last_r1.to(shift)
 
 
 @torch.no_grad()

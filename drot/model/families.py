@@ -5,229 +5,14 @@ model in tests/small_models.py, on which the tests check that rotations leave th
 """
 
 import functools
-import itertools
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
 
 from drot.core.errors import UserError
+from drot.model.family import Family, InputGroup, LinearSpec
 from drot.model.sizes import Width, experts_of, layer_kind
-
-#: R1 [d, d] rotates the residual stream, R2 [head_dim, head_dim] the values of a KV head, R3 the input of
-#: down_proj in diagonal blocks [b, b]. Nothing in front of down_proj can take R3, so that a model applies it
-#: while it runs (boundary.py), and a run may do without it. Where the stream cannot rotate, R1 acts on the
-#: inputs of the attention and of the MLP, and the model applies it while it runs too.
-Rotates = Literal["r1", "r2", "r3"]
-
-
-@dataclass(frozen=True)
-class LinearSpec:
-    """One linear of a decoder layer.
-
-    path: the module in the layer.
-    shape: the widths (outputs, inputs) of its weight W.
-    input: the rotation R of its input, merged as W R; None if the input is not rotated.
-    output: the rotation R of its outputs, merged as Rᵀ W; None if they are not rotated.
-    part: the name of the linear if it is a slice of a fused module. The slices of a module lie one below the
-        other, in the order of their declaration.
-    expert: the number of its expert; the path is then that of a parameter [experts, out, in].
-    transposed: whether this parameter is [experts, in, out], and the outputs of the slices alternate. The
-        parameter with the biases has the same name with `_bias`.
-    """
-
-    path: str
-    shape: tuple[Width, Width]
-    input: Rotates | None = None
-    output: Rotates | None = None
-    part: str | None = None
-    expert: int | None = None
-    transposed: bool = False
-
-    @property
-    def name(self) -> str:
-        """The name by which the rest of drot calls the linear, such as `q_proj` or `experts.3.up_proj`."""
-        name = self.part or self.path.partition(".")[2]
-        return name if self.expert is None else f"experts.{self.expert}.{name}"
-
-    @property
-    def rotations(self) -> set[Rotates | None]:
-        """The rotations that act on it."""
-        return {self.input, self.output} - {None}
-
-    @property
-    def block(self) -> str:
-        """The block of the layer that the linear belongs to."""
-        return self.path.partition(".")[0]
-
-    @property
-    def writes_residual(self) -> bool:
-        """Whether its outputs are those of the attention or of the MLP."""
-        return self.shape[0] == "hidden"
-
-
-def by_module(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
-    """The linears by their module: one alone, or the slices of a fused module."""
-    found: dict[str, list[LinearSpec]] = {}
-    for linear in linears:
-        found.setdefault(linear.path, []).append(linear)
-    return list(found.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class InputGroup:
-    """The linears that read one input, and so share one Hessian.
-
-    norm: path of the norm that makes the input; None if the input comes from elsewhere. If R1 rotates the
-        residual stream, its weight is folded into the linears before a rotation.
-    routed: whether it stands for a group of each expert, which reads the tokens that the router sends there.
-    """
-
-    name: str
-    linears: tuple[LinearSpec, ...]
-    norm: str | None = None
-    routed: bool = False
-
-    def of_expert(self, expert: int) -> "InputGroup":
-        linears = tuple(replace(linear, expert=expert) for linear in self.linears)
-        return replace(self, name=f"{self.name}.{expert}", linears=linears)
-
-    @property
-    def expert(self) -> int | None:
-        """The number of the expert that the linears belong to."""
-        return self.linears[0].expert
-
-    @property
-    def input(self) -> Rotates | None:
-        return self.linears[0].input
-
-    @property
-    def writes_residual(self) -> bool:
-        return self.linears[0].writes_residual
-
-
-@dataclass(frozen=True, kw_only=True)
-class Family:
-    """The parts of a Hugging Face causal language model and of its decoder layers, as dotted paths.
-
-    models: the names of published models.
-    groups: the input groups in the order of the forward pass, which is the order of the pruning.
-    attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
-        stream.
-    activation: the module of the MLP that acts on the outputs of the gate.
-    gated: the method of the experts that makes the input of down_proj from the outputs of gate and up, which
-        alternate; None if it is activation(gate) * up.
-    mlp_dropout: the attribute of the MLP with the probability of the dropout of its outputs.
-    residual_multiplier: the attribute of a layer with the number by which it multiplies the output of each
-        block before it adds it; None if it only adds.
-    post_norms: the norms of the outputs of the attention and of the MLP, which the layer then adds.
-    logits_divisor: the attribute of the config by which the model divides its logits.
-    logits_cap: the attribute of the config with the bound c of the logits, c tanh(logits / c); its value may
-        be None.
-    residual_dropouts: the modules of a layer that act on the outputs of the attention and of the MLP before
-        it adds them, in training alone.
-    untouched: modules with weights that a layer may have and that see nothing rotated.
-    experts: the module with the parameters [experts, out, in] of all experts, in a mixture of experts.
-    router: the weight [experts, d] that chooses the experts of a token. It reads what the experts read, and
-        is rotated, and never pruned.
-    expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
-        empty if the files hold the parameters of all experts.
-    router_file: the name of the router's weight there.
-    kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
-    """
-
-    models: str
-    groups: tuple[InputGroup, ...]
-    attention: str
-    mlp: str
-    activation: str = "act_fn"
-    gated: str | None = None
-    mlp_dropout: str | None = None
-    residual_multiplier: str | None = None
-    post_norms: tuple[str, str] | None = None
-    logits_divisor: str | None = None
-    logits_cap: str | None = None
-    residual_dropouts: tuple[str, str] | None = None
-    untouched: tuple[str, ...] = ()
-    experts: str | None = None
-    router: LinearSpec | None = None
-    expert_files: tuple[tuple[str, str], ...] = ()
-    router_file: str = ""
-    kinds: tuple[tuple[str, "Family"], ...] = ()
-    layers: str = "model.layers"
-    embedding: str = "model.embed_tokens"
-    final_norm: str = "model.norm"
-    head: str = "lm_head"
-
-    @property
-    def linears(self) -> tuple[LinearSpec, ...]:
-        """The linears of a decoder layer, in the order in which they are pruned."""
-        return tuple(linear for group in self.groups for linear in group.linears)
-
-    def with_fused(self, module: str, parts: Collection[str]) -> "Family":
-        """The family whose linears `parts` are slices of one module, in the order of their declaration."""
-
-        def fused(linear: LinearSpec) -> LinearSpec:
-            return replace(linear, path=module, part=linear.name) if linear.name in parts else linear
-
-        groups = (replace(group, linears=tuple(map(fused, group.linears))) for group in self.groups)
-        return replace(self, groups=tuple(groups))
-
-    def with_experts(self, count: int) -> "Family":
-        """The family with the groups of `count` experts in place of the groups that stand for each of them.
-
-        The groups of an expert follow each other.
-        """
-        groups: list[InputGroup] = []
-        for routed, of_kind in itertools.groupby(self.groups, lambda group: group.routed):
-            found = list(of_kind)
-            groups += (one.of_expert(e) for e in range(count) for one in found) if routed else found
-        return replace(self, groups=tuple(groups))
-
-    def with_transposed_experts(self) -> "Family":
-        """The family with `transposed` linears of experts."""
-
-        def transposed(group: InputGroup) -> InputGroup:
-            return replace(group, linears=tuple(replace(one, transposed=True) for one in group.linears))
-
-        return replace(self, groups=tuple(transposed(one) if one.routed else one for one in self.groups))
-
-    def takes(self, rotation: Rotates) -> bool:
-        """Whether `rotation` acts on a linear of the family."""
-        return any(rotation in linear.rotations for linear in self.linears)
-
-    @property
-    def rotates_stream(self) -> bool:
-        """Whether R1 rotates the residual stream, and not only what a layer makes of it."""
-        return any(linear.output == "r1" for linear in self.linears)
-
-    @property
-    def norms(self) -> tuple[str, ...]:
-        """The paths of the norms in front of linears."""
-        return tuple(dict.fromkeys(group.norm for group in self.groups if group.norm is not None))
-
-    @property
-    def mlp_inputs(self) -> tuple[str, ...]:
-        """The modules that read the input of the MLP, as paths in the MLP: gate and up, or one for both."""
-        linears = next(group.linears for group in self.groups if group.name == "mlp")
-        return tuple(dict.fromkeys(linear.path.removeprefix(f"{self.mlp}.") for linear in linears))
-
-    @property
-    def mlp_output(self) -> str:
-        """The module that computes the output of the MLP, as a path in the MLP."""
-        return self.linears[-1].path.removeprefix(f"{self.mlp}.")
-
-    @property
-    def block_norms(self) -> tuple[str, str]:
-        """The norm of the attention and the norm of the MLP: those in front of them, or else behind them."""
-        if self.norms:
-            return self.norms[0], self.norms[-1]
-        assert self.post_norms is not None
-        return self.post_norms
-
-    def full_name(self, index: int, linear: LinearSpec) -> str:
-        """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
-        return f"layers.{index}.{linear.block}.{linear.name}"
-
 
 #: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
 #: the factor of the queries by their position in Ministral 3, act on the outputs of q_proj and k_proj, which
@@ -305,7 +90,7 @@ DENSE_MLP = (
 MIXTURE = replace(
     LLAMA,
     experts="mlp.experts",
-    router=LinearSpec("mlp.gate", ("experts", "hidden"), input="r1"),
+    router="mlp.gate",
     groups=(
         *LLAMA.groups[:2],
         InputGroup(
@@ -335,9 +120,55 @@ MIXTURE = replace(
 )
 
 
-def with_shared_experts(family: Family, path: str) -> Family:
+#: LayerNorms with a shift, an MLP without gate that is no module of its own, learned positions, and heads
+#: that share no keys. Its activation fixes the order of fc2's inputs but for permutations.
+OPT = Family(
+    models="OPT",
+    layer_norm=True,
+    attention="self_attn",
+    mlp_front=("fc1", "activation_fn"),
+    mlp="fc2",
+    residual_dropout="dropout",
+    layers="model.decoder.layers",
+    embedding="model.decoder.embed_tokens",
+    positions="model.decoder.embed_positions",
+    final_norm="model.decoder.final_layer_norm",
+    required=(
+        ("do_layer_norm_before", True),
+        ("_remove_final_layer_norm", False),
+        ("layer_norm_elementwise_affine", True),
+        ("enable_bias", True),
+    ),
+    groups=(
+        InputGroup(
+            name="attention",
+            norm="self_attn_layer_norm",
+            linears=(
+                LinearSpec("self_attn.q_proj", ("query", "hidden"), input="r1"),
+                LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
+                LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1", output="r2"),
+            ),
+        ),
+        InputGroup(
+            name="o",
+            linears=(LinearSpec("self_attn.out_proj", ("hidden", "query"), input="r2", output="r1"),),
+        ),
+        InputGroup(
+            name="mlp",
+            norm="final_layer_norm",
+            linears=(LinearSpec("fc1", ("mlp", "hidden"), input="r1"),),
+        ),
+        InputGroup(name="down", linears=(LinearSpec("fc2", ("hidden", "mlp"), output="r1"),)),
+    ),
+)
+
+
+def with_shared_experts(family: Family, path: str, gate: str | None = None) -> Family:
     """The mixture with experts at `path` that read all tokens. They are pruned after the others, so that
-    with `target="dense"` their outputs make up for the errors of the others."""
+    with `target="dense"` their outputs make up for the errors of the others.
+
+    gate: the module whose sigmoid multiplies their outputs.
+    """
     mlp = InputGroup(
         name="shared",
         norm="post_attention_layernorm",
@@ -347,8 +178,90 @@ def with_shared_experts(family: Family, path: str) -> Family:
         ),
     )
     down = LinearSpec(f"{path}.down_proj", ("hidden", "shared"), output="r1")
-    shared = InputGroup(name="shared_down", linears=(down,))
-    return replace(family, groups=(*family.groups, mlp, shared))
+    shared = InputGroup(name="shared_down", linears=(down,), weighted=gate is not None)
+    unpruned = () if gate is None else ((gate, "post_attention_layernorm"),)
+    return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
+
+
+#: The attention of Qwen3-Next multiplies its values by a gate that comes from q_proj, so that no R2 passes.
+GATED_ATTENTION = (
+    InputGroup(
+        name="attention",
+        norm="input_layernorm",
+        linears=(
+            LinearSpec("self_attn.q_proj", ("gated_query", "hidden"), input="r1"),
+            LinearSpec("self_attn.k_proj", ("kv", "hidden"), input="r1"),
+            LinearSpec("self_attn.v_proj", ("kv", "hidden"), input="r1"),
+        ),
+    ),
+    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "query"), output="r1"),)),
+)
+
+
+#: A latent attention (MLA): R1 rotates what reads the stream and what writes it. Norms of the latents follow,
+#: and a head's values lie between its keys in one linear, which no R2 rotates here.
+LATENT_ATTENTION = (
+    InputGroup(
+        name="attention",
+        norm="input_layernorm",
+        linears=(
+            LinearSpec("self_attn.q_a_proj", ("latent_q", "hidden"), input="r1"),
+            LinearSpec("self_attn.kv_a_proj_with_mqa", ("latent_kv_rope", "hidden"), input="r1"),
+        ),
+    ),
+    InputGroup(name="q_b", linears=(LinearSpec("self_attn.q_b_proj", ("mla_query", "latent_q")),)),
+    InputGroup(name="kv_b", linears=(LinearSpec("self_attn.kv_b_proj", ("mla_kv", "latent_kv")),)),
+    InputGroup(name="o", linears=(LinearSpec("self_attn.o_proj", ("hidden", "mla_value"), output="r1"),)),
+)
+
+
+def latent(family: Family) -> Family:
+    """The family with LATENT_ATTENTION in all its layers."""
+    return replace(
+        family,
+        groups=(*LATENT_ATTENTION, *family.groups[2:]),
+        untouched=("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
+        kinds=tuple((kind, latent(one)) for kind, one in family.kinds),
+    )
+
+
+def hybrid(family: Family, inputs: dict[str, Width], unpruned: tuple[str, ...]) -> Family:
+    """The family with GATED_ATTENTION, some of whose layers have a linear attention instead (Gated DeltaNet).
+
+    Its norms multiply by 1 + γ. Behind its linears a linear attention has a convolution, norms of each head
+    and a gate, so that no R2 passes.
+
+    inputs: linear of the linear attention → the width of its outputs. unpruned: its linears with one or two
+        outputs for each head, which are rotated alone.
+    """
+    family = replace(
+        family,
+        norm_offset=1.0,
+        groups=(*GATED_ATTENTION, *family.groups[2:]),
+        kinds=tuple(
+            (kind, replace(one, norm_offset=1.0, groups=(*GATED_ATTENTION, *one.groups[2:])))
+            for kind, one in family.kinds
+        ),
+    )
+    linears = tuple(
+        LinearSpec(f"linear_attn.{one}", (width, "hidden"), input="r1") for one, width in inputs.items()
+    )
+    attention = InputGroup(name="attention", norm="input_layernorm", linears=linears)
+    out = LinearSpec("linear_attn.out_proj", ("hidden", "linear_value"), output="r1")
+
+    def linear(one: Family) -> Family:
+        return replace(
+            one,
+            attention="linear_attn",
+            linear_attention=True,
+            groups=(attention, InputGroup(name="o", linears=(out,)), *one.groups[2:]),
+            untouched=("linear_attn", "linear_attn.conv1d", "linear_attn.norm"),
+            unpruned=(*one.unpruned, *((f"linear_attn.{path}", "input_layernorm") for path in unpruned)),
+            kinds=(),
+        )
+
+    kinds = [("linear", linear(family)), *((f"linear {kind}", linear(one)) for kind, one in family.kinds)]
+    return replace(family, kinds=(*family.kinds, *kinds))
 
 
 #: `model_type` of a config.json → family
@@ -383,15 +296,51 @@ FAMILIES = {
     "exaone4": replace(POST_NORM, models="EXAONE 4"),
     "gemma2": replace(SANDWICH, models="Gemma 2"),
     "gemma3_text": replace(SANDWICH, models="Gemma 3"),
+    "cohere2": replace(
+        _with_norms(LLAMA, "input_layernorm", "input_layernorm"),
+        models="Command R7B, Command A",
+        layer_norm=True,
+        parallel=True,
+        logits_multiplier="logit_scale",
+    ),
+    "opt": OPT,
     "qwen3_moe": replace(MIXTURE, models="Qwen3 MoE"),
+    "qwen2_moe": replace(
+        with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"), models="Qwen2 MoE"
+    ),
+    "qwen3_next": replace(
+        hybrid(
+            with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"),
+            {"in_proj_qkvz": "linear_qkvz"},
+            ("in_proj_ba",),
+        ),
+        models="Qwen3-Next",
+    ),
+    "qwen3_5_text": replace(
+        hybrid(LLAMA, {"in_proj_qkv": "linear_qkv", "in_proj_z": "linear_value"}, ("in_proj_b", "in_proj_a")),
+        models="Qwen3.5",
+        needs="PrefixChange",
+    ),
+    "qwen3_5_moe_text": replace(
+        hybrid(
+            replace(with_shared_experts(MIXTURE, "mlp.shared_expert", "mlp.shared_expert_gate"), kinds=()),
+            {"in_proj_qkv": "linear_qkv", "in_proj_z": "linear_value"},
+            ("in_proj_b", "in_proj_a"),
+        ),
+        models="Qwen3.5 MoE",
+        needs="PrefixChange",
+    ),
     "glm4_moe": replace(
         with_shared_experts(MIXTURE, "mlp.shared_experts"), models="GLM-4.5, GLM-4.6, GLM-4.7"
+    ),
+    "deepseek_v3": replace(
+        latent(with_shared_experts(MIXTURE, "mlp.shared_experts")), models="DeepSeek-V3, DeepSeek-R1"
     ),
     "gpt_oss": replace(
         MIXTURE.with_transposed_experts(),
         models="gpt-oss",
         gated="_apply_gate",
-        router=LinearSpec("mlp.router", ("experts", "hidden"), input="r1"),
+        router="mlp.router",
         expert_files=(),
         router_file="mlp.router.weight",
         kinds=(),
@@ -412,7 +361,8 @@ FAMILIES = {
 def family_of(config: Any) -> Family:
     """The family of a model with `config`, with the groups of each of its experts.
 
-    Raises UserError for a model type that is not in FAMILIES.
+    Raises UserError for a model type that is not in FAMILIES, for a config that its entry excludes, and for a
+    transformers that is too old for it.
     """
     model_type = getattr(config, "model_type", None)
     if model_type not in FAMILIES:
@@ -420,7 +370,17 @@ def family_of(config: Any) -> Family:
             f"model type {model_type!r} is not supported: expected one of {', '.join(FAMILIES)}; "
             "drot info MODEL names what drot cannot place in it"
         )
-    return _with_experts(FAMILIES[model_type], experts_of(config))
+    family = FAMILIES[model_type]
+    if family.needs and not hasattr(import_module("transformers.core_model_loading"), family.needs):
+        raise UserError(
+            f"a model of type {model_type!r} needs a newer transformers: pip install -U transformers"
+        )
+    for name, value in family.required:
+        if (got := getattr(config, name, value)) != value:
+            raise UserError(
+                f"a model of type {model_type!r} must have {name}={value} in its config, got {got}"
+            )
+    return _with_experts(family, experts_of(config))
 
 
 def layer_families(config: Any, layers: int) -> list[Family]:
@@ -431,7 +391,8 @@ def layer_families(config: Any, layers: int) -> list[Family]:
     family = family_of(config)
     kinds = dict(family.kinds)
     of_layers = (layer_kind(config, index) for index in range(layers))
-    return [kinds[kind] if kind else family for kind in of_layers]
+    count = experts_of(config)
+    return [_with_experts(kinds[kind], count) if kind else family for kind in of_layers]
 
 
 def linear_names(config: Any) -> Iterator[tuple[str, LinearSpec]]:

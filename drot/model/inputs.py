@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from drot.model.families import InputGroup
+from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer, Output
-from drot.model.linear import module_at, reset_norm
+from drot.model.linear import module_at, reset_norm, scale_of
 
 
 class Captured(NamedTuple):
@@ -122,7 +122,7 @@ def reading(
             if folded and group.norm is not None and layer.family.rotates_stream:
                 module = module_at(layer.module, group.norm)
                 norm = copy.deepcopy(module)
-                reset_norm(norm)
+                reset_norm(norm, layer.family)
             hooks.enter_context(module.register_forward_pre_hook(hook(group, norm)))
         yield forward
 
@@ -153,7 +153,6 @@ def _unfolded(layer: DecoderLayer, group: InputGroup, x: Tensor) -> Tensor:
     """The input x of a group without the weight of its norm; 0 where that is 0."""
     if group.norm is None:
         return x
-    scale = (
-        module_at(layer.module, group.norm).weight.detach().to(torch.promote_types(x.dtype, torch.float32))
-    )
+    scale = scale_of(module_at(layer.module, group.norm), layer.family)
+    scale = scale.to(torch.promote_types(x.dtype, torch.float32))
     return torch.where(scale == 0, 0, x / scale)

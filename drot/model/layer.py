@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from drot.config import BoundaryPlace
 from drot.machine.memory import return_free_memory
 from drot.model.boundary import BlockRotation, add_boundary_rotation, add_down_rotation
-from drot.model.families import Family, InputGroup, LinearSpec, by_module
-from drot.model.linear import Linear, copied, module_at, reset_norm
+from drot.model.family import Family, InputGroup, LinearSpec, by_module
+from drot.model.linear import Linear, copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.rotation import Boundary, LayerRotation, rotate_left, rotated_weight
 from drot.model.sizes import HeadShape, Width, check_down_block
 
@@ -112,8 +112,8 @@ class DecoderLayer:
         return [module_at(self.module, path) for path in self.family.post_norms or ()]
 
     def adds(self, group: InputGroup) -> bool:
-        """Whether the layer adds the outputs of `group` to its residual stream without a norm."""
-        return group.writes_residual and self.family.post_norms is None
+        """Whether the layer adds the outputs of `group` to its residual stream, and nothing changes them."""
+        return group.writes_residual and not group.weighted and self.family.post_norms is None
 
     def zeros(self) -> tuple[int, int]:
         """The number of zeros, and of weights, of the linears."""
@@ -174,9 +174,11 @@ class DecoderLayer:
         with contextlib.ExitStack() as replaced:
             if attention is not None:
                 block = module_at(self.module, self.family.attention)
-                replaced.enter_context(_returning(block, lambda: (attention(), None)))
+                returned = attention if self.family.linear_attention else lambda: (attention(), None)
+                replaced.enter_context(_returning(block, returned))
             if mlp is not None:
-                replaced.enter_context(_returning(module_at(self.module, self.family.mlp), mlp))
+                of_mlp = mlp()  # may call the very module
+                replaced.enter_context(_returning(module_at(self.module, self.family.mlp), lambda: of_mlp))
             output: Tensor = self.module(hidden, **kwargs)
         return output
 
@@ -209,17 +211,23 @@ class DecoderLayer:
     def _folded_weight(self, linear: Linear, dtype: torch.dtype) -> Tensor:
         weight, norm = linear.weight.detach().double(), linear.group.norm
         if norm is not None and self.family.rotates_stream:
-            weight = weight * module_at(self.module, norm).weight.detach().double()
+            weight = weight * scale_of(module_at(self.module, norm), self.family)
         return weight.to(dtype)
 
-    def _rotate_router(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
-        """Folds the norm of the experts into the router and rotates it, as it reads what they read."""
-        if (router := self.family.router) is None:
-            return
-        weight = module_at(self.module, router.path).weight
-        folded = weight.detach().double() * self.norms[-1].weight.detach().double()
-        rotated = rotated_weight(router, folded.to(dtype), rotation, self.heads, rotation.r1)
-        weight.copy_(rotated)
+    def _folded_bias(self, linear: Linear, dtype: torch.dtype) -> Tensor | None:
+        """The bias [out] of a linear, with the outputs W β of the shift of the norm in front of it added."""
+        bias, norm = linear.bias, linear.group.norm
+        if bias is None or norm is None or not self.family.rotates_stream:
+            return None if bias is None else bias.to(dtype)
+        shift = shift_of(module_at(self.module, norm))
+        return (bias if shift is None else bias.double() + linear.weight.double() @ shift).to(dtype)
+
+    def _rotate_readers(self, rotation: LayerRotation, dtype: torch.dtype) -> None:
+        """Folds norms into what reads their outputs beside the linears, and rotates it."""
+        for path, norm in self.family.readers:
+            weight = module_at(self.module, path).weight
+            folded = weight.detach().double() * scale_of(module_at(self.module, norm), self.family)
+            weight.copy_(folded.to(dtype) @ rotation.r1)
 
     @torch.no_grad()
     def rotate(
@@ -242,16 +250,18 @@ class DecoderLayer:
         rotation = rotation.to(device, dtype)
         output_r1 = rotation.r1 if boundary is None else boundary.next_r1.to(device, dtype)
         for linear in self.linears.values():
-            weight = self._folded_weight(linear, dtype)
+            weight, folded_bias = self._folded_weight(linear, dtype), self._folded_bias(linear, dtype)
             r1 = output_r1 if self.ends_layer(linear.group) else rotation.r1
             linear.weight.copy_(rotated_weight(linear.spec, weight, rotation, self.heads, r1))
-            if (bias := linear.bias) is not None and linear.spec.output == "r2":
-                bias.copy_(rotate_left(rotation.r2, bias.to(dtype)[:, None])[:, 0])
-            elif bias is not None and linear.spec.output == "r1":
-                bias.copy_(bias.to(dtype) @ r1)
-        self._rotate_router(rotation, dtype)
+            if (bias := linear.bias) is not None and folded_bias is not None:
+                if linear.spec.output == "r2":
+                    folded_bias = rotate_left(rotation.r2, folded_bias[:, None])[:, 0]
+                elif linear.spec.output == "r1":
+                    folded_bias = folded_bias @ r1
+                bias.copy_(folded_bias)
+        self._rotate_readers(rotation, dtype)
         for norm in self.norms if self.family.rotates_stream else ():
-            reset_norm(norm)
+            reset_norm(norm, self.family)
         if rotation.r3 is not None:
             self.expect_down_rotation(rotation.r3.shape[-1]).weight.copy_(rotation.r3)
         if boundary is not None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.core.errors import UserError
-from drot.model.families import InputGroup, LinearSpec
+from drot.model.family import Family, InputGroup, LinearSpec
 
 
 def module_at(root: nn.Module, path: str) -> Any:
@@ -114,7 +114,21 @@ def copied(module: nn.Module, device: torch.device, dtype: torch.dtype | None = 
     return copy.deepcopy(module, memo)
 
 
+def scale_of(norm: Any, family: Family) -> Tensor:
+    """γ [d] of a norm, by which it multiplies, in fp64."""
+    scale: Tensor = norm.weight.detach().double() + family.norm_offset
+    return scale
+
+
+def shift_of(norm: Any) -> Tensor | None:
+    """β [d] of a norm, which it adds, in fp64; None if it adds nothing."""
+    shift: Tensor | None = getattr(norm, "bias", None)
+    return None if shift is None else shift.detach().double()
+
+
 @torch.no_grad()
-def reset_norm(norm: Any) -> None:
-    """Sets the weight of a norm to 1, after it was folded into linears."""
-    norm.weight.fill_(1.0)
+def reset_norm(norm: Any, family: Family) -> None:
+    """Sets γ of a norm to 1 and β to 0, after they were folded into linears."""
+    norm.weight.fill_(1.0 - family.norm_offset)
+    if getattr(norm, "bias", None) is not None:
+        norm.bias.zero_()

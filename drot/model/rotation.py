@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drot.config import BoundaryPlace
-from drot.model.families import InputGroup, LinearSpec, Rotates
+from drot.model.family import InputGroup, LinearSpec, Rotates
 from drot.model.sizes import HeadShape
 
 
@@ -208,6 +208,19 @@ def rotated_hessian(group: InputGroup, hessian: Tensor, rotation: LayerRotation,
     if (blocks := rotation.of_input(group.input, shape)) is None:
         return hessian
     return rotate_left(blocks, rotate_right(hessian, blocks))
+
+
+def around_ones(matrix: Tensor) -> Tensor:
+    """H M H for a stack M [..., n, n], with the Householder matrix H = 1 - 2 v vᵀ that maps e₁ to 1/√n.
+
+    If M is orthogonal and leaves e₁ as it is, the result leaves the vector of ones: x - mean(x), and so a
+    LayerNorm, commutes with it. H M H of the identity is the identity.
+    """
+    v = torch.full(matrix.shape[-1:], -(matrix.shape[-1] ** -0.5), dtype=matrix.dtype, device=matrix.device)
+    v[0] += 1.0
+    v = v / torch.where((norm := v.norm()) > 0, norm, 1)
+    matrix = matrix - 2 * torch.outer(v, v) @ matrix
+    return matrix - 2 * (matrix @ v)[..., None] * v
 
 
 def newton_schulz(x: Tensor) -> Tensor:

@@ -1,15 +1,40 @@
 """The sizes of a decoder layer, from the config of its model."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from drot.core.errors import UserError
 
 #: `hidden` is d, `query` is heads · head_dim, `kv` is kv_heads · head_dim, `mlp` the intermediate size,
 #: `expert` that of an expert, `shared` that of the shared experts together, `experts` the number of experts.
-Width = Literal["hidden", "query", "kv", "mlp", "expert", "shared", "experts"]
-#: What a layer has in place of the usual of its family.
-LayerKind = Literal["", "dense"]
+#: `gated_query` is `query` with a gate for each number. In a linear attention `linear_value` is its heads ·
+#: head_dim of values, `linear_qkv` the width of its queries, keys and values together, and `linear_qkvz` that
+#: with a gate for each value. In a latent attention (MLA) `latent_q` and `latent_kv` are the widths of the
+#: latents of queries and of keys and values, and `latent_kv_rope` is that with the part of the keys that RoPE
+#: turns. `mla_query`, `mla_kv` and `mla_value` are heads · head_dim of queries, of keys without RoPE together
+#: with values, and of values.
+Width = Literal[
+    "hidden",
+    "query",
+    "kv",
+    "mlp",
+    "expert",
+    "shared",
+    "experts",
+    "gated_query",
+    "linear_value",
+    "linear_qkv",
+    "linear_qkvz",
+    "latent_q",
+    "latent_kv",
+    "latent_kv_rope",
+    "mla_query",
+    "mla_kv",
+    "mla_value",
+]
+#: What a layer has in place of the usual of its family: `dense` an MLP in place of experts, `linear` a linear
+#: attention.
+LayerKind = Literal["", "dense", "linear", "linear dense"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +58,20 @@ def experts_of(config: Any) -> int:
 
 
 def layer_kind(config: Any, index: int) -> LayerKind:
-    """The kind of decoder layer `index`: `dense` for a layer with an MLP in a mixture of experts."""
+    """The kind of decoder layer `index`."""
+    types = getattr(config, "layer_types", None)
+    kind = "linear " * bool(types and types[index] == "linear_attention") + "dense" * _is_dense(config, index)
+    return cast(LayerKind, kind.strip())
+
+
+def _is_dense(config: Any, index: int) -> bool:
+    """Whether decoder layer `index` has an MLP in a mixture of experts."""
     if not experts_of(config):
-        return ""
+        return False
     dense = index < (getattr(config, "first_k_dense_replace", None) or 0)
     dense |= index in (getattr(config, "mlp_only_layers", None) or ())
     dense |= (index + 1) % (getattr(config, "decoder_sparse_step", None) or 1) != 0
-    return "dense" if dense else ""
+    return dense
 
 
 def routed_share(config: Any) -> float:
@@ -58,18 +90,49 @@ def head_shape(config: Any) -> HeadShape:
     )
 
 
+def mlp_width(config: Any) -> int:
+    """The intermediate size of the MLP."""
+    names = ("intermediate_size", "ffn_dim")
+    return int(next(width for name in names if (width := getattr(config, name, None)) is not None))
+
+
 def widths_of(config: Any) -> dict[Width, int]:
     """The sizes that a model's `config` gives to the widths of linears."""
     shape = head_shape(config)
-    expert = getattr(config, "moe_intermediate_size", None) or config.intermediate_size
+    expert = getattr(config, "moe_intermediate_size", None) or mlp_width(config)
+    shared = getattr(config, "shared_expert_intermediate_size", None)
+    key, value = (
+        getattr(config, f"linear_num_{of}_heads", 0) * getattr(config, f"linear_{of}_head_dim", 0)
+        for of in ("key", "value")
+    )
     return {
         "hidden": config.hidden_size,
         "query": shape.heads * shape.head_dim,
         "kv": shape.kv_heads * shape.head_dim,
-        "mlp": config.intermediate_size,
+        "mlp": mlp_width(config),
         "expert": expert,
-        "shared": expert * (getattr(config, "n_shared_experts", None) or 0),
+        "shared": shared or expert * (getattr(config, "n_shared_experts", None) or 0),
         "experts": experts_of(config),
+        "gated_query": 2 * shape.heads * shape.head_dim,
+        "linear_value": value,
+        "linear_qkv": 2 * key + value,
+        "linear_qkvz": 2 * key + 2 * value,
+        **_latent_widths(config),
+    }
+
+
+def _latent_widths(config: Any) -> dict[Width, int]:
+    """The widths of a latent attention; 0 in other models."""
+    names = "q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"
+    q, kv, rope, nope, value = (getattr(config, name, None) or 0 for name in names)
+    heads = config.num_attention_heads
+    return {
+        "latent_q": q,
+        "latent_kv": kv,
+        "latent_kv_rope": kv + rope,
+        "mla_query": heads * (nope + rope),
+        "mla_kv": heads * (nope + value),
+        "mla_value": heads * value,
     }
 
 

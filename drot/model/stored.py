@@ -22,7 +22,7 @@ def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     found = {layer.prefix + name: tensor for name, tensor in layer.module.state_dict().items()}
     if layer.family.router is not None:
         found[layer.prefix + layer.family.router_file] = found.pop(
-            f"{layer.prefix}{layer.family.router.path}.weight"
+            f"{layer.prefix}{layer.family.router}.weight"
         )
     for linear in layer.linears.values():
         if linear.spec.expert is not None and layer.family.expert_files:
@@ -36,9 +36,7 @@ def load_stored(layer: DecoderLayer, tensors: dict[str, Tensor]) -> None:
     """Loads what `stored_tensors` gave."""
     own = dict(tensors)
     if layer.family.router is not None:
-        own[f"{layer.prefix}{layer.family.router.path}.weight"] = own.pop(
-            layer.prefix + layer.family.router_file
-        )
+        own[f"{layer.prefix}{layer.family.router}.weight"] = own.pop(layer.prefix + layer.family.router_file)
     for linear in layer.linears.values():
         if linear.spec.expert is not None and layer.family.expert_files:
             linear.weight.copy_(own.pop(stored_name(layer, linear)))

@@ -5,7 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from drot.model.families import FAMILIES, Family
+from drot.model.families import FAMILIES
+from drot.model.family import Family
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class Comparison:
 def compare(model: nn.Module) -> Comparison:
     """The model, which may lie on the device `meta`, next to the nearest declaration.
 
-    A module is placed if the declaration has its path. What a module computes is not compared, but for norms:
-    one with a bias is not an RMSNorm, and is not placed.
+    A module is placed if the declaration has its path. What a module computes is not compared, but for norms,
+    which are RMSNorms or LayerNorms.
     """
     path, layers = _decoder_layers(model)
     found = {name: _kind(module) for layer in layers for name, module in _with_weights(layer)}
@@ -41,15 +42,19 @@ def compare(model: nn.Module) -> Comparison:
 def _compared(model_type: str, family: Family, layers: str | None, found: dict[str, str]) -> Comparison:
     """found: path → class of the modules with weights of the decoder layers."""
     kinds: dict[str, str | None] = {}
+    required: list[str] = []
     for of_layer in (*dict(family.kinds).values(), family):
         plain = [linear.path for group in of_layer.groups if not group.routed for linear in group.linears]
         norms = (*of_layer.norms, *(of_layer.post_norms or ()))
-        required = [*plain, *norms]
+        required = [*plain, *norms]  # of the family itself, which comes last
         kinds |= dict.fromkeys(plain, "Linear")
-        kinds |= dict.fromkeys((*norms, *of_layer.untouched), "RMSNorm")
-    if family.experts is not None and family.router is not None:  # of a class of each family's own
-        required += [family.experts, family.router.path]
-        kinds |= dict.fromkeys((family.experts, family.router.path))
+        kinds |= dict.fromkeys(norms, "LayerNorm" if family.layer_norm else "RMSNorm")
+        kinds |= dict.fromkeys(of_layer.untouched)
+        beside = [path for path, _ in of_layer.readers]
+        if of_layer.experts is not None:
+            beside.append(of_layer.experts)
+        required += beside
+        kinds |= dict.fromkeys(beside)  # of a class of each family's own
     unplaced = [
         f"{path} ({kind})"
         for path, kind in found.items()
@@ -74,7 +79,9 @@ def _with_weights(layer: nn.Module) -> list[tuple[str, Any]]:
 
 
 def _kind(module: nn.Module) -> str:
-    """Its class; `RMSNorm` for every norm that scales and does not shift."""
+    """Its class; `RMSNorm` for every norm that scales and does not shift, `LayerNorm` for every LayerNorm."""
     name = type(module).__name__
+    if "LayerNorm" in name:
+        return "LayerNorm"
     shapes = [parameter.dim() for parameter in module.parameters(recurse=False)]
     return "RMSNorm" if "RMSNorm" in name and shapes == [1] else name

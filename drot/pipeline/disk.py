@@ -5,7 +5,7 @@ import math
 import torch
 
 from drot.config import ResolvedRecipe
-from drot.model.families import by_module
+from drot.model.family import by_module
 from drot.pipeline.estimate import Sizes, rotation_bytes
 from drot.pipeline.importance import map_bytes
 from drot.sparse.packed import PACKED

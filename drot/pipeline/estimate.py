@@ -17,7 +17,7 @@ import torch
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name
 from drot.model.decoder import DecoderModel
-from drot.model.families import InputGroup
+from drot.model.family import InputGroup
 from drot.model.sizes import HeadShape, routed_share
 from drot.pipeline.recover import held_out_sequences
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM

@@ -14,7 +14,7 @@ from torch import Tensor
 from drot.calibration.hessian import InputHessian
 from drot.config import ResolvedRecipe, Sparsity
 from drot.manifest.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
-from drot.model.families import InputGroup, LinearSpec
+from drot.model.family import InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotated_hessian, rotated_weight
 from drot.model.sizes import HeadShape
 from drot.pruning import removed_mask

@@ -7,6 +7,7 @@ rotations if all of them are known before the pruning starts. Otherwise it uses 
 
 import math
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from drot.machine.products import merging_dtype
 from drot.model.decoder import DecoderModel, rotate_head
 from drot.model.layer import DecoderLayer
 from drot.model.linear import copied
-from drot.model.rotation import Bases, Boundary, LayerRotation
+from drot.model.rotation import Bases, Boundary, LayerRotation, around_ones
 from drot.model.sizes import HeadShape
 
 #: Largest accepted error ‖rotated − original‖ / ‖original‖, in fp32.
@@ -29,15 +30,22 @@ class InvarianceError(RuntimeError):
 
 
 def random_rotations(
-    count: int, d: int, shape: HeadShape, device: torch.device, *, down: tuple[int, int] | None = None
+    count: int,
+    d: int,
+    shape: HeadShape,
+    device: torch.device,
+    *,
+    down: tuple[int, int] | None = None,
+    keeps_ones: bool = False,
 ) -> Iterator[LayerRotation]:
     """A random rotation for each of `count` layers, from two QRs of a d x d matrix.
 
     The layers take the two in turn, with the columns shifted: so no two neighbours have one R1, and the
-    product of two neighbours has no zeros. down: as in `random_rotation`.
+    product of two neighbours has no zeros. down, keeps_ones: as in `random_rotation`.
     """
     generator = torch.Generator().manual_seed(0)
-    drawn = [random_rotation(d, shape, generator, device, down=down) for _ in range(min(count, 2))]
+    options: dict[str, Any] = {"down": down, "keeps_ones": keeps_ones}
+    drawn = [random_rotation(d, shape, generator, device, **options) for _ in range(min(count, 2))]
     for index in range(count):
         rotation = drawn[index % 2]
         r3 = None if rotation.r3 is None else rotation.r3.roll(index, 2)
@@ -51,17 +59,25 @@ def random_rotation(
     device: torch.device | str = "cpu",
     *,
     down: tuple[int, int] | None = None,
+    keeps_ones: bool = False,
 ) -> LayerRotation:
     """QR factors of Gaussian matrices that are drawn on the CPU, in fp64 on `device`.
 
     down: number and size of the blocks of R3; None without R3.
+    keeps_ones: whether R1 1 = 1, as a family with LayerNorm needs.
     """
 
     def draw(*size: int) -> Tensor:
         gaussian = torch.randn(*size, generator=generator, dtype=torch.float64)
         return torch.linalg.qr(gaussian.to(device))[0]
 
-    r1, r2 = draw(d, d), draw(shape.kv_heads, shape.head_dim, shape.head_dim)
+    if keeps_ones:
+        r1 = around_ones(
+            torch.block_diag(torch.ones(1, 1, dtype=torch.float64).to(device), draw(d - 1, d - 1))
+        )
+    else:
+        r1 = draw(d, d)
+    r2 = draw(shape.kv_heads, shape.head_dim, shape.head_dim)
     return LayerRotation(r1, r2, draw(*down, down[-1]) if down else None)
 
 
@@ -159,7 +175,8 @@ def check_model(
     bases = Bases(bases.place or ("input" if rotates else "inside"), bases.layers)
     stream = _embedded(model, tokens, device)
     down = None if down_block is None else (model.widths["mlp"] // down_block, down_block)
-    drawn = random_rotations(bases.layers, model.hidden_size, model.heads, device, down=down)
+    options: dict[str, Any] = {"down": down, "keeps_ones": model.family.layer_norm}
+    drawn = random_rotations(bases.layers, model.hidden_size, model.heads, device, **options)
     remaining = iter(rotations or drawn)
     known = {0: next(remaining)}  # of three layers at most, to save memory
     rotated_stream = stream.rotated_copy(known[0].r1) if rotates else stream.copy()
@@ -173,9 +190,9 @@ def check_model(
         check_layer(layer, stream, known[layer.index], rotated_stream, boundary and boundary.to(device))
         known.pop(layer.index - 1, None)
     last_r1 = known[bases.layers - 1].r1.to(device)
-    with model.in_memory(*model.ends[1:]):
+    with model.in_memory(model.family.final_norm, model.family.head):
         norm, head = (copied(module, device, torch.float32) for module in (model.final_norm, model.head))
     expected = head(norm(stream.hidden_states))
     if rotates:
-        rotate_head(norm, head, last_r1, device)
+        rotate_head(norm, head, model.family, last_r1, device)
     return _checked_error(model.family.head, head(norm(rotated_stream.hidden_states)), expected)

@@ -69,5 +69,6 @@ def layer_objective(
         blocks=recipe.rotation.equal_blocks,
         down_block=down_block,
         fixed_r1=fixed_r1,
+        keeps_ones=layer.family.layer_norm,
     )
     return objective, metrics.damping

@@ -7,7 +7,12 @@ from typing import Any
 import torch
 
 from drot.checkpoint.resume import identity_differences, partial_folder
-from drot.checkpoint.rotations import load_rotations, read_record, stored_down_block
+from drot.checkpoint.rotations import (
+    ORTHOGONALITY_TOLERANCE,
+    load_rotations,
+    read_record,
+    stored_down_block,
+)
 from drot.config import Recipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
@@ -63,6 +68,13 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
             f'`mode="shared"` needs one R1 for all layers; {path} holds a different R1 for each layer: '
             'use `mode="layer"`'
         )
+    if run.model.family.layer_norm:
+        error = max(float((rotation.r1.sum(1) - 1).abs().amax()) for rotation in rotations)
+        if error > ORTHOGONALITY_TOLERANCE:
+            raise UserError(
+                f"{path} must hold an R1 with R1 1 = 1 for a model with LayerNorm, got an error of "
+                f"{error:.1e}: train the rotations on this model"
+            )
     entry = {"file": path.name, "sha256": file_record(path).sha256, "trained_with": record}
     return GivenRotations(rotations, entry)
 

@@ -24,6 +24,10 @@ INPUT_IN_WORDS = {
     "mlp": "intermediate size",
     "expert": "intermediate size of an expert",
     "shared": "intermediate size of the shared experts",
+    "latent_q": "q_lora_rank",
+    "latent_kv": "kv_lora_rank",
+    "mla_value": "input of o_proj (heads * v_head_dim)",
+    "linear_value": "input of out_proj (linear_num_value_heads * linear_value_head_dim)",
 }
 
 

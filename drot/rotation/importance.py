@@ -17,7 +17,7 @@ from drot.calibration.cholesky import cholesky_
 from drot.calibration.hessian import HessianFactor, InputHessian, factorize
 from drot.config import WITHOUT_HESSIAN, Method
 from drot.machine.products import add_product
-from drot.model.families import InputGroup
+from drot.model.family import InputGroup
 from drot.model.sizes import HeadShape
 
 #: The smallest share of the largest element of M's diagonal that is added to the diagonal, where M has no

@@ -12,6 +12,7 @@ Wᵀ dY + 2 (M R) diag(dq) for Y = W R, and W dYᵀ for Y = Rᵀ W.
 """
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ from drot import ops
 from drot.config import Sparsity
 from drot.machine.products import product
 from drot.machine.ranks import Ranks
-from drot.model.families import InputGroup, LinearSpec
+from drot.model.family import InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotate_left, rotate_right
 from drot.model.sizes import HeadShape
 from drot.rotation.gradient import Sums, left_factors, right_factors
@@ -58,6 +59,8 @@ class LayerObjective:
     R3 [n · ff/b, b, b] has the blocks of all n linears of this list, in its order. There is no R3 without
     `down_block`, or if the list is empty.
 
+    `own_left` lists those that R1 of this layer alone rotates in any case: o_proj without R2.
+
     A linear that is not pruned adds nothing to the loss, the gradients and the entropy, for either objective,
     and neither does a linear that no rotation changes.
 
@@ -68,6 +71,7 @@ class LayerObjective:
     blocks: the number of equal diagonal blocks of R1; 1 makes R1 dense.
     down_block: the size of the blocks of R3, for which `metrics` were made; None without R3.
     fixed_r1: whether R1 stays the identity.
+    keeps_ones: whether the training of R1 keeps R1 1 = 1.
     """
 
     def __init__(
@@ -83,9 +87,10 @@ class LayerObjective:
         blocks: int = 1,
         down_block: int | None = None,
         fixed_r1: bool = False,
+        keeps_ones: bool = False,
     ) -> None:
         self.groups, self.shape, self.objective, self.blocks = groups, shape, objective, blocks
-        self.down_block, self.fixed_r1 = down_block, fixed_r1
+        self.down_block, self.fixed_r1, self.keeps_ones = down_block, fixed_r1, keeps_ones
         self.sparsity = dict.fromkeys(weights, sparsity) if isinstance(sparsity, Sparsity) else sparsity
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
@@ -99,7 +104,9 @@ class LayerObjective:
         self.left_rotated: list[LeftRotated] = []
         #: places in `left_rotated` of the linears that this rank leaves to others (`share`)
         self._left_to_others: frozenset[int] = frozenset()
+        self.own_left: list[LeftRotated] = []
         self.r2_metric: Metric | None = None
+        attention_end = next((group for group in groups if group.writes_residual), None)
         for group in groups:
             parts: dict[str, Tensor] = {}
             for name in self._pruned(group, weights):
@@ -108,7 +115,12 @@ class LayerObjective:
                 parts[name] = (weight * self._factors[name]).to(product_dtype)
                 if group.input == "r2":
                     self.r2_metric = metric.rounded(product_dtype)
-            if group.input in (None, "r3"):
+            if group.input is None and group is attention_end:
+                self.own_left += [
+                    self._left_rotated(name, part, metrics.metrics[group.name], True, rotated=False)
+                    for name, part in parts.items()
+                ]
+            elif group.input in (None, "r3"):
                 left = group.linears[0].output == "r1"
                 self.left_rotated += [
                     self._left_rotated(name, part, metrics.metrics[group.name], left)
@@ -125,9 +137,12 @@ class LayerObjective:
         names = (linear.name for linear in group.linears)
         return [name for name in names if name in self.sparsity and name in weights]
 
-    def _left_rotated(self, name: str, weight: Tensor, metric: Metric, by_r1: bool) -> LeftRotated:
+    def _left_rotated(
+        self, name: str, weight: Tensor, metric: Metric, by_r1: bool, *, rotated: bool = True
+    ) -> LeftRotated:
+        """rotated: whether R3 rotates the input, if there is one."""
         column_scale = of_r3 = None
-        if self.down_block:
+        if self.down_block and rotated:
             of_r3 = metric.rounded(self.product_dtype)
         elif metric.matrix is not None:
             column_scale = metric.column_scale(metric.matrix.to(self.loss_dtype))
@@ -154,7 +169,7 @@ class LayerObjective:
     @property
     def empty(self) -> bool:
         """Whether no linear is pruned, so that the loss is 0 for all rotations."""
-        return not self.weights and not self.left_rotated
+        return not (self.weights or self.left_rotated or self.own_left)
 
     def share(self, ranks: Ranks) -> "LayerObjective":
         """The part of the objective that this rank computes; loss and gradients are sums over the ranks.
@@ -174,12 +189,18 @@ class LayerObjective:
         whole: dict[str | int, int] = {
             name: weight.numel() for name, weight in self.weights.items() if name not in by_rows
         }
-        whole |= {place: linear.weight.numel() for place, linear in enumerate(self.left_rotated)}
+        left = [*self.left_rotated, *self.own_left]
+        whole |= {place: linear.weight.numel() for place, linear in enumerate(left)}
         owners, stops = work_of_ranks(whole, sum(self.weights[name].numel() for name in by_rows), ranks.size)
         start, stop = stops[ranks.rank : ranks.rank + 2]
         other._left_to_others = frozenset(
             place for place in range(len(self.left_rotated)) if owners[place] != ranks.rank
         )
+        other.own_left = [
+            linear
+            for place, linear in enumerate(self.own_left, len(self.left_rotated))
+            if owners[place] == ranks.rank
+        ]
         other.weights, other._stacks = {}, {}
         for group in self.groups:
             parts: dict[str, Tensor] = {}
@@ -243,13 +264,16 @@ class LayerObjective:
                 other._keep(group, stack, sizes, names)
         other.r1_metric = self.r1_metric.to(device)
         other.r2_metric = None if self.r2_metric is None else self.r2_metric.to(device)
-        other.left_rotated = []
-        for linear in self.left_rotated:
+
+        def moved_left(linear: LeftRotated) -> LeftRotated:
             weight = moved(linear.weight, [len(linear.weight)], [linear.factor])
             scale = None if linear.column_scale is None else linear.column_scale.to(device)
             metric = None if linear.metric is None else linear.metric.to(device)
-            rest = linear.sparsity, linear.factor, linear.by_r1
-            other.left_rotated.append(LeftRotated(weight, scale, metric, *rest))
+            return dataclasses.replace(linear, weight=weight, column_scale=scale, metric=metric)
+
+        other.left_rotated, other.own_left = (
+            [moved_left(linear) for linear in linears] for linears in (self.left_rotated, self.own_left)
+        )
         return other
 
     def identity(self) -> tuple[Tensor, ...]:
@@ -301,12 +325,13 @@ class LayerObjective:
         ]
         if sums.with_gradients and gradients:
             column_scales.add_gradient(sums.gradients["r1"], gradients)
-        if len(matrices) > 2:
+        with_r3 = len(matrices) > 2
+        if with_r3:
             self._add_down(matrices[2], casts[2], r1_cast, sums)
-        else:
-            for place, linear in enumerate(self.left_rotated):
-                if place not in self._left_to_others:
-                    self._add_left_rotated(linear, r1_cast, sums)
+        left = [] if with_r3 else enumerate(self.left_rotated)
+        own = (linear for place, linear in left if place not in self._left_to_others)
+        for linear in (*self.own_left, *own):
+            self._add_left_rotated(linear, r1_cast, sums)
         if not sums.losses:
             sums.losses.append(r1.new_zeros(()))
         return sums

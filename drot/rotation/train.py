@@ -12,7 +12,7 @@ from torch import Tensor
 from drot.config import ResolvedRotation
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
-from drot.model.rotation import LayerRotation, orthogonality_error, reorthogonalize
+from drot.model.rotation import LayerRotation, around_ones, orthogonality_error, reorthogonalize
 from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer
@@ -51,12 +51,15 @@ class TrainingRecord:
 class _R1Parameters:
     """The `count` matrices that are optimised for R1: R1 [n, b, b], or [1, b, b] for each unequal block.
 
-    None is optimised if R1 is fixed, and stays as it starts.
+    None is optimised if R1 is fixed, and stays as it starts. With `keeps_ones` each block is H P H
+    (`around_ones`), and P is optimised, of which the gradient leaves the first row and column as they are.
     """
 
-    def __init__(self, start: Tensor, blocks: int | tuple[int, ...], *, fixed: bool = False) -> None:
+    def __init__(
+        self, start: Tensor, blocks: int | tuple[int, ...], *, fixed: bool = False, keeps_ones: bool = False
+    ) -> None:
         size = start.shape[0] * start.shape[1]
-        self._fixed = start if fixed else None
+        self._fixed, self.keeps_ones = start if fixed else None, keeps_ones
         self.sizes = blocks if isinstance(blocks, tuple) else None
         if self.sizes and sum(self.sizes) != size:
             raise UserError(f"`blocks` must add up to the hidden size {size}, got {self.sizes}")
@@ -70,10 +73,21 @@ class _R1Parameters:
         stops = itertools.accumulate(self.sizes)
         return [r1[:, s - size : s, s - size : s] for size, s in zip(self.sizes, stops, strict=True)]
 
+    def gradients(self, r1: Tensor) -> list[Tensor]:
+        """The gradient in each of the matrices, from the gradient in R1."""
+        found = self.split(r1)
+        if self.keeps_ones:
+            found = [around_ones(gradient) for gradient in found]
+            for gradient in found:
+                gradient[:, 0] = gradient[:, :, 0] = 0.0
+        return found
+
     def join(self, matrices: list[Tensor]) -> Tensor:
-        """The inverse of `split`."""
+        """R1 of the matrices. At the identity it is the inverse of `split`."""
         if self._fixed is not None:
             return self._fixed
+        if self.keeps_ones:
+            matrices = [around_ones(matrix) for matrix in matrices]
         return torch.block_diag(*(matrix[0] for matrix in matrices))[None] if self.sizes else matrices[0]
 
 
@@ -136,7 +150,8 @@ class _SummedObjective:
         """
         count, scale = self._r1.count, len(self._objectives) / len(chosen)
         r1 = self._r1.join(matrices[:count])
-        r1_rounded = r1 if rounded is None else self._r1.join(rounded[:count])
+        # a product with H would be rounded too
+        r1_rounded = r1 if rounded is None or self._r1.keeps_ones else self._r1.join(rounded[:count])
         loss = r1_gradient = None
         own_gradients: list[Tensor | None] = [None] * (len(matrices) - count)
         for index in chosen:
@@ -150,7 +165,7 @@ class _SummedObjective:
             own_gradients[own.start - count : own.stop - count] = of_own
         assert loss is not None and r1_gradient is not None, "no objective was chosen"
         self._ranks.add_(loss, r1_gradient, *(each for each in own_gradients if each is not None))
-        return loss, [*self._r1.split(r1_gradient), *own_gradients]
+        return loss, [*self._r1.gradients(r1_gradient), *own_gradients]
 
 
 def _has_converged(curve: list[Tensor], config: ResolvedRotation) -> bool:
@@ -184,7 +199,9 @@ class _Training:
         self.steps = 0 if all(objective.empty for objective in objectives) else config.steps
         self.trained = [i for i, objective in enumerate(objectives) if not (self.steps and objective.empty)]
         eye = objectives[0].identity()[0].to(device)
-        self._r1 = _R1Parameters(eye, config.blocks, fixed=objectives[0].fixed_r1)
+        self._r1 = _R1Parameters(
+            eye, config.blocks, fixed=objectives[0].fixed_r1, keeps_ones=objectives[0].keeps_ones
+        )
         trained = [objectives[index] for index in self.trained]
         own = [[matrix.to(device) for matrix in objective.own_identity()] for objective in trained]
         self.start = [*self._r1.split(eye), *itertools.chain(*own)]

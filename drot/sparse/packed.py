@@ -19,7 +19,8 @@ from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
 from drot.machine.finite import is_finite
 from drot.model.decoder import DecoderModel
-from drot.model.families import Family, by_module, family_of
+from drot.model.families import family_of
+from drot.model.family import Family, by_module
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 from drot.sparse.fused import unfuse

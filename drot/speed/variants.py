@@ -22,6 +22,7 @@ from drot.model.boundary import (
 )
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
+from drot.model.sizes import widths_of
 from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotations
 from drot.sparse.linear import is_packed
@@ -64,8 +65,9 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     config = copy.deepcopy(config)
     held = drot_config_of(config)
     if held is None or not (held.boundary or held.down_rotation):
-        stream = family_of(config).rotates_stream
-        rotation = resolve(Recipe(), down_width=config.intermediate_size, rotates_stream=stream).rotation
+        family = family_of(config)
+        width, stream = widths_of(config)["mlp"] if family.takes("r3") else 0, family.rotates_stream
+        rotation = resolve(Recipe(), down_width=width, rotates_stream=stream).rotation
         held = DrotConfig(boundary=rotation.boundary, down_rotation=rotation.down_block)
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -37,11 +37,18 @@ def outputs(module, stream):
 def from_the_start(layer, stream, group):
     """The inputs of a group and the residual stream behind its linear, from whole forward passes."""
     seen, middle = [], []
-    norm = layer.module.post_attention_layernorm
     handles = [
-        layer.linears_of(group)[0].module.register_forward_pre_hook(lambda m, args: seen.append(args[0])),
-        norm.register_forward_pre_hook(lambda m, args: middle.append(args[0])),
+        layer.linears_of(group)[0].module.register_forward_pre_hook(lambda m, args: seen.append(args[0]))
     ]
+    if layer.family.parallel:  # no module reads the stream behind the attention
+        (norm,), attention = layer.norms, layer.module.self_attn
+        handles += [
+            norm.register_forward_pre_hook(lambda m, args: middle.append(args[0])),
+            attention.register_forward_hook(lambda m, args, out: middle.append(middle.pop() + out[0])),
+        ]
+    else:
+        norm = layer.module.post_attention_layernorm
+        handles.append(norm.register_forward_pre_hook(lambda m, args: middle.append(args[0])))
     found = outputs(layer.module, stream)
     for handle in handles:
         handle.remove()

@@ -31,9 +31,10 @@ def assert_as_loaded(folder, dtype="auto"):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    assert (skeleton.lm_head.weight is skeleton.model.embed_tokens.weight) == (
-        loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    tied, expected_tied = (
+        model.lm_head.weight is model.get_input_embeddings().weight for model in (skeleton, loaded)
     )
+    assert tied == expected_tied
     return loaded, skeleton
 
 

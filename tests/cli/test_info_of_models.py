@@ -47,16 +47,17 @@ def test_a_known_family(family, tmp_path, capsys):
     ("model_type", "facts"),
     [
         ("gemma", "cannot place nothing: compare the forward passes lacks nothing"),
-        ("cohere2", "cannot place input_layernorm (Cohere2LayerNorm) lacks post_attention_layernorm"),
+        ("cohere", "cannot place nothing: compare the forward passes lacks nothing"),
         ("olmoe", "cannot place nothing: compare the forward passes lacks nothing"),
-        ("opt", "self_attn.out_proj (Linear), self_attn_layer_norm (LayerNorm), fc1 (Linear)"),
+        ("gpt2", "cannot place ln_1 (LayerNorm), attn.c_attn (Conv1D), attn.c_proj (Conv1D)"),
     ],
 )
 def test_an_unknown_family(model_type, facts, tmp_path, capsys):
     """The modules with weights that the nearest declaration lacks, and those that it has in addition."""
     text = shown(capsys, with_config(tmp_path, model_type, num_hidden_layers=2))
     assert "supported no" in text and "docs/architectures.md" in text
-    assert f"nearest family {'qwen3_moe' if model_type == 'olmoe' else 'llama'}" in text
+    nearest = {"olmoe": "qwen3_moe", "cohere": "cohere2"}
+    assert f"nearest family {nearest.get(model_type, 'llama')}" in text
     assert facts in text
 
 

@@ -1,6 +1,7 @@
 """The declarations of families: paths, names and shapes, and linears that are slices of fused modules."""
 
 import re
+from typing import get_args
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.model.families import FAMILIES, LLAMA, linear_names
 from drot.model.rotation import LayerRotation
+from drot.model.sizes import Width
 
 
 @pytest.fixture
@@ -41,7 +43,7 @@ def test_the_declared_parts_exist(model_type):
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_a_declaration_is_consistent(family):
     """The linears of a group share their input, and each rotation has the width of what it rotates."""
-    plain = {"hidden", "query", "kv", "mlp", "expert", "shared"}
+    plain = set(get_args(Width)) - {"experts"}
     widths = {None: plain, "r1": {"hidden"}, "r2": {"query", "kv"}, "r3": {"mlp"}}
     for group in family.groups:
         assert len({(linear.input, linear.shape[1]) for linear in group.linears}) == 1

@@ -1,13 +1,18 @@
 """Rotations change no outputs of any model: property tests over random architectures."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import BARE, build, settings_of_models, tokens_for
+from random_models import BARE, LINEAR_ATTENTION, build, settings_of_models, tokens_for
 from small_models import random_rotations, relative_error, rotate_model
+from torch import nn
 
+from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation
+from drot.pipeline.invariance import random_rotation
 
 #: dtype → largest relative error of the logits. fp64 is exact to 15 digits, fp32 to 7. In bf16 each weight of
 #: the rotated model and each hidden state is rounded to 8 bits, in another basis than the original's.
@@ -15,8 +20,13 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 0.25}
 
 
 def compute_norms_in_fp64(model):
-    """transformers computes every RMSNorm in fp32, also in an fp64 model."""
+    """transformers computes every norm of its own in fp32, also in an fp64 model."""
     for module in model.modules():
+        if type(module).__name__ == "Cohere2LayerNorm":
+            shape, eps = module.weight.shape, module.variance_epsilon
+            module.forward = partial(
+                nn.functional.layer_norm, normalized_shape=shape, weight=module.weight, eps=eps
+            )
         if type(module).__name__.endswith("RMSNorm"):
             eps = getattr(module, "variance_epsilon", None)
             weight = module.weight
@@ -32,11 +42,12 @@ def compute_norms_in_fp64(model):
 def rotations_of(model, mode, seed, block_sizes):
     """A random rotation of each layer, whose R1 has diagonal blocks of `block_sizes`; () for a dense R1."""
     rotations, generator = random_rotations(model, seed), torch.Generator().manual_seed(seed)
+    handle = DecoderModel(model)
     if block_sizes:
         for index, rotation in enumerate(rotations):
-            drawn = [torch.randn(n, n, generator=generator, dtype=torch.float64) for n in block_sizes]
-            r1 = torch.block_diag(*(torch.linalg.qr(block)[0] for block in drawn))
-            rotations[index] = LayerRotation(r1, rotation.r2)
+            options = dict(keeps_ones=handle.family.layer_norm)
+            drawn = [random_rotation(n, handle.heads, generator, **options).r1 for n in block_sizes]
+            rotations[index] = LayerRotation(torch.block_diag(*drawn), rotation.r2)
     if mode == "shared":
         rotations = [LayerRotation(rotations[0].r1, rotation.r2) for rotation in rotations]
     return rotations
@@ -59,8 +70,9 @@ def assert_same_logits(mode, data, settings, seed):
     before = model(tokens).logits
     rotations = rotations_of(model, mode, seed, data.draw(blocks_of(settings["hidden_size"])))
     rotate_model(model, rotations, None if mode == "shared" else mode)
-    # the router of GLM computes in fp32
-    dtype = torch.float32 if settings["family"] == "glm4_moe" else settings["dtype"]
+    # the routers of GLM and DeepSeek and a linear attention compute in fp32
+    in_fp32 = settings["family"] in ("glm4_moe", "deepseek_v3", *LINEAR_ATTENTION)
+    dtype = torch.float32 if in_fp32 else settings["dtype"]
     tolerance = max(TOLERANCE[settings["dtype"]], TOLERANCE[dtype])
     assert relative_error(model(tokens).logits, before) < tolerance
 

@@ -7,7 +7,7 @@ import torch
 from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, one_shot, prune, saved_tensors
 from safetensors.torch import save_file
 from small_models import random_tokens, relative_error, save_small_model, small_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import drot
 from drot.calibration.stream import CalibrationStream
@@ -16,10 +16,13 @@ from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.manifest.manifest import read_manifest
 from drot.model.decoder import DecoderModel
+from drot.pipeline.dry_run import run_needs, without_weights
 from drot.pipeline.estimate import sizes_of
 
 CPU = torch.device("cpu")
-FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss"]
+FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe"]
+#: with those whose first layer has no experts; the norms of Qwen3-Next multiply by 1 + their weight
+ALL = [*FAMILIES, "qwen3_next", "deepseek_v3"]
 NOT_PACKED = "the packed format does not hold the experts"
 NO_R3 = "must be auto or none for a model of type"
 OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -125,7 +128,7 @@ def test_an_expert_with_too_few_tokens_is_named(caplog):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):
     chosen, tokens, out = MODES[mode], random_tokens(2, 30, seed=5), tmp_path / "out"
     interrupted(small_model(family), chosen, out=out)
@@ -145,7 +148,7 @@ def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):
     assert cli.run(["info", str(out), "--verify"]) == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 @pytest.mark.parametrize("place", ["input", "residual"])
 def test_without_sparsity_the_outputs_do_not_change(family, place):
     """The router reads what R1 rotates, so it is rotated too; it is never pruned."""
@@ -198,6 +201,16 @@ def test_the_zeros_are_counted_again(tmp_path):
         name: linear.sparsity for name, linear in read_manifest(tmp_path / "again").layers[1].linears.items()
     }
     assert shares.pop("experts.2.down_proj") == 1 and set(shares.values()) == {0.5}
+
+
+def test_a_layer_of_qwen3_30b_a3b_needs_at_most_30_gb():
+    """The count of `--dry-run` for a run with the default recipe in fp32 on a CPU."""
+    sizes = dict(hidden_size=2048, intermediate_size=6144, moe_intermediate_size=768, vocab_size=151_936)
+    heads = dict(num_attention_heads=32, num_key_value_heads=4, head_dim=128)
+    experts = dict(num_experts=128, num_experts_per_tok=8)
+    config = AutoConfig.for_model("qwen3_moe", **sizes, **heads, **experts, num_hidden_layers=2)
+    needs = run_needs(without_weights(config), Recipe(), device="cpu", dtype="float32")
+    assert 15e9 < needs.main_memory + needs.device_memory < 30e9
 
 
 # ---- what it cannot have -----------------------------------------------------------------------------
@@ -291,7 +304,7 @@ def test_layers_for_multi_token_prediction_are_left_out(tmp_path, caplog):
     assert torch.equal(drot.load(tmp_path / "out", device="cpu")(TOKENS).logits, result.model(TOKENS).logits)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ALL)
 def test_the_files_are_those_of_transformers(family, tmp_path):
     """Engines read each expert by its own name, as in the published checkpoints."""
     stock = small_model(family)

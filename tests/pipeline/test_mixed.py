@@ -207,7 +207,7 @@ def test_a_kept_down_proj_is_trained_with_no_layer():
     own = dict(keep=("layers.0.mlp.down_proj",), sparsity_of={"layers.1.mlp.down_proj": "4:8"})
     chosen = recipe(**RESIDUAL, **own)
     context = RunContext(small_model("llama"), resolve(chosen), TOKENS, torch.device("cpu"), silent)
-    found = [[str(down.sparsity) for down in part.left_rotated] for _, part, _ in _objectives(context)]
+    found = [[str(down.sparsity) for down in part.left_rotated] for _, part, _ in _objectives(context, None)]
     assert found == [[], [], ["4:8", "2:4"]]
 
 

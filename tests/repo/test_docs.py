@@ -19,7 +19,8 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 import drot
 from drot.cli import app as cli
 from drot.cli.commands import COMMANDS, imported
-from drot.model.families import FAMILIES, by_module
+from drot.model.families import FAMILIES
+from drot.model.family import by_module
 from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -413,7 +413,7 @@ def test_the_parts_of_the_ranks_add_up(objective, sparsity, down_block, blocks, 
     loss, *gradients = whole.value_and_grad(*matrices)
     parts = [whole.share(Ranks(rank, size)) for rank in range(size)]
     sums = [sum(found) for found in zip(*(part.value_and_grad(*matrices) for part in parts), strict=True)]
-    tolerance = 1e-10 if dtype == torch.float64 else 1e-3
+    tolerance = 1e-10 if dtype == torch.float64 else 4e-3  # of bf16
     for found, expected in zip(sums, (loss, *gradients), strict=True):
         assert torch.dist(found, expected) <= tolerance * expected.norm()
     entropy = sum(part.entropy_at(*matrices) for part in parts)

@@ -101,7 +101,7 @@ def test_the_entropy_is_recorded_by_step():
 class ScriptedObjective:
     """An objective with given losses, which records the R1 of each call."""
 
-    empty, fixed_r1, objective = False, False, "entropy"
+    empty, fixed_r1, keeps_ones, objective = False, False, False, "entropy"
 
     def __init__(self, losses):
         self.losses, self.calls, self.device = losses, [], torch.device("cpu")

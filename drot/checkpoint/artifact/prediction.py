@@ -17,8 +17,9 @@ from drot.checkpoint.quantization_config import quantization_config_of
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
-from drot.model.decoder import DecoderModel
+from drot.model.decoder import DecoderModel, rotated_shift
 from drot.model.families import family_of
+from drot.model.linear import module_at, scale_of
 from drot.model.rotation import Bases, LayerRotation
 
 #: The elements of a piece, so that only a part of a large tensor is in fp64 at a time.
@@ -94,20 +95,23 @@ def _of_ends(decoder: DecoderModel, rotations: Mapping[int, LayerRotation] | Non
     """The predictions of the tensors outside of the layers."""
     family = decoder.family
     rotates = rotations is not None and family.rotates_stream
-    ends = {f"{path}.weight" for path in decoder.ends}
+    of_norm = [f"{family.final_norm}.{name}" for name, _ in decoder.final_norm.named_parameters()]
+    ends = {*of_norm, *(f"{path}.weight" for path in decoder.ends)}
     for name, tensor in decoder.model.state_dict().items():
         if name.startswith(f"{family.layers}."):
             continue
         if not rotates or name not in ends:
             yield Prediction(name, _split(tensor), 0.0)
     if rotations is not None and rotates:
-        norm, head, embedding = decoder.final_norm.weight, decoder.head.weight, decoder.embedding.weight
-        scale = norm.detach().double()
+        norm, head, scale = decoder.final_norm, decoder.head.weight, scale_of(decoder.final_norm, family)
         first, last = (rotations[index].r1.double() for index in (0, len(decoder.layers) - 1))
-        yield Prediction(f"{family.final_norm}.weight", _split(torch.ones_like(norm)), 0.0)
-        yield Prediction(
-            f"{family.embedding}.weight", (rows @ first for rows in _split(embedding)), _tolerance(embedding)
-        )
+        reset = torch.full_like(norm.weight, 1.0 - family.norm_offset)
+        yield Prediction(f"{family.final_norm}.weight", _split(reset), 0.0)
+        if (shift := rotated_shift(norm, family, last)) is not None:
+            yield Prediction(f"{family.final_norm}.bias", _split(shift), _tolerance(shift))
+        for path in family.embeddings:
+            rows = module_at(decoder.model, path).weight
+            yield Prediction(f"{path}.weight", (part @ first for part in _split(rows)), _tolerance(rows))
         yield Prediction(
             f"{family.head}.weight",
             ((rows.double() * scale) @ last for rows in _split(head)),

@@ -93,6 +93,8 @@ def _r2(dense: DecoderLayer, r1: Tensor, read: Callable[[str], Tensor], prefix: 
                 weights = [w.unflatten(0, (heads.kv_heads, -1)) for w in weights]
             before.append(weights[0])
             after.append(weights[1])
+    if not before:  # a family without R2
+        return none.clone()
     plain, pruned = torch.cat(before, 2), torch.cat(after, 2)
     kept = pruned != 0
     r2 = _nearest(plain @ pruned.mT)

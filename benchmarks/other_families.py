@@ -1,11 +1,13 @@
-"""How much of the 2:4 gap the rotations close in a model with norms behind attention and MLP.
+"""How much of the 2:4 gap the rotations close in a GLM-4, with norms behind attention and MLP, or a Mixtral.
 
-    python benchmarks/sandwich_norms.py --minutes 8
+    python benchmarks/other_families.py --minutes 8
+    python benchmarks/other_families.py --minutes 8 --family mixtral
 
-The model is a GLM-4 with the weights of the demo's LLaMA. Its norms behind the blocks start at the root mean
-square that the LLaMA's blocks write. The whole model is then trained on the demo's calibration text and on
-the standard library. It is pruned to 2:4 by SparseGPT in one shot, without rotation and at the three points
-of --rotation. The share of the gap is that of the loss on the held-out text of the demo.
+The model has the weights of the demo's LLaMA. The norms of the GLM-4 behind the blocks start at the root mean
+square that the LLaMA's blocks write. Each of the 4 experts of the Mixtral starts as the LLaMA's MLP with
+noise of a fifth of its size. The whole model is then trained on the demo's calibration text and on the
+standard library. It is pruned to 2:4 by SparseGPT in one shot, without rotation and at the points of
+--rotation that the family has. The share of the gap is that of the loss on the held-out text of the demo.
 """
 
 import argparse
@@ -35,26 +37,16 @@ POINTS: dict[str, dict[str, Any]] = {
     "light": {"mode": "shared", "down_rotation": 64},
     "full": {"mode": "layer"},
 }
+#: the experts of the Mixtral, and the noise in them as a share of the root mean square of a weight
+EXPERTS, NOISE = 4, 0.2
 
 
 @torch.no_grad()
 def glm4(ids: torch.Tensor) -> Any:
     """A GLM-4 with the weights of the demo's LLaMA. ids: token ids [n] on which its outputs are measured."""
     llama = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    own = llama.config
-    names = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-        *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
-    )
-    config = AutoConfig.for_model(
-        "glm4",
-        **{name: getattr(own, name) for name in names},
-        head_dim=own.hidden_size // own.num_attention_heads,
-        rope_parameters=dict(own.rope_parameters) | {"partial_rotary_factor": 1.0},
-        attention_bias=False,
-        pad_token_id=None,
-    )
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    rope = dict(llama.config.rope_parameters) | {"partial_rotary_factor": 1.0}
+    model = empty("glm4", llama.config, rope_parameters=rope, attention_bias=False)
     sizes: dict[int, float] = {}
 
     def measure(module: Any, args: Any, output: torch.Tensor) -> None:
@@ -71,10 +63,46 @@ def glm4(ids: torch.Tensor) -> Any:
     for layer, dense in zip(DecoderModel(model).layers, DecoderModel(llama).layers, strict=True):
         for norm, name in zip(layer.post_norms, ("o_proj", "down_proj"), strict=True):
             norm.weight.fill_(sizes[id(dense.linears[name].module)])
+    copy_ends(model, llama)
+    return model
+
+
+@torch.no_grad()
+def mixtral(ids: torch.Tensor) -> Any:
+    """A Mixtral whose experts are the MLP of the demo's LLaMA with noise. ids: not used."""
+    llama = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    rope = dict(llama.config.rope_parameters)
+    model = empty("mixtral", llama.config, rope_parameters=rope, num_local_experts=EXPERTS)
+    for layer, dense in zip(DecoderModel(model).layers, DecoderModel(llama).layers, strict=True):
+        for name, linear in layer.linears.items():
+            weight = dense.linears[name.rpartition(".")[2]].weight
+            noise = NOISE * weight.square().mean().sqrt() * torch.randn_like(weight)
+            linear.weight.copy_(weight if linear.spec.expert is None else weight + noise)
+        for norm, of_dense in zip(layer.norms, dense.norms, strict=True):
+            norm.weight.copy_(of_dense.weight)
+    copy_ends(model, llama)
+    return model
+
+
+def empty(model_type: str, own: Any, **others: Any) -> Any:
+    """A model of another type with the sizes of the config `own` of a LLaMA."""
+    names = (
+        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    )
+    sizes = {name: getattr(own, name) for name in names}
+    head_dim = own.hidden_size // own.num_attention_heads
+    config = AutoConfig.for_model(model_type, **sizes, head_dim=head_dim, pad_token_id=None, **others)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def copy_ends(model: Any, llama: Any) -> None:
     model.model.embed_tokens.weight.copy_(llama.model.embed_tokens.weight)
     model.lm_head.weight.copy_(llama.lm_head.weight)
     model.model.norm.weight.copy_(llama.model.norm.weight)
-    return model
+
+
+MODELS = {"glm4": glm4, "mixtral": mixtral}
 
 
 def train(model: Any, ids: torch.Tensor, seconds: float) -> None:
@@ -99,6 +127,7 @@ def train(model: Any, ids: torch.Tensor, seconds: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8)
+    parser.add_argument("--family", choices=MODELS, default="glm4")
     parser.add_argument("--model", type=Path, help="a folder for the trained model, or where it lies")
     options = parser.parse_args()
     random.seed(0)
@@ -114,7 +143,7 @@ def main() -> None:
         random.shuffle(texts)
         text = "\n\n".join(texts)[:4_000_000] + calibration
         ids = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-        model = glm4(first)
+        model = MODELS[options.family](first)
         train(model, ids, 60 * options.minutes)
         if options.model is not None:
             model.save_pretrained(options.model)
@@ -123,6 +152,8 @@ def main() -> None:
     losses = {"dense": math.log(perplexity(model, held_out, seqlen=SEQLEN))}
     chosen = Recipe().with_quality("fast").replace(seqlen=SEQLEN)
     for name, fields in {"none": {"mode": "none"}, **POINTS}.items():
+        if fields.get("down_rotation", "none") != "none" and not DecoderModel(model).family.takes("r3"):
+            continue
         again = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), dtype=torch.float32).eval()
         again.load_state_dict(state)
         pruned = drot.prune(

@@ -1,0 +1,261 @@
+"""What a declaration of a model family can say: where its weights lie, and how rotations act on them."""
+
+import itertools
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from drot.model.sizes import Width
+
+#: R1 [d, d] rotates the residual stream, R2 [head_dim, head_dim] the values of a KV head, R3 the input of
+#: down_proj in diagonal blocks [b, b]. Nothing in front of down_proj can take R3, so that a model applies it
+#: while it runs (boundary.py), and a run may do without it. Where the stream cannot rotate, R1 acts on the
+#: inputs of the attention and of the MLP, and the model applies it while it runs too.
+Rotates = Literal["r1", "r2", "r3"]
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """One linear of a decoder layer.
+
+    path: the module in the layer.
+    shape: the widths (outputs, inputs) of its weight W.
+    input: the rotation R of its input, merged as W R; None if the input is not rotated.
+    output: the rotation R of its outputs, merged as Rᵀ W; None if they are not rotated.
+    part: the name of the linear if it is a slice of a fused module. The slices of a module lie one below the
+        other, in the order of their declaration.
+    expert: the number of its expert; the path is then that of a parameter [experts, out, in].
+    transposed: whether this parameter is [experts, in, out], and the outputs of the slices alternate. The
+        parameter with the biases has the same name with `_bias`.
+    """
+
+    path: str
+    shape: tuple[Width, Width]
+    input: Rotates | None = None
+    output: Rotates | None = None
+    part: str | None = None
+    expert: int | None = None
+    transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        """The name by which the rest of drot calls the linear, such as `q_proj` or `experts.3.up_proj`."""
+        name = self.part or self.path.partition(".")[2] or self.path
+        return name if self.expert is None else f"experts.{self.expert}.{name}"
+
+    @property
+    def rotations(self) -> set[Rotates | None]:
+        """The rotations that act on it."""
+        return {self.input, self.output} - {None}
+
+    @property
+    def block(self) -> str:
+        """The block of the layer that the linear belongs to."""
+        return self.path.partition(".")[0]
+
+    @property
+    def writes_residual(self) -> bool:
+        """Whether its outputs are those of the attention or of the MLP."""
+        return self.shape[0] == "hidden"
+
+
+def by_module(linears: Iterable[LinearSpec]) -> list[list[LinearSpec]]:
+    """The linears by their module: one alone, or the slices of a fused module."""
+    found: dict[str, list[LinearSpec]] = {}
+    for linear in linears:
+        found.setdefault(linear.path, []).append(linear)
+    return list(found.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputGroup:
+    """The linears that read one input, and so share one Hessian.
+
+    norm: path of the norm that makes the input; None if the input comes from elsewhere. If R1 rotates the
+        residual stream, its weight is folded into the linears before a rotation.
+    routed: whether it stands for a group of each expert, which reads the tokens that the router sends there.
+    weighted: whether the layer multiplies its outputs by numbers that it computes, before it adds them.
+    """
+
+    name: str
+    linears: tuple[LinearSpec, ...]
+    norm: str | None = None
+    routed: bool = False
+    weighted: bool = False
+
+    def of_expert(self, expert: int) -> "InputGroup":
+        linears = tuple(replace(linear, expert=expert) for linear in self.linears)
+        return replace(self, name=f"{self.name}.{expert}", linears=linears)
+
+    @property
+    def expert(self) -> int | None:
+        """The number of the expert that the linears belong to."""
+        return self.linears[0].expert
+
+    @property
+    def input(self) -> Rotates | None:
+        return self.linears[0].input
+
+    @property
+    def writes_residual(self) -> bool:
+        return self.linears[0].writes_residual
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """The parts of a Hugging Face causal language model and of its decoder layers, as dotted paths.
+
+    models: the names of published models.
+    groups: the input groups in the order of the forward pass, which is the order of the pruning.
+    attention, mlp: the two blocks of a decoder layer. The layer adds the output of each to its residual
+        stream.
+    mlp_front: the modules of the MLP that the layer itself calls, one after the other, before it calls `mlp`.
+    activation: the module of the MLP that acts on the outputs of the gate.
+    gated: the method of the experts that makes the input of down_proj from the outputs of gate and up, which
+        alternate; None if it is activation(gate) * up.
+    mlp_dropout: the attribute of the MLP with the probability of the dropout of its outputs.
+    residual_multiplier: the attribute of a layer with the number by which it multiplies the output of each
+        block before it adds it; None if it only adds.
+    post_norms: the norms of the outputs of the attention and of the MLP, which the layer then adds.
+    norm_offset: what the norms add to their weight before they multiply by it.
+    layer_norm: whether the norms subtract the mean, so that only an R1 with R1 1 = 1 commutes with them.
+    parallel: whether the MLP reads what the attention reads, and not the stream behind the attention.
+    logits_divisor: the attribute of the config by which the model divides its logits.
+    logits_multiplier: the attribute of the config by which it multiplies them.
+    logits_cap: the attribute of the config with the bound c of the logits, c tanh(logits / c); its value may
+        be None.
+    residual_dropouts: the modules of a layer that act on the outputs of the attention and of the MLP before
+        it adds them, in training alone.
+    residual_dropout: the attribute of a layer with the probability of such a dropout.
+    linear_attention: whether the attention keeps a state instead of keys and values: it takes no positions,
+        and returns its output alone.
+    untouched: modules with weights that a layer may have and that see nothing rotated.
+    unpruned: path of a module with a weight [any, d] → path of the norm whose output it reads. It is rotated
+        as the linears behind this norm are, and never pruned.
+    experts: the module with the parameters [experts, out, in] of all experts, in a mixture of experts.
+    router: the module with the weight [experts, d] that chooses the experts of a token. It reads what the
+        experts read, and is `unpruned`.
+    expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
+        empty if the files hold the parameters of all experts.
+    router_file: the name of the router's weight there.
+    kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
+    positions: the embedding of the positions, which is added to that of the tokens.
+    required: attribute of the config → the value for which the declaration holds.
+    needs: a class in transformers.core_model_loading, without which transformers stores the model under other
+        names than those of its modules.
+    """
+
+    models: str
+    groups: tuple[InputGroup, ...]
+    attention: str
+    mlp: str
+    mlp_front: tuple[str, ...] = ()
+    activation: str = "act_fn"
+    gated: str | None = None
+    mlp_dropout: str | None = None
+    residual_multiplier: str | None = None
+    post_norms: tuple[str, str] | None = None
+    norm_offset: float = 0.0
+    layer_norm: bool = False
+    parallel: bool = False
+    logits_divisor: str | None = None
+    logits_multiplier: str | None = None
+    logits_cap: str | None = None
+    residual_dropouts: tuple[str, str] | None = None
+    residual_dropout: str | None = None
+    linear_attention: bool = False
+    untouched: tuple[str, ...] = ()
+    unpruned: tuple[tuple[str, str], ...] = ()
+    experts: str | None = None
+    router: str | None = None
+    expert_files: tuple[tuple[str, str], ...] = ()
+    router_file: str = ""
+    kinds: tuple[tuple[str, "Family"], ...] = ()
+    required: tuple[tuple[str, Any], ...] = ()
+    needs: str | None = None
+    positions: str | None = None
+    layers: str = "model.layers"
+    embedding: str = "model.embed_tokens"
+    final_norm: str = "model.norm"
+    head: str = "lm_head"
+
+    @property
+    def linears(self) -> tuple[LinearSpec, ...]:
+        """The linears of a decoder layer, in the order in which they are pruned."""
+        return tuple(linear for group in self.groups for linear in group.linears)
+
+    def with_fused(self, module: str, parts: Collection[str]) -> "Family":
+        """The family whose linears `parts` are slices of one module, in the order of their declaration."""
+
+        def fused(linear: LinearSpec) -> LinearSpec:
+            return replace(linear, path=module, part=linear.name) if linear.name in parts else linear
+
+        groups = (replace(group, linears=tuple(map(fused, group.linears))) for group in self.groups)
+        return replace(self, groups=tuple(groups))
+
+    def with_experts(self, count: int) -> "Family":
+        """The family with the groups of `count` experts in place of the groups that stand for each of them.
+
+        The groups of an expert follow each other.
+        """
+        groups: list[InputGroup] = []
+        for routed, of_kind in itertools.groupby(self.groups, lambda group: group.routed):
+            found = list(of_kind)
+            groups += (one.of_expert(e) for e in range(count) for one in found) if routed else found
+        return replace(self, groups=tuple(groups))
+
+    def with_transposed_experts(self) -> "Family":
+        """The family with `transposed` linears of experts."""
+
+        def transposed(group: InputGroup) -> InputGroup:
+            return replace(group, linears=tuple(replace(one, transposed=True) for one in group.linears))
+
+        return replace(self, groups=tuple(transposed(one) if one.routed else one for one in self.groups))
+
+    def takes(self, rotation: Rotates) -> bool:
+        """Whether `rotation` acts on a linear of the family."""
+        return any(rotation in linear.rotations for linear in self.linears)
+
+    @property
+    def rotates_stream(self) -> bool:
+        """Whether R1 rotates the residual stream, and not only what a layer makes of it."""
+        return any(linear.output == "r1" for linear in self.linears)
+
+    @property
+    def embeddings(self) -> tuple[str, ...]:
+        """The embedding of the tokens and, if there is one, that of the positions."""
+        return (self.embedding,) if self.positions is None else (self.embedding, self.positions)
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The paths of the norms in front of linears."""
+        return tuple(dict.fromkeys(group.norm for group in self.groups if group.norm is not None))
+
+    @property
+    def readers(self) -> tuple[tuple[str, str], ...]:
+        """`unpruned`, with the router."""
+        return self.unpruned if self.router is None else ((self.router, self.norms[-1]), *self.unpruned)
+
+    @property
+    def mlp_inputs(self) -> tuple[str, ...]:
+        """The modules that read the input of the MLP, as paths in the MLP: gate and up, or one for both."""
+        linears = next(group.linears for group in self.groups if group.name == "mlp")
+        return tuple(dict.fromkeys(linear.path.removeprefix(f"{self.mlp}.") for linear in linears))
+
+    @property
+    def mlp_output(self) -> str:
+        """The module that computes the output of the MLP, as a path in the MLP."""
+        return self.linears[-1].path.removeprefix(f"{self.mlp}.")
+
+    @property
+    def block_norms(self) -> tuple[str, str]:
+        """The norm of the attention and the norm of the MLP: those in front of them, or else behind them."""
+        if self.norms:
+            return self.norms[0], self.norms[-1]
+        assert self.post_norms is not None
+        return self.post_norms
+
+    def full_name(self, index: int, linear: LinearSpec) -> str:
+        """The name by which patterns find a linear of decoder layer `index`: `layers.0.self_attn.q_proj`."""
+        name = f"{linear.block}.{linear.name}" if "." in linear.path else linear.path
+        return f"layers.{index}.{name}"

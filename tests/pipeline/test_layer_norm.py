@@ -1,0 +1,93 @@
+"""Families with LayerNorm, whose R1 leaves the vector of ones as it is."""
+
+import pytest
+import torch
+from runs import assert_patterns, interrupted, one_shot, prune
+from small_models import random_tokens, relative_error, save_small_model, small_model
+from transformers import AutoModelForCausalLM
+
+import drot
+from drot.checkpoint.convert import convert
+from drot.checkpoint.rotations import load_rotations
+from drot.core.errors import UserError
+from drot.model.decoder import DecoderModel
+from drot.model.rotation import around_ones
+
+FAMILIES = ["cohere2", "opt"]
+MODES = {
+    "none": one_shot("none"),
+    "shared": one_shot("shared"),
+    "input": one_shot(down_rotation="auto"),
+    "residual": one_shot(down_rotation="auto", boundary="residual", hessians="dense", target="dense"),
+    "entropy": one_shot(down_rotation="none", objective="entropy", blocks=2),
+    "paper": one_shot(down_rotation="none", optimizer="paper", lr=0.01),
+}
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64])
+def test_what_leaves_the_first_unit_vector_becomes_what_leaves_ones(size):
+    q = torch.linalg.qr(torch.randn(size - 1, size - 1, dtype=torch.float64))[0]
+    r1 = around_ones(torch.block_diag(torch.ones(1, 1, dtype=torch.float64), q))
+    ones = torch.ones(size, dtype=torch.float64)
+    assert torch.allclose(r1 @ ones, ones) and torch.allclose(r1 @ r1.T, torch.eye(size, dtype=torch.float64))
+    x = torch.randn(5, size, dtype=torch.float64)
+    norm = torch.nn.functional.layer_norm
+    assert torch.allclose(norm(x @ r1, (size,)), norm(x, (size,)) @ r1, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_from_the_dense_model_to_a_checkpoint(family, mode, tmp_path):
+    chosen, tokens, out = MODES[mode], random_tokens(2, 30, seed=5), tmp_path / "out"
+    result = prune(
+        small_model(family),
+        chosen,
+        out=out,
+        save_rotations_to=None if mode == "none" else out / "r.safetensors",
+    )
+    assert_patterns(result.model, chosen.pruning)
+    if mode != "none":
+        assert result.manifest.relative_logit_error < 1e-5
+        handle = DecoderModel(result.model)
+        rotations, _ = load_rotations(
+            out / "r.safetensors", layers=3, hidden_size=32, shape=handle.heads, down_width=48
+        )
+        for rotation in rotations:
+            assert float((rotation.r1.sum(1) - 1).abs().max()) < 1e-6
+            assert relative_error(rotation.r1, torch.eye(32)) > 0.1
+        for layer in result.manifest.layers:
+            if layer.rotation is not None:
+                assert layer.rotation.loss_after < layer.rotation.loss_before
+    loaded = AutoModelForCausalLM.from_pretrained(out)
+    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
+    cached, plain = (
+        loaded.generate(tokens, max_new_tokens=6, do_sample=False, pad_token_id=0, use_cache=cache)
+        for cache in (True, False)
+    )
+    assert torch.equal(cached, plain)
+    convert(out, tmp_path / "packed", "packed")
+    packed = drot.load(tmp_path / "packed", device="cpu")
+    assert relative_error(packed(tokens).logits, result.model(tokens).logits) < 1e-5
+
+
+def test_a_streamed_and_resumed_run_gives_the_same_bytes(tmp_path):
+    source = save_small_model(small_model("opt"), tmp_path / "source")
+    chosen, out = MODES["residual"], tmp_path / "out"
+    interrupted(str(source), chosen, out=out)
+    prune(str(source), chosen, out=out, resume=True)
+    expected = prune(small_model("opt"), chosen).model
+    found = drot.load(out, device="cpu")
+    assert all(torch.equal(found.state_dict()[name], each) for name, each in expected.state_dict().items())
+
+
+def test_an_r1_that_moves_ones_is_refused(tmp_path):
+    file = tmp_path / "r.safetensors"
+    prune(
+        small_model("mistral", head_dim=8, num_key_value_heads=4),
+        one_shot(down_rotation="none"),
+        save_rotations_to=file,
+    )
+    with pytest.raises(
+        UserError, match="must hold an R1 with R1 1 = 1 for a model with LayerNorm, got an error"
+    ):
+        prune(small_model("opt"), one_shot(down_rotation="none"), rotations=file)
