@@ -144,6 +144,7 @@ class RotatedLayer:
     """
 
     family: Family
+    training: bool
     renamed: tuple[str, ...]
     boundary_place: BoundaryPlace | None = None
     residual_rotation: nn.Module
