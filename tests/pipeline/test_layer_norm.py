@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from runs import assert_patterns, interrupted, one_shot, prune
+from runs import assert_patterns, interrupted, one_shot, prune, saved_bytes
 from small_models import random_tokens, relative_error, save_small_model, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.artifact.apply import apply_artifact
+from drot.checkpoint.artifact.export import export_artifact
 from drot.checkpoint.convert import convert
 from drot.checkpoint.rotations import load_rotations
 from drot.core.errors import UserError
@@ -91,3 +93,13 @@ def test_an_r1_that_moves_ones_is_refused(tmp_path):
         UserError, match="must hold an R1 with R1 1 = 1 for a model with LayerNorm, got an error"
     ):
         prune(small_model("opt"), one_shot(down_rotation="none"), rotations=file)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "qwen3_5_text"])
+def test_an_artifact_gives_the_checkpoint_again(family, tmp_path):
+    """Its rotations are computed from the checkpoint: with positions, shifts of norms and no R2 too."""
+    source = save_small_model(small_model(family), tmp_path / "source")
+    prune(str(source), one_shot(down_rotation="auto"), out=tmp_path / "out")
+    export_artifact(tmp_path / "out", tmp_path / "artifact", model=source)
+    apply_artifact(tmp_path / "artifact", tmp_path / "again", model=source)
+    assert saved_bytes(tmp_path / "again") == saved_bytes(tmp_path / "out")
