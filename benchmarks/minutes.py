@@ -130,13 +130,13 @@ class Costs(TorchDispatchMode):
 
     The values that the host reads of a tensor on `meta` fall slowly, as a loss does; those of integers are 0.
 
-    step: where the next ops count.
-    operations: (step, precision) → operations. copied: bytes that went from one device to another.
+    device: where the run computes. step: where the next ops count.
+    operations: (step, precision) → operations. copied: bytes that went to `device` or came from it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.step = ""
+        self.device, self.step = device, ""
         self.seconds: Counter[tuple[str, str]] = Counter()
         self.operations: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[str] = Counter()
@@ -163,7 +163,8 @@ class Costs(TorchDispatchMode):
         ):
             size += 2 * _bytes(_tensors(result))  # a copy of the matrix to which it adds
         precision, work = operations_of(name, read, args)
-        if name in (aten.copy_, aten._to_copy) and len({t.device for t in _tensors([args, result])}) > 1:
+        types_of = {tensor.device.type for tensor in _tensors([args, result])}
+        if name in (aten.copy_, aten._to_copy) and len(types_of) > 1 and self.device.type in types_of:
             self.copied[self.step] += _bytes(_tensors(result))
         self.operations[self.step, precision] += work
         self.launches[self.step] += 1
@@ -213,7 +214,7 @@ def operations_of(name: Any, read: list[Tensor], args: tuple) -> tuple[str, floa
     if name is drot_ops.spectral_step:
         return "tf32", FAST_PRODUCTS["pruned"] * 2.0 * math.prod(args[0].shape) * args[0].shape[-1]
     if name is drot_ops.swiglu_rotate:
-        return "fp32", 2.0 * math.prod(args[0].shape) * args[2].shape[-1]
+        return _precision(args[0]), 2.0 * math.prod(args[0].shape) * args[2].shape[-1]
     return "", 0.0
 
 
@@ -254,6 +255,7 @@ def as_on_a_gpu() -> Iterator[None]:
         (invariance, "TOLERANCE", math.inf),
         (solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS),
         (DecoderModel, "loaded_layers", lambda model: iter(model.layers)),
+        (Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata + tensor.storage_offset()),
         (torch.nn.functional, "scaled_dot_product_attention", flash_attention),
         (optimizer, "_get_fused_kernels_supported_devices", lambda: [device.type]),
         (_config, "meta_nonzero_assume_all_nonzero", True),
@@ -271,7 +273,8 @@ def counted_run(
     model: PreTrainedModel, recipe: ResolvedRecipe, tokens: Tensor, ranks: Ranks = ALONE
 ) -> Costs:
     """The costs of a run by its steps, but for files. A model on `meta` is pruned as on a GPU."""
-    costs, device = Costs(), model.device
+    device = model.device
+    costs = Costs(device)
 
     def listen(event: events.Event) -> None:
         if isinstance(event, events.StepBegan | events.StepEnded):
@@ -288,13 +291,14 @@ def counted_run(
     return costs
 
 
-def copied_bytes(size: int, hidden: int) -> float:
+def copied_bytes(size: int, hidden: int, ff: int, down_block: int) -> float:
     """The bytes that a run copies between the memories for a layer of `size` bytes, and waits for.
 
     They are those that a run on `meta` does not make: the check of the rotated model copies the layer to the
-    GPU, and a finished layer is copied to main memory with its R1 in fp64.
+    GPU, and a finished layer is copied to main memory, with its boundary matrix and R3 in bf16, and its R1
+    and R3 in fp64. R2 is small.
     """
-    return 2 * size + 8 * hidden**2
+    return 2 * size + (2 + 8) * (hidden**2 + ff * down_block)
 
 
 def hidden_seconds(size: int) -> float:
@@ -313,10 +317,15 @@ def minutes_of(
     The step `copies` is what a run waits for copies and files, as far as no work hides them; `send` is what
     the ranks send; `beside` is of the whole run, and not of a layer.
     """
-    dense = size > 1
+    dense, config = size > 1, SHAPES[shape]
     asked = Recipe().replace(mode="layer", hessians="dense" if dense else "sequential")
-    recipe = resolve(asked.with_quality(quality), device="cuda", positions=seqlen)
-    config, runs, sent = SHAPES[shape], [], []
+    recipe = resolve(
+        asked.with_quality(quality),
+        device="cuda",
+        positions=seqlen,
+        down_width=config["intermediate_size"],
+    )
+    runs, sent = [], []
     #: with --hessians dense, as many layers as ranks are trained in the time of one
     for layers in (size, 2 * size) if dense else (1, 2):
         sizes = AutoConfig.for_model(**config | {"num_hidden_layers": layers}, max_position_embeddings=seqlen)
@@ -339,7 +348,8 @@ def minutes_of(
     beside -= counted * sum(seconds.values())
     heads = config["num_attention_heads"] + config["num_key_value_heads"]
     weights = config["hidden_size"] * (2 * config["head_dim"] * heads + 3 * config["intermediate_size"])
-    copied = copied_bytes(2 * weights, config["hidden_size"]) + sum(costs.copied.values()) / counted
+    rotated = config["hidden_size"], config["intermediate_size"], recipe.rotation.down_block or 0
+    copied = copied_bytes(2 * weights, *rotated) + sum(costs.copied.values()) / counted
     # from its files a layer is read for the hash of the weights, and for the check of the rotated model
     seconds["copies"] = copied / HOST + 2 * 2 * weights / DISK
     seconds["copies"] += max(0.0, hidden_seconds(2 * weights) - sum(seconds.values()))

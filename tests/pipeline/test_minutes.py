@@ -15,7 +15,7 @@ from drot.pruning import solve
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.parametrize("quality", ["fast", "best"])
+@pytest.mark.parametrize("quality", ["fast", pytest.param("best", marks=pytest.mark.slow)])
 def test_the_operations_are_those_of_a_run(quality, monkeypatch):
     """In all steps but the training, whose steps in so(n) are others on a GPU (tests/rotation)."""
     minutes = runpy.run_path(str(ROOT / "benchmarks/minutes.py"))
@@ -25,9 +25,13 @@ def test_the_operations_are_those_of_a_run(quality, monkeypatch):
     monkeypatch.setattr(cholesky, "GPU_BLOCK", cholesky.CPU_BLOCK)
     for table in (stream.TOKENS_PER_BATCH, hessian.PANEL_COLUMNS):
         monkeypatch.setitem(table, "cuda", table["cpu"])
-    chosen = resolve(recipe(quality=quality, sparsity="2:4", steps=2, recover_epochs=1), device="cpu")
+    chosen = resolve(
+        recipe(quality=quality, sparsity="2:4", steps=2, recover_epochs=1), device="cpu", down_width=48
+    )
     found = [
-        minutes["counted_run"](small_model("llama").to(device), chosen, random_tokens(8, 40))
+        minutes["counted_run"](
+            small_model("llama", num_hidden_layers=1).to(device), chosen, random_tokens(4, 40)
+        )
         for device in ("cpu", "meta")
     ]
     by_step = []

@@ -4,6 +4,7 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from runs import prune, recipe
 from small_models import random_tokens, save_small_model, small_model
 
@@ -21,14 +22,17 @@ def test_the_copies_of_a_layer_are_those_that_are_counted(quality, tmp_path):
     for layers in (2, 3):
         model = small_model("llama", num_hidden_layers=layers).bfloat16()
         save_small_model(model, tmp_path / f"{layers}")
-        costs = minutes["Costs"]()
+        costs = minutes["Costs"](torch.device("second:0"))
         with costs:
             prune(tmp_path / f"{layers}", chosen, calibration=tokens, out=tmp_path / f"out-{layers}",
                   device="second:0", dtype="bfloat16")  # fmt: skip
         copied.append(sum(costs.copied.values()))
-        found = minutes["counted_run"](model.to("meta"), resolve(chosen, device="cuda"), tokens)
+        resolved = resolve(chosen, device="cuda", down_width=model.config.intermediate_size)
+        found = minutes["counted_run"](model.to("meta"), resolved, tokens)
         counted.append(sum(found.copied.values()))
     layer = model.model.layers[0]
     size = 2 * sum(parameter.numel() for parameter in layer.parameters())
-    expected = counted[1] - counted[0] + minutes["copied_bytes"](size, model.config.hidden_size)
-    assert copied[1] - copied[0] == pytest.approx(expected, rel=0.05)
+    rotated = model.config.hidden_size, model.config.intermediate_size, resolved.rotation.down_block
+    expected = counted[1] - counted[0] + minutes["copied_bytes"](size, *rotated)
+    # R2 and the arguments of the layer are not small where the layer is
+    assert expected < copied[1] - copied[0] < 1.08 * expected
