@@ -216,20 +216,19 @@ def unfuse(model: "PreTrainedModel") -> None:
             if isinstance(fused := linears[0].module, FusedLinear):
                 for index, linear in enumerate(linears):
                     linear.module = SparseLinear(**fused.rows(index))
-    unfuse_rotations(model)
+        unfuse_rotation(layer)
 
 
-def unfuse_rotations(model: "PreTrainedModel") -> None:
-    """Undoes the part of `fuse` that merges rotations with down_proj, in place."""
-    for layer in DecoderModel(model).layers:
-        rotated: Any = layer.module
-        if rotation_place(rotated) != "residual":
-            continue
-        if isinstance(fused := rotated.residual_rotation, FusedRotation):
-            size = fused.q.shape[0]
-            rotation = nn.Linear(size, size, bias=False, device="meta")
-            rotation.weight = nn.Parameter(fused.q.detach().T.contiguous(), requires_grad=False)
-            (linear,) = layer.linears_of(layer.groups[-1])
-            down = linear.module
-            linear.module = SparseLinear(down.values, down.positions, down.bias)
-            rotated.residual_rotation = rotation
+def unfuse_rotation(layer: DecoderLayer) -> None:
+    """Undoes the part of `fuse` that merges the rotation of a layer with down_proj, in place."""
+    rotated: Any = layer.module
+    if rotation_place(rotated) != "residual":
+        return
+    if isinstance(fused := rotated.residual_rotation, FusedRotation):
+        size = fused.q.shape[0]
+        rotation = nn.Linear(size, size, bias=False, device="meta")
+        rotation.weight = nn.Parameter(fused.q.detach().T.contiguous(), requires_grad=False)
+        (linear,) = layer.linears_of(layer.groups[-1])
+        down = linear.module
+        linear.module = SparseLinear(down.values, down.positions, down.bias)
+        rotated.residual_rotation = rotation
