@@ -2,8 +2,8 @@
 
 It starts the server as a process, sends all requests in each of several rounds, and fails unless each
 request has the answer that it should have, the server is healthy afterwards, and its memory stays flat: after
-the last round it is at most 1 % larger than after any round before. The first round fills the pages of the cache
-and the arenas of the C library.
+the last round it is at most 1 % larger than after any round before. The first round fills the pages of the
+cache and the arenas of the C library.
 """
 
 import argparse
