@@ -6,6 +6,7 @@ model, which is so small that starting a product takes about as long as computin
 set to zero and the rotations are random, which does not change the time of a token.
 """
 
+import time
 from functools import partial
 
 import torch
@@ -67,11 +68,13 @@ def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) ->
     settings = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)
     length = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
     calls = {name: partial(variant.generate, prompt, **settings, **length) for name, variant in found.items()}
-    timings = interleaved(calls, device=options.device, repeats=options.repeats, warmup=1)
+    clock = time.process_time if options.processor_time else time.perf_counter
+    timings = interleaved(calls, device=options.device, repeats=options.repeats, warmup=1, clock=clock)
     memory = {name: weight_bytes(variant, "model") / 2**20 for name, variant in found.items()}
     report(
         "generate",
-        f"{name}, {NEW_TOKENS} tokens, {str(model.dtype).removeprefix('torch.')}",
+        f"{name}, {NEW_TOKENS} tokens, {str(model.dtype).removeprefix('torch.')}"
+        + ", processor time" * options.processor_time,
         timings,
         peer=DENSE,
         aims=aims,
@@ -95,7 +98,14 @@ def main() -> None:
     parser.add_argument("--model", choices=["1gb", "tiny"], nargs="*", default=["1gb", "tiny"])
     dtypes = ["bfloat16", "float16", "float32"]
     parser.add_argument("--dtype", choices=dtypes, nargs="*", default=["bfloat16", "float32"], help="of tiny")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count the seconds in which the process computes, on a machine with other work; with --threads 1",
+    )
     options = parser.parse_args()
+    if options.processor_time and options.threads != 1:
+        parser.error("--processor-time needs --threads 1: the seconds of several threads would be added")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if "1gb" in options.model:
