@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument(
         "--processor-time",
         action="store_true",
-        help="count the seconds in which the process computes, on a machine with other work; with --threads 1",
+        help="count the seconds in which the process computes, for a busy machine; with --threads 1",
     )
     options = parser.parse_args()
     if options.processor_time and options.threads != 1:
