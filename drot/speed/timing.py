@@ -82,16 +82,17 @@ def interleaved(
     device: str | torch.device,
     repeats: int,
     warmup: int = 3,
-    clock: Callable[[], float] = time.perf_counter,
+    clock: Callable[[], float] | None = None,
 ) -> dict[str, Timing]:
     """The Timing of each function, measured over `repeats` rounds. A round calls every function once.
 
     functions: name → function. On a GPU, the time of a call ends when the GPU is idle. The time of a Replay
         is divided by its calls.
     warmup: rounds before the measured ones.
-    clock: gives seconds. `time.process_time` counts those in which the process computes, for a machine that
-        has other work.
+    clock: gives seconds; None is the wall clock. `time.process_time` counts those in which the process
+        computes, for a machine that has other work.
     """
+    clock = clock or time.perf_counter
     cuda = torch.device(device).type == "cuda"
     seconds: dict[str, list[float]] = {name: [] for name in functions}
     for _ in range(warmup + repeats):
