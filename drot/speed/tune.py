@@ -49,7 +49,12 @@ def tune(
         got = ", ".join(map(str, tokens))
         raise UserError(f"`tokens` must be whole numbers from 1 to {LARGEST_TOKENS}; got {got or 'none'}")
     target = pick_device(device)
-    result = {"model": str(model), "machine": machine_name(target), "products": {}, "tuning_cache": None}
+    result: dict[str, Any] = {
+        "model": str(model),
+        "machine": machine_name(target),
+        "products": {},
+        "tuning_cache": None,
+    }
     if not is_gpu(target):
         return result
     file = _C.tuning_cache_file()

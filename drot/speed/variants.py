@@ -124,10 +124,10 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
             stack.append(layer)
         if (place := rotation_place(stack[0])) in ("input", "residual"):
             bare = 0 if place == "input" else len(stack) - 1
-            stack[bare] = layer = _twin(stack[bare])
-            setattr(layer, decoder.family.mlp, _twin(layer.get_submodule(decoder.family.mlp)))
+            stack[bare] = twin = _twin(stack[bare])
+            setattr(twin, decoder.family.mlp, _twin(twin.get_submodule(decoder.family.mlp)))
             unfuse_rotation(DecoderModel(stacked).layers[bare])
-            remove_boundary_rotation(layer)
+            remove_boundary_rotation(twin)
     return models
 
 
@@ -152,8 +152,8 @@ def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) 
         pack_model(packed, dense_linears)
     fuse(packed)
     plain = _sharing_copy(packed)
-    for layer in DecoderModel(plain).layers:
-        unfuse_rotation(layer)
+    for handle in DecoderModel(plain).layers:
+        unfuse_rotation(handle)
     layers = [layer for layer in DecoderModel(plain).layer_modules if isinstance(layer, RotatedLayer)]
     for layer in layers:
         if down_rotation(layer) is not None:
