@@ -78,6 +78,8 @@ def report(
     peer: str,
     target: str | None = None,
     at_least: float | None = None,
+    aims: Mapping[str, float] | None = None,
+    columns: Mapping[str, Mapping[str, str]] | None = None,
     bytes_moved: float | None = None,
     flops: float | None = None,
     device: str,
@@ -93,6 +95,8 @@ def report(
         target: the function that should be `at_least` times as fast as the peer. Its line shows `met` or
             `MISSED`.
         at_least: the aim for `target`.
+        aims: function name → its aim, where several functions have one.
+        columns: function name → further columns of its row, name → value, which are printed too.
         bytes_moved: bytes that one call reads and writes, for GB/s.
         flops: floating-point operations of one call, for GFLOP/s.
         device: device of the functions.
@@ -100,8 +104,10 @@ def report(
     """
     print(f"\n{benchmark}  {case}  [{machine(device)}]")
     rows = []
+    aims = {target: at_least} if target is not None and at_least is not None else aims or {}
     for name, timing in timings.items():
         ratio = timings[peer].median / timing.median
+        further = dict((columns or {}).get(name, {}))
         line = f"  {name:<28} {timing.median * 1e6:>12.1f} us"
         line += f"  ({timing.p20 * 1e6:.1f} … {timing.p80 * 1e6:.1f})"
         if bytes_moved:
@@ -110,9 +116,9 @@ def report(
             line += f"  {flops / timing.median / 1e9:8.1f} GFLOP/s"
         if name != peer:
             line += f"  {ratio:6.2f} x {peer}" + ("  slower" if ratio < 1 else "")
-        if name == target and at_least is not None:
-            line += f"  target {at_least:g}: {'met' if ratio >= at_least else 'MISSED'}"
-        print(line)
+        if name in aims:
+            line += f"  target {aims[name]:g}: {'met' if ratio >= aims[name] else 'MISSED'}"
+        print("  ".join([line, *(f"{column} {value}" for column, value in further.items())]))
         rows.append(
             {
                 "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
@@ -127,6 +133,7 @@ def report(
                 "p80_us": f"{timing.p80 * 1e6:.1f}",
                 "peer": peer,
                 "ratio": f"{ratio:.3f}",
+                **further,
             }
         )
     if save is not None:

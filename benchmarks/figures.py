@@ -19,7 +19,7 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 PAGES = (
     FOLDER / "README.md",
-    *(FOLDER.parent / page for page in ("README.md", "docs/index.md", "docs/records.md")),
+    *(FOLDER.parent / page for page in ("README.md", "docs/index.md", "docs/hardware.md", "docs/records.md")),
 )
 #: recipes of the rows `records`: the baseline, and the default
 PLAIN, SOLVER, DEFAULT = "not rotated", "not rotated, solver of balanced", "full, balanced"
@@ -288,6 +288,41 @@ def speeds(name: str, *functions: str) -> Callable[[], str]:
     return make
 
 
+def generate() -> str:
+    """Tokens a second of generate() and bytes of the weights, against the dense model."""
+    rows = read("generate", "p20_us", "median_us", "p80_us", "ratio", "tokens_per_second", "mib")
+    dense = {row["case"]: row["mib"] for row in rows if row["function"] == row["peer"]}
+    body = []
+    for row in rows:
+        cells = [row["case"], row["threads"], row["function"], f"{float(row['tokens_per_second']):.1f}"]
+        speed = share = ""
+        if row["function"] != row["peer"]:
+            speed = f"{row['ratio']} ×" + " (slower)" * (float(row["ratio"]) < 1)
+            share = f"{float(row['mib']) / float(dense[row['case']]):.3f} ×" if row["mib"] else ""
+        body.append([*cells, speed, row["mib"], share])
+    head = ["case", "threads", "weights", "tokens/s", "against dense", "MiB of weights", "against dense"]
+    return table(head, body, rows)
+
+
+def serve() -> str:
+    """The runs of serving.py: what became of the requests, and the memory of the server."""
+    figures = ("tokens_per_second", "median_s", "slowest_s", "mib")
+    rows = read("serve", *figures, "answered", "cancelled", "malformed", "lost")
+    body = [
+        [
+            f"{row['model']}, {row['way']}",
+            row["threads"],
+            row["clients"],
+            *(row[kind] for kind in ("requests", "answered", "cancelled", "malformed", "lost")),
+            *(row[figure] for figure in figures[:2]),
+            row["mib"].replace(" ", ", "),
+        ]
+        for row in rows
+    ]
+    head = ["model", "threads", "clients", "requests", "answered", "cancelled", "4xx", "lost", "tokens/s"]
+    return table([*head, "median s", "MiB at the start and after each round"], body, rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "headline": headline,
     "records": records,
@@ -307,7 +342,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "rotation_step": speeds("rotation_step", "paper"),
     "sparse24_linear": speeds("sparse24_linear", "sparse24_linear"),
     "swiglu_rotate": speeds("swiglu_rotate", "drot"),
-    "generate": speeds("generate", "2:4", "2:4 + rotation"),
+    "generate": generate,
+    "serve": serve,
 }
 
 

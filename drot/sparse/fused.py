@@ -231,22 +231,17 @@ def unfuse(model: "PreTrainedModel") -> None:
         _unfuse_layer(layer)
 
 
-def unfuse_rotations(model: "PreTrainedModel") -> None:
-    """Undoes the part of `fuse` that merges rotations with down_proj, in place."""
-    for layer in DecoderModel(model).layers:
-        _unfuse_rotation(layer)
-
-
 def _unfuse_layer(layer: DecoderLayer) -> None:
     for group in layer.groups:
         linears = [first for first, *_ in layer.modules_of(group)]
         if isinstance(fused := linears[0].module, FusedLinear):
             for index, linear in enumerate(linears):
                 linear.module = SparseLinear(**fused.rows(index))
-    _unfuse_rotation(layer)
+    unfuse_rotation(layer)
 
 
-def _unfuse_rotation(layer: DecoderLayer) -> None:
+def unfuse_rotation(layer: DecoderLayer) -> None:
+    """Undoes the part of `fuse` that merges the rotation of a layer with down_proj, in place."""
     rotated: Any = layer.module
     if rotation_place(rotated) != "residual":
         return

@@ -24,7 +24,7 @@ from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
 from drot.model.sizes import widths_of
 from drot.ops import nm_mask
-from drot.sparse.fused import fuse, unfuse_rotations
+from drot.sparse.fused import fuse, unfuse_rotation
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model, unpack_model
 
@@ -60,14 +60,15 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     """Variant → model of one decoder layer in the dimensions of `config`, with random weights.
 
     The vocabulary has 8 tokens, so that hardly anything but the layer takes memory. The rotations are those
-    of the checkpoint of `config`. If its layers hold none, they are those of the default recipe.
+    of the checkpoint of `config`. If its layers hold none, they are those that `drot prune --format packed`
+    writes by default.
     """
     config = copy.deepcopy(config)
     held = drot_config_of(config)
     if held is None or not (held.boundary or held.down_rotation):
         family = family_of(config)
         width, stream = widths_of(config)["mlp"] if family.takes("r3") else 0, family.rotates_stream
-        rotation = resolve(Recipe(), down_width=width, rotates_stream=stream).rotation
+        rotation = resolve(Recipe(), format="packed", down_width=width, rotates_stream=stream).rotation
         held = DrotConfig(boundary=rotation.boundary, down_rotation=rotation.down_block)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -97,7 +98,8 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
     """Variant → whole model in the dimensions of `config`, from the `layers` of `layer_variants`.
 
     All decoder layers of a model share the parameters of its one layer, so that the decoder of any model in
-    SHAPES takes the memory of one layer. The first layer has no rotation. A model whose layers have their
+    SHAPES takes the memory of one layer. The layer that holds no rotation of the stream in a checkpoint has
+    none: the first at the place `input`, the last at the place `residual`. A model whose layers have their
     own parameters takes the same time if a layer is larger than the processor's caches.
     """
     rows, d = config.vocab_size, config.hidden_size
@@ -121,9 +123,12 @@ def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[st
             attention.layer_idx = index  # the layer's index in the KV cache
             setattr(layer, attention_path, attention)
             stack.append(layer)
-        if rotation_place(stack[0]) not in (None, "inside"):
-            stack[0] = _twin(stack[0])
-            remove_boundary_rotation(stack[0])
+        if (place := rotation_place(stack[0])) in ("input", "residual"):
+            bare = 0 if place == "input" else len(stack) - 1
+            stack[bare] = twin = _twin(stack[bare])
+            setattr(twin, decoder.family.mlp, _twin(twin.get_submodule(decoder.family.mlp)))
+            unfuse_rotation(DecoderModel(stacked).layers[bare])
+            remove_boundary_rotation(twin)
     return models
 
 
@@ -148,7 +153,8 @@ def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) 
         pack_model(packed, dense_linears)
     fuse(packed)
     plain = _sharing_copy(packed)
-    unfuse_rotations(plain)
+    for handle in DecoderModel(plain).layers:
+        unfuse_rotation(handle)
     layers = [layer for layer in DecoderModel(plain).layer_modules if isinstance(layer, RotatedLayer)]
     for layer in layers:
         if down_rotation(layer) is not None:

@@ -59,3 +59,5 @@ extern "C" void use_cache(int most, const int* keys, int n, int* made) {
 }
 
 extern "C" bool store(const char* key, const char* value) { return drot::tuning_cache::store(key, value); }
+
+extern "C" int64_t planned(int64_t tokens) { return drot::planned_tokens(tokens); }

@@ -1,15 +1,24 @@
 // The skinny kernel of sparse24_linear on the CPU (block_on_cpu.h), for test_sparse24_skinny.py.
 #include "block_on_cpu.h"
 //
+#include "async_copy_on_host.h"
+//
 #include "mma_on_host.h"
 //
+#undef __shared__
+#define __shared__  // not thread_local, whose initialisation GCC calls in templates and does not define
 #include "ops/cuda/sparse24_skinny.cuh"
+
+namespace drot {
+uint4 dynamic_shared[1 << 13];
+}
 
 // Args: the members of SkinnyProblem, and the multiprocessors of the simulated GPU.
 extern "C" void skinny(const uint16_t* x, const uint16_t* values, const uint8_t* positions,
                        const uint16_t* bias, const uint16_t* residual, const uint16_t* rotation, uint16_t* y,
                        int64_t in, int64_t out, int64_t tokens, int64_t multiprocessors) {
-  on_cpu::Launcher launcher(static_cast<int>(multiprocessors), /*shared_memory=*/0, {});
+  constexpr int64_t kConsumerGpu = (99 << 10) - 1024;  // the least that a supported GPU leaves
+  on_cpu::Launcher launcher(static_cast<int>(multiprocessors), kConsumerGpu, drot::dynamic_shared);
   drot::run_sparse24_skinny<on_cpu::Bf16>(launcher, {.x = x,
                                                      .values = values,
                                                      .positions = positions,
@@ -20,4 +29,18 @@ extern "C" void skinny(const uint16_t* x, const uint16_t* values, const uint8_t*
                                                      .in = in,
                                                      .out = out,
                                                      .tokens = static_cast<int>(tokens)});
+  for (const auto& groups : on_cpu::copies) {
+    if (std::ranges::any_of(groups, [](const auto& group) { return !group.empty(); }))
+      throw std::runtime_error("a copy was started and never waited for");
+  }
+}
+
+extern "C" int64_t bytes_in_flight(int64_t tiles) {
+  return drot::skinny_bytes_in_flight(static_cast<int>(tiles));
+}
+
+extern "C" int64_t shared_bytes(int64_t tiles) { return drot::skinny_shared_bytes(static_cast<int>(tiles)); }
+
+extern "C" int64_t splits(int64_t blocks, int64_t steps, int64_t multiprocessors) {
+  return drot::skinny_splits(blocks, steps, static_cast<int>(multiprocessors));
 }

@@ -141,6 +141,16 @@ def test_what_is_refused_in_a_capture_is_measured_later(process) -> None:
     assert first.choose("a", times) == (CUSPARSELT_FOUND, 4)
 
 
+def test_plans_are_made_for_few_numbers_of_tokens(library) -> None:
+    """Multiples of 8 that are little more than the tokens, and few in all."""
+    native = ctypes.CDLL(str(library))
+    native.planned.restype, native.planned.argtypes = ctypes.c_int64, [ctypes.c_int64]
+    planned = {tokens: native.planned(tokens) for tokens in range(1, 8193)}
+    assert all(tokens <= found and found % 8 == 0 for tokens, found in planned.items())
+    assert all(found < tokens + max(8, tokens / 16 + 1) for tokens, found in planned.items())
+    assert planned[8192] == 8192 and len(set(planned.values())) == 112
+
+
 @pytest.mark.parametrize(
     ("most", "keys", "made"),
     [

@@ -15,12 +15,45 @@ from drot.ops import nm_mask_ref, pack24, sparse24_linear_ref
 
 
 @pytest.fixture(scope="module")
-def kernel():
+def library():
     library = compiled("sparse24_skinny", "-shared", "-fPIC", "-pthread", "-Wno-unknown-pragmas")
-    return ctypes.CDLL(str(library)).skinny
+    return ctypes.CDLL(str(library))
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 999], ids=["two tiles of rows", "one tile of rows"])
+@pytest.fixture
+def kernel(library):
+    return library.skinny
+
+
+def number(function, *arguments: int) -> int:
+    """What a function of whole numbers returns."""
+    function.restype = ctypes.c_int64
+    return function(*map(ctypes.c_int64, arguments))
+
+
+@pytest.mark.parametrize("tiles", [1, 2])
+def test_bytes_in_flight(library, tiles: int) -> None:
+    """One block a multiprocessor has 40 KB of W on their way, and its queue fits every GPU since 8.0.
+
+    Little's law for an H100: 3.35 TB/s · 1 µs / 132 multiprocessors = 25 KB; for an H200, 4.8 TB/s, 36 KB.
+    """
+    rows = 16 * tiles
+    of_step = 8 * rows * (64 // 2 * 2 + 64 // 8)  # warps · rows · bytes of 64 columns of the packed weight
+    steps = 3 if tiles == 2 else 5  # on their way, beside the one that is multiplied
+    assert number(library.bytes_in_flight, tiles) == steps * of_step >= 40 * 1024
+    assert number(library.shared_bytes, tiles) <= 99 * 1024 - 1024
+
+
+@pytest.mark.parametrize(
+    ("blocks", "steps", "splits"),
+    [(128, 224, 1), (64, 64, 2), (32, 64, 4), (16, 64, 4), (1, 15, 1), (1, 32, 2), (500, 448, 1)],
+)
+def test_splits_of_an_h100(library, blocks: int, steps: int, splits: int) -> None:
+    """The blocks fill its 132 multiprocessors where the columns suffice for two steps of each warp."""
+    assert number(library.splits, blocks, steps, 132) == splits
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 999], ids=["two tiles of rows", "one tile of rows, splits"])
 @pytest.mark.parametrize(
     ("tokens", "out", "columns", "added"),
     [
@@ -34,6 +67,8 @@ def kernel():
         (17, 48, 128, "bias"),
         (40, 64, 64, "bias residual rotation"),
         (32, 33, 64, "residual"),
+        (5, 64, 2176, "bias residual rotation"),  # with 999 multiprocessors two blocks share the columns
+        (18, 33, 3072, "bias residual"),  # three
     ],
 )
 def test_product(kernel, tokens: int, out: int, columns: int, added: str, multiprocessors: int) -> None:

@@ -15,7 +15,7 @@ from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.model.boundary import down_rotation, rotation_place
 from drot.sparse.fused import DeferredLinear
-from drot.sparse.linear import is_packed
+from drot.sparse.linear import SparseLinear, is_packed
 from drot.speed import rates, speed, timing, variants
 from drot.speed.cases import NEW_TOKENS, Case
 from drot.speed.timing import Replay, Timing, interleaved, replayed
@@ -165,8 +165,13 @@ def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
         rates.weight_bytes(layer[DENSE], "layer") - rates.weight_bytes(layer[SPARSE], "layer")
     )
     assert weight[ROTATED] - weight[SPARSE] == 2 * 4 * 32 * 32 + 3 * 4 * 48 * 48
-    assert [rotation_place(each) is not None for each in stacks[ROTATED].model.layers] == [False, True, True]
+    assert [rotation_place(each) is not None for each in stacks[ROTATED].model.layers] == [True, True, False]
     assert rotation_place(layer[ROTATED].model.layers[0])
+    assert [type(each.mlp.down_proj) for each in stacks[ROTATED].model.layers] == [
+        DeferredLinear,
+        DeferredLinear,
+        SparseLinear,
+    ]
     stacks[ROTATED].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
 
 
@@ -302,12 +307,12 @@ def test_verdict(p20, median, p80, words):
 @pytest.mark.parametrize("boundary", ["input", "residual", None])
 @pytest.mark.parametrize("as_dict", [False, True])
 def test_the_rotations_of_a_layer_are_those_of_the_checkpoint(boundary, down, as_dict):
-    """A checkpoint without rotations gives those of the default recipe."""
+    """A checkpoint without rotations gives those that a packed checkpoint has by default."""
     config, entry = small_model("llama").config, DrotConfig(boundary=boundary, down_rotation=down)
     config.quantization_config = entry.to_dict() | {"quant_method": "drot"} if as_dict else entry
     layer = layer_variants(config, dtype=torch.float32, device=CPU)[ROTATED].model.layers[0]
     if not (boundary or down):
-        boundary, down = "input", 48
+        boundary, down = "residual", 48
     assert rotation_place(layer) == boundary
     found = down_rotation(layer)
     assert (found and found.weight.shape[-1]) == down

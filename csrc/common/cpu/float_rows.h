@@ -86,11 +86,11 @@ DROT_HOST_DEVICE const float* load_block(const T* from, int64_t columns, float* 
 DROT_HOST_DEVICE const float* load_block(const float* from, int64_t, float*) { return from; }
 DROT_HOST_DEVICE const double* load_block(const double* from, int64_t, double*) { return from; }
 
-// Prefetches a block that is read soon.
-template <class T>
+// Prefetches a block that is read soon: into the L1 cache, or into the L2 cache if kLocality is 2.
+template <int kLocality = 3, class T>
 DROT_HOST_DEVICE void prefetch_block(const T* from, int64_t columns) {
   constexpr int64_t kLine = 64 / sizeof(T);
-  for (int64_t j = 0; j < columns; j += kLine) __builtin_prefetch(from + j);
+  for (int64_t j = 0; j < columns; j += kLine) __builtin_prefetch(from + j, 0, kLocality);
 }
 
 // stream: with non-temporal stores, which bypass the caches. Where the matrix is larger than the caches, they

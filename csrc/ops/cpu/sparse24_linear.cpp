@@ -21,9 +21,9 @@ constexpr int64_t kGrain = int64_t(1) << 17;
 constexpr int64_t kTokenBlock = 256;
 // More tokens than this are multiplied by PyTorch's dense product, which is then faster: in fp32, and in bf16
 // where the CPU has instructions for bf16 products.
-constexpr int64_t kFewFloatTokens = 128, kFewBf16Tokens = 48;
+constexpr int64_t kFewFloatTokens = 128, kFewBf16Tokens = 128;
 // From this many tokens on, a CPU with instructions for bf16 products multiplies in bf16 instead of fp32.
-constexpr int64_t kLeastBf16Tokens = 4;
+constexpr int64_t kLeastBf16Tokens = 1;
 // Rows of W that are made dense at a time for the dense product.
 constexpr int64_t kDenseRows = 512;
 
@@ -108,35 +108,31 @@ bool has_bf16_products() {
 }
 
 #if defined(__x86_64__)
-// Multiplies in bf16 with W in its packed form, which is read once for every kTokenBlock tokens. The CPU has
-// bf16 products.
+// Multiplies in bf16 with W in its packed form. The CPU has bf16 products.
 void by_bf16_rows(const Problem& p, at::Tensor& y) {
   at::Tensor rotated_residual, residual;
   if (p.rotation.defined()) {
-    rotated_residual = at::mm(p.residual, p.rotation).to(at::kFloat);
+    constexpr int64_t kFew = 6;  // for more tokens PyTorch's product is faster
+    rotated_residual = p.tokens > kFew ? at::mm(p.residual, p.rotation).to(at::kFloat) : rotated<Bf16>(p);
   } else if (p.residual.defined()) {
     residual = p.residual.contiguous();
   }
-  const int64_t stride = bf16_stride(p.in);
-  at::Tensor x = at::empty({p.tokens, stride}, p.x.options());
-  x.narrow(1, 0, p.in).copy_(p.x);
-  x.narrow(1, p.in, stride - p.in).zero_();
-  for (int64_t token = 0; token < p.tokens; token += kTokenBlock) {
-    const int64_t tokens = std::min(kTokenBlock, p.tokens - token), at = token * p.out;
-    const Sparse24Rows<Bf16, Bf16> rows{
-        data<Bf16>(p.values),
-        p.positions.const_data_ptr<uint8_t>(),
-        data<Bf16>(x) + token * stride,
-        data<Bf16>(p.bias),
-        residual.defined() ? data<Bf16>(residual) + at : nullptr,
-        p.rotation.defined() ? rotated_residual.const_data_ptr<float>() + at : nullptr,
-        static_cast<Bf16*>(y.mutable_data_ptr()) + at,
-        tokens,
-        p.in,
-        p.out};
-    in_parallel(p.out, p.in * tokens, kRows24,
-                [&](int64_t first, int64_t last) { avx512bf16::sparse24_rows(rows, first, last); });
-  }
+  const at::Tensor from = p.x.stride(1) == 1 ? p.x : p.x.contiguous();
+  at::Tensor x = at::empty({p.tokens * padded_bf16(p.in)}, p.x.options());
+  avx512bf16::group_tokens(data<Bf16>(from), from.stride(0), p.tokens, p.in,
+                           static_cast<Bf16*>(x.mutable_data_ptr()));
+  const Sparse24Rows<Bf16, Bf16> rows{data<Bf16>(p.values),
+                                      p.positions.const_data_ptr<uint8_t>(),
+                                      data<Bf16>(x),
+                                      data<Bf16>(p.bias),
+                                      data<Bf16>(residual),
+                                      data<float>(rotated_residual),
+                                      static_cast<Bf16*>(y.mutable_data_ptr()),
+                                      p.tokens,
+                                      p.in,
+                                      p.out};
+  in_parallel(p.out, p.in * p.tokens, kRows24,
+              [&](int64_t first, int64_t last) { avx512bf16::sparse24_rows(rows, first, last); });
 }
 #endif
 
@@ -188,7 +184,7 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
   if (x.scalar_type() == at::kFloat && tokens > kFewFloatTokens) {
     by_dense_tiles<float>(p, rows);
 #if defined(__x86_64__)
-  } else if (x.scalar_type() == at::kBFloat16 && tokens >= kLeastBf16Tokens && has_bf16_products()) {
+  } else if (x.scalar_type() == at::kBFloat16 && has_bf16_products()) {
     tokens > kFewBf16Tokens ? by_dense_tiles<Bf16>(p, rows) : by_bf16_rows(p, rows);
 #endif
   } else if (x.scalar_type() == at::kBFloat16) {

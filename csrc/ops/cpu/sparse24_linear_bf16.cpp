@@ -3,6 +3,7 @@
 // alone; sparse24_linear.cpp asks has_bf16_products() before each call.
 #if defined(__x86_64__)
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 
@@ -13,12 +14,13 @@ namespace drot::DROT_SIMD {
 namespace {
 
 // Rows of W and tokens that are multiplied together in registers: 24 sums, four vectors of W and one of x.
-constexpr int kRows = 4, kTokens = 6;
-// kTileRows rows of W are made dense, kTileColumns at a time, for up to kTileTokens tokens. The tile and the
-// columns of x of kTokens tokens stay in the L1 cache, and those of kTileTokens tokens in the L2 cache.
-constexpr int kTileRows = kRows24, kTileColumns = 512, kTileTokens = 48;
-constexpr int kTileStride = static_cast<int>(bf16_stride(kTileColumns));
-static_assert(kTileTokens % kTokens == 0 && kTileRows % kRows == 0 && kTileColumns % kPaddingBf16 == 0);
+constexpr int kRows = 4, kTokens = kTogether24;
+// kRows rows of W are made dense, kTileColumns at a time, for up to kTileTokens tokens: this tile stays in
+// the L1 cache. kBlockRows rows take their turn before the next columns, so that these columns of x, which
+// stay in the L2 cache, are read from memory once for all of them.
+constexpr int kBlockRows = kRows24, kTileColumns = 1024, kTileTokens = 96;
+constexpr int kTileStride = kTileColumns + kPaddingBf16;  // rows at a power of two would share cache lines
+static_assert(kTileTokens % kTokens == 0 && kBlockRows % kRows == 0 && kTileColumns % kPaddingBf16 == 0);
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -51,9 +53,8 @@ void expand_row(const Bf16* values, const uint8_t* positions, int64_t bytes, Bf1
   for (int64_t start = 0; start < bytes; start += kBytes) {
     const int64_t count = least(kBytes, bytes - start);
     alignas(64) uint32_t columns[kBytes / kVector];
-    alignas(64) uint8_t read[kBytes] = {};
-    std::memcpy(read, positions + start, count);
-    _mm512_store_si512(columns, columns_of(_mm512_load_si512(read)));
+    const __mmask64 read = count < kBytes ? (__mmask64{1} << count) - 1 : ~__mmask64{0};
+    _mm512_store_si512(columns, columns_of(_mm512_maskz_loadu_epi8(read, positions + start)));
     int64_t i = 0;
     for (; i + kVector <= count; i += kVector) {
       expand(start + i, columns[i / kVector],
@@ -72,79 +73,94 @@ __m512bh load_bf16(const Bf16* from) {
   return vector;
 }
 
-// sums [kRows][kTokensNow] += tile · xᵀ in each lane, over all columns.
+// sums [kRows][kTokensNow] += tile · xᵀ in each lane, over all columns. x: those of group_tokens.
 template <int kTokensNow>
-void tile_products(const Bf16* tile, const Bf16* x, int64_t stride, int64_t columns, Lanes* sums) {
+void tile_products(const Bf16* tile, const Bf16* x, int64_t columns, Lanes* sums) {
   Lanes sum[kRows][kTokensNow];
   std::memcpy(sum, sums, sizeof(sum));
-  for (int64_t column = 0; column < columns; column += kPaddingBf16) {
+  for (int64_t column = 0; column < columns; column += kPaddingBf16, x += kTokensNow * kPaddingBf16) {
     __m512bh w[kRows];
     for (int r = 0; r < kRows; ++r) w[r] = load_bf16(tile + r * kTileStride + column);
     for (int t = 0; t < kTokensNow; ++t) {
-      const __m512bh xs = load_bf16(x + t * stride + column);
+      const __m512bh xs = load_bf16(x + t * kPaddingBf16);
       for (int r = 0; r < kRows; ++r) sum[r][t] = _mm512_dpbf16_ps(sum[r][t], w[r], xs);
     }
   }
   std::memcpy(sums, sum, sizeof(sum));
 }
 
-void tile_products(int64_t tokens, const Bf16* tile, const Bf16* x, int64_t stride, int64_t columns,
-                   Lanes* sums) {
+void tile_products(int64_t tokens, const Bf16* tile, const Bf16* x, int64_t columns, Lanes* sums) {
   switch (tokens) {
     case 1:
-      return tile_products<1>(tile, x, stride, columns, sums);
+      return tile_products<1>(tile, x, columns, sums);
     case 2:
-      return tile_products<2>(tile, x, stride, columns, sums);
+      return tile_products<2>(tile, x, columns, sums);
     case 3:
-      return tile_products<3>(tile, x, stride, columns, sums);
+      return tile_products<3>(tile, x, columns, sums);
     case 4:
-      return tile_products<4>(tile, x, stride, columns, sums);
+      return tile_products<4>(tile, x, columns, sums);
     case 5:
-      return tile_products<5>(tile, x, stride, columns, sums);
+      return tile_products<5>(tile, x, columns, sums);
     default:
-      return tile_products<kTokens>(tile, x, stride, columns, sums);
+      return tile_products<kTokens>(tile, x, columns, sums);
   }
 }
 
-void tiled_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows, int64_t token, int64_t tokens) {
-  alignas(64) Bf16 tile[kTileRows * kTileStride];
-  alignas(64) Lanes sums[kTileRows / kRows][kRows * kTileTokens];
-  const int64_t stride = bf16_stride(p.in);
-  for (auto& of_rows : sums) {
-    for (auto& lanes : of_rows) lanes = all(0);
-  }
+void block_products(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows, int64_t token,
+                    int64_t tokens) {
+  alignas(64) Bf16 tile[kRows * kTileStride];
+  alignas(64) Lanes sums[kBlockRows * kTileTokens];  // [rows / kRows][token][kRows], groups of tokens apart
+  const int64_t groups = (tokens + kTokens - 1) / kTokens;
+  std::fill_n(sums, (rows + kRows - 1) / kRows * kRows * tokens, all(0));
   std::memset(tile, 0, sizeof(tile));  // rows after the last one are zeros
   for (int64_t column = 0; column < p.in; column += kTileColumns) {
     const int64_t columns = least(kTileColumns, p.in - column);
-    for (int64_t r = 0; r < rows; ++r) {
-      const int64_t at = (row + r) * p.in + column;
-      // the hardware prefetcher does not find the next tile
-      prefetch_block(p.values + (at + kTileColumns) / 2, kTileColumns / 2);
-      prefetch_block(p.positions + (at + kTileColumns) / 8, kTileColumns / 8);
-      expand_row(p.values + at / 2, p.positions + at / 8, columns / 8, tile + r * kTileStride);
-    }
-    for (int64_t t = 0; t < tokens; t += kTokens) {
-      for (int64_t r = 0; r < rows; r += kRows) {
-        tile_products(least(kTokens, tokens - t), tile + r * kTileStride, p.x + (token + t) * stride + column,
-                      stride, columns, sums[r / kRows] + t * kRows);
+    for (int64_t r = 0; r < rows; r += kRows) {
+      for (int64_t i = r; i < least(rows, r + kRows); ++i) {
+        const int64_t at = (row + i) * p.in + column;
+        expand_row(p.values + at / 2, p.positions + at / 8, columns / 8, tile + (i - r) * kTileStride);
+      }
+      for (int64_t group = 0; group < groups; ++group) {
+        // the hardware prefetcher does not find the next tile; these loads run beside the products
+        for (int64_t i = group; i < kRows; i += groups) {
+          const int64_t next = (row + kBlockRows + r + i) * p.in + column;  // beyond the end it is harmless
+          prefetch_block<2>(p.values + next / 2, columns / 2);
+          prefetch_block<2>(p.positions + next / 8, columns / 8);
+        }
+        const int64_t t = group * kTokens, together = least(kTokens, tokens - t);
+        tile_products(together, tile, p.x + (token + t) * padded_bf16(p.in) + column * together, columns,
+                      sums + r * tokens + t * kRows);
       }
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
     for (int64_t t = 0; t < tokens; ++t) {
       const int64_t first = t / kTokens * kTokens, together = least(kTokens, tokens - first);
-      const Lanes sum = sums[r / kRows][first * kRows + r % kRows * together + t - first];
-      finish(p, row + r, token + t, sum_of(sum));
+      const int64_t of_rows = r / kRows * kRows * tokens + first * kRows;
+      finish(p, row + r, token + t, sum_of(sums[of_rows + r % kRows * together + t - first]));
     }
   }
 }
 
 }  // namespace
 
+void group_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t in, Bf16* to) {
+  for (int64_t first = 0; first < tokens; first += kTokens) {
+    const int64_t together = least(kTokens, tokens - first);
+    for (int64_t column = 0; column < in; column += kPaddingBf16) {
+      const int64_t columns = least(kPaddingBf16, in - column);
+      const auto read = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
+      for (int64_t t = first; t < first + together; ++t, to += kPaddingBf16) {
+        _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(read, x + t * stride + column));
+      }
+    }
+  }
+}
+
 void sparse24_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last) {
-  for (; first < last; first += kTileRows) {
+  for (; first < last; first += kBlockRows) {
     for (int64_t token = 0; token < p.tokens; token += kTileTokens) {
-      tiled_rows(p, first, least(kTileRows, last - first), token, least(kTileTokens, p.tokens - token));
+      block_products(p, first, least(kBlockRows, last - first), token, least(kTileTokens, p.tokens - token));
     }
   }
 }

@@ -15,12 +15,12 @@ constexpr int64_t kPadding24 = 16;
 // A call of sparse24_rows is fastest for a multiple of this many rows of W.
 constexpr int kRows24 = 16;
 
-// X is the type of x. A row of x takes padded24(in) elements as float, and bf16_stride(in) as Bf16.
+// X is the type of x: rows of padded24(in) elements as float, the groups of group_tokens as Bf16.
 template <class V, class X = float>
 struct Sparse24Rows {
   const V* values;           // [out, in/2]
   const uint8_t* positions;  // [out, in/8]
-  const X* x;                // [tokens, in], padded
+  const X* x;                // [tokens, in], padded or in groups
   const V* bias;             // [out] or null
   const V* residual;         // [tokens, out] or null
   const float* rotated;      // [tokens, out] or null
@@ -38,12 +38,12 @@ struct RotatedColumns {
 
 constexpr int64_t padded24(int64_t columns) { return (columns + kPadding24 - 1) / kPadding24 * kPadding24; }
 
-// The rows of x in bf16 are padded with zeros to a multiple of this many columns, one vector.
+// x in bf16 lies in groups of kTogether24 tokens, the last with what is left. Within a group, vectors of
+// kPaddingBf16 columns of each token follow each other; the last columns are padded with zeros.
 constexpr int64_t kPaddingBf16 = 32;
-// Elements from one row of x to the next: one vector more, because rows at a distance of a power of two would
-// compete for the same places of the cache.
-constexpr int64_t bf16_stride(int64_t columns) {
-  return (columns + kPaddingBf16 - 1) / kPaddingBf16 * kPaddingBf16 + kPaddingBf16;
+constexpr int kTogether24 = 6;
+constexpr int64_t padded_bf16(int64_t columns) {
+  return (columns + kPaddingBf16 - 1) / kPaddingBf16 * kPaddingBf16;
 }
 
 }  // namespace drot
@@ -64,6 +64,9 @@ DROT_SIMD_DECLARE(template <class V>
 #if defined(__x86_64__)
 // For a CPU with bf16 products (sparse24_linear_bf16.cpp).
 namespace drot::avx512bf16 {
+// x [tokens, in], `stride` values between tokens -> the groups that sparse24_rows reads, padded_bf16(in)
+// values a token. `to` is aligned to 64 bytes.
+void group_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t in, Bf16* to);
 // Computes y for the rows first … last - 1 of W.
 void sparse24_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last);
 // values [4 · bytes], positions [bytes] -> `bytes` times eight dense columns.

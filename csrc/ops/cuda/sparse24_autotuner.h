@@ -3,6 +3,7 @@
 // (common/tuning_cache.h).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <limits>
@@ -84,6 +85,13 @@ inline int64_t token_bucket(int64_t tokens) {
   int64_t bucket = 1;
   while (bucket < tokens) bucket *= 2;
   return bucket;
+}
+
+// The tokens for which cuSPARSELt plans a product, a multiple of 8 that is at most a sixteenth more than
+// `tokens` from 128 on: prompts of neighbouring lengths share a plan, which takes longer to make than a row.
+inline int64_t planned_tokens(int64_t tokens) {
+  const int64_t step = std::max<int64_t>(8, token_bucket(tokens) / 32);
+  return (tokens + step - 1) / step * step;
 }
 
 class Autotuner {

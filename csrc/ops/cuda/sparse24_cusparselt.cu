@@ -53,8 +53,7 @@ void matmul(const at::Tensor&, const at::Tensor&, at::Tensor&, bool, const Cuspa
 namespace drot::cusparselt {
 namespace {
 
-constexpr uint32_t kAlignment = 16;     // bytes
-constexpr int64_t kTokensMultiple = 8;  // cuSPARSELt takes multiples of 8 tokens
+constexpr uint32_t kAlignment = 16;  // bytes
 
 // Guards the handles and the plans. They are never destroyed: at exit their CUDA context may be gone before a
 // destructor runs.
@@ -257,8 +256,8 @@ class Plan {
   int64_t compressed_bytes_;
 };
 
-// Most plans that are kept. A model has about ten shapes of weights; each of them needs a plan for every
-// number of tokens.
+// Most plans that are kept. A model has about ten shapes of weights; each of them needs a plan for each
+// number that planned_tokens returns.
 constexpr size_t kMostPlans = 512;
 
 const Plan& plan_for(const PlanKey& key) {
@@ -288,10 +287,9 @@ PlanKey plan_key(const at::Tensor& x, int64_t out, const CusparseltConfig& confi
           .config = config};
 }
 
-// x, with rows of zeros up to a multiple of kTokensMultiple.
+// x, with rows of zeros up to planned_tokens.
 at::Tensor pad_tokens(const at::Tensor& x) {
-  const int64_t tokens = x.size(0);
-  const int64_t padded = (tokens + kTokensMultiple - 1) / kTokensMultiple * kTokensMultiple;
+  const int64_t tokens = x.size(0), padded = planned_tokens(tokens);
   if (padded == tokens) return x;
   at::Tensor result = at::empty({padded, x.size(1)}, x.options());
   result.narrow(0, 0, tokens).copy_(x);
@@ -308,7 +306,7 @@ bool supports(at::ScalarType dtype, int64_t out, int64_t in, int64_t tokens, con
     why = "drot uses cuSPARSELt for bf16 and fp16 only";
   } else if (out == 0 || in == 0 || out % 32 || in % 32) {
     why = "cuSPARSELt needs multiples of 32 rows and columns";
-  } else if (in > kMost / out || tokens + kTokensMultiple > kMost / std::max(in, out)) {
+  } else if (in > kMost / out || planned_tokens(tokens) > kMost / std::max(in, out)) {
     why = "drot uses cuSPARSELt for matrices of less than 2^31 elements only";
   } else {
     const std::lock_guard<std::mutex> guard(mutex());

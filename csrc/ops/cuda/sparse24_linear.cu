@@ -17,6 +17,7 @@
 #include <sstream>
 #include <vector>
 
+#include "common/cuda/async_copy.cuh"
 #include "common/cuda/launcher.cuh"
 #include "ops/cuda/sparse24_autotuner.h"
 #include "ops/cuda/sparse24_cusparselt.h"
@@ -106,13 +107,15 @@ void run(const Choice& choice, const Problem& p, at::Tensor& y) {
 
 // The key of a product in the tuning cache: everything that its fastest algorithm depends on.
 std::string tuning_key(const Problem& p, std::span<const Algorithm> candidates) {
-  int cuda = 0;
+  int cuda = 0, driver = 0;
   C10_CUDA_CHECK(cudaRuntimeGetVersion(&cuda));
+  C10_CUDA_CHECK(cudaDriverGetVersion(&driver));
   const bool has_cusparselt = std::ranges::count(candidates, Algorithm::cusparselt) > 0;
   std::ostringstream key;
   key << "sparse24_linear of drot " << DROT_VERSION << ", " << at::cuda::getCurrentDeviceProperties()->name
-      << ", CUDA " << cuda << ", cuSPARSELt " << (has_cusparselt ? cusparselt::version() : 0) << ", "
-      << p.x.scalar_type() << ' ' << p.out << 'x' << p.in
+      << ", CUDA " << cuda << ", driver " << driver << ", cuSPARSELt "
+      << (has_cusparselt ? cusparselt::version() : 0) << ", " << p.x.scalar_type() << ' ' << p.out << 'x'
+      << p.in
       << (p.rotation.defined() ? " + rotation"
           : has_addends(p)     ? " + addend"
                                : "")

@@ -1,12 +1,17 @@
 // The skinny kernel of sparse24_linear: y = x Wᵀ (+ bias) (+ residual, or + residual · rotation) for few
 // tokens, by sparse tensor-core products (mma.sp) with W as the sparse operand. Used by sparse24_linear.cu.
 //
-// The packed weight is loaded into the registers as it is; its positions are the metadata of mma.sp. The
-// tables in sparse24_mma.cuh show which columns a lane loads.
+// The packed weight is multiplied as it is; its positions are the metadata of mma.sp. The tables in
+// sparse24_mma.cuh show which columns a lane loads.
 //
 // A block has 16 · kTiles rows of W and kSkinnyTokens · kTokenTiles tokens. Its warps share the columns, and
-// their sums are added in a fixed order through shared memory, which holds nothing else. Each byte of W is
-// read once, by one thread. x is read by every block and comes from the L2 cache.
+// their sums are added in a fixed order through shared memory. Each value of W is read once, by one thread. x
+// is read by every block and comes from the L2 cache.
+//
+// A product with few tokens waits for W. Each thread has a queue of steps in shared memory, of which all but
+// one are on their way while it multiplies: skinny_bytes_in_flight says how many bytes. Nobody else reads its
+// part of the queue, so that no barrier is needed. Where the blocks are too few for the GPU, several share
+// the columns of the same rows (split-K), and a second kernel adds their sums in a fixed order.
 //
 // The rows of W are permuted too: row g of tile q is row 2 kTiles g + 2 q of W, and row g + 8 is the next
 // row. A lane's rows of W are then neighbours, so that it reads the rotation, whose columns they are, in
@@ -36,7 +41,27 @@ struct SkinnyProblem {
   uint16_t* y;               // [tokens, out]
   int64_t in, out;
   int tokens;
+  int splits = 1;            // blocks that share the columns of the same rows
+  float* partial = nullptr;  // [splits, tokens, out]; null for one split
 };
+
+// Steps in the queue of a thread.
+constexpr int skinny_stages(int tiles) { return tiles == 2 ? 4 : 6; }
+
+// Bytes of the queue of a block: in each step 16 bytes of values and 8 of positions for 2 · tiles rows.
+constexpr int64_t skinny_shared_bytes(int tiles) {
+  return int64_t(skinny_stages(tiles)) * 2 * tiles * kSkinnyWarps * 32 * (16 + 8);
+}
+
+// the sums of the warps take the place of the queue, for two tiles of tokens at most
+static_assert(kSkinnyWarps * 32 * 2 * 4 * 4 <= skinny_shared_bytes(1) &&
+              kSkinnyWarps * 32 * 2 * 2 * 4 * 4 <= skinny_shared_bytes(2));
+
+// Bytes of W that are on their way to a block while it multiplies. A row has 64 bytes of values and 8 of
+// positions in a step; the four lanes of a row read the same positions.
+constexpr int64_t skinny_bytes_in_flight(int tiles) {
+  return int64_t(skinny_stages(tiles) - 1) * kSkinnyWarps * 16 * tiles * (64 + 8);
+}
 
 struct Words4 {
   uint32_t at[4];
@@ -55,22 +80,46 @@ struct SkinnyStep {
   uint4 x[kTokenTiles][2];    // 8 of columns 0 … 31 of x, and 8 of columns 32 … 63
 };
 
-template <int kTiles, int kTokenTiles>
-__device__ void load_step(const SkinnyProblem& p, int64_t first_row, int64_t step, int lane,
-                          SkinnyStep<kTiles, kTokenTiles>& to) {
-  const int g = lane / 4, t = lane % 4;
+// The queue of the weights of a thread. A vector of all threads lies together, without conflicts of the
+// banks.
+template <int kTiles>
+struct SkinnyQueue {
+  static constexpr int kStages = skinny_stages(kTiles), kThreads = kSkinnyWarps * 32, kRows = 2 * kTiles;
+  uint4* shared;  // values [kStages, kRows, kThreads], then positions of the same shape
+
+  __device__ uint4* value(int stage, int row) const {
+    return shared + (stage * kRows + row) * kThreads + threadIdx.x;
+  }
+  __device__ uint2* position(int stage, int row) const {
+    auto* const positions = reinterpret_cast<uint2*>(shared + kStages * kRows * kThreads);
+    return positions + (stage * kRows + row) * kThreads + threadIdx.x;
+  }
+
+  // Starts to load the weights of a step, as one group of copies.
+  __device__ void load(const SkinnyProblem& p, int64_t first_row, int64_t step, int stage) const {
+    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
-  for (int q = 0; q < kTiles; ++q) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t wanted = first_row + 2 * kTiles * g + 2 * q + half;
+    for (int i = 0; i < kRows; ++i) {
+      const int64_t wanted = first_row + kRows * g + i;
       const int64_t row = wanted < p.out ? wanted : p.out - 1;  // results of rows beyond are not stored
-      to.value[q][half] =
-          __ldcs(reinterpret_cast<const uint4*>(p.values + row * (p.in / 2) + step * 32 + 8 * t));
-      to.position[q][half] =
-          __ldcs(reinterpret_cast<const uint2*>(p.positions + row * (p.in / 8) + step * 8));
+      copy_async<16>(value(stage, i), p.values + row * (p.in / 2) + step * 32 + 8 * t);
+      copy_async<8>(position(stage, i), p.positions + row * (p.in / 8) + step * 8);
     }
   }
+
+  template <int kTokenTiles>
+  __device__ void read(int stage, SkinnyStep<kTiles, kTokenTiles>& to) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      to.value[i / 2][i % 2] = *value(stage, i);
+      to.position[i / 2][i % 2] = *position(stage, i);
+    }
+  }
+};
+
+template <int kTokenTiles>
+__device__ void load_tokens(const SkinnyProblem& p, int64_t step, int lane, uint4 (&x)[kTokenTiles][2]) {
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
     const int token = kSkinnyTokens * n + g;
@@ -78,8 +127,7 @@ __device__ void load_step(const SkinnyProblem& p, int64_t first_row, int64_t ste
     for (int half = 0; half < 2; ++half) {
       // of 16 neighbouring columns lane t, t even, reads the first eight, and lane t + 1 the other eight
       const int64_t column = step * kSkinnyColumns + 32 * half + 8 * t;
-      to.x[n][half] =
-          token < p.tokens ? *reinterpret_cast<const uint4*>(p.x + token * p.in + column) : uint4{};
+      x[n][half] = token < p.tokens ? *reinterpret_cast<const uint4*>(p.x + token * p.in + column) : uint4{};
     }
   }
 }
@@ -125,88 +173,149 @@ __device__ void add_step(const SkinnyStep<kTiles, kTokenTiles>& from, int lane,
   }
 }
 
-// sum += residual · rotation, over the 32 rows of the rotation from row `first` on, in two products of 16
-// rows. Lane t has rows 8 t … 8 t + 7.
-template <class E, int kTiles, int kTokenTiles>
-__device__ void add_rotation(const SkinnyProblem& p, int64_t first_row, int64_t first, int lane,
-                             float (&sum)[kTiles][kTokenTiles][4]) {
-  const int g = lane / 4, t = lane % 4;
+// The operands of one lane for 32 rows of the rotation. Lane t has rows 8 t … 8 t + 7.
+template <int kTiles, int kTokenTiles>
+struct RotationStep {
   uint32_t q[8][kTiles];  // columns from 2 kTiles g on, of eight rows; two columns in a word
+  uint4 r[kTokenTiles];   // 8 columns of the residual
+};
+
+template <int kTiles, int kTokenTiles>
+__device__ void load_rotation(const SkinnyProblem& p, int64_t first_row, int64_t first, int lane,
+                              RotationStep<kTiles, kTokenTiles>& to) {
+  const int g = lane / 4, t = lane % 4;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const uint16_t* from = p.rotation + (first + 8 * t + i) * p.out + first_row + 2 * kTiles * g;
     if constexpr (kTiles == 2) {
       const uint2 two = __ldcs(reinterpret_cast<const uint2*>(from));
-      q[i][0] = two.x;
-      q[i][1] = two.y;
+      to.q[i][0] = two.x;
+      to.q[i][1] = two.y;
     } else {
-      q[i][0] = __ldcs(reinterpret_cast<const uint32_t*>(from));
+      to.q[i][0] = __ldcs(reinterpret_cast<const uint32_t*>(from));
     }
   }
-  Words4 r[kTokenTiles];
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
     const int token = kSkinnyTokens * n + g;
-    r[n] =
-        words(token < p.tokens ? *reinterpret_cast<const uint4*>(p.residual + token * p.out + first + 8 * t)
-                               : uint4{});
+    to.r[n] = token < p.tokens ? *reinterpret_cast<const uint4*>(p.residual + token * p.out + first + 8 * t)
+                               : uint4{};
   }
+}
+
+// sum += residual · rotation, over these 32 rows of the rotation, in two products of 16 rows.
+template <class E, int kTiles, int kTokenTiles>
+__device__ void add_rotation(const RotationStep<kTiles, kTokenTiles>& from,
+                             float (&sum)[kTiles][kTokenTiles][4]) {
   const auto lower = [](uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; };
   const auto upper = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
 #pragma unroll
   for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
-      const uint32_t a = q[4 * k][tile], b = q[4 * k + 1][tile], c = q[4 * k + 2][tile],
-                     d = q[4 * k + 3][tile];
+      const uint32_t a = from.q[4 * k][tile], b = from.q[4 * k + 1][tile], c = from.q[4 * k + 2][tile],
+                     d = from.q[4 * k + 3][tile];
 #pragma unroll
       for (int n = 0; n < kTokenTiles; ++n) {
-        E::multiply_dense(sum[tile][n], {lower(a, b), upper(a, b), lower(c, d), upper(c, d)}, r[n].at[2 * k],
-                          r[n].at[2 * k + 1]);
+        const Words4 r = words(from.r[n]);
+        E::multiply_dense(sum[tile][n], {lower(a, b), upper(a, b), lower(c, d), upper(c, d)}, r.at[2 * k],
+                          r.at[2 * k + 1]);
       }
     }
   }
 }
 
-// E: Bf16Element or Fp16Element. Block (i, j) has the i-th tile of tokens and the j-th tile of rows, so that
-// blocks with the same rows of W run at about the same time.
+// sum += the products of the columns of W that this warp has: each kSkinnyWarps-th step of [begin, end).
+template <class E, int kTiles, int kTokenTiles>
+__device__ void add_weights(const SkinnyProblem& p, const SkinnyQueue<kTiles>& queue, int64_t first_row,
+                            int64_t begin, int64_t end, float (&sum)[kTiles][kTokenTiles][4]) {
+  constexpr int kStages = SkinnyQueue<kTiles>::kStages;
+  const int lane = threadIdx.x % 32;
+  const int64_t first = begin + threadIdx.x / 32;
+  const int64_t count = first < end ? (end - first + kSkinnyWarps - 1) / kSkinnyWarps : 0;
+  const auto load = [&](int64_t i, int stage) {
+    if (i < count) queue.load(p, first_row, first + i * kSkinnyWarps, stage);
+    commit_copies();  // after the last step an empty group, so that the waits count on
+  };
+  for (int i = 0; i < kStages - 1; ++i) load(i, i);
+  SkinnyStep<kTiles, kTokenTiles> now;
+  uint4 next[kTokenTiles][2];
+  if (count > 0) load_tokens<kTokenTiles>(p, first, lane, next);
+  int stage = 0;
+  for (int64_t i = 0; i < count; ++i) {
+#pragma unroll
+    for (int n = 0; n < kTokenTiles; ++n) {
+      now.x[n][0] = next[n][0];
+      now.x[n][1] = next[n][1];
+    }
+    // in the last iteration the same step is loaded again, from the L2 cache, to avoid a branch
+    load_tokens<kTokenTiles>(p, first + (i + 1 < count ? i + 1 : i) * kSkinnyWarps, lane, next);
+    wait_for_copies<kStages - 2>();
+    queue.read(stage, now);
+    load(i + kStages - 1, stage == 0 ? kStages - 1 : stage - 1);  // where the step before was read
+    stage = stage + 1 == kStages ? 0 : stage + 1;
+    add_step<E>(now, lane, sum);
+  }
+}
+
+// sum += residual · rotation, over the rows of the rotation that this warp of this split has.
+template <class E, int kTiles, int kTokenTiles>
+__device__ void add_rotations(const SkinnyProblem& p, int64_t first_row, int split,
+                              float (&sum)[kTiles][kTokenTiles][4]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t stride = int64_t(p.splits) * kSkinnyWarps * kRotationColumns;
+  int64_t first = (int64_t(split) * kSkinnyWarps + warp) * kRotationColumns;
+  if (first >= p.out) return;
+  RotationStep<kTiles, kTokenTiles> now, next;
+  load_rotation(p, first_row, first, lane, next);
+  for (; first < p.out; first += stride) {
+    now = next;
+    load_rotation(p, first_row, first + stride < p.out ? first + stride : first, lane, next);
+    add_rotation<E>(now, sum);
+  }
+}
+
+// y of a token and a row, from the sum of its products.
+template <class E>
+__device__ void store_skinny(const SkinnyProblem& p, int64_t token, int64_t row, float y) {
+  if (p.bias) y += E::to_float(p.bias[row]);
+  if (p.residual && !p.rotation) y += E::to_float(p.residual[token * p.out + row]);
+  p.y[token * p.out + row] = E::from_float(y);
+}
+
+// E: Bf16Element or Fp16Element. Block (i, j) has the j-th tile of rows and, with i = n · splits + s, the
+// n-th tile of tokens and the s-th part of the columns, so that blocks with the same rows of W run at about
+// the same time.
 template <class E, int kTiles, int kTokenTiles>
 __global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(SkinnyProblem p) {
   constexpr int kSums = kTiles * kTokenTiles * 4;
-  const int first_token = static_cast<int>(blockIdx.x) * kSkinnyTokens * kTokenTiles;
+  extern __shared__ uint4 dynamic_shared[];
+  const int split = static_cast<int>(blockIdx.x) % p.splits;
+  const int first_token = static_cast<int>(blockIdx.x) / p.splits * kSkinnyTokens * kTokenTiles;
+  float* const partial = p.partial ? p.partial + (int64_t(split) * p.tokens + first_token) * p.out : nullptr;
   p.x += first_token * p.in;
   p.y += first_token * p.out;
   if (p.residual) p.residual += first_token * p.out;
   p.tokens -= first_token;
-  __shared__ float partial[kSkinnyWarps][kSums][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t first_row = static_cast<int64_t>(blockIdx.y) * 16 * kTiles;
   float sum[kTiles][kTokenTiles][4] = {};
 
   const int64_t steps = p.in / kSkinnyColumns;
-  if (warp < steps) {
-    SkinnyStep<kTiles, kTokenTiles> now, next;
-    load_step(p, first_row, warp, lane, now);
-    for (int64_t step = warp; step < steps; step += kSkinnyWarps) {
-      // in the last iteration the same step is loaded again, from the L2 cache, to avoid a branch
-      const int64_t after = step + kSkinnyWarps < steps ? step + kSkinnyWarps : step;
-      load_step(p, first_row, after, lane, next);
-      add_step<E>(now, lane, sum);
-      now = next;
-    }
-  }
-  if (p.rotation) {
-    for (int64_t first = warp * kRotationColumns; first < p.out; first += kSkinnyWarps * kRotationColumns) {
-      add_rotation<E>(p, first_row, first, lane, sum);
-    }
-  }
+  add_weights<E>(p, SkinnyQueue<kTiles>{dynamic_shared}, first_row, steps * split / p.splits,
+                 steps * (split + 1) / p.splits, sum);
+  if (p.rotation) add_rotations<E>(p, first_row, split, sum);
 
+  __syncthreads();                                                  // nobody reads the queue any more
+  auto* const of_warps = reinterpret_cast<float*>(dynamic_shared);  // [kSkinnyWarps, kSums, 32]
 #pragma unroll
   for (int q = 0; q < kTiles; ++q) {
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) partial[warp][(q * kTokenTiles + n) * 4 + i][lane] = sum[q][n][i];
+      for (int i = 0; i < 4; ++i) {
+        of_warps[(warp * kSums + (q * kTokenTiles + n) * 4 + i) * 32 + lane] = sum[q][n][i];
+      }
     }
   }
   __syncthreads();
@@ -217,28 +326,59 @@ __global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(SkinnyProbl
     if (token >= p.tokens || row >= p.out) continue;
     float y = 0;
 #pragma unroll
-    for (int w = 0; w < kSkinnyWarps; ++w) y += partial[w][i][of];
-    if (p.bias) y += E::to_float(p.bias[row]);
-    if (p.residual && !p.rotation) y += E::to_float(p.residual[token * p.out + row]);
-    p.y[token * p.out + row] = E::from_float(y);
+    for (int w = 0; w < kSkinnyWarps; ++w) y += of_warps[(w * kSums + i) * 32 + of];
+    if (partial) {
+      partial[token * p.out + row] = y;
+    } else {
+      store_skinny<E>(p, token, row, y);
+    }
   }
+}
+
+constexpr int kSkinnySumThreads = 256;
+
+// y from the sums of the splits, which are added in their order. Block (i, j) has kSkinnySumThreads rows,
+// from the i-th tile of them on, of token j.
+template <class E>
+__global__ void __launch_bounds__(kSkinnySumThreads) sparse24_skinny_sum(SkinnyProblem p) {
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * kSkinnySumThreads + threadIdx.x;
+  const int64_t token = blockIdx.y;
+  if (row >= p.out) return;
+  float y = 0;
+  for (int split = 0; split < p.splits; ++split) y += p.partial[(split * p.tokens + token) * p.out + row];
+  store_skinny<E>(p, token, row, y);
+}
+
+// How many blocks share the columns of the same rows: as many as fill the GPU with one block a
+// multiprocessor, while each warp has at least two steps.
+constexpr int skinny_splits(int64_t blocks, int64_t steps, int multiprocessors) {
+  const int64_t wanted = multiprocessors / blocks, most = steps / (2 * kSkinnyWarps);
+  const int64_t splits = wanted < most ? wanted : most;
+  return splits < 1 ? 1 : static_cast<int>(splits);
 }
 
 // launcher: a Launcher (common/cuda/launcher.cuh). p.out is at most kMostSkinnyRows.
 template <class E, class LauncherT>
-void run_sparse24_skinny(LauncherT& launcher, const SkinnyProblem& p) {
+void run_sparse24_skinny(LauncherT& launcher, SkinnyProblem p) {
   // two tiles of rows per block halve the reads of x; they are used if the blocks still fill the GPU
   const bool two_tiles = p.out / 32 >= launcher.multiprocessors() / 2;
-  const auto launch = [&](auto kernel, int rows, int tokens) {
-    const dim3 grid((p.tokens + tokens - 1) / tokens, static_cast<unsigned>((p.out + rows - 1) / rows));
-    launcher.launch(kernel, grid, dim3(kSkinnyWarps * 32), /*shared_bytes=*/0, p);
+  const auto launch = [&](auto kernel, int tiles, int tokens) {
+    const int64_t rows = (p.out + 16 * tiles - 1) / (16 * tiles), groups = (p.tokens + tokens - 1) / tokens;
+    p.splits = skinny_splits(rows * groups, p.in / kSkinnyColumns, launcher.multiprocessors());
+    if (p.splits > 1) p.partial = launcher.template allocate<float>(p.splits * p.tokens * p.out);
+    launcher.launch(kernel, dim3(groups * p.splits, rows), dim3(kSkinnyWarps * 32),
+                    skinny_shared_bytes(tiles), p);
   };
   if (p.tokens <= kSkinnyTokens) {
-    two_tiles ? launch(&sparse24_skinny<E, 2, 1>, 32, kSkinnyTokens)
-              : launch(&sparse24_skinny<E, 1, 1>, 16, kSkinnyTokens);
+    two_tiles ? launch(&sparse24_skinny<E, 2, 1>, 2, kSkinnyTokens)
+              : launch(&sparse24_skinny<E, 1, 1>, 1, kSkinnyTokens);
   } else {
-    two_tiles ? launch(&sparse24_skinny<E, 2, 2>, 32, 2 * kSkinnyTokens)
-              : launch(&sparse24_skinny<E, 1, 2>, 16, 2 * kSkinnyTokens);
+    two_tiles ? launch(&sparse24_skinny<E, 2, 2>, 2, 2 * kSkinnyTokens)
+              : launch(&sparse24_skinny<E, 1, 2>, 1, 2 * kSkinnyTokens);
+  }
+  if (p.splits > 1) {
+    const dim3 grid((p.out + kSkinnySumThreads - 1) / kSkinnySumThreads, p.tokens);
+    launcher.launch(&sparse24_skinny_sum<E>, grid, dim3(kSkinnySumThreads), /*shared_bytes=*/0, p);
   }
 }
 
