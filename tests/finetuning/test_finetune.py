@@ -13,6 +13,7 @@ import sys
 import pytest
 import torch
 from runs import saved_bytes
+from small_checkpoints import save_small
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
@@ -418,12 +419,11 @@ def test_mistakes_on_the_command_line(capsys, tmp_path, options, message):
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-@pytest.mark.slow
 def test_the_command(capsys, tmp_path):
-    """The embedded model: pruned, fine-tuned on a file, shown by info, and measured by eval."""
-    text = ["--nsamples", "4", "--seqlen", "64"]
+    """Pruned, fine-tuned on a file, shown by info, and measured by eval."""
+    model, text = save_small(tmp_path / "model", head_dim=16), ["--nsamples", "4", "--seqlen", "64"]
     pruning = ["--rotation", "none", "--method", "magnitude", "--calibration", CALIBRATION.source, *text]
-    assert cli.run(["prune", str(MODEL), "--out", str(tmp_path / "p"), "--format", "packed", *pruning]) == 0
+    assert cli.run(["prune", str(model), "--out", str(tmp_path / "p"), "--format", "packed", *pruning]) == 0
     capsys.readouterr()
     command = ["finetune", str(tmp_path / "p"), "--text", CALIBRATION.source, *text, "--held-out", "2"]
     assert cli.run([*command, "--out", str(tmp_path / "out"), "--json", "--device", "cpu"]) == 0

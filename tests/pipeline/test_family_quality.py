@@ -58,7 +58,9 @@ def test_the_rotation_lowers_the_error(family):
     fast = Recipe().with_quality("fast").replace(seqlen=256, steps=15)
     plain, rotated = (
         relative_error(
-            drot.prune(as_family(family), chosen, calibration=calibration, device="cpu").model(held_out).logits,
+            drot.prune(as_family(family), chosen, calibration=calibration, device="cpu")
+            .model(held_out)
+            .logits,
             dense,
         )
         for chosen in (fast.replace(mode="none"), fast)
