@@ -61,7 +61,7 @@ def dense():
 
 
 def as_on_the_whole_text(model, dense):
-    """Text → perplexity on every fourth window, divided by that of the dense model there, times its golden."""
+    """Text → perplexity on every fourth window over that of the dense model there, times its golden."""
     whole = golden("dense")["perplexity"]
     return {name: measure(model, name) / dense[name] * whole[name] for name in whole}
 

@@ -30,7 +30,6 @@ from drot.pipeline import layer as pipeline_layer
 from drot.pipeline import steps
 from drot.pipeline.invariance import InvarianceError
 
-
 #: every family, and the other modes where a norm, a slice or a tied head could differ
 FAMILIES = [
     *((family, "layer") for family in WITHOUT_EXPERTS if "-" not in family),

@@ -15,7 +15,7 @@ from drot.pipeline import training
 from drot.rotation import train
 from drot.rotation.graph import WARM_UP
 
-STEPS = 30
+STEPS = 40
 
 
 def rotations(tmp_path, device="second", **fields: Any) -> tuple[bytes, list[list[float]]]:
