@@ -36,9 +36,9 @@ def golden(method, sparsity=None, steps=0, precision=None):
 
 
 def pruned(method, sparsity, **fields):
-    text = dict(source=str(DATA / "wikitext2-valid.txt"), nsamples=64, seqlen=512)
+    text = dict(source=str(DATA / "wikitext2-valid.txt"), nsamples=64, seqlen=512) | fields
     # what is rotated and removed is compared, without the solvers that win a part of the loss back
-    chosen = Recipe().replace(method=method, sparsity=sparsity, **text, **fields).with_quality("fast")
+    chosen = Recipe().replace(method=method, sparsity=sparsity, **text).with_quality("fast")
     return drot.prune(MODEL, chosen, device="cpu", dtype="float32", save_dtype="float32")
 
 

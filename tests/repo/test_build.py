@@ -132,27 +132,18 @@ def test_unusable_extension_names_the_build_command(
 
 
 @in_checkout
-@pytest.mark.parametrize(
-    ("variables", "line"),
-    [
-        pytest.param(
-            {"DROT_WITH_CUDA": "1"},
-            r"DROT_WITH_CUDA=1 needs nvcc and a CUDA build of torch: torch .* is a CPU build",
-            marks=pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA"),
-        ),
-        ({"DROT_WITH_CUDA": "yes"}, "DROT_WITH_CUDA must be 0 or 1, got yes"),
-    ],
-)
 @pytest.mark.slow
-def test_build_refuses_in_one_line(tmp_path: Path, variables: dict[str, str], line: str) -> None:
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torch has CUDA")
+def test_build_refuses_in_one_line(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "setup.py", "build_ext", "-b", str(tmp_path / "lib"), "-t", str(tmp_path / "temp")],
         cwd=ROOT,
-        env={**os.environ, **variables},
+        env={**os.environ, "DROT_WITH_CUDA": "1"},
         capture_output=True,
         text=True,
     )
     assert done.returncode != 0
+    line = "DROT_WITH_CUDA=1 needs nvcc and a CUDA build of torch: torch .* is a CPU build"
     assert re.fullmatch(line, done.stderr.strip().splitlines()[-1])
 
 
