@@ -55,11 +55,8 @@ def measure(model, name, first=0):
 @pytest.fixture(scope="module")
 def dense():
     """Text → the perplexity of the dense model on each fourth of its windows, and their number."""
-    model = drot.load(MODEL, device="cpu", dtype="float32")
-    return {
-        name: [measure(model, name, first) for first in range(PARTS)]
-        for name in golden("dense")["perplexity"]
-    }
+    model, texts = drot.load(MODEL, device="cpu", dtype="float32"), golden("dense")["perplexity"]
+    return {name: [measure(model, name, first) for first in range(PARTS)] for name in texts}
 
 
 def as_on_the_whole_text(model, dense):

@@ -21,14 +21,14 @@ from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.sweep.demo import CALIBRATION, HELD_OUT, DemoResult, DemoRow, run_demo
 
 pytestmark = pytest.mark.slow
-SMALL, WINDOWS = dataclasses.replace(CALIBRATION, nsamples=8, seqlen=256), 16
+SMALL, WINDOWS = dataclasses.replace(CALIBRATION, nsamples=8, seqlen=256), 8
 
 
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory):
     pytest.importorskip("matplotlib", reason="the demo's report needs matplotlib")
     out = tmp_path_factory.mktemp("demo") / "out"
-    return out, run_demo(out, steps=20, calibration=SMALL, windows=WINDOWS)
+    return out, run_demo(out, steps=12, calibration=SMALL, windows=WINDOWS)
 
 
 def test_rotation_undoes_most_of_the_damage(demo):
