@@ -165,9 +165,8 @@ FAMILIES: dict[str, dict] = {
 }
 #: those without experts: they take R3, packed weights, fine-tuning and artifacts
 WITHOUT_EXPERTS = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].experts]
-#: those whose residual stream R1 cannot rotate, and those without experts whose stream it rotates
+#: those whose residual stream R1 cannot rotate
 INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
-ON_THE_STREAM = [name for name in WITHOUT_EXPERTS if name not in INSIDE]
 
 
 @torch.no_grad()
