@@ -100,12 +100,12 @@ def test_entropy_as_in_the_papers_code(dense):
     ("method", "mode", "most"), [("wanda", "layer", 32.0), ("sparsegpt", "shared", 31.95)]
 )
 def test_pruned_importance(method, mode, most, dense):
-    """30 steps on a fourth of the text lower the perplexity more than 100 steps of the paper's objective do.
+    """40 steps on a fourth of the text lower the perplexity more than 100 steps of the paper's objective do.
 
     One rotation for the whole model helps as much as the paper's rotation of each layer. The test of the demo
     has SparseGPT with a rotation for each layer.
     """
-    model = pruned(method, "2:4", nsamples=16, mode=mode, objective="pruned", steps=30).model
+    model = pruned(method, "2:4", nsamples=16, mode=mode, objective="pruned", steps=40).model
     assert on_the_whole(model, "wikitext2-test", dense) <= most
     for layer in model.model.layers:
         weight = layer.mlp.down_proj.weight
