@@ -220,9 +220,8 @@ FAMILIES: dict[str, dict] = {
 }
 #: those whose MLP takes R3: they have no experts, and take packed weights, fine-tuning and artifacts too
 WITHOUT_EXPERTS = [name for name in FAMILIES if DECLARED[name.partition("-")[0]].takes("r3")]
-#: those whose residual stream R1 cannot rotate, and those without experts whose stream it rotates
+#: those whose residual stream R1 cannot rotate
 INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
-ON_THE_STREAM = [name for name in WITHOUT_EXPERTS if name not in INSIDE]
 
 
 def is_available(family: str) -> bool:

@@ -57,13 +57,12 @@ pytestmark = pytest.mark.slow  # they prune and open the embedded model
         ),
     ],
 )
-def test_damaged_tensors(packed, change, message, capsys):
+def test_damaged_tensors(packed, change, message):
     rewrite(packed, change)
     for opening in (AutoModelForCausalLM.from_pretrained, drot.load):
         with pytest.raises(UserError) as caught:
             opening(packed)
         assert str(caught.value).startswith(message)
-    assert refused(capsys, "eval", packed, "--ppl", HELD_OUT).startswith(f"drot: {message}")
 
 
 @pytest.mark.parametrize(

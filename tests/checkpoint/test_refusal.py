@@ -127,7 +127,7 @@ print("stock opens, the rest does not")
 
 @pytest.mark.slow
 def test_transformers_without_drot_refuses(folders):
-    names = [str(folders[kind][0]) for kind in ["stock", *KINDS]]
+    names = [str(folders[kind][0]) for kind in ("stock", "rotated", "rotated down packed")]
     command = [sys.executable, "-P", "-c", WITHOUT_DROT, *names]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.stdout == "stock opens, the rest does not\n", done.stderr
@@ -142,7 +142,7 @@ def test_engines_find_no_family_of_theirs(checkpoint):
 
 
 @pytest.mark.parametrize("place", ["input", "residual"])
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "phi3"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loader_of_the_family_lacks_tensors(kind, family, place):
     """A program that reads no config.json takes the tensors by the family's names."""
@@ -241,8 +241,7 @@ def refusal(folder):
     ],
     ids=["scaled", "row", "other", "nan", "inf"],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", [ROTATION, R3])
+@pytest.mark.parametrize(("name", "dtype"), [(ROTATION, torch.float32), (R3, torch.bfloat16)], ids=str)
 def test_a_damaged_rotation_is_named(name, damage, dtype, tmp_path):
     a_model("rotated down", dtype=dtype).save_pretrained(tmp_path)
     AutoModelForCausalLM.from_pretrained(tmp_path)

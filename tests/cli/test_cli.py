@@ -46,7 +46,7 @@ def test_the_end_of_a_run_says_why_the_checkpoint_grew_and_what_to_do_next(capsy
     """The sizes are those of the tensors in the files, and each command runs as it is printed."""
     recipe = Recipe().replace(steps=2, solve="none", target="self")
     (tmp_path / "recipe.json").write_text(json.dumps(recipe.to_dict()))
-    dense = small_model("llama", tie_word_embeddings=True)
+    dense = small_model("llama", tie_word_embeddings=True, num_hidden_layers=1)
     save_small_model(dense, tmp_path / "model")
     (tmp_path / "text.txt").write_text(random_text(900))
     out = tmp_path / "a folder"
@@ -136,7 +136,8 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path, capsys):
     """The message and the status of `kill`, `docker stop` and job schedulers; the run can be resumed."""
     out = tmp_path / "out"
     model = save_small(tmp_path / "model", num_hidden_layers=6)
-    options = ["--calibration", str(HELD_OUT), "--nsamples", "8", "--seqlen", "64", "--steps", "50"]
+    options = ["--calibration", str(HELD_OUT), "--nsamples", "8", "--seqlen", "64", "--steps", "20"]
+    options += ["--quality", "fast"]
     arguments = ["prune", str(model), "--out", str(out), "--device", "cpu", *options]
     command = [sys.executable, "-m", "drot", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:

@@ -33,8 +33,7 @@ def test_every_family(family, device):
     assert_same(small_model(family), device)
 
 
-@pytest.mark.parametrize("format", ["dense", "packed"])
-@pytest.mark.parametrize("boundary", ["input", "residual"])
+@pytest.mark.parametrize(("boundary", "format"), [("input", "dense"), ("residual", "packed")])
 def test_rotated_packed_and_fused(boundary, format, device):
     recipe = Recipe(
         rotation=RotationConfig(boundary=boundary, hessians="dense", steps=3),

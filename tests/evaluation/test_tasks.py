@@ -44,10 +44,10 @@ metric_list:
 """
 
 
-@pytest.mark.slow
 def test_limit_batch_size_and_examples(monkeypatch, capfd):
     """What lm_eval is asked; and off a terminal neither its bars nor what git says are seen."""
-    task_manager()
+    manager = task_manager(include_path=str(Path(continuation.__file__).parent), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
     import lm_eval
 
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -77,7 +77,7 @@ def test_task_options_that_mean_nothing(options):
 
 def test_lm_evals_own_command_line_under_drot_run(tmp_path):
     """A rotated, packed checkpoint by `lm_eval --model hf`, on a local task and on drot's own."""
-    task_manager()
+    pytest.importorskip("lm_eval")
     recipe = Recipe(rotation=RotationConfig(steps=1), pruning=PruningConfig(method="magnitude"))
     drot.prune(
         MODEL,
@@ -101,7 +101,6 @@ def test_lm_evals_own_command_line_under_drot_run(tmp_path):
     assert {"two_letters", "drot_continuation"} <= set(rows_printed)
 
 
-@pytest.mark.slow
 def test_accuracy_of_a_local_task(tmp_path, monkeypatch, caplog):
     """The accuracy is the share of questions for which the model's logits make the right answer likelier."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
@@ -159,7 +158,6 @@ def manager():
 
 
 @pytest.mark.parametrize("name", ["no_such_task", "ai2_arc"])
-@pytest.mark.slow
 def test_unknown_task(manager, monkeypatch, name):
     """A tag, such as ai2_arc, is refused too, because lm_eval reports nothing under its name."""
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)

@@ -2,15 +2,18 @@
 
 import dataclasses
 import errno
+import functools
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from runs import saved_bytes
+from small_checkpoints import save_small
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
@@ -41,31 +44,34 @@ KINDS = {
 QUICK = dict(lr=1e-2, batch_size=2, held_out=2, warmup_steps=0)
 
 
-#: the pairs of a kind and `full` that `make check` tests too
-QUICKLY_TESTED = [("dense", False), ("rotated", True), ("packed-rotated", False)]
-
-
 def tokens():
     return random_tokens(10, 24)
 
 
-def pruned(folder, kind="dense", family="llama-biased", dtype=torch.bfloat16):
-    """A 2:4 checkpoint of a small random model."""
-    options = dict(KINDS[kind])
-    recipe = Recipe(
-        rotation=options.pop("rotation"), pruning=PruningConfig(method="magnitude", sparsity="2:4")
-    )
-    model = small_model(family, dtype=dtype, num_hidden_layers=2)
-    drot.prune(model, recipe, calibration=tokens()[:4], device="cpu", out=folder, **options)
-    return folder
+@pytest.fixture(scope="module")
+def pruned(tmp_path_factory):
+    """A function that returns the 2:4 checkpoint of a kind and a dtype. Tests must not change it."""
+    folder = tmp_path_factory.mktemp("pruned")
+
+    @functools.cache
+    def made(kind, dtype):
+        options = dict(KINDS[kind])
+        recipe = Recipe(
+            rotation=options.pop("rotation"), pruning=PruningConfig(method="magnitude", sparsity="2:4")
+        )
+        model, out = small_model("llama-biased", dtype=dtype, num_hidden_layers=2), folder / f"{kind}-{dtype}"
+        drot.prune(model, recipe, calibration=tokens()[:4], device="cpu", out=out, **options)
+        return out
+
+    return lambda kind="dense", dtype=torch.bfloat16: made(kind, dtype)
 
 
 @pytest.mark.parametrize("keep_adapter", [False, True])
 def test_a_disk_without_space_for_the_result_is_found_before_the_training(
-    tmp_path, monkeypatch, keep_adapter
+    pruned, tmp_path, monkeypatch, keep_adapter
 ):
     """Afterwards the training would be lost."""
-    folder, asked = pruned(tmp_path / "pruned"), []
+    folder, asked = pruned(), []
     weights = sum(map(len, saved_bytes(folder)))
 
     def refuse(descriptor, start, size):
@@ -83,10 +89,9 @@ def test_a_disk_without_space_for_the_result_is_found_before_the_training(
 
 
 @pytest.mark.parametrize("keep_adapter", [False, True])
-def test_a_full_disk_at_the_end_does_not_lose_the_training(tmp_path, monkeypatch, keep_adapter):
+def test_a_full_disk_at_the_end_does_not_lose_the_training(pruned, tmp_path, monkeypatch, keep_adapter):
     """The adapter lies beside `out`. The same call then writes the checkpoint, and does not train."""
-    folder = pruned(tmp_path / "pruned", "rotated" if keep_adapter else "packed-rotated")
-    folder = pruned(tmp_path / "dense", "dense") if keep_adapter else folder
+    folder = pruned("dense" if keep_adapter else "packed-rotated")
     config = FinetuneConfig(keep_adapter=keep_adapter, **QUICK)
     options = dict(tokens=tokens(), device="cpu")
     whole = drot.finetune(folder, config, out=tmp_path / "whole", **options)
@@ -129,14 +134,10 @@ def run(folder, out, **settings):
 
 @pytest.mark.parametrize(
     ("kind", "full"),
-    [
-        pytest.param(kind, full, marks=() if (kind, full) in QUICKLY_TESTED else pytest.mark.slow)
-        for kind in KINDS
-        for full in (False, True)
-    ],
+    [("dense", False), ("rotated", True), ("residual", False), ("packed", True), ("packed-rotated", False)],
 )
-def test_the_result_is_of_the_same_kind_with_the_same_zeros(tmp_path, kind, full):
-    folder = pruned(tmp_path / "pruned", kind)
+def test_the_result_is_of_the_same_kind_with_the_same_zeros(pruned, tmp_path, kind, full):
+    folder = pruned(kind)
     result = run(folder, tmp_path / "out", full=full)
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -157,8 +158,8 @@ def test_the_result_is_of_the_same_kind_with_the_same_zeros(tmp_path, kind, full
     assert read_manifest(tmp_path / "out") == result.manifest
 
 
-def test_the_record(tmp_path):
-    folder = pruned(tmp_path / "pruned", "rotated")
+def test_the_record(pruned, tmp_path):
+    folder = pruned("rotated")
     first = run(folder, tmp_path / "one", epochs=2).manifest
     second = run(tmp_path / "one", tmp_path / "two", full=True, lr=1e-4).manifest
     own = {"finetune", "files", "digest"}
@@ -186,9 +187,9 @@ def test_the_record(tmp_path):
     assert lora.trained_weights == sum(8 * (w.shape[0] + w.shape[1]) for w in linears)
 
 
-def test_the_figures_are_of_the_written_model(tmp_path):
+def test_the_figures_are_of_the_written_model(pruned, tmp_path):
     """The held-out loss is measured after the merge and the rounding, not before."""
-    folder = pruned(tmp_path / "pruned")
+    folder = pruned()
     held_out = run(folder, tmp_path / "out").manifest.finetune[-1].held_out
     for path, figure in ((folder, "loss_before"), (tmp_path / "out", "loss_after")):
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -199,8 +200,8 @@ def test_the_figures_are_of_the_written_model(tmp_path):
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
-def test_the_same_command_gives_the_same_bytes(tmp_path, full):
-    folder = pruned(tmp_path / "pruned")
+def test_the_same_command_gives_the_same_bytes(pruned, tmp_path, full):
+    folder = pruned()
     for name in ("one", "two"):
         torch.manual_seed(ord(name[0]))
         before = torch.get_rng_state()
@@ -210,8 +211,8 @@ def test_the_same_command_gives_the_same_bytes(tmp_path, full):
 
 
 @pytest.mark.slow
-def test_gradient_checkpointing_and_accumulation_change_no_weight_by_more_than_rounding(tmp_path):
-    folder = pruned(tmp_path / "pruned", "residual", dtype=torch.float32)
+def test_gradient_checkpointing_and_accumulation_change_no_weight_by_more_than_rounding(pruned):
+    folder = pruned("residual", torch.float32)
     plain = run(folder, None, lr=1e-3, dropout=0.0).model
     for settings in (dict(gradient_checkpointing=True), dict(batch_size=1, accumulation=2)):
         other = run(folder, None, lr=1e-3, dropout=0.0, **settings).model
@@ -219,10 +220,10 @@ def test_gradient_checkpointing_and_accumulation_change_no_weight_by_more_than_r
             torch.testing.assert_close(one, two, atol=1e-4, rtol=1e-3)
 
 
-def test_a_kept_adapter_opens_with_peft_on_top_of_the_pruned_model(tmp_path, capsys):
+def test_a_kept_adapter_opens_with_peft_on_top_of_the_pruned_model(pruned, tmp_path, capsys):
     from peft import PeftModel
 
-    folder = pruned(tmp_path / "pruned", "rotated")
+    folder = pruned("rotated")
     result = run(folder, tmp_path / "adapter", keep_adapter=True)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     base = model(tokens()).logits
@@ -261,19 +262,17 @@ def test_a_model_that_another_program_pruned(tmp_path, capsys):
         run(elsewhere(tmp_path / "dense", share=0.02), tmp_path / "refused")
 
 
-def test_a_fine_tuned_checkpoint_is_converted_with_its_record(tmp_path):
-    run(pruned(tmp_path / "pruned", "rotated"), tmp_path / "out")
+def test_a_fine_tuned_checkpoint_is_converted_with_its_record(pruned, tmp_path):
+    run(pruned("rotated"), tmp_path / "out")
     manifest = convert(tmp_path / "out", tmp_path / "packed", "packed")
     assert manifest.format == "packed" and len(manifest.finetune) == 1
 
 
-def test_a_rise_of_the_held_out_loss_is_logged(tmp_path, caplog):
+def test_a_rise_of_the_held_out_loss_is_logged(pruned, caplog):
     """The model learns to repeat one token, which the held-out rows do not hold."""
     rows = random_tokens(10, 24, vocab=90)
     rows[:-2] = 95
-    result = drot.finetune(
-        pruned(tmp_path / "pruned"), FinetuneConfig(**QUICK, epochs=3), tokens=rows, device="cpu"
-    )
+    result = drot.finetune(pruned(), FinetuneConfig(**QUICK, epochs=3), tokens=rows, device="cpu")
     held_out = result.manifest.finetune[-1].held_out
     assert held_out.loss_after > held_out.loss_before
     assert "the model is worse on the held-out text after the fine-tuning" in caplog.text
@@ -282,9 +281,9 @@ def test_a_rise_of_the_held_out_loss_is_logged(tmp_path, caplog):
 # ---- refusals ----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return pruned(tmp_path_factory.mktemp("checkpoints") / "pruned")
+@pytest.fixture
+def folder(pruned):
+    return pruned()
 
 
 @pytest.mark.parametrize(
@@ -323,8 +322,8 @@ def test_nothing_is_written_after_a_refusal(folder, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_damaged_model_is_refused(tmp_path):
-    folder = pruned(tmp_path / "pruned")
+def test_a_damaged_model_is_refused(folder, tmp_path):
+    folder = shutil.copytree(folder, tmp_path / "pruned")
     model = load_model(folder)
     model.model.norm.weight.data.fill_(1e38)  # finite, but not what follows from it
     model.save_pretrained(folder)
@@ -335,13 +334,13 @@ def test_a_damaged_model_is_refused(tmp_path):
         run(folder, tmp_path / "out")
 
 
-def test_packed_weights_take_no_adapter(tmp_path):
+def test_packed_weights_take_no_adapter(pruned, tmp_path):
     with pytest.raises(UserError, match="peft cannot open an adapter on packed weights"):
-        run(pruned(tmp_path / "packed", "packed"), tmp_path / "out", keep_adapter=True)
+        run(pruned("packed"), tmp_path / "out", keep_adapter=True)
 
 
-def test_a_quantised_model_is_refused(tmp_path):
-    folder = pruned(tmp_path / "pruned")
+def test_a_quantised_model_is_refused(folder, tmp_path):
+    folder = shutil.copytree(folder, tmp_path / "pruned")
     file = folder / "config.json"
     config = json.loads(file.read_text()) | {"quantization_config": {"quant_method": "gptq", "bits": 4}}
     file.write_text(json.dumps(config))
@@ -420,12 +419,11 @@ def test_mistakes_on_the_command_line(capsys, tmp_path, options, message):
     assert message in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-@pytest.mark.slow
 def test_the_command(capsys, tmp_path):
-    """The embedded model: pruned, fine-tuned on a file, shown by info, and measured by eval."""
-    text = ["--nsamples", "4", "--seqlen", "64"]
+    """Pruned, fine-tuned on a file, shown by info, and measured by eval."""
+    model, text = save_small(tmp_path / "model", head_dim=16), ["--nsamples", "4", "--seqlen", "64"]
     pruning = ["--rotation", "none", "--method", "magnitude", "--calibration", CALIBRATION.source, *text]
-    assert cli.run(["prune", str(MODEL), "--out", str(tmp_path / "p"), "--format", "packed", *pruning]) == 0
+    assert cli.run(["prune", str(model), "--out", str(tmp_path / "p"), "--format", "packed", *pruning]) == 0
     capsys.readouterr()
     command = ["finetune", str(tmp_path / "p"), "--text", CALIBRATION.source, *text, "--held-out", "2"]
     assert cli.run([*command, "--out", str(tmp_path / "out"), "--json", "--device", "cpu"]) == 0
@@ -455,17 +453,16 @@ def test_two_processes_write_one_checkpoint(tmp_path):
         out=folder,
     )
     before = tensors(folder)
-    for name, method in (("lora", []), ("full", ["--full"])):
-        command = [
-            sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-            "-m", "drot", "finetune", str(folder), "--out", str(tmp_path / name), "--device", "cpu", "--json",
-            "--text", CALIBRATION.source, "--nsamples", "4", "--seqlen", "32", "--held-out", "2", *method,
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        record = json.loads(done.stdout)["finetune"][0]
-        assert (record["processes"], record["steps"]) == (2, 2)
-        after = tensors(tmp_path / name)
-        assert all(torch.equal(before[key] == 0, after[key] == 0) for key in before)
-        weight = "model.layers.0.mlp.up_proj.weight"
-        assert not torch.equal(before[weight], after[weight])
+    command = [
+        sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
+        "-m", "drot", "finetune", str(folder), "--out", str(tmp_path / "out"), "--device", "cpu", "--json",
+        "--text", CALIBRATION.source, "--nsamples", "4", "--seqlen", "32", "--held-out", "2", "--full",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    record = json.loads(done.stdout)["finetune"][0]
+    assert (record["processes"], record["steps"]) == (2, 2)
+    after = tensors(tmp_path / "out")
+    assert all(torch.equal(before[key] == 0, after[key] == 0) for key in before)
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert not torch.equal(before[weight], after[weight])

@@ -279,7 +279,7 @@ def test_in_a_compiled_function(device: str) -> None:
         return 2 * entropy_loss((w @ r).tanh(), columns=True)
 
     w, r = torch.randn(16, 32, device=device), torch.randn(32, 32, device=device, requires_grad=True)
-    compiled = torch.compile(loss, fullgraph=True)(w, r)
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(w, r)
     torch.testing.assert_close(compiled, loss(w, r))
     (got,) = torch.autograd.grad(compiled, r)
     (expected,) = torch.autograd.grad(2 * entropy_loss_ref((w @ r).tanh(), columns=True), r)

@@ -117,7 +117,7 @@ def test_compile(device: str) -> None:
     w = sparse24(8, 64, torch.float32, device)
     x = torch.randn(3, 64, device=device)
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def product(x: Tensor, values: Tensor, positions: Tensor) -> Tensor:
         return x @ unpack24(values, positions).mT
 

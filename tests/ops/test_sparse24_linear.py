@@ -254,7 +254,7 @@ def test_opcheck(dtype: torch.dtype, device: str) -> None:
 def test_compile(device: str) -> None:
     x, values, positions, *added = problem(5, 32, 64, torch.float32, device)
 
-    @torch.compile(fullgraph=True)
+    @torch.compile(fullgraph=True, backend="aot_eager")
     def layer(x: Tensor, *rest: Tensor) -> Tensor:
         return torch.relu(sparse24_linear(x * 2, *rest))
 

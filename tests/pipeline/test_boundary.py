@@ -3,7 +3,7 @@
 import pytest
 import torch
 from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, prune, recipe, saved_tensors
-from small_models import ON_THE_STREAM, random_tokens, relative_error, small_model
+from small_models import random_tokens, relative_error, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
@@ -24,24 +24,8 @@ RESIDUAL = dict(boundary="residual", hessians="dense")
 CHOSEN = recipe(**RESIDUAL)
 
 
-@pytest.mark.parametrize("family", ON_THE_STREAM)
-def test_without_sparsity_the_outputs_do_not_change(family):
-    """The logits, and the text generated with a KV cache and padding, are those of the original model."""
-    model, tokens = small_model(family), random_tokens(2, 30, seed=5)
-    mask = torch.ones_like(tokens)
-    mask[0, :5] = 0
-    options = dict(attention_mask=mask, max_new_tokens=6, do_sample=False, pad_token_id=0)
-    logits, text = model(tokens).logits, model.generate(tokens, **options)
-    result = prune(model, recipe(sparsity=0.0, method="wanda", steps=20, **RESIDUAL))
-    assert relative_error(result.model(tokens).logits, logits) < 1e-5
-    assert torch.equal(result.model.generate(tokens, **options), text)
-    assert result.manifest.relative_logit_error < 1e-5
-    assert not result.manifest.stock_architecture
-
-
-@pytest.mark.parametrize("family", ON_THE_STREAM)
-@pytest.mark.slow
-def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
+@pytest.mark.parametrize("family", ["llama-biased", "granite", "phi3"])
+def test_a_model_keeps_the_pattern_and_survives_saving(family, tmp_path):
     result = prune(small_model(family), CHOSEN, out=tmp_path / "out")
     assert_patterns(result.model, CHOSEN.pruning)
     tokens, options = random_tokens(2, 30, seed=5), dict(max_new_tokens=6, do_sample=False, pad_token_id=0)
@@ -56,10 +40,9 @@ def test_every_family_keeps_the_pattern_and_survives_saving(family, tmp_path):
     assert torch.equal(again(tokens).logits, result.model(tokens).logits)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2-sliding", "qwen3", "granite", "phi3"])
 @pytest.mark.slow
-def test_dynamo_compiles_the_model_to_one_graph(family):
-    model, tokens = prune(small_model(family), CHOSEN.replace(steps=0)).model, random_tokens(2, 30)
+def test_dynamo_compiles_the_model_to_one_graph():
+    model, tokens = prune(small_model("granite"), CHOSEN.replace(steps=0)).model, random_tokens(2, 30)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(tokens).logits, model(tokens).logits)
 

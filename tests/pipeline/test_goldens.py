@@ -5,6 +5,7 @@ Without them the tests are skipped. The test of the demo is similar and needs on
 """
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from drot.checkpoint.load import load_tokenizer
 from drot.config import Recipe
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
+#: text → the parts into which its windows are divided, of which a pruned model is measured on the first
+PARTS = {"wikitext2-test": 4, "python-heldout": 1}
 SHARED = Path(os.environ.get("DROT_SHARED") or Path(__file__).resolve().parents[3] / "shared")
 MODEL, DATA = SHARED / "models" / "tiny-llama", SHARED / "data"
 pytestmark = [
@@ -33,49 +36,54 @@ def golden(method, sparsity=None, steps=0, precision=None):
     return row
 
 
-def pruned(method, sparsity, **fields):
-    text = dict(source=str(DATA / "wikitext2-valid.txt"), nsamples=64, seqlen=512)
+def pruned(method, sparsity, nsamples=64, **fields):
+    text = dict(source=str(DATA / "wikitext2-valid.txt"), nsamples=nsamples, seqlen=512)
+    if method == "magnitude":
+        text = {}  # it reads none
     # what is rotated and removed is compared, without the solvers that win a part of the loss back
     chosen = Recipe().replace(method=method, sparsity=sparsity, **text, **fields).with_quality("fast")
     return drot.prune(MODEL, chosen, device="cpu", dtype="float32", save_dtype="float32")
 
 
-def measure(model, name, every=1):
-    """The perplexity on every n-th window of a text."""
+def measure(model, name, part=0):
+    """The perplexity on a part of a text, and the number of its windows."""
     tokens = load_eval_tokens(str(DATA / f"{name}.txt"), load_tokenizer(MODEL))
-    windows = tokens[: len(tokens) // 512 * 512].reshape(-1, 512)
-    return perplexity(model, windows[::every].flatten(), seqlen=512)
-
-
-def dense_model():
-    return drot.load(MODEL, device="cpu", dtype="float32")
+    windows = tokens[: len(tokens) // 512 * 512].reshape(-1, 512)[part :: PARTS[name]]
+    return perplexity(model, windows.flatten(), seqlen=512), len(windows)
 
 
 @pytest.fixture(scope="module")
-def dense_on_some_windows():
-    return measure(dense_model(), "wikitext2-test", every=4)
+def dense():
+    """Text → the perplexity of the dense model on each of its parts, and the windows there."""
+    model = drot.load(MODEL, device="cpu", dtype="float32")
+    return {name: [measure(model, name, part) for part in range(count)] for name, count in PARTS.items()}
 
 
-def test_dense():
-    model = dense_model()
+def on_the_whole(model, name, dense):
+    """The perplexity on the first part of a text over that of the dense model there, times its golden.
+
+    On a fourth of wikitext-2 the loss of pruning is within 0.6 % of that on all of it.
+    """
+    return measure(model, name)[0] / dense[name][0][0] * golden("dense")["perplexity"][name]
+
+
+def test_dense(dense):
     for name, expected in golden("dense")["perplexity"].items():
-        assert measure(model, name) == pytest.approx(expected, rel=2e-4)
+        count = sum(windows for _, windows in dense[name])
+        loss = sum(math.log(perplexity) * windows for perplexity, windows in dense[name]) / count
+        assert math.exp(loss) == pytest.approx(expected, rel=2e-4)
 
 
 @pytest.mark.parametrize("sparsity", ["2:4", 0.5])
 @pytest.mark.parametrize("method", ["sparsegpt", "wanda", "magnitude"])
-def test_without_rotation_within_one_percent(method, sparsity, dense_on_some_windows):
-    """A fourth of wikitext-2, where the loss of pruning is within 0.6 % of that on all of it."""
-    model = pruned(method, sparsity, mode="none").model
-    expected, dense = (row["perplexity"] for row in (golden(method, sparsity), golden("dense")))
-    assert measure(model, "python-heldout") == pytest.approx(expected["python-heldout"], rel=0.01)
-    increase = expected["wikitext2-test"] / dense["wikitext2-test"]
-    found = measure(model, "wikitext2-test", every=4) / dense_on_some_windows
-    assert found == pytest.approx(increase, rel=0.01)
+def test_without_rotation_within_one_percent(method, sparsity, dense):
+    model, expected = pruned(method, sparsity, mode="none").model, golden(method, sparsity)["perplexity"]
+    for name in PARTS:
+        assert on_the_whole(model, name, dense) == pytest.approx(expected[name], rel=0.01)
 
 
-def test_entropy_as_in_the_papers_code():
-    """The entropies are those of the paper's code in fp32, the perplexity at most 0.4 % higher."""
+def test_entropy_as_in_the_papers_code(dense):
+    """The entropies are those of the paper's code in fp32, the perplexity at most 0.4 % higher on Python."""
     result = pruned(
         "sparsegpt", "2:4", objective="entropy", optimizer="paper", steps=100, lr=0.01, reference_compat=True
     )
@@ -85,25 +93,20 @@ def test_entropy_as_in_the_papers_code():
         mean = sum(getattr(layer, figure) for layer in layers) / len(layers)
         assert mean == pytest.approx(row[figure], rel=2e-3)
     for name, expected in row["perplexity"].items():
-        assert measure(result.model, name) <= expected * 1.004
+        assert on_the_whole(result.model, name, dense) <= expected * (1.004 if PARTS[name] == 1 else 1.01)
 
 
 @pytest.mark.parametrize(
-    ("method", "mode", "wikitext2", "python"),
-    [
-        ("sparsegpt", "layer", 31.45, 14.0),
-        ("wanda", "layer", 32.0, 14.3),
-        ("sparsegpt", "shared", 31.95, 14.75),
-    ],
+    ("method", "mode", "most"), [("wanda", "layer", 32.0), ("sparsegpt", "shared", 31.95)]
 )
-def test_pruned_importance(method, mode, wikitext2, python):
-    """100 steps lower the perplexity much more than 100 steps of the paper's objective do.
+def test_pruned_importance(method, mode, most, dense):
+    """40 steps on a fourth of the text lower the perplexity more than 100 steps of the paper's objective do.
 
-    One rotation for the whole model helps as much as the paper's rotation of each layer.
+    One rotation for the whole model helps as much as the paper's rotation of each layer. The test of the demo
+    has SparseGPT with a rotation for each layer.
     """
-    model = pruned(method, "2:4", mode=mode, objective="pruned", steps=100).model
-    assert measure(model, "wikitext2-test") <= wikitext2
-    assert measure(model, "python-heldout") <= python
+    model = pruned(method, "2:4", nsamples=16, mode=mode, objective="pruned", steps=40).model
+    assert on_the_whole(model, "wikitext2-test", dense) <= most
     for layer in model.model.layers:
         weight = layer.mlp.down_proj.weight
         assert ((weight.reshape(weight.shape[0], -1, 4) != 0).sum(-1) <= 2).all()

@@ -38,8 +38,9 @@ CPU = torch.device("cpu")
 NOTHING = dict(sparsity=0.0, method="wanda", objective="entropy", steps=20)
 
 
-@pytest.mark.parametrize("hessians", ["sequential", "dense"])
-@pytest.mark.parametrize("family", INSIDE)
+@pytest.mark.parametrize(
+    ("family", "hessians"), [*((family, "sequential") for family in INSIDE), ("gemma2-biased", "dense")]
+)
 def test_without_sparsity_the_outputs_do_not_change(family, hessians):
     """R1 is far from the identity. Embedding, lm_head and every norm are those of the dense model."""
     model, tokens = small_model(family), random_tokens(2, 30, seed=5)
@@ -102,8 +103,9 @@ def test_stock_has_no_module_of_drot(family, tmp_path):
     assert resumed.manifest.shared_rotation.loss_after < resumed.manifest.shared_rotation.loss_before
 
 
-@pytest.mark.parametrize("family", INSIDE)
-@pytest.mark.parametrize("save_dtype", ["auto", "bfloat16"])
+@pytest.mark.parametrize(
+    ("family", "save_dtype"), [("glm4", "auto"), ("olmo2-biased", "bfloat16"), ("gemma2", "bfloat16")]
+)
 def test_a_checkpoint_is_the_model_in_memory(family, save_dtype, tmp_path):
     result = prune(small_model(family), one_shot(), out=tmp_path / "out", save_dtype=save_dtype)
     assert_patterns(result.model, one_shot().pruning)
@@ -120,8 +122,8 @@ def test_a_checkpoint_is_the_model_in_memory(family, save_dtype, tmp_path):
     assert torch.equal(again(tokens).logits, result.model(tokens).logits)
 
 
-@pytest.mark.parametrize("family", ["olmo3", "gemma3_text"])
-def test_a_run_survives_a_crash(family, tmp_path):
+def test_a_run_survives_a_crash(tmp_path):
+    family = "gemma3_text"
     chosen, out = recipe(), tmp_path / "out"  # with the dense target
     whole = prune(small_model(family), chosen).model
     interrupted(small_model(family), chosen, out=out)
@@ -148,9 +150,9 @@ def test_copies_pickles_and_removal():
     assert model.state_dict().keys() == small_model("gemma2").state_dict().keys()
 
 
-@pytest.mark.parametrize("family", ["olmo2", "gemma2"])
-def test_dynamo_compiles_the_model_to_one_graph(family):
-    model, tokens = prune(small_model(family), one_shot(steps=0)).model, random_tokens(2, 30)
+@pytest.mark.slow
+def test_dynamo_compiles_the_model_to_one_graph():
+    model, tokens = prune(small_model("gemma2"), one_shot(steps=0)).model, random_tokens(2, 30)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
     assert torch.equal(compiled(tokens).logits, model(tokens).logits)
 

@@ -41,8 +41,10 @@ def removed(score, pattern):
     return (score.unflatten(1, (-1, m)).argsort(-1).argsort(-1) < m - n).flatten(1)
 
 
-@pytest.mark.parametrize("name", ["k_proj", "up_proj", "down_proj"])
-@pytest.mark.parametrize("boundary", ["input", "residual"])
+@pytest.mark.parametrize(
+    ("boundary", "name"),
+    [("input", "k_proj"), ("input", "up_proj"), ("input", "down_proj"), ("residual", "down_proj")],
+)
 def test_against_the_outputs_in_fp64(boundary, name, tmp_path):
     """‖X Wᵀ - X Ŵᵀ‖² / ‖X Wᵀ‖² of layer 1 with X from the dense model, rotated by the trained rotations."""
     chosen, file = recipe(boundary=boundary, hessians="dense"), tmp_path / "rotations"
@@ -67,8 +69,9 @@ def test_against_the_outputs_in_fp64(boundary, name, tmp_path):
         assert found.errors[linear.full_name][pattern] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["none", "layer", "shared"])
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+@pytest.mark.parametrize(
+    ("method", "mode"), [("magnitude", "none"), ("wanda", "shared"), ("sparsegpt", "layer")]
+)
 def test_every_linear_at_every_sparsity(method, mode):
     """The model is not changed. More freedom for the mask, or fewer weights to remove, lowers the error."""
     model = small_model("qwen2")

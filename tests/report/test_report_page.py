@@ -23,10 +23,10 @@ REFERENCES = re.compile(r"""(?:src|href|action|data|poster|srcset)=["']?([^"'\s>
 
 @pytest.fixture(scope="module")
 def page(pruned, tmp_path_factory) -> str:
-    """A page with the seven linears of one layer."""
+    """A page with the linears of one attention."""
     out = tmp_path_factory.mktemp("page") / "r.html"
-    report = drot.report([pruned["rotated"]], out=out, linears=["layers.0.*"])
-    assert len(report.linears) == 7 and report.page == out and report.figures == []
+    report = drot.report([pruned["rotated"]], out=out, linears=["layers.0.self_attn.*"])
+    assert len(report.linears) == 4 and report.page == out and report.figures == []
     return out.read_text()
 
 
@@ -35,7 +35,7 @@ def test_the_page_is_whole_and_loads_nothing(page):
     outside = {reference for reference in found if not reference.startswith(("data:", "#"))}
     assert outside == {"https://arxiv.org/abs/2505.23049"}  # a link
     assert "default-src 'none'" in page
-    assert len(page) < 100e3 + 30e3 * 7  # so that the embedded model's 56 linears stay below 2 MB
+    assert len(page) < 100e3 + 30e3 * 4  # so that the embedded model's 56 linears stay below 2 MB
 
 
 def test_names_are_escaped(page):
@@ -45,10 +45,10 @@ def test_names_are_escaped(page):
 
 def test_structure_for_screen_readers(page):
     assert '<html lang="en">' in page and page.count("<h1>") == 1
-    assert page.count("<figure") == page.count("<figcaption>") == 9 + 3 * 7
+    assert page.count("<figure") == page.count("<figcaption>") == 9 + 3 * 4
     assert page.count("<table") == page.count("<caption>") == 5
     images = re.findall(r"<img [^>]*>", page)
-    assert len(images) == 7 and all(re.search(r'alt="[^"]{20,}"', image) for image in images)
+    assert len(images) == 4 and all(re.search(r'alt="[^"]{20,}"', image) for image in images)
     # every other drawing is hidden from them, and its caption says what it shows
     assert page.count("<svg ") == page.count('<svg aria-hidden="true"')
     assert all(
@@ -141,20 +141,21 @@ def test_a_comparison(pruned, tmp_path, monkeypatch):
 
 
 def test_chosen_linears_and_files(pruned, tmp_path):
-    patterns = ["layers.1.mlp.*", "q_proj"]
+    patterns = ["layers.1.mlp.up_proj", "layers.0.*.q_proj"]
     report = drot.report(
         [pruned["plain"]], out=tmp_path / "r.html", linears=patterns, figures=tmp_path / "figures"
     )
-    assert len(report.linears) == 3 + 3
-    assert report.page.read_text().count('<details class="linear"') == 6
+    assert report.linears == ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"]
+    assert report.page.read_text().count('<details class="linear"') == 2
     names = {file.name for file in report.figures}
     assert {"output-error.svg", "memory.png", "layers-0-self_attn-q_proj-surface.png"} <= names
-    assert len(names) == len(report.figures) == 2 * (3 + 3 * 6)
+    assert len(names) == len(report.figures) == 2 * (3 + 3 * 2)
     assert all(file.stat().st_size > 1000 for file in report.figures)
 
 
 def test_many_linears_are_left_out_and_the_page_says_so(pruned, tmp_path, monkeypatch):
     monkeypatch.setattr("drot.reporting.write.linear_charts", lambda run, linear: [])
+    monkeypatch.setattr("drot.reporting.write.charts_of", lambda run: [])
     folders = {name: shutil.copytree(pruned[name], tmp_path / name) for name in pruned}
     assert len(drot.report([folders["plain"]], linears=["down_proj"]).linears) == 3
     report = drot.report([folders["plain"]])

@@ -1,6 +1,6 @@
 """The device `second` (device.py) in the place of a GPU, built once and loaded by the first test.
 
-The tests here run in processes of their own, which tests/machine/test_second_device.py starts: a device stays
+The tests here run in a process of their own, which tests/machine/test_second_device.py starts: a device stays
 registered as long as its process lives, and torch's autograd and compiler then expect it in every other test.
 Hence nothing outside these tests imports `device`: the import alone gives the device its name in torch.
 """

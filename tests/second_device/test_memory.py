@@ -20,7 +20,7 @@ TOLERANCE = 0.6, 1.0
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quality", ["fast", "balanced", "best"])
+@pytest.mark.parametrize("quality", ["fast", "best"])
 def test_a_run_takes_what_its_estimate_says(quality, monkeypatch):
     for place, name in ((stream, "TOKENS_PER_BATCH"), (hessian, "PANEL_COLUMNS")):
         monkeypatch.setattr(place, name, {"cpu": (8192, 2048)[place is hessian] // NARROWER})

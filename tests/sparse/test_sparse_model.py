@@ -70,9 +70,15 @@ def ragged_batch(device="cpu"):
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("family", WITHOUT_EXPERTS)
+@pytest.mark.parametrize(
+    ("family", "dtype", "fused"),
+    [
+        *((family, torch.float32, True) for family in WITHOUT_EXPERTS),
+        *((family, torch.bfloat16, False) for family in ("llama-biased", "phi3", "gemma2")),
+        *(("llama-biased", torch.float16, fused) for fused in (False, True)),
+    ],
+    ids=str,
+)
 def test_logits_of_a_ragged_batch(family, dtype, fused, device):
     dense = pruned_model(family, dtype).to(device)
     packed = packed_copy(dense, fused)
@@ -84,9 +90,9 @@ def test_logits_of_a_ragged_batch(family, dtype, fused, device):
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["separate", "fused"])
-@pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize(
-    "family", ["llama", "mistral", "qwen2", "qwen3", "ministral3", "granite", "phi3-longrope"]
+    ("family", "cache"),
+    [("llama", None), ("mistral", "static"), ("granite", "static"), ("phi3-longrope", None)],
 )
 def test_generate(family, cache, fused, device):
     """Greedy tokens of a ragged batch, with a growing and with a static key-value cache."""
@@ -100,10 +106,10 @@ def test_generate(family, cache, fused, device):
     assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "ministral3", "granite", "phi3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
 @pytest.mark.slow
 def test_compiles_as_one_graph(family, device):
-    packed = packed_copy(pruned_model(family, num_hidden_layers=2).to(device), fused=family != "qwen3")
+    packed = packed_copy(pruned_model(family, num_hidden_layers=1).to(device), fused=family != "qwen3")
     tokens = random_tokens(2, 12).to(device)
     backend = "inductor" if family == "llama" else "aot_eager"  # inductor is slow, so one family uses it
     compiled = torch.compile(packed, fullgraph=True, backend=backend)
@@ -202,7 +208,7 @@ def test_a_fused_model_saves_and_copies_as_separate_linears(family, tmp_path):
         fuse(twin)
 
 
-@pytest.mark.parametrize("family", ["llama-biased", "qwen3", "granite-biased", "phi3"])
+@pytest.mark.parametrize("family", ["granite-biased", "phi3"])
 @pytest.mark.slow
 def test_a_rotation_beside_the_mlp_is_fused_with_down_proj(family, tmp_path):
     """Logits and files are those of the separate modules, and `unfuse` undoes `fuse`."""

@@ -275,16 +275,15 @@ def test_a_kept_module_still_loads(gpu: SimpleNamespace, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_tiny_llama_is_pruned_packed_and_continued(tmp_path: Path) -> None:
+def test_tiny_llama_is_pruned_packed_and_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = ["--device", "cpu", "--quality", "fast", "--nsamples", "2", "--windows", "2", "--steps", "2"]
-    done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "tiny_llama.py"), *options, "--csv", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(BENCHMARKS.parent)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "sparsity 50.00%" in done.stdout and "of the CPU not measured" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["tiny_llama.py", *options, "--csv", str(tmp_path)])
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    runpy.run_path(str(BENCHMARKS / "tiny_llama.py"), run_name="__main__")
+    printed = capsys.readouterr().out
+    assert "sparsity 50.00%" in printed and "of the CPU not measured" in printed
     assert len((tmp_path / "tiny_llama.csv").read_text().splitlines()) == 2
 
 

@@ -1,10 +1,8 @@
 """benchmarks/bench_prune_layer.py at a tiny shape: its rows and its lines, but no speed."""
 
 import csv
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,16 +13,15 @@ SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "bench_prune_layer
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="needs the checkout")
 @pytest.mark.slow
-def test_a_tiny_layer_is_measured_and_compared(tmp_path: Path) -> None:
+def test_a_tiny_layer_is_measured_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     options = "--device cpu --shape tiny --nsamples 4 --seqlen 32 --repeats 2 --steps 3 --paper-steps 2"
     options += " --quality fast best"
-    done = subprocess.run(
-        [sys.executable, SCRIPT, *options.split(), "--csv", str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(SCRIPT.parents[1])},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setattr(sys, "argv", [str(SCRIPT), *options.split(), "--csv", str(tmp_path)])
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+    printed = capsys.readouterr().out
     with (tmp_path / "prune_layer.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["case"].partition(":")[0], row["function"]) for row in rows] == [
@@ -34,24 +31,24 @@ def test_a_tiny_layer_is_measured_and_compared(tmp_path: Path) -> None:
         ("whole layer", "paper"),
     ] * 2
     assert [row["case"].rpartition(" ")[2] for row in rows] == ["fast"] * 4 + ["best"] * 4
-    step = float(re.search(r"2000 steps, scaled up from the median of 2 \((\S+) ms a step\)", done.stdout)[1])
+    step = float(re.search(r"2000 steps, scaled up from the median of 2 \((\S+) ms a step\)", printed)[1])
     assert float(rows[1]["median_us"]) == pytest.approx(2000 * 1e3 * step, rel=0.05)
     training, layer = float(rows[0]["median_us"]), float(rows[2]["median_us"])
     assert 0 < training < layer
     assert float(rows[3]["median_us"]) >= float(rows[1]["median_us"])
-    seconds, minutes = re.search(r"2 layers x (\S+) s = (\S+) minutes a model", done.stdout).groups()
+    seconds, minutes = re.search(r"2 layers x (\S+) s = (\S+) minutes a model", printed).groups()
     assert float(seconds) == pytest.approx(layer / 1e6, abs=0.006)
     assert float(minutes) == pytest.approx(2 * float(seconds) / 60, abs=0.06)
     for phase in ("load", "check", "calibrate", "rotate", "prune", "save"):
-        assert re.search(rf"^  {phase} +\S+ s +\d+%$", done.stdout, re.MULTILINE), done.stdout
-    assert re.search(r"^  recover +\S+ s +\d+%$", done.stdout, re.MULTILINE)  # of best
-    assert done.stdout.count("peak memory, process:") == 2
-    one_step = float(re.search(r"^  one step of drot: (\S+) ms$", done.stdout, re.MULTILINE)[1])
+        assert re.search(rf"^  {phase} +\S+ s +\d+%$", printed, re.MULTILINE), printed
+    assert re.search(r"^  recover +\S+ s +\d+%$", printed, re.MULTILINE)  # of best
+    assert printed.count("peak memory, process:") == 2
+    one_step = float(re.search(r"^  one step of drot: (\S+) ms$", printed, re.MULTILINE)[1])
     assert (
         0 < 3 * one_step <= training / 1e3 * 1.1
     )  # the training has three steps, and is more than its steps
-    assert re.search(r"^  Hessians of all inputs: \S+ s$", done.stdout, re.MULTILINE)
-    assert "target" not in done.stdout.rpartition("scaled up")[2]  # a tiny shape has no aims
+    assert re.search(r"^  Hessians of all inputs: \S+ s$", printed, re.MULTILINE)
+    assert "target" not in printed.rpartition("scaled up")[2]  # a tiny shape has no aims
 
 
 @pytest.mark.skipif(not SCRIPT.exists(), reason="needs the checkout")

@@ -266,6 +266,7 @@ def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner_module, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
     monkeypatch.setattr(runner_module, "run_tasks", answer)
+    monkeypatch.setattr(sweep_module, "installed", lambda: False)  # without charts
     file = grid_file(inputs, tmp_path, "grid: {steps: [0, 1]}\ntasks: [piqa, boolq]")
     result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     rows = lines_of(result.csv)
