@@ -63,19 +63,15 @@ def test_a_layer_is_in_memory_from_the_work_on_the_layer_before_until_its_own_en
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_memory_is_a_few_layers():
-    """400 MB of weights under a limit of 300 MB, in layers of 14 MB, 28 in float32.
-
-    Without a limit the process grows by 350 MB when this was written, and by 656 MB where freed memory was
-    kept.
-    """
+    """300 MB of weights, 600 in float32, under a limit of 300 MB, in layers of 14 MB, 28 in float32."""
     here = Path(__file__)
     environment = os.environ | {"PYTHONPATH": str(here.parents[1]), "OMP_NUM_THREADS": "1"}
-    options = ["--megabytes", "400", "--hidden", "768", "--limit", "300"]
+    options = ["--megabytes", "300", "--hidden", "768", "--limit", "300"]
     command = [sys.executable, here.with_name("streamed.py"), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and "the bytes are the same" in done.stdout, done.stdout + done.stderr
     *limited, _, _, free = map(int, re.findall(r"grew by (\d+) MB", done.stdout))
-    assert max(limited) < 300 and free < 450
+    assert max(limited) < 300 and free < 400  # freed memory that is kept adds as much as the weights
 
 
 def test_a_resumed_run_has_the_same_bytes(tmp_path):
