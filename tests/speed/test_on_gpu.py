@@ -281,7 +281,7 @@ def test_tiny_llama_is_pruned_packed_and_continued(
     options = ["--device", "cpu", "--quality", "fast", "--nsamples", "2", "--windows", "2", "--steps", "2"]
     monkeypatch.setattr(sys, "argv", ["tiny_llama.py", *options, "--csv", str(tmp_path)])
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    runpy.run_path(str(BENCHMARKS / "tiny_llama.py"), run_name="__main__")
+    assert runpy.run_path(str(BENCHMARKS / "tiny_llama.py"))["main"]() == 0
     printed = capsys.readouterr().out
     assert "sparsity 50.00%" in printed and "of the CPU not measured" in printed
     assert len((tmp_path / "tiny_llama.csv").read_text().splitlines()) == 2
