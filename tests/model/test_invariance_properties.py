@@ -28,13 +28,13 @@ def compute_norms_in_fp64(model):
                 nn.functional.layer_norm, normalized_shape=shape, weight=module.weight, eps=eps
             )
         if type(module).__name__.endswith("RMSNorm"):
-            eps = getattr(module, "variance_epsilon", None)
-            weight = module.weight
-            if eps is None:  # Gemma's
-                eps, weight = module.eps, 1 + weight
+            eps, offset = getattr(module, "variance_epsilon", None), 0.0
+            if eps is None:  # Gemma's and Qwen3.5's
+                eps, offset = module.eps, 1.0
 
-            def forward(x, weight=weight, eps=eps):
-                return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+            # the sum is made at each call, as the rotation changes the weight
+            def forward(x, weight=module.weight, offset=offset, eps=eps):
+                return (offset + weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
             module.forward = forward
 
