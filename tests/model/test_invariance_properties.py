@@ -85,7 +85,12 @@ def test_a_random_rotation_changes_no_logits(dtype, mode, data, settings, seed):
 
 
 @pytest.mark.parametrize("family", BARE)
-@given(data=st.data(), mode=st.sampled_from(["residual", "input", "shared"]), seed=st.integers(0, 2**16))
-def test_a_random_rotation_of_each_family_changes_no_logits(family, mode, data, seed):
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    mode=st.sampled_from(["residual", "input", "shared"]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_random_rotation_of_each_family_changes_no_logits(family, dtype, mode, data, seed):
     settings = data.draw(settings_of_models(families=[family]))
-    assert_same_logits(mode, data, settings | {"dtype": torch.float32}, seed)
+    assert_same_logits(mode, data, settings | {"dtype": dtype}, seed)
