@@ -42,7 +42,7 @@ def _rope(draw: st.DrawFn, family: str, head_dim: int) -> dict[str, Any]:
     if family in LINEAR_ATTENTION:
         rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
         return {"rope_parameters": rope, "max_position_embeddings": 128}
-    if family == "glm4":  # it turns a share of a head, in pairs
+    if family in ("glm4", "glm4_moe"):  # they turn a share of a head, in pairs
         rope = {"rope_type": "default", "rope_theta": 1e4}
         rope |= {"partial_rotary_factor": draw(st.sampled_from([1.0, 0.5] if head_dim % 4 == 0 else [1.0]))}
         return {"rope_parameters": rope, "max_position_embeddings": 128}

@@ -28,13 +28,13 @@ def compute_norms_in_fp64(model):
                 nn.functional.layer_norm, normalized_shape=shape, weight=module.weight, eps=eps
             )
         if type(module).__name__.endswith("RMSNorm"):
-            eps = getattr(module, "variance_epsilon", None)
-            weight = module.weight
-            if eps is None:  # Gemma's
-                eps, weight = module.eps, 1 + weight
+            eps, offset = getattr(module, "variance_epsilon", None), 0.0
+            if eps is None:  # Gemma's and Qwen3.5's
+                eps, offset = module.eps, 1.0
 
-            def forward(x, weight=weight, eps=eps):
-                return weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
+            # the sum is made at each call, as the rotation changes the weight
+            def forward(x, weight=module.weight, offset=offset, eps=eps):
+                return (offset + weight) * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
 
             module.forward = forward
 
@@ -85,7 +85,12 @@ def test_a_random_rotation_changes_no_logits(dtype, mode, data, settings, seed):
 
 
 @pytest.mark.parametrize("family", BARE)
-@given(data=st.data(), mode=st.sampled_from(["residual", "input", "shared"]), seed=st.integers(0, 2**16))
-def test_a_random_rotation_of_each_family_changes_no_logits(family, mode, data, seed):
+@given(
+    data=st.data(),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+    mode=st.sampled_from(["residual", "input", "shared"]),
+    seed=st.integers(0, 2**16),
+)
+def test_a_random_rotation_of_each_family_changes_no_logits(family, dtype, mode, data, seed):
     settings = data.draw(settings_of_models(families=[family]))
-    assert_same_logits(mode, data, settings | {"dtype": torch.float32}, seed)
+    assert_same_logits(mode, data, settings | {"dtype": dtype}, seed)
