@@ -19,7 +19,10 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 PAGES = (
     FOLDER / "README.md",
-    *(FOLDER.parent / page for page in ("README.md", "docs/index.md", "docs/hardware.md", "docs/records.md")),
+    *(
+        FOLDER.parent / page
+        for page in ("README.md", "docs/index.md", "docs/hardware.md", "docs/records.md", "docs/scale.md")
+    ),
 )
 #: recipes of the rows `records`: the baseline, and the default
 PLAIN, SOLVER, DEFAULT = "not rotated", "not rotated, solver of balanced", "full, balanced"
@@ -201,6 +204,33 @@ def minutes() -> str:
     return table(["model, quality", *steps, "beside", "minutes", "wanted"], body, rows)
 
 
+def scale() -> str:
+    """The minutes of a model on several H100, counted by minutes.py --ranks."""
+    steps = ("check", "calibrate", "rotate", "merge", "prune", "copies", "send")
+    rows = read(
+        "scale", *steps, "recover", "save", "beside", "minutes", "wanted", "efficiency", "wanted_efficiency",
+        "verdict",
+    )  # fmt: skip
+    body = [
+        [
+            f"{row['model']}, `{row['quality']}`",
+            row["ranks"],
+            *(row[step] for step in steps),
+            row["minutes"],
+            f"{float(row['efficiency']):.0%}",
+            " and ".join(
+                [
+                    *([f"{row['wanted']} minutes"] if row["wanted"] else []),
+                    *([f"{float(row['wanted_efficiency']):.0%}"] if row["wanted_efficiency"] else []),
+                ]
+            )
+            + (f": {row['verdict']}" if row["verdict"] else ""),
+        ]
+        for row in rows
+    ]
+    return table(["model", "GPUs", *steps, "minutes", "not lost", "wanted"], body, rows)
+
+
 def headline() -> str:
     """Each model and text of the rows `records`: what solver and rotation add, as medians of the seeds."""
     recipes = (PLAIN, SOLVER, DEFAULT)
@@ -334,6 +364,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tf32_update": tf32_update,
     "operations": operations,
     "minutes": minutes,
+    "scale": scale,
     "entropy_loss": speeds("entropy_loss", "drot"),
     "pruned_importance": speeds("pruned_importance", "drot"),
     "batched_qr": speeds("batched_qr", "batched_qr", "cholesky_qr"),

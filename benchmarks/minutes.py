@@ -368,7 +368,7 @@ def main() -> None:
     parser.add_argument("--quality", nargs="+", choices=sorted(QUALITIES), default=list(QUALITIES))
     parser.add_argument("--nsamples", type=int, default=128)
     parser.add_argument("--seqlen", type=int, default=2048)
-    parser.add_argument("--ranks", nargs="+", type=int, help="numbers of GPUs, whose rows are in scale.csv")
+    parser.add_argument("--ranks", nargs="+", type=int, default=[], help="numbers of GPUs; writes scale.csv")
     parser.add_argument("--ops", type=int, default=0, help="how many ops of a layer are named")
     add_csv(parser)
     options = parser.parse_args()
@@ -378,49 +378,49 @@ def main() -> None:
     for shape in options.shape:
         for quality in options.quality:
             alone = None
-            for ranks in sorted({1, *(options.ranks or ())}):
+            for ranks in sorted({1, *options.ranks}):
                 seconds, costs = minutes_of(shape, quality, options.nsamples, options.seqlen, ranks)
-                row = show(shape, quality, ranks, seconds, alone)
-                alone = alone or float(row["minutes"])
+                row = {"model": shape, "quality": quality, **show(shape, quality, ranks, seconds)}
+                if not options.ranks:
+                    del row["send"]
                 for (step, name), value in costs.seconds.most_common(options.ops):
                     print(f"    {step:<10} {name:<36} {value:8.3f} s")
+                if options.ranks:
+                    alone = alone or float(row["minutes"])
+                    row |= compared(shape, quality, ranks, float(row["minutes"]), alone)
                 if options.csv is not None:
                     today = f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
                     file = "scale.csv" if options.ranks else "minutes.csv"
                     append_rows(options.csv / file, [{"date": today, "commit": commit()} | row])
 
 
-def show(
-    shape: str, quality: str, ranks: int, seconds: dict[str, float], alone: float | None
-) -> dict[str, Any]:
-    """Prints the seconds of a layer and the minutes of a run; returns the row.
-
-    alone: the minutes of one rank; None for one rank, whose row says what is wanted of it.
-    """
+def show(shape: str, quality: str, ranks: int, seconds: dict[str, float]) -> dict[str, Any]:
+    """Prints the seconds of a layer and the minutes of a run; returns them as a row."""
     layers, beside = SHAPES[shape]["num_hidden_layers"], seconds["beside"]
     layer = sum(seconds.values()) - beside
-    minutes = (layers * layer + beside) / 60
-    wanted, of_time = WANTED.get(shape, {}).get(quality), None
-    efficiency = None if alone is None else alone / ranks / minutes
-    if alone is not None:
-        wanted, of_time = WANTED_OF_RANKS.get((shape, ranks), (None, None)) if quality == "balanced" else ()
-    met = [minutes <= wanted] if wanted else []
-    met += [efficiency >= of_time] if of_time and efficiency else []
-    verdict = "" if not met else "met" if all(met) else "MISSED"
-    share = "" if efficiency is None else f", {efficiency:.0%} of the GPUs' time"
-    print(f"\n{shape} {quality}, {ranks} GPU: {minutes:.1f} minutes{share}; wanted {wanted}: {verdict}")
+    minutes, wanted = (layers * layer + beside) / 60, WANTED.get(shape, {}).get(quality)
+    verdict = "" if wanted is None or ranks > 1 else "met" if minutes <= wanted else "MISSED"
+    print(f"\n{shape} {quality}, {ranks} GPU: {minutes:.1f} minutes; wanted of one: {wanted} {verdict}")
     print(f"  {layers} layers x {layer:.2f} s, {beside:.0f} s beside")
     for step, value in seconds.items():
         print(f"  {step:<10} {value:8.2f} s")
-    row = {"model": shape, "quality": quality}
-    if alone is not None or ranks > 1:
-        row |= {"ranks": ranks}
-    return row | {
-        **{step: f"{value:.2f}" for step, value in seconds.items()},
-        "layers": layers,
-        "minutes": f"{minutes:.1f}",
-        "efficiency": None if efficiency is None else f"{efficiency:.2f}",
-        "wanted": wanted,
+    shown = {step: f"{value:.2f}" for step, value in seconds.items()}
+    return {**shown, "layers": layers, "minutes": f"{minutes:.1f}", "wanted": wanted, "verdict": verdict}
+
+
+def compared(shape: str, quality: str, ranks: int, minutes: float, alone: float) -> dict[str, Any]:
+    """The entries of a row that compare several ranks with one, which takes `alone` minutes."""
+    efficiency = alone / ranks / minutes
+    of_ranks = WANTED_OF_RANKS.get((shape, ranks), (None, None)) if quality == "balanced" else (None, None)
+    met = [minutes <= of_ranks[0]] if of_ranks[0] is not None else []
+    met += [efficiency >= of_ranks[1]] if of_ranks[1] is not None else []
+    verdict = "" if not met else "met" if all(met) else "MISSED"
+    print(f"  {efficiency:.0%} of the time of {ranks} GPUs is not lost; wanted {of_ranks}: {verdict}")
+    return {
+        "ranks": ranks,
+        "wanted": of_ranks[0],
+        "efficiency": f"{efficiency:.2f}",
+        "wanted_efficiency": of_ranks[1],
         "verdict": verdict,
     }
 
