@@ -27,6 +27,8 @@ from drot.core.version import __version__
 app = typer.Typer(cls=Group, pretty_exceptions_enable=False, rich_markup_mode="rich")
 add_commands(app)
 
+#: commands that several ranks share
+SHARED = ("prune", "finetune", "run")
 #: exit status after Ctrl-C
 INTERRUPTED = 130
 #: exit status after SIGTERM, which `kill`, `docker stop` and job schedulers send
@@ -86,8 +88,8 @@ def run(arguments: list[str]) -> int:
 
 def _check_ranks(command: str) -> None:
     """Raises UserError for several ranks of a command that does not share its work."""
-    if torchrun.world_size() > 1 and command != "prune":
-        raise UserError(f"`drot prune` alone runs on several ranks: start `drot {command}` without torchrun")
+    if torchrun.world_size() > 1 and command in COMMANDS and command not in SHARED:
+        raise UserError(f"`drot {command}` runs in one process: start it without torchrun")
 
 
 def describe(error: Exception, debug: bool, command: str = "") -> tuple[int, str]:

@@ -29,8 +29,8 @@ def bench(
     Arguments:
         model MODEL: A model with 2:4 weights: a name on the Hugging Face hub, or a local folder.
     Cases:
-        shape [llama-2-7b|llama-3-8b|llama-3-70b|qwen2.5-7b|qwen3-8b]: Instead of MODEL: time random weights
-            in the dimensions of this model.
+        shape [llama-2-7b|llama-3-8b|llama-3-70b|llama-3-405b|qwen2.5-7b|qwen3-8b]: Instead of MODEL: time
+            random weights in the dimensions of this model.
         tokens N,...: Time a prefill of one sequence, for each of these numbers of tokens, as in 128,2048.
             Without --tokens and --batch: 128 to 8192 tokens.
         batches N,...: Time the decoding of one token per sequence, for each of these numbers of sequences, as

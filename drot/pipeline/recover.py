@@ -215,7 +215,7 @@ class _Training:
     Every parameter has fp32 values and an Adam of its own. So only one gradient is in memory at a time.
     """
 
-    def __init__(self, layer: DecoderLayer, ranks: Ranks) -> None:
+    def __init__(self, layer: DecoderLayer, ranks: Ranks = ALONE) -> None:
         self.rate, self._ranks = 0.0, ranks
         weights = list(dict.fromkeys(linear.parameter for linear in layer.linears.values()))
         self._parameters = [*weights, *(norm.weight for norm in [*layer.norms, *layer.post_norms])]

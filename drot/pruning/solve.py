@@ -117,7 +117,7 @@ class _Parts:
     rows: the rows of each linear. ranks: those that hold its other rows.
     """
 
-    def __init__(self, counts: Sequence[int], sparsities: Sequence[Sparsity], ranks: Ranks) -> None:
+    def __init__(self, counts: Sequence[int], sparsities: Sequence[Sparsity], ranks: Ranks = ALONE) -> None:
         starts = itertools.accumulate(counts, initial=0)
         self.rows = [slice(start, start + count) for start, count in zip(starts, counts, strict=False)]
         self._sparsities, self.ranks = sparsities, ranks
@@ -201,8 +201,9 @@ def _admm(
         add_product(state, change, inverse)
         removed = parts.mask(state.abs())
         if iteration % ADMM_INTERVAL == 0:
-            changed, kept = torch.stack([(removed != before).sum(), (~removed).sum()]).tolist()
-            moved = parts.ranks.total(changed) / max(parts.ranks.total(kept), 1)
+            changed = float((removed != before).sum(dtype=torch.float64))
+            kept = float((~removed).sum(dtype=torch.float64))
+            moved = parts.ranks.total(changed) / max(parts.ranks.total(kept), 1.0)
             if moved <= ADMM_SETTLED:
                 break
             factor = next(factor for share, factor in ADMM_GROWTH if moved > share)

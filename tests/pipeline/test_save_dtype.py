@@ -164,11 +164,11 @@ def test_eval_computes_in_float32_on_a_cpu(monkeypatch, tmp_path):
 
     seen = []
 
-    def load(path, **options):
-        seen.append(options["dtype"])
+    def open_model(name, chosen, *others, **options):
+        seen.append(chosen)
         raise UserError("enough")
 
-    monkeypatch.setattr(evaluate, "load", load)
+    monkeypatch.setattr(evaluate, "open_model", open_model)
     (tmp_path / "text.txt").write_text("some words, again and again, " * 40)
     for dtype in ("auto", "bfloat16"):
         with pytest.raises(UserError, match="enough"):

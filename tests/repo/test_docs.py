@@ -28,12 +28,12 @@ pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the 
 
 #: In the order in which a reader meets them. The commands of a page find what earlier pages wrote.
 PAGES = ["README.md", *(f"docs/{name}.md" for name in (
-    "index", "choose", "judge", "deploy", "hardware", "repeat", "finetune", "troubleshooting"
+    "index", "choose", "judge", "deploy", "hardware", "scale", "repeat", "finetune", "troubleshooting"
 ))]  # fmt: skip
 BLOCK = re.compile(r"^```bash\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: programs that install, build or need GPUs; `.ci/run` runs make and pip
 NOT_RUN = (
-    *("pip", "make", "docker", "accelerate", "python", "git", "cd", "nvidia-smi"),
+    *("pip", "make", "docker", "accelerate", "torchrun", "python", "git", "cd", "nvidia-smi"),
     "examples/serve_vllm.sh",
 )
 #: commands that take minutes or wait for somebody, and the tests that run the same code
@@ -41,6 +41,7 @@ LONG = {
     "drot chat": "tests/serving/test_chat.py",
     "drot serve": "tests/serving/test_serve.py",
     "drot demo": "tests/sweep/test_demo.py",
+    "drot prune meta-llama/Llama-3.1-70B": "tests/ranks/test_ranks.py",
     "drot bench --shape": "tests/speed/test_speed.py",
     "drot run": "tests/evaluation/test_tasks.py",
 }
@@ -246,7 +247,14 @@ def test_options_in_the_text_exist() -> None:
         "--only",
         "--eval",
         "--seed",
-    }  # setup.py, pip, docker, benchmarks
+        "--ranks",
+        "--kills",
+        "--family",
+        "--nnodes",
+        "--nproc-per-node",
+        "--rdzv-backend",
+        "--rdzv-endpoint",
+    }  # setup.py, pip, docker, benchmarks, tests, torchrun
     for page in ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         text = (ROOT / page).read_text(encoding="utf-8")
         found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))

@@ -107,6 +107,21 @@ class graph:
         self._stream.__exit__(*error)
 
 
+@contextlib.contextmanager
+def _on_stream(stream: Any) -> Iterator[None]:
+    """As torch.cuda.stream: afterwards the streams before are current, whatever became current meanwhile."""
+    if stream is None:
+        yield
+        return
+    before = [torch.accelerator.current_stream(device) for device in (stream.device.index, _index())]
+    torch.accelerator.set_stream(stream)
+    try:
+        yield
+    finally:
+        for each in before:
+            torch.accelerator.set_stream(each)
+
+
 def _index(device: Any = None) -> int:
     index = None if device is None else torch.device(device).index
     return torch.ops.second.current_device() if index is None else index
@@ -132,7 +147,7 @@ def _module() -> types.ModuleType:
     module.get_device_capability = lambda device=None: (9, 0)
     module.get_device_properties = lambda device=None: types.SimpleNamespace(total_memory=total(device))
     module.Stream = lambda device=None: torch.Stream(torch.device(NAME, _index(device)))
-    module.stream = lambda stream: contextlib.nullcontext() if stream is None else stream
+    module.stream = _on_stream
     module.current_stream = lambda device=None: torch.accelerator.current_stream(_index(device))
     module.synchronize = lambda device=None: torch.accelerator.synchronize(_index(device))
     module.memory_allocated = lambda device=None: second.allocated(_index(device))
