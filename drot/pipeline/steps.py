@@ -87,8 +87,7 @@ def rotate(run: RunContext, work: LayerWork) -> None:
     work.rotation = rotation = own_r3(run, {index: trained})[index].to(run.device)
     work.objective = None
     with run.during("check", work.layer):
-        sample = work.stream.first_samples(1)
-        sample.hidden_states = sample.hidden_states.to(torch.float32, copy=True)
+        sample = work.stream.first_samples(1).on(run.device, torch.float32)
         rotations = {index: work.rotation}
         if run.bases.place == "inside":
             work.boundary = run.bases.held(index, rotations)
