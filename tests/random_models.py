@@ -173,11 +173,10 @@ def settings_of_models(
     ):
         chosen["attention_bias"] = draw(st.booleans())
     if family in LINEAR_ATTENTION:
-        types = st.sampled_from(["linear_attention", "full_attention"])
-        chosen["layer_types"] = draw(st.lists(types, min_size=layers, max_size=layers))
-        chosen["layer_types"][draw(st.integers(0, layers - 1))] = (
-            "full_attention"  # its cache counts the tokens
-        )
+        types = ["linear_attention", "full_attention"]  # both: the cache of full attention counts the tokens
+        more = st.lists(st.sampled_from(types), min_size=max(layers - 2, 0), max_size=max(layers - 2, 0))
+        chosen["layer_types"] = draw(st.permutations([*types, *draw(more)]))
+        chosen["num_hidden_layers"] = len(chosen["layer_types"])
         key_heads, more = draw(st.integers(1, 2)), draw(st.integers(1, 2))
         chosen |= dict(linear_num_key_heads=key_heads, linear_num_value_heads=key_heads * more)
         chosen |= {f"linear_{of}_head_dim": draw(st.sampled_from([8, 16])) for of in ("key", "value")}

@@ -334,7 +334,9 @@ FAMILIES = {
         with_shared_experts(MIXTURE, "mlp.shared_experts"), models="GLM-4.5, GLM-4.6, GLM-4.7"
     ),
     "deepseek_v3": replace(
-        latent(with_shared_experts(MIXTURE, "mlp.shared_experts")), models="DeepSeek-V3, DeepSeek-R1"
+        latent(with_shared_experts(MIXTURE, "mlp.shared_experts")),
+        models="DeepSeek-V3, DeepSeek-R1",
+        needs="PrefixChange",  # an older transformers loads the bias of the router in another dtype
     ),
     "gpt_oss": replace(
         MIXTURE.with_transposed_experts(),

@@ -145,8 +145,10 @@ def prune(
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
     with joined() as ranks, contextlib.ExitStack() as opened:
-        settings = {"drot": __version__, "recipe": recipe.to_dict(), "out": str(out), "format": format}
-        _check_same(ranks, settings | {"dtype": str(dtype), "save_dtype": str(save_dtype), "resume": resume})
+        if ranks.size > 1:
+            settings = {"drot": __version__, "recipe": recipe.to_dict(), "out": str(out), "format": format}
+            settings |= {"dtype": str(dtype), "save_dtype": str(save_dtype), "resume": resume}
+            _check_same(ranks, settings)
 
         def enter() -> bool:
             """Locks `out`. Returns whether it holds a finished run that is resumed."""
@@ -215,7 +217,8 @@ def _run(
     if context.dense_linears is not None:
         check_packable(model.model, context.dense_linears)
     identity = run_identity(context, run.given) if out is not None or rotations_out is not None else None
-    _check_same(ranks, (identity or {}) | {"versions": versions()})
+    if ranks.size > 1:
+        _check_same(ranks, (identity or {}) | {"versions": versions()})
     if rotations_out is not None:
         ranks.on_first(lambda: _check_rotations(rotations_out, identity))
     if out is not None and identity is not None:

@@ -46,5 +46,5 @@ def test_a_limit_of_the_process_counts():
         "resource.setrlimit(resource.RLIMIT_DATA, (most, most))\n"
         "assert available_memory() < min(before, 2.1 * 10**8), available_memory()\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
     assert resource.getrlimit(resource.RLIMIT_DATA)[0] == resource.RLIM_INFINITY
