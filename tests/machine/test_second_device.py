@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 def test_the_tests_of_the_device_pass() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)],
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(FOLDER)],
         env={**os.environ, "DROT_SECOND_DEVICE": "1", "PYTEST_XDIST_WORKER": ""},
         capture_output=True,
         text=True,
