@@ -15,9 +15,7 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
 
     The results must be picklable, and so must the function.
     """
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
+    port = free_port()
     context = multiprocessing.get_context("fork")  # which has imported torch already
     results = context.SimpleQueue()
     processes = [
@@ -34,10 +32,22 @@ def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[A
     return [found_results[rank] for rank in range(size)]
 
 
-def _run(results: Any, rank: int, size: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+    return port
+
+
+def become_rank(rank: int, size: int, port: int) -> None:
+    """Sets the variables that torchrun sets in a process. The store is at `port`, and not in a rank."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(rank)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+
+
+def _run(results: Any, rank: int, size: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+    become_rank(rank, size, port)
     try:
         result = function(*arguments)
     except BaseException as error:

@@ -78,8 +78,9 @@ def run(arguments: list[str]) -> int:
                 tell("\n".join(map(visible, traceback.format_exc().splitlines())))
             line = f"drot: {visible(' '.join(message.split()))}"
             tell(line)
-            for note in getattr(error, "__notes__", []):  # the rank that alone met the error
-                print(line.replace("drot:", f"drot: {note}:", 1), file=sys.__stderr__)
+            if torchrun.rank() and (notes := getattr(error, "__notes__", None)):
+                # the rank that alone met the error, and whose `tell` is silent
+                print(line.replace("drot:", f"drot: {notes[-1]}:", 1), file=sys.__stderr__)
             return status
         if status == INTERRUPTED:
             tell("drot: interrupted")

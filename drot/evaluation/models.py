@@ -14,6 +14,7 @@ from drot.checkpoint.load import load, load_config
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.quantization_config import quantised_by
 from drot.checkpoint.source import DENSE_DTYPES, model_folder, read_headers, weight_files
+from drot.machine import devices
 from drot.machine.devices import is_gpu, parse_dtype
 from drot.machine.memory import available_memory
 from drot.model.families import FAMILIES
@@ -94,10 +95,7 @@ def must_stream(names: Sequence[str], dtype: str, device: torch.device) -> bool:
 
 def free_memory(device: torch.device) -> int:
     """The bytes that are free: on a GPU with those that torch keeps for reuse, or of the main memory."""
-    if not is_gpu(device):
-        return available_memory()
-    gpu = torch.get_device_module(device)
-    return gpu.mem_get_info(device)[0] + gpu.memory_reserved(device) - gpu.memory_allocated(device)
+    return devices.free_memory(device) if is_gpu(device) else available_memory()
 
 
 def _warn_of_size(name: str, both: bool, needed: int, device: torch.device, free: int) -> None:

@@ -148,25 +148,27 @@ class Ranks:
         """Turns the error of a collective call whose peer has ended into RankEnded."""
         try:
             yield
-        except RuntimeError as error:  # that of torch.distributed, as 'Connection closed by peer'
-            raise RankEnded(self.who_ended() or f"a rank has ended at {self.where}") from error
+        except RuntimeError as error:  # as 'Connection closed by peer', but also for want of memory
+            if (ended := self.who_ended()) is None:
+                raise
+            raise RankEnded(ended) from error
 
     def who_ended(self) -> str | None:
         """Says which ranks have ended, and where; None if none has. A rank has ended if its heart stands."""
         if self.size == 1:
             return None
-        before = self._beats()
-        time.sleep(LAST_WORDS)
-        beats = zip(before, self._beats(), strict=False)
+        try:
+            before = self._beats()
+            time.sleep(LAST_WORDS)
+            beats = zip(before, self._beats(), strict=True)
+        except RuntimeError:
+            return f"torchrun, or the machine of rank 0, has ended at {self.where}"
         missing = [str(rank) for rank, (old, new) in enumerate(beats) if old == new]
         return f"rank {', '.join(missing)} has ended at {self.where}" if missing else None
 
     def _beats(self) -> list[int]:
-        """How often the heart of each rank has beaten; none if the machine of the store has ended."""
-        try:
-            return [self._store.add(f"beats of {rank}", 0) for rank in range(self.size)]
-        except RuntimeError:
-            return []
+        """How often the heart of each rank has beaten. Raises RuntimeError if the store has ended."""
+        return [self._store.add(f"beats of {rank}", 0) for rank in range(self.size)]
 
     def beat(self, stopped: threading.Event) -> None:
         """Tells the other ranks every second that this rank lives, until `stopped`."""

@@ -141,8 +141,8 @@ class Family:
     kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
     positions: the embedding of the positions, which is added to that of the tokens.
     required: attribute of the config → the value for which the declaration holds.
-    needs: a class in transformers.core_model_loading, without which transformers stores the model under other
-        names than those of its modules.
+    needs: a class in transformers.core_model_loading. A transformers without it is too old for the family: it
+        stores the weights under other names than those of their modules, or loads them in other dtypes.
     """
 
     models: str

@@ -146,8 +146,9 @@ def prune(
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
     with joined() as ranks, contextlib.ExitStack() as opened:
         if ranks.size > 1:
-            settings = {"drot": __version__, "recipe": recipe.to_dict(), "out": str(out), "format": format}
-            settings |= {"dtype": str(dtype), "save_dtype": str(save_dtype), "resume": resume}
+            settings: dict[str, Any] = {"drot": __version__, "recipe": recipe.to_dict(), "out": str(out)}
+            settings |= {"format": format, "dtype": str(dtype), "save_dtype": str(save_dtype)}
+            settings |= {"resume": resume}
             _check_same(ranks, settings)
 
         def enter() -> bool:
@@ -244,6 +245,7 @@ def _run(
 
 
 def _check_rotations(file: Path, identity: dict[str, Any] | None) -> None:
+    """Raises UserError if `file` holds the rotations of another run."""
     if file.exists():
         check_same_rotations(file, identity or {})
 
@@ -267,13 +269,13 @@ def _says_how_to_resume(ranks: Ranks, state: SharedState | None) -> Iterator[Non
     try:
         yield
     except (WriteError, RankEnded, KeyboardInterrupt) as error:
-        told: str | None = str(error)
-        if isinstance(error, KeyboardInterrupt) and (told := ranks.who_ended()) is None:
+        told = ranks.who_ended() if isinstance(error, KeyboardInterrupt) else str(error)
+        if told is None:
             raise
-        if state is None or (state.own is not None and not state.own.folder.exists()):
-            raise UserError(told) from error
-        room = "make room and " if isinstance(error, WriteError) else ""
-        raise UserError(f"{told}; the finished parts are kept: {room}continue with `resume=True`") from error
+        if state is not None and (state.own is None or state.own.folder.exists()):
+            room = "make room and " if isinstance(error, WriteError) else ""
+            told += f"; the finished parts are kept: {room}continue with `resume=True`"
+        raise UserError(told) from error
 
 
 def _finished_result(out: Path, identity: dict[str, Any], rotations: Path | None) -> PruneResult:

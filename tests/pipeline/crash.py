@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -33,10 +34,14 @@ OPTIONS = ["--nsamples", "8", "--seqlen", "64", "--device", "cpu", "--calibratio
 ROTATION = ["--steps", "20"]
 
 
-def start(arguments: list[str], log: Path) -> int:
-    """Starts a drot command in a forked process, which has imported everything already; returns its pid."""
+def start(arguments: list[str], log: Path, prepare: Callable[[], None] = lambda: None) -> int:
+    """Starts a drot command in a forked process, which has imported everything already; returns its pid.
+
+    prepare: called in the process before the command.
+    """
     if pid := os.fork():
         return pid
+    prepare()
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

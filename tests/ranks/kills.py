@@ -8,23 +8,25 @@ import argparse
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import drot
-from drot.cli import app as cli
 from drot.manifest.manifest import MANIFEST
 from drot.sweep.demo import HELD_OUT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pipeline"))
+import crash
 from runs import assert_patterns
 from small_checkpoints import save_small
+from together import become_rank, free_port
 
 OPTIONS = ["--nsamples", "9", "--seqlen", "64", "--device", "cpu", "--calibration", str(HELD_OUT)]
 OPTIONS += ["--steps", "20", "--quality", "best", "--recover-epochs", "2", "--recover-batch", "3"]
@@ -32,26 +34,11 @@ OPTIONS += ["--steps", "20", "--quality", "best", "--recover-epochs", "2", "--re
 LONGEST_END = 60
 
 
-def start(arguments: list[str], size: int, log: Path) -> tuple[list[int], dist.TCPStore]:
+def start_ranks(arguments: list[str], size: int, log: Path) -> tuple[list[int], dist.TCPStore]:
     """Starts `drot` on forked processes, as torchrun would; their pids, and the store that they share."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    pids = []
-    for rank in range(size):
-        if pid := os.fork():
-            pids.append(pid)
-            continue
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        try:
-            os._exit(cli.run(arguments))
-        finally:
-            os._exit(70)
+    port = free_port()
+    ranks = (partial(become_rank, rank, size, port) for rank in range(size))
+    pids = [crash.start(arguments, log, prepare) for prepare in ranks]
     return pids, dist.TCPStore("127.0.0.1", port, is_master=True)
 
 
@@ -79,7 +66,7 @@ def kill_and_resume(model: Path, folder: Path, kills: int, draw: random.Random) 
             size = draw.choice([2, 3])
             more = ["--resume"] if tries else []
             began = time.monotonic()
-            pids, store = start([*arguments, *more], size, log)
+            pids, store = start_ranks([*arguments, *more], size, log)
             if killed < kills and tries < 4:
                 time.sleep(draw.uniform(0, longest))
                 victim = draw.randrange(size)

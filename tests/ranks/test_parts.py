@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from drot.machine.ranks import ALONE, Ranks
 from drot.pipeline.recover import _Batches
-from drot.rotation.objective import work_of_ranks
+from drot.rotation.work import work_of_ranks
 
 
 @given(
