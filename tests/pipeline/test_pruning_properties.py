@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
-from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig, matches
+from drot.model.families import linear_names
 from drot.sparse.packed import PACKED, unpack_model
 
 pytestmark = pytest.mark.slow
@@ -56,8 +57,13 @@ def recipes(draw, sparsities):
 def prune(settings, recipe, **options):
     if settings["family"] in INSIDE and recipe.rotation.boundary != "auto":
         recipe = recipe.replace(boundary="auto")
-    calibration = tokens_for(settings, rows=4, seed=1)
-    return drot.prune(build(settings), recipe, calibration=calibration, device="cpu", **options)
+    model = build(settings)
+    # a pattern that matches no linear is refused, and OPT has no down_proj
+    names = [name for name, _ in linear_names(model.config)]
+    present = [pattern for pattern in recipe.pruning.keep if any(matches(pattern, name) for name in names)]
+    chosen = [pair for pair in recipe.pruning.sparsity_of if any(matches(pair[0], name) for name in names)]
+    recipe = recipe.replace(keep=present, sparsity_of=chosen)
+    return drot.prune(model, recipe, calibration=tokens_for(settings, rows=4, seed=1), device="cpu", **options)
 
 
 def check_pattern(name, zeros, pruning, sparsity):
