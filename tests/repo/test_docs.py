@@ -140,9 +140,8 @@ def test_the_commands_of_the_pages_run(desk: Path, monkeypatch, capsys) -> None:
         exec(compile(code, f"{page}, python", "exec"), {})
 
 
-@pytest.mark.parametrize("long", LONG)
-def test_the_tests_of_long_commands_exist(long: str) -> None:
-    assert (ROOT / LONG[long]).is_file()
+def test_the_tests_of_long_commands_exist() -> None:
+    assert all((ROOT / test).is_file() for test in LONG.values())
 
 
 #: what a cell of the notebook has → what runs here
@@ -318,10 +317,7 @@ def prose(page: Path) -> Iterator[tuple[int, str]]:
             yield number, line
 
 
-@pytest.mark.parametrize(
-    "page", [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")],
-    ids=lambda page: page.name,
-)  # fmt: skip
-def test_lines_of_prose_have_at_most_110_columns(page: Path) -> None:
-    long = [f"{page.name}:{number}: {len(line)} columns" for number, line in prose(page) if len(line) > 110]
-    assert not long
+def test_lines_of_prose_have_at_most_110_columns() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    lines = ((page, number, len(line)) for page in pages for number, line in prose(page))
+    assert not [f"{page.name}:{number}: {width} columns" for page, number, width in lines if width > 110]

@@ -165,8 +165,8 @@ def test_value_and_gradient_in_fp64(method, objective, sparsity, compat):
     assert torch.allclose(g2, e2, rtol=0, atol=1e-10 * float(e2.abs().max()))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-@pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES)
+@pytest.mark.parametrize("count", [0, 2])  # the tests of R3 have one
+@pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES[::2])
 def test_any_number_of_left_rotated_in_fp64(method, objective, sparsity, compat, count):
     """With boundary rotations on the residual: none, the down_proj of the layer before, or both."""
     layers = [make_layer(seed) for seed in (0, 3)]
@@ -195,11 +195,10 @@ def test_any_number_of_left_rotated_in_fp64(method, objective, sparsity, compat,
     assert torch.allclose(g2, r2.grad, rtol=0, atol=1e-10 * float(r2.grad.abs().max()))
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
-@pytest.mark.parametrize("size", [8, FF])
+@pytest.mark.parametrize(("size", "count"), [(8, 1), (FF, 2)])
 @pytest.mark.parametrize(("method", "objective", "sparsity", "compat"), CASES)
 def test_r3_in_fp64(method, objective, sparsity, compat, size, count):
-    """R3 in blocks of 8 and in one, on the down_proj of no layer, of the layer before, and of both."""
+    """R3 in blocks of 8 and in one, on the down_proj of the layer before, and of both."""
     layers = [make_layer(seed) for seed in (0, 3)]
     r1, r2 = random_rotations()
     problem, previous = (
