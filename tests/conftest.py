@@ -63,6 +63,12 @@ def own_tuning_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.T
 
 
 @pytest.fixture(autouse=True)
+def no_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run waits for the disk some thirty times, which takes as long as the rest of a small run."""
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+@pytest.fixture(autouse=True)
 def no_compiled_code_left() -> Iterator[None]:
     """torch.compile limits how often a process compiles a function; each test starts with the full limit."""
     yield

@@ -21,7 +21,7 @@ import drot
 from drot.checkpoint.size import size_text
 from drot.cli import app as cli
 from drot.cli.output import print_json, print_manifest
-from drot.config import Recipe, resolve
+from drot.config import Recipe
 from drot.pipeline import prune as pipeline
 from drot.sweep.demo import HELD_OUT, MODEL
 
@@ -247,14 +247,6 @@ def test_info_says_in_words_what_it_found(monkeypatch, capsys):
     assert cli.run(["info"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "CUDA kernels none, because torch is a CPU build" in shown and "cuSPARSELt" not in shown
-
-
-def test_info_of_a_run_on_given_tokens(capsys):
-    given = resolve(Recipe(), tokens=(4, 16))
-    print_manifest(made_manifest(given, calibration={"sha256": "0", "shape": [4, 16]}))
-    assert "calibration token ids from a Python program, 4 x 16 tokens" in " ".join(
-        capsys.readouterr().out.split()
-    )
 
 
 def test_info_of_a_path_that_is_not_a_folder(capsys, tmp_path):

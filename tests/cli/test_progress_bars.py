@@ -145,15 +145,6 @@ def test_every_phase_has_words(phase):
     assert (f"{doing}, {PHASES[phase].unit} 3 of 4" in progress_bars.words(steps)) == counted
 
 
-def test_phases_that_report_each_layer():
-    assert lines([event("export", 0), event("export", 1)]) == [
-        "layer 0 (1 of 2): exporting",
-        "layer 1 (2 of 2): exporting",
-    ]
-    recovery = ProgressEvent(phase="recover", layers=2, step=2, steps=20, loss=0.125)
-    assert lines([recovery]) == ["layer 0 (1 of 2): recovering, epoch 2 of 20, held-out error 0.125"]
-
-
 def test_a_long_evaluation_is_not_silent(monkeypatch):
     clock = iter(range(0, 1000, 4))  # each line and each look at the clock takes 4 s
     monkeypatch.setattr(progress_bars.time, "perf_counter", lambda: float(next(clock)))
@@ -169,11 +160,3 @@ def test_a_long_fine_tuning_has_few_lines(monkeypatch):
     shown = lines(events)
     assert 20 < len(shown) < 60 and shown[-1] == "fine-tuning, step 3600 of 3600, loss 3"
     assert shown[0].startswith("fine-tuning, step 10 of 3600")
-
-
-def test_short_texts_are_counted_in_characters():
-    shown = lines([ProgressEvent(phase="tokenize", steps=steps) for steps in (20_123, 120_000)])
-    assert shown == [
-        "tokenising the text (20123 characters)",
-        "tokenising the text (0.1 million characters)",
-    ]

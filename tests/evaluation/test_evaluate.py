@@ -342,13 +342,6 @@ def test_several_models_on_the_command_line(own, capsys):
     assert one["streamed"] and one.keys() == both[0].keys()
 
 
-def test_help_names_the_choices(capsys):
-    assert cli.run(["eval", "--help"]) == 0
-    told = " ".join(capsys.readouterr().out.replace("│", " ").split())
-    for words in ("paper: the five zero-shot tasks", "float32 on a CPU", "--no-record", "--stream"):
-        assert words in told
-
-
 def test_without_lm_eval(models, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     with pytest.raises(UserError, match=r"pip install 'lm_eval\[hf\]'"):

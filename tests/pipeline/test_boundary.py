@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from runs import TOKENS, assert_patterns, assert_same_weights, interrupted, prune, recipe, saved_tensors
+from runs import TOKENS, assert_patterns, prune, recipe
 from small_models import random_tokens, relative_error, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.rotations import load_rotations
 from drot.cli import app as cli
-from drot.cli.output import print_manifest
 from drot.config import resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
@@ -123,20 +122,6 @@ def test_every_down_is_trained():
     assert on_residual.recipe.rotation.boundary == "residual"
 
 
-@pytest.mark.parametrize("phase", ["prune", "rotate"])
-def test_a_run_survives_a_crash(phase, tmp_path):
-    """A run that crashes in the second layer and is resumed gives the weights of an uninterrupted run."""
-    whole, out = prune(chosen=CHOSEN).model, tmp_path / "out"
-    interrupted(chosen=CHOSEN, out=out, at=(phase, 1))
-    worked_on = []
-    resumed = prune(
-        chosen=CHOSEN, out=out, resume=True, progress=lambda e: worked_on.append((e.phase, e.layer))
-    )
-    assert (phase, 0) not in worked_on and (phase, 1) in worked_on
-    assert_same_weights(resumed.model, whole)
-    assert_same_weights(saved_tensors(out), whole)
-
-
 def test_bfloat16_weights_stay_bfloat16(tmp_path):
     result = prune(small_model("llama", dtype=torch.bfloat16), CHOSEN, out=tmp_path / "out")
     loaded = drot.load(tmp_path / "out", device="cpu")
@@ -183,13 +168,6 @@ def test_values_are_checked(tmp_path):
     file.write_text(file.read_text().replace('"residual"', '"previous"'))
     with pytest.raises(UserError, match="boundary: .* got 'previous'"):
         drot.load(tmp_path / "out", device="cpu")
-
-
-def test_the_table_shows_the_place(capsys):
-    manifest = prune(chosen=CHOSEN.replace(steps=0)).manifest
-    print_manifest(manifest)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "layer, boundary on the residual, R3 in blocks of 16, objective pruned" in shown
 
 
 def test_a_packed_model_rotates_the_residual_by_default(tmp_path, capsys):

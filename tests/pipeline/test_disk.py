@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from made_manifests import made_finetuning, made_manifest
 from runs import TOKENS, interrupted, one_shot, prune
 from small_models import small_model
 
@@ -110,14 +109,4 @@ def test_a_result_is_shown_in_one_line(tmp_path):
     name, sparsity, error = figures.largest(1)[0]
     assert repr(figures) == (
         f"SensitivityResult(linears=21, sparsities=2:4, 4:8, 0.5, largest={name} {error:.4f} at {sparsity})"
-    )
-
-
-def test_a_fine_tuning_is_shown_in_one_line():
-    finetuning = pytest.importorskip("drot.finetuning.finetune")
-    manifest = made_manifest(finetune=[made_finetuning(12.3456, 11.0)])
-    result = finetuning.FinetuneResult(torch.nn.Linear(3, 4), manifest, None)
-    assert repr(result) == (
-        "FinetuneResult(out=None, sparsity=50.00%, held-out perplexity=12.35 -> 11, "
-        "parameters=16 (0.1 kB, float32))"
     )

@@ -24,7 +24,10 @@ OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 
 @pytest.mark.parametrize(
     ("family", "mode"),
-    [("llama-biased", "layer"), ("phi3", "layer"), ("phi3", "none"), ("glm4", "none"), ("gemma2", "layer")],
+    [
+        *(("llama-biased", "layer"), ("phi3", "none"), ("glm4", "none"), ("gemma2", "layer")),
+        pytest.param("phi3", "layer", marks=pytest.mark.slow),  # with a report, which imports matplotlib
+    ],
 )
 def test_from_the_dense_model_to_the_report(family, mode, tmp_path, capsys):
     def model():

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot.checkpoint.rotations import load_rotations
 from drot.checkpoint.size import weight_bytes
-from drot.cli.output import print_manifest
 from drot.config import Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
@@ -252,10 +251,3 @@ def test_recovery_trains_the_norms_behind_the_blocks():
     after = getattr(result.model.model.layers[0], name).weight
     assert not torch.equal(after, getattr(dense.model.layers[0], name).weight)
     assert_patterns(result.model, chosen.pruning)
-
-
-def test_the_table_shows_where_r1_acts(capsys):
-    print_manifest(prune(small_model("olmo2"), recipe(steps=0)).manifest)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "layer, R1 inside of the layers, R3 in blocks of 16" in shown
-    assert "a model that needs drot (R1 inside of the layers, R3 in front of down_proj)" in shown

@@ -124,11 +124,11 @@ def test_a_client_that_goes_away_costs_no_more_tokens(way, request):
     with socket.create_connection(("127.0.0.1", server.port)) as gone:
         gone.sendall(head.encode() + body)
         time.sleep(0.5)
-    start = time.monotonic()
+    start = time.process_time()  # the server is a thread of this process
     if way == "batched":
         wait_until_idle(server)
     assert completion(server, "x", 2).text
-    assert time.monotonic() - start < 6  # 1900 tokens take longer
+    assert time.process_time() - start < 6  # 1900 tokens take longer
 
 
 def test_a_prompt_beyond_the_context_is_refused(batched, packed):
