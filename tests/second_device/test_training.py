@@ -16,7 +16,7 @@ from drot.pipeline import training
 from drot.rotation import train
 from drot.rotation.graph import WARM_UP
 
-STEPS, LAYERS = 21, 2
+STEPS, LAYERS = 40, 2
 
 
 def rotations(tmp_path, device="second", **fields: Any) -> tuple[bytes, list[list[float]]]:
