@@ -67,21 +67,6 @@ def test_dtype_can_be_chosen_at_load(checkpoints):
     assert model(random_tokens(1, 8)).logits.dtype == torch.float32
 
 
-def test_packed_with_the_boundary_rotation_on_the_residual(tmp_path):
-    """A loaded model has the rotation in the same place."""
-    recipe = Recipe(
-        rotation=RotationConfig(steps=2, hessians="dense", boundary="residual"),
-        pruning=PruningConfig(block_size=16),
-    )
-    tokens = random_tokens(4, 40)
-    options = dict(calibration=tokens, device="cpu")
-    dense = drot.prune(small_model("llama", head_dim=16), recipe, **options).model
-    drot.prune(small_model("llama", head_dim=16), recipe, out=tmp_path / "out", format="packed", **options)
-    packed = drot.load(tmp_path / "out", device="cpu")
-    assert is_packed(packed) and packed.config.quantization_config.boundary == "residual"
-    assert torch.allclose(packed(tokens).logits, dense(tokens).logits, atol=1e-5)
-
-
 def test_prune_refuses_before_it_works(checkpoints, tmp_path, capsys):
     prune = ("prune", tmp_path / "no-model", "--out", tmp_path / "out", "--format")
     assert "--format packed needs --sparsity 2:4; got 0.5" in refused(

@@ -122,14 +122,6 @@ def test_every_down_is_trained():
     assert on_residual.recipe.rotation.boundary == "residual"
 
 
-def test_bfloat16_weights_stay_bfloat16(tmp_path):
-    result = prune(small_model("llama", dtype=torch.bfloat16), CHOSEN, out=tmp_path / "out")
-    loaded = drot.load(tmp_path / "out", device="cpu")
-    assert {parameter.dtype for parameter in loaded.parameters()} == {torch.bfloat16}
-    tokens = random_tokens(2, 30)
-    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
-
-
 @pytest.mark.parametrize(("trained", "used"), [("input", "residual"), ("residual", "input")])
 def test_rotations_are_reused_at_the_other_place(trained, used, tmp_path):
     """A file holds the rotations of all layers, so `residual` also works with sequential Hessians."""

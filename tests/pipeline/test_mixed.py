@@ -108,8 +108,10 @@ def test_a_pattern_may_fit_where_it_is_used():
 # ---- the run -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
-@pytest.mark.parametrize("mode", ["none", "layer", "shared"])
+@pytest.mark.parametrize(
+    ("mode", "method"),
+    [("none", "magnitude"), ("none", "sparsegpt"), ("layer", "wanda"), ("shared", "sparsegpt")],
+)
 def test_every_linear_has_its_own_pattern(mode, method):
     chosen = recipe(mode, method=method)
     model, dense = small_model("qwen3-biased"), named_linears(small_model("qwen3-biased"))
@@ -163,8 +165,7 @@ def test_a_layer_that_is_kept_takes_no_training_step():
     assert not [event for event in events if (event.phase, event.layer) == ("rotate", 0) and event.step]
 
 
-@pytest.mark.parametrize("layers_per_step", [0, 1])
-@pytest.mark.parametrize("optimizer", ["fast", "paper"])
+@pytest.mark.parametrize(("optimizer", "layers_per_step"), [("fast", 1), ("paper", 0)])
 def test_a_shared_rotation_is_trained_without_the_kept_layers(optimizer, layers_per_step):
     """The loss is that of the other layers, and it falls; R2 of a kept layer stays the identity."""
     chosen = recipe("shared", optimizer=optimizer, layers_per_step=layers_per_step, steps=20)
@@ -175,8 +176,7 @@ def test_a_shared_rotation_is_trained_without_the_kept_layers(optimizer, layers_
     assert_patterns(result.model, recipe().pruning)
 
 
-@pytest.mark.parametrize("mode", ["layer", "shared"])
-@pytest.mark.parametrize("objective", ["entropy", "pruned"])
+@pytest.mark.parametrize(("mode", "objective"), [("layer", "pruned"), ("shared", "entropy")])
 def test_a_model_that_is_kept_whole_does_not_change(mode, objective):
     model, tokens = small_model("llama"), random_tokens(2, 30, seed=5)
     before = model(tokens).logits
@@ -192,13 +192,6 @@ def test_only_one_linear_is_pruned():
     for layer in result.manifest.layers:
         assert list(layer.rotation.damping) == ["down"]
         assert [role for role, figures in layer.linears.items() if figures.damping] == ["down_proj"]
-        assert layer.rotation.loss_after < layer.rotation.loss_before
-
-
-def test_without_any_sparsity_a_rotation_is_trained():
-    chosen = small_recipe(method="wanda", objective="entropy", sparsity=0.0)
-    manifest = prune(chosen=chosen).manifest
-    for layer in manifest.layers:
         assert layer.rotation.loss_after < layer.rotation.loss_before
 
 
