@@ -29,8 +29,8 @@ def packed(tmp_path_factory):
     """A packed checkpoint in float32, whose tokenizer has a chat template. Tests must not change it."""
     out = tmp_path_factory.mktemp("serving") / "packed"
     options = [
-        *("--quality", "fast", "--method", "magnitude", "--hessians", "sequential", "--steps", "1"),
-        *("--device", "cpu", "--calibration", str(HELD_OUT), "--nsamples", "2", "--seqlen", "32"),
+        *("--method", "magnitude", "--hessians", "sequential", "--device", "cpu", "--steps", "1"),
+        *("--calibration", str(HELD_OUT), "--nsamples", "2", "--seqlen", "32"),
         *("--format", "packed", "--save-dtype", "float32"),
     ]
     assert cli.run(["prune", str(MODEL), "--out", str(out), *options]) == 0
