@@ -12,7 +12,6 @@ from drot.sweep.demo import HELD_OUT
 #: options of a quick `drot prune`, with which both formats have their rotations in the same place
 PRUNE = [
     *("--method", "magnitude", "--hessians", "sequential", "--device", "cpu", "--dtype", "bfloat16"),
-    *("--quality", "fast"),
     *("--calibration", str(HELD_OUT), "--nsamples", "2", "--seqlen", "32"),
 ]
 #: the linear whose tensors the tests look at or damage
