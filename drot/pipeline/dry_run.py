@@ -9,15 +9,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drot.config import Recipe, ResolvedRecipe
 from drot.machine.devices import DTYPES, computing_dtype, dtype_name
-from drot.machine.environment import machine_name, stored_peaks
+from drot.machine.environment import machine_name
 from drot.manifest.records import PlaceOfStates
 from drot.model.decoder import DecoderModel
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import (
     device_memory,
     main_memory,
-    run_work,
-    seconds_at,
     sizes_of,
     state_bytes,
     training_memory,
@@ -37,9 +35,6 @@ class RunNeeds:
     main_memory, device_memory: bytes; on a CPU both lie in main memory.
     states: bytes of the hidden states of the calibration. place_of_states: where they would lie now. In a
         file or on a GPU they are not counted as `main_memory`.
-    work: phase → dtype → operations.
-    seconds: seconds of the work at the rates that `drot info --measure` measured, which no run reaches; None
-        without them.
     """
 
     recipe: ResolvedRecipe
@@ -55,8 +50,6 @@ class RunNeeds:
     device_memory: int
     states: int
     place_of_states: PlaceOfStates
-    work: dict[str, dict[str, float]]
-    seconds: float | None
 
 
 def run_needs(
@@ -94,7 +87,6 @@ def run_needs(
     place = place_of_states(sizes, resolved, chosen, first, rotations_given=rotations_given)
     states = state_bytes(sizes, resolved, chosen)
     in_memory = main_memory(sizes, resolved, chosen, rotations_given=rotations_given)
-    work, peaks = run_work(sizes, resolved, chosen, trains=trains), stored_peaks(first)
     return RunNeeds(
         recipe=resolved,
         model=str(model),
@@ -109,8 +101,6 @@ def run_needs(
         device_memory=on_device,
         states=states,
         place_of_states=place,
-        work=work,
-        seconds=None if peaks is None else seconds_at(work, peaks),
     )
 
 

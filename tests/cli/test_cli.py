@@ -229,7 +229,6 @@ def test_info_says_in_words_what_it_found(monkeypatch, capsys):
         "cuda": {"compiled": "12.8", "architectures": ["9.0", "12.0+PTX"], "torch": "12.8"},
         "cusparselt": {"found": False, "version": None, "compiled": "0.7.1"},
         "gpus": [gpu],
-        "peaks": {"cuda:0": {"float32": 50e12, "copy": 4e12}},
     }
     found = environment.collect()
     monkeypatch.setattr(environment, "collect", lambda: found | of_cuda)
