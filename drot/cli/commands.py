@@ -21,7 +21,6 @@ COMMANDS = {
     "export": "export",
     "apply": "apply",
     "bench": "bench",
-    "tune": "tune",
     "serve": "serve",
     "chat": "chat",
     "run": "run",

@@ -1,43 +1,36 @@
 """The measurements of `drot bench`: whether 2:4 is faster than dense, and what the rotation costs.
 
-The three variants of drot/speed/variants.py run in turn in each case (drot/speed/cases.py).
+The three variants of drot/speed/variants.py run in turn in each case. A case runs one decoder layer or the
+whole model, in one of two phases. A prefill of size n is one sequence of n tokens. A decode of size n is one
+new token for each of n sequences.
 """
 
 import contextlib
-import copy
 import functools
-import math
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-from drot.checkpoint.load import load, load_config
+from drot.checkpoint.load import load
 from drot.checkpoint.quantization_config import dense_linears_of
-from drot.checkpoint.size import size_text
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.version import __version__
-from drot.machine.devices import dtype_name, parse_dtype, pick_device
+from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.environment import machine_name
-from drot.model.decoder import DecoderModel
 from drot.sparse.linear import is_packed
-from drot.speed.cases import NEW_TOKENS, Case, call_of, set_compressed
+from drot.speed.cases import Case, call_of, set_compressed
 from drot.speed.rates import rows_of
 from drot.speed.timing import interleaved
-from drot.speed.variants import DENSE, SPARSE, layer_variants, model_variants, shape_config, stacked_variants
+from drot.speed.variants import SPARSE, layer_variants, model_variants, shape_config, stacked_variants
 
 #: largest sizes of a prefill and a decode
 LARGEST_TOKENS, LARGEST_BATCH = 1 << 17, 1 << 12
-#: default sizes of a prefill and a decode
-TOKENS = (128, 512, 2048, 8192)
-BATCHES = (1, 2, 4, 8, 16, 32)
-#: default of `minutes` on a CPU
-CPU_MINUTES = 3.0
+#: device type → default sizes of a prefill and of a decode; a CPU takes minutes for larger ones
+SIZES = {"cpu": ((128,), (1, 8)), "cuda": ((128, 512, 2048, 8192), (1, 2, 4, 8, 16, 32))}
 
 #: `layer` and `model` → a function that makes the models of the variants, name → model
 Makers = Mapping[str, Callable[[], Mapping[str, PreTrainedModel]]]
@@ -51,7 +44,6 @@ def measure_speed(
     tokens: Sequence[int] | None = None,
     batches: Sequence[int] | None = None,
     repeats: int = 10,
-    minutes: float | None = None,
     device: str | torch.device = "auto",
     dtype: str = "auto",
     progress: Progress = silent,
@@ -70,7 +62,6 @@ def measure_speed(
         weight_bytes: the bytes of the layer's or the model's weights.
         speedup: the dense variant's time, divided by the time of this variant; None for dense.
         verdict: the speedup in words; None for dense.
-    left_out: the names of the cases that were not measured, because they would have exceeded `minutes`.
 
     Raises UserError for an unknown shape, a wrong size, or a checkpoint that is not 2:4.
 
@@ -79,24 +70,20 @@ def measure_speed(
         shape: a name in SHAPES (drot/speed/variants.py), for random weights in the dimensions of that model.
         tokens: sizes of the prefill cases.
         batches: sizes of the decode cases. If only one of `tokens` and `batches` is given, the other phase
-            is not measured. If neither is given, they are TOKENS and BATCHES.
+            is not measured. If neither is given, they are those of SIZES.
         repeats: calls of each variant in each case.
-        minutes: a case is left out if it is expected to end more than this time after the start. The limit
-            is exceeded at most by the time in which the weights are made or loaded, and by one call of a
-            case. None is CPU_MINUTES on a CPU, and no limit on a GPU.
         device: `auto`, `cpu` or `cuda[:N]`.
         dtype: dtype of the weights. `auto` is the checkpoint's own, or bfloat16 with `shape`.
         progress: receives the event `measure` after each case.
     """
-    check_arguments(model, shape, tokens, batches, repeats, minutes)
-    started, target = time.perf_counter(), pick_device(device)
+    check_arguments(model, shape, tokens, batches, repeats)
+    target = pick_device(device)
     if tokens is None and batches is None:
-        tokens, batches = TOKENS, BATCHES
+        tokens, batches = SIZES[target.type]
     config, weights, makers = _makers(model, shape, dtype, target)
     sizes = {"prefill": tokens or (), "decode": batches or ()}
-    budget = Budget(started, 60 * _limit(minutes, target), config.num_hidden_layers)
     with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
-        rows, left_out = _measure_cases(makers, sizes, target, repeats, budget, progress)
+        rows = _measure_cases(makers, sizes, target, repeats, progress)
     return {
         "model": shape or str(model),
         "machine": machine_name(target),
@@ -108,54 +95,7 @@ def measure_speed(
             for what in makers
         },
         "rows": rows,
-        "left_out": left_out,
     }
-
-
-def announcement(
-    model: str | Path | None,
-    shape: str | None = None,
-    *,
-    minutes: float | None = None,
-    device: str | torch.device = "auto",
-    dtype: str = "auto",
-) -> str:
-    """What `measure_speed` with these arguments is going to take, in one line: time, and memory of weights.
-
-    The config of `model` is read, and no weights.
-    """
-    target = pick_device(device)
-    config = shape_config(shape) if shape is not None else load_config(str(model))
-    own = torch.bfloat16 if shape is not None else config.dtype or torch.float32
-    weights = own if dtype == "auto" else parse_dtype(dtype)
-    size = size_text(weight_numbers(config, stacked=shape is not None) * weights.itemsize)
-    limit = _limit(minutes, target)
-    time_ = f"at most {limit:g} minutes and one call more" if limit < math.inf else "no limit of time"
-    loading = "" if shape is not None else "; loading them counts as time"
-    return f"measuring with {time_}; the weights take about {size} of memory{loading}"
-
-
-def weight_numbers(config: Any, *, stacked: bool) -> int:
-    """About how many numbers the weights of all variants of the layer and of the model have.
-
-    stacked: whether the layers of a model share the weights of one layer (`stacked_variants`).
-    """
-    config = copy.deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        whole = DecoderModel(AutoModelForCausalLM.from_config(config))
-    layer = sum(parameter.numel() for parameter in whole.layers[0].module.parameters())
-    outside = sum(parameter.numel() for parameter in whole.model.parameters()) - layer * len(whole.layers)
-    variants = layer * (1 + 9 / 16) + config.hidden_size**2  # dense, packed, and R1
-    return round(variants * (1 if stacked else 1 + len(whole.layers)) + outside)
-
-
-def _limit(minutes: float | None, device: torch.device) -> float:
-    """`minutes`, or its default on `device`."""
-    if minutes is None:
-        return CPU_MINUTES if device.type == "cpu" else math.inf
-    return minutes
 
 
 def check_arguments(
@@ -164,7 +104,6 @@ def check_arguments(
     tokens: Sequence[int] | None,
     batches: Sequence[int] | None,
     repeats: int,
-    minutes: float | None,
 ) -> None:
     """Raises UserError for arguments of `measure_speed` that mean nothing."""
     if (model is None) == (shape is None):
@@ -176,8 +115,6 @@ def check_arguments(
             raise UserError(f"`{name}` must be whole numbers above 0; got {', '.join(map(str, sizes))}")
         if sizes is not None and max(sizes) > largest:
             raise UserError(f"`{name}` must be at most {largest}; got {max(sizes)}")
-    if minutes is not None and not minutes >= 0:
-        raise UserError(f"`minutes` must be at least 0; got {minutes:g}")
     if repeats < 1:
         raise UserError(f"`repeats` must be at least 1; got {repeats}")
 
@@ -199,79 +136,25 @@ def _makers(
     return config, weights, {"layer": of_layer, "model": of_model}
 
 
-@dataclass
-class Budget:
-    """The time for all cases. Cases of the layer may take the first half, so that the model has some left.
-
-    started: time.perf_counter() when the measurement began.
-    limit: seconds from then to the end of the last case; infinity is no limit.
-    layers: decoder layers of the model.
-    seconds: the measured or estimated seconds of the cases so far.
-    """
-
-    started: float
-    limit: float
-    layers: int
-    seconds: dict[Case, float] = field(default_factory=dict)
-
-    def deadline(self, case: Case) -> float:
-        return self.started + self.limit * (0.5 if case.what == "layer" else 1)
-
-    def expected(self, case: Case) -> float:
-        """The expected seconds of a case; 0 if nothing is known about it.
-
-        The estimate comes from the last case with the same part and phase, or else from the case of a layer.
-        """
-        if case in self.seconds:
-            return self.seconds[case]
-        similar = [other for other in self.seconds if (other.what, other.phase) == (case.what, case.phase)]
-        if similar:
-            scale = case.size / similar[-1].size if case.phase == "prefill" else 1
-            return self.seconds[similar[-1]] * scale
-        if case.what == "layer":
-            return 0.0
-        of_layer = self.expected(replace(case, what="layer"))
-        return of_layer * self.layers * (NEW_TOKENS if case.phase == "decode" else 1)
-
-
 def _measure_cases(
     makers: Makers,
     sizes: Mapping[Any, Sequence[int]],
     device: torch.device,
     repeats: int,
-    budget: Budget,
     progress: Progress,
-) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of the measured cases, and the names of the cases that were left out.
-
-    sizes: phase → sizes. Cases are measured in the order of the sizes, those of the layer first.
-    """
-    warmup = 3 if device.type == "cuda" else 1
+) -> list[dict[str, Any]]:
+    """The rows of the cases: those of the layer first. sizes: phase → sizes."""
     whats: tuple[Literal["layer", "model"], ...] = ("layer", "model")
     cases = list(
         dict.fromkeys(Case(what, phase, n) for what in whats for phase in sizes for n in sizes[phase])
     )
-    ordered = sorted(cases, key=lambda case: (case.what, sizes[case.phase].index(case.size)))
-    rows: dict[Case, list[dict[str, Any]]] = {}
-    for number, case in enumerate(ordered, 1):
-        expected, deadline = budget.expected(case), budget.deadline(case)
-        if time.perf_counter() + expected > deadline:
-            continue
+    rows = []
+    for number, case in enumerate(cases, 1):
         models = makers[case.what]()
         for model in models.values():
             set_compressed(model, case.phase)
         calls = {name: call_of(model, case, device) for name, model in models.items()}
-        begin = time.perf_counter()
-        if not expected and deadline < math.inf:  # no case of this kind was measured: estimate from one call
-            calls[DENSE]()
-            budget.seconds[case] = (time.perf_counter() - begin) * len(calls) * (repeats + warmup)
-            if begin + budget.seconds[case] > deadline:
-                continue
-        timings = interleaved(calls, device=device, repeats=repeats, warmup=warmup)
-        rows[case] = rows_of(case, timings, models, repeats)
-        budget.seconds[case] = time.perf_counter() - begin
-        progress(ProgressEvent(phase="measure", step=number, steps=len(ordered)))
-    return (
-        [row for case in cases for row in rows.get(case, [])],
-        [str(case) for case in cases if case not in rows],
-    )
+        timings = interleaved(calls, device=device, repeats=repeats, warmup=3 if is_gpu(device) else 1)
+        rows += rows_of(case, timings, models, repeats)
+        progress(ProgressEvent(phase="measure", step=number, steps=len(cases)))
+    return rows
