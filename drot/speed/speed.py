@@ -80,7 +80,7 @@ def measure_speed(
     target = pick_device(device)
     if tokens is None and batches is None:
         tokens, batches = SIZES[target.type]
-    config, weights, makers = _makers(model, shape, dtype, target)
+    weights, makers = _makers(model, shape, dtype, target)
     sizes = {"prefill": tokens or (), "decode": batches or ()}
     with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
         rows = _measure_cases(makers, sizes, target, repeats, progress)
@@ -121,8 +121,8 @@ def check_arguments(
 
 def _makers(
     model: str | Path | None, shape: str | None, dtype: str, device: torch.device
-) -> tuple[Any, torch.dtype, Makers]:
-    """The config and the dtype of the measured model, and what makes its variants."""
+) -> tuple[torch.dtype, Makers]:
+    """The dtype of the measured weights, and what makes the variants."""
     if shape is not None:
         config = shape_config(shape)
         weights = torch.bfloat16 if dtype == "auto" else parse_dtype(dtype)
@@ -133,7 +133,7 @@ def _makers(
         config, weights = models[SPARSE].config, models[SPARSE].dtype
     of_layer = functools.cache(lambda: layer_variants(config, dtype=weights, device=device))
     of_model = functools.cache(lambda: stacked_variants(of_layer(), config) if shape else models)
-    return config, weights, {"layer": of_layer, "model": of_model}
+    return weights, {"layer": of_layer, "model": of_model}
 
 
 def _measure_cases(
