@@ -136,10 +136,12 @@ def print_figures(results: list[dict[str, Any]]) -> None:
     first, names = results[0], _short_names([figures["model"] for figures in results])
     single = len(results) == 1
     title, columns = (first["model"], ["value"]) if single else ("evaluation", names)
-    print_table(_table(title, "measure", columns, _rows(results)))
-    for source in first["agreement"]:
-        title = f"{source} by position in a window: equal next tokens, mean KL divergence"
-        print_table(_table(title, "positions", names, _by_position(results, source)))
+    print_table(
+        Table(
+            title,
+            [{"measure": name, **dict(zip(columns, cells, strict=True))} for name, cells in _rows(results)],
+        )
+    )
     for source, text in first["texts"].items():
         split = f", {text['split']} split" if text["split"] else ""
         print_line(
@@ -152,11 +154,6 @@ def print_figures(results: list[dict[str, Any]]) -> None:
     print_line(f"computed in {', '.join({f['dtype']: 0 for f in results})} on {first['machine']}{streamed}")
 
 
-def _table(title: str, first: str, columns: list[str], rows: Iterator[tuple[str, list[str]]]) -> Table:
-    """A table of rows, each a name and a cell for each column."""
-    return Table(title, [{first: name, **dict(zip(columns, cells, strict=True))} for name, cells in rows])
-
-
 def _rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """Each measure, with its figure for each model."""
     first = results[0]
@@ -167,7 +164,7 @@ def _rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
             yield "  of the original", [f"{each['dense_perplexity']:.3f}" for each in found]
             yield "  difference", [f"{each['perplexity_difference']:+.3f}" for each in found]
             yield "  equal next tokens", [f"{each['equal_tokens']:.2%}" for each in found]
-            for key, words in (("mean", "mean"), ("median", "median"), ("p99", "99th percentile")):
+            for key, words in (("mean", "mean"), ("p99", "99th percentile")):
                 yield f"  KL divergence, {words}", [f"{each['kl'][key]:.4f}" for each in found]
     for task, details in first["task_details"].items():
         fewshot = f", {details['fewshot']} examples" if details["fewshot"] else ""
@@ -179,14 +176,6 @@ def _rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
 def _accuracy(figures: dict[str, Any], task: str) -> str:
     stderr = figures["task_details"][task]["stderr"]
     return f"{figures['tasks'][task]:.2%}" + (f" ± {stderr:.2%}" if stderr is not None else "")
-
-
-def _by_position(results: list[dict[str, Any]], source: str) -> Iterator[tuple[str, list[str]]]:
-    """The agreement by the position in a window: equal next tokens, and mean KL divergence."""
-    parts = [figures["agreement"][source]["positions"] for figures in results]
-    for ranges in zip(*parts, strict=True):
-        cells = [f"{part['equal_tokens']:.2%}, {part['kl']:.4f}" for part in ranges]
-        yield f"{ranges[0]['first']} … {ranges[0]['last']}", cells
 
 
 def _short_names(models: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.agreement import agreement
 from drot.evaluation.models import Original, move_models, must_stream, open_model
-from drot.evaluation.perplexity import check_logits, exp_of_loss, load_eval_tokens, mean_losses, rises_after
+from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.record import check_recordable, text_record
 from drot.evaluation.record import record as record_figures
@@ -66,8 +66,7 @@ def evaluate(
 
     model, seqlen, dtype, machine: what was measured, and where.
     streamed: whether one decoder layer at a time was on the device.
-    texts: text → tokens, windows, split (None for a file), the SHA-256 of its token ids and, where the
-        loss rises, loss_rises_after (`rises_after`; of the dense model where there is one).
+    texts: text → tokens, windows, split (None for a file), and the SHA-256 of its token ids.
     perplexity: text → perplexity (`perplexity_of`).
     against: the model of `against`, or None.
     agreement: text → figures of `agreement` with that model; empty without one.
@@ -186,15 +185,11 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
             predict(each.model, tokens, seqlen, stream_to, setup.progress, each.weights) for each in opened
         )
         if not of_dense:
-            losses = mean_losses(found, progress=setup.progress)
-            rising = rises_after(losses, len(found.windows))
-            perplexities[source] = exp_of_loss(float(losses.mean()))
+            perplexities[source] = perplexity_of(found, progress=setup.progress)
         else:
             agreements[source] = agreement(of_dense[0], found, progress=setup.progress)
             perplexities[source] = agreements[source].pop("perplexity")
-            rising = agreements[source].pop("loss_rises_after")
-        rises = {} if rising is None else {"loss_rises_after": rising}
-        records[source] = text_record(source, tokens, seqlen) | rises
+        records[source] = text_record(source, tokens, seqlen)
     scores = {}
     if setup.tasks is not None:
         check_logits(own.model)

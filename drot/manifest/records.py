@@ -170,34 +170,19 @@ class SavedRotations(Entries):
 
 
 class EvaluatedText(Entries):
-    """tokens: the tokens of the text. split: None for a file.
-
-    loss_rises_after: the position in a window from which the loss rises, as in a model that was trained on
-        shorter sequences (`rises_after`); None if it does not rise.
-    """
+    """tokens: the tokens of the text. split: None for a file."""
 
     split: str | None
     tokens: int
     windows: int
     sha256: str
-    loss_rises_after: int | None = None
 
 
 class KLRecord(Entries):
     """KL(dense ‖ pruned) of the next token's distribution, in nats."""
 
     mean: Finite
-    median: Finite
     p99: Finite
-
-
-class PositionRecord(Entries):
-    """Agreement at the positions `first` … `last` of a window, which begin with 0."""
-
-    first: int
-    last: int
-    equal_tokens: Share
-    kl: Finite
 
 
 class AgreementRecord(Entries):
@@ -205,7 +190,6 @@ class AgreementRecord(Entries):
 
     equal_tokens: Share
     kl: KLRecord
-    positions: list[PositionRecord]
     dense_perplexity: float
     perplexity_difference: float
 

@@ -18,7 +18,6 @@ class Measured:
     solver: perplexity with the solver and without a rotation; None if it was not measured.
     unrotated_name: where `unrotated` comes from.
     agreement: with the dense original; None if it was not measured.
-    loss_rises_after: the position in the windows from which the loss rises; None if it does not.
     """
 
     text: str
@@ -29,7 +28,6 @@ class Measured:
     solver: float | None
     unrotated_name: str
     agreement: AgreementRecord | None
-    loss_rises_after: int | None
 
     @property
     def rise(self) -> float | None:
@@ -66,8 +64,7 @@ def measurements(run: Run, others: list[Run]) -> list[Measured]:
                 unrotated, name = theirs.perplexity.get(text), other.name
         solver = entry.baselines.solver.get(text) if entry.baselines else None
         own, agreement = entry.perplexity.get(text), entry.agreement.get(text)
-        rising = entry.texts[text].loss_rises_after
-        found.append(Measured(short(text), seqlen, own, dense, unrotated, solver, name, agreement, rising))
+        found.append(Measured(short(text), seqlen, own, dense, unrotated, solver, name, agreement))
     return found
 
 

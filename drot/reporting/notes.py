@@ -283,17 +283,6 @@ def _rose(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
             )
 
 
-@rule("The loss rises within the windows of a text, as it does behind the length of a model's training.")
-def _windows_too_long(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
-    for entry in measured:
-        if entry.loss_rises_after is not None:
-            yield (
-                f"On {entry.text}, the windows of {entry.seqlen} tokens are too long for the model: its loss "
-                f"rises after {entry.loss_rises_after}. So the perplexities there say little: measure with "
-                f"drot eval {run.name} --seqlen {entry.loss_rises_after}."
-            )
-
-
 def _count(names: list[str], noun: str) -> str:
     return f"{len(names)} {noun}{'s' if len(names) != 1 else ''}"
 

@@ -13,7 +13,6 @@ import drot
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import BrokenModelError, UserError
-from drot.evaluation import agreement
 from drot.evaluation import evaluate as evaluation
 from drot.evaluation import models as evaluated_models
 from drot.evaluation.evaluate import evaluate
@@ -262,16 +261,8 @@ def test_a_broken_manifest_is_found_before_the_work(own, monkeypatch, capsys, op
     assert "lacks layers.0.linears" in told.err and told.out == ""
 
 
-@pytest.mark.parametrize(("against", "where"), [(None, evaluation), ("dense", agreement)])
-def test_windows_that_are_too_long_are_recorded(own, monkeypatch, against, where):
-    monkeypatch.setattr(where, "rises_after", lambda losses, windows: 64)
-    measure(own, "rotated", record=True, against=against and str(own / against))
-    (text,) = read_manifest(own / "rotated").evaluations[0].texts.values()
-    assert text.loss_rises_after == 64
-
-
 def test_infinity_is_recorded_as_null(own, monkeypatch):
-    monkeypatch.setattr(evaluation, "exp_of_loss", lambda loss: float("inf"))
+    monkeypatch.setattr(evaluation, "perplexity_of", lambda *args, **options: float("inf"))
     measure(own, "rotated", record=True)
     assert list(read_manifest(own / "rotated").evaluations[0].perplexity.values()) == [None]
 
