@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from drot.evaluation.timing import Timing, replayed
+from drot.evaluation.timing import interleaved as interleaved
 from drot.machine.environment import processor_name
-from drot.speed.timing import Timing, replayed
-from drot.speed.timing import interleaved as interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

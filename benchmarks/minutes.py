@@ -38,6 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import QUALITIES, Recipe, ResolvedRecipe, resolve
+from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel
 from drot.pipeline import events, invariance, recover
@@ -45,7 +46,6 @@ from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
 from drot.pipeline.run import PruningRun
 from drot.pruning import solve
-from drot.speed.variants import SHAPES
 
 #: n x n products in one step of the optimizer for a matrix [n, n]: the gradient in so(n), 2 for the norm,
 #: 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding

@@ -40,7 +40,7 @@ def bench(
     Output:
         as_json:
     """
-    from drot.speed.speed import check_arguments, measure_speed
+    from drot.evaluation.speed import check_arguments, measure_speed
 
     sizes, sequences = parse_sizes("--tokens", tokens), parse_sizes("--batch", batches)
     check_arguments(model, shape, sizes, sequences, repeats)

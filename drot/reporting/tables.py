@@ -5,8 +5,7 @@ from typing import Any
 
 from drot.manifest.records import LinearRecord
 from drot.manifest.tables import NONE, Table, change, facts, layers_table, number, short, times_table
-from drot.reporting.evaluations import Measured, tasks
-from drot.reporting.reading import BASES, ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Run, final_error
+from drot.reporting.runs import BASES, ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, final_error, tasks
 
 
 def run_tables(run: Run) -> list[Table]:

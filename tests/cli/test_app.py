@@ -22,9 +22,9 @@ from drot.cli.options import ANY_DTYPE
 from drot.cli.prune import FIRST
 from drot.config import QUALITIES, Method
 from drot.config.rotation import FAST_STEPS
+from drot.evaluation.variants import SHAPES
 from drot.machine.devices import DTYPES
 from drot.manifest.manifest import write_manifest
-from drot.speed.variants import SHAPES
 
 PACKAGE = Path(drot.__file__).resolve().parent
 

@@ -23,7 +23,7 @@ from drot.cli import app as cli
 from drot.cli.output import print_json, print_manifest
 from drot.config import Recipe, resolve
 from drot.pipeline import prune as pipeline
-from drot.sweep.demo import HELD_OUT, MODEL
+from drot.reporting.demo import HELD_OUT, MODEL
 
 
 def test_json_is_all_there_is_on_stdout(calls, capsys, tmp_path):

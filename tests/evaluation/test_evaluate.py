@@ -19,7 +19,7 @@ from drot.evaluation.evaluate import evaluate
 from drot.evaluation.models import Original, loaded_bytes
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.manifest.manifest import read_manifest, update_manifest
-from drot.sweep.demo import HELD_OUT, MODEL
+from drot.reporting.demo import HELD_OUT, MODEL
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from drot import PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.evaluation.own_tasks import continuation
 from drot.evaluation.tasks import TaskOptions, averages, expand, load_tasks, run_tasks, score
-from drot.sweep.demo import MODEL
+from drot.reporting.demo import MODEL
 
 pytestmark = pytest.mark.slow  # lm_eval alone takes ten seconds to import
 

@@ -27,9 +27,9 @@ from drot.config import FINETUNE_LR, default_seqlen
 from drot.core.errors import UserError
 from drot.finetuning import finetune as module
 from drot.manifest.manifest import accept_files, read_any_manifest, read_manifest
+from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import unpack_model
-from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
 
 #: kind of checkpoint → arguments of drot.prune
 KINDS = {

@@ -15,7 +15,7 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.core.errors import UserError
 from drot.machine.devices import computing_dtype
 from drot.manifest.manifest import read_manifest
-from drot.sweep.demo import MODEL
+from drot.reporting.demo import MODEL
 
 
 def recipe(mode="none"):

@@ -13,8 +13,8 @@ import drot
 from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.manifest.manifest import accept_files
-from drot.reporting.drawing import COLOURS, SERIES
-from drot.reporting.reading import REMOVED_IMPORTANCE, read_runs
+from drot.reporting.drawing import SERIES
+from drot.reporting.runs import REMOVED_IMPORTANCE, read_runs
 
 pytestmark = pytest.mark.slow
 #: everything that a page could load or open
@@ -45,12 +45,10 @@ def test_names_are_escaped(page):
 
 def test_structure_for_screen_readers(page):
     assert '<html lang="en">' in page and page.count("<h1>") == 1
-    assert page.count("<figure") == page.count("<figcaption>") == 9 + 3 * 4
+    assert page.count("<figure") == page.count("<figcaption>") == page.count("<img ") == 4 + 2 * 4
     assert page.count("<table") == page.count("<caption>") == 5
-    images = re.findall(r"<img [^>]*>", page)
-    assert len(images) == 4 and all(re.search(r'alt="[^"]{20,}"', image) for image in images)
-    # every other drawing is hidden from them, and its caption says what it shows
-    assert page.count("<svg ") == page.count('<svg aria-hidden="true"')
+    # a drawing is hidden from them, and its caption says what it shows
+    assert page.count(' alt="">') == page.count("<img ")
     assert all(
         len(caption) >= 30 for caption in re.findall(r"<figcaption>(.*?)</figcaption>", page, re.DOTALL)
     )
@@ -67,35 +65,8 @@ def test_words_have_the_means_of_the_manifest(page, pruned):
     assert f" to {sum(shares) / 21:.1%} (mean over the linears)" in page
 
 
-def test_drawings_follow_the_theme(page):
-    drawings = re.findall(r"<svg .*?</svg>", page, re.DOTALL)
-    assert all("var(--ink)" in drawing for drawing in drawings)
-    text = "".join(drawings)
-    assert not any(light in text for light, _ in COLOURS.values())
-    assert re.search(r"<text[^>]*>step of the training</text>", text)  # text stays text
-    assert "0.0" in re.sub(r"<[^>]*>", " ", drawings[3])  # labels of axes keep their decimals
-
-
-def luminance(colour: str) -> float:
-    """WCAG's relative luminance of a colour such as #0072b2."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-
-@pytest.mark.parametrize("theme", [0, 1])
-def test_colours_stand_out(theme):
-    """WCAG: 4.5 for text, 3 for graphics; the ends of the ramp of depths less, because lines are labelled."""
-    paper = luminance(COLOURS["paper"][theme])
-    for name, colours in COLOURS.items():
-        least = {"paper": 1, "grid": 1.2, "ink": 4.5, "muted": 4.5}.get(name, 2.5 if "depth" in name else 3)
-        lighter, darker = sorted((luminance(colours[theme]), paper), reverse=True)
-        assert (lighter + 0.05) / (darker + 0.05) >= least, (name, theme)
-
-
 def test_series_differ_by_more_than_colour():
     assert len({str(dash) for _, dash, _ in SERIES}) == len({marker for *_, marker in SERIES}) == len(SERIES)
-    assert len({light for light, _ in COLOURS.values()}) == len(COLOURS)
 
 
 def test_a_run_without_its_maps_of_importance(pruned, tmp_path):
@@ -104,7 +75,7 @@ def test_a_run_without_its_maps_of_importance(pruned, tmp_path):
     shutil.copy(pruned["rotated"] / "drot.json", folder)
     report = drot.report([folder])
     assert report.page == folder / "report.html" and report.linears == []
-    assert "Seconds by phase" in report.page.read_text()
+    assert "<figure" in report.page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +104,6 @@ def test_a_comparison(pruned, tmp_path, monkeypatch):
     row = re.search(r"output error, mean</th>(.*?)</tr>", text, re.DOTALL)
     cells = [float(cell) for cell in re.findall(r">([\d.]+)</(?:td|b)>", row[1])]
     assert len(cells) == 2 and cells[0] < cells[1]
-    assert text.count(">rotated</text>") >= 3  # the legends of the curves
     assert row[1].count("<b>") == 1 and re.search(r"<b>([\d.]+)</b>", row[1])[1] == f"{cells[0]:.4f}"
     assert text.index("Side by side") < text.index("What is unusual") < text.index("Pruning by sparsegpt")
     objective = re.search(r">objective</th>(.*?)</tr>", text, re.DOTALL)
@@ -145,11 +115,11 @@ def test_chosen_linears_and_files(pruned, tmp_path):
     report = drot.report(
         [pruned["plain"]], out=tmp_path / "r.html", linears=patterns, figures=tmp_path / "figures"
     )
-    assert report.linears == ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"]
+    assert sorted(report.linears) == ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"]
     assert report.page.read_text().count('<details class="linear"') == 2
     names = {file.name for file in report.figures}
-    assert {"output-error.svg", "memory.png", "layers-0-self_attn-q_proj-surface.png"} <= names
-    assert len(names) == len(report.figures) == 2 * (3 + 3 * 2)
+    assert {"output-error.svg", "layers-0-self_attn-q_proj-map.png"} <= names
+    assert len(names) == len(report.figures) == 2 * (1 + 2 * 2)
     assert all(file.stat().st_size > 1000 for file in report.figures)
 
 
@@ -159,17 +129,13 @@ def test_many_linears_are_left_out_and_the_page_says_so(pruned, tmp_path, monkey
     folders = {name: shutil.copytree(pruned[name], tmp_path / name) for name in pruned}
     assert len(drot.report([folders["plain"]], linears=["down_proj"]).linears) == 3
     report = drot.report([folders["plain"]])
-    assert "Shown are the linears of layers 0 and 2 of 3;" in report.page.read_text()
-    assert len(report.linears) == 14
+    assert len(report.linears) == 7 and "Shown is layer 0 of 3, with the linear" in report.page.read_text()
     (run,) = read_runs([folders["rotated"]])
     changes = run.ratios(*REMOVED_IMPORTANCE)
-    best, worst = (pick(changes, key=changes.__getitem__) for pick in (min, max))
+    layer, role = min(changes, key=changes.__getitem__)
     report = drot.report([folders["rotated"]])
-    assert {int(name.split(".")[1]) for name in report.linears} == {best[0], worst[0]}
-    assert report.linears[0].split(".")[1::2] == [str(best[0]), best[1]]
-    text = report.page.read_text()
-    assert f"The first is {report.linears[0]}, where the rotation does best" in text
-    assert text.index(f"<summary>{report.linears[0]}") == text.index("<summary>layers")
+    assert {int(name.split(".")[1]) for name in report.linears} == {layer}
+    assert report.linears[0].split(".")[1::2] == [str(layer), role]
     assert len(drot.report([folders["rotated"]], linears=["*"]).linears) == 21
 
 

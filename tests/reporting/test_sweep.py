@@ -1,8 +1,7 @@
-"""Sweeps over small random models: figures, shared rotations, interruptions, tables and charts."""
+"""Sweeps over small random models: figures, interruptions and mistakes."""
 
 import csv
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -17,10 +16,8 @@ from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.tasks import Score, Tasks
-from drot.sweep import runner as runner_module
-from drot.sweep import sweep as sweep_module
-from drot.sweep.sweep import sweep
-from drot.sweep.tables import chart_of, paper_tables
+from drot.reporting import cells as runner_module
+from drot.reporting.sweep import sweep
 from drot.text.source import load_calibration
 
 pytestmark = pytest.mark.slow
@@ -65,18 +62,6 @@ def measured(inputs: Path, model) -> float:
     return perplexity(model, load_eval_tokens(str(inputs / "held.txt"), tokenizer), seqlen=24)
 
 
-@pytest.fixture
-def trainings(monkeypatch) -> list[int]:
-    """Grows by one entry at each training of the dense pass."""
-    from drot.pipeline import run
-
-    calls: list[int] = []
-    for name in ("train_layers", "train_shared"):
-        original = getattr(run, name)
-        monkeypatch.setattr(run, name, lambda *args, train=original: calls.append(1) or train(*args))
-    return calls
-
-
 def test_the_figures_are_those_of_prune_and_eval(inputs, tmp_path, monkeypatch):
     read = []
     monkeypatch.setattr(
@@ -104,39 +89,7 @@ def test_the_figures_are_those_of_prune_and_eval(inputs, tmp_path, monkeypatch):
     plain, rotated = (float(rows[index][f"perplexity {text}"]) for index in (0, 2))
     gap = rows[2][f"gap closed {text}"]
     assert (float(gap) if gap else None) == ((plain - rotated) / (plain - dense) if plain > dense else None)
-    assert rows[0][f"gap closed {text}"] == "" and not (tmp_path / "out/models").exists()
-
-
-def test_rotations_of_the_dense_model_are_trained_once(inputs, tmp_path, trainings):
-    grid = "grid: {solve: [none, pcg], objective: [entropy], sparsity: [2:4, 0.5]}\ncells: [{steps: 1}]"
-    result = sweep(grid_file(inputs, tmp_path, grid, "dense"), out=tmp_path / "out", model=inputs / "model")
-    rows = lines_of(result.csv)
-    assert len(rows) == 5 and len(trainings) == 2
-    assert {row["trained_by"] for row in rows[:4]} == {rows[0]["cell"]}
-    assert rows[4]["trained_by"] == rows[4]["cell"]
-    assert len({row["entropy_after"] for row in rows[:4]}) == 1 and rows[0]["entropy_after"]
-    # only rotations that several cells use are kept
-    assert len(list((tmp_path / "out/rotations").glob("*.safetensors"))) == 1
-    # a rotation from the file is that of a training, up to its rounding to fp32
-    recipe = recipe_of(inputs, "dense").replace(solve="pcg", objective="entropy", sparsity="0.5")
-    own = measured(inputs, drot.prune(inputs / "model", recipe, device="cpu").model)
-    assert float(rows[3][f"perplexity {inputs / 'held.txt'}"]) == pytest.approx(own, rel=1e-2)
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        "method: [sparsegpt, wanda]",
-        "sparsity: [2:4, 0.5]",
-        "damping: [0.1, 1]",
-        "damping_average: [mean, median]",
-    ],
-)
-def test_rotations_that_differ_are_not_shared(inputs, tmp_path, trainings, changed):
-    grid = f"grid: {{mode: [shared], {changed}}}"
-    result = sweep(grid_file(inputs, tmp_path, grid), out=tmp_path / "out", model=inputs / "model")
-    assert len(trainings) == 2
-    assert all(row.record["trained_by"] == row.key for row in result.rows)
+    assert rows[0][f"gap closed {text}"] == ""
 
 
 def failing_at(number: int, error: BaseException):
@@ -152,17 +105,16 @@ def failing_at(number: int, error: BaseException):
     return prune, calls
 
 
-def test_a_second_call_runs_what_is_not_finished(inputs, tmp_path, monkeypatch, trainings):
+def test_a_second_call_runs_what_is_not_finished(inputs, tmp_path, monkeypatch):
     file = grid_file(inputs, tmp_path, "grid: {solve: [none, pcg, admm]}", "dense")
     whole = sweep(file, out=tmp_path / "whole", model=inputs / "model")
-    del trainings[:]
     prune, calls = failing_at(3, RuntimeError("fault"))
     monkeypatch.setattr(runner_module, "prune", prune)
     with pytest.raises(RuntimeError, match="fault"):
         sweep(file, out=tmp_path / "out", model=inputs / "model")
     assert len(lines_of(tmp_path / "out/sweep.csv")) == 2 and not (tmp_path / "out.lock").exists()
     result = sweep(file, out=tmp_path / "out", model=inputs / "model")
-    assert (result.computed, len(calls), len(trainings)) == (1, 4, 1)
+    assert (result.computed, len(calls)) == (1, 4)
     same = [column for column in lines_of(whole.csv)[0] if not column.startswith("seconds")]
     rows = [[row[column] for column in same] for row in lines_of(result.csv)]
     assert rows == [[row[column] for column in same] for row in lines_of(whole.csv)]
@@ -193,70 +145,6 @@ def test_what_a_cell_depends_on_makes_it_new(inputs, tmp_path):
     assert computed(dtype="bfloat16") == 1
 
 
-def test_models_are_kept_on_request(inputs, tmp_path):
-    """The model is bfloat16: results are rounded to it, and measured in float32 as drot eval does."""
-    folder = tmp_path / "model"
-    save_small_model(small_model("llama", dtype=torch.bfloat16, num_hidden_layers=2), folder)
-    file = grid_file(inputs, tmp_path, "grid: {mode: [none, shared]}\ncells: [{mode: shared, solve: pcg}]")
-    assert sweep(file, out=tmp_path / "out", model=folder).computed == 3
-    result = sweep(file, out=tmp_path / "out", model=folder, keep_models=True)
-    assert result.computed == 3
-    for row in result.rows:
-        kept = tmp_path / "out/models" / row.key
-        assert measured(inputs, load(kept, device="cpu", dtype="float32")) == row.perplexity(
-            str(inputs / "held.txt")
-        )
-        assert Recipe.from_file(kept).calibration.source == str(inputs / "text.txt")
-    assert sweep(file, out=tmp_path / "out", model=folder, keep_models=True).computed == 0
-
-
-def test_tables_and_charts_have_the_figures_of_the_csv(inputs, tmp_path):
-    pytest.importorskip("matplotlib")
-    grid = "grid: {steps: [1, 3], lr: [0.3, 0.03]}\ncells: [{mode: none}, {steps: 3, lr: 0.3, blocks: 2}]"
-    result = sweep(grid_file(inputs, tmp_path, grid), out=tmp_path / "out", model=inputs / "model")
-    text = f"perplexity {inputs / 'held.txt'}"
-    rows = {(r["mode"], r["steps"], r["lr"], r["blocks"]): r for r in lines_of(result.csv)}
-
-    def figure(steps: str, lr: str, column: str = text, blocks: str = "1") -> float:
-        return float(rows["layer", steps, lr, blocks][column])
-
-    plain = next(float(row[text]) for key, row in rows.items() if key[0] == "none")
-    tables = {table.name: table for table in paper_tables(result.rows, result.fields)}
-    assert list(tables) == ["entropy", "entropy-2", "steps-lr", "blocks"]
-    written = result.tables.read_text()
-    for paper in tables.values():
-        for line in paper.table.cells:
-            assert f"| {' | '.join(line)} |" in written
-
-    def columns(name: str, *headings: str) -> list[tuple[str, ...]]:
-        return [tuple(row[heading] for heading in headings) for row in tables[name].table.rows]
-
-    shown = "perplexity held.txt"
-    assert "lr 0.3" in tables["entropy"].settings
-    assert columns("entropy", "steps", shown) == [
-        (steps, f"{value:.3f}")
-        for steps, value in (("0", plain), ("1", figure("1", "0.3")), ("3", figure("3", "0.3")))
-    ]
-    before, after = figure("1", "0.3", "entropy_before"), figure("3", "0.3", "entropy_after")
-    entropies = columns("entropy", "entropy")
-    assert (entropies[0], entropies[2]) == ((f"{before:.0f}",), (f"{after:.0f}",))
-    assert columns("steps-lr", "steps", "lr", shown) == [
-        (steps, lr, f"{figure(steps, lr):.3f}") for steps in ("1", "3") for lr in ("0.03", "0.3")
-    ]
-    assert columns("blocks", "blocks", shown) == [
-        (blocks, f"{figure('3', '0.3', blocks=blocks):.3f}") for blocks in ("1", "2")
-    ]
-    chart = chart_of(tables["steps-lr"])
-    curves = {line.get_label(): list(line.get_ydata()) for line in chart.figure.axes[0].lines}
-    assert curves["lr 0.3"] == [figure("1", "0.3"), figure("3", "0.3")]
-    assert curves["lr 0.03"] == [figure("1", "0.03"), figure("3", "0.03")]
-    assert set(curves["dense"]) == {float(next(iter(rows.values()))[f"dense {inputs / 'held.txt'}"])}
-    names = {f"{name}.{kind}" for name in tables for kind in ("svg", "png")}
-    assert {plot.name for plot in result.plots} == names
-    assert all(plot.stat().st_size > 1000 for plot in result.plots)
-    assert all(f"(plots/{name}.svg)" in written for name in tables)
-
-
 def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
     """A stand-in answers for lm_eval, which has its own tests."""
     answers = iter([0.9, 0.5, 0.8, 0.4, 0.7, 0.2])
@@ -266,7 +154,6 @@ def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
 
     monkeypatch.setattr(runner_module, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
     monkeypatch.setattr(runner_module, "run_tasks", answer)
-    monkeypatch.setattr(sweep_module, "installed", lambda: False)  # without charts
     file = grid_file(inputs, tmp_path, "grid: {steps: [0, 1]}\ntasks: [piqa, boolq]")
     result = sweep(file, out=tmp_path / "out", model=inputs / "model")
     rows = lines_of(result.csv)
@@ -274,22 +161,9 @@ def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
         (0.8, 0.4), (0.7, 0.2),
     ]  # fmt: skip
     assert all((row["dense accuracy piqa"], row["dense accuracy boolq"]) == ("0.9", "0.5") for row in rows)
-    (table,) = paper_tables(result.rows, result.fields)
-    assert [row["mean accuracy"] for row in table.table.rows] == ["60.00%", "45.00%"]
-    accuracies = table.panels["mean accuracy"]
-    assert accuracies["pruned"] == pytest.approx({"0": 0.6, "1": 0.45})
-    assert accuracies["dense"] == pytest.approx({"0": 0.7, "1": 0.7})
+    assert [row.mean_accuracy for row in result.rows] == pytest.approx([0.6, 0.45])
+    assert result.rows[0].dense_mean_accuracy == pytest.approx(0.7)
     assert sweep(file, out=tmp_path / "out", model=inputs / "model").computed == 0
-
-
-def test_without_matplotlib_one_line_says_so(inputs, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(sweep_module, "installed", lambda: False)
-    file = grid_file(inputs, tmp_path, "grid: {steps: [0, 1]}")
-    with caplog.at_level(logging.WARNING, "drot"):
-        result = sweep(file, out=tmp_path / "out", model=inputs / "model")
-    assert result.plots == [] and not (tmp_path / "out/plots").exists()
-    assert len([each for each in caplog.messages if "matplotlib" in each]) == 1
-    assert "| steps |" in result.tables.read_text()
 
 
 def test_what_the_model_refuses_is_listed(inputs, tmp_path):
@@ -298,7 +172,6 @@ def test_what_the_model_refuses_is_listed(inputs, tmp_path):
     assert [each.label for each in result.skipped] == ["lr -1", "blocks 3, lr 0.3"]
     rows = lines_of(result.csv)
     assert rows[0]["skipped"] == "" and "`blocks` must divide the hidden size" in rows[2]["skipped"]
-    assert "`blocks` must divide the hidden size" in result.tables.read_text()
     with pytest.raises(UserError, match="no cell of .* fits .*: blocks 5: `blocks` must divide"):
         sweep(grid_file(inputs, tmp_path, "grid: {blocks: [5]}"), out=tmp_path / "o", model=inputs / "model")
 

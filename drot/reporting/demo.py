@@ -9,9 +9,9 @@ from drot.config import CalibrationConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.pipeline.prune import prune
+from drot.reporting.compare import ComparedModel, compare
 from drot.reporting.drawing import installed
 from drot.reporting.write import report
-from drot.sweep.compare import ComparedModel, compare
 
 ASSETS = Path(__file__).parent / "assets"
 MODEL = ASSETS / "tiny-llama"

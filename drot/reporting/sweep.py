@@ -1,7 +1,5 @@
 """`sweep`: runs the recipes of a grid on one model, and writes their figures side by side."""
 
-import logging
-from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,20 +14,15 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable
 from drot.core.lock import locked
 from drot.machine.devices import pick_device
-from drot.manifest.manifest import MANIFEST
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.validation import check_config, check_recipe, down_width
-from drot.reporting.drawing import PACKAGE, installed
-from drot.sweep.grid import Cell, Grid, Skipped, read_grid
-from drot.sweep.rows import Row, write_csv
-from drot.sweep.runner import CELLS, MODELS, CellRunner
-from drot.sweep.tables import paper_tables, save_charts, write_tables
-
-logger = logging.getLogger("drot")
+from drot.reporting.cells import CELLS, CellRunner
+from drot.reporting.grid import Cell, Grid, Skipped, read_grid
+from drot.reporting.rows import Row, write_csv
 
 #: what a sweep writes into its folder for readers
-CSV, TABLES, PLOTS = "sweep.csv", "tables.md", "plots"
+CSV = "sweep.csv"
 
 
 @dataclass(frozen=True)
@@ -40,8 +33,7 @@ class SweepResult:
     skipped: the combinations that were not run.
     fields: the fields that the grid varies.
     computed: number of cells that this call computed; the others were finished before.
-    csv, tables: the written files.
-    plots: the written files of the charts; empty without matplotlib.
+    csv: the written file.
     """
 
     rows: list[Row]
@@ -49,8 +41,6 @@ class SweepResult:
     fields: tuple[str, ...]
     computed: int
     csv: Path
-    tables: Path
-    plots: list[Path]
 
 
 def sweep(
@@ -58,22 +48,16 @@ def sweep(
     *,
     out: str | Path,
     model: str | Path | None = None,
-    keep_models: bool = False,
     device: str | torch.device = "auto",
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> SweepResult:
     """Prunes a model with each recipe of a grid and measures the perplexity of each result, and its accuracy.
 
-    Writes into `out`: sweep.csv, a row for each cell; tables.md, the paper's three ablations from the cells
-    that have them, with a chart of each in plots/; cells/, the figures of each finished cell. Another call
+    Writes into `out`: sweep.csv, a row for each cell; cells/, the figures of each finished cell. Another call
     with the same `out` runs only the cells that are not finished: those whose recipe, model, calibration
-    tokens, texts, tasks, window length or dtype of the computation is new. sweep.csv and tables.md then hold
-    the cells of the grid of that call.
-
-    Rotations that are trained in the dense model, with `hessians="dense"` or `mode="shared"`, are trained
-    once for all cells that train the same ones, and kept in rotations/. The column trained_by of sweep.csv
-    names the cell that trained them. The file has them in fp32, and the cell that trained them used fp64.
+    tokens, texts, tasks, window length or dtype of the computation is new. sweep.csv then holds the cells of
+    the grid of that call.
 
     Raises UserError for a mistake in the input, for a folder `out` that is not of a sweep, and while another
     run writes to `out`. What a recipe refuses is not run and listed as skipped.
@@ -82,7 +66,6 @@ def sweep(
         grid: a grid file (`read_grid`).
         out: the folder to write: new, empty, or of an earlier sweep.
         model: a name on the hub or a local folder; None is the model in the grid file.
-        keep_models: whether to keep the pruned model of each cell, as a checkpoint in models/.
         device: the device of the computation, as in `drot.prune`.
         dtype: dtype of the computation, as in `drot.prune`. Perplexities are measured in it too.
         progress: receives the events of the runs, and the event `sweep` when a cell begins.
@@ -100,26 +83,10 @@ def sweep(
     if not cells:
         raise UserError(f"no cell of {grid} fits {model}: {skipped[-1].label}: {skipped[-1].reason}")
     with locked(out):
-        runner = CellRunner(
-            model,
-            out,
-            content,
-            cells,
-            device=target,
-            dtype=dtype,
-            keep_models=keep_models,
-            progress=progress,
-        )
+        runner = CellRunner(model, out, content, cells, device=target, dtype=dtype, progress=progress)
         rows, computed = _run_cells(runner, cells, content.fields)
         write_csv(out / CSV, content.fields, rows, skipped)
-        tables = paper_tables(rows, content.fields)
-        plots = []
-        if installed():
-            plots = save_charts(tables, out / PLOTS)
-        else:
-            logger.warning("the plots are left out: they need matplotlib (pip install '%s')", PACKAGE)
-        write_tables(out / TABLES, model, tables, skipped, plots)
-    return SweepResult(rows, skipped, content.fields, computed, out / CSV, out / TABLES, plots)
+    return SweepResult(rows, skipped, content.fields, computed, out / CSV)
 
 
 def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell], list[Skipped]]:
@@ -147,15 +114,13 @@ def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell]
 def _run_cells(runner: CellRunner, cells: list[Cell], fields: tuple[str, ...]) -> tuple[list[Row], int]:
     """The rows of all cells, and how many of them were not finished before. Writes the CSV after each row."""
     keys = {runner.key(cell): cell for cell in cells}
-    shared = Counter(runner.rotations_key(cell.resolved) for cell in cells)
     rows: list[Row] = []
     computed = 0
     for number, (key, cell) in enumerate(keys.items(), 1):
         record = read_journal(runner.out / CELLS / f"{key}.json")
-        if record is None or (runner.keep_models and not (runner.out / MODELS / key / MANIFEST).exists()):
+        if record is None:
             runner.progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
-            rotations = runner.rotations_key(cell.resolved)
-            record = runner.run(cell, key, rotations if shared[rotations] > 1 else None)
+            record = runner.run(cell, key)
             computed += 1
         rows.append(Row(key, cell, record, runner.dense["perplexity"], runner.dense["accuracy"]))
         write_csv(runner.out / CSV, fields, rows)

@@ -13,8 +13,8 @@ from drot.cli import app as cli
 from drot.config import PruningConfig
 from drot.core.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.sweep.compare import ComparedModel
-from drot.sweep.demo import CALIBRATION, HELD_OUT, DemoResult, run_demo
+from drot.reporting.compare import ComparedModel
+from drot.reporting.demo import CALIBRATION, HELD_OUT, DemoResult, run_demo
 
 pytestmark = pytest.mark.slow
 SMALL = dataclasses.replace(CALIBRATION, nsamples=8, seqlen=256)
@@ -61,7 +61,7 @@ def test_without_matplotlib_the_report_is_left_out(monkeypatch, tmp_path, capsys
         name="dense", perplexity={"t": 10.0}, gap_closed={"t": None}, sparsity=0.0, seconds=None
     )
     result = DemoResult(rows=[row], sentence="It helped.", rotation_helped=True)
-    monkeypatch.setattr("drot.sweep.demo.run_demo", lambda out, progress: result)
+    monkeypatch.setattr("drot.reporting.demo.run_demo", lambda out, progress: result)
     assert cli.run(["demo", "--out", str(tmp_path / "out")]) == 0
     assert "The report is left out: it needs matplotlib (pip install 'matplotlib" in capsys.readouterr().out
     assert cli.run(["demo", "--out", str(tmp_path / "out"), "--json"]) == 0
@@ -78,6 +78,6 @@ def test_a_folder_with_files_is_not_touched(tmp_path):
 def test_the_folder_of_an_interrupted_demo_is_named_at_once(tmp_path, monkeypatch):
     """The error comes before any work, and not after the minutes of the first two models."""
     (tmp_path / "out.partial").mkdir()
-    monkeypatch.setattr("drot.sweep.demo.prune", lambda *args, **options: pytest.fail("work began"))
+    monkeypatch.setattr("drot.reporting.demo.prune", lambda *args, **options: pytest.fail("work began"))
     with pytest.raises(UserError, match=r"out\.partial was left by an interrupted demo"):
         run_demo(tmp_path / "out")

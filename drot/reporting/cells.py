@@ -28,15 +28,15 @@ from drot.machine.environment import machine_name, versions
 from drot.model.sizes import positions_of
 from drot.pipeline.prune import prune
 from drot.pipeline.validation import check_seqlen
-from drot.sweep.grid import Cell, Grid, effective
-from drot.sweep.rows import run_columns
+from drot.reporting.grid import Cell, Grid, effective
+from drot.reporting.rows import run_columns
 from drot.text.source import calibration_hash, load_calibration
 
 logger = logging.getLogger("drot")
 
-#: what a sweep keeps in its folder: figures of the dense model and of cells, rotations, and models
-DENSE, CELLS, ROTATIONS, MODELS = "dense.json", "cells", "rotations", "models"
-#: digits of the SHA-256 that names a cell or a rotation file
+#: what a sweep keeps in its folder: the figures of the dense model and of cells
+DENSE, CELLS = "dense.json", "cells"
+#: digits of the SHA-256 that names a cell
 KEY_DIGITS = 16
 
 #: `perplexity`: text → perplexity; `accuracy`: task → accuracy in [0, 1]; None if it is not finite
@@ -59,11 +59,10 @@ class CellRunner:
         *,
         device: torch.device,
         dtype: str,
-        keep_models: bool,
         progress: Progress,
     ) -> None:
         self.model, self.out = model, out
-        self.device, self.keep_models, self.progress = device, keep_models, progress
+        self.device, self.progress = device, progress
         self.dtype = str(computing_dtype(dtype, device))
         self.tokenizer, self.config = load_tokenizer(model), load_config(model)
         self.seqlen = (
@@ -102,8 +101,7 @@ class CellRunner:
             return before
         measured = {"identity": self.identity, **self._measure(model, may_be_broken=False)}
         with writing(self.out):
-            for folder in (CELLS, ROTATIONS):
-                (self.out / folder).mkdir(parents=True, exist_ok=True)
+            (self.out / CELLS).mkdir(parents=True, exist_ok=True)
         write_json(self.out / DENSE, with_digest(measured))
         return measured
 
@@ -112,56 +110,17 @@ class CellRunner:
         settings = effective(cell.resolved) | {"calibration": self._calibration_hash(cell.resolved)}
         return json_digest([settings, self.identity])[:KEY_DIGITS]
 
-    def rotations_key(self, recipe: ResolvedRecipe) -> str | None:
-        """A hash of all that the rotations of a recipe depend on; None if they depend on pruned layers.
-
-        The entropy does not depend on the sparsity, unless some linears are kept dense.
-        """
-        if recipe.rotation.mode == "none" or recipe.rotation.hessians != "dense":
-            return None
-        settings = recipe.to_dict()
-        fields = ["method", "damping", "damping_average"]
-        if recipe.rotation.objective != "entropy" or recipe.pruning.mixed:
-            fields += ["sparsity", "sparsity_of", "keep"]
-        pruning = {field: settings["pruning"][field] for field in fields}
-        same = {"weights": self.identity["weights"], "dtype": self.identity["dtype"]}
-        data = [settings["rotation"], pruning, self._calibration_hash(recipe), same]
-        return json_digest(data)[:KEY_DIGITS]
-
-    def run(self, cell: Cell, key: str, rotations: str | None) -> dict[str, Any]:
-        """Prunes and measures a cell; writes its record and returns it.
-
-        key: the name of the cell.
-        rotations: the name of the rotations that it shares with other cells; None if it shares none.
-        """
-        file = self.out / ROTATIONS / f"{rotations}.safetensors"
-        earlier = None if rotations is None else read_journal(file.with_suffix(".json"))
-        if earlier is not None and (earlier["cell"] == key or not file.exists()):
-            earlier = None  # the cell was interrupted after its training, which is repeated
-        saves = rotations is not None and earlier is None
-        if saves and not self.keep_models:
-            file.unlink(missing_ok=True)  # prune does not replace a file of another run
-        # the manifest of a checkpoint names its calibration text, so prune reads the text again
-        kept: dict[str, Any] = {"out": self.out / MODELS / key, "resume": True}
+    def run(self, cell: Cell, key: str) -> dict[str, Any]:
+        """Prunes and measures the cell of the name `key`; writes its record and returns it."""
         result = prune(
             self.model,
             cell.recipe,
             tokenizer=self.tokenizer,
             device=self.device,
             dtype=self.dtype,
-            rotations=None if earlier is None else file,
-            save_rotations_to=file if saves else None,
             progress=self.progress,
-            **kept if self.keep_models else {"calibration": self.calibration.get(cell.resolved.calibration)},
+            calibration=self.calibration.get(cell.resolved.calibration),
         )
-        columns: dict[str, Any] = run_columns(result.manifest)
-        columns["trained_by"] = key if cell.resolved.rotation.mode != "none" else None
-        if earlier is not None:
-            columns |= {**earlier["training"], "trained_by": earlier["cell"]}
-        elif saves:
-            names = ("entropy_before", "entropy_after", "seconds_per_step")
-            training = {"cell": key, "training": {name: columns[name] for name in names}}
-            write_json(file.with_suffix(".json"), with_digest(training))
         if self.dtype != "auto":  # the result has the dtype of the checkpoint
             cast_weights(result.model, getattr(torch, self.dtype))
         record = {
@@ -169,7 +128,7 @@ class CellRunner:
             "identity": self.identity,
             "calibration": self._calibration_hash(cell.resolved),
             **self._measure(result.model, may_be_broken=True),
-            **columns,
+            **run_columns(result.manifest),
             "machine": machine_name(self.device),
             "versions": versions(),
         }

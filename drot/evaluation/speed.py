@@ -1,8 +1,6 @@
 """The measurements of `drot bench`: whether 2:4 is faster than dense, and what the rotation costs.
 
-The three variants of drot/speed/variants.py run in turn in each case. A case runs one decoder layer or the
-whole model, in one of two phases. A prefill of size n is one sequence of n tokens. A decode of size n is one
-new token for each of n sequences.
+The three variants of variants.py run in turn in each case of cases.py.
 """
 
 import contextlib
@@ -19,13 +17,12 @@ from drot.checkpoint.quantization_config import dense_linears_of
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.version import __version__
+from drot.evaluation.cases import Case, call_of, rows_of, set_compressed
+from drot.evaluation.timing import interleaved
+from drot.evaluation.variants import SPARSE, layer_variants, model_variants, shape_config, stacked_variants
 from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed
-from drot.speed.cases import Case, call_of, set_compressed
-from drot.speed.rates import rows_of
-from drot.speed.timing import interleaved
-from drot.speed.variants import SPARSE, layer_variants, model_variants, shape_config, stacked_variants
 
 #: largest sizes of a prefill and a decode
 LARGEST_TOKENS, LARGEST_BATCH = 1 << 17, 1 << 12
@@ -67,7 +64,7 @@ def measure_speed(
 
     Args:
         model: a 2:4 checkpoint to time, dense or packed; None with `shape`.
-        shape: a name in SHAPES (drot/speed/variants.py), for random weights in the dimensions of that model.
+        shape: a name in SHAPES (variants.py), for random weights in the dimensions of that model.
         tokens: sizes of the prefill cases.
         batches: sizes of the decode cases. If only one of `tokens` and `batches` is given, the other phase
             is not measured. If neither is given, they are those of SIZES.

@@ -6,8 +6,8 @@ import pytest
 
 from drot.config import Recipe
 from drot.core.errors import UserError
-from drot.sweep.grid import read_grid
-from drot.sweep.rows import Row, not_rotated
+from drot.reporting.grid import read_grid
+from drot.reporting.rows import Row, not_rotated
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples/paper-ablations.yaml"
 

@@ -4,14 +4,12 @@ import re
 
 import numpy as np
 import pytest
-from made_manifests import made_agreement, made_evaluation, made_finetuning, made_manifest
+from made_manifests import made_agreement, made_evaluation, made_manifest
 
 from drot.config import Recipe, resolve
 from drot.manifest.importance import HISTOGRAM_BINS
-from drot.manifest.records import FinetuneRecord
-from drot.reporting.evaluations import measurements, tasks
-from drot.reporting.notes import RULES, summary, unusual, verdict
-from drot.reporting.reading import Run
+from drot.reporting.notes import summary, unusual, verdict
+from drot.reporting.runs import Run, measurements, tasks
 from drot.reporting.tables import comparison, lost_table, run_tables
 
 
@@ -49,10 +47,6 @@ CASES = {
         lambda r: setattr(linear_of(r, 1).one_shot.after, "removed_importance", 0.13),
         r"did not lower the pruned importance of 1 linear: layer 1 q_proj",
     ),
-    "one-shot error": (
-        lambda r: setattr(linear_of(r, 4, "down_proj").one_shot.after, "output_error", 0.06),
-        r"raised the one-shot output error of 1 linear: layer 4 down_proj",
-    ),
     "damping": (
         lambda r: setattr(linear_of(r, 0), "damping", 10 * resolve(Recipe()).pruning.damping),
         r"from 0\.3 up to 3 for 1 Hessian: layer 0 q_proj",
@@ -66,10 +60,6 @@ CASES = {
         r"took all its 20 steps and the loss still fell in 1 training: layer 2",
     ),
     "stopped early": (lambda r: curve_of(r, [1.0 - 0.02 * step for step in range(11)]), None),
-    "best early": (
-        lambda r: setattr(r.manifest.layers[2].rotation, "best_step", 9),
-        r"lowest long before the last step: layer 2 \(step 9 of 20\)",
-    ),
     "recovery": (
         lambda r: setattr(r.manifest.layers[1].recovery, "best_epoch", 0),
         r"recovery did not help 1 layer, which stayed as pruned: layer 1",
@@ -77,19 +67,6 @@ CASES = {
     "recovery to the end": (
         lambda r: setattr(r.manifest.layers[1].recovery, "best_epoch", 8),
         r"best at its last epoch in layer 1: more epochs",
-    ),
-    "zeros": (
-        lambda r: setattr(linear_of(r, 0), "sparsity", 0.6),
-        r"more zeros than 2:4 .*layer 0 q_proj \(60\.0%\)",
-    ),
-    "invariance": (
-        lambda r: setattr(r.manifest, "relative_logit_error", 5e-5),
-        r"differs from the original by 5\.0e-05",
-    ),
-    "resumed": (lambda r: setattr(r.manifest.seconds, "total", 3.0), r"was interrupted and continued"),
-    "fine-tuning": (
-        lambda r: r.manifest.finetune.append(FinetuneRecord.model_validate(made_finetuning(10.0, 11.0))),
-        r"Fine-tuning raised the perplexity on held-out text from 10\.000 to 11\.000",
     ),
 }
 
@@ -105,11 +82,6 @@ def test_rules(case):
     else:
         (found,) = lines
         assert re.search(line, found)
-
-
-def test_every_rule_is_in_words():
-    applied = [case for case, (_, line) in CASES.items() if line]
-    assert len(RULES) == len(applied) - 2 + 4  # two rules have two cases, four need an evaluation
 
 
 def evaluation(perplexity, dense=None, not_rotated=None, **more):
@@ -178,15 +150,8 @@ def test_a_large_rise_of_the_perplexity():
     assert lines_on(evaluation(13.9, 12.7))[0] == []  # 9 %
 
 
-def test_windows_that_are_too_long_for_the_model():
-    entry = evaluation(10.5, 10.0, seqlen=2048)
-    entry["texts"]["text"] = entry["texts"]["text"] | {"loss_rises_after": 512}
-    (line,), _ = lines_on(entry)
-    assert "windows of 2048 tokens are too long" in line and line.endswith("drot eval run --seqlen 512.")
-
-
 def test_the_verdict_needs_a_comparison_with_the_dense_model():
-    assert lines_on(evaluation(10.5, 10.0)) == ([], "Nothing is unusual: none of the rules below applies.")
+    assert lines_on(evaluation(10.5, 10.0)) == ([], "Nothing is unusual.")
     for entries in ((), (evaluation(10.5),)):
         lines, words = lines_on(*entries, base_model="/home/me/models/some-model")
         assert lines == [] and words.endswith("measure one with drot eval run --against some-model.")

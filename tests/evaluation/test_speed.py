@@ -12,12 +12,10 @@ import drot
 from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.model.boundary import down_rotation, rotation_place
-from drot.sparse.fused import DeferredLinear
-from drot.sparse.linear import SparseLinear, is_packed
-from drot.speed import rates, speed, timing, variants
-from drot.speed.timing import Replay, Timing, interleaved, replayed
-from drot.speed.variants import (
+from drot.evaluation import cases as rates
+from drot.evaluation import speed, timing, variants
+from drot.evaluation.timing import Replay, Timing, interleaved, replayed
+from drot.evaluation.variants import (
     DENSE,
     ROTATED,
     SPARSE,
@@ -25,7 +23,10 @@ from drot.speed.variants import (
     model_variants,
     stacked_variants,
 )
-from drot.sweep.demo import MODEL
+from drot.model.boundary import down_rotation, rotation_place
+from drot.reporting.demo import MODEL
+from drot.sparse.fused import DeferredLinear
+from drot.sparse.linear import SparseLinear, is_packed
 
 TINY = dict(
     model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,

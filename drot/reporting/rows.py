@@ -13,13 +13,13 @@ from drot.config import resolve
 from drot.core.files import new_file
 from drot.manifest.manifest import Manifest
 from drot.manifest.tables import gap_closed
-from drot.reporting.reading import REMOVED_IMPORTANCE, Run
-from drot.sweep.grid import Cell, Skipped, effective
+from drot.reporting.grid import Cell, Skipped, effective
+from drot.reporting.runs import REMOVED_IMPORTANCE, Run
 
 #: columns that follow the perplexities and accuracies. None has the name of a recipe's field.
 COLUMNS = (
     *("entropy_before", "entropy_after", "removed_importance_before", "removed_importance_after"),
-    *("zeros", "seconds", "seconds_per_step", "trained_by"),
+    *("zeros", "seconds", "seconds_per_step"),
 )
 
 
@@ -69,12 +69,6 @@ class Row:
     @property
     def rotated(self) -> bool:
         return self.cell.recipe.rotation.mode != "none"
-
-    @property
-    def seconds(self) -> str:
-        """The time of the run; with a star if another cell trained the rotations."""
-        elsewhere = self.record["trained_by"] not in (None, self.key)
-        return f"{self.record['seconds']:.1f}" + "*" * elsewhere
 
     def perplexity(self, text: str) -> float | None:
         """The perplexity on a text; None if it is not finite."""
