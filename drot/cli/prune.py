@@ -1,9 +1,10 @@
 """The command `drot prune`: from its options to a run, and what is printed of the result."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -22,6 +23,9 @@ from drot.cli.recipe import (
 from drot.config import Recipe
 from drot.core import torchrun
 from drot.core.errors import UserError
+
+if TYPE_CHECKING:
+    from drot.manifest.manifest import Manifest
 
 DEFAULT = Recipe()
 #: the options that set fields of the recipe, by panel; what is named here differs from the field
@@ -180,13 +184,9 @@ def prune(
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})
     else:
-        from drot.cli.after_prune import growth, next_commands
-
         print_manifest(result.manifest)
         before = "was finished already: nothing to do"
         print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
-        for line in growth(model, out, result.manifest):
-            print_line(line)
         print_line("Next:")
         for command, what in next_commands(model, out, result.manifest):
             print_line(f"  {command}  # {what}")
@@ -206,3 +206,12 @@ def told_how_to_go_on(out: Path) -> Iterator[None]:
         raise Interrupted(
             f"the finished layers lie in {folder}; to go on, give the same command with --resume"
         ) from None
+
+
+def next_commands(model: str, out: Path, manifest: "Manifest") -> Iterator[tuple[str, str]]:
+    """The commands that judge the checkpoint, and the one that makes it smaller; and what each is for."""
+    folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
+    yield f"drot eval {folder} --against {shlex.quote(model)}", "what the pruning cost, on wikitext2"
+    yield f"drot report {folder}", "charts of the run, and what is unusual"
+    if manifest.format == "dense" and str(manifest.recipe.pruning.sparsity) == "2:4":
+        yield f"drot convert {folder} --out {packed} --format packed", "2:4 weights in 9/16 of bf16's bytes"
