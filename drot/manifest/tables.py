@@ -1,8 +1,8 @@
 """What a manifest says, as tables of text: for `drot info`, the model card and the page of `drot report`."""
 
 import statistics
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from drot.config import Recipe
@@ -22,12 +22,10 @@ class Table:
 
     caption: what it holds.
     rows: heading → cell; the first cell names the row. A row without cells is a line between two sections.
-    best: name of a row → the headings of its best figures.
     """
 
     caption: str
     rows: Sequence[Mapping[str, str]]
-    best: Mapping[str, Collection[str]] = field(default_factory=dict)
 
     @property
     def headings(self) -> list[str]:

@@ -1,12 +1,7 @@
-"""The charts of one run, and of several runs over each other."""
+"""The charts of a run."""
 
-from collections.abc import Callable, Sequence
-
-from drot.reporting.drawing import Chart, bars, grid, lines
-from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Figure, Measured, Run, final_error
-
-#: a layer or a step of the training → a figure of a run
-Curve = dict[int, float]
+from drot.reporting.drawing import Chart, grid, lines
+from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Figure, Run, final_error
 
 #: label → figure of a linear, for the output errors by layer
 ERRORS: dict[str, Figure] = {
@@ -17,7 +12,7 @@ ERRORS: dict[str, Figure] = {
 
 
 def charts_of(run: Run) -> list[Chart]:
-    """The charts of one run, without those that its manifest has no figures for."""
+    """The charts of a run, without those that its manifest has no figures for."""
     makers = (training, entropy, error_by_layer, importance_grid)
     return [chart for maker in makers if (chart := maker(run)) is not None]
 
@@ -43,7 +38,7 @@ def training(run: Run) -> Chart | None:
             "light (last)."
         )
     title = "Loss as a share of the start"
-    return lines("training", title, "step of the training", curves, caption, ramp=True)
+    return lines(title, "step of the training", curves, caption, ramp=True)
 
 
 def entropy(run: Run) -> Chart | None:
@@ -58,7 +53,7 @@ def entropy(run: Run) -> Chart | None:
     change = sum(after.values()) / sum(before.values()) - 1 if any(before.values()) else 0.0
     caption = f"The entropy of the importance, summed over the layers, changes by {change:+.1%}."
     series = {"before the rotation": before, "after the rotation": after}
-    return lines("entropy", "Entropy of the importance", "layer", series, caption)
+    return lines("Entropy of the importance", "layer", series, caption)
 
 
 def error_by_layer(run: Run) -> Chart | None:
@@ -70,7 +65,7 @@ def error_by_layer(run: Run) -> Chart | None:
     if written := series.get("as written"):
         worst = max(written, key=written.__getitem__)
         caption += f" As written, it is largest in layer {worst}: {written[worst]:.4f}."
-    return lines("output-error", "Output error", "layer", series, caption)
+    return lines("Output error", "layer", series, caption)
 
 
 def importance_grid(run: Run) -> Chart | None:
@@ -87,48 +82,4 @@ def importance_grid(run: Run) -> Chart | None:
         f"{quotients[high, high_role]:.0%} in layer {high}, {high_role}."
     )
     title = "Pruned importance, % of not rotated"
-    return grid("pruned-importance", title, quotients, run.roles, caption)
-
-
-def charts_of_several(runs: Sequence[Run], measured: Sequence[Sequence[Measured]]) -> list[Chart]:
-    """The perplexities on each text, and the curves of CURVES. What no run has is left out."""
-    charts = perplexity_charts(runs, measured)
-    for name, (title, curve_of) in CURVES.items():
-        series = {run.name: curve for run in runs if (curve := curve_of(run))}
-        if series:
-            means = [f"{run} {sum(curve.values()) / len(curve):.4g}" for run, curve in series.items()]
-            caption = f"{title}. Mean over the layers: {', '.join(means)}."
-            charts.append(lines(f"compare-{name}", title, "layer", series, caption))
-    return charts
-
-
-def perplexity_charts(runs: Sequence[Run], measured: Sequence[Sequence[Measured]]) -> list[Chart]:
-    """For each text the perplexities of the runs, and of the dense model if there is one for all runs."""
-    charts = []
-    for number, (text, seqlen) in enumerate(dict.fromkeys((e.text, e.seqlen) for m in measured for e in m)):
-        found = {
-            run.name: entry
-            for run, entries in zip(runs, measured, strict=True)
-            for entry in entries
-            if (entry.text, entry.seqlen) == (text, seqlen)
-        }
-        values = {name: entry.perplexity for name, entry in found.items() if entry.perplexity is not None}
-        if not values:
-            continue
-        best = min(values, key=values.__getitem__)
-        dense = {entry.dense for entry in found.values() if entry.dense is not None}
-        shown = {"dense": next(iter(dense))} | values if len(dense) == 1 else values
-        caption = f"The lowest perplexity of the pruned models is {values[best]:.3f}, of {best}."
-        title = f"Perplexity on {text}, windows of {seqlen}"
-        charts.append(bars(f"compare-perplexity-{number}", title, shown, "{:.3f}", caption))
-    return charts
-
-
-#: name of a chart → its title, and a function from a run to its figure by layer
-CURVES: dict[str, tuple[str, Callable[[Run], Curve]]] = {
-    "output-error": ("Output error, mean of a layer", lambda run: run.layer_means(final_error)),
-    "importance": (
-        "Pruned share of the importance",
-        lambda run: run.layer_means(REMOVED_IMPORTANCE[run.rotated]),
-    ),
-}
+    return grid(title, quotients, run.roles, caption)

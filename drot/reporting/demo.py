@@ -82,7 +82,7 @@ def run_demo(
         rows=rows,
         sentence=_sentence(solved.gap_closed[text], rotated.gap_closed[text]),
         rotation_helped=rotated.perplexity[text] < min(row.perplexity[text] for row in rows[1:-1]),
-        report=report([out], progress=progress).page if installed() else None,
+        report=report(out, progress=progress).page if installed() else None,
     )
 
 

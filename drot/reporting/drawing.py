@@ -1,4 +1,4 @@
-"""How charts look, and the kinds of charts: lines, bars and grids.
+"""How charts look, and the kinds of charts: lines and grids.
 
 The colours of series follow Okabe and Ito, whose colours the colour-blind can tell apart; every series also
 has a dash and a marker of its own.
@@ -10,7 +10,6 @@ import importlib.util
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,9 +51,8 @@ def installed() -> bool:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. name: of its files. caption: what is drawn, as text for everybody. figure: the drawing."""
+    """One chart. caption: what is drawn, as text for everybody. figure: the drawing."""
 
-    name: str
     caption: str
     figure: "Figure"
 
@@ -64,15 +62,6 @@ class Chart:
         with _style():
             self.figure.savefig(svg, format="svg", facecolor="white", metadata={"Date": None})
         return f"data:image/svg+xml;base64,{base64.b64encode(svg.getvalue()).decode()}"
-
-    def save(self, folder: Path) -> list[Path]:
-        """Writes `<name>.svg` and `<name>.png`, on white; returns both. Equal runs give equal files."""
-        dated = {"svg": {"Date": None}, "png": {"Software": None}}
-        files = {kind: folder / f"{self.name}.{kind}" for kind in dated}
-        with _style():
-            for kind, file in files.items():
-                self.figure.savefig(file, dpi=200, facecolor="white", metadata=dated[kind])
-        return list(files.values())
 
 
 @contextlib.contextmanager
@@ -94,7 +83,6 @@ def axes(height: float, rows: int = 1, columns: int = 1, **options: Any) -> Iter
 
 
 def lines(
-    name: str,
     title: str,
     x: str,
     series: Mapping[str, Mapping[int, float]],
@@ -124,24 +112,10 @@ def lines(
         if not ramp:
             axis.set_ylim(0, 1.08 * max(max(values.values()) for values in series.values()) or 1)
             legend(figure, axis)
-    return Chart(name, caption, figure)
+    return Chart(caption, figure)
 
 
-def bars(name: str, title: str, values: Mapping[str, float], text: str, caption: str) -> Chart:
-    """Horizontal bars with their values. text: the format of a value, as in `{:.1f} s`."""
-    with axes(60 + 26 * len(values)) as (figure, axis):
-        drawn = axis.barh(list(values), list(values.values()), color=SERIES[0][0])
-        axis.bar_label(drawn, [" " + text.format(value) for value in values.values()])
-        axis.invert_yaxis()
-        axis.margins(x=0.2)
-        axis.grid(visible=False, axis="y")
-        axis.set(title=title)
-    return Chart(name, caption, figure)
-
-
-def grid(
-    name: str, title: str, values: Mapping[tuple[int, str], float], roles: Sequence[str], caption: str
-) -> Chart:
+def grid(title: str, values: Mapping[tuple[int, str], float], roles: Sequence[str], caption: str) -> Chart:
     """Roles by layers, as colours of the colormap cividis with a bar in per cent.
 
     values: (layer, role) → share; 1 is shown as 100. roles: in the order of the rows.
@@ -157,7 +131,7 @@ def grid(
         axis.set(title=title, xlabel="layer")
         bar = figure.colorbar(image, ax=axis, location="bottom", aspect=40)
         bar.ax.xaxis.set_major_formatter(lambda value, position: f"{100 * value:.0f}")
-    return Chart(name, caption, figure)
+    return Chart(caption, figure)
 
 
 def legend(figure: "Figure", axes: "Axes") -> None:

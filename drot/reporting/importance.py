@@ -14,11 +14,11 @@ SHOWN_SHARE = 1e-3
 
 def linear_charts(run: Run, linear: str) -> list[Chart]:
     """The heat map and the histogram of a linear."""
-    found, name = run.importance(linear), linear.replace(".", "-")
-    return [heat_map(name, found), histogram(name, found)]
+    found = run.importance(linear)
+    return [heat_map(found), histogram(found)]
 
 
-def heat_map(name: str, found: Sequence[Importance]) -> Chart:
+def heat_map(found: Sequence[Importance]) -> Chart:
     """The means of blocks before and after, with the same logarithmic colours."""
     from matplotlib.colors import LogNorm
 
@@ -41,10 +41,10 @@ def heat_map(name: str, found: Sequence[Importance]) -> Chart:
         f"Mean importance in {rows} × {columns} blocks of the weight; 1 is the mean before the rotation. "
         f"Largest block: {' and '.join(largest)}."
     )
-    return Chart(f"{name}-map", caption, figure)
+    return Chart(caption, figure)
 
 
-def histogram(name: str, found: Sequence[Importance]) -> Chart:
+def histogram(found: Sequence[Importance]) -> Chart:
     """The shares of kept and of removed weights by importance, before and after."""
     edges = np.linspace(*HISTOGRAM_LOG10, HISTOGRAM_BINS + 1)
     share = sum(each.counts.sum(0) for each in found) / max(sum(each.counts.sum() for each in found), 1)
@@ -68,4 +68,4 @@ def histogram(name: str, found: Sequence[Importance]) -> Chart:
     shares = [f"{each.removed:.1%} {each.basis}" for each in found if each.removed is not None]
     if len(shares) == len(found):
         caption += f" The removed weights hold {' and '.join(shares)} of the importance before."
-    return Chart(f"{name}-histogram", caption, figure)
+    return Chart(caption, figure)

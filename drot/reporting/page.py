@@ -10,49 +10,36 @@ from drot.core.version import __version__
 from drot.manifest.tables import short
 from drot.reporting import notes, tables
 from drot.reporting.drawing import Chart
-from drot.reporting.runs import Measured, Run
+from drot.reporting.runs import Run, measurements
 
 TEMPLATES = Path(__file__).parent / "templates"
 
 
-def page(
-    runs: Sequence[Run],
-    measured: Sequence[Sequence[Measured]],
-    charts: Sequence[Chart],
-    linears: Mapping[str, Sequence[Chart]],
-    about: str,
-) -> str:
-    """The HTML of a report.
+def page(run: Run, charts: Sequence[Chart], linears: Mapping[str, Sequence[Chart]], about: str) -> str:
+    """The HTML of the report on a run.
 
-    Names and texts from the manifests are escaped, and the page's policy lets the browser load nothing and
-    run no script.
+    Names and texts from the manifest are escaped, and the page's policy lets the browser load nothing and run
+    no script.
 
     Args:
-        runs: the runs; several are compared.
-        measured: the evaluations of each run.
-        charts: the charts of the run, or of the comparison.
-        linears: name of a linear → its charts, of one run. The page shows the first.
-        about: sentences on the linears: why the first is shown, and which are left out; may be empty.
+        run: the run.
+        charts: its charts.
+        linears: name of a linear → its charts. The page shows the first.
+        about: a sentence on the linears; may be empty.
     """
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
-    manifest = runs[0].manifest
-    lead = f"{short(manifest.base_model)}, pruned by drot {manifest.versions.get('drot')}"
+    measured = measurements(run)
+    unusual = notes.unusual(run, measured)
     return environment.get_template("page.html").render(
-        runs=[
-            {
-                "name": run.name,
-                "summary": notes.summary(run, entries),
-                "verdict": notes.verdict(run, entries, lines := notes.unusual(run, entries)),
-                "unusual": lines,
-                "tables": tables.run_tables(run),
-            }
-            for run, entries in zip(runs, measured, strict=True)
-        ],
-        lead=lead if len(runs) == 1 else ", ".join(run.name for run in runs),
-        lost=tables.lost_table(runs[0], measured[0]) if len(runs) == 1 else None,
-        compared=tables.comparison(runs, measured) if len(runs) > 1 else None,
+        name=run.name,
+        lead=f"{short(run.manifest.base_model)}, pruned by drot {run.manifest.versions.get('drot')}",
+        summary=notes.summary(run, measured),
+        verdict=notes.verdict(run, measured, unusual),
+        unusual=unusual,
+        lost=tables.lost_table(run, measured),
+        tables=tables.run_tables(run),
         version=__version__,
         css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
         charts=charts,

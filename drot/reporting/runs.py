@@ -1,4 +1,4 @@
-"""What a report reads of checkpoints: manifests, maps of importance, and what evaluations measured."""
+"""What a report reads of a checkpoint: manifest, maps of importance, and what evaluations measured."""
 
 import statistics
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from drot.manifest.importance import load_importance_maps
 from drot.manifest.manifest import Manifest, read_manifest
 from drot.manifest.records import (
     AgreementRecord,
+    Baselines,
     EvaluationRecord,
     LinearRecord,
     RotationRecord,
@@ -63,7 +64,7 @@ class Importance:
 class Run:
     """One run that `drot prune` has written.
 
-    name: the name of its folder, with parents where several runs would have the same name.
+    name: the name of its folder.
     maps: the arrays of `load_importance_maps`.
     """
 
@@ -145,21 +146,12 @@ class Run:
         return found
 
 
-def read_runs(folders: list[Path]) -> list[Run]:
-    """The runs in `folders`. Raises UserError for a folder that is no checkpoint of drot, or named twice."""
-    resolved = [folder.resolve() for folder in folders]
-    if len(set(resolved)) < len(resolved):
-        raise UserError("each folder must be named once: leave out the repeated one")
-    parts = 1
-    while len({folder.parts[-parts:] for folder in resolved}) < len(resolved):
-        parts += 1
-    runs = []
-    for folder, full in zip(folders, resolved, strict=True):
-        if not folder.is_dir():
-            reason = "is a file" if folder.exists() else "does not exist"
-            raise UserError(f"{folder} {reason}: name a folder that drot prune wrote")
-        runs.append(Run("/".join(full.parts[-parts:]), read_manifest(folder), load_importance_maps(folder)))
-    return runs
+def read_run(folder: Path) -> Run:
+    """The run in `folder`. Raises UserError for a folder that is no checkpoint of drot."""
+    if not folder.is_dir():
+        reason = "is a file" if folder.exists() else "does not exist"
+        raise UserError(f"{folder} {reason}: name a folder that drot prune wrote")
+    return Run(folder.resolve().name, read_manifest(folder), load_importance_maps(folder))
 
 
 # ---- what the pruning cost, by the evaluations --------------------------------------------------------
@@ -174,7 +166,6 @@ class Measured:
     dense: perplexity of the dense original; None if it was not measured.
     unrotated: perplexity of the same model pruned without a rotation; None if it was not measured.
     solver: perplexity with the solver and without a rotation; None if it was not measured.
-    unrotated_name: where `unrotated` comes from.
     agreement: with the dense original; None if it was not measured.
     """
 
@@ -184,7 +175,6 @@ class Measured:
     dense: float | None
     unrotated: float | None
     solver: float | None
-    unrotated_name: str
     agreement: AgreementRecord | None
 
     @property
@@ -202,27 +192,23 @@ class Measured:
 _Key = tuple[str, str, int]
 
 
-def measurements(run: Run, others: list[Run]) -> list[Measured]:
-    """The evaluations of `run`, the latest of each text and window length.
-
-    A perplexity of the dense original or without rotation may come from another run on the same model.
-    """
-    model = run.manifest.base_model
-    same_model = [o for o in others if o is not run and o.manifest.base_model == model]
+def measurements(run: Run) -> list[Measured]:
+    """The evaluations of `run`, the latest of each text and window length."""
     found = []
-    for key, entry in _latest(run).items():
-        text, _, seqlen = key
-        dense, name = _dense(entry, text), "measured with the run"
-        unrotated = entry.baselines.not_rotated.get(text) if entry.baselines else None
-        for other in same_model:
-            theirs = _latest(other).get(key)
-            if theirs is not None and dense is None:
-                dense = _dense(theirs, text)
-            if theirs is not None and unrotated is None and run.rotated and not other.rotated:
-                unrotated, name = theirs.perplexity.get(text), other.name
-        solver = entry.baselines.solver.get(text) if entry.baselines else None
-        own, agreement = entry.perplexity.get(text), entry.agreement.get(text)
-        found.append(Measured(short(text), seqlen, own, dense, unrotated, solver, name, agreement))
+    for (text, _, seqlen), entry in _latest(run).items():
+        baselines = entry.baselines or Baselines(dense={}, not_rotated={})
+        agreement = entry.agreement.get(text)
+        found.append(
+            Measured(
+                text=short(text),
+                seqlen=seqlen,
+                perplexity=entry.perplexity.get(text),
+                dense=agreement.dense_perplexity if agreement else baselines.dense.get(text),
+                unrotated=baselines.not_rotated.get(text),
+                solver=baselines.solver.get(text),
+                agreement=agreement,
+            )
+        )
     return found
 
 
@@ -241,10 +227,3 @@ def _latest(run: Run) -> dict[_Key, EvaluationRecord]:
             if text in entry.agreement or key not in found or text not in found[key].agreement:
                 found[key] = entry
     return found
-
-
-def _dense(entry: EvaluationRecord, text: str) -> float | None:
-    """The perplexity of the dense model, which an evaluation against it records, or the demo."""
-    if text in entry.agreement:
-        return entry.agreement[text].dense_perplexity
-    return entry.baselines.dense.get(text) if entry.baselines else None

@@ -36,7 +36,7 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def page(pruned, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("chromium") / "r.html"
-    return report([pruned["rotated"]], out=out, linears=["layers.0.*"]).page
+    return report(pruned["rotated"], out=out, linears=["layers.0.*"]).page
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.manifest.manifest import accept_files
 from drot.reporting.drawing import SERIES
-from drot.reporting.runs import REMOVED_IMPORTANCE, read_runs
+from drot.reporting.runs import REMOVED_IMPORTANCE, read_run
 
 pytestmark = pytest.mark.slow
 #: everything that a page could load or open
@@ -25,8 +25,8 @@ REFERENCES = re.compile(r"""(?:src|href|action|data|poster|srcset)=["']?([^"'\s>
 def page(pruned, tmp_path_factory) -> str:
     """A page with the linears of one attention."""
     out = tmp_path_factory.mktemp("page") / "r.html"
-    report = drot.report([pruned["rotated"]], out=out, linears=["layers.0.self_attn.*"])
-    assert len(report.linears) == 4 and report.page == out and report.figures == []
+    report = drot.report(pruned["rotated"], out=out, linears=["layers.0.self_attn.*"])
+    assert len(report.linears) == 4 and report.page == out
     return out.read_text()
 
 
@@ -55,7 +55,7 @@ def test_structure_for_screen_readers(page):
 
 
 def test_words_have_the_means_of_the_manifest(page, pruned):
-    (run,) = read_runs([pruned["rotated"]])
+    run = read_run(pruned["rotated"])
     shares = [
         linear.one_shot.after.removed_importance
         for layer in run.manifest.layers
@@ -73,7 +73,7 @@ def test_a_run_without_its_maps_of_importance(pruned, tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     shutil.copy(pruned["rotated"] / "drot.json", folder)
-    report = drot.report([folder])
+    report = drot.report(folder)
     assert report.page == folder / "report.html" and report.linears == []
     assert "<figure" in report.page.read_text()
 
@@ -90,84 +90,61 @@ def test_maps_that_drot_did_not_write_are_refused(pruned, tmp_path, name, array)
     folder = shutil.copytree(pruned["rotated"], tmp_path / "run")
     np.savez(folder / "drot-figures.npz", **{name: array})
     with pytest.raises(UserError, match="not the file that drot.json describes: it has .* copy it again"):
-        drot.report([folder])
+        drot.report(folder)
     accept_files(folder)  # as a stranger does, who writes the manifest too
     with pytest.raises(UserError, match="which drot did not write: copy the checkpoint again"):
-        drot.report([folder])
+        drot.report(folder)
 
 
-def test_a_comparison(pruned, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    report = drot.report([pruned["rotated"], pruned["plain"]])
-    text = report.page.read_text()
-    assert str(report.page) == "drot-report.html" and "Comparison of 2 pruned models" in text
-    row = re.search(r"output error, mean</th>(.*?)</tr>", text, re.DOTALL)
-    cells = [float(cell) for cell in re.findall(r">([\d.]+)</(?:td|b)>", row[1])]
-    assert len(cells) == 2 and cells[0] < cells[1]
-    assert row[1].count("<b>") == 1 and re.search(r"<b>([\d.]+)</b>", row[1])[1] == f"{cells[0]:.4f}"
-    assert text.index("Side by side") < text.index("What is unusual") < text.index("Pruning by sparsegpt")
-    objective = re.search(r">objective</th>(.*?)</tr>", text, re.DOTALL)
-    assert re.findall(r">([^<]+)</td>", objective[1]) == ["pruned", "-"]  # nothing is trained in `plain`
-
-
-def test_chosen_linears_and_files(pruned, tmp_path):
+def test_chosen_linears(pruned, tmp_path):
     patterns = ["layers.1.mlp.up_proj", "layers.0.*.q_proj"]
-    report = drot.report(
-        [pruned["plain"]], out=tmp_path / "r.html", linears=patterns, figures=tmp_path / "figures"
-    )
+    report = drot.report(pruned["plain"], out=tmp_path / "r.html", linears=patterns)
     assert sorted(report.linears) == ["layers.0.self_attn.q_proj", "layers.1.mlp.up_proj"]
     assert report.page.read_text().count('<details class="linear"') == 2
-    names = {file.name for file in report.figures}
-    assert {"output-error.svg", "layers-0-self_attn-q_proj-map.png"} <= names
-    assert len(names) == len(report.figures) == 2 * (1 + 2 * 2)
-    assert all(file.stat().st_size > 1000 for file in report.figures)
 
 
 def test_many_linears_are_left_out_and_the_page_says_so(pruned, tmp_path, monkeypatch):
     monkeypatch.setattr("drot.reporting.write.linear_charts", lambda run, linear: [])
     monkeypatch.setattr("drot.reporting.write.charts_of", lambda run: [])
     folders = {name: shutil.copytree(pruned[name], tmp_path / name) for name in pruned}
-    assert len(drot.report([folders["plain"]], linears=["down_proj"]).linears) == 3
-    report = drot.report([folders["plain"]])
+    assert len(drot.report(folders["plain"], linears=["down_proj"]).linears) == 3
+    report = drot.report(folders["plain"])
     assert len(report.linears) == 7 and "Shown is layer 0 of 3, with the linear" in report.page.read_text()
-    (run,) = read_runs([folders["rotated"]])
+    run = read_run(folders["rotated"])
     changes = run.ratios(*REMOVED_IMPORTANCE)
     layer, role = min(changes, key=changes.__getitem__)
-    report = drot.report([folders["rotated"]])
+    report = drot.report(folders["rotated"])
     assert {int(name.split(".")[1]) for name in report.linears} == {layer}
     assert report.linears[0].split(".")[1::2] == [str(layer), role]
-    assert len(drot.report([folders["rotated"]], linears=["*"]).linears) == 21
+    assert len(drot.report(folders["rotated"], linears=["*"]).linears) == 21
 
 
 def test_wrong_input_is_refused(pruned, tmp_path, monkeypatch):
     run = pruned["rotated"]
     (tmp_path / "empty").mkdir()
     cases = [
-        ([tmp_path / "no"], {}, "does not exist: name a folder that drot prune wrote"),
-        ([tmp_path / "empty"], {}, "holds no drot.json"),
-        ([], {}, "at least one folder"),
-        ([run, run], {}, "each folder must be named once"),
-        ([run], {"linears": ["nothing"]}, "`linears` must match a linear, such as layers.0"),
-        ([run, pruned["plain"]], {"linears": ["q_proj"]}, "`linears` has no effect on a comparison"),
-        ([run], {"out": tmp_path}, "`out` must be a file, got the folder"),
+        (tmp_path / "no", {}, "does not exist: name a folder that drot prune wrote"),
+        (tmp_path / "empty", {}, "holds no drot.json"),
+        (run, {"linears": ["nothing"]}, "`linears` must match a linear, such as layers.0"),
+        (run, {"out": tmp_path}, "`out` must be a file, got the folder"),
     ]
-    for folders, options, message in cases:
+    for folder, options, message in cases:
         with pytest.raises(UserError, match=re.escape(message)):
-            drot.report(folders, **({"out": tmp_path / "r.html"} | options))
+            drot.report(folder, **({"out": tmp_path / "r.html"} | options))
     broken = tmp_path / "broken"
     shutil.copytree(run, broken)
     manifest = json.loads((broken / "drot.json").read_text())
     (broken / "drot.json").write_text(json.dumps(manifest | {"layers": [{"layer": 0}]}))
     with pytest.raises(UserError, match=r"lacks layers.0.linears: it was edited"):
-        drot.report([broken])
+        drot.report(broken)
     shutil.copy(run / "drot.json", broken)
     (broken / "drot-figures.npz").write_bytes(b"PK\x03\x04 cut off")
     accept_files(broken)
     with pytest.raises(UserError, match=r"drot-figures.npz is not a complete npz file"):
-        drot.report([broken])
+        drot.report(broken)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(UserError, match=r"^a report needs the package matplotlib: pip install 'matplotlib"):
-        drot.report([run])
+        drot.report(run)
     assert not list(tmp_path.glob("**/*.html*"))
 
 
@@ -180,7 +157,7 @@ def test_figures_that_need_more_memory_than_there_is_are_refused(pruned, tmp_pat
         file.writestr("layers.0.q_proj.map_before.npy", b"\x93NUMPY\x01\x00" + length + header + b"\n")
     accept_files(folder)
     with pytest.raises(UserError, match="is not a complete npz file"):
-        drot.report([folder])
+        drot.report(folder)
 
 
 def test_figures_that_inflate_are_refused_before_they_do(pruned, tmp_path, monkeypatch):
@@ -192,7 +169,7 @@ def test_figures_that_inflate_are_refused_before_they_do(pruned, tmp_path, monke
     accept_files(folder)
     monkeypatch.setattr(np.lib.npyio.NpzFile, "__getitem__", lambda *_: pytest.fail("it was inflated"))
     with pytest.raises(UserError, match="drot-figures.npz is not a complete npz file .an array is too large"):
-        drot.report([folder])
+        drot.report(folder)
 
 
 def test_command(pruned, tmp_path, capsys):

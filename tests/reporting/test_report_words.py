@@ -10,7 +10,7 @@ from drot.config import Recipe, resolve
 from drot.manifest.importance import HISTOGRAM_BINS
 from drot.reporting.notes import summary, unusual, verdict
 from drot.reporting.runs import Run, measurements, tasks
-from drot.reporting.tables import comparison, lost_table, run_tables
+from drot.reporting.tables import lost_table, run_tables
 
 
 def run(name="run", mode="layer", **changes) -> Run:
@@ -92,14 +92,9 @@ def evaluation(perplexity, dense=None, not_rotated=None, **more):
     return made_evaluation({"text": perplexity}, agreement=agreement, **more)
 
 
-def of_other_text(perplexity):
-    entry = evaluation(perplexity)
-    return entry | {"texts": {"text": entry["texts"]["text"] | {"sha256": "1"}}}
-
-
 def test_the_gap_closed_by_a_baseline():
     report = run(evaluations=[evaluation(12.0, 10.0, not_rotated=18.0)])
-    (entry,) = measurements(report, [report])
+    (entry,) = measurements(report)
     assert (entry.dense, entry.unrotated) == (10.0, 18.0) and entry.share == pytest.approx(0.75)
     text = " ".join(summary(report, [entry]))
     assert "is 12.000, +2.000 against the dense model's 10.000; pruned without" in text
@@ -109,29 +104,16 @@ def test_the_gap_closed_by_a_baseline():
     assert table.cells[1][1:4] == ["100.0%", "-", "90.0%"]
 
 
-def test_the_gap_closed_by_another_run():
-    rotated = run(evaluations=[evaluation(12.0)])
-    plain = run("plain", "none", evaluations=[evaluation(18.0, 10.0)])
-    other_text = run("other", "none", evaluations=[of_other_text(9.0)])
-    other_model = run("foreign", "none", base_model="other", evaluations=[evaluation(9.0, 1.0)])
-    (entry,) = measurements(rotated, [rotated, other_text, other_model, plain])
-    assert (entry.dense, entry.unrotated, entry.unrotated_name) == (10.0, 18.0, "plain")
-    (alone,) = measurements(rotated, [rotated])
-    assert alone.share is None and alone.dense is None
-    (own,) = measurements(plain, [rotated, plain])
-    assert own.unrotated is None  # it is not compared with itself
-
-
 def test_worse_than_without_the_rotation():
     report = run(evaluations=[evaluation(10.9, 10.0, not_rotated=10.8)])
-    assert unusual(report, measurements(report, [report])) == [
+    assert unusual(report, measurements(report)) == [
         "On text, the perplexity is worse than without the rotation."
     ]
 
 
 def lines_on(*entries, **changes):
     report = run(evaluations=list(entries), **changes)
-    measured = measurements(report, [report])
+    measured = measurements(report)
     lines = unusual(report, measured)
     return lines, verdict(report, measured, lines)
 
@@ -161,10 +143,10 @@ def test_the_latest_evaluation_counts_and_one_with_agreement_first():
     report = run(
         evaluations=[evaluation(12.0, 10.0), evaluation(13.0), evaluation(None, tasks={"piqa": 0.5})]
     )
-    (entry,) = measurements(report, [report])
+    (entry,) = measurements(report)
     assert entry.perplexity == 12.0
     assert tasks(report) == {"piqa": 0.5}
-    (entry,) = measurements(run(evaluations=[evaluation(None)]), [])
+    (entry,) = measurements(run(evaluations=[evaluation(None)]))
     assert summary(run(), [entry])[-2:] == [
         "The perplexity on text (windows of 512) is not finite.",
         "The run took 10 s and at most 1.0 GiB of memory.",
@@ -178,8 +160,8 @@ def test_a_page_names_files_without_their_folders():
     report = run(evaluations=[entry], base_model="/home/me/models/some-model")
     source = "/home/me/texts/calibration.txt"
     report.manifest.recipe = resolve(report.manifest.recipe.replace(source=source))
-    measured = measurements(report, [report])
-    tables = [*run_tables(report), lost_table(report, measured), comparison([report], [measured])]
+    measured = measurements(report)
+    tables = [*run_tables(report), lost_table(report, measured)]
     words = [*summary(report, measured), *unusual(report, measured), *(table.caption for table in tables)]
     words += [cell for table in tables for row in table.cells for cell in row]
     assert not [each for each in words if "/home/me" in each]
