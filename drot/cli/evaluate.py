@@ -73,7 +73,6 @@ def evaluate(
     texts = ppl or ([] if names and against is None else ["wikitext2"])
     if fail_above is not None:
         check_bound(fail_above, texts)
-    original = dense_original(models) if against is None else None
     with working() as progress:
         results = evaluation.evaluate(
             models,
@@ -95,9 +94,6 @@ def evaluate(
         print_json(results[0] if len(results) == 1 else results)
     else:
         print_figures(results)
-    if original is not None and results[0]["texts"]:
-        hint = f"drot: --against {original} would compare the predictions with those of the dense original"
-        tell(hint)
     if fail_above is not None:
         fail(results, texts[0], fail_above)
 
@@ -118,17 +114,6 @@ def fail(results: list[dict[str, Any]], text: str, bound: float) -> None:
         named = ", ".join(f"{perplexity:.3f} of {model}" for model, perplexity in above.items())
         tell(f"drot: the perplexity on {text} is above {bound:g}: {named}")
         raise typer.Exit(1)
-
-
-def dense_original(models: list[str]) -> str | None:
-    """The local folder from which all `models` were pruned, if their manifests name one."""
-    from drot.manifest.manifest import MANIFEST, read_any_manifest
-
-    if not all((Path(model) / MANIFEST).exists() for model in models):
-        return None
-    originals = {read_any_manifest(model).base_model for model in models}
-    original = originals.pop()
-    return original if original and not originals and Path(original).is_dir() else None
 
 
 def print_figures(results: list[dict[str, Any]]) -> None:

@@ -1,22 +1,10 @@
-"""The command `drot export`, and the sizes that it prints."""
+"""The command `drot export`."""
 
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from drot.cli.output import print_json, print_line, print_table
+from drot.checkpoint.size import size_text
+from drot.cli.output import print_json, print_line
 from drot.cli.progress_bars import working
-from drot.manifest.tables import Table
-
-#: part of an artifact → what it is
-PARTS = {
-    "rotations": "rotations",
-    "mask": "masks",
-    "positions": "positions of the packed weights",
-    "difference": "changes of the kept weights",
-    "unsure": "weights that another machine may round differently",
-    "files": "config, tokenizer, manifest and card",
-}
 
 
 def export(
@@ -56,16 +44,5 @@ def export(
     if as_json:
         print_json({"out": out, **result})
     else:
-        print_table(sizes(result))
-        print_line(f"Saved to {out}")
-
-
-def sizes(result: dict[str, Any]) -> Table:
-    """What takes how many bytes of an artifact."""
-    parts: Counter[str] = Counter()
-    for name, size in result["parts"].items():
-        parts[PARTS.get(name, "index")] += size
-    rows = [{"part": name, "MB": f"{size / 1e6:.2f}"} for name, size in parts.most_common()]
-    share = result["bytes"] / result["checkpoint_bytes"]
-    whole = {"part": f"artifact ({share:.0%} of the checkpoint)", "MB": f"{result['bytes'] / 1e6:.2f}"}
-    return Table("", [*rows, {}, whole])
+        share = result["bytes"] / result["checkpoint_bytes"]
+        print_line(f"Saved to {out}: {size_text(result['bytes'])}, {share:.0%} of the checkpoint")

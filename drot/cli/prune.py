@@ -18,7 +18,6 @@ from drot.cli.recipe import (
     fit_recipe,
     progress_of,
     run_settings,
-    tell_other_input,
 )
 from drot.config import Recipe
 from drot.core import torchrun
@@ -179,8 +178,6 @@ def prune(
             progress=progress,
             **of_the_run,
         )
-    if asked.manifest and asked.recipe.calibration == asked.start.calibration:
-        tell_other_input(asked.manifest, result.manifest)
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})
     else:

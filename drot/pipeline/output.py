@@ -64,7 +64,7 @@ def manifest_of(
 
 def _times(context: RunContext, total: float) -> dict[str, Any]:
     seconds = Seconds.model_validate({**context.clock.seconds, "total": total})
-    peaks = {step: MemoryPeak.model_validate(peak) for step, peak in context.memory.peak.peaks.items()}
+    peaks = {step: MemoryPeak.model_validate(peak) for step, peak in context.memory.peaks.items()}
     return {"seconds": seconds, "peak_memory": peaks}
 
 

@@ -314,8 +314,6 @@ def test_one_model_on_the_command_line(own, capsys):
     sha256 = figures["texts"][str(text)]["sha256"]
     assert f"900 tokens, 28 windows of 32, SHA-256 of the token ids {sha256}" in shown
     assert "computed in float32 on" in shown
-    original = read_manifest(own / "rotated").base_model
-    assert f"--against {original} would compare" in told.err
     assert len(read_manifest(own / "rotated").evaluations) == 1
     assert cli.run(["info", str(own / "rotated")]) == 0
     assert "evaluation" in capsys.readouterr().out
@@ -324,8 +322,8 @@ def test_one_model_on_the_command_line(own, capsys):
 def test_several_models_on_the_command_line(own, capsys):
     options = ["--ppl", own / "text.txt", "--against", own / "dense", "--no-record"]
     told = run(capsys, own / "rotated", own / "packed", *options)
-    assert "would compare" not in told.err and not read_manifest(own / "rotated").evaluations
-    for word in ("rotated", "packed", "equal next tokens", "KL divergence, 99th percentile", "112 … 127"):
+    assert not read_manifest(own / "rotated").evaluations
+    for word in ("rotated", "packed", "equal next tokens", "KL divergence, 99th percentile"):
         assert word in told.out
     both = json.loads(run(capsys, own / "rotated", own / "packed", "--json", *options).out)
     assert [figures["model"] for figures in both] == [str(own / "rotated"), str(own / "packed")]

@@ -66,8 +66,7 @@ def export_artifact(
     """Writes the file `out`, from which `apply_artifact` makes the checkpoint again, byte for byte.
 
     The file holds rotations, masks and, for kept weights that pruning has changed, the change. It holds no
-    weight of the dense model. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint,
-    "parts": what takes how many bytes}.
+    weight of the dense model. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint}.
 
     Raises UserError for a checkpoint that drot did not make or whose weights are damaged, and for another
     model or other rotations than those of the checkpoint.
@@ -140,7 +139,6 @@ def export_artifact(
             tensors = reported(predictions(source, given, place), "export", len(source.layers), progress)
             tolerances = _add_all(writer, tensors, stored)
             writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
-            parts = writer.sizes()
         if check:
             with (
                 tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made,
@@ -148,7 +146,7 @@ def export_artifact(
             ):
                 write_checkpoint(reader, source, Path(made) / out.name, progress)
     size = sum(path.stat().st_size for path in files.values())
-    return {"bytes": out.stat().st_size, "checkpoint_bytes": size, "parts": parts}
+    return {"bytes": out.stat().st_size, "checkpoint_bytes": size}
 
 
 def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
