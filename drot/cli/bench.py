@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from drot.cli.output import print_json, print_table, scaled, three_digits
+from drot.cli.output import print_json, print_table, three_digits
 from drot.cli.progress_bars import working
 from drot.core.errors import UserError
 from drot.manifest.tables import NONE, Table
@@ -20,15 +20,13 @@ def bench(
 ) -> None:
     """Time 2:4 against dense weights, with and without rotations, in a decoder layer and a whole model.
 
-    The column 'rate' is the FLOP/s of a prefill, counted as dense, or the weight bytes/s of a decode.
-
     Example: drot bench --shape llama-3-8b --batch 1,8
 
     Arguments:
         model MODEL: A model with 2:4 weights: a name on the Hugging Face hub, or a local folder.
     Cases:
         shape [llama-2-7b|llama-3-8b|llama-3-70b|llama-3-405b|qwen2.5-7b|qwen3-8b]: Instead of MODEL: time
-            random weights in the dimensions of this model.
+            a decoder layer with random weights in the dimensions of this model.
         tokens N,...: Time a prefill of one sequence, for each of these numbers of tokens, as in 128,2048.
             Without --tokens and --batch: 128 to 8192 tokens, on a CPU 128.
         batches N,...: Time the decoding of one token per sequence, for each of these numbers of sequences, as
@@ -81,7 +79,6 @@ def print_speed(data: dict[str, Any]) -> None:
                 "weights": row["variant"],
                 "ms": three_digits(row["milliseconds"]),
                 "tokens/s": three_digits(row["tokens_per_second"]),
-                "rate": scaled(row["bound"], "B/s" if row["phase"] == "decode" else "FLOP/s"),
                 "MiB": three_digits(row["weight_bytes"] / 2**20),
                 "against dense": NONE
                 if row["speedup"] is None

@@ -35,8 +35,6 @@ def evaluate(
 
     Example: drot eval llama-2of4 --ppl wikitext2 --tasks paper
 
-    Example: drot eval llama-2of4 other-2of4 --against meta-llama/Llama-3.1-8B
-
     Arguments:
         models MODEL...: Names on the Hugging Face hub, or local folders. A model may be pruned by drot or
             not. Several models give one table.

@@ -98,13 +98,5 @@ def print_manifest(manifest: "CheckpointManifest") -> None:
         print_table(times_table(manifest))
 
 
-def scaled(value: float, unit: str) -> str:
-    """A value with three digits and a prefix, as in 12.5 GFLOP/s."""
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{three_digits(value / scale)} {prefix}{unit}"
-    return f"{three_digits(value)} {unit}"
-
-
 def three_digits(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

@@ -120,7 +120,7 @@ def prune(
         out: Folder to write. It must be new or empty. Its disk needs space for the checkpoint and, while the
             run lasts, 8 bytes for each number of a rotation. Not with --sensitivity.
         dry_run: Load no weights and write nothing. Print every setting of the run and what it needs: disk,
-            memory, calibration tokens and time.
+            memory and calibration tokens.
         fit SIZE: Fit the run into this memory of the GPU, as in 24GB, by the estimate of --dry-run. As far as
             needed, and where this command line does not set them, --layers-per-step, --recover, --solve and
             --target change. drot says which.
@@ -164,29 +164,25 @@ def prune(
 
         raise typer.Exit(launch(ctx.obj, gpus))
     check_rotations_file(asked.manifest, rotations)
+    of_the_run |= {"rotations": rotations, "save_rotations_to": save_rotations_to, "resume": resume}
+    _run(model, asked.recipe, out, as_json, device=device, **of_the_run)
+
+
+def _run(model: str, recipe: Recipe, out: Path, as_json: bool, **options: Any) -> None:
+    """Runs `drot.prune` with the options, and prints its result."""
     from drot.pipeline import prune as pipeline
 
-    with told_how_to_go_on(out), progress_of(asked.recipe) as progress:
-        result = pipeline.prune(
-            model,
-            asked.recipe,
-            out=out,
-            device=device,
-            rotations=rotations,
-            save_rotations_to=save_rotations_to,
-            resume=resume,
-            progress=progress,
-            **of_the_run,
-        )
+    with told_how_to_go_on(out), progress_of(recipe) as progress:
+        result = pipeline.prune(model, recipe, out=out, progress=progress, **options)
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})
-    else:
-        print_manifest(result.manifest)
-        before = "was finished already: nothing to do"
-        print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
-        print_line("Next:")
-        for command, what in next_commands(model, out, result.manifest):
-            print_line(f"  {command}  # {what}")
+        return
+    print_manifest(result.manifest)
+    before = "was finished already: nothing to do"
+    print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
+    print_line("Next:")
+    for command, what in next_commands(model, out, result.manifest):
+        print_line(f"  {command}  # {what}")
 
 
 @contextlib.contextmanager

@@ -78,15 +78,9 @@ def rows_of(
     """
     steps = NEW_TOKENS if (case.what, case.phase) == ("model", "decode") else 1
     dense = timings[DENSE]
-    products = sum(
-        linear.weight.numel()
-        for layer in DecoderModel(models[DENSE]).layers
-        for linear in layer.linears.values()
-    )
     rows = []
     for variant, timing in timings.items():
         seconds, model = timing.median / steps, models[variant]
-        work = 2 * products * case.size if case.phase == "prefill" else streamed_bytes(model, case.what)
         compared = variant != DENSE
         rows.append(
             {
@@ -98,7 +92,6 @@ def rows_of(
                 "p20": 1e3 * timing.p20 / steps,
                 "p80": 1e3 * timing.p80 / steps,
                 "tokens_per_second": case.size / seconds,
-                "bound": work / seconds,
                 "weight_bytes": weight_bytes(model, case.what),
                 "speedup": dense.median / timing.median if compared else None,
                 "verdict": verdict(dense, timing, repeats) if compared else None,
@@ -123,10 +116,7 @@ def verdict(dense: Timing, timing: Timing, repeats: int) -> str:
 
 
 def weight_bytes(model: PreTrainedModel, what: str) -> int:
-    """Bytes of the weights of one decoder layer (`what` is "layer"), or of the whole model ("model").
-
-    Layers that share their parameters (`stacked_variants`) count separately, as in a real model.
-    """
+    """Bytes of the weights of one decoder layer (`what` is "layer"), or of the whole model ("model")."""
     layers = DecoderModel(model).layer_modules
     if what == "layer":
         return _bytes(layers[0])
@@ -140,11 +130,3 @@ def _bytes(layer: nn.Module) -> int:
     compressed = [linear.compressed for _, linear in packed_linears(layer)]
     tensors = [*layer.parameters(), *(tensor for tensor in compressed if tensor is not None)]
     return sum(tensor.nbytes for tensor in tensors)
-
-
-def streamed_bytes(model: PreTrainedModel, what: str) -> int:
-    """Bytes of the weights that a decode step reads, of which an untied embedding gives one row a token."""
-    decoder = DecoderModel(model)
-    embedding, head = decoder.embedding.weight, decoder.head.weight
-    untied = what == "model" and embedding is not head
-    return weight_bytes(model, what) - (embedding.nbytes if untied else 0)

@@ -96,19 +96,11 @@ def evaluate(
     is_callable("progress", progress)
     names, sources = [str(model) for model in models], [str(text) for text in ppl]
     original = None if against is None else str(against)
-    options = TaskOptions(limit, batch_size, num_fewshot)
-    if not tasks and options != TaskOptions():
-        raise UserError("`limit`, `batch_size` and `num_fewshot` are of `tasks`, got none: name one")
+    options, target = TaskOptions(limit, batch_size, num_fewshot), pick_device(device)
+    _check_arguments(sources, tasks, original, options, dtype, stream)
     if limit is not None and record:
         logger.warning("figures of %d questions of a task are not recorded", limit)
         record = False
-    target = pick_device(device)
-    if dtype != "auto":
-        parse_dtype(dtype)
-    if original is not None and not ppl:
-        raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
-    if stream and tasks:
-        raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
     for name in names if record else ():
         check_recordable(name)
     everyone = [*names] if original is None else [*names, original]
@@ -138,6 +130,25 @@ def evaluate(
             record_figures(name, figures)
         results.append(figures)
     return results
+
+
+def _check_arguments(
+    ppl: Sequence[str],
+    tasks: Sequence[str],
+    against: str | None,
+    options: TaskOptions,
+    dtype: str,
+    stream: bool,
+) -> None:
+    """Raises UserError for arguments of `evaluate` that do not go together."""
+    if not tasks and options != TaskOptions():
+        raise UserError("`limit`, `batch_size` and `num_fewshot` are of `tasks`, got none: name one")
+    if dtype != "auto":
+        parse_dtype(dtype)
+    if against is not None and not ppl:
+        raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
+    if stream and tasks:
+        raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
 
 
 def _check_texts(

@@ -4,8 +4,7 @@ The three variants of variants.py run in turn in each case of cases.py.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +18,7 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.version import __version__
 from drot.evaluation.cases import Case, call_of, rows_of, set_compressed
 from drot.evaluation.timing import interleaved
-from drot.evaluation.variants import SPARSE, layer_variants, model_variants, shape_config, stacked_variants
+from drot.evaluation.variants import SPARSE, layer_variants, model_variants, shape_config
 from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed
@@ -29,8 +28,8 @@ LARGEST_TOKENS, LARGEST_BATCH = 1 << 17, 1 << 12
 #: device type → default sizes of a prefill and of a decode; a CPU takes minutes for larger ones
 SIZES = {"cpu": ((128,), (1, 8)), "cuda": ((128, 512, 2048, 8192), (1, 2, 4, 8, 16, 32))}
 
-#: `layer` and `model` → a function that makes the models of the variants, name → model
-Makers = Mapping[str, Callable[[], Mapping[str, PreTrainedModel]]]
+#: `layer` and `model` → the models of the variants, name → model
+Variants = Mapping[Literal["layer", "model"], Mapping[str, PreTrainedModel]]
 
 
 @torch.no_grad()
@@ -45,7 +44,7 @@ def measure_speed(
     dtype: str = "auto",
     progress: Progress = silent,
 ) -> dict[str, Any]:
-    """Times one decoder layer and a whole model, dense against 2:4.
+    """Times one decoder layer, and the whole of a checkpoint, dense against 2:4.
 
     Returns, in plain JSON types, model, machine, dtype, repeats, versions, and
     variants: `layer` and `model` → the names of the variants that were timed.
@@ -54,8 +53,6 @@ def measure_speed(
         milliseconds: the median time of a prefill, or of one token of a decode.
         p20, p80: the 20th and the 80th percentile of that time, in milliseconds.
         tokens_per_second: `size` tokens, divided by the median time.
-        bound: the use of the resource that usually limits the phase. In a prefill it is FLOP/s, where every
-            variant counts the operations of the dense product; in a decode, bytes of weights read a second.
         weight_bytes: the bytes of the layer's or the model's weights.
         speedup: the dense variant's time, divided by the time of this variant; None for dense.
         verdict: the speedup in words; None for dense.
@@ -77,10 +74,10 @@ def measure_speed(
     target = pick_device(device)
     if tokens is None and batches is None:
         tokens, batches = SIZES[target.type]
-    weights, makers = _makers(model, shape, dtype, target)
+    weights, variants = _variants(model, shape, dtype, target)
     sizes = {"prefill": tokens or (), "decode": batches or ()}
     with torch.cuda.device(target) if target.type == "cuda" else contextlib.nullcontext():
-        rows = _measure_cases(makers, sizes, target, repeats, progress)
+        rows = _measure_cases(variants, sizes, target, repeats, progress)
     return {
         "model": shape or str(model),
         "machine": machine_name(target),
@@ -89,7 +86,7 @@ def measure_speed(
         "versions": {"drot": __version__, "torch": torch.__version__},
         "variants": {
             what: list(dict.fromkeys(row["variant"] for row in rows if row["what"] == what))
-            for what in makers
+            for what in variants
         },
         "rows": rows,
     }
@@ -116,38 +113,34 @@ def check_arguments(
         raise UserError(f"`repeats` must be at least 1; got {repeats}")
 
 
-def _makers(
+def _variants(
     model: str | Path | None, shape: str | None, dtype: str, device: torch.device
-) -> tuple[torch.dtype, Makers]:
-    """The dtype of the measured weights, and what makes the variants."""
+) -> tuple[torch.dtype, Variants]:
+    """The dtype of the measured weights; and `layer` and, for a checkpoint, `model` → its variants."""
     if shape is not None:
-        config = shape_config(shape)
         weights = torch.bfloat16 if dtype == "auto" else parse_dtype(dtype)
-    else:
-        assert model is not None
-        loaded = load(model, device=device, dtype=dtype)
-        models = model_variants(loaded, () if is_packed(loaded) else dense_linears_of(model, loaded.config))
-        config, weights = models[SPARSE].config, models[SPARSE].dtype
-    of_layer = functools.cache(lambda: layer_variants(config, dtype=weights, device=device))
-    of_model = functools.cache(lambda: stacked_variants(of_layer(), config) if shape else models)
-    return weights, {"layer": of_layer, "model": of_model}
+        return weights, {"layer": layer_variants(shape_config(shape), dtype=weights, device=device)}
+    assert model is not None
+    loaded = load(model, device=device, dtype=dtype)
+    models = model_variants(loaded, () if is_packed(loaded) else dense_linears_of(model, loaded.config))
+    layer = layer_variants(models[SPARSE].config, dtype=loaded.dtype, device=device)
+    return loaded.dtype, {"layer": layer, "model": models}
 
 
 def _measure_cases(
-    makers: Makers,
+    variants: Variants,
     sizes: Mapping[Any, Sequence[int]],
     device: torch.device,
     repeats: int,
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """The rows of the cases: those of the layer first. sizes: phase → sizes."""
-    whats: tuple[Literal["layer", "model"], ...] = ("layer", "model")
     cases = list(
-        dict.fromkeys(Case(what, phase, n) for what in whats for phase in sizes for n in sizes[phase])
+        dict.fromkeys(Case(what, phase, n) for what in variants for phase in sizes for n in sizes[phase])
     )
     rows = []
     for number, case in enumerate(cases, 1):
-        models = makers[case.what]()
+        models = variants[case.what]
         for model in models.values():
             set_compressed(model, case.phase)
         calls = {name: call_of(model, case, device) for name, model in models.items()}

@@ -93,52 +93,6 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
 
 
-@torch.no_grad()
-def stacked_variants(layers: dict[str, PreTrainedModel], config: Any) -> dict[str, PreTrainedModel]:
-    """Variant → whole model in the dimensions of `config`, from the `layers` of `layer_variants`.
-
-    All decoder layers of a model share the parameters of its one layer, so that the decoder of any model in
-    SHAPES takes the memory of one layer. The layer that holds no rotation of the stream in a checkpoint has
-    none: the first at the place `input`, the last at the place `residual`. A model whose layers have their
-    own parameters takes the same time if a layer is larger than the processor's caches.
-    """
-    rows, d = config.vocab_size, config.hidden_size
-    like = next(layers[DENSE].parameters())
-    block = torch.randn(min(rows, 4096), d, dtype=like.dtype, device=like.device)
-    embedding, head = (
-        torch.nn.Parameter(block.roll(shift, 1).repeat(-(-rows // len(block)), 1)[:rows], False)
-        for shift in (0, 1)
-    )
-    models = {}
-    for name, model in layers.items():
-        models[name] = stacked = _sharing_copy(model)
-        stacked.config.num_hidden_layers, stacked.config.vocab_size = config.num_hidden_layers, rows
-        if getattr(stacked.config, "layer_types", None):
-            stacked.config.layer_types = stacked.config.layer_types * config.num_hidden_layers
-        decoder = DecoderModel(stacked)
-        decoder.embedding.weight, decoder.head.weight = embedding, head
-        stack, attention_path = decoder.layer_modules, decoder.family.attention
-        for index in range(1, config.num_hidden_layers):
-            layer, attention = _twin(stack[0]), _twin(stack[0].get_submodule(attention_path))
-            attention.layer_idx = index  # the layer's index in the KV cache
-            setattr(layer, attention_path, attention)
-            stack.append(layer)
-        if (place := rotation_place(stack[0])) in ("input", "residual"):
-            bare = 0 if place == "input" else len(stack) - 1
-            stack[bare] = twin = _twin(stack[bare])
-            setattr(twin, decoder.family.mlp, _twin(twin.get_submodule(decoder.family.mlp)))
-            unfuse_rotation(DecoderModel(stacked).layers[bare])
-            remove_boundary_rotation(twin)
-    return models
-
-
-def _twin(module: Any) -> Any:
-    """A shallow copy of `module`, with the same children and parameters."""
-    twin = copy.copy(module)
-    twin.__dict__["_modules"] = dict(module._modules)
-    return twin
-
-
 def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) -> dict[str, PreTrainedModel]:
     """Variant → model, from a 2:4 `model`, dense or packed. `dense_linears` names linears that are not 2:4.
 

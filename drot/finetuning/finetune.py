@@ -191,19 +191,7 @@ def _finetune(
         pack_model(trained)
     if not config.keep_adapter:
         as_drot_model(trained)
-    manifest = manifest or CheckpointManifest(
-        format_version=FORMAT_VERSION,
-        base_model=str(model),
-        sparsity=share,
-        dtype=finetuning.dtype,
-        format="dense",
-        stock_architecture=True,
-    )
-    if not config.keep_adapter:
-        manifest.format, manifest.stock_architecture = format_of(trained)
-        manifest.dtype = finetuning.dtype
-    manifest.finetune = [*manifest.finetune, finetuning]
-    manifest.evaluations = []  # figures of the weights before the training
+    manifest = _manifest_after(manifest, trained, finetuning, config, share)
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
@@ -217,6 +205,30 @@ def _finetune(
     if not config.keep_adapter:
         trained.drot_files = manifest, ""
     return FinetuneResult(trained, manifest, out)
+
+
+def _manifest_after(
+    manifest: CheckpointManifest | None,
+    trained: Any,
+    record: FinetuneRecord,
+    config: FinetuneConfig,
+    share: float,
+) -> CheckpointManifest:
+    """The manifest of the trained model. share: of zeros, of a model that another program pruned."""
+    manifest = manifest or CheckpointManifest(
+        format_version=FORMAT_VERSION,
+        base_model=record.start,
+        sparsity=share,
+        dtype=record.dtype,
+        format="dense",
+        stock_architecture=True,
+    )
+    if not config.keep_adapter:
+        manifest.format, manifest.stock_architecture = format_of(trained)
+        manifest.dtype = record.dtype
+    manifest.finetune = [*manifest.finetune, record]
+    manifest.evaluations = []  # figures of the weights before the training
+    return manifest
 
 
 def _size_of_result(model: Any, config: FinetuneConfig) -> int:

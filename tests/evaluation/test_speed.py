@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 from small_models import random_tokens, small_model
-from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.quantization_config import DrotConfig
@@ -21,12 +20,11 @@ from drot.evaluation.variants import (
     SPARSE,
     layer_variants,
     model_variants,
-    stacked_variants,
 )
 from drot.model.boundary import down_rotation, rotation_place
 from drot.reporting.demo import MODEL
 from drot.sparse.fused import DeferredLinear
-from drot.sparse.linear import SparseLinear, is_packed
+from drot.sparse.linear import is_packed
 
 TINY = dict(
     model_type="qwen2", hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
@@ -106,7 +104,7 @@ def test_variants_of_a_checkpoint(checkpoint):
     assert found[DENSE].model.embed_tokens.weight is model.model.embed_tokens.weight
 
 
-def test_bytes_and_operations(checkpoint):
+def test_bytes(checkpoint):
     """Against counts by hand, for hidden size 32, intermediate size 48, 4 heads and 2 KV heads of 12."""
     data = speed.measure_speed(checkpoint, tokens=[8], batches=[2], repeats=1, device="cpu")
     weights = 32 * (48 + 24 + 24 + 48 + 3 * 48)
@@ -118,13 +116,6 @@ def test_bytes_and_operations(checkpoint):
     down = 4 * 48 * 16
     assert held["layer", ROTATED] == packed + norms + rotated + down
     assert held["model", ROTATED] == 3 * (packed + norms + down) + 2 * rotated + 2 * ends + norms // 2
-    for row in data["rows"]:
-        layers, seconds = (1 if row["what"] == "layer" else 3), row["milliseconds"] / 1e3
-        if row["phase"] == "prefill":
-            assert row["bound"] * seconds == pytest.approx(2 * weights * 8 * layers)
-        else:
-            read = row["weight_bytes"] - (ends if row["what"] == "model" else 0)
-            assert row["bound"] * seconds == pytest.approx(read)
 
 
 @pytest.mark.slow
@@ -132,44 +123,10 @@ def test_shape(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1,2", "--repeats", "1", "--device", "cpu"]) == 0
     captured = capsys.readouterr()
-    for text in ("tiny, bfloat16", "layer decode 2", "model decode 2", "2:4 + rotation", " dense\n", "B/s"):
+    for text in ("tiny, bfloat16", "layer decode 2", "2:4 + rotation", " dense\n"):
         assert text in "".join(line.rstrip() + "\n" for line in captured.out.splitlines()), text
-    assert "prefill" not in captured.out and "measuring, case 4 of 4" in captured.err
+    assert "prefill" not in captured.out and "measuring, case 2 of 2" in captured.err
     assert max(map(len, captured.out.splitlines())) <= 100
-
-
-@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_a_stack_of_one_layer_is_a_model(model_type, monkeypatch):
-    """Logits, generated tokens and bytes are those of a model with a copy of the weights in each layer."""
-    monkeypatch.setitem(variants.SHAPES, "tiny", TINY | {"model_type": model_type})
-    config = variants.shape_config("tiny")
-    layer = layer_variants(config, dtype=torch.float32, device=CPU)
-    stacks = stacked_variants(layer, config)
-    separate = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
-    separate.load_state_dict(stacks[DENSE].state_dict())
-    tokens = random_tokens(2, 7)
-    options = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
-    for name in (DENSE, SPARSE):
-        torch.testing.assert_close(stacks[name](tokens).logits, separate(tokens).logits)
-        written = stacks[name].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-        assert torch.equal(
-            written, separate.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
-        )
-    weight = {name: rates.weight_bytes(model, "model") for name, model in stacks.items()}
-    assert weight[DENSE] == sum(parameter.nbytes for parameter in separate.parameters())
-    saved = weight[DENSE] - weight[SPARSE]
-    assert saved == 3 * (
-        rates.weight_bytes(layer[DENSE], "layer") - rates.weight_bytes(layer[SPARSE], "layer")
-    )
-    assert weight[ROTATED] - weight[SPARSE] == 2 * 4 * 32 * 32 + 3 * 4 * 48 * 48
-    assert [rotation_place(each) is not None for each in stacks[ROTATED].model.layers] == [True, True, False]
-    assert rotation_place(layer[ROTATED].model.layers[0])
-    assert [type(each.mlp.down_proj) for each in stacks[ROTATED].model.layers] == [
-        DeferredLinear,
-        DeferredLinear,
-        SparseLinear,
-    ]
-    stacks[ROTATED].generate(tokens, attention_mask=torch.ones_like(tokens), **options)
 
 
 def test_few_repetitions_give_no_verdict(monkeypatch, capsys):

@@ -11,8 +11,7 @@ from drot.config import CalibrationConfig, Recipe, RotationConfig
 from drot.evaluation.evaluate import evaluate
 from drot.manifest.manifest import read_manifest
 from drot.manifest.tables import evaluation_figures
-from drot.reporting.evaluations import measurements
-from drot.reporting.reading import read_runs
+from drot.reporting.runs import measurements, read_run
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +54,8 @@ def test_the_figures_are_those_of_runs_by_hand(made, capsys):
     assert entry.baselines.dense[text] == rows[0]["perplexity"][text]
     assert entry.baselines.not_rotated[text] == rows[1]["perplexity"][text]
     assert entry.baselines.solver[text] == rows[2]["perplexity"][text]
-    (run,) = read_runs([made / "pruned"])
-    (measured,) = measurements(run, [run])
+    run = read_run(made / "pruned")
+    (measured,) = measurements(run)
     assert (measured.unrotated, measured.solver) == (rows[1]["perplexity"][text], rows[2]["perplexity"][text])
     # a later measurement of the same kind keeps the baselines
     evaluate([str(made / "pruned")], ppl=[text], against=str(made / "dense"), device="cpu")

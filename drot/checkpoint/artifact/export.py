@@ -40,7 +40,7 @@ from drot.manifest.integrity import files_in, folder_records, is_loaded, verifie
 from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
 from drot.model.decoder import DecoderModel
-from drot.model.rotation import LayerRotation
+from drot.model.rotation import LayerRotation, RotationsOfLayers
 
 logger = logging.getLogger("drot")
 
@@ -124,11 +124,7 @@ def export_artifact(
             verified_while_loading(folder),
             Writer(part) as writer,
         ):
-            given = None
-            if (found := _rotations_of(manifest, rotations, source, stored, place)) is not None:
-                bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
-                rounded = (rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found)
-                given = spooled(rounded, Path(spool))
+            given = _rotations_of(manifest, rotations, source, stored, place, Path(spool))
             for file, path in files.items():
                 if file in headers:
                     writer.add(f"headers/{file}", headers[file])
@@ -140,11 +136,7 @@ def export_artifact(
             tolerances = _add_all(writer, tensors, stored)
             writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
         if check:
-            with (
-                tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made,
-                Reader(part) as reader,
-            ):
-                write_checkpoint(reader, source, Path(made) / out.name, progress)
+            _check(part, out, source, progress)
     size = sum(path.stat().st_size for path in files.values())
     return {"bytes": out.stat().st_size, "checkpoint_bytes": size}
 
@@ -169,28 +161,40 @@ def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
     return files
 
 
+def _check(artifact: Path, out: Path, source: DecoderModel, progress: Progress) -> None:
+    """Makes the checkpoint from the artifact once, beside `out`. Raises UserError if a hash differs."""
+    with tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made, Reader(artifact) as reader:
+        write_checkpoint(reader, source, Path(made) / out.name, progress)
+
+
 def _rotations_of(
     manifest: Manifest,
     file: str | Path | None,
     source: DecoderModel,
     stored: dict[str, tuple[Path, str]],
     place: BoundaryPlace | None,
-) -> Iterable[LayerRotation] | None:
+    spool: Path,
+) -> RotationsOfLayers | None:
+    """The rounded rotations of the checkpoint, in files in `spool`; None if it is not rotated."""
     if manifest.recipe.rotation.mode == "none":
         if file is not None:
             raise UserError("this checkpoint is not rotated: leave out `rotations`")
         return None
+    bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
+    found: Iterable[LayerRotation]
     if file is None:
         r3 = manifest.recipe.rotation.down_block is not None
-        return rotations_in(lambda name: read_dense(name, stored), source, place, r3=r3)
-    found, _ = open_rotations(
-        Path(file),
-        layers=len(source.layers),
-        hidden_size=source.hidden_size,
-        shape=source.heads,
-        down_width=source.widths["mlp"],
-    )
-    return found.values()
+        found = rotations_in(lambda name: read_dense(name, stored), source, place, r3=r3)
+    else:
+        opened, _ = open_rotations(
+            Path(file),
+            layers=len(source.layers),
+            hidden_size=source.hidden_size,
+            shape=source.heads,
+            down_width=source.widths["mlp"],
+        )
+        found = opened.values()
+    return spooled((rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found), spool)
 
 
 def round_bits(matrix: Tensor, bits: int) -> Tensor:
