@@ -7,7 +7,7 @@ from drot.cli.commands import Interrupted
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
 from drot.core.errors import UserError
-from drot.manifest.tables import Table, finite, number
+from drot.manifest.tables import Table, number
 
 if TYPE_CHECKING:
     from drot.reporting.sweep import SweepResult
@@ -76,19 +76,17 @@ def sweep(
 
 def print_sweep(result: "SweepResult") -> None:
     """Prints a table with a row for each cell, the skipped combinations, and the written files."""
-    from drot.reporting.rows import row_gap_closed, short_names
+    from drot.reporting.rows import columns
 
-    rows, texts = [], result.rows[0].dense
-    names = short_names(texts)
+    forms = {"perplexity": ".3f", "dense": ".3f", "gap": ".0%", "accuracy": ".1%", "seconds": ".1f"}
+    rows = []
     for row in result.rows:
-        cells = {field: str(row.cell.value(field)) for field in result.fields}
-        for text, dense in texts.items():
-            perplexity, gap = row.perplexity(text), row_gap_closed(row, result.rows, text)
-            cells[f"perplexity on {names[text]} (dense {dense:.3f})"] = finite(perplexity, ".3f")
-            cells[f"gap closed on {names[text]}"] = number(gap, ".0%")
-        if row.dense_accuracy:
-            cells[f"mean accuracy (dense {row.dense_mean_accuracy:.1%})"] = finite(row.mean_accuracy, ".1%")
-        rows.append(cells | {"seconds": f"{row.record['seconds']:.1f}"})
+        found = columns(row, result.rows, result.fields)
+        cells = {field: str(found[field]) for field in result.fields}
+        for heading, value in found.items():
+            if (kind := heading.split()[0]) in forms:
+                cells[heading] = number(value, forms[kind])
+        rows.append(cells)
     print_table(Table("Sweep", rows), texts=0)
     for each in result.skipped:
         if each.refused:

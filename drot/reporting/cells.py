@@ -1,9 +1,8 @@
 """The runs of the cells of a sweep, and what all cells share."""
 
-import contextlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,8 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
 from drot.core.hashes import json_digest, weights_record, with_digest
-from drot.evaluation.models import move_models
-from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
-from drot.evaluation.predictions import check_windows, predict
+from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexities
+from drot.evaluation.predictions import check_windows
 from drot.evaluation.tasks import load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name
 from drot.machine.environment import machine_name, versions
@@ -142,31 +140,25 @@ class CellRunner:
 
     def _measure(self, model: PreTrainedModel, *, may_be_broken: bool) -> Measured:
         """The figures of a model. A model without a finite loss is an error unless it `may_be_broken`."""
-        device = self.device
-        streamed = move_models([model], self.model, device)
-        if streamed and self.tasks is not None:
-            raise UserError(f"tasks need the whole of {self.model} on {device}, where it does not fit")
-        perplexities: dict[str, float | None] = dict.fromkeys(self.texts)
-        accuracies: dict[str, float | None] = {}
-        for source, tokens in self.texts.items():
-            predictions = predict(model, tokens, self.seqlen, device if streamed else None, self.progress)
-            with _none_if_broken(f"perplexity on {source}", may_be_broken):
-                perplexities[source] = perplexity_of(predictions, progress=self.progress)
-        if self.tasks is not None:
-            accuracies = dict.fromkeys(self.tasks.tasks)
-            with _none_if_broken("accuracy", may_be_broken):
+        perplexity: dict[str, float | None] = dict.fromkeys(self.texts)
+        accuracy: dict[str, float | None] = dict.fromkeys(self.tasks.tasks if self.tasks else ())
+        try:
+            perplexity |= perplexities(
+                model,
+                self.texts,
+                seqlen=self.seqlen,
+                device=self.device,
+                name=self.model,
+                progress=self.progress,
+            )
+            if self.tasks is not None:
+                if model.device != self.device:
+                    raise UserError(f"tasks need the whole of {self.model} on {self.device}: it does not fit")
                 check_logits(model)
                 scores = run_tasks(model, self.tokenizer, self.tasks)
-                accuracies = {name: score.accuracy for name, score in scores.items()}
-        return {"perplexity": perplexities, "accuracy": accuracies}
-
-
-@contextlib.contextmanager
-def _none_if_broken(figure: str, may_be_broken: bool) -> Iterator[None]:
-    """A block that ends with a warning, and without the figure, for a model without a finite loss."""
-    try:
-        yield
-    except BrokenModelError as error:
-        if not may_be_broken:
-            raise
-        logger.warning("a cell has no %s: %s", figure, error)
+                accuracy |= {name: score.accuracy for name, score in scores.items()}
+        except BrokenModelError as error:
+            if not may_be_broken:
+                raise
+            logger.warning("a cell has no figures: %s", error)
+        return {"perplexity": perplexity, "accuracy": accuracy}

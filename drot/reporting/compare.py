@@ -14,9 +14,7 @@ from drot.config.resolve import GIVEN_TOKENS
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.evaluation.evaluate import evaluate
-from drot.evaluation.models import move_models
-from drot.evaluation.perplexity import load_eval_tokens, perplexity_of
-from drot.evaluation.predictions import predict
+from drot.evaluation.perplexity import load_eval_tokens, perplexities
 from drot.evaluation.record import record as record_figures
 from drot.machine.devices import parse_dtype, pick_device
 from drot.manifest.manifest import Manifest, read_manifest
@@ -152,19 +150,18 @@ def _pruned(
         and result.manifest.calibration.sha256 != manifest.calibration.sha256
     ):
         logger.warning("the calibration tokens differ from those of the run: so does what they cost")
-    target = pick_device(device)
     cast_weights(result.model, parse_dtype(figures["dtype"]))
-    streamed = move_models([result.model], label, target)
-    perplexity = {
-        source: perplexity_of(
-            predict(result.model, tokens, figures["seqlen"], target if streamed else None, progress),
-            progress=progress,
-        )
-        for source, tokens in texts.items()
-    }
+    measured = perplexities(
+        result.model,
+        texts,
+        seqlen=figures["seqlen"],
+        device=pick_device(device),
+        name=label,
+        progress=progress,
+    )
     return ComparedModel(
         name=label,
-        perplexity=perplexity,
+        perplexity=measured,
         gap_closed=dict.fromkeys(texts),
         sparsity=result.manifest.sparsity,
         seconds=result.manifest.seconds.total,

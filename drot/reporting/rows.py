@@ -3,8 +3,7 @@
 import csv
 import math
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,23 +73,6 @@ class Row:
         """The perplexity on a text; None if it is not finite."""
         value: float | None = self.record["perplexity"][text]
         return value
-
-    @property
-    def mean_accuracy(self) -> float | None:
-        """The mean accuracy of all tasks; None without tasks, and if the logits are not finite."""
-        values = self.record["accuracy"].values()
-        return statistics.fmean(values) if values and None not in values else None
-
-    @property
-    def dense_mean_accuracy(self) -> float | None:
-        return statistics.fmean(self.dense_accuracy.values()) if self.dense_accuracy else None
-
-
-def short_names(texts: Iterable[str]) -> dict[str, str]:
-    """Text → its name without the folder, or the whole of it where two texts have the same name."""
-    names = {text: Path(text).name for text in texts}
-    counts = Counter(names.values())
-    return {text: name if counts[name] == 1 else text for text, name in names.items()}
 
 
 def not_rotated(row: Row, rows: Sequence[Row]) -> Row | None:
