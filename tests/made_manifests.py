@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from drot.checkpoint.manifest import Manifest
 from drot.config import Recipe, ResolvedRecipe, resolve
-from drot.manifest.manifest import Manifest
 
 MACHINE = {"processor": "x86_64", "gpu": None}
 TRAINED = {

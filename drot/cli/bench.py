@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from drot.checkpoint.tables import NONE, Table
 from drot.cli.output import print_json, print_table, three_digits
 from drot.cli.progress_bars import working
 from drot.core.errors import UserError
-from drot.manifest.tables import NONE, Table
 
 
 def bench(

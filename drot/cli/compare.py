@@ -4,9 +4,9 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drot.checkpoint.tables import Table, number, short
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
-from drot.manifest.tables import Table, number, short
 
 if TYPE_CHECKING:
     from drot.reporting.compare import ComparedModel

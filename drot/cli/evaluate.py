@@ -7,11 +7,11 @@ from typing import Any
 
 import typer
 
+from drot.checkpoint.tables import Table
 from drot.cli.log import tell
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
 from drot.core.errors import UserError
-from drot.manifest.tables import Table
 
 
 def evaluate(

@@ -39,7 +39,7 @@ def info(
     if not path_exists(folder) or not folder.is_dir():
         reason = "is a file" if path_exists(folder) else "does not exist"
         raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
-    from drot.manifest.manifest import accept_files, read_any_manifest
+    from drot.checkpoint.manifest import accept_files, read_any_manifest
 
     if accept:
         print_line(f"{len(accept_files(folder).files)} files in {folder} are recorded as they are now")
@@ -55,8 +55,8 @@ def info(
 
 def _is_other_model(folder: Path) -> bool:
     """Whether `folder` is a model that drot has not written: a folder, or a name on the hub."""
+    from drot.checkpoint.manifest import MANIFEST
     from drot.core.hub import HUB_NAME
-    from drot.manifest.manifest import MANIFEST
 
     if not path_exists(folder):
         return len(folder.parts) == 2 and HUB_NAME.fullmatch(str(folder)) is not None

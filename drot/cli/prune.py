@@ -24,7 +24,7 @@ from drot.core import torchrun
 from drot.core.errors import UserError
 
 if TYPE_CHECKING:
-    from drot.manifest.manifest import Manifest
+    from drot.checkpoint.manifest import Manifest
 
 DEFAULT = Recipe()
 #: the options that set fields of the recipe, by panel; what is named here differs from the field

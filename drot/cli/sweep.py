@@ -3,11 +3,11 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drot.checkpoint.tables import Table, number
 from drot.cli.commands import Interrupted
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
 from drot.core.errors import UserError
-from drot.manifest.tables import Table, number
 
 if TYPE_CHECKING:
     from drot.reporting.sweep import SweepResult

@@ -14,12 +14,20 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.hf_model import as_drot_model
+from drot.checkpoint.importance import load_importance_maps, save_importance_maps
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
+from drot.checkpoint.manifest import (
+    FORMAT_VERSION,
+    MANIFEST,
+    CheckpointManifest,
+    read_any_manifest,
+)
 from drot.checkpoint.quantization_config import (
     format_of,
     quantization_config_of,
     refuse_quantised,
 )
+from drot.checkpoint.records import FinetuneRecord
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import size_of
 from drot.config import FinetuneConfig
@@ -31,14 +39,6 @@ from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
 from drot.machine.devices import is_gpu, pick_device
-from drot.manifest.importance import load_importance_maps, save_importance_maps
-from drot.manifest.manifest import (
-    FORMAT_VERSION,
-    MANIFEST,
-    CheckpointManifest,
-    read_any_manifest,
-)
-from drot.manifest.records import FinetuneRecord
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
 from drot.model.sizes import positions_of

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from drot.checkpoint.records import PlaceOfStates
 from drot.config import Recipe, ResolvedRecipe
 from drot.machine.devices import DTYPES, computing_dtype, dtype_name
 from drot.machine.environment import machine_name
-from drot.manifest.records import PlaceOfStates
 from drot.model.decoder import DecoderModel
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import (

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
+from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.save import check_output
 from drot.checkpoint.size import check_space, size_of, weight_bytes
@@ -29,7 +30,6 @@ from drot.core.version import __version__
 from drot.machine.environment import machine, versions
 from drot.machine.products import fp32_products
 from drot.machine.ranks import RankEnded, Ranks, joined
-from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import sizes_of

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_tokenizer
+from drot.checkpoint.manifest import Manifest, read_manifest
+from drot.checkpoint.tables import gap_closed
 from drot.config import Recipe, RotationConfig
 from drot.config.resolve import GIVEN_TOKENS
 from drot.core.errors import UserError
@@ -17,8 +19,6 @@ from drot.evaluation.evaluate import evaluate
 from drot.evaluation.perplexity import load_eval_tokens, perplexities
 from drot.evaluation.record import record as record_figures
 from drot.machine.devices import parse_dtype, pick_device
-from drot.manifest.manifest import Manifest, read_manifest
-from drot.manifest.tables import gap_closed
 from drot.pipeline.prune import prune
 
 logger = logging.getLogger("drot")

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from drot.manifest.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
+from drot.checkpoint.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.reporting.drawing import SERIES, Chart, axes, legend
 from drot.reporting.runs import Importance, Run
 

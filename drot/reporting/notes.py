@@ -4,7 +4,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 
-from drot.manifest.tables import short
+from drot.checkpoint.tables import short
 from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, final_error
 
 #: a layer is unusual if its output error is this many times the median of its neighbours

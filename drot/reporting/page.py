@@ -6,8 +6,8 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
+from drot.checkpoint.tables import short
 from drot.core.version import __version__
-from drot.manifest.tables import short
 from drot.reporting import notes, tables
 from drot.reporting.drawing import Chart
 from drot.reporting.runs import Run, measurements

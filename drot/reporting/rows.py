@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.manifest import Manifest
+from drot.checkpoint.tables import gap_closed
 from drot.config import resolve
 from drot.core.files import new_file
-from drot.manifest.manifest import Manifest
-from drot.manifest.tables import gap_closed
 from drot.reporting.grid import Cell, Skipped, effective
 from drot.reporting.runs import REMOVED_IMPORTANCE, Run
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from drot.config import Recipe
-from drot.core.errors import UserError
-from drot.manifest.importance import load_importance_maps
-from drot.manifest.manifest import Manifest, read_manifest
-from drot.manifest.records import (
+from drot.checkpoint.importance import load_importance_maps
+from drot.checkpoint.manifest import Manifest, read_manifest
+from drot.checkpoint.records import (
     AgreementRecord,
     Baselines,
     EvaluationRecord,
@@ -19,7 +17,9 @@ from drot.manifest.records import (
     RotationRecord,
     TrainingRecord,
 )
-from drot.manifest.tables import gap_closed, short
+from drot.checkpoint.tables import gap_closed, short
+from drot.config import Recipe
+from drot.core.errors import UserError
 
 #: before and after the rotation
 BASES = ("before", "after")

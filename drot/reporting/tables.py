@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from drot.manifest.records import LinearRecord
-from drot.manifest.tables import Table, change, facts, layers_table, number, short, times_table
+from drot.checkpoint.records import LinearRecord
+from drot.checkpoint.tables import Table, change, facts, layers_table, number, short, times_table
 from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, tasks
 
 

@@ -19,11 +19,11 @@ from drot.checkpoint.artifact import prediction as predicting
 from drot.checkpoint.artifact.apply import apply_artifact
 from drot.checkpoint.artifact.export import export_artifact
 from drot.checkpoint.load import load_model
+from drot.checkpoint.manifest import accept_files
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.core.hashes import tensors_digest
-from drot.manifest.manifest import accept_files
 
 #: of the checkpoints of models with three layers
 SHARD = "model-00001-of-00004.safetensors"

@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.evaluation.speed import measure_speed
 from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
-from drot.manifest.manifest import read_manifest
 from drot.model.families import linear_names
 from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart, fuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears

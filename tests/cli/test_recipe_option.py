@@ -5,9 +5,9 @@ import json
 import pytest
 from made_manifests import made_manifest
 
+from drot.checkpoint.manifest import write_manifest
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig, resolve
-from drot.manifest.manifest import write_manifest
 
 RECIPE = Recipe(
     rotation=RotationConfig(mode="none"),

@@ -6,11 +6,11 @@ import pytest
 from made_manifests import made_manifest
 from rich.console import Console
 
+from drot.checkpoint.manifest import write_manifest
+from drot.checkpoint.tables import Table, times_table
 from drot.cli import app
 from drot.cli import output as tables
 from drot.config import Recipe
-from drot.manifest.manifest import write_manifest
-from drot.manifest.tables import Table, times_table
 
 
 @pytest.mark.parametrize("objective", ["pruned", "entropy"])

@@ -10,6 +10,7 @@ import torch
 from small_models import random_text, random_tokens, save_small_model, small_model
 
 import drot
+from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import BrokenModelError, UserError
@@ -18,7 +19,6 @@ from drot.evaluation import models as evaluated_models
 from drot.evaluation.evaluate import evaluate
 from drot.evaluation.models import Original, loaded_bytes
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.manifest.manifest import read_manifest, update_manifest
 from drot.reporting.demo import HELD_OUT, MODEL
 
 

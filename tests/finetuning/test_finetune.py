@@ -21,12 +21,12 @@ import drot
 from drot import CalibrationConfig, FinetuneConfig, PruningConfig, Recipe, RotationConfig
 from drot.checkpoint.convert import convert
 from drot.checkpoint.load import load_model, load_tokenizer
+from drot.checkpoint.manifest import accept_files, read_any_manifest, read_manifest
 from drot.cli import app as cli
 from drot.cli.commands import imported
 from drot.config import FINETUNE_LR, default_seqlen
 from drot.core.errors import UserError
 from drot.finetuning import finetune as module
-from drot.manifest.manifest import accept_files, read_any_manifest, read_manifest
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import unpack_model

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import torch
 
+from drot.checkpoint.integrity import folder_records
 from drot.cli import app as cli
-from drot.manifest.integrity import folder_records
 from drot.reporting.demo import HELD_OUT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))

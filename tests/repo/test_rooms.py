@@ -27,7 +27,6 @@ ROOMS = [
     "pruning",
     "rotation",
     "sparse",
-    "manifest",
     "checkpoint",
     "pipeline",
     "evaluation",

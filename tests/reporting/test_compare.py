@@ -6,11 +6,11 @@ import pytest
 from small_models import random_text, random_tokens, save_small_model, small_model
 
 import drot
+from drot.checkpoint.manifest import read_manifest
+from drot.checkpoint.tables import evaluation_figures
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, Recipe, RotationConfig
 from drot.evaluation.evaluate import evaluate
-from drot.manifest.manifest import read_manifest
-from drot.manifest.tables import evaluation_figures
 from drot.reporting.runs import measurements, read_run
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import drot
+from drot.checkpoint.manifest import accept_files
 from drot.cli import app as cli
 from drot.core.errors import UserError
-from drot.manifest.manifest import accept_files
 from drot.reporting.drawing import SERIES
 from drot.reporting.runs import REMOVED_IMPORTANCE, read_run
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from made_manifests import made_agreement, made_evaluation, made_manifest
 
+from drot.checkpoint.importance import HISTOGRAM_BINS
 from drot.config import Recipe, resolve
-from drot.manifest.importance import HISTOGRAM_BINS
 from drot.reporting.notes import summary, unusual, verdict
 from drot.reporting.runs import Run, measurements, tasks
 from drot.reporting.tables import lost_table, run_tables

@@ -24,7 +24,9 @@ from drot.checkpoint.artifact.tensors import (
     read_dense,
     stored_names,
 )
+from drot.checkpoint.integrity import files_in, folder_records, is_loaded, verified_while_loading
 from drot.checkpoint.load import load_config
+from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.quantization_config import boundary_of
 from drot.checkpoint.rotations import open_rotations
 from drot.config import BoundaryPlace
@@ -36,8 +38,6 @@ from drot.core.hashes import parts_digest
 from drot.core.lock import locked
 from drot.core.reading import check_regular
 from drot.machine.environment import versions
-from drot.manifest.integrity import files_in, folder_records, is_loaded, verified_while_loading
-from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation, RotationsOfLayers

@@ -9,16 +9,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from drot.core.errors import quoted
-from drot.core.files import new_file
-from drot.core.hub import HUB_NAME
-from drot.core.reading import read_bytes
-from drot.manifest.manifest import (
+from drot.checkpoint.manifest import (
     CheckpointManifest,
     Manifest,
     update_manifest,
 )
-from drot.manifest.tables import evaluation_figures, finetune_line, measured
+from drot.checkpoint.tables import evaluation_figures, finetune_line, measured
+from drot.core.errors import quoted
+from drot.core.files import new_file
+from drot.core.hub import HUB_NAME
+from drot.core.reading import read_bytes
 
 logger = logging.getLogger("drot")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from drot.manifest.tables import gap_closed
+from drot.checkpoint.tables import gap_closed
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Field
 
-from drot.config.recipe_file import MANIFEST
-from drot.core.checks import shortened
-from drot.core.errors import UserError
-from drot.core.files import write_json
-from drot.core.hashes import DIGEST, digest_fits, with_digest
-from drot.core.reading import Entries, check_schema, read_json
-from drot.manifest.integrity import Files, folder_records
-from drot.manifest.records import (
+from drot.checkpoint.integrity import Files, folder_records
+from drot.checkpoint.records import (
     EvaluationRecord,
     FinetuneRecord,
     GivenRotations,
@@ -33,6 +27,12 @@ from drot.manifest.records import (
     TokensRecord,
     Versions,
 )
+from drot.config.recipe_file import MANIFEST
+from drot.core.checks import shortened
+from drot.core.errors import UserError
+from drot.core.files import write_json
+from drot.core.hashes import DIGEST, digest_fits, with_digest
+from drot.core.reading import Entries, check_schema, read_json
 
 logger = logging.getLogger("drot")
 

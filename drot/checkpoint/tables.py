@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from drot.checkpoint.manifest import CheckpointManifest, Manifest
+from drot.checkpoint.records import EvaluationRecord, FinetuneRecord, LayerRecord
 from drot.config import Recipe
 from drot.config.resolve import GIVEN_TOKENS
-from drot.manifest.manifest import CheckpointManifest, Manifest
-from drot.manifest.records import EvaluationRecord, FinetuneRecord, LayerRecord
 
 #: the cell of a figure that there is not
 NONE = "-"

@@ -16,15 +16,15 @@ from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import drot
+from drot.checkpoint import card as cards
+from drot.checkpoint.card import card, write_card
 from drot.checkpoint.convert import convert
+from drot.checkpoint.manifest import read_manifest, update_manifest
+from drot.checkpoint.records import EvaluationRecord
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig
 from drot.evaluation.record import record
-from drot.manifest import card as cards
-from drot.manifest.card import card, write_card
-from drot.manifest.manifest import read_manifest, update_manifest
-from drot.manifest.records import EvaluationRecord
 
 EVALUATION = made_evaluation(
     {"some/where/wiki.txt": 5.25, "other.txt": None},

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from drot.checkpoint.integrity import recorded_files
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.hashes import damage
-from drot.manifest.integrity import recorded_files
 
 #: Not a safetensors file: engines such as vLLM load the tensors of every *.safetensors file in the folder.
 IMPORTANCE_MAPS = "drot-figures.npz"

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot.checkpoint import load
 from drot.checkpoint.convert import convert
+from drot.checkpoint.manifest import accept_files, read_manifest, update_manifest
 from drot.checkpoint.verify import verify_folder
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core import hashes
 from drot.core.errors import UserError
-from drot.manifest.manifest import accept_files, read_manifest, update_manifest
 
 TOKENS = random_tokens(2, 40)
 
