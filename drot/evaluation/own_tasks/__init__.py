@@ -1,1 +1,0 @@
-"""The tasks that come with drot, in the format of lm_eval."""
