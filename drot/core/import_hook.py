@@ -1,7 +1,7 @@
 """Registers drot with torch and transformers when a program imports them.
 
-torch must learn drot's ops, and transformers must learn to open drot's checkpoints. Neither has an entry point
-by which it would import an installed package: somebody must import the modules of drot that register
+torch must learn drot's ops, and transformers must learn to open drot's checkpoints. Neither has an entry
+point by which it would import an installed package: somebody must import the modules of drot that register
 themselves. `import drot` and `drot --help` must be fast, so they cannot import torch and transformers, which
 take seconds. `import drot` installs an import hook instead. Right after the program
 imports torch, or a module with a registry, the hook imports the module of drot that registers there.

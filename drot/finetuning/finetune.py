@@ -29,12 +29,11 @@ from drot.checkpoint.quantization_config import (
 )
 from drot.checkpoint.records import FinetuneRecord
 from drot.checkpoint.save import check_output, save_checkpoint
-from drot.checkpoint.size import size_of
+from drot.checkpoint.size import check_space, size_of
 from drot.config import FinetuneConfig
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.core.files import reserved
 from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
 from drot.finetuning.text import split_text
@@ -151,7 +150,8 @@ def _finetune(
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
     packed = is_packed(loaded)
-    size = _size_of_result(loaded, config)
+    if out is not None and is_main_process():
+        check_space(out, _size_of_result(loaded, config))
     if packed:
         loaded.dequantize()
     share = DecoderModel(loaded).zero_share()
@@ -164,14 +164,8 @@ def _finetune(
     # it imports accelerate, which takes seconds
     from drot.finetuning.run import run_finetuning
 
-    # a disk that is full when hours of training end would lose them
-    space = contextlib.nullcontext() if out is None or not is_main_process() else reserved(out, size)
     try:
-        with (
-            space,
-            tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder,
-            torch.random.fork_rng(),
-        ):
+        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng():
             trained, record = run_finetuning(
                 loaded,
                 config,
