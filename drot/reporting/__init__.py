@@ -1,1 +1,1 @@
-"""A page with the figures of one run, or of several runs side by side, made from their manifests."""
+"""Pruned models side by side: with the dense original, over a grid of recipes; the page of a run; the demo."""
