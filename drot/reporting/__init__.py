@@ -1,1 +1,1 @@
-"""Pruned models side by side: with the dense original, over a grid of recipes; the page of a run; the demo."""
+"""Pruned models next to the dense one and to others: comparison, grid of recipes, page of a run, demo."""

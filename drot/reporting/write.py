@@ -15,7 +15,7 @@ from drot.reporting.runs import Run, read_run
 
 #: name of the page in the folder of a run
 PAGE = "report.html"
-#: most linears in a page without a choice; each takes about 50 KB and a quarter of a second
+#: most linears in a page without a choice; each takes about 60 KB and a quarter of a second
 MOST_LINEARS = 14
 
 

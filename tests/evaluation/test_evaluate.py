@@ -251,12 +251,11 @@ def test_a_repeated_measurement_replaces_its_entry(own):
     assert entries[1].perplexity == figures["perplexity"]
 
 
-@pytest.mark.parametrize("options", [[], ["--no-record"]])
-def test_a_broken_manifest_is_found_before_the_work(own, monkeypatch, capsys, options):
+def test_a_broken_manifest_is_found_before_the_work(own, monkeypatch, capsys):
     file = own / "rotated/drot.json"
     file.write_text(file.read_text().replace('"output_error"', '"0utput_error"'))
     monkeypatch.setattr(evaluation, "load_tokenizer", lambda *args: pytest.fail("the work began"))
-    assert cli.run(["eval", str(own / "rotated"), "--ppl", str(HELD_OUT), *options]) == 2
+    assert cli.run(["eval", str(own / "rotated"), "--ppl", str(HELD_OUT)]) == 2
     told = capsys.readouterr()
     assert "lacks layers.0.linears" in told.err and told.out == ""
 

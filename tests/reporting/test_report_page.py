@@ -35,7 +35,7 @@ def test_the_page_is_whole_and_loads_nothing(page):
     outside = {reference for reference in found if not reference.startswith(("data:", "#"))}
     assert outside == {"https://arxiv.org/abs/2505.23049"}  # a link
     assert "default-src 'none'" in page
-    assert len(page) < 100e3 + 30e3 * 4  # so that the embedded model's 56 linears stay below 2 MB
+    assert len(page) < 40e3 * (4 + 2 * 4)  # of the charts
 
 
 def test_names_are_escaped(page):
