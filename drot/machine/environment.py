@@ -5,7 +5,6 @@ import hashlib
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -76,15 +75,6 @@ def machine_name(device: torch.device) -> str:
     capability = torch.backends.cpu.get_cpu_capability()
     threads = torch.get_num_threads()
     return f"{platform.machine()} CPU ({capability}), {threads} thread{'' if threads == 1 else 's'}"
-
-
-def processor_name() -> str:
-    """The name of the processor; its architecture where the system does not tell the name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def _cusparselt() -> dict[str, Any]:
