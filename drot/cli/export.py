@@ -12,7 +12,6 @@ def export(
     out: Path,
     model: str | None = None,
     rotations: Path | None = None,
-    no_check: bool = False,
     as_json: bool = False,
 ) -> None:
     """Write what DIR has beyond the dense MODEL as one small file, from which drot apply makes DIR again.
@@ -25,9 +24,7 @@ def export(
     Arguments:
         folder DIR: A checkpoint that drot prune wrote, dense or packed.
     Output:
-        out: File to write. It must be new.
-        no_check: Do not make DIR from the file once, to compare the hashes. The check takes as long as drot
-            apply, and the space of DIR beside --out.
+        out: File to write. It must be new. DIR is made from it once beside it, to compare the hashes.
         as_json:
     Source:
         model MODEL: The dense model from which DIR was made: a name on the Hugging Face hub, or a local
@@ -38,9 +35,7 @@ def export(
     from drot.checkpoint.artifact.export import export_artifact
 
     with working() as progress:
-        result = export_artifact(
-            folder, out, model=model, rotations=rotations, check=not no_check, progress=progress
-        )
+        result = export_artifact(folder, out, model=model, rotations=rotations, progress=progress)
     if as_json:
         print_json({"out": out, **result})
     else:

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from drot.cli.commands import Interrupted
+from drot.cli.dry_run import show_needs
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import SOURCES, given_options, options_of
 from drot.cli.output import print_json, print_line, print_manifest, saved_line
+from drot.cli.ranks import launch
 from drot.cli.recipe import (
     asked_recipe,
     check_rotations_file,
@@ -19,6 +21,7 @@ from drot.cli.recipe import (
     progress_of,
     run_settings,
 )
+from drot.cli.sensitivity import show_sensitivity
 from drot.config import Recipe
 from drot.core import torchrun
 from drot.core.errors import UserError
@@ -117,23 +120,20 @@ def prune(
             method.
     Calibration:
     Output:
-        out: Folder to write. It must be new or empty. Its disk needs space for the checkpoint and, while the
-            run lasts, 8 bytes for each number of a rotation. Not with --sensitivity.
+        out: Folder to write. It must be new or empty. Not with --sensitivity.
         dry_run: Load no weights and write nothing. Print every setting of the run and what it needs: disk,
             memory and calibration tokens.
         fit SIZE: Fit the run into this memory of the GPU, as in 24GB, by the estimate of --dry-run. As far as
             needed, and where this command line does not set them, --layers-per-step, --recover, --solve and
             --target change. drot says which.
         sensitivity: Write no model. Print the output error of each linear at 2:4, 4:8, 50 % and the
-            sparsities of this command line, which helps to choose --keep and --sparsity-of. The rotations are
-            trained for the sparsities of this command line, in the dense model.
+            sparsities of this command line, for which the rotations are trained in the dense model.
         format:
         save_dtype:
         as_json:
     Run:
         device [auto|cpu|cuda|cuda:N]: Device to use. auto is the first GPU, or the CPU if there is no GPU.
-        gpus N: Share the run between N GPUs of this machine: torchrun starts N processes. With --device cpu
-            they share the CPU.
+        gpus N: Share the run between N GPUs of this machine, or with --device cpu N processes.
         dtype:
         resume: Continue an interrupted run with the same --out. A finished run is left as it is.
     """
@@ -145,23 +145,17 @@ def prune(
         raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as --recipe")
     if sensitivity:
         check_no_output(asked, given)
-        from drot.cli.sensitivity import show_sensitivity
-
         show_sensitivity(model, asked.recipe, as_json, device=device, dtype=dtype, rotations=rotations)
         return
     of_the_run = run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
     if fit is not None:
         asked = fit_recipe(asked, fit, model, given, device=device, rotations=rotations, **of_the_run)
     if dry_run:
-        from drot.cli.dry_run import show_needs
-
         show_needs(model, asked.recipe, as_json, device=device, rotations=rotations, **of_the_run)
         return
     if out is None:
         raise UserError("--out is missing: name the folder to write, or use --sensitivity or --dry-run")
     if gpus is not None and torchrun.world_size() == 1:
-        from drot.cli.ranks import launch
-
         raise typer.Exit(launch(ctx.obj, gpus))
     check_rotations_file(asked.manifest, rotations)
     of_the_run |= {"rotations": rotations, "save_rotations_to": save_rotations_to, "resume": resume}

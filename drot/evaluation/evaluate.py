@@ -1,5 +1,6 @@
 """Perplexity, agreement with a dense original, and accuracy in tasks, for one model or several."""
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,9 +74,8 @@ def evaluate(
     tasks: task → accuracy in [0, 1]. task_details: task → metric, number of examples in the prompt, stderr.
     averages: suite → mean accuracy of its tasks, for `paper`.
 
-    Raises UserError for a wrong argument, model, text or task, and BrokenModelError for a model without a
-    finite loss. Arguments, texts and tasks are checked before the weights are loaded. Models are loaded one
-    after the other.
+    Raises UserError for a wrong argument, model, text or task, before the weights are loaded, and
+    BrokenModelError for a model without a finite loss. Models are loaded one after the other.
 
     Args:
         models: names on the Hugging Face hub or local folders.
@@ -98,22 +98,16 @@ def evaluate(
     original = None if against is None else str(against)
     options, target = TaskOptions(limit, batch_size, num_fewshot), pick_device(device)
     _check_arguments(sources, tasks, original, options, dtype, stream)
-    if limit is not None and record:
-        logger.warning("figures of %d questions of a task are not recorded", limit)
-        record = False
-    for name in names if record else ():
-        check_recordable(name)
-    everyone = [*names] if original is None else [*names, original]
+    record = record and _can_record(names, limit)
+    everyone = [*names, *([original] if original else [])]
     configs = {name: load_config(name).get_text_config() for name in everyone}
     for config in configs.values() if stream else ():
         family_of(config)
     if seqlen is None:
         seqlen = min(default_seqlen(positions_of(config)) for config in configs.values())
     tokenizers = {name: load_tokenizer(name) for name in everyone}
-    texts = {
-        name: {s: load_eval_tokens(s, tokenizers[name], text_column, progress) for s in sources}
-        for name in everyone
-    }
+    read = functools.partial(load_eval_tokens, text_column=text_column, progress=progress)
+    texts = {name: {s: read(s, tokenizers[name]) for s in sources} for name in everyone}
     _check_texts(texts, configs, seqlen, original)
     prepared = load_tasks(tasks) if tasks else None
     progress(ProgressEvent(phase="load"))
@@ -149,6 +143,16 @@ def _check_arguments(
         raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
     if stream and tasks:
         raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
+
+
+def _can_record(names: Sequence[str], limit: int | None) -> bool:
+    """Whether figures are recorded. Raises UserError for a broken manifest."""
+    if limit is not None:
+        logger.warning("figures of %d questions of a task are not recorded", limit)
+        return False
+    for name in names:
+        check_recordable(name)
+    return True
 
 
 def _check_texts(

@@ -60,13 +60,13 @@ def export_artifact(
     *,
     model: str | Path | None = None,
     rotations: str | Path | None = None,
-    check: bool = True,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Writes the file `out`, from which `apply_artifact` makes the checkpoint again, byte for byte.
 
     The file holds rotations, masks and, for kept weights that pruning has changed, the change. It holds no
-    weight of the dense model. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint}.
+    weight of the dense model. The checkpoint is made from it once, in a temporary folder beside `out`, and
+    its hashes are compared. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint}.
 
     Raises UserError for a checkpoint that drot did not make or whose weights are damaged, and for another
     model or other rotations than those of the checkpoint.
@@ -78,8 +78,6 @@ def export_artifact(
             in drot.json.
         rotations: the file that `save_rotations_to` wrote in the run. None computes the rotations from the
             checkpoint and the dense model; their rounding makes the artifact larger.
-        check: whether to make the checkpoint from the artifact once, in a temporary folder beside `out`, and
-            to compare its hashes. It takes as long as `apply_artifact`, and the space of the checkpoint.
         progress: the callback for ProgressEvents.
     """
     is_a("checkpoint", checkpoint, str, Path)
@@ -99,11 +97,7 @@ def export_artifact(
     source = open_source(name)
     place = boundary_of(load_config(folder))
     headers = {name: header_bytes(path) for name, path in files.items() if holds_weights(Path(name))}
-    stored = {
-        tensor: (files[file], dtype)
-        for file, header in headers.items()
-        for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
-    }
+    stored = _stored(files, headers)
     # of weights and config.json, the hashes in the manifest are compared while they are read
     known = {name: record for name, record in manifest.files.items() if is_loaded(name)}
     records = folder_records(folder, files, known=known)
@@ -135,8 +129,7 @@ def export_artifact(
             tensors = reported(predictions(source, given, place), "export", len(source.layers), progress)
             tolerances = _add_all(writer, tensors, stored)
             writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
-        if check:
-            _check(part, out, source, progress)
+        _check(part, out, source, progress)
     size = sum(path.stat().st_size for path in files.values())
     return {"bytes": out.stat().st_size, "checkpoint_bytes": size}
 
@@ -159,6 +152,15 @@ def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
     if not any(holds_weights(Path(name)) for name in files):
         raise UserError(f"{folder} holds no model.safetensors: name a folder that drot prune wrote")
     return files
+
+
+def _stored(files: dict[str, Path], headers: dict[str, bytes]) -> dict[str, tuple[Path, str]]:
+    """Name → file and dtype of each tensor of the checkpoint."""
+    return {
+        tensor: (files[file], dtype)
+        for file, header in headers.items()
+        for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
+    }
 
 
 def _check(artifact: Path, out: Path, source: DecoderModel, progress: Progress) -> None:
