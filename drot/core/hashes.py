@@ -59,12 +59,16 @@ def digest_fits(data: Mapping[str, Any]) -> bool:
 # ---- tensors -----------------------------------------------------------------------------------------
 
 
-def parts_digest(parts: "Iterable[Mapping[str, Tensor]]", sample: int | None = None) -> str:
-    """The SHA-256 of names, dtypes, shapes and bytes of all tensors of `parts`, which may be on any device.
+def tensors_digest(tensors: "Mapping[str, Tensor]", sample: int | None = None) -> str:
+    """The SHA-256 of the names, dtypes, shapes and bytes of `tensors`, which may be on any device.
 
-    parts: name → tensor, asked for one part after the other.
     sample: bytes to hash at each end of a tensor; None hashes all bytes.
     """
+    return parts_digest([tensors], sample)
+
+
+def parts_digest(parts: "Iterable[Mapping[str, Tensor]]", sample: int | None = None) -> str:
+    """`tensors_digest` of all tensors of `parts`, which are asked for one after the other."""
     digests: dict[str, str] = {}
     for part in parts:
         digests |= in_threads(partial(_named_digest, part, sample), sorted(part))
