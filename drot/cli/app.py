@@ -1,8 +1,8 @@
 """The command `drot`: its subcommands, its exit status, and its error messages of one line.
 
 Results go to stdout, progress and errors to stderr. The exit status is 0 for success, 1 for a fault of drot
-(--debug shows the traceback) or a model without a finite loss, 2 for a mistake of the user, 130 after Ctrl-C,
-and 143 after SIGTERM.
+(--debug shows the traceback), a model without a finite loss or one that fails `drot eval --fail-above`, 2 for
+a mistake of the user, 130 after Ctrl-C, and 143 after SIGTERM.
 """
 
 import errno

@@ -1,12 +1,17 @@
 """The command `drot eval`, and its tables."""
 
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from drot.checkpoint.tables import Table
+from drot.cli.log import tell
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
+from drot.core.errors import UserError
 
 
 def evaluate(
@@ -22,6 +27,7 @@ def evaluate(
     device: str = "auto",
     dtype: str = "auto",
     stream: bool = False,
+    fail_above: float | None = None,
     no_record: bool = False,
     as_json: bool = False,
 ) -> None:
@@ -53,6 +59,8 @@ def evaluate(
         stream: Read one decoder layer at a time from the files, for models that are larger than the GPU or
             the main memory. A model that does not fit is streamed in any case. Not with --tasks.
     Output:
+        fail_above PERPLEXITY: Exit with status 1 if the perplexity of a model on the first text is above this
+            figure, after all figures were printed and recorded. For tests that watch a model.
         no_record: Leave drot.json as it is. Otherwise the figures are added to the drot.json of each model
             that has one; they replace those of the same measurement.
         as_json:
@@ -61,6 +69,8 @@ def evaluate(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     texts = ppl or ([] if names and against is None else ["wikitext2"])
+    if fail_above is not None:
+        check_bound(fail_above, texts)
     with working() as progress:
         results = evaluation.evaluate(
             models,
@@ -82,6 +92,26 @@ def evaluate(
         print_json(results[0] if len(results) == 1 else results)
     else:
         print_figures(results)
+    if fail_above is not None:
+        fail(results, texts[0], fail_above)
+
+
+def check_bound(fail_above: float, texts: list[str]) -> None:
+    """Raises UserError for a bound that no perplexity is compared with, or that is no number above 0."""
+    if not texts:
+        raise UserError("`fail_above` compares the perplexity on a text: name one as `ppl`")
+    if not (math.isfinite(fail_above) and fail_above > 0):
+        raise UserError(f"`fail_above` must be a finite number above 0; got {fail_above:g}")
+
+
+def fail(results: list[dict[str, Any]], text: str, bound: float) -> None:
+    """Says which models have a perplexity above `bound` on `text`, and exits with status 1 if one has."""
+    above = {figures["model"]: figures["perplexity"][text] for figures in results}
+    above = {model: perplexity for model, perplexity in above.items() if perplexity > bound}
+    if above:
+        named = ", ".join(f"{perplexity:.3f} of {model}" for model, perplexity in above.items())
+        tell(f"drot: the perplexity on {text} is above {bound:g}: {named}")
+        raise typer.Exit(1)
 
 
 def print_figures(results: list[dict[str, Any]]) -> None:

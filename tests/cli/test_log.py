@@ -44,6 +44,40 @@ def test_progress_as_json_is_one_object_a_line(runs, capsys):
     assert found == [first, last]
 
 
-def test_a_wrong_value_is_refused_before_the_run(capsys):
-    prune("--progress", "xml")
-    assert "--progress must be one of auto, json, none" in one_line(capsys.readouterr().err)
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [(["--progress", "xml"], "--progress must be one of auto, json, none")],
+)
+def test_wrong_values_are_refused_before_the_run(options, problem, capsys):
+    prune(*options)
+    assert problem in one_line(capsys.readouterr().err)
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """Replaces the measurement of `drot eval` by figures of two texts."""
+    shown = {"tokens": 1, "windows": 1, "sha256": "0", "split": None}
+
+    def evaluate(models, *, ppl, **options):
+        one = {"seqlen": 8, "dtype": "float32", "machine": "cpu", "streamed": False, "against": None}
+        rest = {"agreement": {}, "tasks": {}, "task_details": {}, "averages": {}}
+        texts = dict.fromkeys(ppl, shown)
+        perplexities = {text: 10.0 + 5 * index for index, text in enumerate(ppl)}
+        return [{"model": m, "texts": texts, "perplexity": perplexities, **one, **rest} for m in models]
+
+    monkeypatch.setattr("drot.evaluation.evaluate.evaluate", evaluate)
+
+
+@pytest.mark.parametrize(("bound", "status"), [("10.0", 0), ("9.5", 1)])
+def test_fail_above_compares_the_first_text_after_the_figures(figures, capsys, bound, status):
+    arguments = ["eval", "m", "--ppl", "a.txt", "--ppl", "b.txt", "--fail-above", bound]
+    assert cli.run(arguments) == status
+    told = capsys.readouterr()
+    assert "perplexity on b.txt" in told.out and "15.000" in told.out
+    assert told.err == status * "drot: the perplexity on a.txt is above 9.5: 10.000 of m\n"
+
+
+@pytest.mark.parametrize("options", [["--fail-above", "nan"], ["--fail-above", "9", "--tasks", "piqa"]])
+def test_a_bound_without_meaning_is_refused(figures, options, capsys):
+    assert cli.run(["eval", "m", *options]) == 2
+    assert "--fail-above" in one_line(capsys.readouterr().err)
