@@ -45,8 +45,8 @@ def evaluate(
         against MODEL: The dense original of the models. Compares the predictions on the texts of --ppl: share
             of equal next tokens, KL divergence, difference in perplexity.
         tasks: Tasks of lm_eval, separated by commas, as in piqa,winogrande. paper: the five zero-shot tasks
-            of the paper, with their average. reasoning: gsm8k and mmlu, with 5 examples. Needs the package
-            lm_eval.
+            of the paper, with their average. reasoning: gsm8k and mmlu, with 5 examples. drot_continuation: a
+            task on Python source that needs no network. Needs the package lm_eval.
         seqlen:
         text_column:
     Tasks:

@@ -20,7 +20,7 @@ def run(command: list[str]) -> None:
 
     It is for programs that open a model with transformers and do not import drot.
 
-    Example: drot run -- lm_eval --model hf --model_args pretrained=llama-2of4 --tasks piqa
+    Example: drot run -- lm_eval --model hf --model_args pretrained=llama-2of4 --tasks drot_continuation
 
     Arguments:
         command COMMAND...: After -- the program and its arguments: a command that a Python package installed,

@@ -1,9 +1,9 @@
-"""Registers drot with torch and transformers when a program imports them.
+"""Registers drot with torch, transformers and lm_eval when a program imports them.
 
-torch must learn drot's ops, and transformers must learn to open drot's checkpoints. Neither has an entry
-point by which it would import an installed package: somebody must import the modules of drot that register
-themselves. `import drot` and `drot --help` must be fast, so they cannot import torch and transformers, which
-take seconds. `import drot` installs an import hook instead. Right after the program
+torch must learn drot's ops, transformers must learn to open drot's checkpoints, and lm_eval must find drot's
+task. None has an entry point by which it would import an installed package: somebody must import the modules
+of drot that register themselves. `import drot` and `drot --help` must be fast, so they cannot import torch
+and the others, which take seconds. `import drot` installs an import hook instead. Right after the program
 imports torch, or a module with a registry, the hook imports the module of drot that registers there.
 """
 
@@ -18,6 +18,7 @@ WATCHED = {
     "torch": "drot.ops",
     "transformers.models.auto.configuration_auto": "drot.checkpoint.stored_config",
     "transformers.quantizers.auto": "drot.checkpoint.hf_model",
+    "lm_eval.tasks": "drot.evaluation.lm_eval_tasks",
 }
 
 

@@ -80,7 +80,7 @@ def evaluate(
     Args:
         models: names on the Hugging Face hub or local folders.
         ppl: texts for perplexity and agreement, as in `load_eval_tokens`.
-        tasks: names of lm_eval's tasks, of its groups, and of SUITES.
+        tasks: names of lm_eval's tasks, of its groups, of `drot_continuation`, and of SUITES.
         against: the dense original of the models, with which their predictions are compared on `ppl`.
         seqlen: tokens in a window; None is the smallest `default_seqlen` of the models.
         text_column: the column of the text in .json, .jsonl and .parquet files.

@@ -3,7 +3,7 @@
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -19,6 +19,8 @@ SUITES = {
     "paper": ("piqa", "winogrande", "hellaswag", "arc_easy", "arc_challenge"),
     "reasoning": ("gsm8k", "mmlu"),
 }
+#: The tasks that come with drot (own_tasks), which need no network.
+OWN_TASKS = ("drot_continuation",)
 #: Suites of which the mean accuracy is given.
 AVERAGED = ("paper",)
 #: Tasks with solved examples in the prompt, and the number of examples; every other task has none. Five is
@@ -27,7 +29,7 @@ FEWSHOT = {"gsm8k": 5, "mmlu": 5}
 #: Task → its metric, where that is not `acc`. `acc_norm` divides the likelihood of an answer by its length,
 #: for tasks whose answers differ in length. `strict-match` accepts an answer in the form of the examples.
 METRICS = {
-    **dict.fromkeys(("piqa", "hellaswag", "arc_easy", "arc_challenge"), "acc_norm"),
+    **dict.fromkeys(("piqa", "hellaswag", "arc_easy", "arc_challenge", "drot_continuation"), "acc_norm"),
     "gsm8k": "exact_match,strict-match",
 }
 
@@ -84,7 +86,7 @@ def load_tasks(names: Sequence[str]) -> Tasks:
     for name in names:
         try:
             # get_task_dict is deprecated, but its successor TaskManager.load is not in lm_eval 0.4.11
-            with _errors_only(), quick_hub():
+            with _errors_only(), nullcontext() if name in OWN_TASKS else quick_hub():
                 task = get_task_dict([name], manager).get(name)
         except Exception as error:  # a task is code and data of many authors, so any exception may come
             raise UserError(

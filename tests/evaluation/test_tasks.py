@@ -2,9 +2,11 @@
 
 import json
 import logging
+import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import drot
 from drot import PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
+from drot.evaluation.own_tasks import continuation
 from drot.evaluation.tasks import TaskOptions, averages, expand, load_tasks, run_tasks, score
 from drot.reporting.demo import MODEL
 
@@ -41,18 +44,9 @@ metric_list:
 """
 
 
-def local_task(folder, questions=("import", "for i in", "if not", "raise")):
-    """Writes the task two_letters to `folder`; returns its rows."""
-    rows = [{"question": q, "choices": ["self", "x"], "answer": i % 2} for i, q in enumerate(questions)]
-    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "two_letters.yaml").write_text(TASK.format(file=folder / "data.jsonl"))
-    return rows
-
-
-def test_limit_batch_size_and_examples(tmp_path, monkeypatch, capfd):
+def test_limit_batch_size_and_examples(monkeypatch, capfd):
     """What lm_eval is asked; and off a terminal neither its bars nor what git says are seen."""
-    local_task(tmp_path)
-    manager = task_manager(include_path=str(tmp_path), include_defaults=False)
+    manager = task_manager(include_path=str(Path(continuation.__file__).parent), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
     import lm_eval
 
@@ -64,11 +58,13 @@ def test_limit_batch_size_and_examples(tmp_path, monkeypatch, capfd):
     )
     monkeypatch.chdir("/")  # no git repository
     capfd.readouterr()
-    prepared = load_tasks(["two_letters"])
+    prepared = load_tasks(["drot_continuation"])
     found = run_tasks(model, tokenizer, prepared, TaskOptions(limit=3, batch_size=2, num_fewshot=0))
     (options,) = asked
     assert (options["limit"], options["num_fewshot"], options["model"].batch_size) == (3, 0, 2)
-    assert found["two_letters"].accuracy * 3 == pytest.approx(round(found["two_letters"].accuracy * 3))
+    assert found["drot_continuation"].accuracy * 3 == pytest.approx(
+        round(found["drot_continuation"].accuracy * 3)
+    )
     told = capfd.readouterr().err
     assert "fatal" not in told and "it/s" not in told
 
@@ -80,7 +76,7 @@ def test_task_options_that_mean_nothing(options):
 
 
 def test_lm_evals_own_command_line_under_drot_run(tmp_path):
-    """A rotated, packed checkpoint by `lm_eval --model hf`, on a local task."""
+    """A rotated, packed checkpoint by `lm_eval --model hf`, on a local task and on drot's own."""
     pytest.importorskip("lm_eval")
     recipe = Recipe(rotation=RotationConfig(steps=1), pruning=PruningConfig(method="magnitude"))
     drot.prune(
@@ -91,15 +87,18 @@ def test_lm_evals_own_command_line_under_drot_run(tmp_path):
         out=tmp_path / "pruned",
         format="packed",
     )
-    local_task(tmp_path)
+    rows = [{"question": "import", "choices": ["self", "x"], "answer": i % 2} for i in range(4)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=tmp_path / "data.jsonl"))
     line = (
         f"{sys.executable} -m drot run -- lm_eval run --model hf --device cpu --limit 4 --model_args "
-        f"pretrained={tmp_path}/pruned,dtype=float32 --include_path {tmp_path} --tasks two_letters"
+        f"pretrained={tmp_path}/pruned,dtype=float32 --include_path {tmp_path} "
+        "--tasks two_letters,drot_continuation"
     )
     done = subprocess.run(line.split(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rows_printed = [line.split("|")[1].strip() for line in done.stdout.splitlines() if line.startswith("|")]
-    assert "two_letters" in rows_printed
+    assert {"two_letters", "drot_continuation"} <= set(rows_printed)
 
 
 def test_accuracy_of_a_local_task(tmp_path, monkeypatch, caplog):
@@ -107,7 +106,10 @@ def test_accuracy_of_a_local_task(tmp_path, monkeypatch, caplog):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
     questions = ["import", "def f(x):\n    return", "class A:\n    def", "for i in", "if not", "raise"]
-    rows = local_task(tmp_path, questions)
+    rows = [{"question": q, "choices": ["self", "x"], "answer": i % 2} for i, q in enumerate(questions)]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(json.dumps(row) for row in rows))
+    (tmp_path / "two_letters.yaml").write_text(TASK.format(file=data))
 
     def score(question, choice):
         context = tokenizer(question).input_ids
@@ -212,7 +214,7 @@ def test_suites():
 
 def test_the_suites_are_known_to_lm_eval(manager):
     known = set(manager.all_subtasks) | set(manager.all_groups)
-    assert known.issuperset(expand(["paper", "reasoning"]))
+    assert known.issuperset(expand(["paper", "reasoning", "drot_continuation"]))
 
 
 GSM8K = """
@@ -271,3 +273,76 @@ def test_reasoning_has_five_examples_in_the_prompt(tmp_path, monkeypatch):
     assert scores["gsm8k"].metric == "exact_match,strict-match"
     assert examples == dict(two_letters={0}, gsm8k={5}, mmlu_sub={5})
     assert all(0 <= found.accuracy <= 1 for found in scores.values())
+
+
+# ---- drot_continuation: which line of Python source comes next? -----------------------------------------
+
+
+def test_the_right_answer_continues_the_text():
+    """The right answer stands behind its context, the wrong ones elsewhere with the same indentation."""
+    text = continuation.TEXT.read_text(encoding="utf-8")
+    made = continuation.questions(text, count=40, seed=3)
+    assert len(made) == 40
+    for question in made:
+        right = question["choices"][question["answer"]]
+        assert question["context"] + right + "\n" in text
+        assert len(set(question["choices"])) == 4
+        indentation = len(right) - len(right.lstrip())
+        for wrong in set(question["choices"]) - {right}:
+            assert wrong + "\n" in text and question["context"] + wrong not in text
+            assert len(wrong) - len(wrong.lstrip()) == indentation
+            assert abs(len(wrong.strip()) - len(right.strip())) <= 0.25 * len(right.strip())
+    assert continuation.questions(text, count=40, seed=3) == made
+    assert continuation.questions(text, count=40, seed=4) != made
+
+
+def test_the_place_of_the_right_answer_tells_nothing():
+    rows = continuation.dataset()["test"]
+    assert len(rows) == continuation.QUESTIONS
+    for place in range(4):
+        share = rows["answer"][:].count(place) / len(rows)
+        assert abs(share - 0.25) < 4 * (0.25 * 0.75 / len(rows)) ** 0.5
+
+
+def test_the_questions_are_the_same_in_every_process():
+    """They do not depend on the order of a set, which changes with the seed of Python's hashes."""
+    code = f"""
+import hashlib, json, runpy
+task = runpy.run_path({continuation.__file__!r})
+made = task["questions"](task["TEXT"].read_text(encoding="utf-8"), count=30, seed=0)
+print(hashlib.sha256(json.dumps(made).encode()).hexdigest())
+"""
+    digests = {
+        subprocess.run(
+            [sys.executable, "-P", "-c", code],
+            env=os.environ | {"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(digests) == 1
+
+
+def test_continuation_is_a_task_of_lm_eval(monkeypatch):
+    """The accuracy on some questions is the share with the largest log-likelihood for each character."""
+    pytest.importorskip("lm_eval")
+    manager = task_manager(include_path=str(Path(continuation.__file__).parent), include_defaults=False)
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).requires_grad_(False)
+    tasks = load_tasks(["drot_continuation"])
+    found = run_tasks(model, tokenizer, tasks, TaskOptions(limit=8))["drot_continuation"]
+
+    def likelihood(context, choice):
+        start = len(tokenizer(context).input_ids)
+        ids = torch.tensor(tokenizer(context + choice).input_ids)
+        log_p = model(ids[None]).logits[0].double().log_softmax(-1)
+        return sum(float(log_p[i - 1, ids[i]]) for i in range(start, len(ids))) / len(choice)
+
+    right = 0
+    for question in continuation.dataset()["test"].select(range(8)):
+        values = [likelihood(question["context"], choice) for choice in question["choices"]]
+        right += values.index(max(values)) == question["answer"]
+    assert found.accuracy == pytest.approx(right / 8) and found.metric == "acc_norm"
