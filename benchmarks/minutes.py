@@ -44,15 +44,9 @@ from drot.model.decoder import DecoderModel
 from drot.pipeline import events, invariance, recover
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
+from drot.pipeline.estimate import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
 from drot.pipeline.run import PruningRun
 from drot.pruning import solve
-
-#: n x n products in one step of the optimizer for a matrix [n, n]: the gradient in so(n), 2 for the norm,
-#: 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding
-#: (rotation/retraction.py)
-FAST_PRODUCTS = 1 + 2 + 12 + 2 + 2
-#: iterations after which ADMM's mask usually stops moving: 20 to 28 (drot/pruning/solve.py)
-USUAL_ADMM_ITERATIONS = 24
 
 #: What one H100 (SXM) reaches. Operations a second of large products by their precision: 798 TFLOP/s in bf16,
 #: and about the others, are what others have measured. The rates of what is no product are estimates: the
@@ -218,7 +212,7 @@ def operations_of(name: Any, read: list[Tensor], args: tuple) -> tuple[str, floa
     if name is drot_ops.sparsegpt_sweep:
         return "sweep", float(math.prod(args[0].shape)) * args[0].shape[1]
     if name is drot_ops.spectral_step:
-        return "tf32", FAST_PRODUCTS * 2.0 * math.prod(args[0].shape) * args[0].shape[-1]
+        return "tf32", FAST_PRODUCTS["pruned"] * 2.0 * math.prod(args[0].shape) * args[0].shape[-1]
     if name is drot_ops.swiglu_rotate:
         return _precision(args[0]), 2.0 * math.prod(args[0].shape) * args[2].shape[-1]
     return "", 0.0

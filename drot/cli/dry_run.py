@@ -45,5 +45,14 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
         "main memory": f"about {size_text(needs.main_memory + on_cpu * needs.device_memory)}",
         "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}",
         **({} if on_cpu else {"memory of the device": f"about {size_text(needs.device_memory)}"}),
+        "time": _time(needs.seconds, sum(sum(phase.values()) for phase in needs.work.values())),
     }
     print_facts(facts.items())
+
+
+def _time(seconds: float, operations: float) -> str:
+    least = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+    if seconds >= 2 * 3600:
+        least = f"{seconds / 3600:.1f} hours"
+    amount = f"{operations / 1e12:.3g} TFLOP of matrix products and factorisations"
+    return f"{least} or more: {amount}, at the rate of a product that was timed now and no run reaches"

@@ -122,7 +122,7 @@ def prune(
     Output:
         out: Folder to write. It must be new or empty. Not with --sensitivity.
         dry_run: Load no weights and write nothing. Print every setting of the run and what it needs: disk,
-            memory and calibration tokens.
+            memory, calibration tokens and time.
         fit SIZE: Fit the run into this memory of the GPU, as in 24GB, by the estimate of --dry-run. As far as
             needed, and where this command line does not set them, --layers-per-step, --recover, --solve and
             --target change. drot says which.

@@ -74,6 +74,12 @@ def _is_dense(config: Any, index: int) -> bool:
     return dense
 
 
+def routed_share(config: Any) -> float:
+    """The share of the tokens that the router sends to an expert, on average; 1 without experts."""
+    experts = experts_of(config)
+    return config.num_experts_per_tok / experts if experts else 1.0
+
+
 def head_shape(config: Any) -> HeadShape:
     """The attention sizes in a model's `config`."""
     heads = config.num_attention_heads

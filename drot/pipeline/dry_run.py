@@ -1,5 +1,6 @@
 """What a run of `drot.prune` would do and need, from the model's config alone."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import (
     device_memory,
     main_memory,
+    measured_rate,
+    run_work,
+    seconds_at,
     sizes_of,
     state_bytes,
     training_memory,
@@ -35,6 +39,8 @@ class RunNeeds:
     main_memory, device_memory: bytes; on a CPU both lie in main memory.
     states: bytes of the hidden states of the calibration. place_of_states: where they would lie now. In a
         file or on a GPU they are not counted as `main_memory`.
+    work: phase → dtype → operations.
+    seconds: seconds of the work at the rates of matrix products on the device, which no run reaches.
     """
 
     recipe: ResolvedRecipe
@@ -50,6 +56,8 @@ class RunNeeds:
     device_memory: int
     states: int
     place_of_states: PlaceOfStates
+    work: dict[str, dict[str, float]]
+    seconds: float
 
 
 def run_needs(
@@ -87,6 +95,7 @@ def run_needs(
     place = place_of_states(sizes, resolved, chosen, first, rotations_given=rotations_given)
     states = state_bytes(sizes, resolved, chosen)
     in_memory = main_memory(sizes, resolved, chosen, rotations_given=rotations_given)
+    work = run_work(sizes, resolved, chosen, trains=trains)
     return RunNeeds(
         recipe=resolved,
         model=str(model),
@@ -101,6 +110,8 @@ def run_needs(
         device_memory=on_device,
         states=states,
         place_of_states=place,
+        work=work,
+        seconds=seconds_at(work, functools.partial(measured_rate, first)),
     )
 
 

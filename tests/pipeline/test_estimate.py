@@ -1,18 +1,64 @@
-"""A dry run: what a run needs, from the config of the model alone."""
+"""The estimates of a run: its formulas against the operations that torch counts, and a dry run."""
 
 import pytest
 import torch
 from small_models import random_tokens, small_model
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
+from drot.calibration.stream import CalibrationStream
+from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig, resolve
 from drot.core.errors import UserError
+from drot.core.events import silent
 from drot.model.decoder import DecoderModel
 from drot.pipeline import estimate
+from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.dry_run import run_needs
+from drot.pipeline.events import StepBegan, StepEnded
+from drot.pipeline.objective import layer_objective
+from drot.pipeline.run import PruningRun
+from drot.rotation.optimizers import FastOptimizer
 
 SIZES = dict(hidden_size=64, intermediate_size=112, num_hidden_layers=2)
 TOKENS = random_tokens(6, 32)
+
+
+def each_head(q, keys_or_values):
+    """The shape of keys or values with a head for each head of q: torch 2.11 counts no shared heads."""
+    return (*q[:2], *keys_or_values[2:])
+
+
+def counter() -> FlopCounterMode:
+    """Counts also what torch's own list lacks: products in place, a CPU's attention, factorisations."""
+    aten = torch.ops.aten
+    return FlopCounterMode(
+        display=False,
+        custom_mapping={
+            aten.addmm_: lambda c, a, b, out_shape=None, **_: 2 * a[0] * a[1] * b[1],
+            aten._scaled_dot_product_flash_attention_for_cpu: (
+                lambda q, k, v, *_, out_shape=None, **__: sdpa_flop_count(q, each_head(q, k), each_head(q, v))
+            ),
+            aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+                lambda dy, q, k, v, *_, out_shape=None, **__: sdpa_backward_flop_count(
+                    dy, q, each_head(q, k), each_head(q, v)
+                )
+            ),
+            aten.linalg_cholesky_ex: lambda a, *_, out_shape=None, **__: a[-1] ** 3 / 3,
+            # here the right side is the identity, or a triangle
+            aten.linalg_solve_triangular: lambda a, b, *_, out_shape=None, **__: a[-1] ** 3 / 3,
+        },
+    )
+
+
+def counted(function) -> float:
+    with counter() as count:
+        function()
+    return count.get_total_flops()
+
+
+def context(recipe: Recipe, family="llama") -> RunContext:
+    resolved = resolve(recipe, down_width=SIZES["intermediate_size"])
+    return RunContext(small_model(family, **SIZES), resolved, TOKENS, torch.device("cpu"), silent)
 
 
 def small_sizes() -> estimate.Sizes:
@@ -27,6 +73,109 @@ def recipe(*, quality="fast", method="sparsegpt", keep=(), sparsity="2:4", **rot
     ).with_quality(quality)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3", "phi3"])
+def test_forward_and_hessians(family):
+    """A Hessian takes n² operations a token, and twice that where both of its halves are computed."""
+    run = context(recipe(), family)
+    sizes = estimate.sizes_of(run.model, *TOKENS.shape)
+    stream = CalibrationStream.embed(run.model, TOKENS, run.device)
+    layer = run.model.layers[0]
+    assert counted(lambda: stream.advance(layer)) == estimate.forward(sizes)
+    for last in range(1, len(layer.groups) + 1):
+        groups = layer.groups[:last]
+        count = counted(lambda: stream.hessians(layer, groups))  # noqa: B023
+        half = sum(TOKENS.numel() * sizes.inputs(group) ** 2 for group in groups)
+        assert count - half <= estimate.hessians(sizes, groups) <= count, groups
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        recipe(),
+        recipe(method="wanda", objective="entropy"),
+        recipe(method="magnitude", blocks=4),
+        recipe(down_rotation="none"),
+        recipe(keep=("down_proj", "k_proj")),
+        recipe(keep=("self_attn.*",), sparsity="0.5"),
+    ],
+    ids=lambda r: f"{r.pruning.method} {r.rotation.objective} {r.rotation.blocks} {r.pruning.keep}",
+)
+def test_one_step_of_the_training(chosen):
+    run, sizes = context(chosen), small_sizes()
+    stream = CalibrationStream.embed(run.model, TOKENS, run.device)
+    objective, _ = layer_objective(run.model.layers[0], stream, run.recipe)
+    optimizer = FastOptimizer(list(objective.identity()), lr=0.1, steps=4, objective=objective.objective)
+    _, *gradients = objective.value_and_grad(*optimizer.matrices)
+    evaluation = counted(lambda: objective.value_and_grad(*optimizer.matrices))
+    assert evaluation == pytest.approx(
+        estimate.evaluation(sizes, run.recipe, sizes.pruned(run.recipe)[0]), rel=1e-12
+    )
+    step = counted(lambda: optimizer.step(gradients))
+    assert step == pytest.approx(
+        estimate.optimizer_step(sizes, run.recipe, sizes.pruned(run.recipe)[:1]), rel=1e-12
+    )
+
+
+def counted_by_step(run: PruningRun) -> dict[str, float]:
+    """The operations that torch counts in each step of a run."""
+    steps: dict[str, float] = {}
+    with counter() as count:
+
+        def listen(event):
+            if isinstance(event, StepBegan):
+                steps[event.step] = steps.get(event.step, 0.0) - count.get_total_flops()
+            elif isinstance(event, StepEnded):
+                steps[event.step] += count.get_total_flops()
+
+        run.context.listeners.append(listen)
+        run.execute(None)
+    return steps
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        recipe(),
+        recipe(mode="shared"),
+        recipe(hessians="dense", objective="entropy"),
+        recipe(mode="none"),
+        recipe(quality="best"),
+    ],
+    ids=["layer", "shared", "dense hessians", "not rotated", "best"],
+)
+def test_every_step_of_a_run(chosen):
+    """A formula is never above what is computed. A run computes more: both halves of a symmetric product,
+    linears again for the outputs of a layer, output errors, and figures."""
+    run = PruningRun(context(chosen))
+    steps, resolved, sizes = counted_by_step(run), run.context.recipe, small_sizes()
+    linears = [linear for layer in run.layers for linear in layer["linears"].values()]
+    iterations = min(linear.get("admm_iterations", 0) for linear in linears)
+    work = estimate.run_work(sizes, resolved, torch.float32, admm_iterations=iterations)
+    needed = {step: done["float32"] for step, done in work.items()}
+    assert needed.keys() == {
+        "calibrate",
+        "prune",
+        *(["rotate"] if chosen.rotation.mode != "none" else []),
+        *(["recover"] if chosen.recovery.recover == "block" else []),
+    }
+    least = {"calibrate": 0.3, "rotate": 0.95, "prune": 0.28, "recover": 0.9}
+    if chosen.rotation.mode == "layer" and chosen.rotation.hessians == "dense":
+        del needed["rotate"]  # trained in a thread, where torch does not count
+    for step, amount in needed.items():
+        assert least[step] <= amount / steps[step] <= 1.001, (step, amount / steps[step])
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_rotations_from_a_file_take_no_training(trains):
+    work = estimate.run_work(small_sizes(), resolve(recipe()), torch.float32, trains=trains)
+    assert ("rotate" in work) == trains
+
+
+def test_the_time_at_the_peaks_adds_up():
+    work = {"calibrate": {"float16": 4.0, "float32": 3.0}, "prune": {"float32": 3.0}}
+    assert estimate.seconds_at(work, {"float32": 2.0, "float16": 8.0}.__getitem__) == 3.5
+
+
 def test_a_dry_run_needs_what_the_run_writes(tmp_path):
     """Without reading a weight: the sizes of the meta model are those of the loaded one."""
     small_model("llama", **SIZES).save_pretrained(tmp_path / "model")
@@ -36,6 +185,7 @@ def test_a_dry_run_needs_what_the_run_writes(tmp_path):
     sizes = small_sizes()
     assert (needs.checkpoint, needs.partial) == disk_needs(sizes, needs.recipe, torch.bfloat16)
     assert (needs.tokens, needs.dtype, needs.save_dtype) == (192, "float32", "bfloat16")
+    assert needs.work == estimate.run_work(sizes, needs.recipe, torch.float32) and needs.seconds > 0
     (tmp_path / "model" / "model.safetensors").unlink()
     assert run_needs(tmp_path / "model", Recipe().replace(mode="none", method="magnitude")).tokens == 0
     with pytest.raises(UserError, match="`blocks` must divide the hidden size 64; got 5"):

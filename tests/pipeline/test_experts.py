@@ -253,10 +253,11 @@ def test_what_a_mixture_cannot_have_is_refused_in_one_line(tmp_path, capsys):
 
 
 def test_a_dense_layer_among_experts_is_pruned_too(tmp_path):
-    """Qwen3 MoE names such layers in two ways."""
+    """Qwen3 MoE names such layers in two ways; the estimate counts each layer by what it has."""
     model = small_model("qwen3_moe", mlp_only_layers=[1])
     sizes = sizes_of(DecoderModel(model), *TOKENS.shape)
     assert [len(names) for names in sizes.names] == [16, 7, 16]
+    assert [len(sizes.of_layer(index).groups) for index in range(3)] == [10, 4, 10]
     result = prune(model, MODES["layer"], out=tmp_path / "out")
     assert_patterns(result.model, MODES["layer"].pruning)
     assert result.manifest.layers[1].linears["down_proj"].sparsity == 0.5
@@ -284,7 +285,7 @@ def test_the_zeros_of_interleaved_experts_are_counted_again(tmp_path):
 
 
 def test_dry_run_and_sensitivity(tmp_path, capsys):
-    """The table shows the worst expert."""
+    """The estimate counts the tokens that an expert reads; the table shows the worst expert."""
     folder = save_small_model(small_model("qwen3_moe"), tmp_path / "model")
     (tmp_path / "text.txt").write_text("a b c d " * 400)
     short = ["--calibration", str(tmp_path / "text.txt"), "--nsamples", "4", "--seqlen", "40", "--json"]

@@ -9,6 +9,7 @@ from small_models import random_tokens, small_model
 
 from drot.calibration import cholesky, hessian, stream
 from drot.config import resolve
+from drot.pipeline.estimate import USUAL_ADMM_ITERATIONS
 from drot.pruning import solve
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,7 +21,7 @@ def test_the_operations_are_those_of_a_run(quality, monkeypatch):
     minutes = runpy.run_path(str(ROOT / "benchmarks/minutes.py"))
     monkeypatch.setattr(solve, "ADMM_SETTLED", -1.0)  # so that ADMM takes all iterations
     monkeypatch.setattr(solve, "ADMM_GROWTH", ((-1.0, 1.1),))
-    monkeypatch.setattr(solve, "ADMM_ITERATIONS", minutes["USUAL_ADMM_ITERATIONS"])
+    monkeypatch.setattr(solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS)
     monkeypatch.setattr(cholesky, "GPU_BLOCK", cholesky.CPU_BLOCK)
     for table in (stream.TOKENS_PER_BATCH, hessian.PANEL_COLUMNS):
         monkeypatch.setitem(table, "cuda", table["cpu"])
