@@ -107,6 +107,7 @@ def made_agreement(dense_perplexity: float = 5.0) -> dict[str, Any]:
     return {
         "equal_tokens": 0.9,
         "kl": {"mean": 0.05, "p99": 0.5},
+        "positions": [{"first": 0, "last": 511, "equal_tokens": 0.9, "kl": 0.05}],
         "dense_perplexity": dense_perplexity,
         "perplexity_difference": 2.0,
     }

@@ -185,11 +185,21 @@ class KLRecord(Entries):
     p99: Finite
 
 
+class PositionRecord(Entries):
+    """Agreement at the positions `first` … `last` of a window, which begin with 0."""
+
+    first: int
+    last: int
+    equal_tokens: Share
+    kl: Finite
+
+
 class AgreementRecord(Entries):
     """Agreement with the dense model. equal_tokens: share of equal most likely next tokens."""
 
     equal_tokens: Share
     kl: KLRecord
+    positions: list[PositionRecord]
     dense_perplexity: float
     perplexity_difference: float
 

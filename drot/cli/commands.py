@@ -19,6 +19,7 @@ COMMANDS = {
     "export": "export",
     "apply": "apply",
     "bench": "bench",
+    "tune": "tune",
     "serve": "serve",
     "chat": "chat",
     "run": "run",

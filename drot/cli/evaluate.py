@@ -119,12 +119,10 @@ def print_figures(results: list[dict[str, Any]]) -> None:
     first, names = results[0], _short_names([figures["model"] for figures in results])
     single = len(results) == 1
     title, columns = (first["model"], ["value"]) if single else ("evaluation", names)
-    print_table(
-        Table(
-            title,
-            [{"measure": name, **dict(zip(columns, cells, strict=True))} for name, cells in _rows(results)],
-        )
-    )
+    print_table(_table(title, "measure", columns, _rows(results)))
+    for source in first["agreement"]:
+        title = f"{source} by position in a window: equal next tokens, mean KL divergence"
+        print_table(_table(title, "positions", names, _by_position(results, source)))
     for source, text in first["texts"].items():
         split = f", {text['split']} split" if text["split"] else ""
         print_line(
@@ -135,6 +133,11 @@ def print_figures(results: list[dict[str, Any]]) -> None:
         print_line(f"agreement: with {first['against']}; KL divergence of its predictions, in nats")
     streamed = ", one decoder layer at a time" if any(figures["streamed"] for figures in results) else ""
     print_line(f"computed in {', '.join({f['dtype']: 0 for f in results})} on {first['machine']}{streamed}")
+
+
+def _table(title: str, first: str, columns: list[str], rows: Iterator[tuple[str, list[str]]]) -> Table:
+    """A table of rows, each a name and a cell for each column."""
+    return Table(title, [{first: name, **dict(zip(columns, cells, strict=True))} for name, cells in rows])
 
 
 def _rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
@@ -159,6 +162,14 @@ def _rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
 def _accuracy(figures: dict[str, Any], task: str) -> str:
     stderr = figures["task_details"][task]["stderr"]
     return f"{figures['tasks'][task]:.2%}" + (f" ± {stderr:.2%}" if stderr is not None else "")
+
+
+def _by_position(results: list[dict[str, Any]], source: str) -> Iterator[tuple[str, list[str]]]:
+    """The agreement by the position in a window: equal next tokens, and mean KL divergence."""
+    parts = [figures["agreement"][source]["positions"] for figures in results]
+    for ranges in zip(*parts, strict=True):
+        cells = [f"{part['equal_tokens']:.2%}, {part['kl']:.4f}" for part in ranges]
+        yield f"{ranges[0]['first']} … {ranges[0]['last']}", cells
 
 
 def _short_names(models: list[str]) -> list[str]:

@@ -1,5 +1,6 @@
 """How far a pruned model predicts what its dense original predicts, on any text and without labels."""
 
+import itertools
 from typing import Any
 
 import numpy
@@ -10,6 +11,9 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.perplexity import exp_of_loss
 from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions
 
+#: ranges of positions in a window for which the agreement is given
+POSITION_RANGES = 8
+
 
 def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = silent) -> dict[str, Any]:
     """The agreement of two models on the same windows, over all positions of the windows.
@@ -17,6 +21,8 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
     equal_tokens: share of positions at which both models have the same most likely next token, in [0, 1].
     kl: mean and p99 (99th percentile) of KL(dense ‖ pruned) = Σ p_dense (log p_dense - log p_pruned)
         of the next token's distribution, in nats.
+    positions: equal_tokens and the mean kl for POSITION_RANGES ranges `first` … `last` of the positions in a
+        window, which begin with 0.
     perplexity, dense_perplexity, perplexity_difference: perplexities on the windows as in `perplexity_of`,
         and pruned minus dense.
 
@@ -33,9 +39,19 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
     values = kl.flatten().numpy()
     dense_perplexity = exp_of_loss(float(dense_loss[:, :-1].mean()), "the dense original")
     perplexity = exp_of_loss(float(pruned_loss[:, :-1].mean()), "the pruned model")
+    edges = torch.linspace(0, seqlen, min(POSITION_RANGES, seqlen) + 1).round().int().tolist()
     return {
         "equal_tokens": float(equal.mean()),
         "kl": {"mean": float(values.mean()), "p99": float(numpy.quantile(values, 0.99))},
+        "positions": [
+            {
+                "first": first,
+                "last": end - 1,
+                "equal_tokens": float(equal[:, first:end].mean()),
+                "kl": float(kl[:, first:end].mean()),
+            }
+            for first, end in itertools.pairwise(edges)
+        ],
         "perplexity": perplexity,
         "dense_perplexity": dense_perplexity,
         "perplexity_difference": perplexity - dense_perplexity,

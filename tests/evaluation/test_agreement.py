@@ -48,6 +48,16 @@ def test_against_one_token_at_a_time(tokens, monkeypatch, at_once):
     assert got["kl"]["mean"] == pytest.approx(sum(kl) / len(kl), rel=1e-4)
     assert ordered[98] <= got["kl"]["p99"] * 1.0001 and got["kl"]["p99"] <= ordered[99] * 1.0001
 
+    assert [part["first"] for part in got["positions"]] == [
+        0,
+        *(p["last"] + 1 for p in got["positions"][:-1]),
+    ]
+    assert len(got["positions"]) == 8 and got["positions"][-1]["last"] == SEQLEN - 1
+    for part in got["positions"]:
+        inside = [i for i in range(len(kl)) if part["first"] <= i % SEQLEN <= part["last"]]
+        assert part["equal_tokens"] == pytest.approx(sum(equal[i] for i in inside) / len(inside))
+        assert part["kl"] == pytest.approx(sum(kl[i] for i in inside) / len(inside), rel=1e-4)
+
 
 def test_perplexities_are_those_of_each_model(tokens):
     dense, other = small_model("qwen2"), small_model("qwen2", seed=1)
@@ -70,6 +80,13 @@ def test_a_model_agrees_with_itself(tokens):
     model = small_model("mistral", dtype=torch.bfloat16)
     got = agreement(predict(model, tokens, SEQLEN), predict(model, tokens, SEQLEN))
     assert got["equal_tokens"] == 1 and got["kl"] == {"mean": 0, "p99": 0}
+
+
+def test_windows_shorter_than_the_ranges():
+    tokens = random_tokens(1, 9)[0]
+    model = small_model("llama")
+    got = agreement(predict(model, tokens, 3), predict(model, tokens, 3))
+    assert [(part["first"], part["last"]) for part in got["positions"]] == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_progress(tokens):

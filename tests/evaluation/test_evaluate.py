@@ -322,7 +322,7 @@ def test_several_models_on_the_command_line(own, capsys):
     options = ["--ppl", own / "text.txt", "--against", own / "dense", "--no-record"]
     told = run(capsys, own / "rotated", own / "packed", *options)
     assert not read_manifest(own / "rotated").evaluations
-    for word in ("rotated", "packed", "equal next tokens", "KL divergence, 99th percentile"):
+    for word in ("rotated", "packed", "equal next tokens", "KL divergence, 99th percentile", "112 … 127"):
         assert word in told.out
     both = json.loads(run(capsys, own / "rotated", own / "packed", "--json", *options).out)
     assert [figures["model"] for figures in both] == [str(own / "rotated"), str(own / "packed")]
