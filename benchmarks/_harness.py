@@ -9,15 +9,15 @@ import csv
 import ctypes
 import datetime
 import os
+import platform
 import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
-from drot.machine.environment import processor_name
-from drot.speed.timing import Timing, replayed
-from drot.speed.timing import interleaved as interleaved
+from drot.evaluation.timing import Timing, replayed
+from drot.evaluation.timing import interleaved as interleaved
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -158,6 +158,15 @@ def append_rows(path: Path, rows: list[dict[str, object]]) -> None:
         if new:
             writer.writeheader()
         writer.writerows(rows)
+
+
+def processor_name() -> str:
+    """The name of the processor; its architecture where the system does not tell the name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
 
 
 def machine(device: str) -> str:

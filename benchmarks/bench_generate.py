@@ -14,11 +14,11 @@ from _harness import arguments, interleaved, report
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from drot.checkpoint.load import load
+from drot.evaluation.cases import weight_bytes
+from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
-from drot.speed.rates import weight_bytes
-from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
-from drot.sweep.demo import MODEL
+from drot.reporting.demo import MODEL
 
 PROMPT, NEW_TOKENS = 1, 128
 #: the block of R3 that the default recipe has

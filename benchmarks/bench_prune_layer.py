@@ -27,13 +27,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import drot
 from drot.calibration.hessian import HessianAccumulator
+from drot.checkpoint.manifest import Manifest
 from drot.checkpoint.size import size_text
 from drot.config import OPTIMIZER_DEFAULTS, QUALITIES, Recipe
 from drot.core.errors import quoted
-from drot.manifest.manifest import Manifest
+from drot.evaluation.timing import Timing
+from drot.evaluation.variants import SHAPES
 from drot.model.sizes import head_shape
-from drot.speed.timing import Timing
-from drot.speed.variants import SHAPES
 
 #: shapes that a CPU prunes within minutes, and within a second
 OWN_SHAPES: dict[str, dict[str, Any]] = {

@@ -18,7 +18,7 @@ import drot
 from drot.checkpoint.load import load_tokenizer
 from drot.config import FINETUNE_LR, CalibrationConfig, FinetuneConfig, Recipe
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 
 TEXT = CalibrationConfig(source=CALIBRATION.source, nsamples=256, seqlen=CALIBRATION.seqlen)
 #: training → the learning rates that are compared

@@ -38,6 +38,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import QUALITIES, Recipe, ResolvedRecipe, resolve
+from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel
 from drot.pipeline import events, invariance, recover
@@ -46,7 +47,6 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.estimate import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
 from drot.pipeline.run import PruningRun
 from drot.pruning import solve
-from drot.speed.variants import SHAPES
 
 #: What one H100 (SXM) reaches. Operations a second of large products by their precision: 798 TFLOP/s in bf16,
 #: and about the others, are what others have measured. The rates of what is no product are estimates: the

@@ -32,12 +32,12 @@ from drot.model.decoder import DecoderModel
 from drot.model.families import LLAMA
 from drot.model.sizes import HeadShape
 from drot.pipeline.objective import layer_objective
+from drot.reporting.demo import CALIBRATION, MODEL
 from drot.rotation.importance import LayerMetrics, layer_metrics
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS
 from drot.rotation.retraction import DIRECTIONS
 from drot.rotation.train import train_rotation
-from drot.sweep.demo import CALIBRATION, MODEL
 from drot.text.source import load_calibration
 
 #: objective → the rates of fast that are compared

@@ -26,7 +26,7 @@ import drot
 from drot.config import Recipe
 from drot.evaluation.perplexity import perplexity
 from drot.model.decoder import DecoderModel
-from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from train_tiny_llama import read, standard_library

@@ -26,7 +26,7 @@ from drot.config import QUALITIES, Recipe
 from drot.config.rotation import POINTS
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.machine.devices import pick_device
-from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.text.source import load_calibration
 
 #: R1 and R2 alone, of which most rows are

@@ -33,7 +33,7 @@ from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import load_eval_tokens
 from drot.evaluation.predictions import predict
 from drot.machine.devices import pick_device
-from drot.sweep.demo import HELD_OUT
+from drot.reporting.demo import HELD_OUT
 from drot.text.source import load_calibration
 
 SMOLLM2 = "SmolLM2-135M-Instruct"

@@ -26,7 +26,7 @@ import openai
 import torch
 from _harness import add_csv, append_rows, commit, machine
 
-from drot.sweep.demo import MODEL
+from drot.reporting.demo import MODEL
 
 PROMPTS = ["def main(", "import os\n", "class A:\n", "for i in range(", "return ", "with open(", "try:\n"]
 MALFORMED = [

@@ -22,7 +22,7 @@ from torch import Tensor
 import drot
 from drot.config import Recipe, RotationConfig
 from drot.pruning import PruneOutcome, output_error, prune_sparsegpt, weight
-from drot.sweep.demo import CALIBRATION, MODEL
+from drot.reporting.demo import CALIBRATION, MODEL
 
 
 def rounded(x: Tensor, bits: int) -> Tensor:

@@ -22,8 +22,8 @@ from drot.checkpoint.convert import convert
 from drot.checkpoint.load import load_tokenizer
 from drot.config import QUALITIES, Recipe
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import packed_linears
-from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.text.source import load_calibration
 
 #: quality → the name of its recipe in results/perplexity.csv

@@ -10,7 +10,7 @@ from drot.core.version import __version__
 #: need no torch
 _PUBLIC = {
     "CalibrationConfig": "drot.config",
-    "DEMO": "drot.sweep.demo",
+    "DEMO": "drot.reporting.demo",
     "FinetuneConfig": "drot.config",
     "FinetuneResult": "drot.finetuning.finetune",
     "KeepMask": "drot.finetuning.masks",
@@ -24,7 +24,7 @@ _PUBLIC = {
     "Sparsity": "drot.config",
     "UserError": "drot.core.errors",
     "apply_artifact": "drot.checkpoint.artifact.apply",
-    "compare": "drot.sweep.compare",
+    "compare": "drot.reporting.compare",
     "convert": "drot.checkpoint.convert",
     "evaluate": "drot.evaluation.evaluate",
     "export_artifact": "drot.checkpoint.artifact.export",

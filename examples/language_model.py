@@ -28,8 +28,8 @@ from transformers import (
     Qwen2Config,
 )
 
+from drot.checkpoint.manifest import read_manifest
 from drot.core.errors import UserError
-from drot.manifest.manifest import read_manifest
 from drot.model.families import FAMILIES
 
 #: what the names of the language model's tensors begin with, in old and in new files → in its own files

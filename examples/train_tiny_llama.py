@@ -32,7 +32,7 @@ SETTINGS = {
         "logits_scaling": 2.0,
     }
 }
-NOTICE = Path(__file__).parent.parent / "drot" / "sweep" / "assets" / "NOTICE"
+NOTICE = Path(__file__).parent.parent / "drot" / "reporting" / "assets" / "NOTICE"
 SUFFIXES = (".py", ".md", ".rst", ".txt")
 
 

@@ -77,7 +77,6 @@ def all_stages(work: Path, folder: Path) -> list[Stage]:
             Stage(f"tiny-{quality}", seconds, rows("tiny_llama.py", f"--quality {quality}"))
             for quality, seconds in TINY.items()
         ),
-        Stage("peaks", 60, (sys.executable, "-m", "drot", "info", "--measure", "--device", "cuda")),
         Stage("step", 90, rows("bench_rotation_step.py", "--repeats 20")),
         *layers("8b", LAYERS_8B),
         Stage("sparse24", 90, rows("bench_sparse24_linear.py", "--repeats 20")),

@@ -6,7 +6,9 @@ from functools import partial
 from pathlib import Path
 
 from drot.checkpoint.hf_model import as_drot_model
+from drot.checkpoint.importance import load_importance_maps, save_importance_maps
 from drot.checkpoint.load import has_tokenizer, load_config, load_tokenizer, logger, warn_of_rounding
+from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, read_any_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
 from drot.checkpoint.save import check_output, save_checkpoint
@@ -14,8 +16,6 @@ from drot.checkpoint.shards import save_layers
 from drot.core.errors import UserError
 from drot.core.hashes import FileRecord
 from drot.core.lock import locked
-from drot.manifest.importance import load_importance_maps, save_importance_maps
-from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest
 from drot.model.decoder import DecoderModel
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import check_format, check_packable, pack_layer, unpack_layer

@@ -25,6 +25,9 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
 
+from drot.checkpoint.card import CARD, read_card, save_card
+from drot.checkpoint.integrity import folder_records
+from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, read_any_manifest, write_manifest
 from drot.checkpoint.quantization_config import (
     QUANT_METHOD,
     STORED_DTYPES,
@@ -38,9 +41,6 @@ from drot.checkpoint.source import check_headers, read_headers
 from drot.checkpoint.stored_config import write_stored_form
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
-from drot.manifest.card import CARD, read_card, save_card
-from drot.manifest.integrity import folder_records
-from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, write_manifest
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
 from drot.sparse.fused import fuse

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from drot.checkpoint.integrity import is_loaded, verified_while_loading
 from drot.checkpoint.quantization_config import boundary_of, quantization_config_of
 from drot.checkpoint.source import (
     DENSE_DTYPES,
@@ -26,7 +27,6 @@ from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError, quoted
 from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.finite import is_finite
-from drot.manifest.integrity import is_loaded, verified_while_loading
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
 from drot.sparse.linear import is_packed, packed_linears

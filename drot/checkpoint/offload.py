@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from drot.checkpoint.integrity import verified_while_loading
 from drot.checkpoint.load import (
     NO_MODEL,
     checked_headers,
@@ -40,7 +41,6 @@ from drot.core.errors import UserError
 from drot.machine.devices import parse_dtype
 from drot.machine.memory import available_memory, return_large_blocks
 from drot.machine.transfer import empty_on_host
-from drot.manifest.integrity import verified_while_loading
 from drot.model.boundary import check_rotations
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer

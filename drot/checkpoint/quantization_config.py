@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
-from drot.manifest.manifest import MANIFEST, read_manifest
 from drot.model.boundary import down_rotation, rotation_place
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Bases

@@ -10,11 +10,11 @@ from pathlib import Path
 from safetensors import safe_open
 from torch import Tensor
 
+from drot.checkpoint.integrity import WEIGHTS
+from drot.checkpoint.manifest import CheckpointManifest, Manifest
 from drot.checkpoint.shards import shard_bytes, shard_names
 from drot.checkpoint.source import weight_files
 from drot.core.hashes import FileRecord
-from drot.manifest.integrity import WEIGHTS
-from drot.manifest.manifest import CheckpointManifest, Manifest
 from drot.model.decoder import DecoderModel
 from drot.model.family import Family
 from drot.model.linear import Linear

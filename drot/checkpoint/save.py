@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from drot.checkpoint.card import save_card
+from drot.checkpoint.integrity import folder_records
+from drot.checkpoint.manifest import CheckpointManifest, write_manifest
 from drot.checkpoint.shards import save_in_shards
 from drot.core.errors import UserError
 from drot.core.files import check_writable, finish_folder, new_folder
 from drot.core.hashes import FileRecord
-from drot.manifest.card import save_card
-from drot.manifest.integrity import folder_records
-from drot.manifest.manifest import CheckpointManifest, write_manifest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -33,7 +33,7 @@ def size_text(count: float) -> str:
     return f"{count / 1e3:.1f} kB"
 
 
-def check_space(out: Path, checkpoint: int, beside: int, written: int = 0) -> None:
+def check_space(out: Path, checkpoint: int, beside: int = 0, written: int = 0) -> None:
     """Raises UserError if the disk of `out` has less space than a run is going to write to it.
 
     checkpoint: bytes of the checkpoint in `out`.
@@ -43,7 +43,7 @@ def check_space(out: Path, checkpoint: int, beside: int, written: int = 0) -> No
     free, needed = shutil.disk_usage(out.resolve().parent).free, max(0, checkpoint + beside - written)
     if free < needed:
         raise UserError(
-            f"{out} needs {size_text(needed)} of free space ({size_text(beside)} of it for rotations and "
-            f"maps, until the checkpoint of {size_text(checkpoint)} is complete); its disk has "
+            f"{out} needs {size_text(needed)} of free space, {size_text(checkpoint)} for the checkpoint and "
+            f"{size_text(beside)} for rotations and maps until it is complete; its disk has "
             f"{size_text(free)}: make room, or name a folder on another disk as `out`"
         )

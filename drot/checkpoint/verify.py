@@ -3,11 +3,11 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from drot.checkpoint.integrity import compare, files_in, recorded_files
+from drot.checkpoint.manifest import MANIFEST, read_any_manifest
 from drot.checkpoint.resume import IDENTITY, JOURNAL, read_journal
 from drot.core.hashes import DIGEST, FileRecord, digest_fits
 from drot.core.reading import read_json
-from drot.manifest.integrity import compare, files_in, recorded_files
-from drot.manifest.manifest import MANIFEST, read_any_manifest
 
 
 @dataclass(frozen=True)

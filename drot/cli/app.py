@@ -5,7 +5,6 @@ Results go to stdout, progress and errors to stderr. The exit status is 0 for su
 a mistake of the user, 130 after Ctrl-C, and 143 after SIGTERM.
 """
 
-import contextlib
 import errno
 import io
 import os
@@ -17,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from drot.cli.commands import COMMANDS, Group, Interrupted, add_commands, flags_of, imported
-from drot.cli.log import LOG, tell
+from drot.cli.log import FORMS, Form, tell
 from drot.cli.safe_text import safe_log_messages, visible
 from drot.core import torchrun
 from drot.core.checks import shortened
@@ -60,31 +59,31 @@ def run(arguments: list[str]) -> int:
     own = arguments[: arguments.index("--")] if "--" in arguments else arguments
     debug = "--debug" in own
     arguments = [*(a for a in own if a != "--debug"), *arguments[len(own) :]] or ["--help"]
-    with contextlib.closing(LOG):
-        try:
-            with safe_log_messages():
-                _check_ranks(arguments[0])
-                status = app(arguments, prog_name="drot", standalone_mode=False, obj=arguments) or 0
-        except Interrupted as stop:
-            tell(f"drot: interrupted: {visible(str(stop))}")
-            return INTERRUPTED
-        except (KeyboardInterrupt, typer.Abort):
-            status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
-        except ToldElsewhere:
-            return 2
-        except Exception as error:
-            status, message = describe(error, debug, command=next(iter(arguments)))
-            if debug:
-                tell("\n".join(map(visible, traceback.format_exc().splitlines())))
-            line = f"drot: {visible(' '.join(message.split()))}"
-            tell(line)
-            if torchrun.rank() and (notes := getattr(error, "__notes__", None)):
-                # the rank that alone met the error, and whose `tell` is silent
-                print(line.replace("drot:", f"drot: {notes[-1]}:", 1), file=sys.__stderr__)
-            return status
-        if status == INTERRUPTED:
-            tell("drot: interrupted")
+    Form.choose(FORMS[0])
+    try:
+        with safe_log_messages():
+            _check_ranks(arguments[0])
+            status = app(arguments, prog_name="drot", standalone_mode=False, obj=arguments) or 0
+    except Interrupted as stop:
+        tell(f"drot: interrupted: {visible(str(stop))}")
+        return INTERRUPTED
+    except (KeyboardInterrupt, typer.Abort):
+        status = INTERRUPTED  # typer itself returns 130 for Ctrl-C inside a command
+    except ToldElsewhere:
+        return 2
+    except Exception as error:
+        status, message = describe(error, debug, command=next(iter(arguments)))
+        if debug:
+            tell("\n".join(map(visible, traceback.format_exc().splitlines())))
+        line = f"drot: {visible(' '.join(message.split()))}"
+        tell(line)
+        if torchrun.rank() and (notes := getattr(error, "__notes__", None)):
+            # the rank that alone met the error, and whose `tell` is silent
+            print(line.replace("drot:", f"drot: {notes[-1]}:", 1), file=sys.__stderr__)
         return status
+    if status == INTERRUPTED:
+        tell("drot: interrupted")
+    return status
 
 
 def _check_ranks(command: str) -> None:

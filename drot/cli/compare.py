@@ -4,12 +4,12 @@ import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drot.checkpoint.tables import Table, number, short
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
-from drot.manifest.tables import Table, number, short
 
 if TYPE_CHECKING:
-    from drot.sweep.compare import ComparedModel
+    from drot.reporting.compare import ComparedModel
 
 
 def compare(
@@ -46,7 +46,7 @@ def compare(
         no_record: Leave drot.json as it is.
         as_json:
     """
-    from drot.sweep import compare as comparing
+    from drot.reporting import compare as comparing
 
     with working() as progress:
         rows = comparing.compare(

@@ -19,8 +19,8 @@ def demo(out: Path = Path("demo-output"), as_json: bool = False) -> None:
         out:
         as_json:
     """
+    from drot.reporting.demo import run_demo
     from drot.reporting.drawing import PACKAGE
-    from drot.sweep.demo import run_demo
 
     with working() as progress:
         result = run_demo(out, progress=progress)

@@ -4,7 +4,7 @@ from dataclasses import fields
 from typing import Any
 
 from drot.checkpoint.size import size_text
-from drot.cli.output import print_facts, print_json, print_line, scaled
+from drot.cli.output import print_facts, print_json, print_line
 from drot.cli.progress_bars import working
 from drot.config import Recipe
 
@@ -50,11 +50,9 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
     print_facts(facts.items())
 
 
-def _time(seconds: float | None, operations: float) -> str:
-    amount = f"{scaled(operations, 'FLOP')} of matrix products and factorisations"
-    if seconds is None:
-        return f"not known: {amount}; drot info --measure measures how fast this machine computes them"
+def _time(seconds: float, operations: float) -> str:
     least = f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
     if seconds >= 2 * 3600:
         least = f"{seconds / 3600:.1f} hours"
-    return f"{least} or more: {amount} at the machine's measured peak, which no run reaches"
+    amount = f"{operations / 1e12:.3g} TFLOP of matrix products and factorisations"
+    return f"{least} or more: {amount}, at the rate of a product that was timed now and no run reaches"

@@ -7,11 +7,11 @@ from typing import Any
 
 import typer
 
+from drot.checkpoint.tables import Table
 from drot.cli.log import tell
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
 from drot.core.errors import UserError
-from drot.manifest.tables import Table
 
 
 def evaluate(
@@ -34,8 +34,6 @@ def evaluate(
     """Measure the perplexity of models, their agreement with a dense original, and accuracy in tasks.
 
     Example: drot eval llama-2of4 --ppl wikitext2 --tasks paper
-
-    Example: drot eval llama-2of4 other-2of4 --against meta-llama/Llama-3.1-8B
 
     Arguments:
         models MODEL...: Names on the Hugging Face hub, or local folders. A model may be pruned by drot or
@@ -73,7 +71,6 @@ def evaluate(
     texts = ppl or ([] if names and against is None else ["wikitext2"])
     if fail_above is not None:
         check_bound(fail_above, texts)
-    original = dense_original(models) if against is None else None
     with working() as progress:
         results = evaluation.evaluate(
             models,
@@ -95,9 +92,6 @@ def evaluate(
         print_json(results[0] if len(results) == 1 else results)
     else:
         print_figures(results)
-    if original is not None and results[0]["texts"]:
-        hint = f"drot: --against {original} would compare the predictions with those of the dense original"
-        tell(hint)
     if fail_above is not None:
         fail(results, texts[0], fail_above)
 
@@ -118,17 +112,6 @@ def fail(results: list[dict[str, Any]], text: str, bound: float) -> None:
         named = ", ".join(f"{perplexity:.3f} of {model}" for model, perplexity in above.items())
         tell(f"drot: the perplexity on {text} is above {bound:g}: {named}")
         raise typer.Exit(1)
-
-
-def dense_original(models: list[str]) -> str | None:
-    """The local folder from which all `models` were pruned, if their manifests name one."""
-    from drot.manifest.manifest import MANIFEST, read_any_manifest
-
-    if not all((Path(model) / MANIFEST).exists() for model in models):
-        return None
-    originals = {read_any_manifest(model).base_model for model in models}
-    original = originals.pop()
-    return original if original and not originals and Path(original).is_dir() else None
 
 
 def print_figures(results: list[dict[str, Any]]) -> None:
@@ -167,7 +150,7 @@ def _rows(results: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
             yield "  of the original", [f"{each['dense_perplexity']:.3f}" for each in found]
             yield "  difference", [f"{each['perplexity_difference']:+.3f}" for each in found]
             yield "  equal next tokens", [f"{each['equal_tokens']:.2%}" for each in found]
-            for key, words in (("mean", "mean"), ("median", "median"), ("p99", "99th percentile")):
+            for key, words in (("mean", "mean"), ("p99", "99th percentile")):
                 yield f"  KL divergence, {words}", [f"{each['kl'][key]:.4f}" for each in found]
     for task, details in first["task_details"].items():
         fewshot = f", {details['fewshot']} examples" if details["fewshot"] else ""

@@ -1,22 +1,10 @@
-"""The command `drot export`, and the sizes that it prints."""
+"""The command `drot export`."""
 
-from collections import Counter
 from pathlib import Path
-from typing import Any
 
-from drot.cli.output import print_json, print_line, print_table
+from drot.checkpoint.size import size_text
+from drot.cli.output import print_json, print_line
 from drot.cli.progress_bars import working
-from drot.manifest.tables import Table
-
-#: part of an artifact → what it is
-PARTS = {
-    "rotations": "rotations",
-    "mask": "masks",
-    "positions": "positions of the packed weights",
-    "difference": "changes of the kept weights",
-    "unsure": "weights that another machine may round differently",
-    "files": "config, tokenizer, manifest and card",
-}
 
 
 def export(
@@ -24,7 +12,6 @@ def export(
     out: Path,
     model: str | None = None,
     rotations: Path | None = None,
-    no_check: bool = False,
     as_json: bool = False,
 ) -> None:
     """Write what DIR has beyond the dense MODEL as one small file, from which drot apply makes DIR again.
@@ -37,9 +24,7 @@ def export(
     Arguments:
         folder DIR: A checkpoint that drot prune wrote, dense or packed.
     Output:
-        out: File to write. It must be new.
-        no_check: Do not make DIR from the file once, to compare the hashes. The check takes as long as drot
-            apply, and the space of DIR beside --out.
+        out: File to write. It must be new. DIR is made from it once beside it, to compare the hashes.
         as_json:
     Source:
         model MODEL: The dense model from which DIR was made: a name on the Hugging Face hub, or a local
@@ -50,22 +35,9 @@ def export(
     from drot.checkpoint.artifact.export import export_artifact
 
     with working() as progress:
-        result = export_artifact(
-            folder, out, model=model, rotations=rotations, check=not no_check, progress=progress
-        )
+        result = export_artifact(folder, out, model=model, rotations=rotations, progress=progress)
     if as_json:
         print_json({"out": out, **result})
     else:
-        print_table(sizes(result))
-        print_line(f"Saved to {out}")
-
-
-def sizes(result: dict[str, Any]) -> Table:
-    """What takes how many bytes of an artifact."""
-    parts: Counter[str] = Counter()
-    for name, size in result["parts"].items():
-        parts[PARTS.get(name, "index")] += size
-    rows = [{"part": name, "MB": f"{size / 1e6:.2f}"} for name, size in parts.most_common()]
-    share = result["bytes"] / result["checkpoint_bytes"]
-    whole = {"part": f"artifact ({share:.0%} of the checkpoint)", "MB": f"{result['bytes'] / 1e6:.2f}"}
-    return Table("", [*rows, {}, whole])
+        share = result["bytes"] / result["checkpoint_bytes"]
+        print_line(f"Saved to {out}: {size_text(result['bytes'])}, {share:.0%} of the checkpoint")

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.tables import finetune_line
 from drot.cli.options import SOURCES, options_of
 from drot.cli.output import print_json, print_line
 from drot.cli.progress_bars import working
@@ -10,7 +11,6 @@ from drot.config import CalibrationConfig, FinetuneConfig
 from drot.config.settings import fields_of
 from drot.core.errors import UserError
 from drot.core.events import silent
-from drot.manifest.tables import finetune_line
 
 DEFAULT = FinetuneConfig()
 #: the options of the settings, by panel

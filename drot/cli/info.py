@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from drot.cli.output import print_facts, print_json, print_line, print_manifest, scaled
+from drot.cli.output import print_facts, print_json, print_line, print_manifest
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 
@@ -13,8 +13,6 @@ def info(
     folder: Path | None = None,
     verify: bool = False,
     accept: bool = False,
-    measure: bool = False,
-    device: str = "auto",
     as_json: bool = False,
 ) -> None:
     """Show the versions, backends and GPUs of this machine; or, with MODEL, how that model was made.
@@ -29,27 +27,19 @@ def info(
             differs. MODEL may also be the .partial folder of an unfinished run.
         accept: Record the files of MODEL as they are now. For a checkpoint that you have changed on purpose.
         as_json:
-    Run:
-        measure: Measure matrix products and a copy on --device, in a few seconds, and keep the rates in the
-            tuning cache. drot prune --dry-run estimates a run with them.
-        device: Device to measure. auto is the first GPU, or the CPU if there is no GPU.
     """
     if folder is None and (verify or accept):
         raise UserError(f"{'`verify`' if verify else '`accept`'} needs MODEL: name a folder that drot wrote")
     if folder is None:
-        if measure:
-            _measure(device)
         _show_machine(as_json)
         return
-    if measure:
-        raise UserError("`measure` measures this machine: leave out MODEL")
     if not (verify or accept) and _is_other_model(folder):
         _show_model(str(folder), as_json)
         return
     if not path_exists(folder) or not folder.is_dir():
         reason = "is a file" if path_exists(folder) else "does not exist"
         raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
-    from drot.manifest.manifest import accept_files, read_any_manifest
+    from drot.checkpoint.manifest import accept_files, read_any_manifest
 
     if accept:
         print_line(f"{len(accept_files(folder).files)} files in {folder} are recorded as they are now")
@@ -65,8 +55,8 @@ def info(
 
 def _is_other_model(folder: Path) -> bool:
     """Whether `folder` is a model that drot has not written: a folder, or a name on the hub."""
+    from drot.checkpoint.manifest import MANIFEST
     from drot.core.hub import HUB_NAME
-    from drot.manifest.manifest import MANIFEST
 
     if not path_exists(folder):
         return len(folder.parts) == 2 and HUB_NAME.fullmatch(str(folder)) is not None
@@ -105,19 +95,6 @@ def _show_model(name: str, as_json: bool) -> None:
             shown["cannot place"] = ", ".join(comparison["unplaced"]) or "nothing: compare the forward passes"
             shown["lacks"] = ", ".join(comparison["lacking"]) or "nothing"
     print_facts(shown.items())
-
-
-def _measure(name: str) -> None:
-    """Measures a device and keeps its rates. Raises UserError if they cannot be kept."""
-    from drot.machine.devices import pick_device
-    from drot.machine.environment import store_peaks
-    from drot.speed.peaks import measure_peaks
-
-    device = pick_device(name)
-    if not store_peaks(device, measure_peaks(device)):
-        raise UserError(
-            "the rates cannot be kept, as the tuning cache cannot be written: name a folder in DROT_CACHE"
-        )
 
 
 def _verify(folder: Path, as_json: bool) -> None:
@@ -173,10 +150,3 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, str]]:
     threads = f"{cpu['threads']} thread{'' if cpu['threads'] == 1 else 's'}"
     yield "CPU", f"{cpu['machine']}, vector instructions {cpu['capability']}, {threads}"
     yield "tuning cache", data["tuning_cache"] or "none"
-    for device, rates in data["peaks"].items():
-        yield f"measured on {device}", ", ".join(_rate(*item) for item in rates.items())
-
-
-def _rate(kind: str, rate: float) -> str:
-    """A peak rate with its name, as in `copy 25 GB/s`."""
-    return f"{kind} {scaled(rate, 'B/s' if kind == 'copy' else 'FLOP/s')}"

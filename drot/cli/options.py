@@ -9,14 +9,13 @@ import inspect
 import re
 import typing
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand
 
-from drot.cli.help import without_flag_values
-from drot.cli.log import FORMS, LOG
+from drot.cli.commands import without_flag_values
+from drot.cli.log import FORMS, Form
 from drot.cli.messages import flag, in_options
 from drot.config import SEQLEN, CalibrationConfig, WeightFormat
 from drot.config.settings import description_of, fields_of
@@ -92,27 +91,13 @@ def _show_all(ctx: typer.Context, given: bool) -> None:
         raise typer.Exit
 
 
-def _log_to(ctx: typer.Context, file: Path | None) -> None:
-    if file is not None:
-        LOG.open(file)
-
-
 def _show_progress(ctx: typer.Context, form: str) -> None:
-    LOG.choose(form)
+    Form.choose(form)
 
 
 HELP_ALL = _acting("help_all", False, bool, _show_all, is_eager=True, help="Show all options and exit.")
 #: the options of the commands that show progress
 PROGRESS = [
-    _acting(
-        "log",
-        None,
-        Path | None,
-        _log_to,
-        metavar="FILE",
-        rich_help_panel="Run",
-        help="Also append the progress and the messages to this file, a line each, with the time.",
-    ),
     _acting(
         "progress",
         FORMS[0],
@@ -139,7 +124,7 @@ def command_of(
     settings: the options of `options_of`, which the function takes as `**settings`. In a panel they go before
         the function's own.
     first: the parameters of the options that --help shows; --help-all shows the others too. () is all.
-    progress: whether the command shows progress, and so has --log and --progress.
+    progress: whether the command shows progress, and so has --progress.
     """
     about, *sections = SECTION.split(f"{inspect.getdoc(function)}\n")
     help, *examples = about.strip().split("\n\nExample: ")

@@ -14,8 +14,8 @@ from drot.checkpoint.size import size_text, weight_bytes
 from drot.cli.safe_text import SafeConsole
 
 if TYPE_CHECKING:  # imported when something is printed: help prints no manifest
-    from drot.manifest.manifest import CheckpointManifest
-    from drot.manifest.tables import Table
+    from drot.checkpoint.manifest import CheckpointManifest
+    from drot.checkpoint.tables import Table
 
 #: characters of the longest number, such as `17414 → 15115`, and of the narrowest column that is folded
 NUMBER, FOLDED = 16, 8
@@ -89,21 +89,13 @@ def saved_line(source: str, out: Path) -> str:
 
 def print_manifest(manifest: "CheckpointManifest") -> None:
     """Prints a few lines about a checkpoint and, if drot pruned it, a row for each layer and each phase."""
-    from drot.manifest.manifest import Manifest
-    from drot.manifest.tables import facts, layers_table, times_table
+    from drot.checkpoint.manifest import Manifest
+    from drot.checkpoint.tables import facts, layers_table, times_table
 
     print_facts(facts(manifest))
     if isinstance(manifest, Manifest):
         print_table(layers_table(manifest), texts=0)
         print_table(times_table(manifest))
-
-
-def scaled(value: float, unit: str) -> str:
-    """A value with three digits and a prefix, as in 12.5 GFLOP/s."""
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if value >= scale:
-            return f"{three_digits(value / scale)} {prefix}{unit}"
-    return f"{three_digits(value)} {unit}"
 
 
 def three_digits(value: float) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from drot.cli.log import LOG
+from drot.cli.log import Form
 from drot.cli.safe_text import SafeConsole
-from drot.core.events import PHASES, ProgressEvent
+from drot.core.events import PHASES, ProgressEvent, silent
 from drot.core.events import Progress as ProgressCallback
 
 #: After so many seconds without a line, or this share of the time since the start if that is more, the next
@@ -26,7 +26,7 @@ JSON_SILENCE = 0.5
 
 @contextlib.contextmanager
 def working(*, shared: bool = False, label: str = "loss") -> Iterator[ProgressCallback]:
-    """The callback for the progress of a block, in the form of --progress, and in the file of --log.
+    """The callback for the progress of a block, in the form of --progress.
 
     What libraries print on stdout goes to stderr, and transformers shows no progress bars.
 
@@ -37,27 +37,21 @@ def working(*, shared: bool = False, label: str = "loss") -> Iterator[ProgressCa
 
     logging.disable_progress_bar()
     console = SafeConsole(stderr=True)
-    bars = LOG.form == "auto" and console.is_terminal
-    told: list[ProgressCallback] = []
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        if LOG.form == "json":
-            told.append(JsonProgress(console))
-        if bars:
+    with contextlib.redirect_stdout(sys.stderr):
+        if Form.chosen == "none":
+            yield silent
+        elif Form.chosen == "json":
+            yield JsonProgress(console)
+        elif console.is_terminal:
             columns = BarColumn(20), TextColumn("{task.description}"), TimeElapsedColumn(), TextColumn("left")
-            shown = Progress(*columns, TimeRemainingColumn(), console=console, transient=True)
-            told.append(BarProgress(stack.enter_context(shown), shared=shared, label=label))
-        written = [console_line(console)] if LOG.form == "auto" and not bars else []
-        for write in [*written, *([LOG.line] if LOG.is_open else [])]:
-            lines = LineProgress(write, shared=shared, label=label)
-            stack.callback(lines.close)
-            told.append(lines)
-
-        def progress(event: ProgressEvent) -> None:
-            for each in told:
-                each(event)
-
-        yield progress
+            with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as shown:
+                yield BarProgress(shown, shared=shared, label=label)
+        else:
+            lines = LineProgress(console_line(console), shared=shared, label=label)
+            try:
+                yield lines
+            finally:
+                lines.close()
 
 
 def console_line(console: Console) -> Callable[[str], None]:

@@ -1,27 +1,33 @@
 """The command `drot prune`: from its options to a run, and what is printed of the result."""
 
 import contextlib
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from drot.cli.commands import Interrupted
+from drot.cli.dry_run import show_needs
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import SOURCES, given_options, options_of
 from drot.cli.output import print_json, print_line, print_manifest, saved_line
+from drot.cli.ranks import launch
 from drot.cli.recipe import (
     asked_recipe,
     check_rotations_file,
     fit_recipe,
     progress_of,
     run_settings,
-    tell_other_input,
 )
+from drot.cli.sensitivity import show_sensitivity
 from drot.config import Recipe
 from drot.core import torchrun
 from drot.core.errors import UserError
+
+if TYPE_CHECKING:
+    from drot.checkpoint.manifest import Manifest
 
 DEFAULT = Recipe()
 #: the options that set fields of the recipe, by panel; what is named here differs from the field
@@ -114,23 +120,20 @@ def prune(
             method.
     Calibration:
     Output:
-        out: Folder to write. It must be new or empty. Its disk needs space for the checkpoint and, while the
-            run lasts, 8 bytes for each number of a rotation. Not with --sensitivity.
+        out: Folder to write. It must be new or empty. Not with --sensitivity.
         dry_run: Load no weights and write nothing. Print every setting of the run and what it needs: disk,
             memory, calibration tokens and time.
         fit SIZE: Fit the run into this memory of the GPU, as in 24GB, by the estimate of --dry-run. As far as
             needed, and where this command line does not set them, --layers-per-step, --recover, --solve and
             --target change. drot says which.
         sensitivity: Write no model. Print the output error of each linear at 2:4, 4:8, 50 % and the
-            sparsities of this command line, which helps to choose --keep and --sparsity-of. The rotations are
-            trained for the sparsities of this command line, in the dense model.
+            sparsities of this command line, for which the rotations are trained in the dense model.
         format:
         save_dtype:
         as_json:
     Run:
         device [auto|cpu|cuda|cuda:N]: Device to use. auto is the first GPU, or the CPU if there is no GPU.
-        gpus N: Share the run between N GPUs of this machine: torchrun starts N processes. With --device cpu
-            they share the CPU.
+        gpus N: Share the run between N GPUs of this machine, or with --device cpu N processes.
         dtype:
         resume: Continue an interrupted run with the same --out. A finished run is left as it is.
     """
@@ -142,54 +145,38 @@ def prune(
         raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as --recipe")
     if sensitivity:
         check_no_output(asked, given)
-        from drot.cli.sensitivity import show_sensitivity
-
         show_sensitivity(model, asked.recipe, as_json, device=device, dtype=dtype, rotations=rotations)
         return
     of_the_run = run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
     if fit is not None:
         asked = fit_recipe(asked, fit, model, given, device=device, rotations=rotations, **of_the_run)
     if dry_run:
-        from drot.cli.dry_run import show_needs
-
         show_needs(model, asked.recipe, as_json, device=device, rotations=rotations, **of_the_run)
         return
     if out is None:
         raise UserError("--out is missing: name the folder to write, or use --sensitivity or --dry-run")
     if gpus is not None and torchrun.world_size() == 1:
-        from drot.cli.ranks import launch
-
         raise typer.Exit(launch(ctx.obj, gpus))
     check_rotations_file(asked.manifest, rotations)
+    of_the_run |= {"rotations": rotations, "save_rotations_to": save_rotations_to, "resume": resume}
+    _run(model, asked.recipe, out, as_json, device=device, **of_the_run)
+
+
+def _run(model: str, recipe: Recipe, out: Path, as_json: bool, **options: Any) -> None:
+    """Runs `drot.prune` with the options, and prints its result."""
     from drot.pipeline import prune as pipeline
 
-    with told_how_to_go_on(out), progress_of(asked.recipe) as progress:
-        result = pipeline.prune(
-            model,
-            asked.recipe,
-            out=out,
-            device=device,
-            rotations=rotations,
-            save_rotations_to=save_rotations_to,
-            resume=resume,
-            progress=progress,
-            **of_the_run,
-        )
-    if asked.manifest and asked.recipe.calibration == asked.start.calibration:
-        tell_other_input(asked.manifest, result.manifest)
+    with told_how_to_go_on(out), progress_of(recipe) as progress:
+        result = pipeline.prune(model, recipe, out=out, progress=progress, **options)
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})
-    else:
-        from drot.cli.after_prune import growth, next_commands
-
-        print_manifest(result.manifest)
-        before = "was finished already: nothing to do"
-        print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
-        for line in growth(model, out, result.manifest):
-            print_line(line)
-        print_line("Next:")
-        for command, what in next_commands(model, out, result.manifest):
-            print_line(f"  {command}  # {what}")
+        return
+    print_manifest(result.manifest)
+    before = "was finished already: nothing to do"
+    print_line(f"{out} {before}" if result.finished_before else saved_line(model, out))
+    print_line("Next:")
+    for command, what in next_commands(model, out, result.manifest):
+        print_line(f"  {command}  # {what}")
 
 
 @contextlib.contextmanager
@@ -206,3 +193,12 @@ def told_how_to_go_on(out: Path) -> Iterator[None]:
         raise Interrupted(
             f"the finished layers lie in {folder}; to go on, give the same command with --resume"
         ) from None
+
+
+def next_commands(model: str, out: Path, manifest: "Manifest") -> Iterator[tuple[str, str]]:
+    """The commands that judge the checkpoint, and the one that makes it smaller; and what each is for."""
+    folder, packed = shlex.quote(str(out)), shlex.quote(f"{out}-packed")
+    yield f"drot eval {folder} --against {shlex.quote(model)}", "what the pruning cost, on wikitext2"
+    yield f"drot report {folder}", "charts of the run, and what is unusual"
+    if manifest.format == "dense" and str(manifest.recipe.pruning.sparsity) == "2:4":
+        yield f"drot convert {folder} --out {packed} --format packed", "2:4 weights in 9/16 of bf16's bytes"

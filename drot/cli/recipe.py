@@ -20,7 +20,7 @@ from drot.core.errors import UserError
 from drot.core.events import Progress
 
 if TYPE_CHECKING:
-    from drot.manifest.manifest import Manifest
+    pass
 
 logger = logging.getLogger("drot")
 
@@ -155,15 +155,3 @@ def check_rotations_file(manifest: dict[str, Any], rotations: Path | None) -> No
             f"the run of this recipe used the rotations in {used['file']} (SHA-256 {used['sha256'][:12]}…): "
             "name that file as `rotations`"
         )
-
-
-def tell_other_input(before: dict[str, Any], now: "Manifest") -> None:
-    """Logs a warning if the run whose manifest is `before` had other calibration tokens or rotations."""
-    used = {
-        "calibration tokens": ("calibration", now.calibration),
-        "rotations": ("rotations_file", now.rotations_file),
-    }
-    for what, (entry, record) in used.items():
-        old, new = (before.get(entry) or {}).get("sha256"), None if record is None else record.sha256
-        if old is not None and old != new:
-            logger.warning("the %s differ from those of the run that is repeated: so does the result", what)

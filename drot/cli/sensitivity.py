@@ -3,10 +3,10 @@
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from drot.checkpoint.tables import Table, number
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.recipe import progress_of
 from drot.config import Recipe
-from drot.manifest.tables import Table, number
 
 if TYPE_CHECKING:
     from drot.pipeline.sensitivity import SensitivityResult

@@ -3,21 +3,20 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from drot.checkpoint.tables import Table, number
 from drot.cli.commands import Interrupted
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
 from drot.core.errors import UserError
-from drot.manifest.tables import Table, finite, number
 
 if TYPE_CHECKING:
-    from drot.sweep.sweep import SweepResult
+    from drot.reporting.sweep import SweepResult
 
 
 def sweep(
     grid: Path,
     out: Path | None = None,
     model: str | None = None,
-    keep_models: bool = False,
     device: str = "auto",
     dtype: str = "auto",
     as_json: bool = False,
@@ -32,7 +31,6 @@ def sweep(
             texts (as --ppl of drot eval), tasks (as --tasks of drot eval), seqlen and text_column.
     Output:
         out: Folder to write: new, empty, or of an earlier sweep, whose finished cells are not run again.
-        keep_models: Keep the pruned model of each cell, in OUT/models.
         as_json:
     Run:
         model: Name on the hub or folder of the model. Default: model in GRID.yaml.
@@ -41,9 +39,9 @@ def sweep(
     """
     if out is None:
         raise UserError("`out` is missing: name the folder to write")
-    from drot.sweep import sweep as sweeping
-    from drot.sweep.rows import columns
-    from drot.sweep.runner import CELLS
+    from drot.reporting import sweep as sweeping
+    from drot.reporting.cells import CELLS
+    from drot.reporting.rows import columns
 
     try:
         with working() as progress:
@@ -51,7 +49,6 @@ def sweep(
                 grid,
                 out=out,
                 model=model,
-                keep_models=keep_models,
                 device=device,
                 dtype=dtype,
                 progress=progress,
@@ -71,8 +68,6 @@ def sweep(
                 ],
                 "computed": result.computed,
                 "csv": result.csv,
-                "tables": result.tables,
-                "plots": result.plots,
             }
         )
     else:
@@ -81,22 +76,18 @@ def sweep(
 
 def print_sweep(result: "SweepResult") -> None:
     """Prints a table with a row for each cell, the skipped combinations, and the written files."""
-    from drot.sweep.rows import row_gap_closed, short_names
+    from drot.reporting.rows import columns
 
-    rows, texts = [], result.rows[0].dense
-    names = short_names(texts)
+    forms = {"perplexity": ".3f", "dense": ".3f", "gap": ".0%", "accuracy": ".1%", "seconds": ".1f"}
+    rows = []
     for row in result.rows:
-        cells = {field: str(row.cell.value(field)) for field in result.fields}
-        for text, dense in texts.items():
-            perplexity, gap = row.perplexity(text), row_gap_closed(row, result.rows, text)
-            cells[f"perplexity on {names[text]} (dense {dense:.3f})"] = finite(perplexity, ".3f")
-            cells[f"gap closed on {names[text]}"] = number(gap, ".0%")
-        if row.dense_accuracy:
-            cells[f"mean accuracy (dense {row.dense_mean_accuracy:.1%})"] = finite(row.mean_accuracy, ".1%")
-        rows.append(cells | {"seconds": row.seconds})
+        found = columns(row, result.rows, result.fields)
+        cells = {field: str(found[field]) for field in result.fields}
+        for heading, value in found.items():
+            if (kind := heading.split()[0]) in forms:
+                cells[heading] = number(value, forms[kind])
+        rows.append(cells)
     print_table(Table("Sweep", rows), texts=0)
-    if any(row.seconds.endswith("*") for row in result.rows):
-        print_line("* without the training of the rotation, which another cell did")
     for each in result.skipped:
         if each.refused:
             print_line(f"Not run: {each.label}: {each.reason.replace('`', '')}")
@@ -104,5 +95,4 @@ def print_sweep(result: "SweepResult") -> None:
         print_line(f"{same} combinations are not run because their run is that of another cell")
     before = len(result.rows) - result.computed
     print_line(f"{result.computed} cells computed, {before} finished before")
-    plots = f" and {len(result.plots)} files in {result.plots[0].parent}" if result.plots else ""
-    print_line(f"Wrote {result.csv}, {result.tables}{plots}")
+    print_line(f"Wrote {result.csv}")

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from drot.checkpoint.tables import Table
 from drot.cli.bench import parse_sizes
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
-from drot.manifest.tables import Table
 
 
 def tune(
@@ -32,8 +32,8 @@ def tune(
     Output:
         as_json:
     """
-    from drot.speed.tune import TUNED_TOKENS
-    from drot.speed.tune import tune as tuned
+    from drot.evaluation.tune import TUNED_TOKENS
+    from drot.evaluation.tune import tune as tuned
 
     sizes = parse_sizes("--tokens", tokens)
     with working() as progress:

@@ -8,7 +8,7 @@ from drot.core.checks import shortened
 from drot.core.errors import UserError
 from drot.core.reading import LARGEST_FILE, read_bytes, strict_json
 
-#: the manifest in the folder of a checkpoint (drot/manifest/manifest.py)
+#: the manifest in the folder of a checkpoint (drot/checkpoint/manifest.py)
 MANIFEST = "drot.json"
 #: bytes of the largest YAML file, which is slow to read; a drot.json may be larger
 LARGEST_YAML = 2**20

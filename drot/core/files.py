@@ -111,28 +111,6 @@ def remove_leftovers(out: Path) -> None:
             logger.warning("removed %s, which a run to %s left when it was killed", folder, out)
 
 
-@contextlib.contextmanager
-def reserved(out: Path, size: int) -> Iterator[None]:
-    """Holds `size` bytes of the disk of `out` during the block, after which a file can take them.
-
-    The file that holds them has no name, so that nothing of it stays after a power failure. Raises UserError
-    if the disk has less.
-    """
-    with tempfile.TemporaryFile(dir=out.parent) as holder:
-        try:
-            os.posix_fallocate(holder.fileno(), 0, max(1, size))
-        except OSError as error:
-            if error.errno != errno.ENOSPC:  # a file system that cannot reserve
-                logger.debug("no space is reserved for %s: %s", out, error)
-            else:
-                free = shutil.disk_usage(out.parent).free
-                raise UserError(
-                    f"{out} needs {size / 1e6:.1f} MB, but its disk has {free / 1e6:.1f} MB: make room, or "
-                    "name a folder on another disk as `out`"
-                ) from None
-        yield
-
-
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Writes `data` to the file `path`. Raises WriteError if writing fails."""
     with new_file(path) as part:

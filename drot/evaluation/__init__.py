@@ -1,1 +1,1 @@
-"""Evaluation of models: perplexity, agreement with the dense original, accuracy in tasks."""
+"""Evaluation of models: perplexity, agreement with the dense original, accuracy in tasks, speed."""

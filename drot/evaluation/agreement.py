@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.evaluation.perplexity import exp_of_loss, rises_after
+from drot.evaluation.perplexity import exp_of_loss
 from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions
 
 #: ranges of positions in a window for which the agreement is given
@@ -19,13 +19,12 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
     """The agreement of two models on the same windows, over all positions of the windows.
 
     equal_tokens: share of positions at which both models have the same most likely next token, in [0, 1].
-    kl: mean, median and p99 (99th percentile) of KL(dense ‖ pruned) = Σ p_dense (log p_dense - log p_pruned)
+    kl: mean and p99 (99th percentile) of KL(dense ‖ pruned) = Σ p_dense (log p_dense - log p_pruned)
         of the next token's distribution, in nats.
     positions: equal_tokens and the mean kl for POSITION_RANGES ranges `first` … `last` of the positions in a
         window, which begin with 0.
     perplexity, dense_perplexity, perplexity_difference: perplexities on the windows as in `perplexity_of`,
         and pruned minus dense.
-    loss_rises_after: `rises_after` of the dense model.
 
     The log-softmax is computed in fp32, the sum over the vocabulary in fp64. The logits of both models are in
     memory for the windows of one batch. Raises BrokenModelError if the loss of a model is not finite.
@@ -38,17 +37,12 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
         progress(ProgressEvent(phase="evaluate", step=batch.stop, steps=count))
     equal, kl, dense_loss, pruned_loss = found
     values = kl.flatten().numpy()
-    loss_rises_after = rises_after(dense_loss[:, :-1].mean(0), count)
     dense_perplexity = exp_of_loss(float(dense_loss[:, :-1].mean()), "the dense original")
     perplexity = exp_of_loss(float(pruned_loss[:, :-1].mean()), "the pruned model")
     edges = torch.linspace(0, seqlen, min(POSITION_RANGES, seqlen) + 1).round().int().tolist()
     return {
         "equal_tokens": float(equal.mean()),
-        "kl": {
-            "mean": float(values.mean()),
-            "median": float(numpy.median(values)),
-            "p99": float(numpy.quantile(values, 0.99)),
-        },
+        "kl": {"mean": float(values.mean()), "p99": float(numpy.quantile(values, 0.99))},
         "positions": [
             {
                 "first": first,
@@ -61,7 +55,6 @@ def agreement(dense: Predictions, pruned: Predictions, *, progress: Progress = s
         "perplexity": perplexity,
         "dense_perplexity": dense_perplexity,
         "perplexity_difference": perplexity - dense_perplexity,
-        "loss_rises_after": loss_rises_after,
     }
 
 

@@ -1,5 +1,6 @@
 """Perplexity, agreement with a dense original, and accuracy in tasks, for one model or several."""
 
+import functools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.evaluation.agreement import agreement
 from drot.evaluation.models import Original, move_models, must_stream, open_model
-from drot.evaluation.perplexity import check_logits, exp_of_loss, load_eval_tokens, mean_losses, rises_after
+from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.record import check_recordable, text_record
 from drot.evaluation.record import record as record_figures
@@ -66,17 +67,15 @@ def evaluate(
 
     model, seqlen, dtype, machine: what was measured, and where.
     streamed: whether one decoder layer at a time was on the device.
-    texts: text → tokens, windows, split (None for a file), the SHA-256 of its token ids and, where the
-        loss rises, loss_rises_after (`rises_after`; of the dense model where there is one).
+    texts: text → tokens, windows, split (None for a file), and the SHA-256 of its token ids.
     perplexity: text → perplexity (`perplexity_of`).
     against: the model of `against`, or None.
     agreement: text → figures of `agreement` with that model; empty without one.
     tasks: task → accuracy in [0, 1]. task_details: task → metric, number of examples in the prompt, stderr.
     averages: suite → mean accuracy of its tasks, for `paper`.
 
-    Raises UserError for a wrong argument, model, text or task, and BrokenModelError for a model without a
-    finite loss. Arguments, texts and tasks are checked before the weights are loaded. Models are loaded one
-    after the other.
+    Raises UserError for a wrong argument, model, text or task, before the weights are loaded, and
+    BrokenModelError for a model without a finite loss. Models are loaded one after the other.
 
     Args:
         models: names on the Hugging Face hub or local folders.
@@ -97,32 +96,18 @@ def evaluate(
     is_callable("progress", progress)
     names, sources = [str(model) for model in models], [str(text) for text in ppl]
     original = None if against is None else str(against)
-    options = TaskOptions(limit, batch_size, num_fewshot)
-    if not tasks and options != TaskOptions():
-        raise UserError("`limit`, `batch_size` and `num_fewshot` are of `tasks`, got none: name one")
-    if limit is not None and record:
-        logger.warning("figures of %d questions of a task are not recorded", limit)
-        record = False
-    target = pick_device(device)
-    if dtype != "auto":
-        parse_dtype(dtype)
-    if original is not None and not ppl:
-        raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
-    if stream and tasks:
-        raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
-    for name in names if record else ():
-        check_recordable(name)
-    everyone = [*names] if original is None else [*names, original]
+    options, target = TaskOptions(limit, batch_size, num_fewshot), pick_device(device)
+    _check_arguments(sources, tasks, original, options, dtype, stream)
+    record = record and _can_record(names, limit)
+    everyone = [*names, *([original] if original else [])]
     configs = {name: load_config(name).get_text_config() for name in everyone}
     for config in configs.values() if stream else ():
         family_of(config)
     if seqlen is None:
         seqlen = min(default_seqlen(positions_of(config)) for config in configs.values())
     tokenizers = {name: load_tokenizer(name) for name in everyone}
-    texts = {
-        name: {s: load_eval_tokens(s, tokenizers[name], text_column, progress) for s in sources}
-        for name in everyone
-    }
+    read = functools.partial(load_eval_tokens, text_column=text_column, progress=progress)
+    texts = {name: {s: read(s, tokenizers[name]) for s in sources} for name in everyone}
     _check_texts(texts, configs, seqlen, original)
     prepared = load_tasks(tasks) if tasks else None
     progress(ProgressEvent(phase="load"))
@@ -139,6 +124,35 @@ def evaluate(
             record_figures(name, figures)
         results.append(figures)
     return results
+
+
+def _check_arguments(
+    ppl: Sequence[str],
+    tasks: Sequence[str],
+    against: str | None,
+    options: TaskOptions,
+    dtype: str,
+    stream: bool,
+) -> None:
+    """Raises UserError for arguments of `evaluate` that do not go together."""
+    if not tasks and options != TaskOptions():
+        raise UserError("`limit`, `batch_size` and `num_fewshot` are of `tasks`, got none: name one")
+    if dtype != "auto":
+        parse_dtype(dtype)
+    if against is not None and not ppl:
+        raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
+    if stream and tasks:
+        raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
+
+
+def _can_record(names: Sequence[str], limit: int | None) -> bool:
+    """Whether figures are recorded. Raises UserError for a broken manifest."""
+    if limit is not None:
+        logger.warning("figures of %d questions of a task are not recorded", limit)
+        return False
+    for name in names:
+        check_recordable(name)
+    return True
 
 
 def _check_texts(
@@ -186,15 +200,11 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
             predict(each.model, tokens, seqlen, stream_to, setup.progress, each.weights) for each in opened
         )
         if not of_dense:
-            losses = mean_losses(found, progress=setup.progress)
-            rising = rises_after(losses, len(found.windows))
-            perplexities[source] = exp_of_loss(float(losses.mean()))
+            perplexities[source] = perplexity_of(found, progress=setup.progress)
         else:
             agreements[source] = agreement(of_dense[0], found, progress=setup.progress)
             perplexities[source] = agreements[source].pop("perplexity")
-            rising = agreements[source].pop("loss_rises_after")
-        rises = {} if rising is None else {"loss_rises_after": rising}
-        records[source] = text_record(source, tokens, seqlen) | rises
+        records[source] = text_record(source, tokens, seqlen)
     scores = {}
     if setup.tasks is not None:
         check_logits(own.model)

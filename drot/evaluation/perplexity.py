@@ -1,8 +1,7 @@
 """Perplexity on windows of a text, as the literature on pruning measures it."""
 
-import itertools
-import logging
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,17 +10,12 @@ from transformers import PreTrainedModel
 
 from drot.core.errors import BrokenModelError
 from drot.core.events import Progress, ProgressEvent, silent
+from drot.evaluation.models import move_models
 from drot.evaluation.predictions import LOGITS_AT_ONCE, Predictions, predict
 from drot.text.source import read_text, tokenize
 
-logger = logging.getLogger("drot")
-
 #: exp of a larger loss overflows in fp64
 LARGEST_LOSS = 709.0
-#: nats by which the loss at the end of a window is larger than at its best part, if that is unusual
-RISEN = 0.3
-#: losses whose mean is not yet told from chance by RISEN
-FEW = 500
 ADVICE = 'its weights are damaged or overflow; measure it with `dtype="float32"`, or prune or copy it again'
 
 
@@ -45,19 +39,31 @@ def perplexity(model: PreTrainedModel, tokens: Tensor, *, seqlen: int, progress:
     return perplexity_of(predict(model, tokens, seqlen), progress=progress)
 
 
-def perplexity_of(predictions: Predictions, *, progress: Progress = silent) -> float:
-    """exp(mean of the token losses) over all windows.
+def perplexities(
+    model: PreTrainedModel,
+    texts: Mapping[str, Tensor],
+    *,
+    seqlen: int,
+    device: torch.device,
+    name: str,
+    progress: Progress = silent,
+) -> dict[str, float]:
+    """Text → the perplexity of a loaded model, which is moved to `device` or streamed there.
 
-    A loss that rises in the windows is warned of (`rises_after`). Raises BrokenModelError if the mean of the
-    losses or its exp is not finite.
+    texts: name of a text → its token ids [n]. name: of the model, for a warning. Raises as `perplexity` does.
     """
-    losses = mean_losses(predictions, progress=progress)
-    rises_after(losses, len(predictions.windows))
-    return exp_of_loss(float(losses.mean()))
+    streamed = device if move_models([model], name, device) else None
+    return {
+        text: perplexity_of(predict(model, tokens, seqlen, streamed, progress), progress=progress)
+        for text, tokens in texts.items()
+    }
 
 
-def mean_losses(predictions: Predictions, *, progress: Progress = silent) -> Tensor:
-    """The mean loss at each position of the windows, fp64 [seqlen - 1]. A loss is computed in fp32."""
+def perplexity_of(predictions: Predictions, *, progress: Progress = silent) -> float:
+    """exp(mean of the token losses) over all windows. A loss is computed in fp32, their sum in fp64.
+
+    Raises BrokenModelError if the mean of the losses or its exp is not finite.
+    """
     count, seqlen = predictions.windows.shape
     total = torch.zeros(seqlen - 1, dtype=torch.float64)
     for batch in predictions.batches():
@@ -65,30 +71,7 @@ def mean_losses(predictions: Predictions, *, progress: Progress = silent) -> Ten
         losses = _losses(logits, predictions.windows[batch].to(logits.device))
         total += losses.double().sum(0).cpu()
         progress(ProgressEvent(phase="evaluate", step=batch.stop, steps=count))
-    return total / count
-
-
-def rises_after(losses: Tensor, windows: int) -> int | None:
-    """The position from which the loss of a model rises, if it seems to be trained on shorter sequences.
-
-    With more text before it, a token is easier to predict. Where the positions of a model were not trained,
-    its loss rises: then a warning is logged too.
-
-    losses: the mean loss [seqlen - 1] at each position of the windows.
-    windows: their number. Nothing is said of fewer than FEW losses.
-    """
-    edges = [0, *(2**power for power in range(7, 31) if 2**power < len(losses)), len(losses)]
-    means = [float(losses[start:end].mean()) for start, end in itertools.pairwise(edges)]
-    best = min(range(len(means)), key=means.__getitem__)
-    last, enough = len(means) - 1, windows * (edges[best + 1] - edges[best]) >= FEW
-    if last > best and enough and means[last] > means[best] + RISEN:
-        logger.warning(
-            "the loss rises in the windows, from %.2f before position %d to %.2f at their end, as in a model "
-            "that was trained on shorter sequences: measure it with `seqlen=%d`",
-            means[best], edges[best + 1], means[last], edges[best + 1],
-        )  # fmt: skip
-        return edges[best + 1]
-    return None
+    return exp_of_loss(float((total / count).mean()))
 
 
 def exp_of_loss(loss: float, model: str = "the model") -> float:

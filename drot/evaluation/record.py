@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from drot.checkpoint.card import CARD, save_card
+from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, read_any_manifest, update_manifest
+from drot.checkpoint.records import EvaluationRecord
 from drot.core.errors import UserError
 from drot.machine.environment import versions
-from drot.manifest.card import CARD, save_card
-from drot.manifest.manifest import MANIFEST, CheckpointManifest, read_any_manifest, update_manifest
-from drot.manifest.records import EvaluationRecord
 from drot.text.source import SPLITS, calibration_hash
 
 logger = logging.getLogger("drot")

@@ -89,10 +89,10 @@ def load_tasks(names: Sequence[str]) -> Tasks:
             with _errors_only(), nullcontext() if name in OWN_TASKS else quick_hub():
                 task = get_task_dict([name], manager).get(name)
         except Exception as error:  # a task is code and data of many authors, so any exception may come
-            advice = "lm_eval's tasks need a network or a filled datasets cache"
-            if not _is_download(error):
-                advice = "leave it out of `tasks`, or install what it needs"
-            raise UserError(f"cannot load lm_eval's task {name} ({quoted(error)}); {advice}") from error
+            raise UserError(
+                f"cannot load lm_eval's task {name} ({quoted(error)}): it may need a network, a filled "
+                "datasets cache or a package; without them leave it out of `tasks`"
+            ) from error
         tasks[name] = task if isinstance(task, Task) else name
         if isinstance(task, Task) and metric_of(name).partition(",")[0] not in task.aggregation():
             raise _no_accuracy(name, task.aggregation())
@@ -204,18 +204,3 @@ def _no_accuracy(task: str, metrics: Iterable[str]) -> UserError:
         f"{task} must report {metric_of(task)}, but it reports {', '.join(metrics)}: evaluate it with "
         "lm_eval itself"
     )
-
-
-def _is_download(error: BaseException) -> bool:
-    """Whether `error` or an exception that led to it is a missing file or a network error.
-
-    Network errors are ConnectionError and the exceptions of requests, httpx, httpcore and huggingface_hub.
-    """
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, ConnectionError | FileNotFoundError):
-            return True
-        if type(link).__module__.partition(".")[0] in ("requests", "httpx", "httpcore", "huggingface_hub"):
-            return True
-        link = link.__cause__ or link.__context__
-    return False

@@ -14,33 +14,30 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.hf_model import as_drot_model
+from drot.checkpoint.importance import load_importance_maps, save_importance_maps
 from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
-from drot.checkpoint.quantization_config import (
-    format_of,
-    quantization_config_of,
-    refuse_quantised,
-)
-from drot.checkpoint.save import check_output, save_checkpoint
-from drot.checkpoint.size import size_of
-from drot.config import FinetuneConfig
-from drot.core.checks import is_a, is_callable
-from drot.core.errors import UserError
-from drot.core.events import Progress, ProgressEvent, silent
-from drot.core.files import reserved
-from drot.core.lock import locked
-from drot.evaluation.predictions import check_windows
-from drot.finetuning.kept import identity_of, kept, kept_folder, kept_until_written
-from drot.finetuning.memory import check_full_memory
-from drot.finetuning.text import split_text
-from drot.machine.devices import is_gpu, pick_device
-from drot.manifest.importance import load_importance_maps, save_importance_maps
-from drot.manifest.manifest import (
+from drot.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     CheckpointManifest,
     read_any_manifest,
 )
-from drot.manifest.records import FinetuneRecord
+from drot.checkpoint.quantization_config import (
+    format_of,
+    quantization_config_of,
+    refuse_quantised,
+)
+from drot.checkpoint.records import FinetuneRecord
+from drot.checkpoint.save import check_output, save_checkpoint
+from drot.checkpoint.size import check_space, size_of
+from drot.config import FinetuneConfig
+from drot.core.checks import is_a, is_callable
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.lock import locked
+from drot.evaluation.predictions import check_windows
+from drot.finetuning.text import split_text
+from drot.machine.devices import is_gpu, pick_device
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
@@ -153,10 +150,8 @@ def _finetune(
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
     packed = is_packed(loaded)
-    size = _size_of_result(loaded, config)
-    keeps = out is not None and not config.full and is_main_process()
-    identity = identity_of(loaded, config, (sequences, held_out)) if keeps else {}
-    known = kept(kept_folder(out), identity) if out is not None and keeps else None
+    if out is not None and is_main_process():
+        check_space(out, _size_of_result(loaded, config))
     if packed:
         loaded.dequantize()
     share = DecoderModel(loaded).zero_share()
@@ -166,85 +161,80 @@ def _finetune(
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
     warn_of_rounding(model, loaded.dtype)
-    if config.full and is_main_process():
-        check_full_memory(loaded, target)
     # it imports accelerate, which takes seconds
-    from drot.finetuning.run import run_finetuning, with_adapter
+    from drot.finetuning.run import run_finetuning
 
-    # a disk that is full when hours of training end would lose them
-    space = contextlib.nullcontext() if out is None or not is_main_process() else reserved(out, size)
     try:
-        with (
-            space,
-            tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder,
-            torch.random.fork_rng(),
-        ):
-            if known is not None:
-                logger.warning("the training in %s is finished and not repeated", kept_folder(out or Path()))
-                trained = with_adapter(loaded, config, known.adapter)
-            else:
-                trained, known = run_finetuning(
-                    loaded,
-                    config,
-                    (sequences, held_out),
-                    Path(folder),
-                    cpu=target.type == "cpu",
-                    progress=progress,
-                )
+        with tempfile.TemporaryDirectory(prefix="drot-finetune-") as folder, torch.random.fork_rng():
+            trained, record = run_finetuning(
+                loaded,
+                config,
+                (sequences, held_out),
+                Path(folder),
+                cpu=target.type == "cpu",
+                progress=progress,
+            )
     except torch.OutOfMemoryError:
         raise UserError(
             f"the GPU has too little memory for `batch_size`, {config.batch_size}, and sequences of "
             f"`seqlen`, {sequences.shape[1]}: lower them or use `gradient_checkpointing=True`"
         ) from None
-    record = dict(known.record)
     record["versions"] |= {name: metadata.version(name) for name in _packages(config)}
     finetuning = FinetuneRecord.model_validate({"from": str(model), **record})
     if packed:
         pack_model(trained)
     if not config.keep_adapter:
         as_drot_model(trained)
-    manifest = manifest or CheckpointManifest(
-        format_version=FORMAT_VERSION,
-        base_model=str(model),
-        sparsity=share,
-        dtype=finetuning.dtype,
-        format="dense",
-        stock_architecture=True,
-    )
-    if not config.keep_adapter:
-        manifest.format, manifest.stock_architecture = format_of(trained)
-        manifest.dtype = finetuning.dtype
-    manifest.finetune = [*manifest.finetune, finetuning]
-    manifest.evaluations = []  # figures of the weights before the training
+    manifest = _manifest_after(manifest, trained, finetuning, config, share)
     if out is not None and is_main_process():
         progress(ProgressEvent(phase="save"))
-        with kept_until_written(kept_folder(out), known, identity):
-            manifest = save_checkpoint(
-                trained,
-                tokenizer,
-                manifest,
-                out,
-                shards=None if config.keep_adapter else {},
-                write_more=lambda part: save_importance_maps(part, maps),
-            )
+        manifest = save_checkpoint(
+            trained,
+            tokenizer,
+            manifest,
+            out,
+            shards=None if config.keep_adapter else {},
+            write_more=lambda part: save_importance_maps(part, maps),
+        )
     if not config.keep_adapter:
         trained.drot_files = manifest, ""
     return FinetuneResult(trained, manifest, out)
 
 
-def _size_of_result(model: Any, config: FinetuneConfig) -> int:
-    """The bytes that the result takes on the disk, with OTHER_FILES for all but the weights.
+def _manifest_after(
+    manifest: CheckpointManifest | None,
+    trained: Any,
+    record: FinetuneRecord,
+    config: FinetuneConfig,
+    share: float,
+) -> CheckpointManifest:
+    """The manifest of the trained model. share: of zeros, of a model that another program pruned."""
+    manifest = manifest or CheckpointManifest(
+        format_version=FORMAT_VERSION,
+        base_model=record.start,
+        sparsity=share,
+        dtype=record.dtype,
+        format="dense",
+        stock_architecture=True,
+    )
+    if not config.keep_adapter:
+        manifest.format, manifest.stock_architecture = format_of(trained)
+        manifest.dtype = record.dtype
+    manifest.finetune = [*manifest.finetune, record]
+    manifest.evaluations = []  # figures of the weights before the training
+    return manifest
 
-    The adapter counts beside a checkpoint too, since it lies there until the checkpoint is whole.
-    """
+
+def _size_of_result(model: Any, config: FinetuneConfig) -> int:
+    """The bytes that the result takes on the disk, with OTHER_FILES for all but the weights."""
+    if not config.keep_adapter:
+        return OTHER_FILES + sum(parameter.nbytes for parameter in model.parameters())
     sides = 0
     for layer in DecoderModel(model).layers:
         for linears in layer.modules:
             shapes = [layer.shape_of(linear.spec) for linear in linears]
             sides += sum(out for out, _ in shapes) + shapes[0][1]
-    adapter = 4 * config.rank * sides
-    weights = sum(parameter.nbytes for parameter in model.parameters())
-    return OTHER_FILES + (weights if config.full else adapter if config.keep_adapter else weights + adapter)
+    return OTHER_FILES + 4 * config.rank * sides
 
 
 def is_main_process() -> bool:

@@ -14,7 +14,6 @@ from drot.config import FinetuneConfig
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress
 from drot.evaluation.perplexity import perplexity
-from drot.finetuning.kept import Trained
 from drot.finetuning.masks import KeepMask, choose_full, removed_weights, round_weights
 from drot.finetuning.train import Reporter, check_loss, train, training_arguments
 from drot.machine.devices import dtype_name
@@ -32,8 +31,8 @@ def run_finetuning(
     *,
     cpu: bool,
     progress: Progress,
-) -> tuple[Any, Trained]:
-    """The trained model in its own dtype, and its adapter, if there is one, with the record of the run.
+) -> tuple[Any, dict[str, Any]]:
+    """The trained model in its own dtype, and the record of the run.
 
     With `keep_adapter`, the model is a PeftModel, and the weights keep the dtype of the training.
 
@@ -61,7 +60,7 @@ def run_finetuning(
         )
     set_seed(arguments.seed)
     reporter = Reporter(progress, config.resolved_lr)
-    model, trained_weights, adapter = _train(model, config, dtype, sequences, arguments, reporter)
+    model, trained_weights = _train(model, config, dtype, sequences, arguments, reporter)
     after = _loss(model, held_out, progress)
     check_loss(after, config.resolved_lr)
     if after > before:
@@ -96,25 +95,7 @@ def run_finetuning(
         "versions": versions(),
         "seconds": time.perf_counter() - started,
     }
-    return model, Trained(adapter, record)
-
-
-def with_adapter(model: Any, config: FinetuneConfig, adapter: dict[str, Tensor]) -> Any:
-    """The model that `run_finetuning` returned when it had trained `adapter`; on a GPU up to rounding."""
-    from drot.finetuning.adapter import add_adapter, merge_adapter
-
-    dtype, removed = model.dtype, removed_weights(model)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    model = add_adapter(model, config)
-    model.load_state_dict(adapter, strict=False)
-    if config.keep_adapter:
-        return model
-    model = merge_adapter(model)
-    round_weights(model, removed, dtype)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return model
+    return model, record
 
 
 def _train(
@@ -124,13 +105,12 @@ def _train(
     sequences: Tensor,
     arguments: Any,
     reporter: Reporter,
-) -> tuple[Any, int, dict[str, Tensor]]:
-    """The trained model, the number of trained weights, and the adapter; {} without one.
+) -> tuple[Any, int]:
+    """The trained model and the number of trained weights.
 
     The model is rounded to `dtype` unless the adapter is kept.
     """
     removed = removed_weights(model)
-    adapter: dict[str, Tensor] = {}
     if config.full:
         choose_full(model)
         count = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
@@ -141,14 +121,12 @@ def _train(
         removed = {name: mask.cpu() for name, mask in removed.items()}  # not needed during the training
         model = add_adapter(model, config)
         count = _trainable(model)
-        trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
         train(model, sequences, arguments, [reporter])
-        adapter = {name: value.detach().cpu().clone() for name, value in trained.items()}
         if config.keep_adapter:
-            return model, count, adapter
+            return model, count
         model = merge_adapter(model)
     round_weights(model, removed, dtype)
-    return model, count, adapter
+    return model, count
 
 
 def _loss(model: Any, held_out: Tensor, progress: Progress) -> float:

@@ -2,11 +2,9 @@
 
 import contextlib
 import hashlib
-import json
 import os
 import platform
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,6 @@ from drot.core.version import __version__
 from drot.machine.devices import is_gpu
 from drot.machine.extension import BUILD_INFO
 
-#: the rates that `drot info --measure` measures
-PEAKS = ("float32", "bfloat16", "copy")
 #: environment variables that choose the instructions, and with them the order of sums, of torch, MKL,
 #: oneDNN and drot
 VARIABLES = (
@@ -81,40 +77,6 @@ def machine_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU ({capability}), {threads} thread{'' if threads == 1 else 's'}"
 
 
-def processor_name() -> str:
-    """The name of the processor; its architecture where the system does not tell the name."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def _peaks_key(device: torch.device) -> str:
-    """The key of a device in the tuning cache: what its rates depend on."""
-    name = machine_name(device) if is_gpu(device) else f"{processor_name()}, {machine_name(device)}"
-    return f"peaks of torch {torch.__version__}, {name}"
-
-
-def stored_peaks(device: torch.device) -> dict[str, float] | None:
-    """The rates of a device that `drot info --measure` has measured; None if it has not.
-
-    float32, bfloat16: operations a second of a matrix product. copy: bytes a second that a copy reads and
-    writes.
-    """
-    text = _C.tuning_cache_lookup(_peaks_key(device))
-    try:
-        peaks = json.loads(text or "null")
-        return {name: float(peaks[name]) for name in PEAKS} if peaks else None
-    except (ValueError, TypeError, KeyError):  # the line was cut off or edited
-        return None
-
-
-def store_peaks(device: torch.device, peaks: dict[str, float]) -> bool:
-    """Keeps the rates of a device in the tuning cache; returns whether that was possible."""
-    return bool(_C.tuning_cache_store(_peaks_key(device), json.dumps(peaks)))
-
-
 def _cusparselt() -> dict[str, Any]:
     """The version of cuSPARSELt that torch finds, and the one drot was compiled with."""
     found = None
@@ -141,10 +103,8 @@ def collect() -> dict[str, Any]:
     cuda: {compiled, architectures, torch}; gpus: [{name, capability, memory_gib}].
     cusparselt: {found, version, compiled}; cpu: {machine, capability, threads}.
     tuning_cache: path of the file with the fastest measured algorithm of each GPU product, or None.
-    peaks: device → the rates that `drot info --measure` has measured there (`stored_peaks`).
     """
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    peaks = {name: stored_peaks(torch.device(name)) for name in ("cpu", *(f"cuda:{gpu}" for gpu in gpus))}
     return {
         **versions(),
         "built_with_torch": BUILD_INFO["torch"],
@@ -163,5 +123,4 @@ def collect() -> dict[str, Any]:
             "threads": torch.get_num_threads(),
         },
         "tuning_cache": _C.tuning_cache_file() or None,
-        "peaks": {name: rates for name, rates in peaks.items() if rates is not None},
     }

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drot.checkpoint.records import PlaceOfStates
 from drot.config import ResolvedRecipe
 from drot.core.events import Progress
 from drot.machine.memory import return_free_memory
 from drot.machine.ranks import ALONE, Ranks
-from drot.manifest.records import PlaceOfStates
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.rotation import Bases

@@ -1,5 +1,6 @@
 """What a run of `drot.prune` would do and need, from the model's config alone."""
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -7,15 +8,16 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from drot.checkpoint.records import PlaceOfStates
 from drot.config import Recipe, ResolvedRecipe
 from drot.machine.devices import DTYPES, computing_dtype, dtype_name
-from drot.machine.environment import machine_name, stored_peaks
-from drot.manifest.records import PlaceOfStates
+from drot.machine.environment import machine_name
 from drot.model.decoder import DecoderModel
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import (
     device_memory,
     main_memory,
+    measured_rate,
     run_work,
     seconds_at,
     sizes_of,
@@ -38,8 +40,7 @@ class RunNeeds:
     states: bytes of the hidden states of the calibration. place_of_states: where they would lie now. In a
         file or on a GPU they are not counted as `main_memory`.
     work: phase → dtype → operations.
-    seconds: seconds of the work at the rates that `drot info --measure` measured, which no run reaches; None
-        without them.
+    seconds: seconds of the work at the rates of matrix products on the device, which no run reaches.
     """
 
     recipe: ResolvedRecipe
@@ -56,7 +57,7 @@ class RunNeeds:
     states: int
     place_of_states: PlaceOfStates
     work: dict[str, dict[str, float]]
-    seconds: float | None
+    seconds: float
 
 
 def run_needs(
@@ -94,7 +95,7 @@ def run_needs(
     place = place_of_states(sizes, resolved, chosen, first, rotations_given=rotations_given)
     states = state_bytes(sizes, resolved, chosen)
     in_memory = main_memory(sizes, resolved, chosen, rotations_given=rotations_given)
-    work, peaks = run_work(sizes, resolved, chosen, trains=trains), stored_peaks(first)
+    work = run_work(sizes, resolved, chosen, trains=trains)
     return RunNeeds(
         recipe=resolved,
         model=str(model),
@@ -110,7 +111,7 @@ def run_needs(
         states=states,
         place_of_states=place,
         work=work,
-        seconds=None if peaks is None else seconds_at(work, peaks),
+        seconds=seconds_at(work, functools.partial(measured_rate, first)),
     )
 
 

@@ -7,15 +7,17 @@ tests/pipeline/test_estimate.py compares the formulas with the operations that t
 """
 
 import dataclasses
+import functools
 import math
+import time
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
-from drot.machine.devices import dtype_name
+from drot.machine.devices import dtype_name, is_gpu
 from drot.model.decoder import DecoderModel
 from drot.model.family import InputGroup
 from drot.model.sizes import HeadShape, routed_share
@@ -183,10 +185,23 @@ def run_work(
     return {phase: dict(by_dtype) for phase, by_dtype in work.items()}
 
 
-def seconds_at(work: Mapping[str, Mapping[str, float]], peaks: Mapping[str, float]) -> float:
-    """The seconds of all work at the rates of `peaks` (`stored_peaks`), which no run reaches."""
-    rates = {"float16": peaks["bfloat16"], **peaks}
-    return sum(amount / rates[dtype] for phase in work.values() for dtype, amount in phase.items())
+def seconds_at(work: Mapping[str, Mapping[str, float]], rate: Callable[[str], float]) -> float:
+    """The seconds of all work, where `rate` gives the operations a second in a dtype (`measured_rate`)."""
+    return sum(amount / rate(dtype) for phase in work.values() for dtype, amount in phase.items())
+
+
+@functools.cache
+def measured_rate(device: torch.device, dtype: str) -> float:
+    """The operations a second of a product of square matrices, the fastest of four. No run reaches it."""
+    rows = 8192 if is_gpu(device) else 1024
+    factor, seconds = torch.ones(rows, rows, dtype=getattr(torch, dtype), device=device), []
+    for _ in range(4):
+        begin = time.perf_counter()
+        torch.matmul(factor, factor)
+        if is_gpu(device):
+            torch.get_device_module(device).synchronize(device)
+        seconds.append(time.perf_counter() - begin)
+    return 2 * rows**3 / min(seconds)
 
 
 def main_memory(

@@ -1,5 +1,7 @@
 """The events of a run of `drot.prune`, and who listens: clock, peaks of memory, progress."""
 
+import resource
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +10,6 @@ import torch
 
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.devices import is_gpu
-from drot.machine.memory import PeakMemory
 
 #: The steps whose time is measured. `load` is the model and the text, `calibrate` every pass of the
 #: calibration tokens, `merge` brings the rotations into the weights and the hidden states, and `save` writes
@@ -70,16 +71,40 @@ class Stopwatch:
 
 
 class MemoryWatch:
-    """The peak memory of each step (machine/memory.py)."""
+    """The peak memory of each step, in bytes.
+
+    `peaks` maps a step to {"process": …} and, on a GPU, {"gpu": …}. "process" is the largest resident memory
+    that the process has had from its start to the end of the step, so it never falls from one step to a later
+    one. "gpu" is the largest memory that torch had allocated on the GPU during the step.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        self.peak = PeakMemory(device)
+        self.peaks: dict[str, dict[str, int]] = {}
+        self._device = device
+        self._active: list[str] = []
 
     def __call__(self, event: Event) -> None:
+        """A step may begin within another."""
         if isinstance(event, StepBegan):
-            self.peak.begin(event.step)
+            self._read()  # torch's peak is set back for the new step
+            self._active.append(event.step)
         elif isinstance(event, StepEnded):
-            self.peak.end(event.step)
+            self._read()
+            self._active.remove(event.step)
+
+    def _read(self) -> None:
+        """Adds the peaks since the last call to the steps that are active, and sets torch's peaks back."""
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        # macOS counts bytes, Linux KiB
+        found = {"process": peak if sys.platform == "darwin" else peak * 1024}
+        if is_gpu(self._device):
+            module = torch.get_device_module(self._device)
+            found["gpu"] = module.max_memory_allocated(self._device)
+            module.reset_peak_memory_stats(self._device)
+        for step in self._active:
+            peaks = self.peaks.setdefault(step, {})
+            for kind, size in found.items():
+                peaks[kind] = max(peaks.get(kind, 0), size)
 
 
 class ProgressReports:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import InputHessian
+from drot.checkpoint.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.config import ResolvedRecipe, Sparsity
-from drot.manifest.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.model.family import InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotated_hessian, rotated_weight
 from drot.model.sizes import HeadShape

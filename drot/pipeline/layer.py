@@ -40,7 +40,7 @@ def prune_layer(
     The Hessian of an input group is computed after the groups before it are pruned, and factorised once for
     all its linears. A linear with a sparsity of 0 is not changed, and has only the first three figures.
 
-    Returns name of a linear → its entry of the manifest (manifest/records.py), and `<name>.<map>` → the
+    Returns name of a linear → its entry of the manifest (checkpoint/records.py), and `<name>.<map>` → the
     tensors of GroupImportance. Output errors compare with the outputs of the target weight, which differs
     from the weight of the layer for `target="dense"`; the error `before` the rotation always compares with
     the outputs of the weight. An expert has its own outputs as target. A warning names the expert with the

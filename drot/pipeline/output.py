@@ -4,16 +4,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.importance import save_importance_maps
+from drot.checkpoint.manifest import FORMAT_VERSION, Manifest
 from drot.checkpoint.quantization_config import format_of
+from drot.checkpoint.records import MemoryPeak, SavedRotations, Seconds
 from drot.checkpoint.resume import RunState
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import save_checkpoint
 from drot.core.hashes import file_record
 from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
-from drot.manifest.importance import save_importance_maps
-from drot.manifest.manifest import FORMAT_VERSION, Manifest
-from drot.manifest.records import MemoryPeak, SavedRotations, Seconds
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.events import Announced
@@ -64,7 +64,7 @@ def manifest_of(
 
 def _times(context: RunContext, total: float) -> dict[str, Any]:
     seconds = Seconds.model_validate({**context.clock.seconds, "total": total})
-    peaks = {step: MemoryPeak.model_validate(peak) for step, peak in context.memory.peak.peaks.items()}
+    peaks = {step: MemoryPeak.model_validate(peak) for step, peak in context.memory.peaks.items()}
     return {"seconds": seconds, "peak_memory": peaks}
 
 

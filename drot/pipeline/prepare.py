@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
+from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.resolve import GIVEN_TOKENS
@@ -18,7 +19,6 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.devices import computing_dtype, is_gpu, parse_dtype, pick_device
 from drot.machine.ranks import ALONE, Ranks
-from drot.manifest.manifest import MANIFEST, read_manifest
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext

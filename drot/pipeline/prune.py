@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
+from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
 from drot.checkpoint.save import check_output
 from drot.checkpoint.size import check_space, size_of, weight_bytes
@@ -29,7 +30,6 @@ from drot.core.version import __version__
 from drot.machine.environment import machine, versions
 from drot.machine.products import fp32_products
 from drot.machine.ranks import RankEnded, Ranks, joined
-from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.estimate import sizes_of
@@ -120,17 +120,15 @@ def prune(
             torchrun all ranks share the run, and `cuda` is the GPU of each.
         dtype: dtype of the computation. `auto` is the checkpoint's dtype on a GPU, and float32 on a CPU. A
             loaded model is computed in its own.
-        save_dtype: dtype of the weights in the result and in `out`: `auto`, the dtype of the model before the
-            run, or `float32`, `bfloat16` or `float16`. The weights of a linear are rounded once, when it is
-            pruned. Its errors in the manifest are those before the rounding; `sparsity` counts the zeros
-            after it.
+        save_dtype: dtype of the weights in the result and in `out`; `auto` is the dtype of the model before
+            the run. The weights of a linear are rounded once, when it is pruned. Its errors in the manifest
+            are those before the rounding; `sparsity` counts the zeros after it.
         rotations: a file written by `save_rotations_to`, whose rotations are used instead of training.
         save_rotations_to: a new file for the rotations, which other sparsities and methods can reuse. It may
             be inside `out`.
         format: `dense`, or `packed`, which stores values and positions of 2:4 weights, and others dense.
-        resume: continues an interrupted run, whose finished layers are in the folder `<out>.partial`. Of a
-            finished run it returns the result. The model, the recipe and the calibration must be equal to
-            those of that run.
+        resume: continues an interrupted run with the same model, recipe and calibration, whose finished
+            layers are in `<out>.partial`. Of a finished run it returns the result.
         progress: the callback for ProgressEvents.
     """
     started = time.perf_counter()
@@ -145,22 +143,9 @@ def prune(
     out = None if out is None else Path(out)
     rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
     with joined() as ranks, contextlib.ExitStack() as opened:
-        if ranks.size > 1:
-            settings: dict[str, Any] = {"drot": __version__, "recipe": recipe.to_dict(), "out": str(out)}
-            settings |= {"format": format, "dtype": str(dtype), "save_dtype": str(save_dtype)}
-            settings |= {"resume": resume}
-            _check_same(ranks, settings)
-
-        def enter() -> bool:
-            """Locks `out`. Returns whether it holds a finished run that is resumed."""
-            finished = _check_outputs(out, rotations_out, recipe, resume=resume)
-            if out is not None:
-                opened.enter_context(locked(out))
-                if not finished:
-                    check_unfinished(out, resume=resume)
-            return finished
-
-        finished = ranks.on_first(enter)
+        same = {"recipe": recipe.to_dict(), "out": str(out), "format": format, "resume": resume}
+        _check_same(ranks, same | {"drot": __version__, "dtype": str(dtype), "save_dtype": str(save_dtype)})
+        finished = ranks.on_first(lambda: _enter(opened, out, rotations_out, recipe, resume))
         prepared = prepare(
             model,
             recipe,
@@ -183,8 +168,22 @@ def prune(
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)
 
 
+def _enter(
+    opened: contextlib.ExitStack, out: Path | None, rotations_out: Path | None, recipe: Recipe, resume: bool
+) -> bool:
+    """Locks `out` until `opened` ends. Returns whether it holds a finished run that is resumed."""
+    finished = _check_outputs(out, rotations_out, recipe, resume=resume)
+    if out is not None:
+        opened.enter_context(locked(out))
+        if not finished:
+            check_unfinished(out, resume=resume)
+    return finished
+
+
 def _check_same(ranks: Ranks, values: dict[str, Any]) -> None:
     """Raises UserError, on all ranks, if the values of a rank differ from those of rank 0."""
+    if ranks.size == 1:
+        return
     first, *others = ranks.each(json.loads(json.dumps(values)))
     for rank, other in enumerate(others, 1):
         if changed := identity_differences(first, other, "rank 0", f"in rank {rank}"):
@@ -218,8 +217,7 @@ def _run(
     if context.dense_linears is not None:
         check_packable(model.model, context.dense_linears)
     identity = run_identity(context, run.given) if out is not None or rotations_out is not None else None
-    if ranks.size > 1:
-        _check_same(ranks, (identity or {}) | {"versions": versions()})
+    _check_same(ranks, (identity or {}) | {"versions": versions()})
     if rotations_out is not None:
         ranks.on_first(lambda: _check_rotations(rotations_out, identity))
     if out is not None and identity is not None:

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.records import PlaceOfStates
 from drot.config import ResolvedRecipe
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.spool import Spool
 from drot.machine.transfer import empty_on_host
-from drot.manifest.records import PlaceOfStates
 from drot.pipeline.estimate import Sizes, device_memory, main_memory, sizes_of, state_bytes
 
 if TYPE_CHECKING:

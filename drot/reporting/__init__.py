@@ -1,1 +1,1 @@
-"""A page with the figures of one run, or of several runs side by side, made from their manifests."""
+"""Pruned models next to the dense one and to others: comparison, grid of recipes, page of a run, demo."""

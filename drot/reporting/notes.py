@@ -2,11 +2,10 @@
 
 import math
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from drot.manifest.tables import short
-from drot.reporting.evaluations import Measured
-from drot.reporting.reading import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Figure, Run, final_error
+from drot.checkpoint.tables import short
+from drot.reporting.runs import ONE_SHOT_ERROR, REMOVED_IMPORTANCE, Measured, Run, final_error
 
 #: a layer is unusual if its output error is this many times the median of its neighbours
 NEIGHBOUR_FACTOR = 2.0
@@ -15,10 +14,6 @@ NEIGHBOURS = 2
 #: a training stopped too soon if the last tenth of its steps lowered the loss by more than this share; a
 #: training of the default recipe, whose angle falls linearly to 0, ends with about 0.01
 STILL_FALLING = 0.02
-#: a linear has more zeros than the recipe says if its share of zeros is larger by more than this
-MORE_ZEROS = 0.005
-#: an invariance error above this share of what drot refuses (1e-4) is worth a look
-LARGE_INVARIANCE_ERROR = 1e-5
 #: a perplexity that is larger than the dense model's by more than this share has lost much
 LARGE_RISE = 0.1
 #: most names in one line
@@ -75,41 +70,24 @@ def verdict(run: Run, measured: Sequence[Measured], lines: Sequence[str]) -> str
     if lines:
         return "Look at:"
     if any(entry.dense is not None for entry in measured):
-        return "Nothing is unusual: none of the rules below applies."
+        return "Nothing is unusual."
     model = short(run.manifest.base_model)
     return (
-        "None of the rules below applies. But no evaluation compares the model with the dense original: "
+        "Nothing is unusual. But no evaluation compares the model with the dense original: "
         f"measure one with drot eval {run.name} --against {model or 'ORIGINAL'}."
     )
 
 
 # ---- what is unusual ---------------------------------------------------------------------------------
 
-Rule = Callable[[Run, Sequence[Measured]], Iterator[str]]
-#: the rule in words → a function that yields a sentence for each case
-RULES: dict[str, Rule] = {}
-
-
-def rule(words: str) -> Callable[[Rule], Rule]:
-    """Adds a function to RULES."""
-
-    def add(function: Rule) -> Rule:
-        RULES[words] = function
-        return function
-
-    return add
-
 
 def unusual(run: Run, measured: Sequence[Measured]) -> list[str]:
-    """A sentence for each case of a rule in RULES."""
-    return [line for function in RULES.values() for line in function(run, measured)]
+    """A sentence for each case of one of the rules below."""
+    rules = _lost_much, _not_concentrated, _damping_rose, _still_falling, _no_recovery
+    return [*(line for rule in rules for line in rule(run)), *_perplexities(run, measured)]
 
 
-@rule(
-    f"The output error of a layer is more than {NEIGHBOUR_FACTOR:g} times the median of the {NEIGHBOURS} "
-    "layers on each side."
-)
-def _lost_much(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+def _lost_much(run: Run) -> Iterator[str]:
     errors = run.layer_means(final_error)
     order = sorted(errors)
     for index, layer in enumerate(order):
@@ -124,9 +102,9 @@ def _lost_much(run: Run, _: Sequence[Measured]) -> Iterator[str]:
             )
 
 
-@rule("The pruned importance of a linear is not smaller after the rotation than before.")
-def _not_concentrated(run: Run, _: Sequence[Measured]) -> Iterator[str]:
-    if names := _not_lowered(run, *REMOVED_IMPORTANCE):
+def _not_concentrated(run: Run) -> Iterator[str]:
+    ratios = run.ratios(*REMOVED_IMPORTANCE)
+    if names := [f"layer {layer} {role}" for (layer, role), share in ratios.items() if share >= 1]:
         yield (
             f"The rotation did not lower the pruned importance of {_count(names, 'linear')}: "
             f"{_named(names)}. "
@@ -134,21 +112,7 @@ def _not_concentrated(run: Run, _: Sequence[Measured]) -> Iterator[str]:
         )
 
 
-@rule("The one-shot output error of a linear is not smaller after the rotation than before.")
-def _error_rose(run: Run, _: Sequence[Measured]) -> Iterator[str]:
-    if names := _not_lowered(run, *ONE_SHOT_ERROR):
-        yield f"The rotation raised the one-shot output error of {_count(names, 'linear')}: {_named(names)}."
-
-
-def _not_lowered(run: Run, before: Figure, after: Figure) -> list[str]:
-    """The linears of which the rotation did not lower a figure."""
-    return [
-        f"layer {layer} {role}" for (layer, role), share in run.ratios(before, after).items() if share >= 1
-    ]
-
-
-@rule("A Hessian could be inverted only with more damping than the recipe names.")
-def _damping_rose(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+def _damping_rose(run: Run) -> Iterator[str]:
     wanted = run.recipe.pruning.damping or 0.0
     found = {f"layer {layer} {role}": linear.damping for layer, role, linear in run.pruned()}
     shared = run.manifest.shared_rotation
@@ -163,11 +127,7 @@ def _damping_rose(run: Run, _: Sequence[Measured]) -> Iterator[str]:
         )
 
 
-@rule(
-    "A training took all its steps, and the last tenth of them lowered the loss by more than "
-    f"{STILL_FALLING:.0%}."
-)
-def _still_falling(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+def _still_falling(run: Run) -> Iterator[str]:
     steps, names = run.recipe.rotation.steps or 0, []
     for name, record in run.trainings.items():
         curve = record.loss_curve
@@ -181,20 +141,7 @@ def _still_falling(run: Run, _: Sequence[Measured]) -> Iterator[str]:
         )
 
 
-@rule("The best step of a training lies in the first four fifths of its steps.")
-def _best_was_early(run: Run, _: Sequence[Measured]) -> Iterator[str]:
-    steps = {name: len(record.loss_curve) - 1 for name, record in run.trainings.items()}
-    names = [
-        f"{name} (step {record.best_step} of {steps[name]})"
-        for name, record in run.trainings.items()
-        if record.best_step < 0.8 * steps[name]
-    ]
-    if names:
-        yield f"The loss was lowest long before the last step: {_named(names)}. A smaller rate may help."
-
-
-@rule("The recovery of a layer kept the weights as pruned, or was best at its last epoch.")
-def _no_recovery(run: Run, _: Sequence[Measured]) -> Iterator[str]:
+def _no_recovery(run: Run) -> Iterator[str]:
     best = {f"layer {r.layer}": r.recovery.best_epoch for r in run.manifest.layers if r.recovery}
     if idle := [layer for layer, epoch in best.items() if epoch == 0]:
         yield (
@@ -205,69 +152,7 @@ def _no_recovery(run: Run, _: Sequence[Measured]) -> Iterator[str]:
         yield f"The recovery was best at its last epoch in {_named(late)}: more epochs may help."
 
 
-@rule(f"A linear has more zeros than the recipe asks for, by {MORE_ZEROS:.1%} of its weights or more.")
-def _more_zeros(run: Run, _: Sequence[Measured]) -> Iterator[str]:
-    pruning = run.recipe.pruning
-    names = [
-        f"layer {layer} {role} ({linear.sparsity:.1%})"
-        for layer, role, linear in run.pruned()
-        if linear.sparsity > pruning.sparsity.ratio + MORE_ZEROS
-    ]
-    if names and not pruning.mixed:
-        yield (
-            f"{_count(names, 'linear')} have more zeros than {pruning.sparsity} asks for: {_named(names)}. "
-            "Inputs that are always 0, or zeros of the dense model, are the usual cause."
-        )
-
-
-@rule(
-    "The rotated dense model differs from the original by more than "
-    f"{LARGE_INVARIANCE_ERROR:g} of its logits."
-)
-def _invariance(run: Run, _: Sequence[Measured]) -> Iterator[str]:
-    value = run.manifest.relative_logit_error
-    if value is not None and value > LARGE_INVARIANCE_ERROR:
-        yield f"The rotated dense model differs from the original by {value:.1e} of its logits."
-
-
-@rule("The layers took longer than the whole run.")
-def _resumed(run: Run, _: Sequence[Measured]) -> Iterator[str]:
-    if sum(layer.seconds for layer in run.manifest.layers) > 1.02 * run.manifest.seconds.total:
-        yield (
-            "The run was interrupted and continued: its layers took longer than the total. The times and the "
-            "memory by phase are those of its last part."
-        )
-
-
-@rule("Fine-tuning raised the perplexity on held-out text.")
-def _finetuning_hurt(run: Run, _: Sequence[Measured]) -> Iterator[str]:
-    for record in run.manifest.finetune:
-        before, after = record.held_out.perplexity_before, record.held_out.perplexity_after
-        if after > before:
-            yield f"Fine-tuning raised the perplexity on held-out text from {before:.3f} to {after:.3f}."
-
-
-@rule("The perplexity is worse than without the rotation.")
-def _worse(_: Run, measured: Sequence[Measured]) -> Iterator[str]:
-    for entry in measured:
-        if entry.share is not None and entry.share < 0:
-            yield f"On {entry.text}, the perplexity is worse than without the rotation."
-
-
-@rule("The pruned model has a lower perplexity than the dense one.")
-def _better_than_dense(_: Run, measured: Sequence[Measured]) -> Iterator[str]:
-    for entry in measured:
-        if entry.rise is not None and entry.rise < 0:
-            yield (
-                f"On {entry.text}, the pruned model is better than the dense one, {entry.perplexity:.3f} "
-                f"against {entry.dense:.3f}. That says little about the pruning: the text is like the "
-                "calibration text, or its windows are too long for the model. Measure on another text, or "
-                "with a smaller --seqlen."
-            )
-
-
-@rule(f"The perplexity is more than {LARGE_RISE:.0%} above the dense model's.")
-def _rose(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
+def _perplexities(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
     untried = {
         "a rotation": not run.rotated,
         "--quality best": run.rotated and run.recipe.recovery.recover == "none",
@@ -276,21 +161,20 @@ def _rose(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
     }
     helps = ", ".join(name for name, applies in untried.items() if applies)
     for entry in measured:
-        if entry.rise is not None and entry.rise > LARGE_RISE:
+        rise = entry.rise or 0.0
+        if entry.share is not None and entry.share < 0:
+            yield f"On {entry.text}, the perplexity is worse than without the rotation."
+        if rise < 0:
             yield (
-                f"On {entry.text}, the perplexity rose by {entry.rise:.0%}, from {entry.dense:.3f} to "
-                f"{entry.perplexity:.3f}. These may help: {helps}, and calibration text of this kind."
+                f"On {entry.text}, the pruned model is better than the dense one, {entry.perplexity:.3f} "
+                f"against {entry.dense:.3f}. That says little about the pruning: the text is like the "
+                "calibration text, or its windows are too long for the model. Measure on another text, or "
+                "with a smaller --seqlen."
             )
-
-
-@rule("The loss rises within the windows of a text, as it does behind the length of a model's training.")
-def _windows_too_long(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
-    for entry in measured:
-        if entry.loss_rises_after is not None:
+        if rise > LARGE_RISE:
             yield (
-                f"On {entry.text}, the windows of {entry.seqlen} tokens are too long for the model: its loss "
-                f"rises after {entry.loss_rises_after}. So the perplexities there say little: measure with "
-                f"drot eval {run.name} --seqlen {entry.loss_rises_after}."
+                f"On {entry.text}, the perplexity rose by {rise:.0%}, from {entry.dense:.3f} to "
+                f"{entry.perplexity:.3f}. These may help: {helps}, and calibration text of this kind."
             )
 
 

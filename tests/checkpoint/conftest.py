@@ -6,7 +6,7 @@ import pytest
 from packed_checkpoints import PRUNE
 
 from drot.cli import app as cli
-from drot.sweep.demo import MODEL
+from drot.reporting.demo import MODEL
 
 
 @pytest.fixture(scope="session")

@@ -5,9 +5,9 @@ import json
 from runs import saved_tensors
 from safetensors.torch import save_file
 
+from drot.checkpoint.manifest import accept_files
 from drot.cli import app as cli
-from drot.manifest.manifest import accept_files
-from drot.sweep.demo import HELD_OUT
+from drot.reporting.demo import HELD_OUT
 
 #: options of a quick `drot prune`, with which both formats have their rotations in the same place
 PRUNE = [

@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.manifest import read_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
-from drot.manifest.manifest import read_manifest
+from drot.reporting.demo import MODEL
 from drot.sparse.linear import is_packed
-from drot.sweep.demo import MODEL
 
 pytestmark = pytest.mark.slow  # they prune and open the embedded model
 

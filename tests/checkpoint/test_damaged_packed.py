@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import drot
 from drot.cli import app as cli
 from drot.core.errors import UserError
-from drot.sweep.demo import HELD_OUT
+from drot.reporting.demo import HELD_OUT
 
 pytestmark = pytest.mark.slow  # they prune and open the embedded model
 

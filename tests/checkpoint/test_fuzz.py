@@ -25,14 +25,14 @@ from small_checkpoints import save_small
 from small_models import random_text, random_tokens
 
 import drot
+from drot.checkpoint.card import write_card
+from drot.checkpoint.manifest import Manifest, read_any_manifest, update_manifest
+from drot.checkpoint.records import FinetuneRecord
+from drot.checkpoint.tables import facts, layers_table, times_table
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig
 from drot.core.errors import UserError
 from drot.evaluation.evaluate import evaluate
-from drot.manifest.card import write_card
-from drot.manifest.manifest import Manifest, read_any_manifest, update_manifest
-from drot.manifest.records import FinetuneRecord
-from drot.manifest.tables import facts, layers_table, times_table
 from drot.reporting.write import report
 
 CASES = int(os.environ.get("DROT_FUZZ_CASES", "12"))

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
-from drot.manifest.manifest import read_manifest
+from drot.evaluation.speed import measure_speed
+from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.model.families import linear_names
 from drot.sparse.fused import DeferredLinear, FusedLinear, FusedPart, fuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
-from drot.speed.speed import measure_speed
-from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
 
 TOKENS = random_tokens(4, 40)
 #: leaves dense: all of layer 0, k_proj of layer 1, down_proj of layer 2 (4:8)

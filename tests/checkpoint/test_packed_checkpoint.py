@@ -12,13 +12,13 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import drot
 from drot.checkpoint import load
+from drot.checkpoint.manifest import read_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
-from drot.manifest.manifest import read_manifest
+from drot.reporting.demo import HELD_OUT, MODEL
 from drot.sparse import linear
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
-from drot.sweep.demo import HELD_OUT, MODEL
 
 pytestmark = pytest.mark.slow  # they prune and open the embedded model
 

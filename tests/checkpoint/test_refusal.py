@@ -26,10 +26,10 @@ from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Bases, Boundary
+from drot.reporting.demo import HELD_OUT, MODEL
 from drot.sparse.fused import fuse
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import pack_model
-from drot.sweep.demo import HELD_OUT, MODEL
 
 TOKENS = random_tokens(2, 12)
 ROTATION, R3 = "model.layers.1.residual_rotation.weight", "model.layers.1.mlp.down_rotation.weight"

@@ -14,6 +14,7 @@ import pytest
 from made_manifests import made_manifest
 
 import drot
+from drot.checkpoint.manifest import write_manifest
 from drot.cli import app as cli
 from drot.cli.app import app
 from drot.cli.commands import COMMANDS, flags_of, imported
@@ -22,9 +23,8 @@ from drot.cli.options import ANY_DTYPE
 from drot.cli.prune import FIRST
 from drot.config import QUALITIES, Method
 from drot.config.rotation import FAST_STEPS
+from drot.evaluation.variants import SHAPES
 from drot.machine.devices import DTYPES
-from drot.manifest.manifest import write_manifest
-from drot.speed.variants import SHAPES
 
 PACKAGE = Path(drot.__file__).resolve().parent
 

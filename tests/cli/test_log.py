@@ -1,9 +1,8 @@
-"""--log and --progress: the same events in a file, as JSON, or not at all."""
+"""--progress: events as JSON, and no other value than its own."""
 
 import json
 import logging
 import math
-import re
 
 import pytest
 from command_output import one_line
@@ -33,25 +32,6 @@ def prune(*options):
     assert cli.run(["prune", "m", "--out", "o", *options]) == 2
 
 
-def test_a_log_has_progress_and_messages_with_the_time(runs, tmp_path, capsys):
-    log = tmp_path / "run.log"
-    prune("--log", str(log))
-    prune("--log", str(log), "--progress", "none")
-    told = capsys.readouterr().err.splitlines()
-    expected = [
-        "layer 0 (1 of 2): pruning (0 s)",
-        "layer 1 (2 of 2): rotated, loss 1 -> inf in 2 steps (0 s)",
-        "a warning of drot",
-        "drot: --lr must be lower",
-    ]
-    lines = log.read_text(encoding="utf-8").splitlines()
-    assert all(re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} ", line) for line in lines)
-    assert [line.split(" ", 2)[2] for line in lines] == expected * 2
-    assert told == [*expected, *expected[2:]]
-    prune()  # the log of one command is not that of the next
-    assert log.read_text(encoding="utf-8").splitlines() == lines
-
-
 def test_progress_as_json_is_one_object_a_line(runs, capsys):
     prune("--progress", "json")
     *events, error = capsys.readouterr().err.splitlines()
@@ -66,7 +46,7 @@ def test_progress_as_json_is_one_object_a_line(runs, capsys):
 
 @pytest.mark.parametrize(
     ("options", "problem"),
-    [(["--progress", "xml"], "--progress must be one of auto, json, none"), (["--log", "."], "--log")],
+    [(["--progress", "xml"], "--progress must be one of auto, json, none")],
 )
 def test_wrong_values_are_refused_before_the_run(options, problem, capsys):
     prune(*options)

@@ -1,14 +1,13 @@
 """`drot prune --recipe`: the recipe that reaches the pipeline, what beside it replaces, what is told."""
 
 import json
-import logging
 
 import pytest
 from made_manifests import made_manifest
 
+from drot.checkpoint.manifest import write_manifest
 from drot.cli import app as cli
 from drot.config import PruningConfig, Recipe, RotationConfig, resolve
-from drot.manifest.manifest import write_manifest
 
 RECIPE = Recipe(
     rotation=RotationConfig(mode="none"),
@@ -122,13 +121,3 @@ def test_rotations_of_a_file_must_be_given_again(calls, checkpoint, capsys, capl
     )
     assert prune("--recipe", checkpoint) == 2
     assert "used the rotations in r.safetensors" in capsys.readouterr().err and not calls
-
-
-@pytest.mark.parametrize(("now", "told"), [("0", 0), ("of another", 1)])
-def test_another_calibration_text_is_told(calls, checkpoint, caplog, now, told):
-    change(checkpoint, calibration={"sha256": now, "shape": [2, 8]})
-    with caplog.at_level(logging.WARNING, "drot"):
-        assert prune("--recipe", checkpoint) == 0
-    assert sum("calibration tokens differ" in message for message in caplog.messages) == told
-    assert prune("--recipe", checkpoint, "--nsamples", "3") == 0  # other tokens are what was asked for
-    assert sum("calibration tokens differ" in message for message in caplog.messages) == told

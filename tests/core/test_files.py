@@ -1,15 +1,9 @@
-"""What killed runs leave behind, and the space that a run holds."""
+"""What killed runs leave behind."""
 
-import errno
-import os
 import signal
 import subprocess
 import sys
 
-import pytest
-
-from drot.core.errors import UserError
-from drot.core.files import reserved
 from drot.core.lock import locked
 
 
@@ -34,24 +28,3 @@ def test_the_next_run_removes_what_a_killed_run_left(tmp_path, caplog):
             *(other.name for other in others), "target", link.name
         }  # fmt: skip
     assert f"removed {left}, which a run to {out} left when it was killed" in caplog.text
-
-
-def test_the_space_is_held_until_the_block_ends(tmp_path):
-    with reserved(tmp_path / "out", 3_000_000):
-        held = [
-            os.fstat(int(fd)) for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")
-        ]
-        assert any(each.st_size == 3_000_000 and 512 * each.st_blocks >= 3_000_000 for each in held)
-        assert not list(tmp_path.iterdir())  # it has no name
-
-
-def test_a_disk_with_too_little_space_is_a_mistake(tmp_path, monkeypatch):
-    def refuse(*args):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
-    with (
-        pytest.raises(UserError, match=r"out needs 3.0 MB, but its disk has .*: make room"),
-        reserved(tmp_path / "out", 3_000_000),
-    ):
-        pytest.fail("the work began")

@@ -2,10 +2,8 @@
 
 import errno
 import fcntl
-import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 
@@ -30,7 +28,7 @@ def test_a_second_run_is_refused_before_its_model_is_loaded(tmp_path):
     )
     try:
         assert other.stdout.readline() == "locked\n"
-        message = f"process {other.pid} on {socket.gethostname()} writes to {out} now"
+        message = f"another run writes to {out} now"
         with pytest.raises(UserError, match=message):
             drot.prune(tmp_path / "no-model", out=out)
         with pytest.raises(UserError, match=message):
@@ -43,7 +41,7 @@ def test_a_second_run_is_refused_before_its_model_is_loaded(tmp_path):
         other.communicate("")
     assert not lock_file(out).exists()
     with locked(out):
-        assert json.loads(lock_file(out).read_text()) == {"host": socket.gethostname(), "pid": os.getpid()}
+        assert lock_file(out).exists()
 
 
 def test_the_lock_is_released_after_an_error(tmp_path):
@@ -52,32 +50,12 @@ def test_the_lock_is_released_after_an_error(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path, caplog):
-    """The kernel has released it. Another host in the file is told."""
-    out = tmp_path / "out"
-    for content in ("", "{", json.dumps({"host": socket.gethostname(), "pid": os.getpid()})):
-        lock_file(out).write_text(content)
-        with locked(out):
-            pass
-        assert not caplog.text and not lock_file(out).exists()
-    lock_file(out).write_text('{"host": "elsewhere", "pid": 7}')
-    with locked(out):
-        pass
-    assert "was left by process 7 on elsewhere, which no longer holds the lock" in caplog.text
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        '{"host": ' + "[" * 4000,
-        '{"host": "here", "pid": "1\\nWARNING all is well"}',
-        '{"host": "a\\nb", "pid": 1}',
-    ],
-)
-def test_a_lock_file_of_a_stranger_forges_no_message(tmp_path, caplog, content):
-    lock_file(tmp_path / "out").write_text(content)
+def test_a_lock_that_a_killed_run_left_is_taken_over(tmp_path):
+    """The kernel has released it."""
+    lock_file(tmp_path / "out").touch()
     with locked(tmp_path / "out"):
-        assert not caplog.text
+        pass
+    assert not lock_file(tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("content", ["[package]\nname = 'mine'\n", "{\n}", "\0", '{"hosts": 1}'])
@@ -89,7 +67,7 @@ def test_a_file_that_is_no_lock_stays_as_it_is(tmp_path, content, kind):
         lock_file(tmp_path / "out").symlink_to(tmp_path / "mine")
     else:
         (shutil.copy if kind == "file" else os.link)(tmp_path / "mine", lock_file(tmp_path / "out"))
-    with pytest.raises(UserError, match="is a link" if kind == "link" else "is not a lock of drot"):
+    with pytest.raises(UserError, match="cannot write" if kind == "link" else "is not a lock of drot"):
         drot.prune("./no-model", out=tmp_path / "out")
     assert lock_file(tmp_path / "out").read_text() == (tmp_path / "mine").read_text() == content
 
@@ -111,29 +89,15 @@ def test_a_lock_file_that_its_owner_deletes_meanwhile_is_no_lock(tmp_path, monke
             pass
 
 
-def test_without_locks_the_file_counts(tmp_path, monkeypatch, caplog):
+def test_without_locks_a_warning_says_so(tmp_path, monkeypatch, caplog):
     """Some network file systems have no flock."""
 
     def flock(descriptor, operation):
         raise OSError(errno.ENOTSUP, "not supported")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    out = tmp_path / "out"
-    with locked(out):
-        assert "has no locks: only" in caplog.text
-        message = f"by {lock_file(out)}, process {os.getpid()} on .* writes to"
-        with pytest.raises(UserError, match=message), locked(out):
-            pass
-        assert lock_file(out).exists()
-    ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait()
-    lock_file(out).write_text(json.dumps({"host": socket.gethostname(), "pid": ended.pid}))
-    with locked(out):
-        pass
-    lock_file(out).write_text('{"host": "elsewhere", "pid": 7}')
-    message = "process 7 on elsewhere writes to .*: wait for its end, or delete"
-    with pytest.raises(UserError, match=message), locked(out):
-        pass
+    with locked(tmp_path / "out"):
+        assert "has no locks: start no second run" in caplog.text
 
 
 def test_a_folder_without_permission_is_one_line(tmp_path, monkeypatch):

@@ -46,7 +46,6 @@ def test_against_one_token_at_a_time(tokens, monkeypatch, at_once):
     assert got["equal_tokens"] == pytest.approx(sum(equal) / len(equal))
     ordered = sorted(kl)
     assert got["kl"]["mean"] == pytest.approx(sum(kl) / len(kl), rel=1e-4)
-    assert got["kl"]["median"] == pytest.approx((ordered[49] + ordered[50]) / 2, rel=1e-4)
     assert ordered[98] <= got["kl"]["p99"] * 1.0001 and got["kl"]["p99"] <= ordered[99] * 1.0001
 
     assert [part["first"] for part in got["positions"]] == [
@@ -80,7 +79,7 @@ def test_the_kl_divergence_is_that_of_the_dense_model(tokens):
 def test_a_model_agrees_with_itself(tokens):
     model = small_model("mistral", dtype=torch.bfloat16)
     got = agreement(predict(model, tokens, SEQLEN), predict(model, tokens, SEQLEN))
-    assert got["equal_tokens"] == 1 and got["kl"] == {"mean": 0, "median": 0, "p99": 0}
+    assert got["equal_tokens"] == 1 and got["kl"] == {"mean": 0, "p99": 0}
 
 
 def test_windows_shorter_than_the_ranges():

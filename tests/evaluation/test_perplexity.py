@@ -1,17 +1,13 @@
 """Perplexity against a reference in fp64 that adds the loss of one token at a time."""
 
 import math
-import re
 
 import pytest
-import torch
 from small_models import random_tokens, small_model
 
-from drot.checkpoint.load import load_model, load_tokenizer
 from drot.core.errors import BrokenModelError, UserError
 from drot.evaluation import predictions
-from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity, rises_after
-from drot.sweep.demo import HELD_OUT, MODEL
+from drot.evaluation.perplexity import check_logits, perplexity
 
 
 def one_token_at_a_time(model, tokens, seqlen):
@@ -74,30 +70,3 @@ def test_windows_that_the_model_cannot_read(seqlen, message):
 def test_tokens_of_another_vocabulary():
     with pytest.raises(UserError, match="must be below 96, the model's vocabulary; got 99"):
         perplexity(small_model("llama"), random_tokens(1, 60, vocab=100)[0], seqlen=12)
-
-
-def test_windows_beyond_the_training_are_named(caplog):
-    """Losses by position, made: falling within 512 tokens, and rising behind them."""
-    position = torch.arange(2047, dtype=torch.float64)
-    trained = 3 + 1 / (1 + position / 20)
-    for losses in (trained, trained[:100], trained[:1]):
-        assert rises_after(losses, 50) is None
-    assert not caplog.messages
-    rising = trained + 0.8 * (position > 512) * (position - 512) / 512
-    assert rises_after(rising, 1) is None  # which may be chance
-    assert not caplog.messages
-    assert rises_after(rising, 50) == 512
-    (message,) = caplog.messages
-    assert "the loss rises in the windows" in message and message.endswith("measure it with `seqlen=512`")
-
-
-@pytest.mark.slow
-def test_the_embedded_model_was_trained_on_512_tokens(caplog):
-    model, tokenizer = load_model(MODEL, "float32"), load_tokenizer(MODEL)
-    tokens = load_eval_tokens(str(HELD_OUT), tokenizer)[:8192]
-    short = perplexity(model, tokens, seqlen=512)
-    assert not caplog.messages
-    assert perplexity(model, tokens, seqlen=2048) > 1.1 * short
-    (message,) = caplog.messages
-    (advised,) = re.findall(r"measure it with `seqlen=(\d+)`", message)
-    assert 128 <= int(advised) <= 512

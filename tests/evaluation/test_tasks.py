@@ -19,7 +19,7 @@ from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.evaluation.own_tasks import continuation
 from drot.evaluation.tasks import TaskOptions, averages, expand, load_tasks, run_tasks, score
-from drot.sweep.demo import MODEL
+from drot.reporting.demo import MODEL
 
 pytestmark = pytest.mark.slow  # lm_eval alone takes ten seconds to import
 
@@ -179,20 +179,13 @@ def test_without_lm_eval(monkeypatch):
         load_tasks(["piqa"])
 
 
-@pytest.mark.parametrize(
-    ("cause", "advice"),
-    [
-        (ConnectionError("refused"), "lm_eval's tasks need a network or a filled datasets cache"),
-        (ImportError("no module"), "leave it out of `tasks`"),
-    ],
-)
-def test_a_task_that_cannot_be_loaded(manager, monkeypatch, cause, advice):
+def test_a_task_that_cannot_be_loaded(manager, monkeypatch):
     def get_task_dict(names, manager):
-        raise RuntimeError("could not load") from cause
+        raise RuntimeError("could not load")
 
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda **options: manager)
     monkeypatch.setattr("lm_eval.tasks.get_task_dict", get_task_dict)
-    with pytest.raises(UserError, match=r"cannot load lm_eval's task piqa \(could not load\); " + advice):
+    with pytest.raises(UserError, match=r"cannot load lm_eval's task piqa \(could not load\): it may need"):
         load_tasks(["piqa"])
 
 

@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import drot
 from drot import PruningConfig, Recipe, RotationConfig, UserError
+from drot.checkpoint.card import write_card
+from drot.checkpoint.manifest import update_manifest
+from drot.checkpoint.records import EvaluationRecord
 from drot.cli import app as cli
-from drot.manifest.card import write_card
-from drot.manifest.manifest import update_manifest
-from drot.manifest.records import EvaluationRecord
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 import torch
 
-from drot.machine.memory import PeakMemory
+from drot.pipeline.events import MemoryWatch, StepBegan, StepEnded
 
 
 def test_phases_that_overlap_keep_their_peaks(monkeypatch):
@@ -10,13 +10,13 @@ def test_phases_that_overlap_keep_their_peaks(monkeypatch):
     peak = {"now": 10}
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda gpu: peak["now"])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda gpu: peak.update(now=1))
-    memory = PeakMemory(torch.device("cuda:0"))
+    memory = MemoryWatch(torch.device("cuda:0"))
     peak["now"] = 50  # before the first phase
-    memory.begin("rotate")
+    memory(StepBegan(step="rotate"))
     peak["now"] = 30
-    memory.begin("calibrate")
+    memory(StepBegan(step="calibrate"))
     peak["now"] = 7
-    memory.end("calibrate")
-    memory.end("rotate")
+    memory(StepEnded(step="calibrate"))
+    memory(StepEnded(step="rotate"))
     assert {phase: peaks["gpu"] for phase, peaks in memory.peaks.items()} == {"rotate": 30, "calibrate": 7}
     assert memory.peaks["rotate"]["process"] > 1 << 20

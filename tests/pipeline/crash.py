@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
+from drot.checkpoint.integrity import folder_records
 from drot.cli import app as cli
-from drot.manifest.integrity import folder_records
-from drot.sweep.demo import HELD_OUT
+from drot.reporting.demo import HELD_OUT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from small_checkpoints import save_small

@@ -10,8 +10,8 @@ from runs import recipe as small_recipe
 from same_bytes import threads
 from small_models import random_tokens, small_model
 
+from drot.checkpoint.manifest import read_manifest
 from drot.machine import environment
-from drot.manifest.manifest import read_manifest
 
 #: multiples of 64, as the sizes of real models are
 SIZES = dict(

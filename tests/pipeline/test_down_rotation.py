@@ -13,9 +13,9 @@ from drot.calibration.stream import CalibrationStream
 from drot.checkpoint.convert import convert
 from drot.config import FinetuneConfig, Recipe, resolve
 from drot.core.errors import UserError
+from drot.evaluation.variants import SHAPES, shape_config
 from drot.model.boundary import BlockRotation, down_rotation
 from drot.model.decoder import DecoderModel
-from drot.speed.variants import SHAPES, shape_config
 
 CPU = torch.device("cpu")
 FULL, LIGHT = recipe(), recipe("shared", down_rotation=16)

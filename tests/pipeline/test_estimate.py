@@ -173,7 +173,7 @@ def test_rotations_from_a_file_take_no_training(trains):
 
 def test_the_time_at_the_peaks_adds_up():
     work = {"calibrate": {"float16": 4.0, "float32": 3.0}, "prune": {"float32": 3.0}}
-    assert estimate.seconds_at(work, {"float32": 2.0, "bfloat16": 8.0, "copy": 1.0}) == 3.5
+    assert estimate.seconds_at(work, {"float32": 2.0, "float16": 8.0}.__getitem__) == 3.5
 
 
 def test_a_dry_run_needs_what_the_run_writes(tmp_path):
@@ -185,7 +185,7 @@ def test_a_dry_run_needs_what_the_run_writes(tmp_path):
     sizes = small_sizes()
     assert (needs.checkpoint, needs.partial) == disk_needs(sizes, needs.recipe, torch.bfloat16)
     assert (needs.tokens, needs.dtype, needs.save_dtype) == (192, "float32", "bfloat16")
-    assert needs.work == estimate.run_work(sizes, needs.recipe, torch.float32)
+    assert needs.work == estimate.run_work(sizes, needs.recipe, torch.float32) and needs.seconds > 0
     (tmp_path / "model" / "model.safetensors").unlink()
     assert run_needs(tmp_path / "model", Recipe().replace(mode="none", method="magnitude")).tokens == 0
     with pytest.raises(UserError, match="`blocks` must divide the hidden size 64; got 5"):

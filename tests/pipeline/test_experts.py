@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import drot
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.manifest import read_manifest
 from drot.cli import app as cli
 from drot.config import Recipe
 from drot.core.errors import UserError
-from drot.manifest.manifest import read_manifest
 from drot.model.decoder import DecoderModel
 from drot.pipeline.dry_run import run_needs, without_weights
 from drot.pipeline.estimate import sizes_of

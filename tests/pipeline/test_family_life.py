@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM
 
 import drot
 from drot.checkpoint.convert import convert
+from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.size import weight_bytes
 from drot.cli import app as cli
-from drot.manifest.manifest import read_manifest
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation
 from drot.pipeline.disk import disk_needs

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 import drot
 from drot.config import Recipe
 from drot.model.decoder import DecoderModel
-from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 
 #: what the modules of Granite multiply; the weights of LLaMA are divided by it
 GRANITE = dict(embedding_multiplier=12.0, residual_multiplier=0.22, logits_scaling=8.0)

@@ -8,10 +8,10 @@ import pytest
 import runs
 from small_models import small_model
 
+from drot.checkpoint.integrity import folder_records
 from drot.core import files
 from drot.core.errors import UserError
 from drot.core.files import WriteError, writing
-from drot.manifest.integrity import folder_records
 
 SEQUENTIAL, DENSE = (
     runs.one_shot(steps=1, method="wanda", hessians=hessians) for hessians in ("sequential", "dense")

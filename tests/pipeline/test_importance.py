@@ -8,14 +8,14 @@ from small_models import FAMILIES, place_in, random_rotations, small_model
 
 from drot.calibration.hessian import InputHessian
 from drot.checkpoint.convert import convert
-from drot.checkpoint.rotations import load_rotations
-from drot.manifest.importance import (
+from drot.checkpoint.importance import (
     HISTOGRAM_BINS,
     HISTOGRAM_LOG10,
     IMPORTANCE_MAPS,
     load_importance_maps,
 )
-from drot.manifest.records import OneShotFigures, OneShotRecord
+from drot.checkpoint.records import OneShotFigures, OneShotRecord
+from drot.checkpoint.rotations import load_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.families import LLAMA
 from drot.model.rotation import Bases

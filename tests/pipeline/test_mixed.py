@@ -17,11 +17,11 @@ from runs import (
 from runs import recipe as small_recipe
 from small_models import random_tokens, relative_error, small_model
 
+from drot.checkpoint.records import LinearRecord
 from drot.checkpoint.rotations import load_rotations
 from drot.config import PruningConfig, Recipe, Sparsity, resolve
 from drot.core.errors import UserError
 from drot.core.events import silent
-from drot.manifest.records import LinearRecord
 from drot.model.sizes import head_shape
 from drot.pipeline.context import RunContext
 from drot.pipeline.training import _objectives

@@ -23,9 +23,9 @@ from small_models import WITHOUT_EXPERTS, random_tokens, relative_error, small_m
 from transformers import AutoModelForCausalLM
 
 import drot
+from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import RunState
 from drot.core.errors import UserError
-from drot.manifest.manifest import read_manifest
 from drot.pipeline import layer as pipeline_layer
 from drot.pipeline import steps
 from drot.pipeline.invariance import InvarianceError

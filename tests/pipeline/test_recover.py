@@ -11,9 +11,9 @@ from torch.func import functional_call
 
 import drot
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.manifest import read_manifest
 from drot.config import RecoveryConfig, Sparsity
 from drot.core.errors import UserError
-from drot.manifest.manifest import read_manifest
 from drot.model.decoder import DecoderModel
 from drot.pipeline import recover
 from drot.pipeline.recover import recover_layer

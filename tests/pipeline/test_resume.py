@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from small_models import random_tokens, small_model
 
 import drot
+from drot.checkpoint.integrity import folder_records
+from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.resume import RunState, identity_differences
 from drot.cli import app as cli
 from drot.core import hashes
 from drot.core.errors import UserError
 from drot.core.files import WriteError
 from drot.core.hashes import file_record, weights_record
-from drot.manifest.integrity import folder_records
-from drot.manifest.manifest import read_manifest
 
 TOKENS = random_tokens(4, 40)
 

@@ -12,10 +12,10 @@ from small_models import small_model
 
 import drot
 from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.manifest import read_manifest
 from drot.core.errors import UserError
 from drot.machine.devices import computing_dtype
-from drot.manifest.manifest import read_manifest
-from drot.sweep.demo import MODEL
+from drot.reporting.demo import MODEL
 
 
 def recipe(mode="none"):

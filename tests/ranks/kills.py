@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 
 import drot
-from drot.manifest.manifest import MANIFEST
-from drot.sweep.demo import HELD_OUT
+from drot.checkpoint.manifest import MANIFEST
+from drot.reporting.demo import HELD_OUT
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "pipeline"))

@@ -15,10 +15,7 @@ import pytest
 import torch
 
 import drot
-from drot.cli.app import run as run_drot
-from drot.machine.environment import collect, stored_peaks
-from drot.speed import peaks
-from drot.speed.timing import Timing
+from drot.machine.environment import collect
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = Path(drot.__file__).resolve().parent
@@ -50,38 +47,6 @@ def test_info_names_the_tuning_cache(monkeypatch) -> None:
     assert collect()["tuning_cache"] == "/d/measured.txt"
     monkeypatch.setenv("DROT_CACHE", "")
     assert collect()["tuning_cache"] is None
-
-
-def test_info_measures_the_machine_once_and_shows_it(tmp_path, monkeypatch) -> None:
-    cache, cpu = tmp_path / "cache", torch.device("cpu")
-    monkeypatch.setenv("DROT_CACHE", str(cache))
-    monkeypatch.setitem(peaks.SIZES, "cpu", (64, 4096))
-    assert collect()["peaks"] == {} and stored_peaks(cpu) is None
-    assert run_drot(["info", "--measure", "--device", "cpu"]) == 0
-    measured = stored_peaks(cpu)
-    assert measured is not None and set(measured) == {"float32", "bfloat16", "copy"}
-    assert all(rate > 0 for rate in measured.values())
-    assert json.loads(json.dumps(collect()))["peaks"] == {"cpu": measured}
-    (cache / "measured.txt").write_text((cache / "measured.txt").read_text()[:-20])
-    assert stored_peaks(cpu) is None  # the line was cut off
-    monkeypatch.setenv("DROT_CACHE", "")
-    assert run_drot(["info", "--measure", "--device", "cpu"]) == 2
-    assert run_drot(["info", str(tmp_path), "--measure"]) == 2
-
-
-def test_measured_peaks_are_operations_and_bytes_a_second(monkeypatch) -> None:
-    """A product of n x n takes 2 n³ operations; a copy reads and writes."""
-    half = Timing(p20=0.1, median=0.5, p80=1.0)
-    calls = []
-
-    def timed(functions, **_):
-        calls.extend(function() for function in functions.values())
-        return dict.fromkeys(functions, half)
-
-    monkeypatch.setattr(peaks, "interleaved", timed)
-    rates = peaks.measure_peaks(torch.device("cpu"), rows=10, copied=100)
-    assert rates == {"float32": 4000.0, "bfloat16": 4000.0, "copy": 400.0}
-    assert [call.dtype for call in calls] == [torch.float32, torch.bfloat16, torch.uint8]
 
 
 def test_every_op_has_a_kernel_for_every_backend_built() -> None:

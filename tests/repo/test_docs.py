@@ -21,7 +21,7 @@ from drot.cli import app as cli
 from drot.cli.commands import COMMANDS, imported
 from drot.model.families import FAMILIES
 from drot.model.family import by_module
-from drot.sweep.demo import CALIBRATION, HELD_OUT, MODEL
+from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 
 ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="needs the checkout")
@@ -40,9 +40,9 @@ NOT_RUN = (
 LONG = {
     "drot chat": "tests/serving/test_chat.py",
     "drot serve": "tests/serving/test_serve.py",
-    "drot demo": "tests/sweep/test_demo.py",
+    "drot demo": "tests/reporting/test_demo.py",
     "drot prune meta-llama/Llama-3.1-70B": "tests/ranks/test_ranks.py",
-    "drot bench --shape": "tests/speed/test_speed.py",
+    "drot bench --shape": "tests/evaluation/test_speed.py",
     "drot run": "tests/evaluation/test_tasks.py",
 }
 #: command → options behind its own, with which it takes seconds
@@ -155,7 +155,7 @@ def test_the_notebook_runs(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(HELD_OUT.read_text()[:6000])
     short = dataclasses.replace(drot.DEMO, held_out=tmp_path / "text.txt")
-    monkeypatch.setattr("drot.sweep.demo.DEMO", short)
+    monkeypatch.setattr("drot.reporting.demo.DEMO", short)
     cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert len(cells) > 5
     names: dict[str, object] = {}
@@ -249,6 +249,7 @@ def test_options_in_the_text_exist() -> None:
         "--ranks",
         "--kills",
         "--family",
+        "--minutes",
         "--nnodes",
         "--nproc-per-node",
         "--rdzv-backend",

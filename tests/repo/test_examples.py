@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import drot
 from drot.config import Recipe
 from drot.model.decoder import DecoderModel
-from drot.sweep.demo import CALIBRATION
+from drot.reporting.demo import CALIBRATION
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = EXAMPLES / "train_tiny_llama.py"

@@ -9,8 +9,8 @@ import pytest
 
 from drot.checkpoint.load import load, load_tokenizer
 from drot.cli import app as cli
+from drot.reporting.demo import HELD_OUT, MODEL
 from drot.serving.requirements import OLDEST_TRANSFORMERS, PACKAGES
-from drot.sweep.demo import HELD_OUT, MODEL
 
 RELEASE = tuple(int(part) for part in version("transformers").split(".")[:2])
 #: for the tests that need the pip extra `serve`

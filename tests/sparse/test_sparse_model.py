@@ -15,6 +15,7 @@ import drot
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.quantization_config import describe
 from drot.core.errors import UserError
+from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.model.boundary import rotation_place
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Boundary
@@ -22,7 +23,6 @@ from drot.ops import nm_mask
 from drot.sparse.fused import DeferredLinear, fuse, unfuse
 from drot.sparse.linear import SparseLinear, is_packed, packed_linears
 from drot.sparse.packed import check_packed, compress_model, pack_model, unpack_model
-from drot.speed.variants import DENSE, ROTATED, SPARSE, model_variants
 
 #: largest relative error of the logits; dense and packed models add up in different orders
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}

@@ -13,7 +13,7 @@ from drot.config import CalibrationConfig, FinetuneConfig
 from drot.core.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens
 from drot.finetuning.text import split_text
-from drot.sweep.demo import HELD_OUT, MODEL
+from drot.reporting.demo import HELD_OUT, MODEL
 from drot.text.source import READ_EVERY, load_calibration, read_text, tokenize
 
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"

@@ -14,7 +14,6 @@ import math
 import struct
 import zipfile
 import zlib
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -66,14 +65,6 @@ class Writer:
                 if name != "r1" or before is None or not torch.equal(matrix, before):
                     self.add(f"rotations/layers.{index}.{name}", _matrix_bytes(matrix))
             before = rotation.r1
-
-    def sizes(self) -> dict[str, int]:
-        """What the members take in the file, in bytes: `rotations`, `mask`, `difference` and so on."""
-        sizes: Counter[str] = Counter()
-        for info in self._zip.infolist():
-            kind, _, rest = info.filename.partition("/")
-            sizes[rest.rpartition("/")[2] if kind == "tensors" else kind] += info.compress_size
-        return dict(sizes)
 
 
 class Reader:

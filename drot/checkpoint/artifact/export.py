@@ -24,7 +24,9 @@ from drot.checkpoint.artifact.tensors import (
     read_dense,
     stored_names,
 )
+from drot.checkpoint.integrity import files_in, folder_records, is_loaded, verified_while_loading
 from drot.checkpoint.load import load_config
+from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.quantization_config import boundary_of
 from drot.checkpoint.rotations import open_rotations
 from drot.config import BoundaryPlace
@@ -36,11 +38,9 @@ from drot.core.hashes import parts_digest
 from drot.core.lock import locked
 from drot.core.reading import check_regular
 from drot.machine.environment import versions
-from drot.manifest.integrity import files_in, folder_records, is_loaded, verified_while_loading
-from drot.manifest.manifest import MANIFEST, Manifest, read_manifest
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
 from drot.model.decoder import DecoderModel
-from drot.model.rotation import LayerRotation
+from drot.model.rotation import LayerRotation, RotationsOfLayers
 
 logger = logging.getLogger("drot")
 
@@ -60,14 +60,13 @@ def export_artifact(
     *,
     model: str | Path | None = None,
     rotations: str | Path | None = None,
-    check: bool = True,
     progress: Progress = silent,
 ) -> dict[str, Any]:
     """Writes the file `out`, from which `apply_artifact` makes the checkpoint again, byte for byte.
 
     The file holds rotations, masks and, for kept weights that pruning has changed, the change. It holds no
-    weight of the dense model. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint,
-    "parts": what takes how many bytes}.
+    weight of the dense model. The checkpoint is made from it once, in a temporary folder beside `out`, and
+    its hashes are compared. Returns {"bytes": size of `out`, "checkpoint_bytes": size of the checkpoint}.
 
     Raises UserError for a checkpoint that drot did not make or whose weights are damaged, and for another
     model or other rotations than those of the checkpoint.
@@ -79,8 +78,6 @@ def export_artifact(
             in drot.json.
         rotations: the file that `save_rotations_to` wrote in the run. None computes the rotations from the
             checkpoint and the dense model; their rounding makes the artifact larger.
-        check: whether to make the checkpoint from the artifact once, in a temporary folder beside `out`, and
-            to compare its hashes. It takes as long as `apply_artifact`, and the space of the checkpoint.
         progress: the callback for ProgressEvents.
     """
     is_a("checkpoint", checkpoint, str, Path)
@@ -100,11 +97,7 @@ def export_artifact(
     source = open_source(name)
     place = boundary_of(load_config(folder))
     headers = {name: header_bytes(path) for name, path in files.items() if holds_weights(Path(name))}
-    stored = {
-        tensor: (files[file], dtype)
-        for file, header in headers.items()
-        for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
-    }
+    stored = _stored(files, headers)
     # of weights and config.json, the hashes in the manifest are compared while they are read
     known = {name: record for name, record in manifest.files.items() if is_loaded(name)}
     records = folder_records(folder, files, known=known)
@@ -125,11 +118,7 @@ def export_artifact(
             verified_while_loading(folder),
             Writer(part) as writer,
         ):
-            given = None
-            if (found := _rotations_of(manifest, rotations, source, stored, place)) is not None:
-                bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
-                rounded = (rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found)
-                given = spooled(rounded, Path(spool))
+            given = _rotations_of(manifest, rotations, source, stored, place, Path(spool))
             for file, path in files.items():
                 if file in headers:
                     writer.add(f"headers/{file}", headers[file])
@@ -140,15 +129,9 @@ def export_artifact(
             tensors = reported(predictions(source, given, place), "export", len(source.layers), progress)
             tolerances = _add_all(writer, tensors, stored)
             writer.add(INDEX, json.dumps(index | {"tolerances": tolerances}).encode())
-            parts = writer.sizes()
-        if check:
-            with (
-                tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made,
-                Reader(part) as reader,
-            ):
-                write_checkpoint(reader, source, Path(made) / out.name, progress)
+        _check(part, out, source, progress)
     size = sum(path.stat().st_size for path in files.values())
-    return {"bytes": out.stat().st_size, "checkpoint_bytes": size, "parts": parts}
+    return {"bytes": out.stat().st_size, "checkpoint_bytes": size}
 
 
 def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
@@ -171,28 +154,49 @@ def _files(folder: Path, manifest: Manifest) -> dict[str, Path]:
     return files
 
 
+def _stored(files: dict[str, Path], headers: dict[str, bytes]) -> dict[str, tuple[Path, str]]:
+    """Name → file and dtype of each tensor of the checkpoint."""
+    return {
+        tensor: (files[file], dtype)
+        for file, header in headers.items()
+        for tensor, (dtype, _, _) in tensors_of(header, files[file].stat().st_size).items()
+    }
+
+
+def _check(artifact: Path, out: Path, source: DecoderModel, progress: Progress) -> None:
+    """Makes the checkpoint from the artifact once, beside `out`. Raises UserError if a hash differs."""
+    with tempfile.TemporaryDirectory(".part", f"{out.name}.", out.parent) as made, Reader(artifact) as reader:
+        write_checkpoint(reader, source, Path(made) / out.name, progress)
+
+
 def _rotations_of(
     manifest: Manifest,
     file: str | Path | None,
     source: DecoderModel,
     stored: dict[str, tuple[Path, str]],
     place: BoundaryPlace | None,
-) -> Iterable[LayerRotation] | None:
+    spool: Path,
+) -> RotationsOfLayers | None:
+    """The rounded rotations of the checkpoint, in files in `spool`; None if it is not rotated."""
     if manifest.recipe.rotation.mode == "none":
         if file is not None:
             raise UserError("this checkpoint is not rotated: leave out `rotations`")
         return None
+    bits = max(SIGNIFICAND.get(dtype, 0) for _, dtype in stored.values()) + EXTRA_BITS
+    found: Iterable[LayerRotation]
     if file is None:
         r3 = manifest.recipe.rotation.down_block is not None
-        return rotations_in(lambda name: read_dense(name, stored), source, place, r3=r3)
-    found, _ = open_rotations(
-        Path(file),
-        layers=len(source.layers),
-        hidden_size=source.hidden_size,
-        shape=source.heads,
-        down_width=source.widths["mlp"],
-    )
-    return found.values()
+        found = rotations_in(lambda name: read_dense(name, stored), source, place, r3=r3)
+    else:
+        opened, _ = open_rotations(
+            Path(file),
+            layers=len(source.layers),
+            hidden_size=source.hidden_size,
+            shape=source.heads,
+            down_width=source.widths["mlp"],
+        )
+        found = opened.values()
+    return spooled((rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found), spool)
 
 
 def round_bits(matrix: Tensor, bits: int) -> Tensor:

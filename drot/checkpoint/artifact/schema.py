@@ -4,9 +4,9 @@ from typing import Annotated
 
 from pydantic import Field
 
+from drot.checkpoint.integrity import Files
 from drot.config import BoundaryPlace
 from drot.core.reading import Entries
-from drot.manifest.integrity import Files
 
 
 class ArtifactIndex(Entries):

@@ -13,7 +13,7 @@ import random
 from pathlib import Path
 from typing import Any
 
-TEXT = Path(__file__).parents[2] / "sweep" / "assets" / "python-heldout.txt"
+TEXT = Path(__file__).parents[2] / "reporting" / "assets" / "python-heldout.txt"
 QUESTIONS = 500
 SEED = 0
 #: lines before the right answer that the model reads

@@ -1,0 +1,216 @@
+"""The manifest of a checkpoint, drot.json: its typed class, and how it is read, written and updated."""
+
+import contextlib
+import fcntl
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field
+
+from drot.checkpoint.integrity import Files, folder_records
+from drot.checkpoint.records import (
+    EvaluationRecord,
+    FinetuneRecord,
+    GivenRotations,
+    LayerRecord,
+    Machine,
+    MemoryPeak,
+    PlaceOfStates,
+    SavedRotations,
+    Seconds,
+    Share,
+    SharedRotationRecord,
+    StoredRecipe,
+    TokensRecord,
+    Versions,
+)
+from drot.config.recipe_file import MANIFEST
+from drot.core.checks import shortened
+from drot.core.errors import UserError
+from drot.core.files import write_json
+from drot.core.hashes import DIGEST, digest_fits, with_digest
+from drot.core.reading import Entries, check_schema, read_json
+
+logger = logging.getLogger("drot")
+
+FORMAT_VERSION: Literal[1] = 1
+
+
+class CheckpointManifest(Entries):
+    """drot.json of any checkpoint that drot wrote. Entries that drot does not know are kept.
+
+    A model that drot pruned has a Manifest. A model that another program pruned and drot fine-tuned has the
+    entries of this class only.
+
+    base_model: hub name or folder of the dense model; empty for a model that was made in Python.
+    sparsity: the share of zeros in the decoder layers' linears.
+    dtype: of the weights.
+    stock_architecture: whether the model opens without drot.
+    saved_again: whether another program has saved other weights since drot wrote them. Sparsities are those
+        of these weights; the other figures of the layers are not.
+    files: path → hash of every other file of the folder; empty for a model that was not written.
+    digest: SHA-256 of all other entries; empty for a manifest that was not written.
+    """
+
+    format_version: Literal[1]
+    base_model: str
+    sparsity: Share
+    dtype: str
+    format: Literal["dense", "packed"]
+    stock_architecture: bool
+    saved_again: bool = False
+    finetune: list[FinetuneRecord] = Field(default_factory=list)
+    evaluations: list[EvaluationRecord] = Field(default_factory=list)
+    files: Files = Field(default_factory=dict)
+    digest: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The content of the file, in plain JSON types."""
+        return self.model_dump(by_alias=True, exclude_defaults=True)
+
+
+class Manifest(CheckpointManifest):
+    """drot.json of a model that drot pruned.
+
+    What was asked: recipe.
+    What was done:
+        calibration: the calibration tokens. positions: the largest number of tokens that the model reads;
+            None if it has no limit.
+        layers: of each decoder layer in turn.
+        shared_rotation: the training of `mode="shared"`.
+        rotations_file, saved_rotations: files of rotations that the run used, and wrote outside of `out`.
+        untied_lm_head: whether lm_head was tied to the embedding in the dense model.
+    What came out, beyond the entries of CheckpointManifest:
+        relative_logit_error: of the rotated dense model; None for a model that is not rotated.
+    With what:
+        machine: the machine of the run. other_machines: those of the interrupted runs that it continued, each
+            with its versions.
+        compute_dtype: the dtype of the computation.
+        identity: the values that must be equal for the run to be resumed (pipeline/identity.py).
+        peak_memory: by phase.
+        hidden_states: where the hidden states of the calibration lay.
+        dense_states_on_device: whether the hidden states of the dense model lay on the device, and not in
+            main memory; None for a run without them.
+    """
+
+    recipe: StoredRecipe
+    calibration: TokensRecord
+    positions: int | None
+    layers: Annotated[list[LayerRecord], Field(min_length=1)]
+    shared_rotation: SharedRotationRecord | None
+    rotations_file: GivenRotations | None
+    saved_rotations: SavedRotations | None = None
+    untied_lm_head: bool
+    relative_logit_error: float | None
+    versions: Versions
+    device: str
+    machine: Machine
+    other_machines: list[Machine] = Field(default_factory=list)
+    compute_dtype: str
+    identity: dict[str, Any] | None = None
+    seconds: Seconds
+    peak_memory: dict[str, MemoryPeak]
+    hidden_states: PlaceOfStates = "main memory"
+    dense_states_on_device: bool | None = None
+
+
+#: the class of a manifest that a function takes and returns
+Kind = TypeVar("Kind", bound=CheckpointManifest)
+
+
+# ---- reading -----------------------------------------------------------------------------------------
+
+
+def read_manifest(folder: Path | str) -> Manifest:
+    """The manifest of a model that drot pruned.
+
+    Raises UserError as `read_any_manifest` does, and for a model that another program pruned.
+    """
+    manifest = read_any_manifest(folder)
+    if not isinstance(manifest, Manifest):
+        raise UserError(f"{folder} was pruned by another program and fine-tuned by drot: name its original")
+    return manifest
+
+
+def read_any_manifest(folder: Path | str) -> CheckpointManifest:
+    """The manifest of a checkpoint: a Manifest, or a CheckpointManifest if another program pruned the model.
+
+    Raises UserError if drot.json is missing, or lacks an entry, or holds a wrong one. Logs a warning if its
+    digest does not fit its content.
+    """
+    file = Path(folder) / MANIFEST
+    if not file.exists():
+        raise UserError(f"{folder} holds no {MANIFEST}: name a folder that drot prune wrote")
+    data = read_json(file)
+    if (version := data.get("format_version")) != FORMAT_VERSION:
+        raise UserError(
+            f"{file} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: "
+            "use the version of drot that wrote it"
+        )
+    pruned_elsewhere = "recipe" not in data and "finetune" in data
+    manifest = check_schema(CheckpointManifest if pruned_elsewhere else Manifest, data, str(file))
+    if not digest_fits(data):
+        logger.warning("%s was edited or damaged: its content does not fit its %s", file, DIGEST)
+    return manifest
+
+
+# ---- writing -----------------------------------------------------------------------------------------
+
+
+def write_manifest(folder: Path, manifest: Kind) -> Kind:
+    """Writes drot.json; returns the manifest with the digest of its content. Raises WriteError."""
+    data = with_digest(manifest.to_dict())
+    write_json(folder / MANIFEST, data)
+    return manifest.model_copy(update={DIGEST: data[DIGEST]})
+
+
+def update_manifest(
+    folder: Path | str, change: Callable[[CheckpointManifest], None], rewritten: Iterable[str] = ()
+) -> CheckpointManifest:
+    """Changes the manifest of a checkpoint and returns it. The digest is made anew.
+
+    Programs that update the same manifest wait for each other. Raises UserError for a manifest that is broken
+    or whose digest does not fit, because a new digest would hide the damage.
+
+    folder: the checkpoint.
+    change: sets entries of the manifest.
+    rewritten: names of files that the caller has written into the folder, whose hashes are recorded.
+    """
+    folder = Path(folder)
+    with _turn(folder):
+        manifest = read_any_manifest(folder)
+        if not digest_fits(read_json(folder / MANIFEST)):
+            raise UserError(f"{folder / MANIFEST} was edited or damaged: it is not updated; copy it again")
+        change(manifest)
+        manifest.files = manifest.files | folder_records(folder, rewritten)
+        return write_manifest(folder, manifest)
+
+
+def accept_files(folder: Path | str) -> CheckpointManifest:
+    """Records the hashes of all files of a checkpoint as they are now; returns the manifest.
+
+    For a checkpoint that was changed on purpose. Raises UserError if it holds no readable manifest.
+    """
+    folder = Path(folder)
+    with _turn(folder):
+        manifest = read_any_manifest(folder)
+        manifest.files = folder_records(folder)
+        return write_manifest(folder, manifest)
+
+
+@contextlib.contextmanager
+def _turn(folder: Path) -> Iterator[None]:
+    """Waits until no other program updates the manifest in `folder`, if the file system has locks."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY)
+    except OSError:
+        raise UserError(f"{folder} is not a readable folder: name a folder that drot prune wrote") from None
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,168 @@
+"""`compare`: a pruned model next to the dense one, and to the same pruning without rotation and solver."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from drot.checkpoint.dtypes import cast_weights
+from drot.checkpoint.load import load_tokenizer
+from drot.checkpoint.manifest import Manifest, read_manifest
+from drot.checkpoint.tables import gap_closed
+from drot.config import Recipe, RotationConfig
+from drot.config.resolve import GIVEN_TOKENS
+from drot.core.errors import UserError
+from drot.core.events import Progress, silent
+from drot.evaluation.evaluate import evaluate
+from drot.evaluation.perplexity import load_eval_tokens, perplexities
+from drot.evaluation.record import record as record_figures
+from drot.machine.devices import parse_dtype, pick_device
+from drot.pipeline.prune import prune
+
+logger = logging.getLogger("drot")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedModel:
+    """One model of a comparison.
+
+    name: `dense`, the pruning without a rotation, `+ solver` or the folder's name.
+    perplexity: text → perplexity.
+    gap_closed: text → the share of the gap between the plain pruning and the dense model that is closed; None
+        for these two models, and if the plain pruning does no damage.
+    sparsity: the share of zeros in the linears of the decoder layers.
+    seconds: the time of the pruning; None for the dense model.
+    """
+
+    name: str
+    perplexity: dict[str, float]
+    gap_closed: dict[str, float | None]
+    sparsity: float
+    seconds: float | None
+
+
+def compare(
+    folder: str | Path,
+    *,
+    ppl: list[str],
+    model: str | None = None,
+    seqlen: int | None = None,
+    text_column: str = "text",
+    device: str = "auto",
+    dtype: str = "auto",
+    record: bool = True,
+    progress: Progress = silent,
+) -> list[ComparedModel]:
+    """The dense model, the model that is pruned without a rotation, with the solver as well, and `folder`.
+
+    The model is pruned again with the method, the sparsities and the calibration text of `folder`: by the
+    method alone, as published, and, if the run of `folder` used more than the method, with its solver, target
+    and recovery. Nothing of that is kept but the perplexities.
+
+    Raises UserError for a folder that drot did not write or whose run was given token ids, and as `evaluate`.
+
+    Args:
+        folder: a checkpoint that drot wrote.
+        ppl: texts for the perplexity, as in `evaluate`.
+        model: the dense model; None is the one that drot.json names.
+        seqlen, text_column, device, dtype: as in `evaluate`. The models are pruned on the device too.
+        record: whether to add the figures to the manifest of `folder`.
+        progress: receives the events of the evaluations and of the runs.
+    """
+    manifest = read_manifest(folder)
+    name = model or manifest.base_model
+    if not name:
+        raise UserError("drot.json names no model: name the dense model as `model`")
+    if manifest.recipe.reads_calibration and manifest.recipe.calibration.source == GIVEN_TOKENS:
+        raise UserError(f"the run of {folder} was given token ids, so drot cannot prune with them again")
+    (figures,) = evaluate(
+        [str(folder)], ppl=ppl, against=name, seqlen=seqlen, text_column=text_column, device=device,
+        dtype=dtype, record=False, progress=progress,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(name)
+    texts = {source: load_eval_tokens(source, tokenizer, text_column) for source in ppl}
+    plain, *solved = (
+        _pruned(label, recipe, name, manifest, texts, figures, device, dtype, progress)
+        for label, recipe in _baselines(manifest).items()
+    )
+    dense = {source: figures["agreement"][source]["dense_perplexity"] for source in texts}
+    if record:
+        baselines = {"dense": dense, "not_rotated": plain.perplexity}
+        if solved:
+            baselines["solver"] = solved[0].perplexity
+        record_figures(str(folder), figures | {"baselines": baselines})
+    nothing = dict.fromkeys(texts)
+    own = ComparedModel(
+        name=Path(folder).name,
+        perplexity=figures["perplexity"],
+        gap_closed=nothing,
+        sparsity=manifest.sparsity,
+        seconds=manifest.seconds.total,
+    )
+    return [
+        ComparedModel(name="dense", perplexity=dense, gap_closed=nothing, sparsity=0.0, seconds=None),
+        plain,
+        *(
+            replace(
+                each,
+                gap_closed={
+                    text: gap_closed(dense[text], plain.perplexity[text], each.perplexity[text])
+                    for text in texts
+                },
+            )
+            for each in (*solved, own)
+        ),
+    ]
+
+
+def _baselines(manifest: Manifest) -> dict[str, Recipe]:
+    """Name → recipe of the runs that a checkpoint is compared with. The first is the method alone."""
+    recipe = manifest.recipe
+    solved = Recipe(
+        rotation=RotationConfig(mode="none"),
+        pruning=recipe.pruning,
+        recovery=recipe.recovery,
+        calibration=recipe.calibration,
+    )
+    plain = solved.with_quality("fast").replace(damping=None, damping_average=None)
+    name = f"{recipe.pruning.method} {recipe.pruning.sparsity}"
+    same = (recipe.pruning.solve, recipe.pruning.target, recipe.recovery.recover) == ("none", "self", "none")
+    return {name: plain} if same or recipe.rotation.mode == "none" else {name: plain, "+ solver": solved}
+
+
+def _pruned(
+    label: str,
+    recipe: Recipe,
+    model: str,
+    manifest: Manifest,
+    texts: dict[str, Tensor],
+    figures: dict[str, Any],
+    device: str,
+    dtype: str,
+    progress: Progress,
+) -> ComparedModel:
+    """Prunes `model` with `recipe`, and measures it as `figures` were measured."""
+    result = prune(model, recipe, device=device, dtype=dtype, progress=progress)
+    if (
+        recipe.calibration == manifest.recipe.calibration
+        and result.manifest.calibration.sha256 != manifest.calibration.sha256
+    ):
+        logger.warning("the calibration tokens differ from those of the run: so does what they cost")
+    cast_weights(result.model, parse_dtype(figures["dtype"]))
+    measured = perplexities(
+        result.model,
+        texts,
+        seqlen=figures["seqlen"],
+        device=pick_device(device),
+        name=label,
+        progress=progress,
+    )
+    return ComparedModel(
+        name=label,
+        perplexity=measured,
+        gap_closed=dict.fromkeys(texts),
+        sparsity=result.manifest.sparsity,
+        seconds=result.manifest.seconds.total,
+    )

@@ -1,0 +1,134 @@
+"""`sweep`: runs the recipes of a grid on one model, and writes their figures side by side."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from drot.checkpoint.load import load_config
+from drot.checkpoint.resume import read_journal
+from drot.config import resolve
+from drot.core.checks import is_a
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.files import check_writable
+from drot.core.lock import locked
+from drot.machine.devices import pick_device
+from drot.model.families import family_of
+from drot.model.sizes import positions_of
+from drot.pipeline.validation import check_config, check_recipe, down_width
+from drot.reporting.cells import CELLS, CellRunner
+from drot.reporting.grid import Cell, Grid, Skipped, read_grid
+from drot.reporting.rows import Row, write_csv
+
+#: what a sweep writes into its folder for readers
+CSV = "sweep.csv"
+
+
+@dataclass(frozen=True)
+class SweepResult:
+    """The result of `sweep`.
+
+    rows: the cells with their figures, in the order of the grid.
+    skipped: the combinations that were not run.
+    fields: the fields that the grid varies.
+    computed: number of cells that this call computed; the others were finished before.
+    csv: the written file.
+    """
+
+    rows: list[Row]
+    skipped: list[Skipped]
+    fields: tuple[str, ...]
+    computed: int
+    csv: Path
+
+
+def sweep(
+    grid: str | Path,
+    *,
+    out: str | Path,
+    model: str | Path | None = None,
+    device: str | torch.device = "auto",
+    dtype: str = "auto",
+    progress: Progress = silent,
+) -> SweepResult:
+    """Prunes a model with each recipe of a grid and measures the perplexity of each result, and its accuracy.
+
+    Writes into `out`: sweep.csv, a row for each cell; cells/, the figures of each finished cell. Another call
+    with the same `out` runs only the cells that are not finished: those whose recipe, model, calibration
+    tokens, texts, tasks, window length or dtype of the computation is new. sweep.csv then holds the cells of
+    the grid of that call.
+
+    Raises UserError for a mistake in the input, for a folder `out` that is not of a sweep, and while another
+    run writes to `out`. What a recipe refuses is not run and listed as skipped.
+
+    Args:
+        grid: a grid file (`read_grid`).
+        out: the folder to write: new, empty, or of an earlier sweep.
+        model: a name on the hub or a local folder; None is the model in the grid file.
+        device: the device of the computation, as in `drot.prune`.
+        dtype: dtype of the computation, as in `drot.prune`. Perplexities are measured in it too.
+        progress: receives the events of the runs, and the event `sweep` when a cell begins.
+    """
+    content = read_grid(grid)
+    is_a("out", out, str, Path)
+    is_a("model", model, str, Path, or_none=True)
+    model = content.asked.model if model is None else str(model)
+    if not model:
+        raise UserError(f"`model` is missing: name a model on the hub or a folder, here or in {grid}")
+    out, target = Path(out), pick_device(device)
+    _check_folder(out)
+    cells, refused = _cells_for(model, content, target)
+    skipped = content.skipped + refused
+    if not cells:
+        raise UserError(f"no cell of {grid} fits {model}: {skipped[-1].label}: {skipped[-1].reason}")
+    with locked(out):
+        runner = CellRunner(model, out, content, cells, device=target, dtype=dtype, progress=progress)
+        rows, computed = _run_cells(runner, cells, content.fields)
+        write_csv(out / CSV, content.fields, rows, skipped)
+    return SweepResult(rows, skipped, content.fields, computed, out / CSV)
+
+
+def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell], list[Skipped]]:
+    """The cells that fit the model, and those that do not."""
+    config = load_config(model)
+    check_config(config)
+    cells, refused = [], []
+    for cell in grid.cells:
+        try:
+            # a sweep that goes on elsewhere computes cells of another dtype again
+            resolved = resolve(
+                cell.recipe,
+                positions=positions_of(config),
+                device=device.type,
+                down_width=down_width(config, cell.recipe.pruning),
+                rotates_stream=family_of(config).rotates_stream,
+            )
+            check_recipe(config, resolved)
+            cells.append(Cell(cell.recipe, resolved))
+        except UserError as error:
+            refused.append(Skipped(cell.label(grid.fields), str(error)))
+    return cells, refused
+
+
+def _run_cells(runner: CellRunner, cells: list[Cell], fields: tuple[str, ...]) -> tuple[list[Row], int]:
+    """The rows of all cells, and how many of them were not finished before. Writes the CSV after each row."""
+    keys = {runner.key(cell): cell for cell in cells}
+    rows: list[Row] = []
+    computed = 0
+    for number, (key, cell) in enumerate(keys.items(), 1):
+        record = read_journal(runner.out / CELLS / f"{key}.json")
+        if record is None:
+            runner.progress(ProgressEvent(phase="sweep", step=number, steps=len(keys)))
+            record = runner.run(cell, key)
+            computed += 1
+        rows.append(Row(key, cell, record, runner.dense["perplexity"], runner.dense["accuracy"]))
+        write_csv(runner.out / CSV, fields, rows)
+    return rows, computed
+
+
+def _check_folder(out: Path) -> None:
+    """Raises UserError unless `out` is new, empty, or the folder of a sweep."""
+    check_writable(out)
+    if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / CELLS).is_dir())):
+        raise UserError(f"{out} exists and is not the folder of a sweep: name another `out` or remove it")

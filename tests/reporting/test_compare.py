@@ -1,0 +1,86 @@
+"""`drot compare`: its figures are those of runs by hand, and go into manifest, report and table."""
+
+import json
+
+import pytest
+from small_models import random_text, random_tokens, save_small_model, small_model
+
+import drot
+from drot.checkpoint.manifest import read_manifest
+from drot.checkpoint.tables import evaluation_figures
+from drot.cli import app as cli
+from drot.config import CalibrationConfig, Recipe, RotationConfig
+from drot.evaluation.evaluate import evaluate
+from drot.reporting.runs import measurements, read_run
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A dense model and one that was pruned from it, with two texts."""
+    folder = tmp_path_factory.mktemp("compare")
+    save_small_model(small_model("llama"), folder / "dense")
+    for name, seed in (("calibration.txt", 0), ("text.txt", 1)):
+        (folder / name).write_text(random_text(900, seed=seed))
+    calibration = CalibrationConfig(source=str(folder / "calibration.txt"), nsamples=4, seqlen=16)
+    recipe = Recipe(rotation=RotationConfig(steps=3), calibration=calibration)
+    drot.prune(folder / "dense", recipe, out=folder / "pruned", device="cpu")
+    return folder
+
+
+def compared(capsys, folder, *options):
+    arguments = ["compare", folder / "pruned", "--ppl", folder / "text.txt", "--device", "cpu", *options]
+    assert cli.run(list(map(str, arguments))) == 0
+    return capsys.readouterr()
+
+
+def test_the_figures_are_those_of_runs_by_hand(made, capsys):
+    rows = json.loads(compared(capsys, made, "--json").out)["models"]
+    assert [row["name"] for row in rows] == ["dense", "sparsegpt 2:4", "+ solver", "pruned"]
+    recipe = read_manifest(made / "pruned").recipe
+    plain = Recipe(rotation=RotationConfig(mode="none"), calibration=recipe.calibration)
+    solved = Recipe(rotation=plain.rotation, pruning=recipe.pruning, calibration=recipe.calibration)
+    for name, each in {"plain": plain, "solver": solved}.items():
+        drot.prune(made / "dense", each, out=made / name, device="cpu")
+    names = ["dense", "plain", "solver", "pruned"]
+    text = str(made / "text.txt")
+    found = evaluate([str(made / name) for name in names], ppl=[text], record=False, device="cpu")
+    by_hand = [figures["perplexity"][text] for figures in found]
+    assert [row["perplexity"][text] for row in rows] == pytest.approx(by_hand, rel=1e-6)
+    share = (by_hand[1] - by_hand[3]) / (by_hand[1] - by_hand[0])
+    closed = [row["gap_closed"][text] for row in rows]
+    assert closed[:2] == [None, None]
+    assert closed[3] == (pytest.approx(share, rel=1e-4) if by_hand[1] > by_hand[0] else None)
+    (entry,) = read_manifest(made / "pruned").evaluations
+    assert entry.baselines.dense[text] == rows[0]["perplexity"][text]
+    assert entry.baselines.not_rotated[text] == rows[1]["perplexity"][text]
+    assert entry.baselines.solver[text] == rows[2]["perplexity"][text]
+    run = read_run(made / "pruned")
+    (measured,) = measurements(run)
+    assert (measured.unrotated, measured.solver) == (rows[1]["perplexity"][text], rows[2]["perplexity"][text])
+    # a later measurement of the same kind keeps the baselines
+    evaluate([str(made / "pruned")], ppl=[text], against=str(made / "dense"), device="cpu")
+    (entry,) = read_manifest(made / "pruned").evaluations
+    assert entry.baselines.solver and (
+        closed[3] is None or any("gap closed" in name for name, _ in evaluation_figures(entry))
+    )
+
+
+def test_the_table_and_an_unchanged_manifest(made, capsys):
+    before = (made / "pruned/drot.json").read_bytes()
+    shown = compared(capsys, made, "--no-record").out
+    assert "sparsegpt 2:4" in shown and "+ solver" in shown and "50%" in shown
+    assert (made / "pruned/drot.json").read_bytes() == before
+
+
+def test_a_run_with_token_ids_and_a_folder_of_others_are_refused(made, tmp_path, capsys):
+    drot.prune(
+        small_model("llama"), Recipe(rotation=RotationConfig(mode="none")), out=tmp_path / "given",
+        calibration=random_tokens(4, 16), device="cpu",
+    )  # fmt: skip
+    model = ["--model", str(made / "dense")]
+    assert cli.run(["compare", str(tmp_path / "given")]) == 2
+    assert "drot.json names no model: name the dense model as --model" in capsys.readouterr().err
+    assert cli.run(["compare", str(tmp_path / "given"), *model]) == 2
+    assert "was given token ids, so drot cannot prune with them again" in capsys.readouterr().err
+    assert cli.run(["compare", str(made / "dense")]) == 2
+    assert "holds no drot.json" in capsys.readouterr().err

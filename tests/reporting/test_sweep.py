@@ -1,0 +1,225 @@
+"""Sweeps over small random models: figures, interruptions and mistakes."""
+
+import csv
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from small_models import random_text, save_small_model, small_model
+
+import drot
+from drot.checkpoint.load import load, load_tokenizer
+from drot.cli import app as cli
+from drot.config import Recipe
+from drot.core.errors import UserError
+from drot.evaluation.perplexity import load_eval_tokens, perplexity
+from drot.evaluation.tasks import Score, Tasks
+from drot.reporting import cells as runner_module
+from drot.reporting.sweep import sweep
+from drot.text.source import load_calibration
+
+pytestmark = pytest.mark.slow
+
+BASE = """
+base:
+  calibration: {{source: {folder}/text.txt, nsamples: 3, seqlen: 24}}
+  rotation: {{steps: 2, hessians: {hessians}}}
+texts: [{folder}/held.txt]
+seqlen: 24
+"""
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory) -> Path:
+    """A folder with a small model and two texts."""
+    folder = tmp_path_factory.mktemp("sweep")
+    save_small_model(small_model("llama", num_hidden_layers=2), folder / "model")
+    (folder / "text.txt").write_text(random_text(2000))
+    (folder / "held.txt").write_text(random_text(600, seed=1))
+    return folder
+
+
+def grid_file(inputs: Path, tmp_path: Path, content: str, hessians: str = "sequential") -> Path:
+    file = tmp_path / "grid.yaml"
+    file.write_text(BASE.format(folder=inputs, hessians=hessians) + content)
+    return file
+
+
+def lines_of(file: Path) -> list[dict[str, str]]:
+    with file.open(newline="", encoding="utf-8") as handle:
+        return list(csv.DictReader(handle))
+
+
+def recipe_of(inputs: Path, hessians: str = "sequential") -> Recipe:
+    settings = {"source": str(inputs / "text.txt"), "nsamples": 3, "seqlen": 24}
+    return Recipe().replace(**settings, steps=2, hessians=hessians)
+
+
+def measured(inputs: Path, model) -> float:
+    tokenizer = load_tokenizer(inputs / "model")
+    return perplexity(model, load_eval_tokens(str(inputs / "held.txt"), tokenizer), seqlen=24)
+
+
+def test_the_figures_are_those_of_prune_and_eval(inputs, tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(
+        runner_module, "load_calibration", lambda *a, **k: read.append(1) or load_calibration(*a, **k)
+    )
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer], sparsity: [2:4, 0.5]}")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
+    rows = lines_of(result.csv)
+    assert [(row["mode"], row["sparsity"]) for row in rows] == [
+        ("none", "2:4"), ("none", "0.5"), ("layer", "2:4"), ("layer", "0.5"),
+    ]  # fmt: skip
+    assert len(read) == 1  # all cells have the same calibration
+    text = inputs / "held.txt"
+    dense = measured(inputs, load(inputs / "model", device="cpu"))
+    for row in rows:
+        recipe = recipe_of(inputs).replace(mode=row["mode"], sparsity=row["sparsity"])
+        own = drot.prune(inputs / "model", recipe, device="cpu")
+        assert float(row[f"perplexity {text}"]) == measured(inputs, own.model)
+        assert float(row[f"dense {text}"]) == dense
+        assert float(row["zeros"]) == own.manifest.sparsity
+        trained = [layer.rotation for layer in own.manifest.layers if layer.rotation]
+        for name in ("entropy_before", "entropy_after"):
+            expected = sum(getattr(record, name) for record in trained) / 2 if trained else None
+            assert (float(row[name]) if row[name] else None) == expected
+    plain, rotated = (float(rows[index][f"perplexity {text}"]) for index in (0, 2))
+    gap = rows[2][f"gap closed {text}"]
+    assert (float(gap) if gap else None) == ((plain - rotated) / (plain - dense) if plain > dense else None)
+    assert rows[0][f"gap closed {text}"] == ""
+
+
+def failing_at(number: int, error: BaseException):
+    """drot.prune, whose call `number` raises `error`."""
+    calls: list[int] = []
+
+    def prune(*args, **options):
+        calls.append(1)
+        if len(calls) == number:
+            raise error
+        return drot.prune(*args, **options)
+
+    return prune, calls
+
+
+def test_a_second_call_runs_what_is_not_finished(inputs, tmp_path, monkeypatch):
+    file = grid_file(inputs, tmp_path, "grid: {solve: [none, pcg, admm]}", "dense")
+    whole = sweep(file, out=tmp_path / "whole", model=inputs / "model")
+    prune, calls = failing_at(3, RuntimeError("fault"))
+    monkeypatch.setattr(runner_module, "prune", prune)
+    with pytest.raises(RuntimeError, match="fault"):
+        sweep(file, out=tmp_path / "out", model=inputs / "model")
+    assert len(lines_of(tmp_path / "out/sweep.csv")) == 2 and not (tmp_path / "out.lock").exists()
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
+    assert (result.computed, len(calls)) == (1, 4)
+    same = [column for column in lines_of(whole.csv)[0] if not column.startswith("seconds")]
+    rows = [[row[column] for column in same] for row in lines_of(result.csv)]
+    assert rows == [[row[column] for column in same] for row in lines_of(whole.csv)]
+    assert sweep(file, out=tmp_path / "out", model=inputs / "model").computed == 0
+
+
+def test_what_a_cell_depends_on_makes_it_new(inputs, tmp_path):
+    folder = tmp_path / "folder"
+    shutil.copytree(inputs, folder)
+    file = grid_file(folder, tmp_path, "cells: [{mode: none}]")
+
+    def computed(**options) -> int:
+        result = sweep(file, out=tmp_path / "out", model=folder / "model", **options)
+        dense = load(folder / "model", device="cpu", dtype=options.get("dtype", "float32"))
+        assert result.rows[0].dense == {str(folder / "held.txt"): measured(folder, dense)}
+        return result.computed
+
+    assert (computed(), computed()) == (1, 0)
+    (folder / "held.txt").write_text(random_text(600, seed=2))
+    assert (computed(), computed()) == (1, 0)
+    (folder / "text.txt").write_text(random_text(2000, seed=3))
+    assert (computed(), computed()) == (1, 0)
+    save_small_model(small_model("llama", seed=1, num_hidden_layers=2), folder / "model")
+    assert (computed(), computed()) == (1, 0)
+    assert computed(dtype="bfloat16") == 1
+    (record,) = [f for f in (tmp_path / "out/cells").glob("*.json") if '"bfloat16"' in f.read_text()]
+    record.write_text(record.read_text().replace('"zeros": 0.5', '"zeros": 0.7'))  # a damaged record
+    assert computed(dtype="bfloat16") == 1
+
+
+def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
+    """A stand-in answers for lm_eval, which has its own tests."""
+    answers = iter([0.9, 0.5, 0.8, 0.4, 0.7, 0.2])
+
+    def answer(model, tokenizer, prepared):
+        return {name: Score(next(answers), None, "acc", 0) for name in prepared.tasks}
+
+    monkeypatch.setattr(runner_module, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
+    monkeypatch.setattr(runner_module, "run_tasks", answer)
+    file = grid_file(inputs, tmp_path, "grid: {steps: [0, 1]}\ntasks: [piqa, boolq]")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
+    rows = lines_of(result.csv)
+    assert [(float(row["accuracy piqa"]), float(row["accuracy boolq"])) for row in rows] == [
+        (0.8, 0.4), (0.7, 0.2),
+    ]  # fmt: skip
+    assert all((row["dense accuracy piqa"], row["dense accuracy boolq"]) == ("0.9", "0.5") for row in rows)
+    assert sweep(file, out=tmp_path / "out", model=inputs / "model").computed == 0
+
+
+def test_what_the_model_refuses_is_listed(inputs, tmp_path):
+    file = grid_file(inputs, tmp_path, "grid: {blocks: [1, 3]}\ncells: [{lr: -1}]")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
+    assert [each.label for each in result.skipped] == ["lr -1", "blocks 3, lr 0.3"]
+    rows = lines_of(result.csv)
+    assert rows[0]["skipped"] == "" and "`blocks` must divide the hidden size" in rows[2]["skipped"]
+    with pytest.raises(UserError, match="no cell of .* fits .*: blocks 5: `blocks` must divide"):
+        sweep(grid_file(inputs, tmp_path, "grid: {blocks: [5]}"), out=tmp_path / "o", model=inputs / "model")
+
+
+def test_mistakes_leave_no_folder_changed(inputs, tmp_path):
+    file = grid_file(inputs, tmp_path, "grid: {steps: [1]}")
+    with pytest.raises(UserError, match="`model` is missing"):
+        sweep(file, out=tmp_path / "out")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").touch()
+    with pytest.raises(UserError, match="is not the folder of a sweep"):
+        sweep(file, out=tmp_path / "mine", model=inputs / "model")
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["file"]
+    with pytest.raises(UserError, match="there is no such folder"):
+        sweep(file, out=tmp_path / "out", model="./nope")
+    file.write_text(file.read_text().replace("held.txt", "none.txt"))
+    with pytest.raises(UserError, match="which is no such name and no file"):
+        sweep(file, out=tmp_path / "out", model=inputs / "model")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cell_without_a_finite_perplexity_is_a_row(inputs, tmp_path, monkeypatch, caplog):
+    def ruined(*args, **options):
+        result = drot.prune(*args, **options)
+        for parameter in result.model.parameters():
+            parameter.data.fill_(torch.nan)
+        return result
+
+    monkeypatch.setattr(runner_module, "prune", ruined)
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer]}")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
+    assert [row[f"perplexity {inputs / 'held.txt'}"] for row in lines_of(result.csv)] == ["", ""]
+    assert "has no figures" in caplog.text
+
+
+def test_the_command(inputs, tmp_path, monkeypatch, capsys):
+    file = grid_file(inputs, tmp_path, "grid: {mode: [none, layer], steps: [1]}\ncells: [{lr: -1}]")
+    arguments = ["sweep", str(file), "--out", str(tmp_path / "out"), "--model", str(inputs / "model")]
+    prune, _ = failing_at(2, KeyboardInterrupt())
+    monkeypatch.setattr(runner_module, "prune", prune)
+    assert cli.run(arguments) == 130
+    assert f"1 finished cells are kept in {tmp_path / 'out'}; to go on" in capsys.readouterr().err
+    assert cli.run(arguments) == 0
+    shown = capsys.readouterr()
+    assert "sweeping, cell 2 of 2" in shown.err and "1 cells computed, 1 finished before" in shown.out
+    assert "Not run: lr -1: lr must be a finite number" in shown.out
+    assert cli.run([*arguments, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [cell["mode"] for cell in data["cells"]] == ["none", "layer"] and data["computed"] == 0
+    file.write_text("grid: {lr: [-1]}")
+    assert cli.run(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert "lr -1: lr must be a finite number" in error and "--" not in error and "\n" not in error
