@@ -104,7 +104,9 @@ class CountedRanks(Ranks):
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         self.sent += self._of_others * self.size * rows.nbytes
-        return rows.new_empty(self.size * len(rows), *rows.shape[1:])
+        shape = list(rows.shape)
+        shape[max(rows.dim() - 2, 0)] *= self.size
+        return rows.new_empty(shape)
 
     def each(self, value: Any) -> list[Any]:
         return [value] * self.size
