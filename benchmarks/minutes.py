@@ -32,6 +32,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch.fx.experimental import _config
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -103,7 +104,9 @@ class CountedRanks(Ranks):
 
     def gather_rows(self, rows: Tensor) -> Tensor:
         self.sent += self._of_others * self.size * rows.nbytes
-        return rows.new_empty(self.size * len(rows), *rows.shape[1:])
+        shape = list(rows.shape)
+        shape[max(rows.dim() - 2, 0)] *= self.size
+        return rows.new_empty(shape)
 
     def each(self, value: Any) -> list[Any]:
         return [value] * self.size
@@ -132,6 +135,7 @@ class Costs(TorchDispatchMode):
 
     device: where the run computes. step: where the next ops count.
     operations: (step, precision) → operations. copied: bytes that went to `device` or came from it.
+    peak: step → the most bytes that the tensors on `device` took at once.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -141,12 +145,16 @@ class Costs(TorchDispatchMode):
         self.operations: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
+        self.peak: Counter[str] = Counter()
+        self._living: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._taken = 0
         self._read = 0.5
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func.overloadpacket
         result = self._called(func, args, kwargs)
+        self._hold(_tensors([args, result]))
         if func.is_view or name in FREE:
             return result
         given = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
@@ -172,6 +180,19 @@ class Costs(TorchDispatchMode):
         self.seconds[self.step, str(name)] += seconds + (WAIT if name is aten._local_scalar_dense else 0)
         return result
 
+    def _hold(self, tensors: list[Tensor]) -> None:
+        """Counts the memory of the tensors on `device`. Looks for memory that is free again at a new peak."""
+        for tensor in tensors:
+            if tensor.device == self.device:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._living or self._living[storage._cdata][0].expired():
+                    self._taken += storage.nbytes() - self._living.get(storage._cdata, (None, 0))[1]
+                    self._living[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        if self._taken > self.peak[self.step]:
+            self._living = {key: each for key, each in self._living.items() if not each[0].expired()}
+            self._taken = sum(size for _, size in self._living.values())
+            self.peak[self.step] = max(self.peak[self.step], self._taken)
+
     def _called(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """The result of an op; torch has no shapes of products with `out_dtype`, and no values on `meta`."""
         if not any(t.is_meta for t in _tensors([args, kwargs])):
@@ -180,7 +201,9 @@ class Costs(TorchDispatchMode):
             self._read *= 1 - 1e-5
             return self._read if args[0].is_floating_point() else args[0].dtype == torch.bool
         if func is aten._to_copy.default and args[0].is_meta and kwargs.get("device") == torch.device("cpu"):
-            return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
+            self._read *= 1 - 1e-5
+            value = self._read if args[0].is_floating_point() else 0
+            return torch.full(args[0].shape, value, dtype=kwargs.get("dtype") or args[0].dtype)
         if func is aten.copy_.default and args[1].is_meta and not args[0].is_meta:
             return args[0]
         if func.overloadpacket is aten._fused_adam_:
@@ -189,6 +212,8 @@ class Costs(TorchDispatchMode):
             return args[0].new_empty(args[2] if len(args) > 2 else kwargs["minlength"])
         if func is aten.bmm.dtype:
             return args[0].new_empty(*args[0].shape[:2], args[1].shape[2], dtype=args[2])
+        if func is aten._grouped_mm.default:  # torch's own refuses fp32
+            return args[0].new_empty(len(args[0]), args[1].shape[-1])
         if func in (aten.addmm.dtype_out, aten.baddbmm.dtype_out):
             return kwargs["out"]
         return func(*args, **kwargs)
@@ -204,13 +229,13 @@ def operations_of(name: Any, read: list[Tensor], args: tuple) -> tuple[str, floa
         causal = 2.0 * math.prod(q.shape) * k.shape[-2]  # half of the pairs
         return _precision(q), causal * (2.5 if "backward" in str(name) else 1.0)
     if name is aten.linalg_cholesky_ex:
-        return "factor", len(args[0]) ** 3 / 3
+        return "factor", math.prod(args[0].shape) * args[0].shape[-1] / 3
     if name is aten.linalg_solve_triangular:
         return "solve", float(args[0].shape[-1]) * math.prod(args[1].shape)
     if name is aten.linalg_qr:
         return "qr", 8 / 3 * math.prod(args[0].shape) * args[0].shape[-1]
     if name is drot_ops.sparsegpt_sweep:
-        return "sweep", float(math.prod(args[0].shape)) * args[0].shape[1]
+        return "sweep", float(math.prod(args[0].shape)) * args[0].shape[-1]
     if name is drot_ops.spectral_step:
         return "tf32", FAST_PRODUCTS["pruned"] * 2.0 * math.prod(args[0].shape) * args[0].shape[-1]
     if name is drot_ops.swiglu_rotate:

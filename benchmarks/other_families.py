@@ -1,13 +1,16 @@
-"""How much of the 2:4 gap the rotations close in a GLM-4, with norms behind attention and MLP, or a Mixtral.
+"""How much of the 2:4 gap the rotations close in a GLM-4, a Mixtral, a Cohere 2 or a Qwen3.5.
 
     python benchmarks/other_families.py --minutes 8
     python benchmarks/other_families.py --minutes 8 --family mixtral
 
 The model has the weights of the demo's LLaMA. The norms of the GLM-4 behind the blocks start at the root mean
 square that the LLaMA's blocks write. Each of the 4 experts of the Mixtral starts as the LLaMA's MLP with
-noise of a fifth of its size. The whole model is then trained on the demo's calibration text and on the
-standard library. It is pruned to 2:4 by SparseGPT in one shot, without rotation and at the points of
---rotation that the family has. The share of the gap is that of the loss on the held-out text of the demo.
+noise of a fifth of its size. The Cohere 2 has one LayerNorm in front of attention and MLP: the weights of the
+LLaMA's two norms lie in its linears. In the Qwen3.5 each fourth layer has the attention of the LLaMA. The
+linear attention of the others starts with its q, k, v and o. The whole model is then trained on the demo's
+calibration text and on the standard library. It is pruned to 2:4 by SparseGPT in one shot, without rotation
+and at the points of --rotation that the family has. The share of the gap is that of the loss on the held-out
+text of the demo.
 """
 
 import argparse
@@ -71,8 +74,7 @@ def glm4(ids: torch.Tensor) -> Any:
 def mixtral(ids: torch.Tensor) -> Any:
     """A Mixtral whose experts are the MLP of the demo's LLaMA with noise. ids: not used."""
     llama = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
-    rope = dict(llama.config.rope_parameters)
-    model = empty("mixtral", llama.config, rope_parameters=rope, num_local_experts=EXPERTS)
+    model = empty("mixtral", llama.config, num_local_experts=EXPERTS)
     for layer, dense in zip(DecoderModel(model).layers, DecoderModel(llama).layers, strict=True):
         for name, linear in layer.linears.items():
             weight = dense.linears[name.rpartition(".")[2]].weight
@@ -84,6 +86,57 @@ def mixtral(ids: torch.Tensor) -> Any:
     return model
 
 
+@torch.no_grad()
+def cohere2(ids: torch.Tensor) -> Any:
+    """A Cohere 2 with the weights of the demo's LLaMA. ids: not used."""
+    llama = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model = empty("cohere2", llama.config, logit_scale=1.0, sliding_window=128, tie_word_embeddings=True)
+    for layer, dense in zip(DecoderModel(model).layers, DecoderModel(llama).layers, strict=True):
+        for group in dense.groups:
+            for spec in group.linears:
+                weight = dense.linears[spec.name].weight
+                if group.norm is not None:
+                    weight = weight * dense.module.get_submodule(group.norm).weight
+                if spec.name in ("q_proj", "k_proj"):  # RoPE turns neighbours here, halves of a head there
+                    halves = weight.unflatten(0, (-1, 2, llama.config.head_dim // 2))
+                    weight = halves.transpose(1, 2).flatten(0, 2)
+                layer.linears[spec.name].weight.copy_(weight)
+    copy_ends(model, llama)
+    return model
+
+
+@torch.no_grad()
+def qwen3_5(ids: torch.Tensor) -> Any:
+    """A Qwen3.5 with the weights of the demo's LLaMA. ids: not used."""
+    llama = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    own, rope = llama.config, dict(llama.config.rope_parameters) | {"partial_rotary_factor": 1.0}
+    heads = {f"linear_num_{each}_heads": own.num_attention_heads for each in ("key", "value")}
+    sizes = {f"linear_{each}_head_dim": own.head_dim for each in ("key", "value")}
+    model = empty("qwen3_5_text", own, rope_parameters=rope, tie_word_embeddings=True, **heads, **sizes)
+    groups = own.num_attention_heads // own.num_key_value_heads
+    for layer, dense in zip(DecoderModel(model).layers, DecoderModel(llama).layers, strict=True):
+        weights = {name: linear.weight for name, linear in dense.linears.items()}
+        for norm, of_dense in zip(layer.norms, dense.norms, strict=True):
+            norm.weight.copy_(of_dense.weight - 1)
+        if layer.family.linear_attention:
+            q, k, v = (
+                weights.pop(f"{one}_proj").unflatten(0, (-1, own.head_dim)).repeat_interleave(times, 0)
+                for one, times in (("q", 1), ("k", groups), ("v", groups))
+            )
+            weights |= {"in_proj_qkv": torch.cat([q, k, v]).flatten(0, 1), "out_proj": weights.pop("o_proj")}
+            convolution = layer.module.linear_attn.conv1d.weight  # each channel starts as its own token
+            convolution.mul_(0.1)[..., -1] += 1
+        else:  # a head's queries, and below them its gate, which starts open by half
+            q = weights["q_proj"].unflatten(0, (-1, own.head_dim))
+            weights["q_proj"] = torch.cat([q, torch.zeros_like(q)], 1).flatten(0, 1)
+            weights["o_proj"] = 2 * weights["o_proj"]
+        for name, weight in weights.items():
+            layer.linears[name].weight.copy_(weight)
+    copy_ends(model, llama)
+    model.model.norm.weight.sub_(1)
+    return model
+
+
 def empty(model_type: str, own: Any, **others: Any) -> Any:
     """A model of another type with the sizes of the config `own` of a LLaMA."""
     names = (
@@ -92,6 +145,7 @@ def empty(model_type: str, own: Any, **others: Any) -> Any:
     )
     sizes = {name: getattr(own, name) for name in names}
     head_dim = own.hidden_size // own.num_attention_heads
+    others = {"rope_parameters": dict(own.rope_parameters), **others}
     config = AutoConfig.for_model(model_type, **sizes, head_dim=head_dim, pad_token_id=None, **others)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -102,7 +156,7 @@ def copy_ends(model: Any, llama: Any) -> None:
     model.model.norm.weight.copy_(llama.model.norm.weight)
 
 
-MODELS = {"glm4": glm4, "mixtral": mixtral}
+MODELS = {"glm4": glm4, "mixtral": mixtral, "cohere2": cohere2, "qwen3_5": qwen3_5}
 
 
 def train(model: Any, ids: torch.Tensor, seconds: float) -> None:
@@ -128,6 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--family", choices=MODELS, default="glm4")
+    parser.add_argument("--quality", choices=("fast", "balanced", "best"), default="fast")
     parser.add_argument("--model", type=Path, help="a folder for the trained model, or where it lies")
     options = parser.parse_args()
     random.seed(0)
@@ -150,7 +205,7 @@ def main() -> None:
     model.eval().requires_grad_(False)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     losses = {"dense": math.log(perplexity(model, held_out, seqlen=SEQLEN))}
-    chosen = Recipe().with_quality("fast").replace(seqlen=SEQLEN)
+    chosen = Recipe().with_quality(options.quality).replace(seqlen=SEQLEN)
     for name, fields in {"none": {"mode": "none"}, **POINTS}.items():
         if fields.get("down_rotation", "none") != "none" and not DecoderModel(model).family.takes("r3"):
             continue

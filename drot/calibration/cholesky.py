@@ -1,4 +1,4 @@
-"""Cholesky factor and inverse of a symmetric matrix, in place.
+"""Cholesky factor and inverse of a symmetric matrix, or of each of a batch of matrices, in place.
 
 LAPACK divides a matrix among the threads, so the bytes of its factor and of its inverse depend on the number
 of threads. These functions halve the matrix down to blocks that LAPACK does not divide. Everything else is
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from drot.machine.devices import is_gpu
+from drot.machine.products import add_product
 
 #: columns of a block that is not halved, on a CPU and on a GPU. LAPACK does not divide the CPU's among
 #: threads (MKL divides 192 columns). Smaller products would leave most of a GPU idle.
@@ -24,26 +25,28 @@ CPU_BLOCK, GPU_BLOCK = 128, 2048
 WHOLE = 2048
 
 
-def cholesky_(matrix: Tensor) -> bool:
-    """Replaces a symmetric matrix [n, n], fp32 or fp64, by its Cholesky factor L, lower triangular.
+def cholesky_(matrix: Tensor) -> Tensor:
+    """Replaces symmetric matrices [..., n, n], fp32 or fp64, by their Cholesky factors L, lower triangular.
 
-    Only the lower triangle is read. Returns False, with undefined content, if it is not positive definite.
+    Only the lower triangles are read. Returns whether each is positive definite, bool [...]; the content of
+    the others is undefined.
     """
-    if len(matrix) <= _block(matrix):
-        info = torch.empty((), dtype=torch.int32, device=matrix.device)
+    if matrix.shape[-1] <= _block(matrix):
+        info = torch.empty(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(matrix, out=(matrix, info))
-        return int(info) == 0
+        return info == 0
     top, left, bottom, right = _quarters(matrix)
-    if not cholesky_(top):
-        return False
-    left.copy_(torch.linalg.solve_triangular(top.T, left, upper=True, left=False))
-    _add_gram_(bottom, left.T, alpha=-1)
+    found = cholesky_(top)
+    if not found.any():
+        return found
+    left.copy_(torch.linalg.solve_triangular(top.mT, left, upper=True, left=False))
+    _add_gram_(bottom, left.mT, alpha=-1)
     right.zero_()
-    return cholesky_(bottom)
+    return found & cholesky_(bottom)
 
 
 def inverse_of_factor_(lower: Tensor) -> None:
-    """Replaces the Cholesky factor L [n, n] of a matrix by the inverse of the matrix, (L Lᵀ)⁻¹ = L⁻ᵀ L⁻¹."""
+    """Replaces the Cholesky factors L [..., n, n] of matrices by their inverses, (L Lᵀ)⁻¹ = L⁻ᵀ L⁻¹."""
     invert_lower_(lower)
     _gram_(lower)
 
@@ -55,65 +58,66 @@ def _block(matrix: Tensor) -> int:
 def _quarters(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Views of the upper left, lower left, lower right and upper right part, cut at a multiple of a block."""
     block = _block(matrix)
-    cut = (matrix.shape[0] // 2 + block - 1) // block * block
-    return matrix[:cut, :cut], matrix[cut:, :cut], matrix[cut:, cut:], matrix[:cut, cut:]
+    cut = (matrix.shape[-1] // 2 + block - 1) // block * block
+    top, bottom = matrix[..., :cut, :], matrix[..., cut:, :]
+    return top[..., :cut], bottom[..., :cut], bottom[..., cut:], top[..., cut:]
 
 
 def invert_lower_(lower: Tensor) -> None:
-    """Replaces a lower triangular matrix L [n, n], fp32 or fp64, with 0 above the diagonal, by L⁻¹."""
-    if len(lower) <= _block(lower):
-        identity = torch.eye(lower.shape[0], dtype=lower.dtype, device=lower.device)
-        lower.copy_(torch.linalg.solve_triangular(lower, identity, upper=False))
+    """Replaces lower triangular matrices L [..., n, n], fp32 or fp64, with 0 above the diagonal, by L⁻¹."""
+    if lower.shape[-1] <= _block(lower):
+        identity = torch.eye(lower.shape[-1], dtype=lower.dtype, device=lower.device)
+        lower.copy_(torch.linalg.solve_triangular(lower, identity.expand_as(lower), upper=False))
         return
     top, left, bottom, _ = _quarters(lower)
     invert_lower_(top)
     invert_lower_(bottom)
     _multiply_(bottom, left)
-    _multiply_(top, left.T, transposed=True)
+    _multiply_(top, left.mT, transposed=True)
     left.neg_()
 
 
 def _gram_(lower: Tensor) -> None:
     """L ← Lᵀ L."""
-    if len(lower) <= _block(lower):
-        lower.copy_(lower.T @ lower)
+    if lower.shape[-1] <= _block(lower):
+        lower.copy_(lower.mT @ lower)
         return
     top, left, bottom, right = _quarters(lower)
     _gram_(top)
     _add_gram_(top, left)
     _multiply_(bottom, left, transposed=True)
-    right.copy_(left.T)
+    right.copy_(left.mT)
     _gram_(bottom)
 
 
 def _multiply_(lower: Tensor, matrix: Tensor, *, transposed: bool = False) -> None:
-    """matrix ← L matrix, or Lᵀ matrix, for L [n, n] lower triangular and matrix [n, any width]."""
-    if len(lower) <= WHOLE:
-        matrix.copy_((lower.T if transposed else lower) @ matrix)
+    """matrix ← L matrix, or Lᵀ matrix, for L [..., n, n] lower triangular and matrix [..., n, any width]."""
+    if lower.shape[-1] <= WHOLE:
+        matrix.copy_((lower.mT if transposed else lower) @ matrix)
         return
     top, left, bottom, _ = _quarters(lower)
-    first, second = matrix[: len(top)], matrix[len(top) :]
+    first, second = matrix.tensor_split([top.shape[-1]], -2)
     if transposed:
         _multiply_(top, first, transposed=True)
-        first.addmm_(left.T, second)
+        add_product(first, left.mT, second)
         _multiply_(bottom, second, transposed=True)
     else:
         _multiply_(bottom, second)
-        second.addmm_(left, first)
+        add_product(second, left, first)
         _multiply_(top, first)
 
 
 def _add_gram_(symmetric: Tensor, a: Tensor, alpha: float = 1.0) -> None:
-    """symmetric [n, n] += alpha · aᵀ a for a [any length, n].
+    """symmetric [..., n, n] += alpha · aᵀ a for a [..., any length, n].
 
     Above WHOLE columns the upper quarter is a copy of the lower one.
     """
-    if len(symmetric) <= WHOLE:
-        symmetric.addmm_(a.T, a, alpha=alpha)
+    if symmetric.shape[-1] <= WHOLE:
+        add_product(symmetric, a.mT, a, alpha)
         return
     top, left, bottom, right = _quarters(symmetric)
-    before, after = a[:, : len(top)], a[:, len(top) :]
+    before, after = a.tensor_split([top.shape[-1]], -1)
     _add_gram_(top, before, alpha)
     _add_gram_(bottom, after, alpha)
-    left.addmm_(after.T, before, alpha=alpha)
-    right.copy_(left.T)
+    add_product(left, after.mT, before, alpha)
+    right.copy_(left.mT)

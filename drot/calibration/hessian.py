@@ -1,7 +1,8 @@
 """The Hessian H = (2/n) Σ x xᵀ of a linear's reconstruction error, and the Cholesky factor of its inverse."""
 
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -10,9 +11,15 @@ from torch import Tensor
 from drot.calibration.cholesky import cholesky_, invert_lower_
 from drot.core.errors import UserError
 from drot.machine.devices import is_gpu
-from drot.machine.finite import check_finite, is_finite
-from drot.machine.products import add_product
+from drot.machine.finite import check_finite
+from drot.machine.products import add_product, product
 from drot.machine.ranks import ALONE, Ranks
+from drot.model.inputs import RoutedInputs
+
+#: most bytes of the Hessians of a batch of experts; pruning the batch takes some ten times as many
+BATCH_BYTES = 1 << 28
+#: a number, or one for each matrix of a batch, fp64 [batch]
+Figure = float | Tensor
 
 #: Device type → columns of a panel in `lower_panels`. A product with few columns leaves most of a large GPU
 #: idle: 2048 is an estimate from the tiles of 128 by 256 and the 132 multiprocessors of an H100.
@@ -38,6 +45,11 @@ def lower_panels(size: int, device: torch.device) -> Iterator[tuple[slice, slice
         yield slice(start, stop), slice(0, stop)
 
 
+def at_once(size: int) -> int:
+    """How many experts are computed at once, whose Hessians are [size, size]."""
+    return max(1, BATCH_BYTES // (4 * size * size))
+
+
 class HessianAccumulator:
     """Accumulates H = (2/n) Σ x xᵀ [in, in] in fp32 over batches, with n the number of sequences.
 
@@ -48,11 +60,18 @@ class HessianAccumulator:
     of H to the inverse.
 
     ranks: those that add the other sequences.
+    count: the number of experts, each with a Hessian of its own: H is then [count, in, in]. None is no
+        expert.
     """
 
-    def __init__(self, size: int, device: torch.device | str, ranks: Ranks = ALONE) -> None:
-        self._sum = torch.zeros(size, size, dtype=torch.float32, device=device)
+    def __init__(
+        self, size: int, device: torch.device | str, ranks: Ranks = ALONE, count: int | None = None
+    ) -> None:
+        shape = (size, size) if count is None else (count, size, size)
+        self._sum = torch.zeros(shape, dtype=torch.float32, device=device)
         self._sequences, self._ranks = 0, ranks
+        #: the tokens of each expert
+        self.tokens = torch.zeros(count or 0, dtype=torch.int64, device=device)
 
     def add(self, x: Tensor) -> None:
         """Adds inputs x: [sequences, tokens, in], or [tokens, in] for one sequence, any float dtype."""
@@ -61,12 +80,22 @@ class HessianAccumulator:
             add_product(self._sum[panel, columns], rows[:, panel].T, rows[:, columns])
         self._sequences += x.shape[0] if x.dim() == 3 else 1
 
+    def add_experts(self, parts: Iterable[RoutedInputs]) -> None:
+        """Adds the inputs of experts, as one sequence."""
+        for places, tokens, x in parts:
+            self.tokens.index_add_(0, places, tokens)
+            rows = product_factor(x.detach()).view_as(x)
+            for panel, columns in lower_panels(rows.shape[-1], self._sum.device):
+                products = product(rows[..., panel].mT, rows[..., columns], torch.float32)
+                self._sum[..., panel, columns].index_add_(0, places, products)
+        self._sequences += 1
+
     def hessian(self) -> Tensor:
-        """H [in, in], fp32. It uses the accumulator's memory, so `add` must not be called afterwards."""
+        """H, fp32. It uses the accumulator's memory, so `add` must not be called afterwards."""
         self._ranks.add_(self._sum)
-        for panel, _ in lower_panels(len(self._sum), self._sum.device):
+        for panel, _ in lower_panels(self._sum.shape[-1], self._sum.device):
             left = slice(0, panel.start)
-            self._sum[left, panel] = self._sum[panel, left].T
+            self._sum[..., left, panel] = self._sum[..., panel, left].mT
         return self._sum.mul_(2.0 / max(self._ranks.total(self._sequences), 1))
 
 
@@ -76,110 +105,145 @@ def product_factor(x: Tensor) -> Tensor:
     return rows if is_gpu(rows.device) and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
 
 
-def energy(weight: Tensor, hessian: Tensor, ranks: Ranks = ALONE) -> float:
+def energy(weight: Tensor, hessian: Tensor, ranks: Ranks = ALONE) -> Figure:
     """tr(W H Wᵀ) = ‖X Wᵀ‖² for H = XᵀX, without damping. The arguments are those of `energy_of_rows`.
 
     ranks: those that hold the other rows of W.
     """
-    return ranks.total(float(energy_of_rows(weight, hessian).sum()))
+    return sum_of_rows(energy_of_rows(weight, hessian), ranks)
+
+
+def sum_of_rows(rows: Tensor, ranks: Ranks) -> Figure:
+    """The sum of a figure of each row, fp64 [..., out], over all ranks: a float, or [batch] for a batch."""
+    total = rows.sum(-1)
+    if not total.dim():
+        return ranks.total(float(total))
+    ranks.add_(total)
+    return total
 
 
 def energy_of_rows(weight: Tensor, hessian: Tensor) -> Tensor:
-    """w H wᵀ of each row w, fp64 [out].
+    """w H wᵀ of each row w, fp64 [..., out].
 
     The product W H takes the blocks of H on or above the diagonal only: the blocks below add the same again.
 
-    weight: W [out, in], any float dtype. hessian: H [in, in], fp32 or fp64, symmetric.
+    weight: W [..., out, in], any float dtype. hessian: H [..., in, in], fp32 or fp64, symmetric.
     """
     weight = weight.to(hessian.dtype)
     # row by row: the order of a sum over the whole matrix would depend on the number of threads
-    rows = torch.zeros(len(weight), dtype=torch.float64, device=weight.device)
-    for panel, _ in lower_panels(weight.shape[1], hessian.device):
+    rows = torch.zeros(weight.shape[:-1], dtype=torch.float64, device=weight.device)
+    for panel, _ in lower_panels(weight.shape[-1], hessian.device):
         left = slice(0, panel.start)
-        product = weight[:, panel] @ hessian[panel, panel]
-        product.addmm_(weight[:, left], hessian[left, panel], alpha=2)
-        rows += product.mul_(weight[:, panel]).sum(1, dtype=torch.float64)
+        product = weight[..., panel] @ hessian[..., panel, panel]
+        add_product(product, weight[..., left], hessian[..., left, panel], alpha=2)
+        rows += product.mul_(weight[..., panel]).sum(-1, dtype=torch.float64)
     return rows
 
 
+def diagonal_of(matrix: Tensor) -> Tensor:
+    """The diagonals [..., n] of matrices [..., n, n], as a view."""
+    return matrix.diagonal(dim1=-2, dim2=-1)
+
+
 def fix_dead_columns(hessian: Tensor) -> Tensor:
-    """Sets H_jj = 1 in place for dead columns j, whose input is always 0. Returns their mask, bool [in]."""
-    dead_columns = hessian.diagonal() == 0
-    hessian.diagonal().masked_fill_(dead_columns, 1.0)
+    """Sets H_jj = 1 in place for dead columns j, whose input is always 0.
+
+    Returns their mask, bool [..., in].
+    """
+    diagonal = diagonal_of(hessian)
+    dead_columns = diagonal == 0
+    diagonal.masked_fill_(dead_columns, 1.0)
     return dead_columns
 
 
 def damping_unit(diagonal: Tensor, average: str) -> Tensor:
-    """What a damping of 1 adds to the diagonal of H (0-dim).
+    """What a damping of 1 adds to the diagonal of H [...].
 
-    diagonal: diag H [in], any float dtype, 0 for dead columns.
+    diagonal: diag H [..., in], any float dtype, 0 for dead columns.
     average: `mean` is SparseGPT's mean over all columns, with 1 for dead columns. `median` is the median of
         the live columns, which a few very large ones do not change; 1 if all are dead.
     """
-    live = diagonal != 0
-    if average == "mean" or not live.any():
-        return diagonal.masked_fill(~live, 1.0).mean()
-    return diagonal[live].median()
+    dead = diagonal == 0
+    mean = diagonal.masked_fill(dead, 1.0).mean(-1)
+    if average == "mean":
+        return mean
+    median = diagonal.masked_fill(dead, math.nan).nanmedian(-1).values
+    return torch.where(dead.all(-1), mean, median)
 
 
 @dataclass(frozen=True)
 class HessianFactor:
     """The Cholesky factor of the inverse of a damped Hessian. H_jj is 1 for dead columns j.
 
-    hinv: U [in, in], upper triangular with diag(U) > 0, (H + λ·unit·I)⁻¹ = UᵀU, fp32 or fp64.
-    damping: λ.
-    unit: the `damping_unit`, 0-dim.
-    dead_columns: bool [in], True for columns whose input is always 0.
+    hinv: U [..., in, in], upper triangular with diag(U) > 0, (H + λ·unit·I)⁻¹ = UᵀU, fp32 or fp64.
+    damping: λ, or [batch] in fp64.
+    unit: the `damping_unit` [...].
+    dead_columns: bool [..., in], True for columns whose input is always 0.
     """
 
     hinv: Tensor
-    damping: float
+    damping: Figure
     unit: Tensor
     dead_columns: Tensor
 
     @property
+    def added(self) -> Tensor:
+        """λ·unit [...], which was added to the diagonal of H."""
+        return self.unit * as_figure(self.damping, self.unit)
+
+    @property
     def inverse_diagonal(self) -> Tensor:
-        panels = lower_panels(len(self.hinv), self.hinv.device)  # the squares of all columns take memory
-        return torch.cat([self.hinv[:, panel].square().sum(0) for panel, _ in panels])
+        panels = lower_panels(self.hinv.shape[-1], self.hinv.device)  # squares of all columns take memory
+        return torch.cat([self.hinv[..., panel].square().sum(-2) for panel, _ in panels], -1)
+
+
+def as_figure(figure: Figure, like: Tensor) -> Figure:
+    """A figure with which a tensor can be multiplied."""
+    return figure.to(like) if isinstance(figure, Tensor) else figure
 
 
 def factorize(hessian: Tensor, damping: float, average: str = "mean") -> HessianFactor:
-    """The factor of a Hessian.
+    """The factor of a Hessian, or of each of a batch.
 
     U = J L⁻¹ J, where J reverses the order of the columns and J H J = L Lᵀ. So one factorisation and one
     triangular inverse suffice. Factorising a computed H⁻¹ instead could fail, because of its rounding.
 
     Raises UserError for values that are not finite, and if the factorisation fails with MAX_DAMPING means.
 
-    hessian: H [in, in], symmetric, any float dtype; not changed. The factor is fp32, or fp64 for fp64.
+    hessian: H [..., in, in], symmetric, any float dtype; not changed. The factor is fp32, or fp64 for fp64.
     damping: the first λ. While the factorisation fails, λ is multiplied by 10, up to MAX_DAMPING means.
     """
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
-    dead_columns = hessian.diagonal() == 0
-    diagonal = hessian.diagonal().to(dtype)
-    unit = damping_unit(diagonal, average)
+    diagonal = diagonal_of(hessian)
+    dead_columns = diagonal == 0
+    unit = damping_unit(diagonal.to(dtype), average)
+    largest = MAX_DAMPING * (damping_unit(diagonal.to(dtype), "mean") / unit).double()
+    tried = torch.full_like(largest, damping)
     while True:
-        damped = hessian.to(dtype).flip(0, 1)
+        damped = hessian.to(dtype).flip(-2, -1)
         fix_dead_columns(damped)
-        damped.diagonal().add_(damping * unit)
-        if cholesky_(damped):
+        diagonal_of(damped).add_((unit * tried.to(dtype))[..., None])
+        found = cholesky_(damped)
+        if found.any():
             invert_lower_(damped)
-            upper = damped.flip(0, 1)
-            if is_finite(upper):
-                return HessianFactor(upper, damping, unit, dead_columns)
-        largest = MAX_DAMPING * float(damping_unit(diagonal, "mean") / unit)
-        if damping >= largest:
+            upper = damped.flip(-2, -1)
+            found &= upper.amin((-2, -1)).isfinite() & upper.amax((-2, -1)).isfinite()
+            if found.all():
+                return HessianFactor(upper, tried if tried.dim() else float(tried), unit, dead_columns)
+        if (failed := ~found & (tried >= largest)).any():
             raise UserError(
                 "the Hessian must be symmetric and positive semi-definite; got one of shape "
-                f"{list(hessian.shape)} that has no Cholesky factor even with a damping of {damping:g}: "
+                f"{list(hessian.shape[-2:])} that has no Cholesky factor even with a damping of "
+                f"{float(tried[failed][0]):g}: "
                 'use more calibration samples, or `method="wanda"`'
             )
-        damping = min(damping * 10, largest) if damping else FIRST_DAMPING
+        more = torch.where(tried > 0, torch.minimum(10 * tried, largest), FIRST_DAMPING)
+        tried = torch.where(found, tried, more)
 
 
 class InputHessian:
-    """The Hessian H [in, in] of an input, and its factor, which `factorize` computes at most once."""
+    """The Hessian H [..., in, in] of an input, and its factor, which `factorize` computes at most once."""
 
     def __init__(self, matrix: Tensor, damping: float, average: str = "mean") -> None:
         self.matrix, self.damping, self.average = matrix, damping, average

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from functools import partial
 from itertools import repeat
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from drot.calibration.hessian import HessianAccumulator
 from drot.calibration.stream import CalibrationStream
 from drot.machine.devices import total_memory
 from drot.model.family import InputGroup
-from drot.model.inputs import capture
+from drot.model.inputs import capture, routed_inputs
 from drot.model.layer import DecoderLayer, Output
 
 #: the largest share of a device's memory that the inputs of the MLP's last linear may take if they are kept
@@ -36,7 +37,7 @@ class LayerPass:
     def __init__(self, layer: DecoderLayer, stream: CalibrationStream, *, fixed: bool = False) -> None:
         self.layer, self.stream, self._fixed = layer, stream, fixed
         self._kwargs = stream.layer_kwargs[layer.index]
-        #: name of a group → the tokens of all ranks from which `hessian` computed
+        #: name of a group of an expert → the tokens of all ranks from which `hessian` computed
         self.tokens: dict[str, int] = {}
         self._kept: Tensor | None = None
         #: whether the inputs of the attention's last linear are kept, not its outputs
@@ -47,20 +48,27 @@ class LayerPass:
         self._advanced = False
 
     @torch.no_grad()
-    def hessian(self, group: InputGroup) -> Tensor:
-        size, stream, tokens = self.layer.shape_of(group.linears[0])[1], self.stream, 0
-        accumulator = HessianAccumulator(size, stream.device, stream.ranks)
+    def hessian(self, *groups: InputGroup) -> Tensor:
+        """H [in, in] of a group, or [experts, in, in] of groups of experts that are alike."""
+        group, stream = groups[0], self.stream
+        size, count = self.layer.shape_of(group.linears[0])[1], None if group.expert is None else len(groups)
+        accumulator = HessianAccumulator(size, stream.device, stream.ranks, count)
         for x, _ in self.inputs(group):
-            accumulator.add(x)
-            tokens += x[..., 0].numel()
-        self.tokens[group.name] = int(stream.ranks.total(tokens))
+            if count is None:
+                accumulator.add(x)
+            else:
+                accumulator.add_experts(routed_inputs(self.layer, groups, x))
+        if count is not None:
+            stream.ranks.add_(accumulator.tokens)
+            self.tokens |= dict(zip((one.name for one in groups), accumulator.tokens.tolist(), strict=True))
         return accumulator.hessian()
 
-    def inputs(self, group: InputGroup, *, outputs: bool = False) -> Iterator[tuple[Tensor, Tensor | None]]:
+    def inputs(self, group: InputGroup, *, outputs: bool = False) -> Iterator[tuple[Any, Tensor | None]]:
         """Yields for each batch the inputs x [sequences, seqlen, in] of a group, and what its linear writes.
 
         That is the residual stream [sequences, seqlen, d] with the output of the linear, as it is now, added.
-        It is None without `outputs`, and for linears whose outputs the layer does not add.
+        It is None without `outputs`, and for linears whose outputs the layer does not add. Of an expert x is
+        what `routed_inputs` takes.
         """
         buffer, outputs = None, outputs and self.layer.adds(group)
         ends_attention, ends_layer = group is self.layer.attention_end, self.layer.ends_layer(group)

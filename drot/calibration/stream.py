@@ -13,8 +13,8 @@ from drot.machine.products import rounded_once
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import CopiesHome, ahead, empty_on_host
 from drot.model.decoder import DecoderModel
-from drot.model.family import InputGroup
-from drot.model.inputs import reading
+from drot.model.family import InputGroup, alike
+from drot.model.inputs import RoutedInputs, reading
 from drot.model.layer import DecoderLayer
 
 #: Makes an uninitialised tensor of a shape and a dtype, in a place that it knows.
@@ -193,23 +193,32 @@ class CalibrationStream:
         advance: whether the hidden states are replaced by the output of the layer, in place. Without it the
             pass ends at the last of the groups.
         """
-        accumulators = {
-            group.name: HessianAccumulator(layer.shape_of(group.linears[0])[1], self.device, self.ranks)
-            for group in groups
-        }
+        accumulators: dict[str, HessianAccumulator] = {}
+        for group, *others in (parts := alike(groups)):
+            size = layer.shape_of(group.linears[0])[1]
+            count = None if group.expert is None else 1 + len(others)
+            accumulators[group.name] = HessianAccumulator(size, self.device, self.ranks, count)
 
         def read(group: InputGroup, x: Tensor) -> None:
             accumulators[group.name].add(x)
 
+        def read_routed(of_experts: list[InputGroup], inputs: Iterator[RoutedInputs]) -> None:
+            accumulators[of_experts[0].name].add_experts(inputs)
+
         with (
-            reading(layer, groups, read, folded=folded, to_end=advance) as forward,
+            reading(layer, groups, read, read_routed, folded=folded, to_end=advance) as forward,
             self.copies_home() as home,
         ):
             for batch, inputs in self.loaded_batches():
                 output = forward(inputs, self.layer_kwargs[layer.index])
                 if output is not None:
                     home.write(self.hidden_states[batch], output)
-        return {group.name: accumulators[group.name].hessian() for group in groups}
+        found: dict[str, Tensor] = {}
+        for part in parts:
+            hessian = accumulators[part[0].name].hessian()
+            of_groups = [hessian] if part[0].expert is None else hessian.unbind()
+            found |= {group.name: matrix for group, matrix in zip(part, of_groups, strict=True)}
+        return found
 
 
 def _empty_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -77,9 +77,15 @@ class Ranks:
         return sum(self._numbers(value))
 
     def gather_rows(self, rows: Tensor) -> Tensor:
-        """The rows [r, ...] of all ranks, one below the other; the ranks may have different r."""
+        """The rows [r, in] of all ranks, one below the other; the ranks may have different r.
+
+        Of a batch [batch, r, in] the rows of each matrix.
+        """
         if self.size == 1:
             return rows
+        if rows.dim() == 3:
+            gathered = self.gather_rows(rows.transpose(0, 1).flatten(1))
+            return gathered.unflatten(1, (len(rows), -1)).transpose(0, 1)
         counts = [int(count) for count in self._numbers(len(rows))]
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows

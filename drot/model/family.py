@@ -101,6 +101,15 @@ class InputGroup:
         return self.linears[0].writes_residual
 
 
+def alike(groups: Iterable[InputGroup]) -> list[list[InputGroup]]:
+    """The groups in their order. Those of experts that do the same for each expert are together."""
+    found: dict[str, list[InputGroup]] = {}
+    for group in groups:
+        name = group.name if group.expert is None else f"{group.name.rpartition('.')[0]} of experts"
+        found.setdefault(name, []).append(group)
+    return list(found.values())
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """The parts of a Hugging Face causal language model and of its decoder layers, as dotted paths.

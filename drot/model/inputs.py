@@ -2,28 +2,46 @@
 
 import contextlib
 import copy
-from collections.abc import Callable, Collection, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from drot.model.family import InputGroup
+from drot.model.family import InputGroup, alike
 from drot.model.layer import DecoderLayer, Output
 from drot.model.linear import module_at, reset_norm, scale_of
+
+#: most bytes of the inputs of experts that are computed at once, in the wider of their linears' sides
+ROUTED_BYTES = 1 << 29
 
 
 class Captured(NamedTuple):
     """What a forward pass of a layer saw up to the input of a group.
 
-    input: the input [sequences, seqlen, in] of the group, or [tokens, in] of an expert.
+    input: the input [sequences, seqlen, in] of the group. Of the group of an expert the arguments of the
+        module of all experts, for `routed_inputs`.
     residual: the residual stream [sequences, seqlen, d] in front of the attention.
     attended: the output [sequences, seqlen, d] of the attention; None if it was not computed.
     """
 
-    input: Tensor
+    input: Any
     residual: Tensor
     attended: Tensor | None
+
+
+class RoutedInputs(NamedTuple):
+    """The inputs of the groups of some experts.
+
+    places: int64 [n], which of the groups.
+    tokens: int64 [n], the number of tokens of each.
+    input: [n, most tokens, in], with rows of zeros below the tokens of each.
+    """
+
+    places: Tensor
+    tokens: Tensor
+    input: Tensor
 
 
 class _Stop(Exception):
@@ -39,7 +57,7 @@ def capture(
     attention: Output | None = None,
 ) -> Captured:
     """The input of `group`, from a forward pass that ends there. The arguments are those of a call."""
-    seen: dict[str, Tensor] = {}
+    seen: dict[str, Any] = {}
 
     def see_input(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         seen["input"] = args[0]
@@ -48,7 +66,7 @@ def capture(
     if group.expert is not None:
 
         def see_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen["input"] = _routed_input(layer, group, args)
+            seen["input"] = args
             raise _Stop
 
         hook = module_at(layer.module, layer.family.experts or "").register_forward_pre_hook(see_routed)
@@ -74,11 +92,14 @@ def reading(
     layer: DecoderLayer,
     groups: Collection[InputGroup],
     read: Callable[[InputGroup, Tensor], None],
+    read_routed: Callable[[list[InputGroup], Iterator[RoutedInputs]], None],
     *,
     folded: bool = False,
     to_end: bool = False,
 ) -> Iterator[Callable[[Tensor, dict[str, Any]], Tensor | None]]:
     """A context with a forward pass that calls `read` with the input of each of `groups`.
+
+    For those of experts it calls `read_routed`, with all that are alike at once.
 
     folded: whether the inputs are those without the weights of norms, which a rotation folds into the
         linears.
@@ -97,11 +118,9 @@ def reading(
         return see
 
     def see_routed(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        for group in groups:
-            if group.expert is not None:
-                x = _routed_input(layer, group, args)
-                read(group, _unfolded(layer, group, x) if folded else x)
-                remaining.discard(group.name)
+        for of_experts in alike(group for group in groups if group.expert is not None):
+            read_routed(of_experts, routed_inputs(layer, of_experts, args, folded=folded))
+            remaining.difference_update(group.name for group in of_experts)
         if not remaining and not to_end:
             raise _Stop
 
@@ -127,25 +146,60 @@ def reading(
         yield forward
 
 
-def _routed_input(layer: DecoderLayer, group: InputGroup, args: tuple[Tensor, ...]) -> Tensor:
-    """The input [tokens, in] of a group of an expert, from the arguments of the module of all experts.
+def routed_inputs(
+    layer: DecoderLayer, groups: Sequence[InputGroup], args: tuple[Tensor, ...], *, folded: bool = False
+) -> Iterator[RoutedInputs]:
+    """The inputs of groups of experts that are alike.
+
+    The experts with nearly the same number of tokens come together, so that at most half of the rows are
+    zeros, and with at most ROUTED_BYTES. Experts without tokens do not come.
 
     args: the inputs [all tokens, d], and the experts [all tokens, chosen] of each token.
+    folded: as in `reading`.
     """
     hidden, chosen, *_ = args
-    x = hidden if layer.route_all else hidden[chosen.eq(group.expert or 0).any(-1)]
-    if group.norm is not None:
-        return x
-    experts = module_at(layer.module, layer.family.experts or "")
-    gate, up = (
-        nn.functional.linear(x, linear.weight, linear.bias)
-        for linear in layer.linears.values()
-        if linear.spec.expert == group.expert and not linear.spec.writes_residual
-    )
+    group, experts = groups[0], torch.tensor([group.expert for group in groups], device=hidden.device)
+    if layer.route_all:
+        reached = torch.ones(len(groups), len(hidden), dtype=torch.bool, device=hidden.device)
+    else:
+        reached = (chosen[None] == experts[:, None, None]).any(-1)
+    tokens = reached.sum(1)
+    numbers = tokens.tolist()
+    own = [linear.spec for linear in layer.linears.values() if linear.spec.expert == group.expert]
+    widest = max(width for spec in own for width in layer.shape_of(spec))
+    by_size = sorted((place for place, number in enumerate(numbers) if number), key=lambda p: numbers[p])
+    for size, of_size in itertools.groupby(by_size, lambda place: (numbers[place] - 1).bit_length()):
+        same, step = list(of_size), max(1, ROUTED_BYTES // (2**size * widest * hidden.element_size()))
+        for start in range(0, len(same), step):
+            found = same[start : start + step]
+            places = torch.tensor(found, device=hidden.device)
+            mask, count = reached[places], tokens[places]
+            rows, columns = mask.nonzero(as_tuple=True)
+            x = hidden.new_zeros(len(found), numbers[found[-1]], hidden.shape[-1])
+            x[rows, (mask.cumsum(1) - 1)[rows, columns]] = hidden[columns]
+            if group.norm is None:
+                x = _intermediate(layer, group, experts[places], x)
+                x *= (torch.arange(x.shape[1], device=x.device) < count[:, None])[..., None]
+            yield RoutedInputs(places, count, _unfolded(layer, group, x) if folded else x)
+
+
+def _intermediate(layer: DecoderLayer, group: InputGroup, experts: Tensor, x: Tensor) -> Tensor:
+    """The inputs of down_proj of `experts` [n], from those of the experts x [n, tokens, d].
+
+    group: that of the down_proj of any expert.
+    """
+    module = module_at(layer.module, layer.family.experts or "")
+    outputs = []
+    for linear in layer.linears.values():
+        if linear.spec.expert == group.expert and not linear.spec.writes_residual:
+            outputs.append(x @ linear.weights_of(experts).mT)
+            if (biases := linear.biases_of(experts)) is not None:
+                outputs[-1] += biases[:, None]
+    gate, up = outputs
     if layer.family.gated is not None:
-        gated: Tensor = getattr(experts, layer.family.gated)(torch.stack([gate, up], -1).flatten(-2))
+        gated: Tensor = getattr(module, layer.family.gated)(torch.stack([gate, up], -1).flatten(-2))
         return gated
-    result: Tensor = getattr(experts, layer.family.activation)(gate) * up
+    result: Tensor = getattr(module, layer.family.activation)(gate) * up
     return result
 
 

@@ -75,9 +75,25 @@ class Linear:
     def of_all(self, parameter: Tensor) -> Tensor:
         """The weight [out, in] in a tensor of the shape of `parameter`, as a view."""
         if self.spec.expert is not None:
-            own = parameter[self.spec.expert]
-            return (own.T if self.spec.transposed else own)[self.rows]
+            return self._of_experts(parameter[self.spec.expert])
         return parameter if self.spec.part is None else parameter[self.rows]
+
+    def _of_experts(self, parameter: Tensor) -> Tensor:
+        """The weights [..., out, in] in the parameters of some experts."""
+        return (parameter.mT if self.spec.transposed else parameter)[..., self.rows, :]
+
+    def weights_of(self, experts: slice | Tensor) -> Tensor:
+        """The weights [experts, out, in] of this linear of some experts: a view for a slice, else a copy."""
+        return self._of_experts(self.parameter[experts])
+
+    def biases_of(self, experts: Tensor) -> Tensor | None:
+        """The biases [experts, out] of this linear of some experts."""
+        return self._biases[experts][:, self.rows] if self.spec.transposed else None
+
+    @property
+    def _biases(self) -> Tensor:
+        biases: Tensor = module_at(self._layer, f"{self.spec.path}_bias")
+        return biases
 
     @property
     def parameter(self) -> nn.Parameter:
@@ -91,8 +107,7 @@ class Linear:
         if self.spec.expert is not None:
             if not self.spec.transposed:
                 return None
-            biases: Tensor = module_at(self._layer, f"{self.spec.path}_bias")
-            return biases[self.spec.expert, self.rows]
+            return self._biases[self.spec.expert, self.rows]
         bias = self.plain.bias
         return bias if self.spec.part is None or bias is None else bias[self.rows]
 

@@ -163,7 +163,7 @@ class Bases:
 
 
 def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
-    """matrix [out, n·b] · blockdiag(blocks [n, b, b])."""
+    """matrix [out, n·b] · blockdiag(blocks [n, b, b]); for n = 1 also for a batch of matrices."""
     if len(blocks) == 1:
         return matrix @ blocks[0]
 
@@ -178,7 +178,7 @@ def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:
-    """blockdiag(blocks [n, b, b])ᵀ · matrix [n·b, in]."""
+    """blockdiag(blocks [n, b, b])ᵀ · matrix [n·b, in]; for n = 1 also for a batch of matrices."""
     if len(blocks) == 1:
         return blocks[0].T @ matrix
     return torch.bmm(blocks.mT, matrix.unflatten(0, (len(blocks), -1))).flatten(0, 1)

@@ -17,7 +17,8 @@ def sparsegpt_sweep(
     as by `nm_mask`.
 
     Args:
-        w: [r, b], fp32 or fp64: a block of columns of the weight; not changed.
+        w: [r, b], fp32 or fp64: a block of columns of the weight; not changed. Or a batch of weights
+            [n, r, b], each with a matrix of `hinv` and of `removed`: the results have its shape.
         hinv: [b, b] in w's dtype: the block of Hinv; only its upper triangle is read.
         removed: bool [r, b], the mask, True where a weight is removed; None: the op chooses the mask.
         prune: weights to remove from each group; ignored for a given mask.
@@ -35,6 +36,11 @@ def sparsegpt_sweep_ref(
     w: Tensor, hinv: Tensor, removed: Tensor | None, prune: int, group: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`sparsegpt_sweep` in plain PyTorch, by a loop over columns, with the arguments of that op."""
+    if w.dim() == 3:
+        masks = [None] * len(w) if removed is None else removed
+        of_each = zip(w, hinv, masks, strict=True)
+        one, two, three = zip(*(sparsegpt_sweep_ref(*each, prune, group) for each in of_each), strict=True)
+        return torch.stack(one), torch.stack(two), torch.stack(three)
     w = w.clone(memory_format=torch.contiguous_format)
     err = torch.zeros_like(w)
     mask = torch.zeros_like(w, dtype=torch.bool) if removed is None else removed.clone()

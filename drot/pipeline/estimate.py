@@ -16,10 +16,11 @@ from dataclasses import dataclass
 
 import torch
 
+from drot.calibration.hessian import at_once
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name, is_gpu
 from drot.model.decoder import DecoderModel
-from drot.model.family import InputGroup
+from drot.model.family import InputGroup, alike
 from drot.model.sizes import HeadShape, routed_share
 from drot.pipeline.recover import held_out_sequences
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM
@@ -233,12 +234,14 @@ def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int
 
 def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
     """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer."""
-    wide = max(sizes.inputs(group) for group in sizes.groups)
-    rows = max(out for out, width in sizes.shapes.values() if width == wide)
     solves = recipe.pruning.solve == "admm" or recipe.pruning.target == "dense"
-    pruning = (COPIES_OF_SOLVERS if solves else COPIES) * 4 * wide * (wide + rows)
-    if not sizes.tokens:  # no Hessian
-        pruning = 4 * wide * rows
+    copies, pruning = COPIES_OF_SOLVERS if solves else COPIES, 0.0
+    for groups in alike(sizes.groups):
+        wide = sizes.inputs(groups[0])
+        rows = max(sizes.shapes[linear.name][0] for linear in groups[0].linears)
+        at_a_time = min(len(groups), at_once(wide))
+        hessian = at_a_time * wide if sizes.tokens else 0
+        pruning = max(pruning, (copies if hessian else 1) * 4 * wide * (hessian + at_a_time * rows))
     if recipe.recovery.recover == "block":
         pruning = max(pruning, RECOVERY_BYTES * sizes.layer_weights)
     return round(2 * sizes.layer_weights * dtype.itemsize + pruning)

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import InputHessian
+from drot.calibration.hessian import Figure, InputHessian
 from drot.checkpoint.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.config import ResolvedRecipe, Sparsity
 from drot.model.family import InputGroup, LinearSpec
@@ -86,7 +86,7 @@ class GroupImportance:
 
     def of_weight(
         self, weight: Tensor, unrotated: Tensor, sparsity: Sparsity
-    ) -> tuple[dict[str, float], dict[str, Tensor]]:
+    ) -> tuple[dict[str, Figure], dict[str, Tensor]]:
         """The pruned share of the importance, and the tensors of the plots.
 
         The share is the importance of the weights with the smallest scores, as many as `sparsity` removes of
@@ -97,25 +97,27 @@ class GroupImportance:
         `histogram_<basis>` int64 [2, HISTOGRAM_BINS], the numbers of kept and of removed weights. basis:
         `before`, and `after` for a rotated layer.
 
-        weight, unrotated: the dense weight [out, in] after and before the rotation.
+        weight, unrotated: the dense weight [..., out, in] after and before the rotation. The shares and the
+            tensors of a batch have a first dimension for it.
         """
         bases = {"before": (unrotated, self.hessian)}
         if self.rotated:
             bases["after"] = (weight.to(unrotated.dtype), self._hessian_after)
-        shares, tensors = {}, {}
+        shares: dict[str, Figure] = {}
+        tensors: dict[str, Tensor] = {}
         mean = total = unrotated.new_ones((), dtype=torch.float64)
         for basis, (matrix, hessian) in bases.items():
             score = matrix.square()
             if (scale := self._scale(hessian)) is not None:
-                score *= scale
+                score *= scale[..., None, :]
             if basis == "before":
-                total = score.sum(dtype=torch.float64)
-                mean = total / score.numel()
+                total = score.sum((-2, -1), dtype=torch.float64)
+                mean = torch.where(total > 0, total / (score.shape[-2] * score.shape[-1]), 1)
             removed = removed_mask(score, sparsity, scope="row")
-            lost = (score * removed).sum(dtype=torch.float64)
-            shares[basis] = float(lost / total) if total > 0 else 0.0
-            if total > 0:
-                score /= mean
+            lost = (score * removed).sum((-2, -1), dtype=torch.float64)
+            share = torch.where(total > 0, lost / total, 0)
+            shares[basis] = share if share.dim() else float(share)
+            score /= mean[..., None, None]
             tensors[f"map_{basis}"] = block_means(score).half()
             tensors[f"histogram_{basis}"] = histogram(score, removed)
         return shares, {name: tensor.cpu() for name, tensor in tensors.items()}
@@ -128,25 +130,29 @@ def map_bytes(shape: tuple[int, ...], *, rotated: bool) -> int:
 
 
 def block_means(score: Tensor) -> Tensor:
-    """The means of score [out, in] over blocks: [min(out, MAP_SIZE), min(in, MAP_SIZE)].
+    """The means of score [..., out, in] over blocks: [..., min(out, MAP_SIZE), min(in, MAP_SIZE)].
 
     Row i lies in block floor(i · MAP_SIZE / out), so that the blocks differ by at most one row, and likewise
     for columns.
     """
     for _ in range(2):  # products with a matrix of means; index_add_ would not be deterministic on a GPU
-        rows = score.shape[0]
+        rows = score.shape[-2]
         size = min(rows, MAP_SIZE)
         block = torch.arange(rows, device=score.device) * size // rows
         means = torch.nn.functional.one_hot(block, size).to(score.dtype)
-        score = ((means / means.sum(0)).T @ score).T
+        score = ((means / means.sum(0)).T @ score).mT
     return score
 
 
 def histogram(score: Tensor, removed: Tensor) -> Tensor:
-    """The numbers of kept and of removed weights by log10(score), int64 [2, HISTOGRAM_BINS]."""
+    """The numbers of kept and of removed weights by log10(score), int64 [..., 2, HISTOGRAM_BINS]."""
     low, high = HISTOGRAM_LOG10
-    counts = torch.zeros(2 * HISTOGRAM_BINS, dtype=torch.int64, device=score.device)
-    for part, mask in zip(score.flatten().split(CHUNK), removed.flatten().split(CHUNK), strict=True):
-        bins = ((part.log10() - low) / (high - low) * HISTOGRAM_BINS).clamp(0, HISTOGRAM_BINS - 1).long()
-        counts += torch.bincount(bins + HISTOGRAM_BINS * mask, minlength=2 * HISTOGRAM_BINS)
-    return counts.reshape(2, -1)
+    batch, bins = score.shape[:-2].numel(), 2 * HISTOGRAM_BINS
+    counts = torch.zeros(batch * bins, dtype=torch.int64, device=score.device)
+    first = bins * torch.arange(batch, device=score.device)[:, None]
+    flat = (tensor.reshape(batch, -1).split(max(1, CHUNK // batch), 1) for tensor in (score, removed))
+    for part, mask in zip(*flat, strict=True):
+        bin = ((part.log10() - low) / (high - low) * HISTOGRAM_BINS).clamp(0, HISTOGRAM_BINS - 1).long()
+        bin += HISTOGRAM_BINS * mask + first
+        counts += torch.bincount(bin.flatten(), minlength=batch * bins)
+    return counts.reshape(*score.shape[:-2], 2, -1)

@@ -2,20 +2,23 @@
 
 import contextlib
 import dataclasses
+import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drot.calibration.dense_reference import DenseReference
-from drot.calibration.hessian import InputHessian
+from drot.calibration.hessian import Figure, InputHessian, at_once, diagonal_of
 from drot.calibration.layer_pass import LayerPass
 from drot.checkpoint.dtypes import rounded
 from drot.config import PruningConfig, ResolvedRecipe
 from drot.core.errors import UserError
 from drot.machine.ranks import Ranks
+from drot.model.family import InputGroup, alike
+from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 from drot.model.rotation import LayerRotation
 from drot.pipeline.importance import GroupImportance
@@ -57,25 +60,22 @@ def prune_layer(
         name: {"sparsity": 0.0, "output_error": 0.0, "damping": None} for name in layer.linears
     }
     maps: dict[str, Tensor] = {}
-    seen: dict[str, int] = {}
     save_dtype = save_dtype or layer.dtype
     pruned = {name for name, linear in layer.linears.items() if pruning.sparsity_for(linear.full_name).ratio}
     round_weights(layer, save_dtype, leave=pruned)
-    for group in layer.groups:
-        linears = [linear for linear in layer.linears_of(group) if linear.name in pruned]
-        if not linears:
-            continue
-        targets = [_own_rows(linear.weight, ranks) for linear in linears]
-        hessian = importance = tokens = None
+    for groups in batches(layer, pruned, pruning):
+        of_groups = zip(*map(layer.linears_of, groups), strict=True)
+        roles = [Role(list(linears)) for linears in of_groups if linears[0].name in pruned]
+        weights = [_own_rows(role.weight, ranks) for role in roles]
+        targets, group, hessian, importance, tokens = weights, groups[0], None, None, []
         if len(layer_pass.stream.hidden_states):
-            statistics = matrix = None
+            statistics = None
             if dense is None or group.expert is not None:  # the dense model sends other tokens to the expert
-                matrix = layer_pass.hessian(group)
-                tokens = layer_pass.tokens[group.name]
-                if group.expert is not None and tokens < len(matrix):
-                    seen[group.name] = tokens
-                if tokens == 0:  # nothing is known of the inputs: as if they were independent
-                    matrix.fill_diagonal_(1.0)
+                matrix = layer_pass.hessian(*groups)
+                if group.expert is not None:  # without tokens as if the inputs were independent
+                    tokens = [layer_pass.tokens[each.name] for each in groups]
+                    missing = torch.tensor(tokens, device=matrix.device) == 0
+                    diagonal_of(matrix).masked_fill_(missing[:, None], 1.0)
             else:
                 statistics = dense.statistics(layer_pass, group)
                 if statistics.output_change is not None:
@@ -86,115 +86,184 @@ def prune_layer(
             writes_in = output_r1 if layer.ends_layer(group) else None
             importance = GroupImportance(group, hessian, recipe, layer.heads, rotation, writes_in)
             if statistics is not None:
-                with _named(layer.index, linears):
+                with _named(layer.index, roles):
                     share = pruning.target_weight
                     targets = [dense_target(w, statistics, hessian.factor, share=share) for w in targets]
             del statistics, matrix
-        found = _prune_group(layer_pass, linears, targets, recipe, hessian, importance, maps, save_dtype)
-        figures |= {
-            name: of_linear | ({} if group.expert is None else {"tokens": tokens})
-            for name, of_linear in found.items()
-        }
-    if seen:
-        fewest = min(seen, key=lambda name: seen[name])
-        logger.warning(
-            "layer %d: %d inputs of experts have fewer calibration tokens than channels, the fewest %s with "
-            "%d: use more `nsamples`, or `route_all`",
-            layer.index, len(seen), fewest, seen[fewest],
-        )  # fmt: skip
+        found = _prune_group(
+            layer_pass, roles, weights, targets, recipe, hessian, importance, maps, save_dtype
+        )
+        for of_role in found:
+            for linear, of_linear, count in itertools.zip_longest(*of_role, tokens):
+                figures[linear.name] = of_linear | ({} if count is None else {"tokens": count})
+    _warn_of_few_tokens(layer_pass)
     return figures, maps
 
 
+def batches(layer: DecoderLayer, pruned: Collection[str], pruning: PruningConfig) -> list[list[InputGroup]]:
+    """The groups with a linear in `pruned`, in the order in which they are pruned.
+
+    Groups of experts that follow each other and are pruned alike are together, while their Hessians take at
+    most BATCH_BYTES (`at_once`).
+    """
+
+    def treated(group: InputGroup) -> list[PruningConfig | None]:
+        linears = layer.linears_of(group)
+        return [pruning.for_linear(one.full_name) if one.name in pruned else None for one in linears]
+
+    found = []
+    for same in alike(layer.groups):
+        count = at_once(layer.shape_of(same[0].linears[0])[1])
+        for treatment, run in itertools.groupby(same, treated):
+            groups = list(run)
+            if any(treatment):
+                found += [groups[start : start + count] for start in range(0, len(groups), count)]
+    return found
+
+
+def _warn_of_few_tokens(layer_pass: LayerPass) -> None:
+    layer = layer_pass.layer
+    widths = {group.name: layer.shape_of(group.linears[0])[1] for group in layer.groups}
+    few = {name: tokens for name, tokens in layer_pass.tokens.items() if tokens < widths[name]}
+    if few:
+        fewest = min(few, key=lambda name: few[name])
+        logger.warning(
+            "layer %d: %d inputs of experts have fewer calibration tokens than channels, the fewest %s with "
+            "%d: use more `nsamples`, or `route_all`",
+            layer.index, len(few), fewest, few[fewest],
+        )  # fmt: skip
+
+
 def _own_rows(matrix: Tensor, ranks: Ranks) -> Tensor:
-    """The rows of a matrix [out, in] that this rank computes."""
-    return matrix[ranks.share(len(matrix))]
+    """The rows of a matrix [..., out, in] that this rank computes."""
+    return matrix[..., ranks.share(matrix.shape[-2]), :]
+
+
+class Role:
+    """One linear of a layer, or of several experts that follow each other."""
+
+    def __init__(self, linears: list[Linear]) -> None:
+        self.linears, self.first = linears, linears[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """[out, in], or [experts, out, in]; a view."""
+        start = self.first.spec.expert
+        if start is None:
+            return self.first.weight
+        return self.first.weights_of(slice(start, start + len(self.linears)))
+
+    @property
+    def name(self) -> str:
+        last = self.linears[-1].name
+        return last if len(self.linears) == 1 else f"{self.first.name} to {last}"
+
+    def each(self, figure: Any) -> list[Any]:
+        """A figure, or tensor, of each of the linears: an element of a batch."""
+        if self.first.spec.expert is None:
+            return [figure.item() if isinstance(figure, Tensor) and not figure.dim() else figure]
+        if isinstance(figure, Tensor):
+            return figure.tolist() if figure.dim() == 1 else list(figure.unbind())
+        return [figure] * len(self.linears)
 
 
 def _prune_group(
     layer_pass: LayerPass,
-    linears: list[Linear],
+    roles: list[Role],
+    weights: list[Tensor],
     targets: list[Tensor],
     recipe: ResolvedRecipe,
     hessian: InputHessian | None,
     importance: GroupImportance | None,
     maps: dict[str, Tensor],
     save_dtype: torch.dtype,
-) -> dict[str, dict[str, Any]]:
-    """Prunes linears of one input in place; returns their entries of the manifest, and adds to `maps`.
+) -> list[tuple[list[Linear], list[dict[str, Any]]]]:
+    """Prunes linears of one input in place, or those of a batch of experts. Adds to `maps`.
 
     The rows of a weight are independent, given the factor of its Hessian: each rank computes its own, and
     all ranks gather the results.
 
-    targets: this rank's rows of the weights whose outputs the linears should have.
+    Returns for each role its linears and their entries of the manifest.
+
+    weights, targets: this rank's rows of the weights, and of those whose outputs the linears should have.
     """
     index, ranks = layer_pass.layer.index, layer_pass.stream.ranks
-    configs = [recipe.pruning.for_linear(linear.full_name) for linear in linears]
+    configs = [recipe.pruning.for_linear(role.first.full_name) for role in roles]
     outcomes: list[PruneOutcome] = []
-    for linear, target, config in zip(linears, targets, configs, strict=True):
-        with _named(index, [linear]):
+    for role, target, config in zip(roles, targets, configs, strict=True):
+        with _named(index, [role]):
             outcomes.append(prune_once(target, hessian, config, ranks=ranks))
-    one_shot: list[dict[str, dict[str, float | None]]] = [{} for _ in linears]
+    one_shot: list[dict[str, dict[str, Any]]] = [{} for _ in roles]
     if hessian is not None and importance is not None:
-        with _named(index, linears):
+        with _named(index, roles):
             _ = importance.scale_after
             if importance.hessian is not hessian and recipe.pruning.solve != "sparsegpt":
                 hessian.forget_factor()  # before the factor of the other Hessian
-        for i, (linear, target, config) in enumerate(zip(linears, targets, configs, strict=True)):
-            with _named(index, [linear]):
-                own = target.data_ptr() == _own_rows(linear.weight, ranks).data_ptr()
-                known = outcomes[i].energy if own else None  # a rotation does not change it
-                error = outcomes[i].output_error
-                one_shot[i] = _one_shot(linear, config, error, known, importance, maps, ranks)
+        for i, (role, config, outcome) in enumerate(zip(roles, configs, outcomes, strict=True)):
+            with _named(index, [role]):
+                known = outcome.energy if targets is weights else None  # a rotation does not change it
+                one_shot[i] = _one_shot(role, config, outcome.output_error, known, importance, maps, ranks)
         importance.forget()
         if recipe.pruning.solve in ("pcg", "admm"):
             hessian.forget_factor()  # they take H alone, and memory of their own
-        with _named(index, linears):
+        with _named(index, roles):
             outcomes = solve_weights(outcomes, targets, hessian, configs, recipe.pruning.solve, ranks)
-    figures = {}
-    for linear, outcome, of_linear in zip(linears, outcomes, one_shot, strict=True):
-        rows = rounded(f"{linear.full_name}.weight", outcome.weight, save_dtype)
-        linear.weight.copy_(ranks.gather_rows(rows))
-        figures[linear.name] = {
-            "sparsity": float((linear.weight == 0).float().mean()),
+    figures = []
+    for role, outcome, of_role in zip(roles, outcomes, one_shot, strict=True):
+        rows = rounded(f"{role.first.full_name}.weight", outcome.weight, save_dtype)
+        role.weight.copy_(ranks.gather_rows(rows))
+        found = {
+            "sparsity": (role.weight == 0).float().mean((-2, -1)),
             "output_error": outcome.output_error,
             "damping": outcome.damping,
-            "one_shot": of_linear,
             "admm_iterations": outcome.admm_iterations,
         }
+        figures.append((role.linears, _of_each(role, found | {"one_shot": of_role})))
     return figures
 
 
+def _of_each(role: Role, figures: dict[str, Any]) -> list[dict[str, Any]]:
+    """The figures of each linear of a role, from those of the role; figures may hold figures."""
+    columns = {
+        name: _of_each(role, figure) if isinstance(figure, dict) else role.each(figure)
+        for name, figure in figures.items()
+    }
+    return [{name: column[i] for name, column in columns.items()} for i in range(len(role.linears))]
+
+
 def _one_shot(
-    linear: Linear,
+    role: Role,
     config: PruningConfig,
-    error: float | None,
-    energy: float | None,
+    error: Figure | None,
+    energy: Figure | None,
     importance: GroupImportance,
     maps: dict[str, Tensor],
     ranks: Ranks,
-) -> dict[str, dict[str, float | None]]:
-    """Basis → the figures of the pruning without solver; adds the maps of the dense linear to `maps`.
+) -> dict[str, dict[str, Figure | None]]:
+    """Basis → the figures of the pruning without solver; adds the maps of the dense linears to `maps`.
 
-    error: of the outputs in the last basis. energy: tr(W H Wᵀ) of the linear, where it is known.
+    error: of the outputs in the last basis. energy: tr(W H Wᵀ), where it is known.
     """
-    unrotated = importance.unrotated(linear.spec, linear.weight)
-    shares, found = importance.of_weight(linear.weight, unrotated, config.sparsity)
+    weight = role.weight
+    unrotated = importance.unrotated(role.first.spec, weight)
+    shares, found = importance.of_weight(weight, unrotated, config.sparsity)
     errors = {list(shares)[-1]: error}
     if importance.rotated:
         own = _own_rows(unrotated, ranks)
         outcome = prune_once(own, importance.hessian, config, total=energy, ranks=ranks)
         errors["before"] = outcome.output_error
-    maps |= {f"{linear.name}.{name}": values for name, values in found.items()}
+    for name, values in found.items():
+        maps |= {f"{one.name}.{name}": own for one, own in zip(role.linears, role.each(values), strict=True)}
     return {
         basis: {"removed_importance": lost, "output_error": errors[basis]} for basis, lost in shares.items()
     }
 
 
 @contextlib.contextmanager
-def _named(index: int, linears: list[Linear]) -> Iterator[None]:
+def _named(index: int, roles: list[Role]) -> Iterator[None]:
     """Adds the layer and the linears to a UserError."""
     try:
         yield
     except UserError as error:
-        names = ", ".join(linear.name for linear in linears)
+        names = ", ".join(role.name for role in roles)
         raise UserError(f"layer {index}, {names}: {error}") from None

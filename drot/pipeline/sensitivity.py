@@ -194,5 +194,7 @@ def _output_errors(
                     outcome = prune_weight(weight, hessian, pruning, pruning.solve, total=total)
                 except UserError as error:
                     raise UserError(f"layer {layer.index}, {linear.name}: {error}") from None
-                of_linear[str(sparsity)], total = outcome.output_error, outcome.energy
+                total = outcome.energy
+                assert isinstance(outcome.output_error, float)
+                of_linear[str(sparsity)] = outcome.output_error
     return errors

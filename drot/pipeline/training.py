@@ -16,7 +16,8 @@ from drot.pipeline.events import Advanced
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.states import embed
-from drot.rotation.objective import LayerObjective, LeftRotated
+from drot.rotation.objective import LayerObjective
+from drot.rotation.stack import LeftRotated
 from drot.rotation.train import train_rotation
 
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from drot.calibration.hessian import Figure
 from drot.config import Sparsity
 from drot.machine.finite import check_finite
 from drot.machine.ranks import ALONE, Ranks
@@ -15,13 +16,14 @@ def prune_magnitude(
     sparsity: Sparsity,
     *,
     hessian: Tensor | None = None,
-    total: float | None = None,
+    total: Figure | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """Removes the smallest |W| of each group (n:m) or of the whole matrix (ratio).
 
-    weight: [out, in], any float dtype.
-    hessian: H [in, in], used only for the output error of the result. total: tr(W H Wᵀ), where it is known.
+    weight: [..., out, in], any float dtype.
+    hessian: H [..., in, in], used only for the output error of the result.
+    total: tr(W H Wᵀ), where it is known.
     ranks: those that prune the other rows.
 
     Raises UserError for a weight that is not finite or whose `in` is not a multiple of m.

@@ -1,5 +1,6 @@
 """The mask of the removed weights, which are the weights with the smallest scores."""
 
+import math
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ Scope = Literal["row", "matrix"]
 
 def check_groups(shape: torch.Size, sparsity: Sparsity) -> None:
     """Raises UserError if the input dimension of a weight is not a multiple of m."""
-    if sparsity.structured and shape[1] % sparsity.m:
+    if sparsity.structured and shape[-1] % sparsity.m:
         raise UserError(
             f"{sparsity} needs an input dimension that is a multiple of {sparsity.m}, got a weight of "
             f"shape {list(shape)}: choose another n:m or a ratio as `sparsity`"
@@ -23,7 +24,7 @@ def check_groups(shape: torch.Size, sparsity: Sparsity) -> None:
 
 
 def removed_mask(score: Tensor, sparsity: Sparsity, *, scope: Scope, ranks: Ranks = ALONE) -> Tensor:
-    """Bool [out, in], True where a weight is removed, from its score [out, in].
+    """Bool [..., out, in], True where a weight is removed, from its score [..., out, in].
 
     n:m removes the m - n smallest scores of every m neighbours along the input dimension, for either scope. A
     ratio removes the int(in · ratio) smallest scores of each row (scope `row`), or the int(out · in · ratio)
@@ -35,10 +36,10 @@ def removed_mask(score: Tensor, sparsity: Sparsity, *, scope: Scope, ranks: Rank
     """
     check_groups(score.shape, sparsity)
     if sparsity.structured:
-        return nm_mask(score, sparsity.m - sparsity.n, sparsity.m)
+        return nm_mask(score.flatten(0, -2), sparsity.m - sparsity.n, sparsity.m).view(score.shape)
     if scope == "row":
-        return nm_mask(score, int(score.shape[1] * sparsity.ratio), 0)
+        return nm_mask(score.flatten(0, -2), int(score.shape[-1] * sparsity.ratio), 0).view(score.shape)
     whole = ranks.gather_rows(score)
-    flat = whole.reshape(1, -1)
+    flat = whole.reshape(math.prod(whole.shape[:-2]), -1)
     mask = nm_mask(flat, int(flat.shape[1] * sparsity.ratio), 0).reshape(whole.shape)
-    return mask[ranks.share(len(whole))]
+    return mask[..., ranks.share(whole.shape[-2]), :]

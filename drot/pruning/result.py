@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import energy
+from drot.calibration.hessian import Figure, energy
 from drot.machine.ranks import ALONE, Ranks
 
 
@@ -14,8 +14,10 @@ from drot.machine.ranks import ALONE, Ranks
 class PruneOutcome:
     """One pruned weight, or the rows of it that a rank has pruned. The figures are of all rows.
 
-    weight: [out, in] in the dtype of the dense weight, 0 where a weight is removed.
-    removed: bool [out, in], True where a weight is removed.
+    Or a batch of weights [batch, out, in]; a figure is then one for each, fp64 [batch].
+
+    weight: [..., out, in] in the dtype of the dense weight, 0 where a weight is removed.
+    removed: bool [..., out, in], True where a weight is removed.
     damping: the damping λ of the inverted Hessian; None for a method that inverts no Hessian.
     output_error: relative squared error of the outputs on the calibration inputs (`output_error`), without
         damping; None without a Hessian. The error of SparseGPT is that of the weights before they are rounded
@@ -26,19 +28,19 @@ class PruneOutcome:
 
     weight: Tensor
     removed: Tensor
-    damping: float | None = None
-    output_error: float | None = None
-    energy: float | None = None
-    admm_iterations: int = 0
+    damping: Figure | None = None
+    output_error: Figure | None = None
+    energy: Figure | None = None
+    admm_iterations: int | Tensor = 0
 
 
 def output_error(
-    weight: Tensor, pruned: Tensor, hessian: Tensor, total: float | None = None, ranks: Ranks = ALONE
-) -> float:
+    weight: Tensor, pruned: Tensor, hessian: Tensor, total: Figure | None = None, ranks: Ranks = ALONE
+) -> Figure:
     """tr((W - Ŵ) H (W - Ŵ)ᵀ) / tr(W H Wᵀ) = ‖X (W - Ŵ)ᵀ‖² / ‖X Wᵀ‖² where H ∝ XᵀX.
 
-    weight, pruned: [out, in], any float dtype. hessian: [in, in], symmetric. total: tr(W H Wᵀ), where it is
-    known. ranks: those that hold the other rows. Returns 0 if all outputs are 0.
+    weight, pruned: [..., out, in], any float dtype. hessian: [..., in, in], symmetric. total:
+    tr(W H Wᵀ), where it is known. ranks: those that hold the other rows. Returns 0 if all outputs are 0.
     """
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     hessian = hessian.to(dtype)
@@ -60,6 +62,8 @@ def with_output_error(
     return dataclasses.replace(outcome, output_error=error, energy=total)
 
 
-def relative_error(lost: float, total: float) -> float:
+def relative_error(lost: Figure, total: Figure) -> Figure:
     """lost / total; 0 if total is 0, and if rounding made `lost` negative."""
+    if isinstance(lost, Tensor):
+        return torch.where(torch.as_tensor(total > 0), lost.clamp_min(0) / total, 0)
     return max(lost, 0.0) / total if total > 0 else 0.0

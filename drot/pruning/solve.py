@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from drot.calibration.cholesky import cholesky_, inverse_of_factor_
-from drot.calibration.hessian import damping_unit, energy_of_rows, fix_dead_columns
+from drot.calibration.hessian import (
+    Figure,
+    as_figure,
+    damping_unit,
+    diagonal_of,
+    energy_of_rows,
+    fix_dead_columns,
+    sum_of_rows,
+)
 from drot.config import Sparsity
 from drot.machine.devices import is_gpu
 from drot.machine.finite import check_finite
@@ -48,7 +56,7 @@ def solve_kept_weights(
     sparsities: Sequence[Sparsity],
     *,
     solver: str,
-    damping: float,
+    damping: Figure,
     average: str = "mean",
     ranks: Ranks = ALONE,
 ) -> list[PruneOutcome]:
@@ -59,9 +67,9 @@ def solve_kept_weights(
 
     Raises UserError for values that are not finite.
 
-    outcomes: the pruned weights [out, in]. Their weights are the start, their masks the first masks.
-    targets: T [out, in] of each, any float dtype.
-    hessian: H [in, in], proportional to XᵀX; not changed.
+    outcomes: the pruned weights [..., out, in]. Their weights are the start, their masks the first masks.
+    targets: T [..., out, in] of each, any float dtype.
+    hessian: H [..., in, in], proportional to XᵀX; not changed.
     sparsities: of the masks of `admm`. solver: `pcg` or `admm`.
     damping: what is added to the diagonal, in units of `damping_unit` for `average`.
     ranks: those that hold the other rows of each weight.
@@ -72,18 +80,18 @@ def solve_kept_weights(
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
     damped = hessian.to(dtype, copy=True)
-    added = damping * damping_unit(damped.diagonal(), average)
+    added = as_figure(damping, damped) * damping_unit(diagonal_of(damped), average)
     fix_dead_columns(damped)
-    damped.diagonal().add_(added)
+    diagonal_of(damped).add_(added[..., None])
     # scaled to a diagonal of ones: the preconditioner of the conjugate gradients, and the unit of ρ
-    scale = damped.diagonal().sqrt()
-    damped.div_(scale).div_(scale[:, None])
-    wanted = torch.cat([target.to(dtype) for target in targets]).mul_(scale)
-    start = torch.cat([outcome.weight.to(dtype) for outcome in outcomes]).mul_(scale)
-    removed = torch.cat([outcome.removed for outcome in outcomes])
-    parts = _Parts([len(target) for target in targets], sparsities, ranks)
+    scale = diagonal_of(damped).sqrt()[..., None, :]
+    damped.div_(scale).div_(scale.mT)
+    wanted = torch.cat([target.to(dtype) for target in targets], -2).mul_(scale)
+    start = torch.cat([outcome.weight.to(dtype) for outcome in outcomes], -2).mul_(scale)
+    removed = torch.cat([outcome.removed for outcome in outcomes], -2)
+    parts = _Parts([target.shape[-2] for target in targets], sparsities, ranks)
     products = products_on(damped.device) if dtype == torch.float32 else dtype
-    iterations = 0
+    iterations: int | Tensor = 0
     if solver == "admm":
         moved, mask, iterations = _admm(start, removed, wanted, damped, parts, products)
         moved = _conjugate_gradients(moved, wanted, damped, ~mask, products, PCG_ITERATIONS_AFTER_ADMM)
@@ -97,8 +105,8 @@ def solve_kept_weights(
     return [
         with_output_error(
             PruneOutcome(
-                weight[rows].to(outcome.weight.dtype),
-                removed[rows],
+                weight[..., rows, :].to(outcome.weight.dtype),
+                removed[..., rows, :],
                 outcome.damping,
                 energy=outcome.energy,
                 admm_iterations=iterations,
@@ -123,14 +131,15 @@ class _Parts:
         self._sparsities, self.ranks = sparsities, ranks
 
     def mask(self, score: Tensor) -> Tensor:
-        """What each linear removes, bool [Σ out, in]."""
+        """What each linear removes, bool [..., Σ out, in]."""
         parts = zip(self.rows, self._sparsities, strict=True)
         return torch.cat(
-            [removed_mask(score[rows], each, scope="matrix", ranks=self.ranks) for rows, each in parts]
+            [removed_mask(score[..., rows, :], one, scope="matrix", ranks=self.ranks) for rows, one in parts],
+            -2,
         )
 
     def better(self, old: Tensor, new: Tensor, target: Tensor, hessian: Tensor) -> Tensor:
-        """Whether E of `new` is smaller than E of `old`, bool [Σ out, 1].
+        """Whether E of `new` is smaller than E of `old`, bool [..., Σ out, 1].
 
         It is so for whole linears with a ratio, because the rows of two masks may then differ in their
         numbers of weights.
@@ -139,14 +148,15 @@ class _Parts:
         for rows, sparsity in zip(self.rows, self._sparsities, strict=True):
             if not sparsity.structured:
                 for errors in (before, after):
-                    errors[rows] = self.ranks.total(float(errors[rows].sum()))
-        return (after < before)[:, None]  # False for NaN
+                    total = sum_of_rows(errors[..., rows], self.ranks)
+                    errors[..., rows] = total[..., None] if isinstance(total, Tensor) else total
+        return (after < before)[..., None]  # False for NaN
 
 
 def _conjugate_gradients(
     start: Tensor, target: Tensor, hessian: Tensor, kept: Tensor, products: torch.dtype, iterations: int
 ) -> Tensor:
-    """Ŵ [out, in] with Ŵ = 0 outside of `kept` that minimises E, by conjugate gradients in every row.
+    """Ŵ [..., out, in] with Ŵ = 0 outside of `kept` that minimises E, by conjugate gradients in every row.
 
     The gradient of a row's error in its kept weights is 2 ((Ŵ - T) H) ∘ kept, and the row's matrix is the
     kept part of H. A row that has converged stays as it is, because its step is 0.
@@ -157,15 +167,15 @@ def _conjugate_gradients(
     solution = start * kept
     residual = ((target - solution) @ hessian).mul_(kept)
     direction = residual.clone()
-    square = residual.square().sum(1, keepdim=True)
+    square = residual.square().sum(-1, keepdim=True)
     matrix = hessian.to(products)
     for _ in range(iterations):
         product = (direction.to(products) @ matrix).to(solution.dtype).mul_(kept)
-        curvature = (direction * product).sum(1, keepdim=True)
+        curvature = (direction * product).sum(-1, keepdim=True)
         step = torch.where(curvature > 0, square / curvature, 0)
         solution.addcmul_(direction, step)
         residual.addcmul_(product, step, value=-1)
-        new_square = residual.square().sum(1, keepdim=True)
+        new_square = residual.square().sum(-1, keepdim=True)
         direction.mul_(torch.where(square > 0, new_square / square, 0)).add_(residual)
         square = new_square
     return solution
@@ -173,10 +183,11 @@ def _conjugate_gradients(
 
 def _admm(
     start: Tensor, removed: Tensor, target: Tensor, hessian: Tensor, parts: _Parts, products: torch.dtype
-) -> tuple[Tensor, Tensor, int]:
+) -> tuple[Tensor, Tensor, int | Tensor]:
     """ADMM over weight and mask (ALPS, arXiv 2406.07831, algorithm 1).
 
-    Returns Ŵ [out, in], its `removed` and the number of iterations.
+    Returns Ŵ [..., out, in], its `removed` and the number of iterations. Each matrix of a batch has its own ρ
+    and its own end. A matrix that has ended is computed on with the others, and what it was then is returned.
 
     B = (H + ρI)⁻¹ (T H - V + ρ D), Z = B + V/ρ, D = P(Z), V = ρ (Z - D), where P keeps the largest weights
     that the sparsity allows. ρ grows as long as the mask moves. D and V/ρ are the kept and the removed
@@ -189,8 +200,10 @@ def _admm(
 
     products: dtype of the products inside the iterations.
     """
-    penalty = ADMM_PENALTY
-    gradient = (target - start).mul_(1 / penalty) @ hessian
+    penalty = torch.full(hessian.shape[:-2], ADMM_PENALTY, dtype=torch.float64)
+    iterations = torch.zeros_like(penalty, dtype=torch.int64)  # 0: not yet at its end
+    ended: list[tuple[Tensor, Tensor, Tensor]] = []
+    gradient = (target - start).mul_(1 / ADMM_PENALTY) @ hessian
     state = torch.where(removed, gradient, start)
     del gradient
     inverse = _shifted_inverse(hessian, penalty, products)
@@ -201,25 +214,40 @@ def _admm(
         add_product(state, change, inverse)
         removed = parts.mask(state.abs())
         if iteration % ADMM_INTERVAL == 0:
-            changed = float((removed != before).sum(dtype=torch.float64))
-            kept = float((~removed).sum(dtype=torch.float64))
-            moved = parts.ranks.total(changed) / max(parts.ranks.total(kept), 1.0)
-            if moved <= ADMM_SETTLED:
+            moved = _share_moved(removed, before, parts.ranks)
+            settled = (moved <= ADMM_SETTLED) & (iterations == 0)
+            if iterations.masked_fill_(settled, iteration).all():
                 break
-            factor = next(factor for share, factor in ADMM_GROWTH if moved > share)
+            if settled.any():
+                places = settled.nonzero()[:, 0].to(state.device)
+                ended.append((places, state[places], removed[places]))
+            factor = torch.full_like(moved, ADMM_GROWTH[-1][1])
+            for share, growth in reversed(ADMM_GROWTH[:-1]):
+                factor.masked_fill_(moved > share, growth)
             penalty *= factor
-            state.div_(torch.where(removed, factor, 1.0))
+            state.div_(torch.where(removed, factor[..., None, None].to(state), 1.0))
             before = removed
             del inverse  # before the next: of a down_proj it is the largest matrix
             inverse = _shifted_inverse(hessian, penalty, products)
-    return state.mul_(~removed), removed, iteration
+    for places, of_state, of_removed in ended:
+        state[places], removed[places] = of_state, of_removed
+    iterations.masked_fill_(iterations == 0, iteration)
+    return state.mul_(~removed), removed, iterations if iterations.dim() else int(iterations)
 
 
-def _shifted_inverse(hessian: Tensor, shift: float, dtype: torch.dtype) -> Tensor:
-    """shift · (H + shift · I)⁻¹ in `dtype`."""
-    shifted = hessian.clone()
-    shifted.diagonal().add_(shift)
-    if not cholesky_(shifted):
+def _share_moved(removed: Tensor, before: Tensor, ranks: Ranks) -> Tensor:
+    """The share of the kept weights that moved, fp64 [...] in main memory."""
+    sums = torch.stack([mask.sum((-2, -1), dtype=torch.float64) for mask in (removed != before, ~removed)])
+    ranks.add_(sums)
+    changed, kept = sums.cpu()
+    return changed / kept.clamp_min(1.0)
+
+
+def _shifted_inverse(hessian: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
+    """shift · (H + shift · I)⁻¹ in `dtype`, with a shift for each H."""
+    shifted, shift = hessian.clone(), shift.to(hessian)[..., None]
+    diagonal_of(shifted).add_(shift)
+    if not cholesky_(shifted).all():
         raise torch.linalg.LinAlgError("the Hessian of ADMM has no Cholesky factor")
     inverse_of_factor_(shifted)
-    return shifted.mul_(shift).to(dtype)
+    return shifted.mul_(shift[..., None]).to(dtype)

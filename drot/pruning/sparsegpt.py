@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import HessianFactor, energy, factorize
+from drot.calibration.hessian import Figure, HessianFactor, diagonal_of, energy, factorize, sum_of_rows
 from drot.config import Sparsity
 from drot.core.errors import UserError
 from drot.machine.finite import check_finite
-from drot.machine.products import fp32_products
+from drot.machine.products import add_product, fp32_products
 from drot.machine.ranks import ALONE, Ranks
 from drot.ops.sparsegpt_sweep import sparsegpt_sweep
 from drot.pruning.masks import check_groups, removed_mask
@@ -23,7 +23,7 @@ def prune_sparsegpt(
     block_size: int,
     removed: Tensor | None = None,
     factor: HessianFactor | None = None,
-    total: float | None = None,
+    total: Figure | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """Removes weights with small scores (W_ij / U_jj)², where U is Hinv, and updates the others.
@@ -42,17 +42,17 @@ def prune_sparsegpt(
     Raises UserError for values that are not finite, shapes that do not fit, `in` or block_size not a multiple
     of m, and a Hessian that cannot be factorised.
 
-    weight: [out, in], any float dtype.
-    hessian: H [in, in], proportional to XᵀX; not changed.
+    weight: [..., out, in], any float dtype.
+    hessian: H [..., in, in], proportional to XᵀX; not changed.
     damping: λ of `factorize`, in units of mean(diag H); unused with `factor`. The result holds the final λ.
     block_size: the number of columns that are pruned before the columns right of them are updated.
-    removed: bool [out, in], the mask of another method, for which the kept weights are updated.
+    removed: bool [..., out, in], the mask of another method, for which the kept weights are updated.
     factor: the factor of `hessian`, for several weights that read one input.
     total: tr(W H Wᵀ), where it is known.
     ranks: those that prune the other rows.
     """
-    columns = weight.shape[1]
-    if hessian.shape != (columns, columns):
+    columns = weight.shape[-1]
+    if hessian.shape != (*weight.shape[:-2], columns, columns):
         raise UserError(
             f"hessian must be [{columns}, {columns}] for a weight of shape {list(weight.shape)}, "
             f"got {list(hessian.shape)}"
@@ -64,30 +64,31 @@ def prune_sparsegpt(
     factor = factorize(hessian, damping) if factor is None else factor
     hinv = factor.hinv
     work = weight.to(hinv.dtype, copy=True, memory_format=torch.contiguous_format)
-    work.masked_fill_(factor.dead_columns, 0)
-    lost = torch.zeros(len(work), dtype=torch.float64, device=work.device)
+    dead_columns = factor.dead_columns[..., None, :]
+    work.masked_fill_(dead_columns, 0)
+    lost = torch.zeros(work.shape[:-1], dtype=torch.float64, device=work.device)
 
     given, removed = removed, torch.empty_like(work, dtype=torch.bool)
     prune = sparsity.m - sparsity.n
     for start in range(0, columns, block_size):
         stop = min(start + block_size, columns)
-        block, block_hinv = work[:, start:stop], hinv[start:stop, start:stop]
-        mask = None if given is None else given[:, start:stop].contiguous()
+        block, block_hinv = work[..., start:stop], hinv[..., start:stop, start:stop]
+        mask = None if given is None else given[..., start:stop].contiguous()
         if mask is None and not sparsity.structured:
-            score = (block / block_hinv.diagonal()) ** 2
+            score = (block / diagonal_of(block_hinv)[..., None, :]) ** 2
             mask = removed_mask(score, sparsity, scope="matrix", ranks=ranks)
-        work[:, start:stop], error, removed[:, start:stop] = sparsegpt_sweep(
+        work[..., start:stop], error, removed[..., start:stop] = sparsegpt_sweep(
             block, block_hinv, mask, prune, sparsity.m
         )
         with fp32_products("tf32"):
-            work[:, stop:].addmm_(error, hinv[start:stop, stop:], alpha=-1)
+            add_product(work[..., stop:], error, hinv[..., start:stop, stop:], alpha=-1)
         # row by row: the order of a sum over the whole matrix would depend on the number of threads
-        lost += error.square_().sum(1, dtype=torch.float64)
+        lost += error.square_().sum(-1, dtype=torch.float64)
 
     result = work.to(weight.dtype)
-    change = (weight - work).masked_fill_(factor.dead_columns, 0)
-    lost -= factor.damping * factor.unit * change.square_().sum(1, dtype=torch.float64)
+    change = (weight - work).masked_fill_(dead_columns, 0)
+    lost -= factor.added[..., None] * change.square_().sum(-1, dtype=torch.float64)
     if total is None:
         total = energy(weight, hessian.to(hinv.dtype), ranks)
-    relative = relative_error(ranks.total(float(lost.sum())), total)
+    relative = relative_error(sum_of_rows(lost, ranks), total)
     return PruneOutcome(result, removed, factor.damping, relative, total)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from drot.calibration.hessian import Figure
 from drot.config import Sparsity
 from drot.core.errors import UserError
 from drot.machine.finite import check_finite
@@ -17,7 +18,7 @@ def prune_wanda(
     sparsity: Sparsity,
     *,
     hessian: Tensor | None = None,
-    total: float | None = None,
+    total: Figure | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
     """Removes the smallest |W_ij| · sqrt(H_jj) of each group (n:m) or of each row (ratio).
@@ -27,14 +28,15 @@ def prune_wanda(
     Raises UserError for values that are not finite, a negative diagonal, or an `in` that is not a multiple of
     m.
 
-    weight: [out, in], any float dtype.
-    hessian_diag: [in], the diagonal of H ∝ XᵀX; its square root is proportional to ‖X_j‖.
-    hessian: H [in, in], used only for the output error of the result. total: tr(W H Wᵀ), where it is known.
+    weight: [..., out, in], any float dtype.
+    hessian_diag: [..., in], the diagonal of H ∝ XᵀX; its square root is proportional to ‖X_j‖.
+    hessian: H [..., in, in], used only for the output error of the result.
+    total: tr(W H Wᵀ), where it is known.
     ranks: those that prune the other rows.
     """
-    if hessian_diag.shape != weight.shape[1:]:
+    if hessian_diag.shape != (*weight.shape[:-2], weight.shape[-1]):
         raise UserError(
-            f"hessian_diag must be [{weight.shape[1]}] for a weight of shape {list(weight.shape)}, "
+            f"hessian_diag must be [{weight.shape[-1]}] for a weight of shape {list(weight.shape)}, "
             f"got {list(hessian_diag.shape)}"
         )
     check_finite(weight, "weight")
@@ -42,7 +44,7 @@ def prune_wanda(
     if bool((hessian_diag < 0).any()):
         raise UserError("hessian_diag must not be negative, got values below 0: give the diagonal of XᵀX")
     dtype = torch.promote_types(torch.promote_types(weight.dtype, hessian_diag.dtype), torch.float32)
-    score = weight.to(dtype).abs() * hessian_diag.to(dtype).sqrt()
+    score = weight.to(dtype).abs() * hessian_diag.to(dtype).sqrt()[..., None, :]
     removed = removed_mask(score, sparsity, scope="row")
     pruned = torch.where(removed, 0, weight)
     return with_output_error(PruneOutcome(pruned, removed, energy=total), weight, hessian, ranks)

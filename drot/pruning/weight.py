@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from drot.calibration.hessian import InputHessian
+from drot.calibration.hessian import Figure, InputHessian, diagonal_of
 from drot.config import PruningConfig
 from drot.machine.ranks import ALONE, Ranks
 from drot.pruning.magnitude import prune_magnitude
@@ -20,7 +20,7 @@ def prune_weight(
     config: PruningConfig,
     solver: str,
     *,
-    total: float | None = None,
+    total: Figure | None = None,
 ) -> PruneOutcome:
     """The pruned weight [out, in] whose outputs are near to those of `target` [out, in].
 
@@ -36,10 +36,10 @@ def prune_once(
     hessian: InputHessian | None,
     config: PruningConfig,
     *,
-    total: float | None = None,
+    total: Figure | None = None,
     ranks: Ranks = ALONE,
 ) -> PruneOutcome:
-    """The weight [out, in] that the method makes of `target` [out, in], without a solver.
+    """The weight [..., out, in] that the method makes of `target` [..., out, in], without a solver.
 
     hessian: None for magnitude, whose outcome then has no output error.
     ranks: those that prune the other rows of the weight.
@@ -49,7 +49,7 @@ def prune_once(
         return prune_magnitude(target, config.sparsity, hessian=matrix, total=total, ranks=ranks)
     assert hessian is not None, f"{config.method} needs the Hessian"
     if config.method == "wanda":
-        diagonal = hessian.matrix.diagonal()
+        diagonal = diagonal_of(hessian.matrix)
         return prune_wanda(target, diagonal, config.sparsity, hessian=matrix, total=total, ranks=ranks)
     assert config.method == "sparsegpt", f"{config.method} has no branch here"
     return _sweep(target, hessian, config, total, ranks=ranks)
@@ -95,7 +95,7 @@ def _sweep(
     target: Tensor,
     hessian: InputHessian,
     config: PruningConfig,
-    total: float | None,
+    total: Figure | None,
     removed: Tensor | None = None,
     *,
     ranks: Ranks,

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from drot import ops
 from drot.calibration.cholesky import cholesky_
-from drot.calibration.hessian import HessianFactor, InputHessian, factorize
+from drot.calibration.hessian import HessianFactor, InputHessian, at_once, diagonal_of, factorize
 from drot.config import WITHOUT_HESSIAN, Method
 from drot.machine.products import add_product
-from drot.model.family import InputGroup
+from drot.model.family import InputGroup, alike
 from drot.model.sizes import HeadShape
 
 #: The smallest share of the largest element of M's diagonal that is added to the diagonal, where M has no
@@ -49,9 +49,7 @@ class Metric:
             return self
         if dtype.itemsize > 2 or self.matrix.dim() == 1:
             return Metric(self.matrix.to(dtype).contiguous(), self.inverse)
-        blocks = self.matrix if self.matrix.dim() == 3 else self.matrix[None]
-        factors = torch.stack([upper_factor(block) for block in blocks])
-        return Metric(factors.reshape(self.matrix.shape).to(dtype), self.inverse, factored=True)
+        return Metric(upper_factor(self.matrix).to(dtype), self.inverse, factored=True)
 
     def column_scale(self, q: Tensor) -> Tensor:
         return q.reciprocal() if self.inverse else q
@@ -88,19 +86,19 @@ class ColumnScales:
         else:
             self._values = metric.column_scale((blocks[:, None] * self._product).sum(2))
 
-    def of_input(self, index: int) -> Tensor | None:
-        """column_scale [in] of an input; None if it is 1."""
-        return None if self.metric.matrix is None else self._values[:, index].flatten()
+    def of_inputs(self, which: slice) -> Tensor | None:
+        """column_scale [inputs · in] of some of the inputs; None if it is 1."""
+        return None if self.metric.matrix is None else self._values[:, which].transpose(0, 1).flatten()
 
     def add_gradient(self, rotation_gradient: Tensor, gradients: list[Tensor]) -> None:
         """Adds 2 (M R) diag(dq) of all inputs to `rotation_gradient` [n, b, b].
 
-        gradients: d loss/d column_scale [in] for each input.
+        gradients: d loss/d column_scale [inputs · in], the inputs in parts. May be called once.
         """
         if self.metric.matrix is None:
             return
-        stack = torch.stack(gradients) if len(gradients) > 1 else gradients[0][None]
-        dq = stack.unflatten(1, (len(rotation_gradient), -1)).transpose(0, 1)
+        every = torch.cat(gradients) if len(gradients) > 1 else gradients[0]
+        dq = every.view(self._values.shape[1], len(rotation_gradient), -1).transpose(0, 1)
         if self.metric.factored:
             product, values, gradient = (t.flatten(0, 1) for t in (self._product, self._values, dq))
             scaled = ops.column_scale_backward(product, values, gradient, self.metric.inverse)
@@ -108,23 +106,25 @@ class ColumnScales:
             add_product(rotation_gradient, self.metric.matrix.mT, scaled, alpha=2)
             return
         dq = -dq * self._values.square() if self.metric.inverse else dq
-        for index in range(len(gradients)):
-            rotation_gradient.addcmul_(self._product[:, index], dq[:, index, None], value=2)
+        rotation_gradient.add_(self._product.mul_(dq[:, :, None]).sum(1), alpha=2)
 
 
 def upper_factor(matrix: Tensor) -> Tensor:
-    """U [n, n] in fp64, upper triangular with M = UᵀU, for a positive semi-definite M [n, n].
+    """U [..., n, n] in fp64, upper triangular with M = UᵀU, for positive semi-definite M [..., n, n].
 
     If M has no such factor, as where it is singular, RESOLUTION of its largest diagonal element is added to
     its diagonal, and 10 times as much until it has: 1.
     """
-    largest, added = float(matrix.diagonal().amax()) or 1.0, 0.0
+    largest = diagonal_of(matrix).amax(-1).double()
+    largest = torch.where(largest == 0, 1, largest)
+    added = torch.zeros_like(largest)
     while True:
         lower = matrix.double().clone()
-        lower.diagonal().add_(added * largest)
-        if cholesky_(lower) or added > 1:
-            return lower.tril().T
-        added = 10 * added or RESOLUTION
+        diagonal_of(lower).add_((added * largest)[..., None])
+        found = cholesky_(lower) | (added > 1)
+        if found.all():
+            return lower.tril().mT
+        added = torch.where(found, added, torch.where(added > 0, 10 * added, RESOLUTION))
 
 
 @dataclass(frozen=True)
@@ -158,42 +158,50 @@ def layer_metrics(
         Hessian. The entropy does not depend on them, because it normalises each column of these linears.
     """
     assert method in get_args(Method), f"{method} has no metric"
-    metrics, dampings = {}, {}
-    for group in groups:
-        rotated = is_rotated(group, down_block)
+    metrics: dict[str, Metric] = {}
+    dampings: dict[str, float] = {}
+    for same in alike(groups):
+        rotated = is_rotated(same[0], down_block)
         if method in WITHOUT_HESSIAN or not (rotated or unrotated):
-            metrics[group.name] = Metric(None, False)
+            metrics |= {group.name: Metric(None, False) for group in same}
             continue
-        matrix = hessians[group.name]
-        blocks = {"r2": shape.heads, "r3": len(matrix) // (down_block or 1)}.get(group.input or "")
-        if method == "sparsegpt":
-            factor = factorize(matrix, damping, average)
-            dampings[group.name] = factor.damping
-            matrix = _inverse(factor, blocks) if rotated else factor.inverse_diagonal
-            if reference_compat:
-                diagonal = matrix.diagonal(dim1=-2, dim2=-1) if rotated else matrix
-                diagonal.add_(damping * factor.unit)
-        elif not rotated:
-            matrix = matrix.diagonal().clone()
-        elif blocks is not None:
-            matrix = diagonal_blocks(matrix, blocks)
-        metrics[group.name] = Metric(matrix.to(dtype), method == "sparsegpt")
+        size = len(hessians[same[0].name])
+        count, several = at_once(size), same[0].expert is not None
+        blocks = {"r2": shape.heads, "r3": size // (down_block or 1)}.get(same[0].input or "")
+        for start in range(0, len(same), count):
+            names = [group.name for group in same[start : start + count]]
+            matrix = torch.stack([hessians[name] for name in names]) if several else hessians[names[0]]
+            if method == "sparsegpt":
+                factor = factorize(matrix, damping, average)
+                of_each = factor.damping.tolist() if isinstance(factor.damping, Tensor) else [factor.damping]
+                dampings |= dict(zip(names, of_each, strict=True))
+                matrix = _inverse(factor, blocks) if rotated else factor.inverse_diagonal
+                if reference_compat:
+                    added = damping * (factor.unit[:, None] if several else factor.unit)
+                    (diagonal_of(matrix) if rotated else matrix).add_(added)
+            elif not rotated:
+                matrix = diagonal_of(matrix).clone()
+            elif blocks is not None:
+                matrix = diagonal_blocks(matrix, blocks)
+            matrix = matrix.to(dtype)
+            for name, each in zip(names, matrix.unbind() if several else [matrix], strict=True):
+                metrics[name] = Metric(each, method == "sparsegpt")
     return LayerMetrics(metrics, dampings)
 
 
 def column_scale(
     method: str, hessian: InputHessian, *, damping: float, reference_compat: bool
 ) -> Tensor | None:
-    """The column_scale [in] of weights whose inputs have the Hessian `hessian`; None if it is 1.
+    """The column_scale [..., in] of weights whose inputs have the Hessian `hessian`; None if it is 1.
 
     method, damping, reference_compat: as in `layer_metrics`.
     """
     if method in WITHOUT_HESSIAN:
         return None
     if method == "wanda":
-        return hessian.matrix.diagonal()
+        return diagonal_of(hessian.matrix)
     diagonal = hessian.factor.inverse_diagonal
-    return 1.0 / (diagonal + damping * hessian.factor.unit if reference_compat else diagonal)
+    return 1.0 / (diagonal + damping * hessian.factor.unit[..., None] if reference_compat else diagonal)
 
 
 def is_rotated(group: InputGroup, down_block: int | None) -> bool:
@@ -205,11 +213,12 @@ def _inverse(factor: HessianFactor, blocks: int | None) -> Tensor:
     """H⁻¹ = UᵀU: its diagonal blocks [blocks, b, b], or all of it [in, in] for None."""
     hinv = factor.hinv
     if blocks is None:
-        return hinv.T @ hinv
+        return hinv.mT @ hinv
     columns = hinv.unflatten(1, (blocks, -1)).transpose(0, 1)
     return columns.mT @ columns
 
 
 def diagonal_blocks(matrix: Tensor, count: int) -> Tensor:
-    """The diagonal blocks [count, n/count, n/count] of a matrix [n, n]."""
-    return matrix.unflatten(0, (count, -1)).unflatten(2, (count, -1)).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    """The diagonal blocks [..., count, n/count, n/count] of matrices [..., n, n]."""
+    parts = matrix.unflatten(-1, (count, -1)).unflatten(-3, (count, -1))
+    return parts.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)

@@ -12,44 +12,26 @@ Wᵀ dY + 2 (M R) diag(dq) for Y = W R, and W dYᵀ for Y = Rᵀ W.
 """
 
 import copy
-import dataclasses
 import itertools
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drot import ops
+from drot.calibration.hessian import at_once
 from drot.config import Sparsity
 from drot.machine.products import product
 from drot.machine.ranks import Ranks
-from drot.model.family import InputGroup, LinearSpec
+from drot.model.family import InputGroup, LinearSpec, alike
 from drot.model.rotation import LayerRotation, rotate_left, rotate_right
 from drot.model.sizes import HeadShape
 from drot.rotation.gradient import Sums, left_factors, right_factors
 from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks
+from drot.rotation.stack import STACK_BYTES, LeftRotated, Stack, by_rows, left_rotated, pruned_factors
 from drot.rotation.work import work_of_ranks
-
-
-@dataclass(frozen=True)
-class LeftRotated:
-    """A linear of which R1 or nothing rotates the outputs, and R3 or nothing the input: down_proj.
-
-    weight: folded weight [d, ff], times `factor`.
-    column_scale: without R3 the column_scale [ff] of its scores, which no rotation changes; None for 1.
-    metric: with R3 the diagonal blocks [ff/b, b, b] of M.
-    by_r1: whether R1 rotates the outputs.
-    """
-
-    weight: Tensor
-    column_scale: Tensor | None
-    metric: Metric | None
-    sparsity: Sparsity
-    factor: float
-    by_r1: bool = True
 
 
 class LayerObjective:
@@ -96,81 +78,98 @@ class LayerObjective:
         self.product_dtype = product_dtype
         self.loss_dtype = torch.promote_types(product_dtype, torch.float32)
         self._weights_dtype = product_dtype
-        by_r1 = next(linear.name for group in groups for linear in group.linears if linear.input == "r1")
-        self.hidden_size, self.device = weights[by_r1].shape[1], weights[by_r1].device
-        self.weights: dict[str, Tensor] = {}
-        self._stacks: dict[str, Tensor] = {}
-        #: name of a linear → the factor that its weight contains (_factor)
-        self._factors: dict[str, float] = {}
+        reads_r1 = next(linear.name for group in groups for linear in group.linears if linear.input == "r1")
+        self.hidden_size, self.device = weights[reads_r1].shape[1], weights[reads_r1].device
+        self._stacks: list[Stack] = []
         self.left_rotated: list[LeftRotated] = []
         #: places in `left_rotated` of the linears that this rank leaves to others (`share`)
         self._left_to_others: frozenset[int] = frozenset()
         self.own_left: list[LeftRotated] = []
         self.r2_metric: Metric | None = None
         attention_end = next((group for group in groups if group.writes_residual), None)
-        for group in groups:
-            parts: dict[str, Tensor] = {}
-            for name in self._pruned(group, weights):
-                weight, metric = weights[name].to(self.loss_dtype), metrics.metrics[group.name]
-                self._factors[name] = _factor(weight, metric) if objective == "pruned" else 1.0
-                parts[name] = (weight * self._factors[name]).to(product_dtype)
-                if group.input == "r2":
-                    self.r2_metric = metric.rounded(product_dtype)
-            if group.input is None and group is attention_end:
-                self.own_left += [
-                    self._left_rotated(name, part, metrics.metrics[group.name], True, rotated=False)
-                    for name, part in parts.items()
-                ]
-            elif group.input in (None, "r3"):
-                left = group.linears[0].output == "r1"
-                self.left_rotated += [
-                    self._left_rotated(name, part, metrics.metrics[group.name], left)
-                    for name, part in parts.items()
-                    if left or down_block
-                ]
-            elif parts:
-                sizes = [len(part) for part in parts.values()]
-                self._keep(group, torch.cat(list(parts.values())), sizes, list(parts))
-        self._by_r1 = [group for group in groups if group.input == "r1" and group.name in self._stacks]
-        self.r1_metric = self._stacked_metric([metrics.metrics[group.name] for group in self._by_r1])
+        for of_stack in self._stacked(weights):
+            group, of_groups = of_stack[0], [metrics.metrics[group.name] for group in of_stack]
+            places = [i for i, linear in enumerate(group.linears) if linear.name in self.sparsity]
+            parts, factors = zip(
+                *(self._weighted(weights, of_stack, of_groups, place) for place in places), strict=True
+            )
+            if group.input == "r2":
+                self.r2_metric = of_groups[0].rounded(product_dtype)
+            if group.input in (None, "r3"):
+                ends_attention = group.input is None and group is attention_end
+                left = ends_attention or group.linears[0].output == "r1"
+                r3 = of_groups[0].rounded(product_dtype) if down_block and not ends_attention else None
+                for place, part, of_part in zip(places, parts, factors, strict=True):
+                    sparsity_of = self.sparsity[group.linears[place].name]
+                    found = left_rotated(part, of_part, of_groups, sparsity_of, by_r1=left, r3=r3)
+                    if ends_attention:
+                        self.own_left.append(found)
+                    elif left or down_block:
+                        self.left_rotated.append(found)
+                continue
+            sizes = [part.shape[1] for part in parts]
+            rows = [
+                factor[None, :, None].expand(size, -1, 1) for factor, size in zip(factors, sizes, strict=True)
+            ]
+            weight = torch.cat(parts, 1).transpose(0, 1).contiguous()
+            linears = [group.linears[place] for place in places]
+            self._stacks.append(Stack(of_stack, linears, sizes, weight, torch.cat(rows)))
+        of_r1 = [metrics.metrics[group.name] for stack in self._by_r1 for group in stack.groups]
+        self.r1_metric = self._stacked_metric(of_r1)
 
-    def _pruned(self, group: InputGroup, weights: Mapping[str, Tensor]) -> list[str]:
-        names = (linear.name for linear in group.linears)
-        return [name for name in names if name in self.sparsity and name in weights]
+    def _stacked(self, weights: Mapping[str, Tensor]) -> Iterator[list[InputGroup]]:
+        """The groups with a linear that is pruned. Those of experts are together if they are pruned alike."""
+        self.sparsity = {name: sparsity for name, sparsity in self.sparsity.items() if name in weights}
 
-    def _left_rotated(
-        self, name: str, weight: Tensor, metric: Metric, by_r1: bool, *, rotated: bool = True
-    ) -> LeftRotated:
-        """rotated: whether R3 rotates the input, if there is one."""
-        column_scale = of_r3 = None
-        if self.down_block and rotated:
-            of_r3 = metric.rounded(self.product_dtype)
-        elif metric.matrix is not None:
-            column_scale = metric.column_scale(metric.matrix.to(self.loss_dtype))
-        factor = self._factors.pop(name)
-        return LeftRotated(weight, column_scale, of_r3, self.sparsity[name], factor, by_r1)
+        def sparsities(group: InputGroup) -> list[Sparsity | None]:
+            return [self.sparsity.get(linear.name) for linear in group.linears]
+
+        for same in alike(self.groups):
+            for wanted, run in itertools.groupby(same, sparsities):
+                if any(sparsity is not None for sparsity in wanted):
+                    found = list(run)
+                    size = sum(weights[linear.name].numel() for linear in found[0].linears)
+                    count = max(1, STACK_BYTES // (size * self.product_dtype.itemsize))
+                    yield from (found[start : start + count] for start in range(0, len(found), count))
+
+    def _weighted(
+        self, weights: Mapping[str, Tensor], groups: Sequence[InputGroup], metrics: list[Metric], place: int
+    ) -> tuple[Tensor, Tensor]:
+        """The weights [groups, out, in] of the linears at `place` in their groups, times their factors, and
+        the factors [groups]."""
+        found = [weights[group.linears[place].name] for group in groups]
+        weight = (torch.stack(found) if len(found) > 1 else found[0][None]).to(self.loss_dtype)
+        if self.objective != "pruned":
+            return weight.to(self.product_dtype), weight.new_ones(len(groups))
+        factors = pruned_factors(weight, metrics)
+        return (weight * factors[:, None, None]).to(self.product_dtype), factors
 
     def _stacked_metric(self, metrics: list[Metric]) -> Metric:
         """The diagonal blocks of the metrics of inputs that R1 rotates, as ColumnScales takes them."""
         if not metrics or metrics[0].matrix is None:
             return Metric(None, False)
-        parts = [
-            Metric(diagonal_blocks(metric.matrix, self.blocks), metric.inverse).rounded(self.product_dtype)
-            for metric in metrics
-            if metric.matrix is not None
-        ]
-        stack = torch.cat([part.matrix for part in parts if part.matrix is not None], 1)
-        return Metric(stack, parts[0].inverse, parts[0].factored)
+        matrices = [metric.matrix for metric in metrics if metric.matrix is not None]
+        count, found = at_once(len(matrices[0])), []
+        for start in range(0, len(matrices), count):
+            some = matrices[start : start + count]
+            blocks = diagonal_blocks(torch.stack(some) if len(some) > 1 else some[0][None], self.blocks)
+            found.append(Metric(blocks, metrics[0].inverse).rounded(self.product_dtype))
+        parts = [part.matrix.transpose(0, 1).flatten(1, 2) for part in found if part.matrix is not None]
+        return Metric(torch.cat(parts, 1), found[0].inverse, found[0].factored)
 
-    def _keep(self, group: InputGroup, stack: Tensor, sizes: list[int], names: list[str]) -> None:
-        """Keeps the weights of an input group as one matrix [Σ sizes, in], which one product rotates."""
-        self._stacks[group.name] = stack
-        self.weights |= dict(zip(names, stack.split(sizes), strict=True))
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Name of a linear whose input is rotated → its weight [out, in], times its factor."""
+        return {name: weight for stack in self._stacks for name, weight in stack.named().items()}
+
+    @property
+    def _by_r1(self) -> list[Stack]:
+        return [stack for stack in self._stacks if stack.groups[0].input == "r1"]
 
     @property
     def empty(self) -> bool:
         """Whether no linear is pruned, so that the loss is 0 for all rotations."""
-        return not (self.weights or self.left_rotated or self.own_left)
+        return not (self._stacks or self.left_rotated or self.own_left)
 
     def share(self, ranks: Ranks) -> "LayerObjective":
         """The part of the objective that this rank computes; loss and gradients are sums over the ranks.
@@ -181,48 +180,42 @@ class LayerObjective:
         if ranks.size == 1:
             return self
         other = copy.copy(self)
-        by_rows = [
-            linear.name
-            for group in self._by_r1
-            for linear in group.linears
-            if linear.output != "r2" and linear.name in self.weights
-        ]
-        whole: dict[str | int, int] = {
-            name: weight.numel() for name, weight in self.weights.items() if name not in by_rows
-        }
-        left = [*self.left_rotated, *self.own_left]
+        if self.down_block is None:  # R3 has the blocks of the linears as they are
+            other.left_rotated = [part for each in self.left_rotated for part in each.split(ranks.size)]
+        whole: dict[str | int, int] = {}
+        divisible = 0
+        for stack in self._stacks:
+            for linear, size in zip(stack.linears, stack.sizes, strict=True):
+                numel = size * stack.weight[0].numel()
+                if by_rows(linear):
+                    divisible += numel
+                else:
+                    whole[linear.name] = numel
+        left = [*other.left_rotated, *self.own_left]
         whole |= {place: linear.weight.numel() for place, linear in enumerate(left)}
-        owners, stops = work_of_ranks(whole, sum(self.weights[name].numel() for name in by_rows), ranks.size)
+        owners, stops = work_of_ranks(whole, divisible, ranks.size)
         start, stop = stops[ranks.rank : ranks.rank + 2]
-        other._left_to_others = frozenset(
-            place for place in range(len(self.left_rotated)) if owners[place] != ranks.rank
-        )
+        count = len(other.left_rotated)
+        other._left_to_others = frozenset(place for place in range(count) if owners[place] != ranks.rank)
         other.own_left = [
-            linear
-            for place, linear in enumerate(self.own_left, len(self.left_rotated))
-            if owners[place] == ranks.rank
+            each for place, each in enumerate(self.own_left, count) if owners[place] == ranks.rank
         ]
-        other.weights, other._stacks = {}, {}
-        for group in self.groups:
-            parts: dict[str, Tensor] = {}
-            for name in self._pruned(group, self.weights):
-                weight = self.weights[name]
-                if name in by_rows:
-                    weight = weight[round(start * len(weight)) : round(stop * len(weight))]
-                elif owners[name] != ranks.rank:
-                    continue
-                if len(weight):
-                    parts[name] = weight
-            if parts and group.name in self._stacks:
-                stack = torch.cat(list(parts.values()))
-                other._keep(group, stack, [len(part) for part in parts.values()], list(parts))
-        other._by_r1 = [group for group in self._by_r1 if group.name in other._stacks]
-        if (matrix := self.r1_metric.matrix) is not None and other._by_r1:
-            of_groups = matrix.unflatten(1, (len(self._by_r1), -1))
-            kept = torch.cat([of_groups[:, self._by_r1.index(group)] for group in other._by_r1], 1)
-            other.r1_metric = replace(self.r1_metric, matrix=kept)
-        elif matrix is not None:
-            other.r1_metric = Metric(None, False)
+
+        def own_rows(linear: LinearSpec, size: int) -> slice:
+            if by_rows(linear):
+                return slice(round(start * size), round(stop * size))
+            return slice(0, size if owners[linear.name] == ranks.rank else 0)
+
+        shares = [stack.rows(list(map(own_rows, stack.linears, stack.sizes))) for stack in self._stacks]
+        other._stacks = [stack for stack in shares if stack is not None]
+        if (matrix := self.r1_metric.matrix) is not None:
+            groups = [group for stack in self._by_r1 for group in stack.groups]
+            kept = {group.name for stack in other._stacks for group in stack.groups}
+            of_groups = zip(groups, matrix.unflatten(1, (len(groups), -1)).unbind(1), strict=True)
+            parts = [part for group, part in of_groups if group.name in kept]
+            other.r1_metric = (
+                replace(self.r1_metric, matrix=torch.cat(parts, 1)) if parts else Metric(None, False)
+            )
         return other
 
     def to(self, device: torch.device) -> "LayerObjective":
@@ -246,34 +239,13 @@ class LayerObjective:
         """
         other = copy.copy(self)
         other.device, other._weights_dtype = device, dtype
-        other.weights, other._stacks = {}, {}
         power = (dtype == self.product_dtype) - (self._weights_dtype == self.product_dtype)
-
-        def moved(stack: Tensor, sizes: list[int], factors: list[float]) -> Tensor:
-            if power == 0:
-                return stack.to(device, dtype)
-            wide = stack.to(device, self.loss_dtype, copy=True)
-            for part, factor in zip(wide.split(sizes), factors, strict=True):
-                part.mul_(factor**power)
-            return wide.to(dtype)
-
-        for group in self.groups:
-            if group.name in self._stacks:
-                names = self._pruned(group, self.weights)
-                sizes = [len(self.weights[name]) for name in names]
-                stack = moved(self._stacks[group.name], sizes, [self._factors[name] for name in names])
-                other._keep(group, stack, sizes, names)
+        how = device, dtype, self.loss_dtype, power
+        other._stacks = [stack.moved(*how) for stack in self._stacks]
         other.r1_metric = self.r1_metric.to(device)
         other.r2_metric = None if self.r2_metric is None else self.r2_metric.to(device)
-
-        def moved_left(linear: LeftRotated) -> LeftRotated:
-            weight = moved(linear.weight, [len(linear.weight)], [linear.factor])
-            scale = None if linear.column_scale is None else linear.column_scale.to(device)
-            metric = None if linear.metric is None else linear.metric.to(device)
-            return dataclasses.replace(linear, weight=weight, column_scale=scale, metric=metric)
-
         other.left_rotated, other.own_left = (
-            [moved_left(linear) for linear in linears] for linears in (self.left_rotated, self.own_left)
+            [linear.moved(*how) for linear in linears] for linears in (self.left_rotated, self.own_left)
         )
         return other
 
@@ -316,14 +288,14 @@ class LayerObjective:
         """
         casts = rounded or [each.to(self.product_dtype) for each in matrices]
         (r1, r2), (r1_cast, r2_cast) = matrices[:2], casts[:2]
-        for group in self.groups:
-            if group.input == "r2" and group.name in self._stacks:
-                self._heads_group(group.linears[0], r2, r1_cast, r2_cast, sums)
+        for stack in self._stacks:
+            if stack.groups[0].input == "r2":
+                self._heads_group(stack, r2, r1_cast, r2_cast, sums)
         column_scales = ColumnScales(self.r1_metric, r1, r1_cast)
-        gradients = [
-            self._r1_group(group, column_scales.of_input(index), r1_cast, r2_cast, sums)
-            for index, group in enumerate(self._by_r1)
-        ]
+        gradients, start = [], 0
+        for stack in self._by_r1:
+            inputs = slice(start, start := start + len(stack.groups))
+            gradients.append(self._r1_group(stack, column_scales.of_inputs(inputs), r1_cast, r2_cast, sums))
         if sums.with_gradients and gradients:
             column_scales.add_gradient(sums.gradients["r1"], gradients)
         with_r3 = len(matrices) > 2
@@ -338,40 +310,44 @@ class LayerObjective:
         return sums
 
     def _r1_group(
-        self, group: InputGroup, column_scale: Tensor | None, r1_cast: Tensor, r2_cast: Tensor, sums: Sums
+        self, stack: Stack, column_scale: Tensor | None, r1_cast: Tensor, r2_cast: Tensor, sums: Sums
     ) -> Tensor:
         """The linears that read the output of one norm: Y = W R1, and blockdiag(R2)ᵀ W R1 for v_proj.
 
         Neighbours of one sparsity are one Y. v_proj, which R2 rotates too, is its own. r1_cast and r2_cast
-        are in the dtype of the products. Returns the gradient in column_scale [in].
+        are in the dtype of the products. Returns the gradient in column_scale [groups · in].
         """
-        pruned = [linear for linear in group.linears if linear.name in self.weights]
-        alike = itertools.groupby(pruned, lambda linear: (linear.output, self.sparsity[linear.name]))
-        runs = [list(run) for _, run in alike]
-        stack = self._stacks[group.name]
-        sizes = [sum(len(self.weights[linear.name]) for linear in run) for run in runs]
-        rotated = rotate_right(stack, r1_cast)
+        same = itertools.groupby(
+            zip(stack.linears, stack.sizes, strict=True),
+            lambda each: (each[0].output, self.sparsity[each[0].name]),
+        )
+        runs = [(output, sparsity, sum(size for _, size in run)) for (output, sparsity), run in same]
+        sizes, experts = [size for *_, size in runs], len(stack.groups)
+        rotated = rotate_right(stack.weight.flatten(0, 1), r1_cast).unflatten(0, (-1, experts))
         gradient = None
-        for run, weight, u in zip(runs, stack.split(sizes), rotated.split(sizes), strict=True):
-            by_r2 = run[0].output == "r2"
-            y = rotate_left(r2_cast, u) if by_r2 else u
-            sparsity = self.sparsity[run[0].name]
-            dy, dcolumn_scale = self._add_loss(sparsity, y, column_scale, sums, columns=by_r2)
+        for (output, sparsity, _), weight, u in zip(
+            runs, stack.weight.split(sizes), rotated.split(sizes), strict=True
+        ):
+            by_r2 = output == "r2"
+            y = rotate_left(r2_cast, u[:, 0]) if by_r2 else u.flatten(1)
+            dy, dcolumn_scale = self._add_loss(
+                sparsity, y, column_scale, sums, columns=by_r2, experts=experts
+            )
             gradient = dcolumn_scale if gradient is None else gradient.add_(dcolumn_scale)
             if not sums.with_gradients:
                 continue
             if by_r2:
-                sums.add("r2", left_factors(u, dy, len(r2_cast)))
+                sums.add("r2", left_factors(u[:, 0], dy, len(r2_cast)))
                 dy = rotate_left(r2_cast.mT, dy)
-            sums.add("r1", right_factors(weight, dy, len(r1_cast)))
+            dy = dy.reshape(-1, self.hidden_size)
+            sums.add("r1", right_factors(weight.flatten(0, 1), dy, len(r1_cast)))
         assert gradient is not None
         return gradient
 
-    def _heads_group(
-        self, linear: LinearSpec, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: Sums
-    ) -> None:
+    def _heads_group(self, stack: Stack, r2: Tensor, r1_cast: Tensor, r2_cast: Tensor, sums: Sums) -> None:
         """o_proj: the blocks are the R2 of the KV head of each query head."""
-        weight, metric, sparsity = self.weights[linear.name], self.r2_metric, self.sparsity[linear.name]
+        linear, weight = stack.linears[0], stack.weight[:, 0]
+        metric, sparsity = self.r2_metric, self.sparsity[linear.name]
         assert metric is not None
         heads_r2_cast = r2_cast.repeat_interleave(self.shape.group, 0)
         heads_r2 = heads_r2_cast if metric.factored else r2.repeat_interleave(self.shape.group, 0)
@@ -412,7 +388,9 @@ class LayerObjective:
         u = weight if r1_cast is None else rotate_left(r1_cast, weight)
         y = rotate_right(u, blocks_cast)
         columns = r1_cast is not None
-        dy, dcolumn_scale = self._add_loss(sparsity, y, column_scales.of_input(0), sums, columns=columns)
+        dy, dcolumn_scale = self._add_loss(
+            sparsity, y, column_scales.of_inputs(slice(1)), sums, columns=columns
+        )
         if not sums.with_gradients:
             return None
         gradient = product(*right_factors(u, dy, len(blocks_cast)), self.loss_dtype)
@@ -424,7 +402,8 @@ class LayerObjective:
     def _add_left_rotated(self, linear: LeftRotated, r1_cast: Tensor, sums: Sums) -> None:
         """down_proj without R3: Y = R1ᵀ W, with a column_scale that does not depend on the rotations."""
         y = rotate_left(r1_cast, linear.weight)
-        dy, _ = self._add_loss(linear.sparsity, y, linear.column_scale, sums, rows=False, columns=True)
+        how: dict[str, Any] = {"rows": False, "columns": True, "experts": linear.experts}
+        dy, _ = self._add_loss(linear.sparsity, y, linear.column_scale, sums, **how)
         if sums.with_gradients:
             sums.add("r1", left_factors(linear.weight, dy, len(r1_cast)))
 
@@ -437,13 +416,24 @@ class LayerObjective:
         *,
         rows: bool = True,
         columns: bool,
+        experts: int = 1,
     ) -> tuple[Tensor, Tensor]:
         """Adds the loss of a rotated weight y to `sums`; returns dY and the gradient in column_scale.
 
         rows, columns: whether the input is rotated, and whether the outputs are. The entropy is that of the
             rows, of the columns, or of both.
+        experts: how many weights lie side by side in y.
         """
-        if self.objective == "entropy":
+        entropy = self.objective == "entropy"
+        if experts > 1 and (rows if entropy else not sparsity.structured):  # a row is of one expert
+            scales = [None] * experts if column_scale is None else column_scale.chunk(experts)
+            parts = [
+                self._add_loss(sparsity, part, scale, sums, rows=rows, columns=columns)
+                for part, scale in zip(y.chunk(experts, 1), scales, strict=True)
+            ]
+            dys, gradients = zip(*parts, strict=True)
+            return torch.cat(dys, 1), torch.cat(gradients)
+        if entropy:
             found = ops.entropy_loss_and_grad(y, column_scale, rows=rows, columns=columns)
         else:
             prune, group = int(y.shape[1] * sparsity.ratio), 0
@@ -470,16 +460,3 @@ class LayerObjective:
             return float(self.value(*matrices))
         finally:
             self.objective = objective
-
-
-def _factor(weight: Tensor, metric: Metric) -> float:
-    """√(out_features / (sum of the scores at R = I)), the factor of a weight [out, in] for `pruned`.
-
-    A factor of the weight, not of the loss: so linears with different factors share one op. The sum is not
-    taken at the current R, because the training could then lower the loss by increasing the sum.
-    """
-    squares = weight.square().sum(0)
-    if (diagonal := metric.diagonal) is not None:
-        squares = squares * metric.column_scale(diagonal.to(squares))
-    total = float(squares.sum())
-    return math.sqrt(weight.shape[0] / total) if total > 0 else 1.0

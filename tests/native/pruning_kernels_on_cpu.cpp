@@ -66,11 +66,11 @@ extern "C" int sweep_widest(const char* dtype) {
   return widest;
 }
 
-// Args: the members of SweepProblem. dtype: of w.
+// Args: the members of SweepProblem. dtype: of w. The matrices of a batch lie one below the other.
 extern "C" const char* sweep(bool backwards, const char* dtype, const void* w, const void* hinv,
                              const bool* given, void* w_out, void* err, bool* removed, int64_t w_stride,
                              int64_t hinv_stride, int64_t out_stride, int64_t rows, int64_t columns,
-                             int64_t prune, int64_t group) {
+                             int64_t prune, int64_t group, int64_t batch) {
   return run(backwards, /*multiprocessors=*/3, [&](auto& launcher) {
     with_float_or_double(dtype, [&](auto of_type) {
       using T = decltype(of_type);
@@ -86,7 +86,11 @@ extern "C" const char* sweep(bool backwards, const char* dtype, const void* w, c
                                     .rows = rows,
                                     .columns = static_cast<int>(columns),
                                     .prune = static_cast<int>(prune),
-                                    .group = static_cast<int>(group)});
+                                    .group = static_cast<int>(group),
+                                    .batch = static_cast<int>(batch),
+                                    .w_step = rows * w_stride,
+                                    .hinv_step = columns * hinv_stride,
+                                    .out_step = rows * out_stride});
     });
   });
 }

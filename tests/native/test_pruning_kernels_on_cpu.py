@@ -110,11 +110,15 @@ class Kernels:
         return int(self._library.sweep_widest(name_of(dtype)))
 
     def sweep(
-        self, w: Tensor, hinv: Tensor, removed: Tensor | None, prune: int, group: int
+        self, w: Tensor, hinv: Tensor, removed: Tensor | None, prune: int, group: int, batch: int = 1
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The strides of w, of hinv and of the results differ. The lower triangle of hinv is NaN."""
+        """The strides of w, of hinv and of the results differ. The lower triangle of hinv is NaN.
+
+        batch: the number of problems, whose matrices lie one below the other.
+        """
         rows, columns = w.shape
-        upper = torch.where(torch.ones_like(hinv).triu().bool(), hinv, math.nan)
+        triangle = torch.ones(columns, columns).triu().bool().repeat(batch, 1)
+        upper = torch.where(triangle, hinv, math.nan)
         placed_w, placed_hinv = placed(w, left=5), placed(upper, left=3)
         results = [blank(rows, columns, dtype, left=8) for dtype in (w.dtype, w.dtype, torch.uint8)]
         mask = None if removed is None else placed(removed.to(torch.uint8), left=8)
@@ -125,10 +129,11 @@ class Kernels:
             [placed_w, placed_hinv, mask],
             results,
             *strides,
-            rows,
+            rows // batch,
             columns,
             prune,
             group,
+            batch,
         )
         pruned, error, gone = (t.matrix for t in results)
         return pruned, error, as_bool(gone)
@@ -291,6 +296,18 @@ def test_sweep_follows_a_given_mask(
     removed[0] = True
     removed[rows // 2] = rows == 1
     assert_swept(kernels.sweep(w, hinv, removed, 0, 0), sparsegpt(w, hinv, removed, 0, 0))
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_sweep_of_a_batch(given: bool, kernels: Kernels) -> None:
+    problems = [sweep_problem(37, 48, torch.float64) for _ in range(3)]
+    w, hinv = (torch.cat(parts) for parts in zip(*problems, strict=True))
+    removed = torch.rand(len(w), 48) < 0.5 if given else None
+    together = kernels.sweep(w, hinv, removed, 2, 4, batch=3)
+    for i, (of_one, hinv_of_one) in enumerate(problems):
+        rows = slice(37 * i, 37 * (i + 1))
+        alone = kernels.sweep(of_one, hinv_of_one, None if removed is None else removed[rows], 2, 4)
+        assert all(torch.equal(a[rows], b) for a, b in zip(together, alone, strict=True))
 
 
 def test_sweep_keeps_nan_in_its_row(kernels: Kernels) -> None:

@@ -150,9 +150,11 @@ W, U, GONE = torch.ones(3, 8), torch.eye(8), torch.zeros(3, 8, dtype=torch.bool)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((W[0], U, None, 2, 4), r"w must be \[rows, columns\], got \[8\]"),
+        ((W[0], U, None, 2, 4), r"w must be \[rows, columns\] or \[batch, rows, columns\], got \[8\]"),
         ((W.bfloat16(), U.bfloat16(), None, 2, 4), "w must be one of Float, Double, got BFloat16"),
         ((W, U[:4], None, 2, 4), r"hinv must be \[8, 8\], .* got \[4, 8\]"),
+        ((W[None], U, None, 2, 4), "hinv must be a matrix for each of w, got"),
+        ((W[None], U.expand(2, 8, 8), None, 2, 4), r"hinv must be \[8, 8\], .* got \[2, 8, 8\]"),
         ((W, U.double(), None, 2, 4), "hinv must have the dtype of w, Float, got Double"),
         ((W, U, GONE[:2], 2, 4), r"removed must have the shape of w, \[3, 8\], got \[2, 8\]"),
         ((W, U, GONE.float(), 2, 4), "removed must be one of Bool, got Float"),
@@ -192,3 +194,17 @@ def test_refuses_a_gradient(device: str) -> None:
     pruned = sparsegpt_sweep(w.requires_grad_(), hinv, None, 2, 4)[0]
     with pytest.raises(NotImplementedError, match="sparsegpt_sweep has no gradient"):
         pruned.sum().backward()
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_a_batch_is_swept_as_each_matrix(given: bool, device: str) -> None:
+    """Also where the matrices of the batch are parts of wider ones."""
+    torch.manual_seed(0)
+    w, x = torch.randn(3, 37, 48, device=device)[:, :, 8:32], torch.randn(3, 90, 24, device=device)
+    hinv = torch.linalg.cholesky(torch.linalg.inv(x.mT @ x), upper=True)
+    removed = torch.rand(3, 37, 24, device=device) < 0.5 if given else None
+    together = sparsegpt_sweep(w, hinv, removed, 2, 4)
+    torch.testing.assert_close(together, sparsegpt_sweep_ref(w, hinv, removed, 2, 4), rtol=1e-4, atol=1e-5)
+    for i in range(3):
+        alone = sparsegpt_sweep(w[i], hinv[i], None if removed is None else removed[i], 2, 4)
+        assert all(torch.equal(a[i], b) for a, b in zip(together, alone, strict=True))

@@ -4,11 +4,14 @@ import runpy
 from pathlib import Path
 
 import pytest
+import torch
 from runs import recipe
 from small_models import random_tokens, small_model
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from drot.calibration import cholesky, hessian, stream
 from drot.config import resolve
+from drot.model import inputs
 from drot.pipeline.estimate import USUAL_ADMM_ITERATIONS
 from drot.pruning import solve
 
@@ -42,3 +45,32 @@ def test_the_operations_are_those_of_a_run(quality, monkeypatch):
         by_step.append({step: value for step, value in sums.items() if step != "rotate" and value})
     assert by_step[1] == pytest.approx(by_step[0], rel=1e-9)
     assert by_step[0].keys() >= {"check", "calibrate", "merge", "prune", "save"}
+
+
+@pytest.mark.slow
+def test_a_layer_of_qwen3_30b_a3b_takes_less_than_30_gb():
+    """128 small experts. No token reaches an expert on `meta`. So the inputs of the experts are not counted:
+    five tensors of at most ROUTED_BYTES, the products of a batch of Hessians, and a copy of weights."""
+    minutes = runpy.run_path(str(ROOT / "benchmarks/minutes.py"))
+    config = AutoConfig.for_model(
+        "qwen3_moe",
+        vocab_size=1024,
+        hidden_size=2048,
+        num_hidden_layers=1,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        norm_topk_prob=True,
+        max_position_embeddings=2048,
+    )
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    asked = recipe(quality="balanced", steps=2, down_rotation="none", seqlen=2048)
+    chosen = resolve(asked, device="cuda", positions=2048)
+    tokens = torch.zeros(128, 2048, dtype=torch.long)
+    costs = minutes["counted_run"](model.eval().requires_grad_(False), chosen, tokens)
+    routed = 5 * inputs.ROUTED_BYTES + 128 * (4 * 2048**2 + 2 * 2 * 768 * 2048)
+    assert 10e9 < max(costs.peak.values()) < 30e9 - routed

@@ -49,7 +49,7 @@ def test_q_and_its_gradient_in_bf16(where: str, condition: float, inverse: bool,
     metric = Metric(matrix[None].to(device), inverse).rounded(torch.bfloat16)
     blocks = r[None].to(device)
     scales = ColumnScales(metric, blocks, blocks.bfloat16())
-    value = scales.of_input(0)
+    value = scales.of_inputs(slice(1))
     assert value is not None
     found = value.double().cpu()
     found = 1 / found if inverse else found
@@ -84,7 +84,7 @@ def test_q_below_the_resolution_stays_positive(device: str) -> None:
     matrix = torch.eye(N, dtype=torch.float64) - v[:, :1] @ v[:, :1].T
     metric = Metric(matrix[None].float().to(device), True).rounded(torch.bfloat16)
     blocks = v[None].float().to(device)
-    value = ColumnScales(metric, blocks, blocks.bfloat16()).of_input(0)
+    value = ColumnScales(metric, blocks, blocks.bfloat16()).of_inputs(slice(1))
     assert value is not None and bool((value > 0).all()) and bool(value.isfinite().all())
     assert float(value.max()) <= 1 / (0.1 * RESOLUTION)
 

@@ -118,8 +118,7 @@ def _bytes(tensors: list[Tensor]) -> int:
 
 @pytest.fixture
 def layer(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], LayerObjective]:
-    monkeypatch.setattr("drot.rotation.objective._factor", lambda weight, metric: 1.0)  # it reads values
-    monkeypatch.setattr(importance, "upper_factor", lambda matrix: matrix)  # so does this
+    monkeypatch.setattr(importance, "upper_factor", lambda matrix: matrix)  # it reads values
 
     def make(kind: str) -> LayerObjective:
         sizes = {"attention": (D, D), "mlp": (D, D), "o": (32, 128, 128), "down": (FF,)}

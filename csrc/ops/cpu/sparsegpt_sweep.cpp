@@ -71,18 +71,24 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> sparsegpt_sweep_cpu(const at::Ten
                                                                    const std::optional<at::Tensor>& removed,
                                                                    int64_t prune, int64_t group) {
   check_sparsegpt_sweep(w, hinv, removed, prune, group);
-  const at::Tensor rows = w.stride(1) == 1 ? w : w.contiguous();
-  const at::Tensor factor = hinv.t().contiguous();
+  const at::Tensor rows = w.stride(-1) == 1 ? w : w.contiguous();
+  const at::Tensor factor = hinv.mT().contiguous();
   const at::Tensor given = removed ? removed->contiguous() : at::Tensor();
   at::Tensor w_out = at::empty(w.sizes(), w.options());
   at::Tensor err = at::empty(w.sizes(), w.options());
   at::Tensor mask = at::empty(w.sizes(), w.options().dtype(at::kBool));
   if (w.numel() == 0) return {w_out, err, mask};
+  const int64_t batch = w.dim() == 3 ? w.size(0) : 1, step = w.dim() == 3 ? rows.stride(0) : 0;
+  const int64_t size = w.size(-2) * w.size(-1), square = w.size(-1) * w.size(-1);
   AT_DISPATCH_FLOATING_TYPES(w.scalar_type(), "sparsegpt_sweep", [&] {
-    sweep<scalar_t>({rows.const_data_ptr<scalar_t>(), rows.stride(0), factor.const_data_ptr<scalar_t>(),
-                     removed ? given.const_data_ptr<bool>() : nullptr, w_out.mutable_data_ptr<scalar_t>(),
-                     err.mutable_data_ptr<scalar_t>(), mask.mutable_data_ptr<bool>(), w.size(0), w.size(1),
-                     static_cast<int>(prune), static_cast<int>(group)});
+    for (int64_t i = 0; i < batch; ++i) {
+      sweep<scalar_t>({rows.const_data_ptr<scalar_t>() + i * step, rows.stride(-2),
+                       factor.const_data_ptr<scalar_t>() + i * square,
+                       removed ? given.const_data_ptr<bool>() + i * size : nullptr,
+                       w_out.mutable_data_ptr<scalar_t>() + i * size,
+                       err.mutable_data_ptr<scalar_t>() + i * size, mask.mutable_data_ptr<bool>() + i * size,
+                       w.size(-2), w.size(-1), static_cast<int>(prune), static_cast<int>(group)});
+    }
   });
   return {w_out, err, mask};
 }

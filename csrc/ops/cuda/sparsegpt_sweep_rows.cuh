@@ -34,6 +34,20 @@ struct SweepProblem {
   int64_t out_stride;
   int64_t rows;
   int columns, prune, group;
+  // a batch of such problems, and how far their matrices lie apart
+  int batch = 1;
+  int64_t w_step = 0, hinv_step = 0, out_step = 0;
+
+  __device__ SweepProblem of_batch(int64_t index) const {
+    SweepProblem one = *this;
+    one.w += index * w_step;
+    one.hinv += index * hinv_step;
+    if (given != nullptr) one.given += index * out_step;
+    one.w_out += index * out_step;
+    one.err += index * out_step;
+    one.removed += index * out_step;
+    return one;
+  }
 };
 
 // own[index], by a chain of selections: a register array that is indexed at run time would be moved to
@@ -88,7 +102,8 @@ __device__ uint32_t choose_group(const T (&w)[kSweepOwn], const T (&diagonal)[kS
 // Hinv is in shared memory; a warp holds kSweepRows rows in registers and walks over the columns. After the
 // first barrier no shared memory is written, and no row is shared by two warps.
 template <class T>
-__global__ void __launch_bounds__(kSweepWarps * 32) sweep_rows(const SweepProblem<T> p) {
+__global__ void __launch_bounds__(kSweepWarps * 32) sweep_rows(const SweepProblem<T> all) {
+  const SweepProblem<T> p = all.of_batch(blockIdx.y);
   extern __shared__ uint4 dynamic_shared[];
   T* hinv = reinterpret_cast<T*>(dynamic_shared);  // [columns, columns]; only the upper triangle is set
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -178,7 +193,8 @@ template <class T, class LauncherT>
 void run_sweep(LauncherT& launcher, const SweepProblem<T>& p) {
   const int64_t blocks = (p.rows + kSweepBlockRows - 1) / kSweepBlockRows;
   const int64_t hinv_bytes = int64_t{sizeof(T)} * p.columns * p.columns;
-  launcher.launch(sweep_rows<T>, dim3(static_cast<unsigned>(blocks)), dim3(kSweepWarps * 32), hinv_bytes, p);
+  launcher.launch(sweep_rows<T>, dim3(static_cast<unsigned>(blocks), p.batch), dim3(kSweepWarps * 32),
+                  hinv_bytes, p);
 }
 
 }  // namespace drot

@@ -1,0 +1,164 @@
+"""Weights of linears that are rotated at once: as one matrix each product, each score and each gradient."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from drot.config import Sparsity
+from drot.model.family import InputGroup, LinearSpec
+from drot.rotation.importance import Metric
+
+#: most bytes of the weights of experts that are rotated at once
+STACK_BYTES = 1 << 29
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The linears of an input group, or of alike groups of several experts, of which a rotation acts on the
+    input.
+
+    groups: the group, or those of the experts.
+    linears: those of the first group that are in the stack.
+    sizes: the rows of each.
+    weight: [Σ sizes, groups, in], folded weights times `factors`. So the weights of the experts are one below
+        the other for a product, and side by side for the scores, whose columns are independent.
+    factors: [Σ sizes, groups, 1].
+    """
+
+    groups: Sequence[InputGroup]
+    linears: Sequence[LinearSpec]
+    sizes: Sequence[int]
+    weight: Tensor
+    factors: Tensor
+
+    def rows(self, parts: Sequence[slice]) -> "Stack | None":
+        """The stack with a part of the rows of each linear; None if no row is left."""
+        weights, factors = (
+            [whole[part] for whole, part in zip(tensor.split(list(self.sizes)), parts, strict=True)]
+            for tensor in (self.weight, self.factors)
+        )
+        kept = [i for i, weight in enumerate(weights) if len(weight)]
+        if not kept:
+            return None
+        return Stack(
+            self.groups,
+            [self.linears[i] for i in kept],
+            [len(weights[i]) for i in kept],
+            torch.cat([weights[i] for i in kept]),
+            torch.cat([factors[i] for i in kept]),
+        )
+
+    def named(self) -> dict[str, Tensor]:
+        """Name of each linear → its weight [out, in]."""
+        found: dict[str, Tensor] = {}
+        for place, group in enumerate(self.groups):
+            parts = self.weight[:, place].split(list(self.sizes))
+            names = [group.linears[self.groups[0].linears.index(linear)].name for linear in self.linears]
+            found |= dict(zip(names, parts, strict=True))
+        return found
+
+    def moved(self, device: torch.device, dtype: torch.dtype, wide: torch.dtype, power: int) -> "Stack":
+        factors = self.factors.to(device)
+        weight = moved(self.weight, factors, device, dtype, wide, power)
+        return dataclasses.replace(self, weight=weight, factors=factors)
+
+
+@dataclass(frozen=True)
+class LeftRotated:
+    """A linear of which R1 or nothing rotates the outputs, and R3 or nothing the input: down_proj.
+
+    weight: folded weight [d, ff], times `factors`. Those of several experts lie side by side.
+    factors: [1] or [ff].
+    column_scale: without R3 the column_scale [ff] of its scores, which no rotation changes; None for 1.
+    metric: with R3 the diagonal blocks [ff/b, b, b] of M.
+    by_r1: whether R1 rotates the outputs.
+    experts: how many lie side by side.
+    """
+
+    weight: Tensor
+    factors: Tensor
+    column_scale: Tensor | None
+    metric: Metric | None
+    sparsity: Sparsity
+    by_r1: bool = True
+    experts: int = 1
+
+    def split(self, count: int) -> list["LeftRotated"]:
+        """At most `count` parts, each of some of the experts."""
+        if self.experts == 1:
+            return [self]
+        width = self.weight.shape[1] // self.experts
+        counts = [len(part) for part in torch.arange(self.experts).tensor_split(min(count, self.experts))]
+        sizes = [width * number for number in counts]
+        scales = [None] * len(sizes) if self.column_scale is None else self.column_scale.split(sizes)
+        parts = zip(self.weight.split(sizes, 1), self.factors.split(sizes), scales, counts, strict=True)
+        return [
+            dataclasses.replace(self, weight=w, factors=factors, column_scale=scale, experts=number)
+            for w, factors, scale, number in parts
+        ]
+
+    def moved(self, device: torch.device, dtype: torch.dtype, wide: torch.dtype, power: int) -> "LeftRotated":
+        factors = self.factors.to(device)
+        return dataclasses.replace(
+            self,
+            weight=moved(self.weight, factors, device, dtype, wide, power),
+            factors=factors,
+            column_scale=None if self.column_scale is None else self.column_scale.to(device),
+            metric=None if self.metric is None else self.metric.to(device),
+        )
+
+
+def moved(
+    weight: Tensor, factors: Tensor, device: torch.device, dtype: torch.dtype, wide: torch.dtype, power: int
+) -> Tensor:
+    """The weight on `device` in `dtype`, times factors ** power, which is computed in the dtype `wide`."""
+    if power == 0:
+        return weight.to(device, dtype)
+    return weight.to(device, wide, copy=True).mul_(factors**power).to(dtype)
+
+
+def by_rows(linear: LinearSpec) -> bool:
+    """Whether R1 alone acts on the linear, and on its input."""
+    return linear.input == "r1" and linear.output != "r2"
+
+
+def pruned_factors(weight: Tensor, metrics: list[Metric]) -> Tensor:
+    """√(out_features / (sum of the scores at R = I)), the factors of weights [n, out, in] for `pruned`.
+
+    Factors of the weights, not of the loss: so linears with different factors share one op. The sum is not
+    taken at the current R, because the training could then lower the loss by increasing the sum.
+    """
+    squares = weight.square().sum(-2)
+    if metrics[0].matrix is not None:
+        diagonals = torch.stack([found for metric in metrics if (found := metric.diagonal) is not None])
+        squares = squares * metrics[0].column_scale(diagonals.to(squares))
+    totals = squares.sum(-1).double()
+    return torch.where(totals > 0, (weight.shape[-2] / totals).sqrt(), 1).to(weight.dtype)
+
+
+def left_rotated(
+    weight: Tensor,
+    factors: Tensor,
+    metrics: list[Metric],
+    sparsity: Sparsity,
+    *,
+    by_r1: bool,
+    r3: Metric | None,
+) -> LeftRotated:
+    """The linear of one or several experts with the weights [experts, d, ff] and the factors [experts].
+
+    metrics: of their inputs. r3: that of R3, if it rotates the input.
+    """
+    experts, width, column_scale = len(weight), weight.shape[-1], None
+    if r3 is None and metrics[0].matrix is not None:
+        diagonals = [metric.matrix for metric in metrics if metric.matrix is not None]
+        diagonal = torch.cat(diagonals) if experts > 1 else diagonals[0]
+        column_scale = metrics[0].column_scale(diagonal.to(factors))
+    if experts > 1:
+        weight, factors = weight.transpose(0, 1).flatten(1), factors.repeat_interleave(width)
+    else:
+        weight = weight[0]
+    return LeftRotated(weight, factors, column_scale, r3, sparsity, by_r1, experts)
