@@ -10,6 +10,7 @@ set to zero and the rotations are random, which does not change the time of a to
 """
 
 import json
+import resource
 import statistics
 import subprocess
 import time
@@ -70,13 +71,22 @@ def variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     return found
 
 
-def llama_cpp(program: str, file: str, threads: int, repeats: int) -> tuple[str, Timing, float]:
+def llama_cpp(program: str, file: str, options) -> tuple[str, Timing, float]:
     """The name of a GGUF file's format, the time of its tokens by llama-bench, and MiB of its weights."""
-    command = [program, "-m", file, "-t", str(threads), "-p", "0", "-n", str(NEW_TOKENS)]
-    command += ["-r", str(repeats), "-o", "jsonl"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    found = json.loads(done.stdout.splitlines()[-1])
-    seconds = [each / 1e9 for each in found["samples_ns"]]
+    command = [program, "-m", file, "-t", str(options.threads), "-p", "0", "-n", str(NEW_TOKENS)]
+
+    def run(repeats: int) -> tuple[dict, float]:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        asked = [*command, "-r", str(repeats), "-o", "jsonl"]
+        done = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return json.loads(done.stdout.splitlines()[-1]), computed
+
+    found, computed = run(1 + options.repeats)
+    seconds = [each / 1e9 for each in found["samples_ns"][1:]]
+    if options.processor_time:  # without those of loading and of the warm-up
+        seconds = [(computed - run(1)[1]) / options.repeats]
     cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else seconds * 4
     timing = Timing(cuts[0], statistics.median(seconds), cuts[3])
     return f"llama.cpp {found['model_type'].split()[-1]}", timing, found["model_size"] / 2**20
@@ -109,7 +119,7 @@ def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) ->
     if options.llama_cpp and name != "tiny-llama":
         program, *files = options.llama_cpp
         for file in files:
-            kind, timing, mib = llama_cpp(program, file, options.threads, options.repeats)
+            kind, timing, mib = llama_cpp(program, file, options)
             timings[kind], memory[kind] = timing, mib
     report(
         "generate",
@@ -148,8 +158,6 @@ def main() -> None:
         "--llama-cpp", nargs="+", metavar="PATH", help="llama-bench, and GGUF files of the shape of 1gb"
     )
     options = parser.parse_args()
-    if options.processor_time and options.llama_cpp:
-        parser.error("--processor-time does not go with --llama-cpp: llama-bench measures the wall clock")
     if options.processor_time and options.threads != 1:
         parser.error("--processor-time needs --threads 1: the seconds of several threads would be added")
     torch.set_num_threads(options.threads)
