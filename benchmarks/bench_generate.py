@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from _harness import arguments, interleaved, report
+from _harness import add_processor_time, arguments, clock_of, interleaved, report
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from drot.checkpoint.load import load
@@ -112,8 +112,9 @@ def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) ->
     if options.compiled:
         for each, variant, compiled in with_compiled(found):
             calls[each] = partial(variant.generate, prompt, **settings, **length, **compiled)
-    clock = time.process_time if options.processor_time else time.perf_counter
-    timings = interleaved(calls, device=options.device, repeats=options.repeats, warmup=1, clock=clock)
+    timings = interleaved(
+        calls, device=options.device, repeats=options.repeats, warmup=1, clock=options.clock
+    )
     memory = {name: weight_bytes(variant, "model") / 2**20 for name, variant in found.items()}
     memory |= {name: memory[name.removesuffix(", compiled")] for name in calls}
     if options.llama_cpp and name != "tiny-llama":
@@ -148,18 +149,13 @@ def main() -> None:
     parser.add_argument("--model", choices=["1gb", "tiny"], nargs="*", default=["1gb", "tiny"])
     dtypes = ["bfloat16", "float16", "float32"]
     parser.add_argument("--dtype", choices=dtypes, nargs="*", default=["bfloat16", "float32"], help="of tiny")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="count the seconds in which the process computes, for a busy machine; with --threads 1",
-    )
+    add_processor_time(parser)
     parser.add_argument("--compiled", action="store_true", help="time a compiled decode step too")
     parser.add_argument(
         "--llama-cpp", nargs="+", metavar="PATH", help="llama-bench, and GGUF files of the shape of 1gb"
     )
     options = parser.parse_args()
-    if options.processor_time and options.threads != 1:
-        parser.error("--processor-time needs --threads 1: the seconds of several threads would be added")
+    options.clock = clock_of(options, parser)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if "1gb" in options.model:

@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from _harness import arguments, graphs, interleaved, report
+from _harness import add_processor_time, arguments, clock_of, graphs, interleaved, report
 from torch import Tensor
 
 from drot.ops import nm_mask, pack24, sparse24_compress, sparse24_linear
@@ -67,8 +67,9 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
     added = 0 if rotation is None else rotation.nbytes
     report(
         "sparse24_linear",
-        f"{out}x{columns} {options.dtype}, {tokens} tokens{', rotation' if rotate else ''}",
-        interleaved(graphs(functions, device), device=device, repeats=options.repeats),
+        f"{out}x{columns} {options.dtype}, {tokens} tokens{', rotation' if rotate else ''}"
+        + ", processor time" * options.processor_time,
+        interleaved(graphs(functions, device), device=device, repeats=options.repeats, clock=options.clock),
         peer="linear",
         target="sparse24_linear",
         at_least=target,
@@ -86,7 +87,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 1 4 16 64; on CUDA 2048 too")
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 14336), metavar=("OUT", "IN"))
+    add_processor_time(parser)
     options = parser.parse_args()
+    options.clock = clock_of(options, parser)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     cuda = torch.device(options.device).type == "cuda"
