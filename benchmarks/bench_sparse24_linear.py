@@ -79,7 +79,7 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
         save=options.csv,
     )
     bound = (dense.nbytes + added) / (packed_bytes + added)
-    print(f"  {bound:.2f} x linear is the most where both wait for memory, by their bytes")
+    print(f"  {bound:.2f} x linear if both read as many bytes a second")
 
 
 def main() -> None:
