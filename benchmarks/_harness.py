@@ -11,6 +11,7 @@ import datetime
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -43,6 +44,22 @@ def add_csv(parser: argparse.ArgumentParser) -> None:
         metavar="FOLDER",
         help="append rows to a file in FOLDER (default benchmarks/results/)",
     )
+
+
+def add_processor_time(parser: argparse.ArgumentParser) -> None:
+    """Adds the option `--processor-time`, which needs `--threads 1`; `clock_of` reads it."""
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="count the seconds in which the process computes, for a busy machine; with --threads 1",
+    )
+
+
+def clock_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Callable[[], float]:
+    """The clock that the options ask for, of which `interleaved` takes the seconds."""
+    if options.processor_time and options.threads != 1:
+        parser.error("--processor-time needs --threads 1: the seconds of several threads would be added")
+    return time.process_time if options.processor_time else time.perf_counter
 
 
 def keep_pages() -> None:

@@ -4,21 +4,31 @@
 and a head that have the share of the weights that they have in LLaMA-3-8B, an eighth. `tiny` is the embedded
 model, which is so small that starting a product takes about as long as computing it. The smallest weights are
 set to zero and the rotations are random, which does not change the time of a token.
+
+--compiled times the dense model and the last variant with a compiled decode step too (drot serve --compile).
+--llama-cpp runs llama-bench of llama.cpp on GGUF files of the same shape, after the other variants.
 """
 
+import json
+import resource
+import statistics
+import subprocess
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import torch
-from _harness import arguments, interleaved, report
+from _harness import add_processor_time, arguments, clock_of, interleaved, report
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from drot.checkpoint.load import load
 from drot.evaluation.cases import weight_bytes
+from drot.evaluation.timing import Timing
 from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.reporting.demo import MODEL
+from drot.serving.compiled import compile_step, compiled_settings
 
 PROMPT, NEW_TOKENS = 1, 128
 #: the block of R3 that the default recipe has
@@ -61,6 +71,37 @@ def variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     return found
 
 
+def llama_cpp(program: str, file: str, options) -> tuple[str, Timing, float]:
+    """The name of a GGUF file's format, the time of its tokens by llama-bench, and MiB of its weights."""
+    command = [program, "-m", file, "-t", str(options.threads), "-p", "0", "-n", str(NEW_TOKENS)]
+
+    def run(repeats: int) -> tuple[dict, float]:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        asked = [*command, "-r", str(repeats), "-o", "jsonl"]
+        done = subprocess.run(asked, stdout=subprocess.PIPE, text=True, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        computed = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+        return json.loads(done.stdout.splitlines()[-1]), computed
+
+    found, computed = run(1 + options.repeats)
+    seconds = [each / 1e9 for each in found["samples_ns"][1:]]
+    if options.processor_time:  # without those of loading and of the warm-up
+        seconds = [(computed - run(1)[1]) / options.repeats]
+    cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else seconds * 4
+    timing = Timing(cuts[0], statistics.median(seconds), cuts[3])
+    return f"llama.cpp {found['model_type'].split()[-1]}", timing, found["model_size"] / 2**20
+
+
+def with_compiled(found: dict[str, PreTrainedModel]) -> Iterator[tuple[str, PreTrainedModel, dict]]:
+    """The name, the model and the settings of `generate` of the variants that are compiled."""
+    for name in (DENSE, list(found)[-1]):
+        start, computed = time.perf_counter(), time.process_time()
+        compile_step(found[name])
+        seconds, computed = time.perf_counter() - start, time.process_time() - computed
+        print(f"  {name} compiled in {seconds:.1f} s, {computed:.1f} s of drot's own processor time")
+        yield f"{name}, compiled", found[name], compiled_settings(PROMPT + NEW_TOKENS, None)
+
+
 def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) -> None:
     """Prints the rows of a model, and with --csv appends them."""
     found = variants(model)
@@ -68,9 +109,19 @@ def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) ->
     settings = dict(attention_mask=torch.ones_like(prompt), do_sample=False, pad_token_id=0)
     length = dict(min_new_tokens=NEW_TOKENS, max_new_tokens=NEW_TOKENS)
     calls = {name: partial(variant.generate, prompt, **settings, **length) for name, variant in found.items()}
-    clock = time.process_time if options.processor_time else time.perf_counter
-    timings = interleaved(calls, device=options.device, repeats=options.repeats, warmup=1, clock=clock)
+    if options.compiled:
+        for each, variant, compiled in with_compiled(found):
+            calls[each] = partial(variant.generate, prompt, **settings, **length, **compiled)
+    timings = interleaved(
+        calls, device=options.device, repeats=options.repeats, warmup=1, clock=options.clock
+    )
     memory = {name: weight_bytes(variant, "model") / 2**20 for name, variant in found.items()}
+    memory |= {name: memory[name.removesuffix(", compiled")] for name in calls}
+    if options.llama_cpp and name != "tiny-llama":
+        program, *files = options.llama_cpp
+        for file in files:
+            kind, timing, mib = llama_cpp(program, file, options)
+            timings[kind], memory[kind] = timing, mib
     report(
         "generate",
         f"{name}, {NEW_TOKENS} tokens, {str(model.dtype).removeprefix('torch.')}"
@@ -98,14 +149,13 @@ def main() -> None:
     parser.add_argument("--model", choices=["1gb", "tiny"], nargs="*", default=["1gb", "tiny"])
     dtypes = ["bfloat16", "float16", "float32"]
     parser.add_argument("--dtype", choices=dtypes, nargs="*", default=["bfloat16", "float32"], help="of tiny")
+    add_processor_time(parser)
+    parser.add_argument("--compiled", action="store_true", help="time a compiled decode step too")
     parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="count the seconds in which the process computes, for a busy machine; with --threads 1",
+        "--llama-cpp", nargs="+", metavar="PATH", help="llama-bench, and GGUF files of the shape of 1gb"
     )
     options = parser.parse_args()
-    if options.processor_time and options.threads != 1:
-        parser.error("--processor-time needs --threads 1: the seconds of several threads would be added")
+    options.clock = clock_of(options, parser)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if "1gb" in options.model:

@@ -10,10 +10,11 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from _harness import arguments, graphs, interleaved, report
+from _harness import add_processor_time, arguments, clock_of, graphs, interleaved, report
 from torch import Tensor
 
 from drot.ops import nm_mask, pack24, sparse24_compress, sparse24_linear
+from drot.sparse.fused import rotation_layout
 
 COLD_BYTES = 2**27
 
@@ -37,10 +38,9 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
     packed = itertools.cycle(copied)
     x = torch.randn(tokens, columns, device=device).to(dtype)
     residual = torch.randn(tokens, out, device=device).to(dtype) if rotate else None
-    rotation = torch.randn(out, out, device=device).div_(out**0.5).to(dtype) if rotate else None
-
     # the peer gets the rotation transposed: residual @ rotation in bf16 takes PyTorch seconds on the CPU
-    transposed = None if rotation is None else rotation.t().contiguous()
+    transposed = torch.randn(out, out, device=device).div_(out**0.5).to(dtype) if rotate else None
+    rotation = None if transposed is None else rotation_layout(transposed.t())
 
     def linear() -> Tensor:
         y = torch.nn.functional.linear(x, next(weights))
@@ -64,18 +64,22 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
     target = {("cpu", 1): 1.4}.get((torch.device(device).type, tokens), 1.0)
     if torch.device(device).type == "cuda" and tokens <= 8:
         target = 1.3 if rotate else 1.5
+    added = 0 if rotation is None else rotation.nbytes
     report(
         "sparse24_linear",
-        f"{out}x{columns} {options.dtype}, {tokens} tokens{', rotation' if rotate else ''}",
-        interleaved(graphs(functions, device), device=device, repeats=options.repeats),
+        f"{out}x{columns} {options.dtype}, {tokens} tokens{', rotation' if rotate else ''}"
+        + ", processor time" * options.processor_time,
+        interleaved(graphs(functions, device), device=device, repeats=options.repeats, clock=options.clock),
         peer="linear",
         target="sparse24_linear",
         at_least=target,
-        bytes_moved=packed_bytes + (0 if rotation is None else rotation.nbytes),
+        bytes_moved=packed_bytes + added,
         flops=2 * out * (columns + (out if rotate else 0)) * tokens,
         device=device,
         save=options.csv,
     )
+    bound = (dense.nbytes + added) / (packed_bytes + added)
+    print(f"  {bound:.2f} x linear if both read as many bytes a second")
 
 
 def main() -> None:
@@ -83,7 +87,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--tokens", type=int, nargs="*", help="default: 1 4 16 64; on CUDA 2048 too")
     parser.add_argument("--shape", type=int, nargs=2, default=(4096, 14336), metavar=("OUT", "IN"))
+    add_processor_time(parser)
     options = parser.parse_args()
+    options.clock = clock_of(options, parser)
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     cuda = torch.device(options.device).type == "cuda"

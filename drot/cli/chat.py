@@ -3,6 +3,7 @@
 import contextlib
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,7 @@ def chat(
     system: str | None = None,
     max_tokens: int = 512,
     temperature: float | None = None,
+    compile: bool = False,
     device: str = "auto",
     dtype: str = "auto",
 ) -> None:
@@ -36,6 +38,8 @@ def chat(
         max_tokens: The most tokens of an answer.
         temperature: Randomness of the answers. 0 takes the most likely token. Default: the settings of the
             model.
+        compile: Compile the step that generates a token. It takes tens of seconds at the start, and pays in
+            long conversations with small models. Where it is not possible, drot says so and chats without.
     Run:
         device:
         dtype: Dtype of the weights. auto is the dtype of the checkpoint.
@@ -51,7 +55,12 @@ def chat(
     tokenizer = load_tokenizer(model)
     loaded = load(model, device=device, dtype=dtype)
     conversation = Conversation(
-        loaded, tokenizer, system=system, max_tokens=max_tokens, temperature=temperature
+        loaded,
+        tokenizer,
+        system=system,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        compiled=compile and compiled(loaded),
     )
     if not conversation.has_template:
         tell(f"drot: {model} has no chat template: it continues each line as plain text")
@@ -62,6 +71,21 @@ def chat(
     with _ended_by_sigterm() if person else contextlib.nullcontext():
         for line in _lines(person):
             _answer(conversation, line, person)
+
+
+def compiled(model: Any) -> bool:
+    """Compiles the decode step of a model, and says how long it took or why it is not possible."""
+    from drot.serving.compiled import compile_step
+
+    tell("drot: compiling the step that generates a token")
+    start = time.perf_counter()
+    try:
+        compile_step(model)
+    except UserError as error:
+        tell(f"drot: not compiled: {error}")
+        return False
+    tell(f"drot: compiled in {time.perf_counter() - start:.0f} s")
+    return True
 
 
 def _answer(conversation: Any, line: str, person: bool) -> None:

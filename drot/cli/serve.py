@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from drot.cli.chat import compiled
 from drot.cli.log import tell
 from drot.cli.output import print_line
 
@@ -17,6 +18,7 @@ def serve(
     name: str | None = None,
     sequential: bool = False,
     cache_tokens: int | None = None,
+    compile: bool = False,
     device: str = "auto",
     dtype: str = "auto",
 ) -> None:
@@ -38,6 +40,8 @@ def serve(
             requests can name a seed. Without it, requests are generated in one batch.
         cache_tokens: Tokens of all requests of the batch together for which keys and values are kept.
             Default: what fits in the memory of a GPU, 16384 on a CPU.
+        compile: With --sequential: compile the step that generates a token, which takes tens of seconds at
+            the start. Where it is not possible, drot says so and serves without.
     Run:
         device:
         dtype: Dtype of the weights. auto is the dtype of the checkpoint.
@@ -54,7 +58,13 @@ def serve(
     listening = bound(host, port)
     own = name or (Path(model).resolve().name if Path(model).is_dir() else model)
     started = serving(
-        model, own, sequential=sequential, cache_tokens=cache_tokens, device=device, dtype=dtype
+        model,
+        own,
+        sequential=sequential,
+        cache_tokens=cache_tokens,
+        compiled=compiled if compile else None,
+        device=device,
+        dtype=dtype,
     )
     with listening, started as served:
         taken = listening.getsockname()[1]

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TextStreamer
 
 from drot.core.errors import UserError
+from drot.serving.compiled import compiled_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,12 +26,14 @@ class Conversation:
         system: str | None = None,
         max_tokens: int = 512,
         temperature: float | None = None,
+        compiled: bool = False,
     ) -> None:
         """Raises UserError for a wrong number, and for a system message without a chat template.
 
         system: the system message.
         max_tokens: the most tokens of an answer.
         temperature: 0 takes the most likely token; None leaves the settings of the model.
+        compiled: whether the decode step is that of `compile_step` (drot/serving/compiled.py).
         """
         self.has_template = bool(tokenizer.chat_template)
         if system is not None and not self.has_template:
@@ -40,7 +43,7 @@ class Conversation:
         if temperature is not None and not 0 <= temperature < float("inf"):
             raise UserError(f"`temperature` must be 0 or more, got {temperature}")
         self.model: Any = model
-        self.tokenizer, self.max_tokens = tokenizer, max_tokens
+        self.tokenizer, self.max_tokens, self.compiled = tokenizer, max_tokens, compiled
         self.settings: dict[str, Any] = {}
         if temperature is not None:
             self.settings = {"do_sample": temperature > 0}
@@ -83,12 +86,14 @@ class Conversation:
             shown.append(piece)
             show(piece)
 
+        compiled = compiled_settings(tokens + room, self.context) if self.compiled else {}
         try:
             self.model.generate(
                 **inputs.to(self.model.device),
                 max_new_tokens=room,
                 streamer=_Pieces(self.tokenizer, take),
                 **self.settings,
+                **compiled,
             )
         finally:
             if shown and self.has_template:

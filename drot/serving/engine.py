@@ -23,6 +23,7 @@ from transformers.cli.serving.utils import (
 
 from drot.core.errors import UserError, quoted
 from drot.machine.devices import is_gpu
+from drot.serving.compiled import compiled_settings
 from drot.serving.sampling import Sampling, can_be_batched, sampling_of
 
 if TYPE_CHECKING:
@@ -40,18 +41,26 @@ ONE_AT_A_TIME = "try `sequential=True`, which generates one request at a time"
 
 
 class Alone(GenerateManager):
-    """One request after the other, by `generate`."""
+    """One request after the other, by `generate`.
+
+    compiled: whether the decode step is that of `compile_step` (drot/serving/compiled.py).
+    context: the most tokens that the model reads, or None.
+    """
+
+    def __init__(self, compiled: bool, context: int | None) -> None:
+        super().__init__()
+        self.compiled, self.context = compiled, context
 
     def generate_streaming(self, *request: Any, **options: Any) -> Any:
         """The queue of the pieces of text and the streamer, as transformers' class returns them."""
-        self._seed(request[3])
+        self._prepare(request[2], request[3])
         return super().generate_streaming(*request, **options)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """Text, number of the tokens of the prompt, and the new tokens. A cancelled request stops."""
-        self._seed(gen_config)
+        self._prepare(inputs, gen_config)
         gone = threading.Event()
         inputs = {**inputs, "stopping_criteria": [_Gone(gone)]}
         answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
@@ -61,8 +70,11 @@ class Alone(GenerateManager):
             gone.set()
             raise
 
-    def _seed(self, config: GenerationConfig) -> None:
-        """Seeds the generator right before the next request, in the thread that generates."""
+    def _prepare(self, inputs: Any, config: GenerationConfig) -> None:
+        """Adds the settings of a compiled step, and seeds the generator in the thread that generates."""
+        if self.compiled and config.max_new_tokens is not None:
+            tokens = inputs["input_ids"].shape[-1] + config.max_new_tokens
+            config.update(**compiled_settings(tokens, self.context))
         if (seed := getattr(config, SEED, None)) is not None:
             self.submit(torch.manual_seed, seed)
 
@@ -198,16 +210,24 @@ class Engine(BaseGenerateManager):
     """
 
     def __init__(
-        self, model: "PreTrainedModel", *, sequential: bool = False, cache_tokens: int | None = None
+        self,
+        model: "PreTrainedModel",
+        *,
+        sequential: bool = False,
+        cache_tokens: int | None = None,
+        compiled: bool = False,
     ) -> None:
         """Raises UserError if the model cannot be batched.
 
         sequential: whether to generate one request at a time.
         cache_tokens: as of `Batch`.
+        compiled: as of `Alone`.
         """
-        take_turns(model)
-        self.alone, self.batch = Alone(), None if sequential else Batch(model, cache_tokens)
+        if not sequential:
+            take_turns(model)  # `Alone` has one thread, and a compiled step cannot wait
         context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.alone = Alone(compiled, context)
+        self.batch = None if sequential else Batch(model, cache_tokens)
         limits = [context, None if self.batch is None else self.batch.cache_tokens]
         self.context: int | None = min((limit for limit in limits if limit is not None), default=None)
 

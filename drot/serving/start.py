@@ -2,7 +2,7 @@
 
 import contextlib
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ def serving(
     *,
     sequential: bool = False,
     cache_tokens: int | None = None,
+    compiled: Callable[[Any], bool] | None = None,
     device: str = "auto",
     dtype: str = "auto",
 ) -> Iterator[Served]:
@@ -46,7 +47,11 @@ def serving(
 
     Raises UserError as `drot.load` does, for a model without a fast tokenizer, and for one that cannot be
     batched, unless `sequential`.
+
+    compiled: compiles the decode step of the loaded model, and returns whether it could; None leaves it out.
     """
+    if compiled is not None and not sequential:
+        raise UserError("`compile` needs `sequential`: a batch has no compiled step")
     if cache_tokens is not None and cache_tokens < 1:
         raise UserError(f"`cache_tokens` must be at least 1, got {cache_tokens}")
     if not has_tokenizer(model):
@@ -58,7 +63,8 @@ def serving(
         raise UserError(f"{model} needs a tokenizer.json: a server reads text by a fast tokenizer")
     loaded = load(model, device=device, dtype=dtype)
     logging.set_verbosity_error()  # transformers warns of every request that it receives
-    engine = Engine(loaded, sequential=sequential, cache_tokens=cache_tokens)
+    done = compiled is not None and compiled(loaded)
+    engine = Engine(loaded, sequential=sequential, cache_tokens=cache_tokens, compiled=done)
     try:
         app = application(loaded, tokenizer, name, engine)
         yield Served(app, engine, bool(tokenizer.chat_template))

@@ -28,7 +28,7 @@ void product(const V* x, const V* values, const uint8_t* positions, const V* rot
              int64_t in, int64_t out, float* scratch) {
   float *wide = scratch, *stream = wide + tokens * padded24(in), *rotated = stream + tokens * padded24(out);
   avx512::widen_rows<V>(x, in, tokens, in, wide);
-  // the first `out` columns of x are the residual
+  // the first `out` columns of x are the residual; the rotation lies by columns
   if (rotation) {
     avx512::widen_rows<V>(x, in, tokens, out, stream);
     avx512::rotate_columns<V>({stream, rotation, rotated, tokens, out}, 0, out);

@@ -29,7 +29,7 @@ def test_product(kernels, tokens: int, out: int, columns: int, rotate: bool, dty
     w = torch.randn(out, columns).to(dtype)
     values, positions = pack24(w.masked_fill(nm_mask_ref(torch.rand(out, columns), 2, 4), 0))
     x = torch.randn(tokens, columns).to(dtype)
-    rotation = (torch.randn(out, out) / out**0.5).to(dtype) if rotate else None
+    rotation = (torch.randn(out, out) / out**0.5).to(dtype).T if rotate else None  # by columns
     y = torch.full((tokens, out), torch.nan, dtype=dtype)
     scratch = torch.full((3 * tokens * (columns + out + 16),), torch.nan)
     tensors = [None if t is None else t.data_ptr() for t in (x, values, positions, rotation, y)]

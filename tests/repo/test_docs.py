@@ -243,6 +243,7 @@ def test_options_in_the_text_exist() -> None:
         "--user",
         "--env",
         "--csv",
+        "--llama-cpp",
         "--only",
         "--eval",
         "--seed",

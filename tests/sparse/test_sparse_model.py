@@ -224,6 +224,9 @@ def test_a_rotation_beside_the_mlp_is_fused_with_down_proj(family, tmp_path):
     assert [type(layer.mlp.down_proj) for layer in fused.model.layers] == [DeferredLinear] * 2 + [
         SparseLinear
     ]
+    rotation = copy.deepcopy(fused.model.layers[0].residual_rotation)
+    for module in (rotation, rotation.double()):
+        assert module.q.T.is_contiguous(), "a CPU reads the rotation fastest by columns"
     assert close(fused(tokens).logits, dense(tokens).logits, torch.float32)
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
     assert close(compiled(tokens, use_cache=False).logits, dense(tokens).logits, torch.float32)

@@ -34,6 +34,19 @@ struct Dense {
   DROT_HOST_DEVICE Lanes half_at(int row, int64_t column) const { return at(row, column); }
 };
 
+// Dense rows in memory: another source for add_products. The last vector is padded with zeros.
+template <class V>
+struct Plain {
+  const V* rows;
+  int64_t in;
+  DROT_HOST_DEVICE Lanes at(int row, int64_t column) const { return load(rows + row * in + column); }
+  DROT_HOST_DEVICE Lanes half_at(int row, int64_t column) const {
+    V last[kLanes] = {};
+    std::memcpy(last, rows + row * in + column, (in - column) * sizeof(V));
+    return load(last);
+  }
+};
+
 template <int kRowsNow, int kTokensNow>
 using Sums = Lanes[kRowsNow][kTokensNow];
 
@@ -65,18 +78,25 @@ DROT_HOST_DEVICE void add_products(const W& w, const float* x, int64_t stride, i
   if (column < columns) step(column, [&](int r) { return w.half_at(r, column); });
 }
 
-// For few tokens: W is expanded from memory into registers.
-template <int kRowsNow, int kTokensNow, class V>
-void direct(const Sparse24Rows<V>& p, int64_t row) {
+// Calls done(r, t, w[r] · x[t]) for all rows and tokens.
+template <int kRowsNow, int kTokensNow, class W, class F>
+DROT_HOST_DEVICE void products(const W& w, const float* x, int64_t stride, int64_t columns, const F& done) {
   Sums<kRowsNow, kTokensNow> sum;
   for (auto& of_row : sum) {
     for (auto& lanes : of_row) lanes = all(0);
   }
-  const Packed<V> w{p.values + row * p.in / 2, p.positions + row * p.in / 8, p.in};
-  add_products<kRowsNow, kTokensNow>(w, p.x, padded24(p.in), p.in, sum);
+  add_products<kRowsNow, kTokensNow>(w, x, stride, columns, sum);
   for (int r = 0; r < kRowsNow; ++r) {
-    for (int t = 0; t < kTokensNow; ++t) finish(p, row + r, t, sum_of(sum[r][t]));
+    for (int t = 0; t < kTokensNow; ++t) done(r, t, sum_of(sum[r][t]));
   }
+}
+
+// For few tokens: W is expanded from memory into registers.
+template <int kRowsNow, int kTokensNow, class V>
+void direct(const Sparse24Rows<V>& p, int64_t row) {
+  const Packed<V> w{p.values + row * p.in / 2, p.positions + row * p.in / 8, p.in};
+  products<kRowsNow, kTokensNow>(w, p.x, padded24(p.in), p.in,
+                                 [&](int r, int t, float sum) { finish(p, row + r, t, sum); });
 }
 
 template <int kRowsNow, int kTokensNow, class V>
@@ -97,6 +117,29 @@ DROT_HOST_DEVICE void tile_products(const float* tile, const float* x, int64_t s
 // The number n of tokens that tile_products multiplies together from `token` on. Their sums are [kRows][n].
 DROT_HOST_DEVICE int64_t together_at(int64_t token, int64_t tokens) {
   return tokens - token < kTokens ? tokens - token : kTokens;
+}
+
+template <int kRowsNow, int kTokensNow, class V>
+void rotated(const RotatedColumns<V>& p, int64_t column, int64_t token) {
+  products<kRowsNow, kTokensNow>(Plain<V>{p.columns + column * p.n, p.n}, p.x + token * padded24(p.n),
+                                 padded24(p.n), p.n,
+                                 [&](int r, int t, float sum) { p.y[(token + t) * p.n + column + r] = sum; });
+}
+
+template <int kRowsNow, class V>
+void rotated_tokens(const RotatedColumns<V>& p, int64_t column) {
+  for (int64_t t = 0; t < p.tokens; t += kTokens) {
+    switch (together_at(t, p.tokens)) {
+      case 1:
+        rotated<kRowsNow, 1>(p, column, t);
+        break;
+      case 2:
+        rotated<kRowsNow, 2>(p, column, t);
+        break;
+      default:
+        rotated<kRowsNow, kTokens>(p, column, t);
+    }
+  }
 }
 
 // For more tokens, at most kTileTokens: each tile of W is made dense once.
@@ -178,42 +221,8 @@ void sparse24_rows(const Sparse24Rows<V>& p, int64_t first, int64_t last) {
 
 template <class V>
 void rotate_columns(const RotatedColumns<V>& p, int64_t first, int64_t last) {
-  // The sums of `width` columns stay in the caches. Four rows of the rotation are added together, because
-  // every addition reads and writes all these sums.
-  constexpr int64_t kSums = 16384, kTogether = 4;
-  const int64_t stride = padded24(p.n);
-  const int64_t fitting = kSums / p.tokens / kPadding24 * kPadding24;
-  const int64_t width = fitting < 64 ? 64 : fitting < 1024 ? fitting : 1024;
-  for (int64_t start = first; start < last; start += width) {
-    const int64_t stop = start + width < last ? start + width : last;
-    for (int64_t t = 0; t < p.tokens; ++t)
-      std::memset(p.y + t * p.n + start, 0, (stop - start) * sizeof(float));
-    for (int64_t i = 0; i < p.n; i += kTogether) {
-      const int64_t count = p.n - i < kTogether ? p.n - i : kTogether;
-      int64_t j = start;
-      for (; count == kTogether && j + kLanes <= stop; j += kLanes) {
-        Lanes q[kTogether];
-        for (int k = 0; k < kTogether; ++k) {
-          const V* const from = p.rotation + (i + k) * p.n + j;
-          q[k] = load(from);
-          __builtin_prefetch(from + kTogether * p.n);  // an address behind the end is harmless
-        }
-        for (int64_t t = 0; t < p.tokens; ++t) {
-          float* const y = p.y + t * p.n + j;
-          Lanes sum = load(y);
-          for (int k = 0; k < kTogether; ++k) sum = add_product(all(p.x[t * stride + i + k]), q[k], sum);
-          store(sum, y);
-        }
-      }
-      for (; j < stop; ++j) {
-        for (int64_t t = 0; t < p.tokens; ++t) {
-          for (int64_t k = 0; k < count; ++k) {
-            p.y[t * p.n + j] += p.x[t * stride + i + k] * to_float(p.rotation[(i + k) * p.n + j]);
-          }
-        }
-      }
-    }
-  }
+  for (; first + kRows <= last; first += kRows) rotated_tokens<kRows>(p, first);
+  for (; first < last; ++first) rotated_tokens<1>(p, first);
 }
 
 template <class V>

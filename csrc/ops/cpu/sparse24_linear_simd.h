@@ -30,9 +30,9 @@ struct Sparse24Rows {
 
 template <class V>
 struct RotatedColumns {
-  const float* x;     // [tokens, padded n]
-  const V* rotation;  // [n, n]
-  float* y;           // [tokens, n]: x · rotation
+  const float* x;    // [tokens, padded n]
+  const V* columns;  // [n, n]: the columns of the rotation, one after the other
+  float* y;          // [tokens, n]: x · rotation
   int64_t tokens, n;
 };
 

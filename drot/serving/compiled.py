@@ -1,0 +1,53 @@
+"""A decode step that is compiled: one graph for each token, with a cache of keys and values of a fixed size.
+
+transformers has the pieces, and uses them by itself on a GPU only. The first token waits for the compiler.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import CompileConfig
+
+from drot.core.errors import UserError, quoted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Tokens of the smallest cache. A step attends to the whole cache, so it grows with the conversation, and
+#: each size is compiled once.
+SMALLEST_CACHE = 512
+
+
+def cache_length(tokens: int, context: int | None) -> int:
+    """The size of the cache for a prompt and its answer of `tokens`: a power of two, at most `context`."""
+    size = max(SMALLEST_CACHE, 1 << (tokens - 1).bit_length())
+    return size if context is None else max(tokens, min(size, context))
+
+
+def compiled_settings(tokens: int, context: int | None) -> dict[str, Any]:
+    """Settings with which `generate` compiles its decode step, for a prompt and its answer of `tokens`."""
+    config: Any = CompileConfig(fullgraph=True, dynamic=False, mode="default")
+    config._compile_all_devices = True  # otherwise transformers compiles on GPUs only
+    size = cache_length(tokens, context)
+    return {"cache_implementation": "static", "max_cache_len": size, "compile_config": config}
+
+
+@torch.no_grad()
+def compile_step(model: "PreTrainedModel") -> None:
+    """Compiles the decode step of `model` for the smallest cache, and keeps it.
+
+    Raises UserError with the compiler's reason if the step cannot be compiled.
+    """
+    ids = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    length: dict[str, Any] = dict(min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0)
+    generate: Any = model.generate
+    try:
+        generate(ids, attention_mask=torch.ones_like(ids), **length, **compiled_settings(4, context))
+    except Exception as error:
+        raise UserError(
+            f"the decode step cannot be compiled ({quoted(error)}): leave `compile` out"
+        ) from error
+    if not hasattr(model, "_compiled_call"):
+        family = model.config.model_type
+        raise UserError(f"transformers does not compile the decode step of {family}: leave `compile` out")
