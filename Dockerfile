@@ -22,7 +22,7 @@ RUN apt-get update \
 ENV PATH=/opt/drot/bin:$PATH
 RUN pip install "torch==${TORCH}" 'setuptools>=77' wheel cmake ninja
 COPY . /src
-RUN DROT_WITH_CUDA=1 pip install --no-build-isolation '/src[eval,finetune,report,serve]' \
+RUN DROT_WITH_CUDA=1 pip install --no-build-isolation '/src[eval,finetune,gguf,report,serve]' \
  && pip uninstall --yes cmake ninja wheel
 
 # The wheels of torch bring the CUDA libraries, so the second image needs no toolkit. A C compiler is what

@@ -5,12 +5,13 @@ from typing import Any
 
 import torch
 
-from drot.checkpoint.load import NO_MODEL, load_config, silent_transformers
+from drot.checkpoint.load import NO_MODEL, load_whole_config, silent_transformers
 from drot.checkpoint.quantization_config import quantised_by
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES
 from drot.model.family import by_module
 from drot.model.unknown import compare
+from drot.model.whole import language_config
 
 
 def describe_model(name: str) -> dict[str, Any]:
@@ -19,12 +20,15 @@ def describe_model(name: str) -> dict[str, Any]:
     model_type, supported: whether drot knows the family. models: published models of a known family.
     rotations: the names of those that it takes. fused: module → its slices.
     quantised: the method, of a model that is quantised.
-    text_model: the type of the language model in a model that reads more than text.
+    text_model: the type of the language model in a model that reads more than text; its family counts.
     comparison: of an unknown family, the `Comparison` with the nearest known one; None if transformers has no
         causal language model of the type.
     """
-    config = load_config(name)
-    found: dict[str, Any] = {"model_type": config.model_type, "supported": config.model_type in FAMILIES}
+    whole = load_whole_config(name)
+    config = language_config(whole)
+    found: dict[str, Any] = {"model_type": whole.model_type, "supported": config.model_type in FAMILIES}
+    if (text := whole.get_text_config()) is not whole:
+        found["text_model"] = text.model_type
     if method := quantised_by(config):
         found["quantised"] = method
     if found["supported"]:
@@ -34,9 +38,7 @@ def describe_model(name: str) -> dict[str, Any]:
         modules = by_module(family.linears)
         found["fused"] = {one[0].path: [spec.name for spec in one] for one in modules if len(one) > 1}
         return found
-    if (text := config.get_text_config()) is not config:
-        found["text_model"] = text.model_type
-    found["comparison"] = _comparison(name, config)
+    found["comparison"] = _comparison(name, config if config is not whole else text)
     return found
 
 

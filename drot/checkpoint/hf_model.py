@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import AutoModelForCausalLM
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import cached_file
@@ -43,6 +45,7 @@ from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
+from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.sparse.fused import fuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_linears
 from drot.sparse.packed import check_packed, compress_model, unpack_model
@@ -225,6 +228,17 @@ def _upload(folder: Path, repo_id: str, *, private: bool | None = None, **argume
     return api.upload_folder(repo_id=repo_id, folder_path=folder, **arguments)
 
 
+def _language_model(model: Any) -> Any:
+    """The language model of a model that reads images too, with the same modules; another model as it is."""
+    if model.config.model_type not in WHOLE_MODELS:
+        return model
+    with torch.device("meta"):
+        text: Any = AutoModelForCausalLM.from_config(language_config(model.config), dtype=model.dtype)
+    setattr(text, text.base_model_prefix, model.model.language_model)
+    text.lm_head = model.lm_head
+    return text
+
+
 # ---- from_pretrained -----------------------------------------------------------------------------
 
 register_quantization_config(QUANT_METHOD)(DrotConfig)
@@ -241,6 +255,8 @@ class DrotQuantizer(HfQuantizer):
     quantization_config: DrotConfig
     #: the tensors that the caller of `save_pretrained` gave; None saves those of the model
     state_dict_to_save: dict[str, Any] | None = None
+    #: whether the model reads images too
+    whole = False
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
         return self.state_dict_to_save, {}
@@ -248,19 +264,26 @@ class DrotQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: Any, checkpoint_files: list[str] | None = None, **kwargs: Any
     ) -> Any:
-        if not hasattr(model, model.base_model_prefix):
+        self.whole = model.config.model_type in WHOLE_MODELS
+        if not hasattr(model, "lm_head" if self.whole else model.base_model_prefix):
             raise UserError(
                 f"a checkpoint that drot wrote must be opened with its language model head, "
                 f"got {type(model).__name__}: use AutoModelForCausalLM"
             )
-        expect_stored(model, self.quantization_config)
+        text = _language_model(model)
+        expect_stored(text, self.quantization_config)
         if checkpoint_files is not None:  # None if the caller gave a state dict
-            check_headers(model, read_headers(checkpoint_files), dtypes=STORED_DTYPES)
+            headers = read_headers(checkpoint_files)
+            if self.whole:
+                names = stored_names(headers, text.config.model_type)
+                headers = {own: each for name, each in headers.items() if (own := names.own(name))}
+            check_headers(text, headers, dtypes=STORED_DTYPES)
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        decoder = DecoderModel(model)
-        check_packed(model)
+        text = _language_model(model)
+        decoder = DecoderModel(text)
+        check_packed(text)
         check_rotations(decoder.layer_modules, decoder.family.layers)
         # transformers makes every floating-point parameter trainable
         for _, linear in packed_linears(model):
@@ -270,13 +293,16 @@ class DrotQuantizer(HfQuantizer):
                 module.requires_grad_(False)
         # accelerate's hooks move the input of each module by itself, and fused modules share theirs
         if self.quantization_config.packed and not any(hasattr(part, "_hf_hook") for part in model.modules()):
-            fuse(model)
-        compress_model(model)  # has no effect on a CPU, until the model moves to a GPU
-        as_drot_model(model)
-        keep_files(model, model.name_or_path)
+            fuse(text)
+        compress_model(text)  # has no effect on a CPU, until the model moves to a GPU
+        if not self.whole:
+            as_drot_model(model)
+            keep_files(model, model.name_or_path)
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        if self.whole:
+            raise UserError("drot saves no loaded model that reads images too: copy its folder")
         return True
 
     @property

@@ -16,6 +16,7 @@ from drot.checkpoint.source import (
     Header,
     check_headers,
     check_layers,
+    gguf_file,
     model_folder,
     prediction_layers,
     read_config,
@@ -23,12 +24,14 @@ from drot.checkpoint.source import (
     stored_state,
     weight_files,
 )
+from drot.checkpoint.stored_config import restored
 from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError, quoted
 from drot.machine.devices import dtype_name, is_gpu, parse_dtype, pick_device
 from drot.machine.finite import is_finite
 from drot.model.families import FAMILIES
 from drot.model.schema import MOST_LAYERS
+from drot.model.whole import WHOLE_MODELS, StoredNames, language_config, stored_names
 from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import compress_model
 
@@ -77,14 +80,22 @@ def load(
 
 
 def load_config(path: str | Path) -> Any:
-    """The config of the model at `path`, a hub name or a folder. Raises UserError if there is none."""
+    """The config of the model at `path`, a hub name or a folder. Raises UserError if there is none.
+
+    Of a model that reads images too, and whose language model drot prunes, it is that of the language model.
+    """
+    return language_config(load_whole_config(path))
+
+
+def load_whole_config(path: str | Path) -> Any:
+    """The config of the model at `path`, also of one that reads images too. Raises as `load_config`."""
     is_a("model", path, str, Path)
     from transformers import AutoConfig, PreTrainedConfig
 
-    folder = model_folder(path)
-    entries = read_config(folder)
+    folder, gguf = model_folder(path), gguf_file(path)
+    entries = read_config(folder) if gguf is None else {}
     with silent_transformers(NO_MODEL.format(str(path)), entries):
-        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf)
         boundary_of(config)  # checks the quantization_config of a checkpoint that drot wrote
         text = config.get_text_config()
         if not isinstance(text, PreTrainedConfig):
@@ -101,6 +112,8 @@ def load_model(
     path: str | Path, dtype: str | torch.dtype = "auto", *, verify: bool = True
 ) -> "PreTrainedModel":
     """The causal language model at `path`, a hub name or a folder, on the CPU and in eval mode.
+
+    `path` may also name a GGUF file, as in FOLDER/NAME.gguf, whose weights transformers makes dense.
 
     A packed model is fused (drot/sparse/fused.py). Code that the model brings along is not run, and neither
     are pickles.
@@ -123,12 +136,24 @@ def load_model(
 
     from drot.checkpoint.hf_model import keep_files  # it imports transformers too
 
-    folder = model_folder(path, weights=True)
-    checked_headers(path, config, folder)
-    verified = verified_while_loading(folder) if verify else contextlib.nullcontext()
+    folder, gguf = model_folder(path, weights=True), gguf_file(path)
+    if gguf is None:
+        checked_headers(path, config, folder)
+    if gguf is None and whole_type(folder) is not None:
+        from drot.checkpoint.offload import load_whole  # it imports this module
+
+        model = load_whole(path, dtype, verify=verify)
+        keep_files(model, folder)
+        return model
+    verified = verified_while_loading(folder) if verify and gguf is None else contextlib.nullcontext()
     with verified, silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, output_loading_info=True, trust_remote_code=False, use_safetensors=True
+            folder,
+            dtype=dtype,
+            output_loading_info=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            gguf_file=gguf,
         )
     model, report = loaded
     refuse_missing(path, model, report["missing_keys"])
@@ -139,7 +164,10 @@ def load_model(
         refuse_not_finite(path, name, tensor)
     for _, linear in packed_linears(model):
         linear.drop_compressed()  # the callers decide when the weights lie on a GPU
-    keep_files(model, folder)
+    if gguf is None:
+        keep_files(model, folder)
+    else:  # its weights are dense from here on, and transformers saves no model with the quantizer of GGUF
+        model.hf_quantizer, model.is_quantized = None, False
     return model.eval().requires_grad_(False)
 
 
@@ -152,6 +180,8 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
     from transformers import AutoModelForCausalLM
 
     headers = read_headers(weight_files(folder))
+    if (names := names_in_files(folder, config.model_type)) is not None:
+        headers = {own: each for name, each in headers.items() if (own := names.own(name)) is not None}
     unread = prediction_layers(config, headers)
     headers = {name: header for name, header in headers.items() if name not in unread}
     if unread:
@@ -168,6 +198,30 @@ def checked_headers(path: str | Path, config: Any, folder: Path) -> dict[str, He
             check_headers(empty, headers)
             refuse_superfluous(path, headers.keys() - stored_state(empty).keys())
     return headers
+
+
+def whole_type(folder: Path) -> str | None:
+    """The type of the model in `folder` if it reads images too and drot prunes its language model."""
+    model_type = restored(read_config(folder))["model_type"]
+    return model_type if model_type in WHOLE_MODELS else None
+
+
+def refuse_whole(path: str | Path, instead: str) -> None:
+    """Raises UserError for a model that reads images too. instead: what the user can do."""
+    if gguf_file(path) is None and whole_type(model_folder(path)) is not None:
+        raise UserError(
+            f"{path} is a model that reads images too, which drot prunes and evaluates: {instead}"
+        )
+
+
+def names_in_files(folder: Path, model_type: str) -> StoredNames | None:
+    """How the files in `folder` name the tensors of a language model; None if they hold no more than it.
+
+    model_type: of the language model. Raises UserError as `stored_names`.
+    """
+    if whole_type(folder) is None or model_type not in FAMILIES:
+        return None
+    return stored_names(read_headers(weight_files(folder)), model_type)
 
 
 def refuse_missing(path: str | Path, model: "PreTrainedModel", names: Iterable[str]) -> None:
@@ -232,7 +286,7 @@ def load_tokenizer(path: str | Path) -> Any:
 
     folder = model_folder(path)
     with silent_transformers(f"cannot load a tokenizer from {str(path)!r}"):
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, gguf_file=gguf_file(path))
 
 
 @contextlib.contextmanager

@@ -3,9 +3,10 @@
 The model is a skeleton: its parameters lie on the device `meta`, which holds no numbers.
 """
 
+import contextlib
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from drot.checkpoint.load import (
     checked_headers,
     drop_prediction_layers,
     load_config,
+    names_in_files,
     refuse_missing,
     refuse_not_finite,
     refuse_superfluous,
@@ -34,18 +36,24 @@ from drot.checkpoint.source import (
     DENSE_DTYPES,
     Header,
     check_headers,
+    gguf_file,
     model_folder,
     stored_state,
 )
+from drot.checkpoint.whole import Whole
 from drot.core.errors import UserError
 from drot.machine.devices import parse_dtype
 from drot.machine.memory import available_memory, return_large_blocks
 from drot.machine.transfer import empty_on_host
 from drot.model.boundary import check_rotations
+from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
 from drot.model.layer import DecoderLayer
+from drot.model.linear import module_at
 from drot.model.stored import stored_tensors
-from drot.sparse.linear import packed_linears
+from drot.model.whole import PROJECTOR, prepare
+from drot.sparse.fused import fuse
+from drot.sparse.linear import is_packed, packed_linears
 from drot.sparse.packed import check_packed_tensors
 
 if TYPE_CHECKING:
@@ -68,11 +76,13 @@ class DiskWeights:
 
     path: the model, for messages.
     headers: tensor → its header, of a complete file.
-    base: what the names in the files lack in front, such as `model.`; empty if they lack nothing.
+    stored: gives the name in the files of a tensor that they hold under another.
     """
 
-    def __init__(self, path: str | Path, headers: Mapping[str, Header], base: str = "") -> None:
-        self._path, self._headers, self._base = path, headers, base
+    def __init__(
+        self, path: str | Path, headers: Mapping[str, Header], stored: Callable[[str], str] = str
+    ) -> None:
+        self._path, self._headers, self._stored = path, headers, stored
         self._starts: dict[str, int] = {}
         #: type of a device → what is read for it next, pinned for a GPU. It is made once, since pieces of
         #: memory between the layers leave gaps that the C library does not use again.
@@ -107,12 +117,15 @@ class DiskWeights:
 
     def holds(self, name: str) -> bool:
         """Whether the files hold a tensor."""
-        return name.removeprefix(self._base) in self._headers
+        return self._name(name) in self._headers
+
+    def _name(self, name: str) -> str:
+        return name if name in self._headers else self._stored(name)
 
     @torch.no_grad()
     def equal(self, *names: str) -> bool:
         """Whether tensors of the files have the same numbers."""
-        headers = {name: self._headers[name.removeprefix(self._base)] for name in names}
+        headers = {name: self._headers[self._name(name)] for name in names}
         found = {name: torch.empty(h.shape, dtype=DENSE_DTYPES[h.dtype]) for name, h in headers.items()}
         self._read(found)
         first, *others = found.values()
@@ -121,7 +134,7 @@ class DiskWeights:
     def _read(self, targets: Mapping[str, Tensor]) -> None:
         """Reads tensors into contiguous tensors on any device, which may have another dtype."""
         for name, target in targets.items():
-            stored, kind = name.removeprefix(self._base), target.device.type
+            stored, kind = self._name(name), target.device.type
             header = self._headers[stored]
             with self._lock:
                 if kind not in self._scratch:
@@ -166,7 +179,7 @@ def _read_into(target: Tensor, file: Path, start: int, dtype: torch.dtype, scrat
 
 
 def open_skeleton(
-    path: str | Path, dtype: str | torch.dtype = "auto"
+    path: str | Path, dtype: str | torch.dtype = "auto", *, verify: bool = True
 ) -> "tuple[PreTrainedModel, DiskWeights, torch.dtype]":
     """The model at `path` without its weights, its weights on the disk, and the dtype of the checkpoint.
 
@@ -175,15 +188,21 @@ def open_skeleton(
 
     path: a hub name or a folder with a model of a family that drot prunes, or a checkpoint that drot wrote.
         Its packed linears are not fused.
+        Of a model that reads images too, it is the language model.
     dtype: the dtype of the parameters; `auto` is the dtype of the checkpoint.
+    verify: as in `load_model`.
     """
+    if gguf_file(path) is not None:
+        raise UserError(
+            f"{path} is a GGUF file, which drot cannot read layer by layer: only prune or load it"
+        )
     config = load_config(path)
     refuse_quantised(config)
     family_of(config)
     from transformers import AutoModelForCausalLM, GenerationConfig
 
     folder = model_folder(path, weights=True)
-    with verified_while_loading(folder):
+    with verified_while_loading(folder) if verify else contextlib.nullcontext():
         headers = checked_headers(path, config, folder)
         own = config.dtype or _first_dtype(headers)
         chosen = own if dtype == "auto" else parse_dtype(dtype) if isinstance(dtype, str) else dtype
@@ -204,13 +223,49 @@ def open_skeleton(
                     folder, config_file_name=CONFIG, _from_model_config=True
                 )
             _compute_buffers(model)
-    prefix = f"{model.base_model_prefix}."
-    without_prefix = not any(name.startswith(prefix) for name in headers)
-    weights = DiskWeights(path, headers, prefix if without_prefix else "")
+    weights = _weights_of(path, model, headers, folder)
     _tie(path, model, weights)
     if FEW_TIMES * sum(parameter.nbytes for parameter in model.parameters()) > available_memory():
         return_large_blocks()
     return model.eval().requires_grad_(False), weights, own
+
+
+def _weights_of(path: str | Path, model: Any, headers: Mapping[str, Header], folder: Path) -> DiskWeights:
+    """The weights on the disk of an empty model, whose files may have other names for them.
+
+    headers: by the names of the model.
+    """
+    if (names := names_in_files(folder, model.config.model_type)) is None:
+        prefix = f"{model.base_model_prefix}."
+        without_prefix = not any(name.startswith(prefix) for name in headers)
+        return DiskWeights(path, headers, lambda name: name.removeprefix(prefix) if without_prefix else name)
+    model.drot_whole = Whole(folder, names)
+    weight = headers.get(f"{PROJECTOR}.weight")
+    shape = () if weight is None else weight.shape
+    prepare(model, names, family_of(model.config).layers, shape, bias=f"{PROJECTOR}.bias" in headers)
+    return DiskWeights(path, {names.stored(name): each for name, each in headers.items()}, names.stored)
+
+
+@torch.no_grad()
+def load_whole(path: str | Path, dtype: str | torch.dtype, *, verify: bool) -> "PreTrainedModel":
+    """The language model of a model that reads images too, with its weights, as `load_model` returns it."""
+    model: Any
+    model, weights, _ = open_skeleton(path, dtype, verify=verify)
+    decoder = DecoderModel(model, weights=weights)
+    for layer in decoder.layers:
+        weights.read_layer(layer, torch.device("cpu"))
+    tied = decoder.head.weight is decoder.embedding.weight
+    for end in decoder.ends:
+        if not tied or end != decoder.family.head:
+            weights.read_module(module_at(model, end), end)
+    if tied:
+        decoder.head.weight = decoder.embedding.weight
+    for name in ("drot_whole", "stored_layers", PROJECTOR):  # a model of text alone from here on
+        if hasattr(model, name):
+            delattr(model, name)
+    if is_packed(model):
+        fuse(model)
+    return model
 
 
 def _first_dtype(headers: Mapping[str, Header]) -> torch.dtype:

@@ -14,6 +14,7 @@ from safetensors.torch import save, save_file
 from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from drot.checkpoint.whole import Whole
 from drot.core.hashes import FileRecord, file_record
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
@@ -63,25 +64,29 @@ def save_in_shards(
 ) -> dict[str, FileRecord]:
     """Writes what `save_pretrained` writes to `folder`, with a shard for each layer and a last for the rest.
 
-    The rest is the embedding, the last norm and the head.
+    The rest is the embedding, the last norm and the head; of a model that reads images too, all else as well
+    (`Whole`).
 
     written: the shards of all layers with their hashes; empty if they are not written yet.
 
     Returns the hashes that are known, by the names of the shards in `folder`.
     """
-    layers, state = DecoderModel(model).layers, model.state_dict()
+    decoder = DecoderModel(model)
+    layers, rest = decoder.layers, decoder.state_of_ends()
     *names, last_name = shard_names(len(layers) + 1)
     in_layers = [stored_tensors(layer) for layer in layers]
     weight_map = {tensor: name for name, own in zip(names, in_layers, strict=True) for tensor in own}
-    inside = tuple(layer.prefix for layer in layers)
-    rest = {name: tensor for name, tensor in state.items() if not name.startswith(inside)}
     model.save_pretrained(folder, state_dict=dict(rest), max_shard_size="1000TB")  # in one file
     last = folder / last_name
     (folder / SAFE_WEIGHTS_NAME).rename(last)
     with safe_open(last, framework="pt") as handle:  # a tied head is not in it
         in_last = set(handle.keys())
     assert in_last <= rest.keys(), "transformers saved other tensors than those that it was given"
-    weight_map |= dict.fromkeys(in_last, last.name)
+    in_rest = {name: (rest[name].numel(), rest[name].nbytes) for name in in_last}
+    whole: Whole | None = getattr(model, "drot_whole", None)
+    if whole is not None:
+        in_rest = whole.complete(folder, last, model.config)
+    weight_map |= dict.fromkeys(in_rest, last.name)
     # after save_pretrained, which deletes shards that it finds
     if written:
         for file, name in zip(written, names, strict=True):
@@ -92,12 +97,10 @@ def save_in_shards(
     else:
         for own, name in zip(in_layers, names, strict=True):
             save_shard(own, folder / name)
-    saved = [tensor for own in in_layers for tensor in own.values()] + [rest[name] for name in in_last]
+    saved = [(tensor.numel(), tensor.nbytes) for own in in_layers for tensor in own.values()]
+    parameters, size = map(sum, zip(*saved, *in_rest.values(), strict=True))
     index = {
-        "metadata": {
-            "total_parameters": sum(tensor.numel() for tensor in saved),
-            "total_size": sum(tensor.nbytes for tensor in saved),
-        },
+        "metadata": {"total_parameters": parameters, "total_size": size},
         "weight_map": weight_map,
     }
     text = json.dumps(index, indent=2, sort_keys=True) + "\n"

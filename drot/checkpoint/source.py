@@ -7,13 +7,14 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from drot.core.checks import shortened
+from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
 from drot.core.hub import HUB_NAME, hub_access
 from drot.core.reading import check_regular, check_schema, read_json
@@ -24,7 +25,6 @@ CONFIG = "config.json"
 ADAPTER = "adapter_config.json"
 WEIGHTS = "model.safetensors"
 GGUF = ".gguf"
-NO_GGUF = ", whose weights are quantised: name the model in safetensors that it was made from"
 INDEX = WEIGHTS + ".index.json"
 #: files of weights that Python opens by running what they hold
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -61,6 +61,8 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
 
     weights: whether to fetch the weights too, and not only the config and the tokenizer.
     """
+    if (gguf := gguf_file(model)) is not None:
+        return _folder_of_gguf(str(model), gguf)
     folder = Path(model)
     try:
         if folder.is_dir():
@@ -71,8 +73,6 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
         is_file = folder.exists()
     except OSError as error:  # a name that is too long, or a folder that must not be read
         raise UserError(f"cannot read {shortened(str(model))}: {error.strerror}") from None
-    if is_file and folder.suffix == GGUF:
-        raise UserError(f"{model} is a GGUF file{NO_GGUF}")
     if is_file:
         raise UserError(f"{model} is a file: name the folder of the model that holds it")
     if isinstance(model, Path) or not HUB_NAME.fullmatch(model):
@@ -98,6 +98,30 @@ def model_folder(model: str | Path, *, weights: bool = False) -> Path:
         return found
 
 
+def gguf_file(model: str | Path) -> str | None:
+    """The name of the GGUF file that `model` names, as in FOLDER/NAME.gguf; None for another model."""
+    file = Path(model)
+    return file.name if file.suffix == GGUF and not (path_exists(file) and file.is_dir()) else None
+
+
+def _folder_of_gguf(model: str, name: str) -> Path:
+    """The folder with the GGUF file `name`, which is fetched from the hub if there is no such file.
+
+    Raises UserError as `model_folder`, and if a package is missing that transformers opens it with.
+    """
+    if missing := [each for each in ("gguf", "accelerate") if find_spec(each) is None]:
+        raise UserError(f"{model} is a GGUF file: pip install {' '.join(missing)} to read it")
+    if (file := Path(model)).is_file():
+        return file.parent
+    owner = model.removesuffix(f"/{name}")
+    if file.parent.is_dir() or not HUB_NAME.fullmatch(owner):
+        raise UserError(f"there is no such file: {model!r}")
+    from huggingface_hub import hf_hub_download
+
+    with hub_access(f"there is no file {model}, and {owner} cannot be read from the hub", "name a file"):
+        return Path(hf_hub_download(owner, name)).parent
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json in `folder`, checked by its schema.
 
@@ -118,6 +142,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{file}: layer_types must have a value for each of the {layers} layers of num_hidden_layers, "
             f"got {len(types)}: copy the file again"
         )
+    if isinstance(text := config.get("text_config"), dict):  # of a model that reads more than text
+        check_schema(ModelConfig, {"model_type": "", **text}, f"{file}: text_config")
     for key in ("rope_parameters", "rope_scaling"):
         # Gemma 3 and others have one set of entries for each kind of layer
         if not any(isinstance(value, dict) for value in (config.get(key) or {}).values()):
@@ -154,8 +180,13 @@ def _instead(folder: Path) -> str:
             "merge_and_unload, save that model, and name its folder"
         )
     if files := sorted(folder.glob(f"*{GGUF}")):
-        return f" but {files[0].name}, a GGUF file{NO_GGUF}"
+        return _how_to_name(files[0])
     return ": name the folder of a model"
+
+
+def _how_to_name(file: Path) -> str:
+    """That a folder holds no more than a GGUF file, and what to do."""
+    return f" but a GGUF file: add --gguf-file {file.name} to drot prune, or name {file}"
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -169,7 +200,7 @@ def weight_files(folder: Path) -> list[Path]:
     elif (folder / INDEX).exists():
         names = _files_of(folder / INDEX)
     elif files := sorted(folder.glob(f"*{GGUF}")):
-        raise UserError(f"{folder} holds no {WEIGHTS} but {files[0].name}, a GGUF file{NO_GGUF}")
+        raise UserError(f"{folder} holds no {WEIGHTS}{_how_to_name(files[0])}")
     elif pickles := sorted(file.name for pattern in PICKLES for file in folder.glob(pattern)):
         raise UserError(
             f"{folder} holds no {WEIGHTS}, but {pickles[0]}, a pickle, which can run code when it is opened: "

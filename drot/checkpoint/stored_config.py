@@ -28,6 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, AutoConf
 
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES
+from drot.model.whole import WHOLE_MODELS
 
 MODEL_TYPE = "drot"
 #: key of the family's `model_type`, such as `llama`
@@ -53,17 +54,30 @@ class StoredConfig(PreTrainedConfig):
 
         Raises UserError if the file names no family that drot supports.
         """
-        family = config_dict.get(BASE_MODEL_TYPE)
-        if not isinstance(family, str) or family not in FAMILIES:
-            raise UserError(
-                f"config.json: {BASE_MODEL_TYPE} must be one of {', '.join(FAMILIES)}, got {family!r}: "
-                "copy config.json again, or update drot"
-            )
-        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        entries = restored(config_dict | {"model_type": MODEL_TYPE})
+        return CONFIG_MAPPING[entries["model_type"]].from_dict(entries, **kwargs)
 
-        entries = {k: v for k, v in config_dict.items() if k not in STORED and k != BASE_MODEL_TYPE}
-        entries |= {"model_type": family, "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]}
-        return CONFIG_MAPPING[family].from_dict(entries, **kwargs)
+
+def restored(stored: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a config.json, of the stored form as those of its family.
+
+    Raises UserError if the stored form names no family that drot supports.
+    """
+    if stored["model_type"] != MODEL_TYPE:
+        return stored
+    family = stored.get(BASE_MODEL_TYPE)
+    if not isinstance(family, str) or family not in FAMILIES | WHOLE_MODELS:
+        raise UserError(
+            f"config.json: {BASE_MODEL_TYPE} must be one of {', '.join(FAMILIES | WHOLE_MODELS)}, got "
+            f"{family!r}: copy config.json again, or update drot"
+        )
+    from transformers.models.auto import modeling_auto as auto
+
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if family in WHOLE_MODELS:
+        names = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    entries = {k: v for k, v in stored.items() if k not in STORED and k != BASE_MODEL_TYPE}
+    return entries | {"model_type": family, "architectures": [names[family]]}
 
 
 def write_stored_form(file: Path) -> None:

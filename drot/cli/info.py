@@ -78,6 +78,8 @@ def _show_model(name: str, as_json: bool) -> None:
     shown = {"model type": found["model_type"]}
     if method := found.get("quantised"):
         shown["quantised"] = f"{method}: drot prunes the model before it was quantised"
+    if text := found.get("text_model"):
+        shown["language model"] = f"of type {text}; the rest is kept as it is" if found["supported"] else text
     if found["supported"]:
         shown["supported"] = f"yes, like {found['models']}"
         shown["rotations"] = ", ".join(found["rotations"]).upper()
@@ -85,8 +87,6 @@ def _show_model(name: str, as_json: bool) -> None:
             shown["fused modules"] = "; ".join(f"{path}: {', '.join(of)}" for path, of in fused.items())
     else:
         shown["supported"] = "no; docs/architectures.md says how a family is added"
-        if text := found.get("text_model"):
-            shown["language model"] = f"of type {text}; examples/language_model.py saves it alone"
         if (comparison := found["comparison"]) is None:
             shown["modules"] = "transformers has no causal language model of this type"
         else:

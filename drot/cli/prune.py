@@ -83,6 +83,7 @@ FIRST = (
 def prune(
     ctx: typer.Context,
     model: str | None = None,
+    gguf_file: str | None = None,
     recipe: Path | None = None,
     quality: str | None = None,
     rotations: Path | None = None,
@@ -107,6 +108,9 @@ def prune(
     Arguments:
         model MODEL: Name on the Hugging Face hub, or a local folder. Default with --recipe DIR: the model
             from which DIR was made.
+    Model:
+        gguf_file NAME.gguf: Read this GGUF file of MODEL, whose weights become dense. transformers reads it,
+            with the package gguf.
     Recipe:
         recipe [FILE|DIR]: Take the settings from this file, a recipe in YAML or JSON or the drot.json of a
             checkpoint, or from the folder of a checkpoint. Options next to it replace single settings.
@@ -143,6 +147,8 @@ def prune(
     model = model or asked.manifest.get("base_model")
     if not model:
         raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as --recipe")
+    if gguf_file is not None:
+        model = f"{model}/{gguf_file}"
     if sensitivity:
         check_no_output(asked, given)
         show_sensitivity(model, asked.recipe, as_json, device=device, dtype=dtype, rotations=rotations)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from drot.checkpoint.load import load, load_config
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.quantization_config import quantised_by
-from drot.checkpoint.source import DENSE_DTYPES, model_folder, read_headers, weight_files
+from drot.checkpoint.source import DENSE_DTYPES, gguf_file, model_folder, read_headers, weight_files
 from drot.machine import devices
 from drot.machine.devices import is_gpu, parse_dtype
 from drot.machine.memory import available_memory
@@ -78,10 +78,12 @@ def must_stream(names: Sequence[str], dtype: str, device: torch.device) -> bool:
     """Whether models that are needed at the same time are larger than the memory; a warning says so.
 
     Models that drot cannot read layer by layer are not streamed: their family is unknown, or another program
-    has quantised them.
+    has quantised them, as GGUF files are.
 
     names: the models that are not in memory yet. dtype: as in `loaded_bytes`.
     """
+    if any(gguf_file(name) for name in names):
+        return False
     configs = [load_config(name) for name in names]
     if any(config.model_type not in FAMILIES or quantised_by(config) for config in configs):
         return False

@@ -15,7 +15,14 @@ from torch import Tensor
 
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.importance import load_importance_maps, save_importance_maps
-from drot.checkpoint.load import has_tokenizer, load_config, load_model, load_tokenizer, warn_of_rounding
+from drot.checkpoint.load import (
+    has_tokenizer,
+    load_config,
+    load_model,
+    load_tokenizer,
+    refuse_whole,
+    warn_of_rounding,
+)
 from drot.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
@@ -138,6 +145,7 @@ def _finetune(
 ) -> FinetuneResult:
     """`finetune` after its arguments were checked and `out` was locked."""
     model_config = load_config(model)
+    refuse_whole(model, "fine-tune a model that reads text alone, or prune with more recovery")
     _check_config(model_config, config)
     manifest, maps = _manifest_of(model), load_importance_maps(model)
     if tokenizer is None and has_tokenizer(model):

@@ -14,6 +14,7 @@ from drot.model.family import Family
 from drot.model.layer import DecoderLayer, Weights
 from drot.model.linear import module_at, reset_norm, scale_of, shift_of
 from drot.model.sizes import head_shape, widths_of
+from drot.model.whole import PROJECTOR
 
 
 class DecoderModel:
@@ -33,7 +34,16 @@ class DecoderModel:
         modules = self.layer_modules
         families = layer_families(model.config, len(modules))
         self.layers = [
-            DecoderLayer(layer, index, family, self.heads, self.widths, route_all=route_all, weights=weights)
+            DecoderLayer(
+                layer,
+                index,
+                family,
+                self.heads,
+                self.widths,
+                route_all=route_all,
+                weights=weights,
+                stored=getattr(model, "stored_layers", None),
+            )
             for index, (layer, family) in enumerate(zip(modules, families, strict=True))
         ]
 
@@ -124,12 +134,15 @@ class DecoderModel:
 
         The tensors of a skeleton hold numbers until the next part is asked for.
         """
-        inside = tuple(layer.prefix for layer in self.layers)
         with self.in_memory(*self.ends):
-            state = self.model.state_dict()
-            yield {name: tensor for name, tensor in state.items() if not name.startswith(inside)}
+            yield self.state_of_ends()
         for layer in self.loaded_layers():
             yield {layer.prefix + name: tensor for name, tensor in layer.module.state_dict().items()}
+
+    def state_of_ends(self) -> dict[str, Tensor]:
+        """What the state dict holds outside of the layers; of a skeleton, what is in memory."""
+        inside, state = f"{self.family.layers}.", self.model.state_dict()
+        return {name: t for name, t in state.items() if not (name.startswith(inside) or t.is_meta)}
 
     def check(self) -> None:
         """Raises UserError for a module that does not agree with the family and the model's config.
@@ -207,6 +220,8 @@ class DecoderModel:
     def rotate_ends(self, first_r1: Tensor, last_r1: Tensor, device: torch.device) -> bool:
         """Merges R1 [d, d] of the first layer into the embeddings and of the last into lm_head, in place.
 
+        In a model that reads images too, the linear that writes them into the stream gets the first R1 too.
+
         device: where the products are computed, in fp64.
 
         Returns whether lm_head was tied to the embedding. Tied weights are untied, also in the model's
@@ -220,6 +235,11 @@ class DecoderModel:
         rotate_head(self.final_norm, head, self.family, last_r1, device)
         for path in self.family.embeddings:
             rotate_rows(module_at(self.model, path).weight, first_r1, device)
+        if hasattr(self.model, PROJECTOR):
+            assert self._weights is not None
+            self._weights.read_module(self.model.projector, PROJECTOR)
+            for parameter in self.model.projector.parameters():  # [d, inputs], and [d] of a bias
+                rotate_rows(parameter.view(len(parameter), -1).mT, first_r1, device)
         return tied
 
     def zero_share(self) -> float:

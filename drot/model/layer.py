@@ -40,6 +40,8 @@ class DecoderLayer:
     linears: name → linear, in the order in which they are pruned.
     route_all: whether the inputs of each expert are all tokens, and not those that the router sends there.
     weights: where the layer's weights are read from; None for a layer that has them.
+    stored: what a checkpoint has for `family.layers` in the names of tensors, where it is not the same.
+    prefix: what the names of the layer's tensors begin with there.
     """
 
     def __init__(
@@ -52,8 +54,10 @@ class DecoderLayer:
         *,
         route_all: bool = False,
         weights: "Weights | None" = None,
+        stored: str | None = None,
     ) -> None:
         self.module, self.index, self.family, self.heads = module, index, family, heads
+        self.prefix = f"{stored or family.layers}.{index}."
         self._widths, self.route_all, self._weights = widths, route_all, weights
         self.linears: dict[str, Linear] = {}
         starts: dict[tuple[str, int | None], int] = {}
@@ -67,11 +71,6 @@ class DecoderLayer:
                     count = sum(other.path == spec.path for other in group.linears)
                     rows = slice(start // width, None, count)
                 self.linears[spec.name] = Linear(module, spec, group, full_name, rows)
-
-    @property
-    def prefix(self) -> str:
-        """What the names of the layer's tensors begin with in a checkpoint."""
-        return f"{self.family.layers}.{self.index}."
 
     @property
     def groups(self) -> tuple[InputGroup, ...]:

@@ -12,6 +12,7 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_config, load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.offload import open_skeleton
+from drot.checkpoint.source import gguf_file
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.resolve import GIVEN_TOKENS
 from drot.core.checks import is_a, is_callable
@@ -141,7 +142,7 @@ def prepare(
         progress(ProgressEvent(phase="load"))
         chosen = computing_dtype(dtype, planned.device)
         folder = model
-        if streams:
+        if streams and gguf_file(folder) is None:
             model, weights, own = ranks.one_after_the_other(lambda: open_skeleton(folder, chosen))
         else:
             model, own = ranks.one_after_the_other(lambda: _load(folder, chosen, config))

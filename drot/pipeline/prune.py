@@ -254,6 +254,8 @@ def _open_state(context: RunContext, out: Path, identity: dict[str, Any]) -> Run
     state = RunState(out, identity, here)
     sizes = sizes_of(context.model, *context.tokens.shape)
     checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
+    if (whole := getattr(context.model.model, "drot_whole", None)) is not None:
+        checkpoint += whole.kept_bytes
     check_space(out, checkpoint, beside, weight_bytes(state.folder) or 0)
     return state
 

@@ -62,9 +62,10 @@ def test_an_unknown_family(model_type, facts, tmp_path, capsys):
 
 
 def test_a_model_that_reads_images_too(tmp_path, capsys):
-    text = shown(capsys, with_config(tmp_path, "mistral3"))
-    assert "language model of type mistral; examples/language_model.py saves it alone" in text
-    assert "transformers has no causal language model of this type" in text
+    text = shown(capsys, with_config(tmp_path / "known", "mistral3"))
+    assert "language model of type mistral; the rest is kept as it is supported yes, like Mistral" in text
+    text = shown(capsys, with_config(tmp_path / "unknown", "aya_vision"))
+    assert "language model cohere2 supported no" in text
 
 
 def test_prune_names_the_command(tmp_path, capsys):
@@ -107,13 +108,12 @@ def test_an_adapter_alone_is_refused_with_its_model(command, tmp_path, capsys):
     assert "an adapter (LoRA) of 'Qwen/Qwen3-8B': merge it into its model" in line
 
 
-def test_gguf_is_refused(tmp_path, capsys):
-    folder, file = tmp_path / "model", tmp_path / "model" / "model-Q4_K_M.gguf"
+def test_a_folder_of_gguf_names_the_option(tmp_path, capsys):
+    folder = tmp_path / "model"
     folder.mkdir()
-    file.touch()
-    for name in (folder, file):
-        line = refused(capsys, "prune", str(name), "--out", str(tmp_path / "out"))
-        assert "a GGUF file" in line and "name the model in safetensors that it was made from" in line
+    (folder / "model-Q4_K_M.gguf").touch()
+    line = refused(capsys, "prune", str(folder), "--out", str(tmp_path / "out"))
+    assert "holds no config.json but a GGUF file: add --gguf-file model-Q4_K_M.gguf to drot prune" in line
     small_model("llama").config.save_pretrained(folder)
-    with pytest.raises(UserError, match="model-Q4_K_M.gguf, a GGUF file"):
+    with pytest.raises(UserError, match="but a GGUF file: add --gguf-file model-Q4_K_M.gguf"):
         drot.load(folder)

@@ -1,0 +1,86 @@
+"""A checkpoint that reads images too, with a pruned language model in place of its own."""
+
+import json
+import math
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from drot.checkpoint.manifest import MANIFEST
+from drot.checkpoint.source import (
+    CONFIG,
+    INDEX,
+    SMALL_FILES,
+    Header,
+    read_headers,
+    weight_files,
+)
+from drot.checkpoint.stored_config import restored, write_stored_form
+from drot.model.whole import StoredNames
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The model in `folder` that reads images too, from which a language model was opened."""
+
+    folder: Path
+    names: StoredNames
+
+    def _kept(self) -> dict[str, Header]:
+        """The tensors that are no part of the language model."""
+        headers = read_headers(weight_files(self.folder))
+        return {name: each for name, each in headers.items() if not self.names.is_text(name)}
+
+    @property
+    def kept_bytes(self) -> int:
+        """The bytes of the tensors that are no part of the language model."""
+        found = [(math.prod(each.shape), re.search(r"\d+", each.dtype)) for each in self._kept().values()]
+        return sum(count * (int(bits[0]) // 8 if bits else 1) for count, bits in found)  # BOOL has none
+
+    def complete(self, out: Path, file: Path, config: Any) -> dict[str, tuple[int, int]]:
+        """Makes `out`, where the language model is written, the checkpoint of the whole model.
+
+        What the language model does not replace is copied byte for byte: tensors to `file`, small files, and
+        the entries of config.json.
+
+        file: the tensors outside of the decoder layers. config: of the language model.
+
+        Returns for each tensor of `file` the count and the bytes of its numbers.
+        """
+        tensors = {self.names.stored(name): tensor for name, tensor in load_file(file).items()}
+        for name, header in self._kept().items():
+            if name not in tensors:  # unless R1 rotates the projector
+                with safe_open(header.file, framework="pt") as handle:
+                    tensors[name] = handle.get_tensor(name)
+        part = file.with_suffix(".part")
+        save_file(tensors, part, {"format": "pt"})
+        part.replace(file)
+        self._write_config(out / CONFIG, config)
+        for pattern in SMALL_FILES:
+            for small in self.folder.glob(pattern):
+                if small.name not in (INDEX, MANIFEST) and not (out / small.name).exists():
+                    shutil.copyfile(small, out / small.name)
+        return {name: (tensor.numel(), tensor.nbytes) for name, tensor in tensors.items()}
+
+    def _write_config(self, file: Path, config: Any) -> None:
+        """Writes the config of the whole model over that of its language model, which `file` holds."""
+        entries = restored(json.loads((self.folder / CONFIG).read_text(encoding="utf-8")))
+        written = json.loads(file.read_text(encoding="utf-8"))
+        text = entries.get("text_config", {})  # Qwen2.5-VL was published without
+        for part in (entries, text):
+            if part is entries or "dtype" in part or "torch_dtype" in part:
+                part.pop("torch_dtype", None)
+                part["dtype"] = written["dtype"]
+            if not config.tie_word_embeddings:
+                part["tie_word_embeddings"] = False
+        entries.pop("quantization_config", None)
+        if (entry := written.get("quantization_config")) is not None:
+            entries["quantization_config"] = entry
+        file.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if entry is not None:
+            write_stored_form(file)

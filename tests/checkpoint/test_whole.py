@@ -1,0 +1,193 @@
+"""Models that read images too: their language model is pruned, and the rest is kept byte for byte."""
+
+import json
+
+import pytest
+import torch
+from runs import interrupted, one_shot, prune, saved_bytes, saved_tensors
+from safetensors.torch import load_file, save_file
+from small_checkpoints import change_json
+from small_models import is_available, random_text, random_tokens, relative_error
+from small_whole import WHOLE, image_and_text, save_small_whole
+from transformers import AutoModelForImageTextToText
+
+import drot
+from drot.checkpoint.convert import convert
+from drot.checkpoint.load import load_config
+from drot.cli import app as cli
+from drot.core.errors import UserError
+from drot.model.families import FAMILIES
+from drot.model.whole import PROJECTORS
+
+#: a run that rotates and removes no weight
+NOTHING = dict(sparsity=0.0, method="wanda", objective="entropy")
+TYPES = [name for name, (text, _) in WHOLE.items() if is_available(text)]
+
+
+@torch.no_grad()
+def logits(folder, inputs):
+    model, report = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    return model.eval()(**inputs).logits
+
+
+def beside(tensors):
+    """The names of the tensors that are no part of the language model."""
+    return {name for name in tensors if any(part in name for part in ("visual", "vision", "projector"))}
+
+
+def raw(folder):
+    """Name → dtype, shape and bytes of each tensor."""
+    return {name: (each.dtype, each.shape, each.view(torch.uint8).numpy().tobytes())
+            for name, each in saved_tensors(folder).items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", ["none", "shared", "layer"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_rotated_model_reads_an_image_as_before(model_type, tied, mode, tmp_path):
+    """The logits behind an image stay: the projector writes in the rotated basis."""
+    source = save_small_whole(tmp_path / "source", model_type, tie_word_embeddings=tied)
+    inputs = image_and_text(model_type)
+    expected = logits(source, inputs)
+    other = inputs | {"pixel_values": -inputs["pixel_values"]}
+    assert relative_error(logits(source, other), expected) > 0.03  # the image counts
+    result = prune(source, one_shot(mode, **NOTHING), out=tmp_path / "out")
+    assert relative_error(logits(tmp_path / "out", inputs), expected) < 1e-5
+    assert result.manifest.stock_architecture == (mode != "layer")
+    loaded, tokens = drot.load(tmp_path / "out", device="cpu"), random_tokens(2, 30, vocab=90)
+    assert loaded.config.model_type in FAMILIES
+    assert relative_error(loaded(tokens).logits, logits(source, {"input_ids": tokens})) < 1e-5
+
+    before, after = raw(source), raw(tmp_path / "out")
+    rotated = {name for name in beside(before) if before[name] != after[name]}
+    writes = {name for name in before if any(part in name for part in PROJECTORS)}
+    assert rotated == (writes if mode != "none" and FAMILIES[WHOLE[model_type][0]].rotates_stream else set())
+    config = json.loads((source / "config.json").read_text())
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert found["vision_config"] == config["vision_config"]
+    assert found["model_type"] == (model_type if mode != "layer" else "drot")
+    assert (tmp_path / "out" / "preprocessor_config.json").read_text() == '{"size": 28}\n'
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_pruned_and_packed(model_type, tmp_path):
+    """The dense and the packed checkpoint compute the same behind an image; half of the weights are zero."""
+    source, inputs = save_small_whole(tmp_path / "source", model_type), image_and_text(model_type)
+    result = prune(source, one_shot("layer"), out=tmp_path / "dense")
+    assert result.manifest.sparsity == pytest.approx(0.5, abs=0.01)
+    assert sum(float((each == 0).sum()) for each in saved_tensors(tmp_path / "dense").values()) > 0
+    convert(tmp_path / "dense", tmp_path / "packed", "packed")
+    convert(tmp_path / "packed", tmp_path / "again", "dense")
+    dense = logits(tmp_path / "dense", inputs)
+    assert relative_error(logits(tmp_path / "packed", inputs), dense) < 1e-5
+    assert raw(tmp_path / "again") == raw(tmp_path / "dense")
+    tokens = random_tokens(1, 20, vocab=90)
+    loaded = [drot.load(tmp_path / name, device="cpu")(tokens).logits for name in ("dense", "packed")]
+    assert relative_error(*loaded) < 1e-5
+    assert relative_error(logits(tmp_path / "packed", {"input_ids": tokens}), loaded[0]) < 1e-5
+
+
+def test_bfloat16_is_kept_byte_for_byte(tmp_path):
+    """Computed in fp32, saved in bf16: a NaN of the vision tower, which no product would keep, stays too."""
+    source = save_small_whole(tmp_path / "source", "gemma3")
+    tensors = {name: each.bfloat16() for name, each in load_file(source / "model.safetensors").items()}
+    name = next(name for name in tensors if "vision" in name)
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    change_json(source / "config.json", dtype="bfloat16")
+    result = prune(source, one_shot("shared"), out=tmp_path / "out")
+    before, after = raw(source), raw(tmp_path / "out")
+    assert result.manifest.dtype == "bfloat16" and before.keys() == after.keys()
+    assert {name for name in before if before[name] != after[name]} and not [
+        name for name in beside(before) if before[name] != after[name]
+    ]
+
+
+def test_old_names_and_shards_are_read(tmp_path):
+    """Files of other versions of transformers: the same model under other names gives the same bytes."""
+    source = save_small_whole(tmp_path / "source", "mistral3")
+    held = load_file(source / "model.safetensors")
+    old = any(name.startswith("language_model.") for name in held)
+    renamed = {}
+    for name, tensor in held.items():
+        if old and name.startswith("language_model.model."):
+            name = "model.language_model." + name.removeprefix("language_model.model.")
+        elif old and name.startswith("language_model."):
+            name = name.removeprefix("language_model.")
+        elif old:
+            name = f"model.{name}"
+        renamed[name] = tensor
+    assert renamed.keys() != held.keys()
+    other = save_small_whole(tmp_path / "other", "mistral3")
+    (other / "model.safetensors").unlink()
+    names, weight_map = sorted(renamed), {}
+    for part, chosen in enumerate((names[::2], names[1::2])):
+        save_file(
+            {name: renamed[name] for name in chosen}, other / f"model-{part}.safetensors", {"format": "pt"}
+        )
+        weight_map |= dict.fromkeys(chosen, f"model-{part}.safetensors")
+    index = {"metadata": {}, "weight_map": weight_map}
+    (other / "model.safetensors.index.json").write_text(json.dumps(index))
+    inputs = image_and_text("mistral3")
+    for folder in (source, other):
+        prune(folder, one_shot("shared"), out=tmp_path / f"{folder.name}-pruned")
+    first, second = (logits(tmp_path / f"{folder.name}-pruned", inputs) for folder in (source, other))
+    assert torch.equal(first, second)
+    assert saved_tensors(tmp_path / "other-pruned").keys() >= renamed.keys() - {"lm_head.weight"}
+
+
+def test_a_run_is_resumed_to_the_same_bytes(tmp_path):
+    source = save_small_whole(tmp_path / "source", "mistral3")
+    prune(source, out=tmp_path / "whole")
+    interrupted(source, out=tmp_path / "out")
+    prune(source, out=tmp_path / "out", resume=True)
+    assert saved_bytes(tmp_path / "out") == saved_bytes(tmp_path / "whole")
+    assert prune(source, out=tmp_path / "out", resume=True).finished_before
+
+
+def test_the_commands(tmp_path, capsys):
+    """prune, info, eval, convert and chat's loader know the checkpoint; finetune and export refuse it."""
+    source, out, text = (
+        save_small_whole(tmp_path / "source", "mistral3"),
+        tmp_path / "out",
+        tmp_path / "text.txt",
+    )
+    text.write_text(random_text(2000))
+    quick = ["--quality", "fast", "--steps", "2", "--seqlen", "40", "--nsamples", "4", "--device", "cpu"]
+    command = ["prune", str(source), "--out", str(out), "--calibration", str(text), *quick]
+    assert cli.run([*command, "--dry-run"]) == 0 and not out.exists()
+    assert cli.run(command) == 0
+    capsys.readouterr()
+    assert cli.run(["info", str(source)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "model type mistral3 language model of type ministral3; the rest is kept as it is" in shown
+    assert "supported yes" in shown
+    assert cli.run(["info", str(out)]) == 0 and cli.run(["info", str(out), "--verify"]) == 0
+    evaluate = ["--ppl", str(text), "--seqlen", "40", "--device", "cpu", "--json"]
+    capsys.readouterr()
+    assert cli.run(["eval", str(out), *evaluate, "--against", str(source)]) == 0
+    assert "perplexity" in capsys.readouterr().out
+    for refused in (["finetune", str(out), "--out"], ["export", str(out), "--out"]):
+        assert cli.run([*refused, str(tmp_path / "none")]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "is a model that reads images too" in line and not (tmp_path / "none").exists()
+
+
+def test_what_cannot_be_had_is_refused(tmp_path):
+    source, out = save_small_whole(tmp_path / "source", "mistral3"), tmp_path / "out"
+    prune(source, one_shot("layer"), out=out)
+    opened = AutoModelForImageTextToText.from_pretrained(out)
+    with pytest.raises(UserError, match="saves no loaded model that reads images too"):
+        opened.save_pretrained(tmp_path / "saved")
+    tensors = load_file(source / "model.safetensors")
+    left = {name: each for name, each in tensors.items() if "linear_2" not in name}
+    save_file(left, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="writes images into the residual stream, got 0"):
+        prune(source, one_shot("shared"), out=tmp_path / "none")
+    save_file({"a": torch.ones(1)}, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="lack embed_tokens.weight of the language model"):
+        prune(source, one_shot("shared"), out=tmp_path / "none")
+    change_json(source / "config.json", text_config={"hidden_size": 0})
+    with pytest.raises(UserError, match="text_config.*hidden_size"):
+        load_config(source)

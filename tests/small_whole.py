@@ -1,0 +1,76 @@
+"""Small random models that read images too, and an input of theirs with an image."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from small_models import letter_tokenizer, random_tokens, small_model
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+PIXTRAL = dict(model_type="pixtral", image_size=56, patch_size=14, hidden_size=16, intermediate_size=16)
+PIXTRAL |= dict(num_hidden_layers=1, num_attention_heads=2, head_dim=8)
+SIGLIP = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+SIGLIP |= dict(image_size=28, patch_size=14)
+QWEN = dict(depth=1, hidden_size=16, intermediate_size=16, num_heads=2, out_hidden_size=32, patch_size=4)
+#: the token that stands for a part of an image
+IMAGE = 95
+#: model that reads images → its language model in small_models, and the entries of its config
+WHOLE = {
+    "mistral3": ("ministral3", dict(vision_config=PIXTRAL, image_token_index=IMAGE)),
+    "gemma3": (
+        "gemma3_text",
+        dict(vision_config=SIGLIP, mm_tokens_per_image=1, image_token_index=IMAGE, image_token_id=IMAGE),
+    ),
+    "qwen2_5_vl": ("qwen2", dict(vision_config=QWEN, image_token_id=IMAGE)),
+    "qwen3_5": (
+        "qwen3_5_text",
+        dict(vision_config=QWEN | dict(num_position_embeddings=16), image_token_id=IMAGE),
+    ),
+}
+
+
+def small_whole(model_type: str, **changes: Any) -> Any:
+    """A random model that reads images too. changes: of the config of its language model."""
+    text_type, entries = WHOLE[model_type]
+    text = small_model(text_type).config.to_dict() | changes
+    text.pop("final_logit_softcapping", None)  # Gemma 3 with images has none
+    if model_type == "qwen2_5_vl":
+        text |= {"model_type": "qwen2_5_vl_text"}
+        text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    tied = bool(text.get("tie_word_embeddings"))
+    config = AutoConfig.for_model(model_type, text_config=text, tie_word_embeddings=tied, **entries)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    for name, parameter in model.named_parameters():  # norms of 1, biases of 0 and weak images hide mistakes
+        spread = 0.02 if "embed_tokens" in name or "lm_head" in name else 0.15
+        parameter.data = torch.randn_like(parameter) * spread + (parameter.dim() == 1 and "norm" in name)
+    return model
+
+
+def save_small_whole(folder: Path, model_type: str, **changes: Any) -> Path:
+    """Writes a random model that reads images too to `folder`, with a tokenizer and a file of a processor."""
+    small_whole(model_type, **changes).save_pretrained(folder)
+    letter_tokenizer().save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text('{"size": 28}\n')
+    return folder
+
+
+def image_and_text(model_type: str) -> dict[str, torch.Tensor]:
+    """An input with an image of one or two tokens, with random pixels, between random tokens."""
+    tokens = random_tokens(1, 20, vocab=90)
+    tokens[0, 5] = IMAGE
+    random = torch.Generator().manual_seed(3)
+    if model_type == "gemma3":
+        return {"input_ids": tokens, "pixel_values": torch.randn(1, 3, 28, 28, generator=random)}
+    if model_type == "mistral3":  # it fails on an image of one token
+        tokens[0, 6] = IMAGE
+        pixels = torch.randn(1, 3, 56, 28, generator=random)
+        return {"input_ids": tokens, "pixel_values": pixels, "image_sizes": torch.tensor([[56, 28]])}
+    pixels = torch.randn(4, 3 * 2 * 4 * 4, generator=random)  # 2 × 2 patches of 2 frames become one token
+    grid = torch.tensor([[1, 2, 2]])
+    return {
+        "input_ids": tokens,
+        "pixel_values": pixels,
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (tokens == IMAGE).int(),
+    }
