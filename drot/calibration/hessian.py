@@ -143,7 +143,7 @@ class HessianFactor:
         return torch.cat([self.hinv[:, panel].square().sum(0) for panel, _ in panels])
 
 
-def factorize(hessian: Tensor, damping: float, average: str = "mean") -> HessianFactor:
+def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ranks = ALONE) -> HessianFactor:
     """The factor of a Hessian.
 
     U = J L⁻¹ J, where J reverses the order of the columns and J H J = L Lᵀ. So one factorisation and one
@@ -153,6 +153,7 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
 
     hessian: H [in, in], symmetric, any float dtype; not changed. The factor is fp32, or fp64 for fp64.
     damping: the first λ. While the factorisation fails, λ is multiplied by 10, up to MAX_DAMPING means.
+    ranks: those that have the same H, and share the work.
     """
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
@@ -163,8 +164,8 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
         damped = hessian.to(dtype).flip(0, 1)
         fix_dead_columns(damped)
         damped.diagonal().add_(damping * unit)
-        if cholesky_(damped):
-            invert_lower_(damped)
+        if cholesky_(damped, ranks):
+            invert_lower_(damped, ranks)
             upper = damped.flip(0, 1)
             if is_finite(upper):
                 return HessianFactor(upper, damping, unit, dead_columns)
@@ -179,14 +180,17 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
 
 
 class InputHessian:
-    """The Hessian H [in, in] of an input, and its factor, which `factorize` computes at most once."""
+    """The Hessian H [in, in] of an input, and its factor, which `factorize` computes at most once.
 
-    def __init__(self, matrix: Tensor, damping: float, average: str = "mean") -> None:
-        self.matrix, self.damping, self.average = matrix, damping, average
+    The arguments are those of `factorize`.
+    """
+
+    def __init__(self, matrix: Tensor, damping: float, average: str = "mean", ranks: Ranks = ALONE) -> None:
+        self.matrix, self.damping, self.average, self.ranks = matrix, damping, average, ranks
 
     @functools.cached_property
     def factor(self) -> HessianFactor:
-        return factorize(self.matrix, self.damping, self.average)
+        return factorize(self.matrix, self.damping, self.average, self.ranks)
 
     def forget_factor(self) -> None:
         """Frees the memory of the factor, which is as large as that of H."""

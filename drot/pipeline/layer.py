@@ -82,7 +82,7 @@ def prune_layer(
                     own = _own_rows(statistics.output_change, ranks)
                     statistics = dataclasses.replace(statistics, output_change=own)
                 matrix = statistics.hessian
-            hessian = InputHessian(matrix, pruning.damping, pruning.damping_average)
+            hessian = InputHessian(matrix, pruning.damping, pruning.damping_average, ranks.of_machine)
             writes_in = output_r1 if layer.ends_layer(group) else None
             importance = GroupImportance(group, hessian, recipe, layer.heads, rotation, writes_in)
             if statistics is not None:
@@ -153,7 +153,8 @@ def _prune_group(
     figures = {}
     for linear, outcome, of_linear in zip(linears, outcomes, one_shot, strict=True):
         rows = rounded(f"{linear.full_name}.weight", outcome.weight, save_dtype)
-        linear.weight.copy_(ranks.gather_rows(rows))
+        _own_rows(linear.weight, ranks).copy_(rows)
+        ranks.gather_rows_(linear.weight)
         figures[linear.name] = {
             "sparsity": float((linear.weight == 0).float().mean()),
             "output_error": outcome.output_error,

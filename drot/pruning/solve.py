@@ -193,7 +193,7 @@ def _admm(
     gradient = (target - start).mul_(1 / penalty) @ hessian
     state = torch.where(removed, gradient, start)
     del gradient
-    inverse = _shifted_inverse(hessian, penalty, products)
+    inverse = _shifted_inverse(hessian, penalty, products, parts.ranks)
     before = removed
     for iteration in range(1, ADMM_ITERATIONS + 1):
         change = torch.where(removed, -state, state).sub_(target).to(products)
@@ -211,15 +211,15 @@ def _admm(
             state.div_(torch.where(removed, factor, 1.0))
             before = removed
             del inverse  # before the next: of a down_proj it is the largest matrix
-            inverse = _shifted_inverse(hessian, penalty, products)
+            inverse = _shifted_inverse(hessian, penalty, products, parts.ranks)
     return state.mul_(~removed), removed, iteration
 
 
-def _shifted_inverse(hessian: Tensor, shift: float, dtype: torch.dtype) -> Tensor:
-    """shift · (H + shift · I)⁻¹ in `dtype`."""
+def _shifted_inverse(hessian: Tensor, shift: float, dtype: torch.dtype, ranks: Ranks) -> Tensor:
+    """shift · (H + shift · I)⁻¹ in `dtype`. ranks: those that have the same H, and share the work."""
     shifted = hessian.clone()
     shifted.diagonal().add_(shift)
-    if not cholesky_(shifted):
+    if not cholesky_(shifted, ranks.of_machine):
         raise torch.linalg.LinAlgError("the Hessian of ADMM has no Cholesky factor")
-    inverse_of_factor_(shifted)
+    inverse_of_factor_(shifted, ranks.of_machine)
     return shifted.mul_(shift).to(dtype)
