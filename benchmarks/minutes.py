@@ -12,7 +12,8 @@ dense, so that each trains the rotations of other layers.
 An op takes the longest of three times at RATES: its operations, the bytes that it reads and writes, and its
 launch. What goes between the memories and to the disk is added by formula (`copied_bytes`).
 
-A run of one layer and a run of two give what a layer costs and what lies beside the layers. ADMM takes
+A run of one layer and a run of two give what a layer costs and what lies beside the layers. A run of a rank
+that trains no rotation gives what a training costs. ADMM takes
 USUAL_ADMM_ITERATIONS, no training stops early, and every epoch of the recovery is the best so far.
 tests/pipeline/test_minutes.py compares the operations with those of a run on a CPU, and
 tests/second_device/test_traffic.py the copies with those of a run on a device that is not the CPU.
@@ -39,6 +40,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import QUALITIES, Recipe, ResolvedRecipe, resolve
+from drot.core.hashes import WHOLE_HASH_BYTES
 from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel
@@ -57,8 +59,13 @@ RATES |= {"factor": 2e12, "solve": 25e12, "qr": 1e12, "sweep": 5e12}
 #: bytes a second of its memory, as others have measured; estimates between it and pageable main memory, of
 #: the disk, and of SHA-256 on one core
 MEMORY, HOST, DISK, HASH = 3.0e12, 6e9, 2e9, 1e9
+#: bytes a second between the memory of a GPU and pinned main memory, an estimate
+PINNED = 25e9
 #: seconds of an op with its launch in Python, and of a value that the host reads
 LAUNCH, WAIT = 10e-6, 30e-6
+#: seconds until a collective call begins to send: between machines, and within; and of a number or an object,
+#: which the CPUs send. Estimates.
+LATENCY, MESSAGE = (60e-6, 30e-6), 0.5e-3
 #: seconds until the first step: imports, the text, the first use of the GPU
 START = 20.0
 #: its bytes of memory, by which a run decides what stays there
@@ -89,31 +96,47 @@ WRITES = (aten.copy_, aten.zero_, aten.fill_, aten.zeros_like, aten.ones_like)
 
 
 class CountedRanks(Ranks):
-    """Rank 0 of several that do the same at the same time. It counts what it would send.
+    """A rank of several that do the same at the same time. It counts the seconds in which it would send.
 
-    sent: the bytes.
+    values: what `on_rank` gave to rank 0 in the same run, for another rank; rank 0 writes it there.
     """
 
-    sent = 0.0
+    def __init__(self, rank: int, size: int, values: list[Any], machine: bool = False) -> None:
+        super().__init__(rank, size, rank % GPUS_OF_A_MACHINE)
+        self._waited, self._values = 0.0, values
+        self._coming = iter(list(values)) if rank else None
+        if size > GPUS_OF_A_MACHINE and not machine:
+            self.of_machine = CountedRanks(self.local_rank, GPUS_OF_A_MACHINE, [], machine=True)
 
-    def add_(self, *tensors: Tensor) -> None:
-        self.sent += sum(2 * self._of_others * t.nbytes for t in tensors)
+    def _send(self, size: float) -> None:
+        inside = self.size <= GPUS_OF_A_MACHINE
+        self._waited += LATENCY[inside] + size / (NVLINK if inside else NETWORK)
+
+    def _reduce(self, tensor: Tensor) -> None:
+        self._send(2 * self._of_others * tensor.nbytes)
+
+    def _gathered(self, rows: Tensor) -> list[Tensor]:
+        self._send((self.size - 1) * rows.nbytes)
+        return [torch.empty_like(rows) for _ in range(self.size)]
 
     def total(self, value: float) -> float:
+        self._waited += MESSAGE
         return value * self.size
 
-    def gather_rows(self, rows: Tensor) -> Tensor:
-        self.sent += self._of_others * self.size * rows.nbytes
-        shape = list(rows.shape)
-        shape[max(rows.dim() - 2, 0)] *= self.size
-        return rows.new_empty(shape)
-
     def each(self, value: Any) -> list[Any]:
+        self._waited += MESSAGE
         return [value] * self.size
 
     def on_rank(self, rank: int, function: Any) -> Any:
         result = function()
-        self.sent += self._of_others * _bytes(_tensors(result))
+        if self._coming is not None:
+            result = next(self._coming)
+        else:
+            self._values.append(result)
+        self._waited += MESSAGE
+        for tensor in _tensors(result):  # to the GPU of the sender, and home from those of the others
+            self._send(self._of_others * tensor.nbytes)
+            self._waited += 2 * tensor.nbytes / HOST
         return result
 
     def same(self, tensors: Any) -> bool:
@@ -125,7 +148,8 @@ class CountedRanks(Ranks):
 
     @property
     def seconds(self) -> float:
-        return self.sent / (NVLINK if self.size <= GPUS_OF_A_MACHINE else NETWORK)
+        machine: Any = self.of_machine
+        return self._waited + (0.0 if machine is self else machine.seconds)
 
 
 class Costs(TorchDispatchMode):
@@ -279,7 +303,7 @@ def as_on_a_gpu() -> Iterator[None]:
         (run_module, "free_memory", lambda device: GPU_MEMORY),
         (invariance, "TOLERANCE", math.inf),
         (solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS),
-        (DecoderModel, "loaded_layers", lambda model: iter(model.layers)),
+        (DecoderModel, "loaded_layers", lambda model, device=None: iter(model.layers)),
         (Tensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata + tensor.storage_offset()),
         (torch.nn.functional, "scaled_dot_product_attention", flash_attention),
         (optimizer, "_get_fused_kernels_supported_devices", lambda: [device.type]),
@@ -331,13 +355,13 @@ def hidden_seconds(size: int) -> float:
 
     One reads the next layer and copies it to the GPU, another writes the layer before and hashes it.
     """
-    return size / DISK + max(size / HOST, size / HASH)
+    return size / DISK + max(size / PINNED, size / HASH)
 
 
 def minutes_of(
     shape: str, quality: str, nsamples: int, seqlen: int, size: int = 1
-) -> tuple[dict[str, float], Costs]:
-    """Step → seconds of a layer; and the costs of the ops of a layer. size: the number of ranks.
+) -> tuple[dict[str, float], Counter[tuple[str, str]]]:
+    """Step → seconds of a layer; and the seconds of its ops. size: the number of ranks.
 
     The step `copies` is what a run waits for copies and files, as far as no work hides them; `send` is what
     the ranks send; `beside` is of the whole run, and not of a layer.
@@ -350,39 +374,69 @@ def minutes_of(
         positions=seqlen,
         down_width=config["intermediate_size"],
     )
-    runs, sent = [], []
-    #: with --hessians dense, as many layers as ranks are trained in the time of one
-    for layers in (size, 2 * size) if dense else (1, 2):
+    count, tokens = config["num_hidden_layers"], torch.zeros(nsamples, seqlen, dtype=torch.long)
+    values: list[Any] = []
+
+    def counted(layers: int, rank: int = 0) -> tuple[Counter[tuple[str, str]], Counter[str]]:
+        """The seconds of a run by step and op, and the bytes that it copies."""
         sizes = AutoConfig.for_model(**config | {"num_hidden_layers": layers}, max_position_embeddings=seqlen)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(sizes, dtype=torch.bfloat16)
-        tokens = torch.zeros(nsamples, seqlen, dtype=torch.long)
-        ranks = CountedRanks(0, size)
-        runs.append(counted_run(model.eval().requires_grad_(False), recipe, tokens, ranks))
-        sent.append(ranks.seconds)
-    fewer, costs = runs
-    beside = sum(fewer.seconds.values())
-    for name in ("seconds", "operations", "launches", "copied"):
-        getattr(costs, name).subtract(getattr(fewer, name))
-    beside += costs.seconds.pop(("check", "aten.linalg_qr"), 0.0)  # a third layer draws no further rotation
-    counted = size if dense else 1
+        values[:] = values if rank else []
+        ranks = CountedRanks(rank, size, values) if dense else ALONE
+        costs = counted_run(model.eval().requires_grad_(False), recipe, tokens, ranks)
+        found = costs.seconds.copy()
+        if isinstance(ranks, CountedRanks):
+            found["send", "all"] = ranks.seconds
+        return found, costs.copied
+
+    # with --hessians dense a rank trains every n-th layer; rank 1 trains none of a single layer
+    two, copied_of_two = counted(2)
+    one, copied_of_one = counted(1)
+    copied_of_layer = copied_of_two - copied_of_one
+    other = counted(1, rank=1)[0] if dense else one
+    of_layer, training, first = two.copy(), one.copy(), one.copy()
+    of_layer.subtract(one)
+    training.subtract(other)
+    # a third layer draws no further rotation
+    drawn = of_layer.pop(("check", "aten.linalg_qr"), 0.0)
+    first.subtract(of_layer)
+    first.subtract(training)
+    trained = math.ceil(count / size) / count if dense else 0.0  # of the layers, by this rank
+    weights, head = config["hidden_size"] * 3 * config["intermediate_size"], config["head_dim"]
+    heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
+    weights += config["hidden_size"] * head * heads
+    ops = Counter({key: of_layer[key] + trained * training[key] for key in of_layer | training})
     seconds = dict.fromkeys(events.STEPS[1:], 0.0)  # the first is `load`
-    for (step, _), value in costs.seconds.items():
-        if step:
-            seconds[step] += value / counted
-    beside -= counted * sum(seconds.values())
-    heads = config["num_attention_heads"] + config["num_key_value_heads"]
-    weights = config["hidden_size"] * (2 * config["head_dim"] * heads + 3 * config["intermediate_size"])
+    for (step, _), value in ops.items():
+        if step in seconds:
+            seconds[step] += value
+    read = 2 * weights / DISK + 2 * weights / PINNED
     rotated = config["hidden_size"], config["intermediate_size"], recipe.rotation.down_block or 0
-    copied = copied_bytes(2 * weights, *rotated) + sum(costs.copied.values()) / counted
-    # from its files a layer is read for the hash of the weights, and for the check of the rotated model
-    seconds["copies"] = copied / HOST + 2 * 2 * weights / DISK
-    seconds["copies"] += max(0.0, hidden_seconds(2 * weights) - sum(seconds.values()))
-    seconds["send"] = (sent[1] - sent[0]) / counted
+    # the layers come from files, and so a thread brings the layer that is checked
+    copied = copied_bytes(2 * weights, *rotated) - 2 * weights + sum(copied_of_layer.values())
+    work = sum(seconds[step] for step in ("merge", "prune", "recover"))
+    seconds["copies"] = copied / HOST
+    seconds["send"] = ops["send", "all"]
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
+    if count * 2 * weights + ends <= WHOLE_HASH_BYTES:  # it is read for the hash
+        seconds["copies"] += 2 * weights / DISK
+    if dense:
+        # The next layer is read while this layer is calibrated, and, before the last of a batch, trained.
+        of_pass = sum(value for (step, _), value in of_layer.items() if step == "calibrate")
+        seconds["copies"] += (1 - 1 / size) * max(0.0, read - of_pass)
+        # for the check and the pruning of a layer its rotation comes from the files of rank 0
+        rotation = 8 * (rotated[0] ** 2 + rotated[1] * rotated[2])
+        seconds["copies"] += rotation / DISK
+        seconds["send"] += 2 * rotation / HOST + rotation / (NVLINK if size <= 8 else NETWORK)
+        work += seconds["check"]  # on the way to the pruning
+    else:
+        work += seconds["calibrate"] + seconds["rotate"]
+        seconds["copies"] += max(0.0, read - seconds["check"])
+    seconds["copies"] += max(0.0, hidden_seconds(2 * weights) - work)
     # the ends are read twice and written, copied there and back, and hashed
-    seconds["beside"] = START + beside + ends * (3 / DISK + 2 / HOST + 1 / HASH)
-    return seconds, costs
+    seconds["beside"] = START + sum(first.values()) + drawn + ends * (3 / DISK + 2 / HOST + 1 / HASH)
+    return seconds, ops
 
 
 def main() -> None:
@@ -404,11 +458,11 @@ def main() -> None:
         for quality in options.quality:
             alone = None
             for ranks in sorted({1, *options.ranks}):
-                seconds, costs = minutes_of(shape, quality, options.nsamples, options.seqlen, ranks)
+                seconds, ops = minutes_of(shape, quality, options.nsamples, options.seqlen, ranks)
                 row = {"model": shape, "quality": quality, **show(shape, quality, ranks, seconds)}
                 if not options.ranks:
                     del row["send"]
-                for (step, name), value in costs.seconds.most_common(options.ops):
+                for (step, name), value in ops.most_common(options.ops):
                     print(f"    {step:<10} {name:<36} {value:8.3f} s")
                 if options.ranks:
                     alone = alone or float(row["minutes"])

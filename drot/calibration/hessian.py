@@ -202,7 +202,7 @@ def as_figure(figure: Figure, like: Tensor) -> Figure:
     return figure.to(like) if isinstance(figure, Tensor) else figure
 
 
-def factorize(hessian: Tensor, damping: float, average: str = "mean") -> HessianFactor:
+def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ranks = ALONE) -> HessianFactor:
     """The factor of a Hessian, or of each of a batch.
 
     U = J L⁻¹ J, where J reverses the order of the columns and J H J = L Lᵀ. So one factorisation and one
@@ -212,6 +212,7 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
 
     hessian: H [..., in, in], symmetric, any float dtype; not changed. The factor is fp32, or fp64 for fp64.
     damping: the first λ. While the factorisation fails, λ is multiplied by 10, up to MAX_DAMPING means.
+    ranks: those that have the same H, and share the work.
     """
     check_finite(hessian, "hessian")
     dtype = torch.promote_types(hessian.dtype, torch.float32)
@@ -224,9 +225,9 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
         damped = hessian.to(dtype).flip(-2, -1)
         fix_dead_columns(damped)
         diagonal_of(damped).add_((unit * tried.to(dtype))[..., None])
-        found = cholesky_(damped)
+        found = cholesky_(damped, ranks)
         if found.any():
-            invert_lower_(damped)
+            invert_lower_(damped, ranks)
             upper = damped.flip(-2, -1)
             found &= upper.amin((-2, -1)).isfinite() & upper.amax((-2, -1)).isfinite()
             if found.all():
@@ -243,14 +244,17 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean") -> Hessian
 
 
 class InputHessian:
-    """The Hessian H [..., in, in] of an input, and its factor, which `factorize` computes at most once."""
+    """The Hessian H [..., in, in] of an input, and its factor, which `factorize` computes at most once.
 
-    def __init__(self, matrix: Tensor, damping: float, average: str = "mean") -> None:
-        self.matrix, self.damping, self.average = matrix, damping, average
+    The arguments are those of `factorize`.
+    """
+
+    def __init__(self, matrix: Tensor, damping: float, average: str = "mean", ranks: Ranks = ALONE) -> None:
+        self.matrix, self.damping, self.average, self.ranks = matrix, damping, average, ranks
 
     @functools.cached_property
     def factor(self) -> HessianFactor:
-        return factorize(self.matrix, self.damping, self.average)
+        return factorize(self.matrix, self.damping, self.average, self.ranks)
 
     def forget_factor(self) -> None:
         """Frees the memory of the factor, which is as large as that of H."""

@@ -42,6 +42,7 @@ from drot.checkpoint.source import (
 )
 from drot.checkpoint.whole import Whole
 from drot.core.errors import UserError
+from drot.core.hashes import Ends, ends_of
 from drot.machine.devices import parse_dtype
 from drot.machine.memory import available_memory, return_large_blocks
 from drot.machine.transfer import empty_on_host
@@ -123,6 +124,15 @@ class DiskWeights:
         return name if name in self._headers else self._stored(name)
 
     @torch.no_grad()
+    def ends(self, name: str, like: Tensor, sample: int) -> Ends:
+        """The `sample` bytes at both ends of a tensor, in the dtype of `like`, which has its shape."""
+        found = []
+        for end in ends_of(like.numel(), like.element_size(), sample):
+            found.append(torch.empty(end.stop - end.start, dtype=like.dtype))
+            self._read({name: found[-1]}, end.start)
+        return Ends(like, tuple(found))
+
+    @torch.no_grad()
     def equal(self, *names: str) -> bool:
         """Whether tensors of the files have the same numbers."""
         headers = {name: self._headers[self._name(name)] for name in names}
@@ -131,8 +141,11 @@ class DiskWeights:
         first, *others = found.values()
         return all(torch.equal(first, other) for other in others)
 
-    def _read(self, targets: Mapping[str, Tensor]) -> None:
-        """Reads tensors into contiguous tensors on any device, which may have another dtype."""
+    def _read(self, targets: Mapping[str, Tensor], first: int = 0) -> None:
+        """Reads tensors into contiguous tensors on any device, which may have another dtype.
+
+        first: the value of a tensor with which its target begins.
+        """
         for name, target in targets.items():
             stored, kind = self._name(name), target.device.type
             header = self._headers[stored]
@@ -140,7 +153,8 @@ class DiskWeights:
                 if kind not in self._scratch:
                     self._scratch[kind] = empty_on_host((CHUNK_BYTES,), torch.uint8, target.device)
                 dtype = DTYPES[header.dtype]
-                _read_into(target, header.file, self._starts[stored], dtype, self._scratch[kind])
+                start = self._starts[stored] + first * dtype.itemsize
+                _read_into(target, header.file, start, dtype, self._scratch[kind])
             refuse_not_finite(self._path, name, target)
 
 

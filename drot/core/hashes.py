@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -67,7 +67,25 @@ def tensors_digest(tensors: "Mapping[str, Tensor]", sample: int | None = None) -
     return parts_digest([tensors], sample)
 
 
-def parts_digest(parts: "Iterable[Mapping[str, Tensor]]", sample: int | None = None) -> str:
+class Ends(NamedTuple):
+    """What `weights_record` hashes of a tensor of a large model: the values at its two ends.
+
+    like: a tensor of its dtype and shape, which may lie on the device `meta`.
+    """
+
+    like: "Tensor"
+    values: "tuple[Tensor, ...]"
+
+
+def ends_of(size: int, itemsize: int, sample: int | None) -> list[slice]:
+    """The values that are hashed of a tensor with `size` values; None hashes all."""
+    if sample is None or size * itemsize <= 2 * sample:
+        return [slice(0, size)]
+    count = sample // itemsize
+    return [slice(0, count), slice(size - count, size)]
+
+
+def parts_digest(parts: "Iterable[Mapping[str, Tensor | Ends]]", sample: int | None = None) -> str:
     """`tensors_digest` of all tensors of `parts`, which are asked for one after the other."""
     digests: dict[str, str] = {}
     for part in parts:
@@ -75,20 +93,19 @@ def parts_digest(parts: "Iterable[Mapping[str, Tensor]]", sample: int | None = N
     return json_digest(sorted([name, digest] for name, digest in digests.items()))
 
 
-def _named_digest(tensors: "Mapping[str, Tensor]", sample: int | None, name: str) -> str:
+def _named_digest(tensors: "Mapping[str, Tensor | Ends]", sample: int | None, name: str) -> str:
     return _tensor_digest(tensors[name], sample)
 
 
-def _tensor_digest(tensor: "Tensor", sample: int | None) -> str:
+def _tensor_digest(tensor: "Tensor | Ends", sample: int | None) -> str:
     import torch
 
-    flat = tensor.detach().reshape(-1)
-    ends = [flat]
-    if sample is not None and flat.nbytes > 2 * sample:
-        count = sample // flat.element_size()
-        ends = [flat[:count], flat[-count:]]
-    digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    for end in ends:
+    if not isinstance(tensor, Ends):
+        flat = tensor.detach().reshape(-1)
+        ends = ends_of(len(flat), flat.element_size(), sample)
+        tensor = Ends(tensor, tuple(flat[end] for end in ends))
+    digest = hashlib.sha256(f"{tensor.like.dtype} {list(tensor.like.shape)}".encode())
+    for end in tensor.values:
         digest.update(end.cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
@@ -97,21 +114,23 @@ def weights_record(
     tensors: "Mapping[str, Tensor]",
     bound: int = WHOLE_HASH_BYTES,
     *,
-    parts: "Iterable[Mapping[str, Tensor]] | None" = None,
+    parts: "Callable[[int | None], Iterable[Mapping[str, Tensor | Ends]]] | None" = None,
 ) -> dict[str, Any]:
     """Names the weights of a model, wherever they were loaded from.
 
     tensors: all weights. They hold numbers, or lie on the device `meta` and `parts` gives them part by part.
+    parts: called with the bytes at each end of a tensor that are hashed; None for all bytes.
 
     bytes: size of all tensors. hashed: `all bytes`, or what was hashed of a model of more than `bound` bytes.
     sha256: the hash, which covers the name, the dtype and the shape of each tensor too.
     """
     size = sum(tensor.nbytes for tensor in tensors.values())
     whole = size <= bound
+    sample = None if whole else SAMPLE_BYTES
     return {
         "bytes": size,
         "hashed": "all bytes" if whole else f"{SAMPLE_BYTES} bytes at both ends of each tensor",
-        "sha256": parts_digest(parts or [tensors], None if whole else SAMPLE_BYTES),
+        "sha256": parts_digest(parts(sample) if parts else [tensors], sample),
     }
 
 

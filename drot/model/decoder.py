@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.core.errors import UserError
+from drot.core.hashes import Ends
 from drot.machine.transfer import on_device
 from drot.model.families import family_of, layer_families
 from drot.model.family import Family
@@ -124,18 +125,30 @@ class DecoderModel:
         """The paths of the embeddings, the last norm and the head, for `in_memory`."""
         return (*self.family.embeddings, self.family.final_norm, self.family.head)
 
-    def loaded_layers(self) -> Iterator[DecoderLayer]:
-        """Each layer where the model lies; those of a skeleton in main memory, one after the other."""
+    def loaded_layers(self, device: torch.device | str = "cpu") -> Iterator[DecoderLayer]:
+        """Each layer where the model lies; those of a skeleton on `device`, one after the other."""
         home = self.device
-        return on_device(self.layers, torch.device("cpu") if home.type == "meta" else home, home)
+        return on_device(self.layers, torch.device(device) if home.type == "meta" else home, home)
 
-    def parts_of_state(self) -> Iterator[dict[str, Tensor]]:
+    def parts_of_state(self, sample: int | None = None) -> Iterator[dict[str, Tensor | Ends]]:
         """The state dict of the model in parts: that of the ends, and that of each layer.
 
         The tensors of a skeleton hold numbers until the next part is asked for.
+
+        sample: bytes that are needed at each end of a tensor; None needs all. No more is read of a skeleton,
+            unless its files hold each expert by itself.
         """
+        if sample is not None and (weights := self._weights) is not None:
+            state = self.model.state_dict()
+            tied = self.head.weight is self.embedding.weight
+            other = {f"{self.family.head}.weight": f"{self.family.embedding}.weight"} if tied else {}
+            if all(weights.holds(other.get(name, name)) for name, tensor in state.items() if tensor.is_meta):
+                for name, tensor in state.items():
+                    meta = tensor.is_meta
+                    yield {name: weights.ends(other.get(name, name), tensor, sample) if meta else tensor}
+                return
         with self.in_memory(*self.ends):
-            yield self.state_of_ends()
+            yield dict[str, Tensor | Ends](self.state_of_ends())
         for layer in self.loaded_layers():
             yield {layer.prefix + name: tensor for name, tensor in layer.module.state_dict().items()}
 

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from drot.config import BoundaryPlace
+from drot.core.hashes import Ends
 from drot.machine.memory import return_free_memory
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.boundary import BlockRotation, add_boundary_rotation, add_down_rotation
 from drot.model.family import Family, InputGroup, LinearSpec, by_module
 from drot.model.linear import Linear, copied, module_at, reset_norm, scale_of, shift_of
@@ -31,6 +33,12 @@ class Weights(Protocol):
 
     def read_module(self, module: nn.Module, name: str) -> None:
         """Brings the weights of a module outside of the layers into main memory."""
+
+    def holds(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+
+    def ends(self, name: str, like: Tensor, sample: int) -> Ends:
+        """The `sample` bytes at both ends of a tensor, in the dtype of `like`, which has its shape."""
 
 
 class DecoderLayer:
@@ -235,6 +243,7 @@ class DecoderLayer:
         boundary: Boundary | None = None,
         *,
         dtype: torch.dtype = torch.float64,
+        ranks: Ranks = ALONE,
     ) -> None:
         """Folds the norms and merges the rotation into the linears, in place. The layer then holds R3.
 
@@ -242,6 +251,7 @@ class DecoderLayer:
             of the inside, which a family needs whose stream cannot rotate, unless R1 is the identity.
         dtype: of the products, which are computed from the original weights and rounded once. fp32 adds a
             relative error of 4e-7 to a weight; rounding to bf16 adds 2e-3.
+        ranks: those that have the same layer. Each rotates its rows of the linears.
         """
         assert boundary is None or boundary.place != "input", "the next layer holds an input's boundary"
         device = self.device
@@ -251,7 +261,13 @@ class DecoderLayer:
         for linear in self.linears.values():
             weight, folded_bias = self._folded_weight(linear, dtype), self._folded_bias(linear, dtype)
             r1 = output_r1 if self.ends_layer(linear.group) else rotation.r1
-            linear.weight.copy_(rotated_weight(linear.spec, weight, rotation, self.heads, r1))
+            if linear.spec.output == "r2":  # which mixes rows
+                linear.weight.copy_(rotated_weight(linear.spec, weight, rotation, self.heads, r1))
+            else:
+                rows = ranks.share(len(weight))
+                own = rotated_weight(linear.spec, weight, rotation, self.heads, r1, rows)
+                linear.weight[rows].copy_(own)
+                ranks.gather_rows_(linear.weight)
             if (bias := linear.bias) is not None and folded_bias is not None:
                 if linear.spec.output == "r2":
                     folded_bias = rotate_left(rotation.r2, folded_bias[:, None])[:, 0]

@@ -185,14 +185,22 @@ def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:
 
 
 def rotated_weight(
-    linear: LinearSpec, weight: Tensor, rotation: LayerRotation, shape: HeadShape, output_r1: Tensor
+    linear: LinearSpec,
+    weight: Tensor,
+    rotation: LayerRotation,
+    shape: HeadShape,
+    output_r1: Tensor,
+    rows: slice = slice(None),
 ) -> Tensor:
-    """The rotated weight [out, in] of a linear, from its folded weight, in the dtype of the arguments.
+    """The rotated weight [..., out, in] of a linear, from its folded weight, in the dtype of the arguments.
 
     output_r1: R1 [d, d] of the basis in which the linear writes, if it writes to the residual stream.
+    rows: those that are computed; of a linear whose outputs R2 rotates all are.
     """
     if linear.output == "r1":
-        weight = output_r1.T @ weight
+        weight = output_r1[:, rows].T @ weight
+    elif linear.output != "r2":
+        weight = weight[..., rows, :]
     if (blocks := rotation.of_input(linear.input, shape)) is not None:
         weight = rotate_right(weight, blocks)
     if linear.output == "r2":

@@ -28,7 +28,7 @@ def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any
     del recipe["calibration"]["source"]  # the tokens count, not the spelling of a path
     config = json.loads(run.model.config.to_json_string(use_diff=False))
     identity = {
-        "weights": weights_record(run.model.model.state_dict(), parts=run.model.parts_of_state()),
+        "weights": weights_record(run.model.model.state_dict(), parts=run.model.parts_of_state),
         "config": {key: value for key, value in config.items() if key not in NOT_OF_THE_MODEL},
         "recipe": recipe,
         "rotations": None if given is None else given.entry["sha256"],

@@ -14,6 +14,7 @@ from torch import Tensor
 from drot.calibration.hessian import Figure, InputHessian
 from drot.checkpoint.importance import HISTOGRAM_BINS, HISTOGRAM_LOG10
 from drot.config import ResolvedRecipe, Sparsity
+from drot.machine.ranks import ALONE
 from drot.model.family import InputGroup, LinearSpec
 from drot.model.rotation import LayerRotation, rotated_hessian, rotated_weight
 from drot.model.sizes import HeadShape
@@ -56,7 +57,7 @@ class GroupImportance:
         if self._rotation is None or self._rotation.of_input(self._group.input, self._shape) is None:
             return after
         before = rotated_hessian(self._group, after.matrix, self._rotation.inverse, self._shape)
-        return InputHessian(before, after.damping, after.average)
+        return InputHessian(before, after.damping, after.average, after.ranks)
 
     def forget(self) -> None:
         """Frees the memory of `hessian`."""
@@ -82,7 +83,12 @@ class GroupImportance:
         weight = weight.to(self.hessian.matrix.dtype)
         if self._rotation is None:
             return weight
-        return rotated_weight(linear, weight, self._rotation.inverse, self._shape, self._output_r1.mT)
+        ranks, inverse = self._hessian_after.ranks, self._rotation.inverse
+        if linear.output == "r2":  # which mixes rows
+            ranks = ALONE
+        rows = ranks.share(weight.shape[-2])
+        own = rotated_weight(linear, weight, inverse, self._shape, self._output_r1.mT, rows)
+        return ranks.gather_rows(own)
 
     def of_weight(
         self, weight: Tensor, unrotated: Tensor, sparsity: Sparsity

@@ -1,8 +1,9 @@
 """Checks that a rotated model has the outputs of the original model on calibration tokens.
 
-The checks run in fp32, one layer at a time, before anything is pruned. `check_model` uses the trained
-rotations if all of them are known before the pruning starts. Otherwise it uses random rotations, and
-`check_layer` checks each layer again when its rotation is trained.
+The checks run in fp32, one layer at a time, before a layer is pruned. `check_model` uses the trained
+rotations if all of them are known before the pruning starts; where the layers are read from files, a
+`ModelCheck` then takes each layer on its way to the pruning, so that the files are read once. Otherwise it
+uses random rotations, and `check_layer` checks each layer again when its rotation is trained.
 """
 
 import math
@@ -15,6 +16,7 @@ from torch import Tensor
 from drot.calibration.stream import CalibrationStream
 from drot.core.errors import UserError
 from drot.machine.products import merging_dtype
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel, rotate_head
 from drot.model.layer import DecoderLayer
 from drot.model.linear import copied
@@ -126,6 +128,7 @@ def check_layer(
     rotation: LayerRotation,
     rotated_stream: CalibrationStream | None = None,
     boundary: Boundary | None = None,
+    ranks: Ranks = ALONE,
 ) -> float:
     """Relative error, in fp32, of the rotated layer's output on `stream`. `layer` is not changed.
 
@@ -136,6 +139,7 @@ def check_layer(
     rotated_stream: input of the rotated layer, in the basis R1; afterwards its output. None computes it from
         `stream`.
     boundary: the boundary of the residual, or that inside of the layer, which the rotated layer holds.
+    ranks: those that check the same layer, and share its rotation.
     """
     device, rotates = stream.hidden_states.device, layer.family.rotates_stream
     r1 = rotation.r1.to(device)
@@ -144,7 +148,7 @@ def check_layer(
     rotated = layer.copy(device, torch.float32)
     stream.advance(rotated)
     _check_finite(stream.hidden_states, layer)
-    rotated.rotate(rotation.to(device), boundary, dtype=merging_dtype(device))
+    rotated.rotate(rotation.to(device), boundary, dtype=merging_dtype(device), ranks=ranks)
     rotated_stream.advance(rotated)
     output = rotated_stream.hidden_states
     if rotates:
@@ -161,38 +165,71 @@ def check_model(
     bases: Bases,
     rotations: Collection[LayerRotation] = (),
     down_block: int | None = None,
+    ranks: Ranks = ALONE,
 ) -> float:
-    """Relative error, in fp32, of the rotated model's logits on `tokens` [1, seqlen]. `model` is not changed.
+    """The error that a ModelCheck gives, in a pass through all layers of the model."""
+    check = ModelCheck(model, tokens, device, bases, rotations, down_block, ranks)
+    for layer in model.loaded_layers(device):
+        check.pass_through(layer)
+    return check.logit_error()
 
-    Raises InvarianceError if the logits or the output of a layer have an error above TOLERANCE.
+
+class ModelCheck:
+    """The relative error, in fp32, of a rotated model on `tokens` [1, seqlen]. `model` is not changed.
+
+    The caller gives its layers, in their order, to `pass_through`, and then asks for `logit_error`.
 
     device: where the check computes, to which one layer at a time is copied.
     rotations: the rotation of each layer, which are asked for one after the other; without them, the check
         takes `random_rotations`, with an R3 of `down_block` columns.
+    ranks: those that check the same model, and share the rotation of a layer.
     """
-    rotates = model.family.rotates_stream
-    # of a shared R1 each boundary matrix is the identity
-    bases = Bases(bases.place or ("input" if rotates else "inside"), bases.layers)
-    stream = _embedded(model, tokens, device)
-    down = None if down_block is None else (model.widths["mlp"] // down_block, down_block)
-    options: dict[str, Any] = {"down": down, "keeps_ones": model.family.layer_norm}
-    drawn = random_rotations(bases.layers, model.hidden_size, model.heads, device, **options)
-    remaining = iter(rotations or drawn)
-    known = {0: next(remaining)}  # of three layers at most, to save memory
-    rotated_stream = stream.rotated_copy(known[0].r1) if rotates else stream.copy()
-    for layer in model.loaded_layers():
-        if (following := next(remaining, None)) is not None:
-            known[layer.index + 1] = following
-        boundary = bases.held(layer.index, known)
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        model: DecoderModel,
+        tokens: Tensor,
+        device: torch.device,
+        bases: Bases,
+        rotations: Collection[LayerRotation] = (),
+        down_block: int | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._model, self._device, self._ranks = model, device, ranks
+        self._rotates = rotates = model.family.rotates_stream
+        # of a shared R1 each boundary matrix is the identity
+        self._bases = Bases(bases.place or ("input" if rotates else "inside"), bases.layers)
+        self._stream = _embedded(model, tokens, device)
+        down = None if down_block is None else (model.widths["mlp"] // down_block, down_block)
+        options: dict[str, Any] = {"down": down, "keeps_ones": model.family.layer_norm}
+        drawn = random_rotations(bases.layers, model.hidden_size, model.heads, device, **options)
+        self._remaining = iter(rotations or drawn)
+        #: on the device, of three layers at most, to save memory
+        self._known = {0: next(self._remaining).to(device)}
+        self._rotated = self._stream.rotated_copy(self._known[0].r1) if rotates else self._stream.copy()
+
+    @torch.no_grad()
+    def pass_through(self, layer: DecoderLayer) -> None:
+        """Passes the tokens through the next layer. Raises InvarianceError if its output differs."""
+        known = self._known
+        if (following := next(self._remaining, None)) is not None:
+            known[layer.index + 1] = following.to(self._device)
+        boundary = self._bases.held(layer.index, known)
         if boundary is not None and boundary.place == "input":
-            rotated_stream.rotate(boundary.to(device).matrix())
+            self._rotated.rotate(boundary.matrix())
             boundary = None
-        check_layer(layer, stream, known[layer.index], rotated_stream, boundary and boundary.to(device))
+        check_layer(layer, self._stream, known[layer.index], self._rotated, boundary, self._ranks)
         known.pop(layer.index - 1, None)
-    last_r1 = known[bases.layers - 1].r1.to(device)
-    with model.in_memory(model.family.final_norm, model.family.head):
-        norm, head = (copied(module, device, torch.float32) for module in (model.final_norm, model.head))
-    expected = head(norm(stream.hidden_states))
-    if rotates:
-        rotate_head(norm, head, model.family, last_r1, device)
-    return _checked_error(model.family.head, head(norm(rotated_stream.hidden_states)), expected)
+
+    @torch.no_grad()
+    def logit_error(self) -> float:
+        """The error of the logits. Raises InvarianceError if it is above TOLERANCE."""
+        model, device = self._model, self._device
+        with model.in_memory(model.family.final_norm, model.family.head):
+            norm, head = (copied(module, device, torch.float32) for module in (model.final_norm, model.head))
+        expected = head(norm(self._stream.hidden_states))
+        if self._rotates:
+            rotate_head(norm, head, model.family, self._known[self._bases.layers - 1].r1, device)
+        got = head(norm(self._rotated.hidden_states))
+        return _checked_error(model.family.head, got, expected)

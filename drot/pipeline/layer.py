@@ -82,7 +82,7 @@ def prune_layer(
                     own = _own_rows(statistics.output_change, ranks)
                     statistics = dataclasses.replace(statistics, output_change=own)
                 matrix = statistics.hessian
-            hessian = InputHessian(matrix, pruning.damping, pruning.damping_average)
+            hessian = InputHessian(matrix, pruning.damping, pruning.damping_average, ranks.of_machine)
             writes_in = output_r1 if layer.ends_layer(group) else None
             importance = GroupImportance(group, hessian, recipe, layer.heads, rotation, writes_in)
             if statistics is not None:
@@ -211,7 +211,8 @@ def _prune_group(
     figures = []
     for role, outcome, of_role in zip(roles, outcomes, one_shot, strict=True):
         rows = rounded(f"{role.first.full_name}.weight", outcome.weight, save_dtype)
-        role.weight.copy_(ranks.gather_rows(rows))
+        _own_rows(role.weight, ranks).copy_(rows)
+        ranks.gather_rows_(role.weight.transpose(0, -2))  # rows first, also of a batch
         found = {
             "sparsity": (role.weight == 0).float().mean((-2, -1)),
             "output_error": outcome.output_error,

@@ -12,8 +12,13 @@ from drot.rotation.objective import LayerObjective
 
 @torch.no_grad()
 def layer_objective(
-    layer: DecoderLayer, stream: CalibrationStream, recipe: ResolvedRecipe, *, advance: bool = False
-) -> tuple[LayerObjective, dict[str, float]]:
+    layer: DecoderLayer,
+    stream: CalibrationStream,
+    recipe: ResolvedRecipe,
+    *,
+    advance: bool = False,
+    own: bool = True,
+) -> tuple[LayerObjective | None, dict[str, float]]:
     """The objective of `layer`, and the damping of each inverted Hessian. The layer is not changed.
 
     A Hessian is computed only for an input group with a linear that is pruned. The weights of the norms are
@@ -23,8 +28,8 @@ def layer_objective(
     which R1 alone acts.
 
     advance: whether the stream goes on to the output of the layer, in the same pass.
+    own: whether this rank needs the objective. Otherwise it adds its part of the Hessians, and returns None.
     """
-    weights = layer.folded_weights()
     device, pruning, method = stream.device, recipe.pruning, recipe.pruning.method
     down_block = recipe.rotation.down_block
     sparsity = {
@@ -47,6 +52,9 @@ def layer_objective(
     hessians: dict[str, Tensor] = {}
     if read or advance:
         hessians = stream.hessians(layer, read, folded=True, advance=advance)
+    if not own:
+        return None, {}
+    weights = layer.folded_weights()
     metrics = layer_metrics(
         method,
         hessians,

@@ -162,7 +162,7 @@ def _own_device(name: str | torch.device, ranks: Ranks) -> torch.device:
         return device
     if str(name) not in ("auto", device.type):
         raise UserError(f"`device` must be {device.type} where several ranks have a GPU each; got {name}")
-    device = pick_device(f"{device.type}:{ranks.local_rank}")
+    ranks.device = device = pick_device(f"{device.type}:{ranks.local_rank}")
     torch.get_device_module(device).set_device(device)
     return device
 

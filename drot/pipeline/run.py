@@ -15,7 +15,7 @@ from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline import steps
 from drot.pipeline.context import RunContext
 from drot.pipeline.estimate import device_memory, sizes_of
-from drot.pipeline.invariance import check_model, check_outputs
+from drot.pipeline.invariance import ModelCheck, check_model, check_outputs
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.states import embed
@@ -66,12 +66,15 @@ class PruningRun:
         run, recipe = self.context, self.context.recipe
         known, records = self._known_rotations(state)
         with run.during("check"):
-            self._check(known)
+            later = self._check(known)
         with run.during("calibrate"):
             stream = embed(run, run.tokens, state)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
 
         for layer in on_device(run.model.layers, run.device, run.home):
+            if later is not None:
+                with run.during("check", layer):
+                    later.pass_through(layer)
             boundary = run.bases.merged(layer.index, known) if known else None
             record = {"layer": layer.index} | records.get(layer.index, {})
             given = known.get(layer.index)
@@ -94,6 +97,9 @@ class PruningRun:
             self._keep(work, given)
             if state and not work.restored:
                 steps.save(run, work, state)
+        if later is not None:
+            with run.during("check"):
+                self.logit_error = later.logit_error()
 
     def _dense_stream(self, stream: CalibrationStream) -> CalibrationStream:
         """A copy of the stream for the dense model, on the device if it has room, or where the stream is."""
@@ -123,16 +129,21 @@ class PruningRun:
         trained, records = train_layers(run, state)
         return trained, {index: {"rotation": record} for index, record in records.items()}
 
-    def _check(self, known: Mapping[int, LayerRotation]) -> None:
-        """Proves on one sequence that rotations leave the logits as they are, and that outputs are finite."""
-        run = self.context
+    def _check(self, known: Mapping[int, LayerRotation]) -> ModelCheck | None:
+        """Proves on one sequence that rotations leave the logits as they are, and that outputs are finite.
+
+        Returns the check of known rotations in a skeleton, to which the run gives each layer.
+        """
+        run, tokens = self.context, self.context.tokens[:1]
         if run.rotates:
-            down_block = run.recipe.rotation.down_block
-            self.logit_error = check_model(
-                run.model, run.tokens[:1], run.device, run.bases, known.values(), down_block
-            )
+            block, ranks = run.recipe.rotation.down_block, run.ranks.of_machine
+            arguments = run.model, tokens, run.device, run.bases, known.values(), block, ranks
+            if known and run.model.is_skeleton:
+                return ModelCheck(*arguments)
+            self.logit_error = check_model(*arguments)
         else:
-            check_outputs(run.model, run.tokens[:1], run.device)
+            check_outputs(run.model, tokens, run.device)
+        return None
 
     def _keep(self, work: LayerWork, given: LayerRotation | None) -> None:
         """given: the layer's rotation in main memory, if it was known before, which may share its R1."""

@@ -103,7 +103,8 @@ def merge(run: RunContext, work: LayerWork) -> None:
     """
     assert work.rotation is not None
     with run.during("merge", work.layer):
-        work.layer.rotate(work.rotation, work.boundary, dtype=merging_dtype(run.device))
+        dtype = merging_dtype(run.device)
+        work.layer.rotate(work.rotation, work.boundary, dtype=dtype, ranks=run.ranks.of_machine)
         _enter_basis(run, work)
 
 

@@ -90,6 +90,7 @@ def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[Layer
     objectives, dampings = [], []
     try:
         for _, objective, damping in _objectives(run, state):
+            assert objective is not None, "every rank needs every objective"
             objectives.append(objective.offload(run.dtype) if offload else objective)
             dampings.append(damping)
         trained, record = train(run, objectives, None, run.ranks)
@@ -146,7 +147,7 @@ def train_layers(
 
     if len(done) < run.bases.layers:
         batch: dict[int, tuple[LayerObjective | None, dict[str, float]]] = {}
-        for index, objective, damping in _objectives(run, state, done):
+        for index, objective, damping in _objectives(run, state, done, divided=True):
             batch[index] = objective if len(batch) == run.ranks.rank else None, damping
             if len(batch) == run.ranks.size:
                 train_each(batch)
@@ -160,9 +161,13 @@ def train_layers(
 
 
 def _objectives(
-    run: RunContext, state: SharedState | None, done: Collection[int] = ()
-) -> Iterator[tuple[int, LayerObjective, dict[str, float]]]:
-    """Yields index, objective and dampings of each layer that is not in `done`, from the dense model."""
+    run: RunContext, state: SharedState | None, done: Collection[int] = (), *, divided: bool = False
+) -> Iterator[tuple[int, LayerObjective | None, dict[str, float]]]:
+    """Yields index, objective and dampings of each layer that is not in `done`, from the dense model.
+
+    divided: whether each rank needs the objective of every n-th of these layers, and gets None for others.
+    """
+    yielded = 0
     stream = embed(run, run.training_tokens, state)
     before: list[LeftRotated] = []  # of the layer before, if this layer's R1 rotates their outputs
     for layer in on_device(run.model.layers, run.device, run.home):
@@ -170,8 +175,11 @@ def _objectives(
         with run.during("calibrate", layer, announced=True):
             needed = index not in done or (writes_next and index + 1 not in done)
             if needed:
-                objective, damping = layer_objective(layer, stream, run.recipe, advance=True)
-                if run.bases.place == "residual":
+                residual = run.bases.place == "residual"  # an objective has a part of the layer before
+                mine = not divided or residual or yielded % run.ranks.size == run.ranks.rank
+                objective, damping = layer_objective(layer, stream, run.recipe, advance=True, own=mine)
+                if residual:
+                    assert objective is not None
                     # each down_proj is trained with the layer whose R1 it takes
                     own = objective.left_rotated
                     objective.left_rotated = before + ([] if writes_next else own)
@@ -179,4 +187,5 @@ def _objectives(
             else:
                 stream.advance(layer)
         if index not in done:
+            yielded += 1
             yield index, objective, damping

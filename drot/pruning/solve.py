@@ -206,7 +206,7 @@ def _admm(
     gradient = (target - start).mul_(1 / ADMM_PENALTY) @ hessian
     state = torch.where(removed, gradient, start)
     del gradient
-    inverse = _shifted_inverse(hessian, penalty, products)
+    inverse = _shifted_inverse(hessian, penalty, products, parts.ranks)
     before = removed
     for iteration in range(1, ADMM_ITERATIONS + 1):
         change = torch.where(removed, -state, state).sub_(target).to(products)
@@ -228,7 +228,7 @@ def _admm(
             state.div_(torch.where(removed, factor[..., None, None].to(state), 1.0))
             before = removed
             del inverse  # before the next: of a down_proj it is the largest matrix
-            inverse = _shifted_inverse(hessian, penalty, products)
+            inverse = _shifted_inverse(hessian, penalty, products, parts.ranks)
     for places, of_state, of_removed in ended:
         state[places], removed[places] = of_state, of_removed
     iterations.masked_fill_(iterations == 0, iteration)
@@ -243,11 +243,11 @@ def _share_moved(removed: Tensor, before: Tensor, ranks: Ranks) -> Tensor:
     return changed / kept.clamp_min(1.0)
 
 
-def _shifted_inverse(hessian: Tensor, shift: Tensor, dtype: torch.dtype) -> Tensor:
-    """shift · (H + shift · I)⁻¹ in `dtype`, with a shift for each H."""
+def _shifted_inverse(hessian: Tensor, shift: Tensor, dtype: torch.dtype, ranks: Ranks) -> Tensor:
+    """shift · (H + shift · I)⁻¹ in `dtype`, with a shift for each H. ranks: those that have the same H."""
     shifted, shift = hessian.clone(), shift.to(hessian)[..., None]
     diagonal_of(shifted).add_(shift)
-    if not cholesky_(shifted).all():
+    if not cholesky_(shifted, ranks.of_machine).all():
         raise torch.linalg.LinAlgError("the Hessian of ADMM has no Cholesky factor")
-    inverse_of_factor_(shifted)
+    inverse_of_factor_(shifted, ranks.of_machine)
     return shifted.mul_(shift[..., None]).to(dtype)

@@ -3,10 +3,12 @@
 import pytest
 import torch
 from same_bytes import NUMBERS_OF_THREADS, threads
+from together import on_ranks
 from torch.utils.flop_counter import FlopCounterMode
 
 from drot.calibration import cholesky
 from drot.calibration.cholesky import cholesky_, inverse_of_factor_
+from drot.machine.ranks import joined
 
 BLOCK = cholesky.CPU_BLOCK
 
@@ -78,3 +80,31 @@ def test_an_inverse_takes_the_cube_of_its_size(monkeypatch):
         found = inverse(matrix)
     assert 0.95 * 512**3 < counter.get_total_flops() < 1.1 * 512**3
     torch.testing.assert_close(found @ matrix, torch.eye(512, dtype=torch.float64), rtol=0, atol=1e-9)
+
+
+def shared(size):
+    torch.manual_seed(0)
+    matrix = positive_definite(size)
+    with joined() as ranks:
+        factor, found = matrix.clone(), matrix.clone()
+        assert cholesky_(factor, ranks) and cholesky_(found, ranks)
+        inverse_of_factor_(found, ranks)
+        broken = matrix.clone()
+        broken[size - 2, size - 2] = -1
+        return matrix, factor, found, cholesky_(broken, ranks), ranks.sent["rows"]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_share_a_factor_and_an_inverse(count, monkeypatch):
+    monkeypatch.setattr(cholesky, "WHOLE", BLOCK)
+    found = on_ranks(count, shared, 641)
+    matrix, factor, inverted, broken, sent = found[0]
+    exact = matrix.double()
+    assert not broken and sent > 0
+    assert torch.equal(factor, factor.tril())
+    assert float((factor.double() @ factor.double().T - exact).norm() / exact.norm()) < 1e-5
+    assert torch.equal(inverted, inverted.T)
+    identity = torch.eye(641, dtype=torch.float64)
+    assert float((inverted.double() @ exact - identity).norm() / identity.norm()) < 1e-4
+    for other in found[1:]:
+        assert torch.equal(other[1], factor) and torch.equal(other[2], inverted)

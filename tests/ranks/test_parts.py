@@ -61,5 +61,7 @@ def test_the_shares_of_rows_are_all_rows(count, size):
 def test_a_process_alone_sends_nothing():
     rows = torch.ones(2, 3)
     ALONE.add_(rows)
+    ALONE.gather_rows_(rows)
+    assert not ALONE.sent
     assert ALONE.gather_rows(rows) is rows and ALONE.total(2) == 2 and ALONE.each("a") == ["a"]
     assert ALONE.on_first(lambda: 5) == 5 and ALONE.same([rows]) and ALONE.who_ended() is None

@@ -1,5 +1,6 @@
 """Several ranks, as processes that torchrun would start: what they send, and a run of `drot.prune`."""
 
+import math
 import os
 
 import pytest
@@ -10,7 +11,8 @@ from together import on_ranks
 
 import drot.machine.ranks
 from drot.core.errors import ToldElsewhere, UserError
-from drot.machine.ranks import RankEnded, joined
+from drot.machine.ranks import RankEnded, Ranks, joined
+from drot.model.decoder import DecoderModel
 
 # ---- what is sent ------------------------------------------------------------------------------------
 
@@ -33,6 +35,22 @@ def test_sums_and_rows_are_those_of_all_ranks(total):
         assert torch.equal(ones, torch.full((3, 2), 6.0))
         assert all(torch.equal(found, expected.to(dtype)) for dtype, found in rows.items())
         assert (quarter, each, first) == (0.75, [0, 1, 2], 1)
+
+
+def sums_of_two_machines():
+    rank = int(os.environ["RANK"])
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "LOCAL_RANK": str(rank % 2)}
+    with joined() as ranks:
+        machine = ranks.of_machine
+        rows = torch.full((4, 3), float(rank))
+        machine.gather_rows_(rows)
+        return machine.size, machine.total(rank), ranks.total(rank), rows[:, 0].tolist()
+
+
+def test_the_ranks_of_a_machine_share_without_the_others():
+    found = on_ranks(4, sums_of_two_machines)
+    assert found[0] == found[1] == (2, 1, 6, [0, 0, 1, 1])
+    assert found[2] == found[3] == (2, 5, 6, [2, 2, 3, 3])
 
 
 def differing_bits():
@@ -62,6 +80,33 @@ def test_an_error_is_told_by_the_rank_that_has_it(rank, monkeypatch):
     found = on_ranks(2, failing_on, rank)
     assert isinstance(found[rank], UserError) and "this rank alone" in str(found[rank])
     assert isinstance(found[1 - rank], ToldElsewhere | RankEnded)
+
+
+def sent_by_a_run(chosen):
+    made, init = [], Ranks.__init__
+
+    def noted(self, *arguments, **options):
+        init(self, *arguments, **options)
+        made.append(self)
+
+    Ranks.__init__ = noted  # of this process, which ends with the test
+    run(chosen)
+    return made[-1].sent
+
+
+@pytest.mark.parametrize("target", ["self", "dense"])
+def test_the_bytes_are_those_of_the_formula(target):
+    """The first three rows of the table in docs/scale.md, for two ranks and weights in fp32."""
+    sums = rows = 0
+    for layer in DecoderModel(small_model("llama")).layers:
+        for group in layer.groups:
+            shapes = [layer.shape_of(linear) for linear in group.linears]
+            out, width = shapes[0]
+            statistics = 4 * (out if layer.adds(group) else width) * width if target == "dense" else 0
+            sums += 4 * width**2 + statistics  # 2 (n - 1) / n times
+            rows += sum(4 * math.ceil(out / 2) * width for out, width in shapes)
+    for sent in on_ranks(2, sent_by_a_run, recipe("none", solve="admm", target=target)):
+        assert dict(sent) == {"sums": sums, "rows": rows}
 
 
 # ---- a run -------------------------------------------------------------------------------------------
