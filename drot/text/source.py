@@ -1,5 +1,6 @@
 """Token ids from the Hugging Face hub, a local file or a tensor of token ids."""
 
+import dataclasses
 import hashlib
 import logging
 import re
@@ -16,6 +17,7 @@ from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
 from drot.text.files import LARGE, SUFFIXES, LargeText, file_rows
+from drot.text.mixture import counts_of, spread, texts_of
 from drot.text.rows import SEPARATOR, SURROGATE, texts
 
 logger = logging.getLogger("drot")
@@ -42,12 +44,25 @@ def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Prog
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
     position drawn from torch.Generator().manual_seed(seed). A text with fewer tokens than that is cut into
     consecutive sequences, of which there are fewer, and a warning says so. Of a large file no more is read
-    than the sequences need (`LargeText`).
+    than the sequences need (`LargeText`). Several texts each have their share of the sequences
+    (`drot.text.mixture`).
 
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
     progress: receives the events of `read_text` and `tokenize`.
     """
+    sources, shares = zip(*texts_of(settings.source), strict=True)
+    counts = counts_of(list(shares), settings.nsamples)
+    return spread(
+        [
+            _sequences(dataclasses.replace(settings, source=source, nsamples=count), tokenizer, progress)
+            for source, count in zip(sources, counts, strict=True)
+        ]
+    )
+
+
+def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress) -> Tensor:
+    """The sequences of one text, as `load_calibration` returns them."""
     source, nsamples, seqlen = settings.source, settings.nsamples, settings.seqlen
     assert seqlen is not None
     if (large := large_text(settings, tokenizer, progress)) is not None:

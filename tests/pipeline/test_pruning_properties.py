@@ -63,7 +63,9 @@ def prune(settings, recipe, **options):
     present = [pattern for pattern in recipe.pruning.keep if any(matches(pattern, name) for name in names)]
     chosen = [pair for pair in recipe.pruning.sparsity_of if any(matches(pair[0], name) for name in names)]
     recipe = recipe.replace(keep=present, sparsity_of=chosen)
-    return drot.prune(model, recipe, calibration=tokens_for(settings, rows=4, seed=1), device="cpu", **options)
+    return drot.prune(
+        model, recipe, calibration=tokens_for(settings, rows=4, seed=1), device="cpu", **options
+    )
 
 
 def check_pattern(name, zeros, pruning, sparsity):
