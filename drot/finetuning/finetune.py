@@ -29,6 +29,7 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import reserved
 from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
+from drot.finetuning.distillation import load_dense
 from drot.finetuning.kept import identity_of, kept, kept_folder, kept_until_written
 from drot.finetuning.memory import check_full_memory
 from drot.finetuning.text import split_text
@@ -152,6 +153,7 @@ def _finetune(
     loaded = load_model(model)
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
+    dense = None if config.against is None else load_dense(config.against, loaded)
     packed = is_packed(loaded)
     size = _size_of_result(loaded, config)
     keeps = out is not None and not config.full and is_main_process()
@@ -188,6 +190,7 @@ def _finetune(
                     config,
                     (sequences, held_out),
                     Path(folder),
+                    dense=dense,
                     cpu=target.type == "cpu",
                     progress=progress,
                 )

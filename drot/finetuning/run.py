@@ -14,6 +14,7 @@ from drot.config import FinetuneConfig
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress
 from drot.evaluation.perplexity import perplexity
+from drot.finetuning.distillation import DivergenceLoss
 from drot.finetuning.kept import Trained
 from drot.finetuning.masks import KeepMask, choose_full, removed_weights, round_weights
 from drot.finetuning.train import Reporter, check_loss, train, training_arguments
@@ -30,6 +31,7 @@ def run_finetuning(
     texts: tuple[Tensor, Tensor],
     folder: Path,
     *,
+    dense: Any = None,
     cpu: bool,
     progress: Progress,
 ) -> tuple[Any, Trained]:
@@ -42,6 +44,7 @@ def run_finetuning(
     model: the pruned model with dense weights, on the CPU.
     texts: training sequences [n, seqlen] and held-out sequences [h, seqlen].
     folder: a temporary folder.
+    dense: the model against which is trained (`load_dense`); None trains on the text.
     cpu: whether to train on the CPU.
     """
     started = time.perf_counter()
@@ -54,6 +57,9 @@ def run_finetuning(
         for parameter in model.parameters():  # model.float() would also cast buffers
             parameter.data = parameter.data.float()
     model.to(device)
+    if dense is not None:
+        dense = dense.float() if device.type == "cpu" else dense
+        dense.to(device)
     before = _loss(model, held_out, progress)
     if not math.isfinite(before):
         raise UserError(
@@ -61,7 +67,8 @@ def run_finetuning(
         )
     set_seed(arguments.seed)
     reporter = Reporter(progress, config.resolved_lr)
-    model, trained_weights, adapter = _train(model, config, dtype, sequences, arguments, reporter)
+    loss = None if dense is None else DivergenceLoss(dense)
+    model, trained_weights, adapter = _train(model, config, dtype, sequences, arguments, reporter, loss)
     after = _loss(model, held_out, progress)
     check_loss(after, config.resolved_lr)
     if after > before:
@@ -124,6 +131,7 @@ def _train(
     sequences: Tensor,
     arguments: Any,
     reporter: Reporter,
+    loss: DivergenceLoss | None,
 ) -> tuple[Any, int, dict[str, Tensor]]:
     """The trained model, the number of trained weights, and the adapter; {} without one.
 
@@ -134,7 +142,7 @@ def _train(
     if config.full:
         choose_full(model)
         count = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
-        train(model, sequences, arguments, [reporter, KeepMask(removed)])
+        train(model, sequences, arguments, [reporter, KeepMask(removed)], loss)
     else:
         from drot.finetuning.adapter import add_adapter, merge_adapter  # needs peft, which `full` does not
 
@@ -142,7 +150,7 @@ def _train(
         model = add_adapter(model, config)
         count = _trainable(model)
         trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-        train(model, sequences, arguments, [reporter])
+        train(model, sequences, arguments, [reporter], loss)
         adapter = {name: value.detach().cpu().clone() for name, value in trained.items()}
         if config.keep_adapter:
             return model, count, adapter
