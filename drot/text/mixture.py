@@ -3,9 +3,6 @@
 import re
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 
@@ -54,15 +51,3 @@ def counts_of(shares: list[float], nsamples: int) -> list[int]:
             "`nsamples`, or leave a text out"
         )
     return counts
-
-
-def spread(parts: list[Tensor]) -> Tensor:
-    """The sequences [n, seqlen] of all texts, each text spread evenly.
-
-    So any run of sequences has about the shares of the whole: those that train the rotations are the first,
-    and those that the recovery holds out are the last.
-
-    parts: the sequences [nᵢ, seqlen] of each text.
-    """
-    places = torch.cat([(torch.arange(len(part)) + 0.5) / len(part) for part in parts])
-    return torch.cat(parts)[places.argsort(stable=True)]

@@ -17,7 +17,7 @@ from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
 from drot.text.files import LARGE, SUFFIXES, LargeText, file_rows
-from drot.text.mixture import counts_of, spread, texts_of
+from drot.text.mixture import counts_of, texts_of
 from drot.text.rows import SEPARATOR, SURROGATE, texts
 
 logger = logging.getLogger("drot")
@@ -59,6 +59,18 @@ def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Prog
             for source, count in zip(sources, counts, strict=True)
         ]
     )
+
+
+def spread(parts: list[Tensor]) -> Tensor:
+    """The sequences [n, seqlen] of all texts, each text spread evenly.
+
+    So any run of sequences has about the shares of the whole: those that train the rotations are the first,
+    and those that the recovery holds out are the last.
+
+    parts: the sequences [nᵢ, seqlen] of each text.
+    """
+    places = torch.cat([(torch.arange(len(part)) + 0.5) / len(part) for part in parts])
+    return torch.cat(parts)[places.argsort(stable=True)]
 
 
 def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress) -> Tensor:

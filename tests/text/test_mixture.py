@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from drot.core.errors import UserError
-from drot.text.mixture import counts_of, spread, texts_of
+from drot.text.mixture import counts_of, texts_of
+from drot.text.source import spread
 from tests.text.test_source import load
 
 
