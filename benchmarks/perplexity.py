@@ -64,6 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 DOWN: dict[str, dict[str, Any]] = {
     f"full, fast, R3 in blocks of {size}": dict(down_rotation=size) for size in (16, 32, 88, 176, 704)
 } | {
+    "full, fast, pcg": dict(solve="pcg"),
     "full, fast, 100 steps": dict(steps=100),
     "full, fast, all training tokens": dict(training_tokens=0),
     "light, fast, all training tokens": POINTS["light"] | dict(training_tokens=0),

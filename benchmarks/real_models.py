@@ -44,6 +44,7 @@ RECORDS: dict[str, Recipe] = {
         rotation=RotationConfig(mode="none"), pruning=resolve(RECIPES["balanced"]).pruning
     ),
     **{f"{point}, {quality}": RECIPES[f"{point}, {quality}"] for point in POINTS for quality in QUALITIES},
+    "full, fast, pcg": RECIPES["full, fast, pcg"],
     "full without R3, fast": RECIPES["sparsegpt 2:4"],
     "full without R3, balanced": RECIPES["balanced"],
     "not rotated, wanda": Recipe().replace(mode="none", method="wanda").with_quality("fast"),

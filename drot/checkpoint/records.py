@@ -250,6 +250,7 @@ class FinetuneSettings(Entries):
     """The fields of FinetuneConfig that had an effect; None for those of LoRA where all weights trained."""
 
     full: bool
+    against: str | None = None
     keep_adapter: bool | None = None
     rank: int | None = None
     alpha: float | None = None

@@ -168,6 +168,8 @@ def finetune_line(record: FinetuneRecord) -> str:
     """The settings and the figures of a fine-tuning."""
     settings, text, held_out = record.settings, record.text, record.held_out
     kind = f"LoRA r {settings.rank}" if record.method == "lora" else "all kept weights"
+    if settings.against:
+        kind += f" against {short(settings.against)}"
     perplexity = change(held_out.perplexity_before, held_out.perplexity_after)
     return (
         f"{kind}, lr {settings.lr:g}, {record.steps} steps, {text.shape[0]} x {text.shape[1]} "

@@ -9,6 +9,7 @@ from drot.config import ResolvedRecipe, RotationConfig, resolve
 from drot.config.recipe import SECTIONS
 from drot.config.settings import fields_of, values_of
 from drot.core.errors import UserError
+from drot.text.mixture import texts_of
 
 #: fields of RotationConfig that matter for given rotations too
 NOT_TRAINING = ("mode", "blocks", "down_rotation", "boundary")
@@ -59,7 +60,11 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
         lambda recipe, given: recipe.recovery.recover == "none",
         ("recover_epochs", "recover_lr", "recover_batch"),
     ),
-    ("a .txt file", lambda recipe, given: recipe.calibration.source.endswith(".txt"), ("text_column",)),
+    (
+        "a .txt file",
+        lambda recipe, given: all(text.endswith(".txt") for text, _ in texts_of(recipe.calibration.source)),
+        ("text_column",),
+    ),
 )
 #: as in WITHOUT_EFFECT, for a run that prunes
 NO_TEXT: Condition = (

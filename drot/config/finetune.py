@@ -25,6 +25,10 @@ class FinetuneConfig:
     """Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. Takes 17 bytes
     of memory a weight, and more for the activations.
     """
+    against: str | None = Field(default=None, title="DIR")
+    """Train against this dense model: the loss is KL(dense ‖ pruned) of the next token, in place of the loss
+    of the text. It needs the memory of the dense model and the time of its forward passes.
+    """
     rank: int = Field(default=8, ge=1)
     """LoRA's rank r: the columns of its matrix B, and the rows of A."""
     alpha: float = Field(default=32.0, gt=0)

@@ -43,6 +43,7 @@ from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.lock import locked
 from drot.evaluation.predictions import check_windows
+from drot.finetuning.distillation import load_dense
 from drot.finetuning.text import split_text
 from drot.machine.devices import is_gpu, pick_device
 from drot.model.decoder import DecoderModel
@@ -157,6 +158,7 @@ def _finetune(
     loaded = load_model(model)
     check_tokens(sequences, loaded.config)
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
+    dense = None if config.against is None else load_dense(config.against, loaded)
     packed = is_packed(loaded)
     if out is not None and is_main_process():
         check_space(out, _size_of_result(loaded, config))
@@ -179,6 +181,7 @@ def _finetune(
                 config,
                 (sequences, held_out),
                 Path(folder),
+                dense=dense,
                 cpu=target.type == "cpu",
                 progress=progress,
             )

@@ -14,6 +14,7 @@ from drot.config import FinetuneConfig
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress
 from drot.evaluation.perplexity import perplexity
+from drot.finetuning.distillation import DivergenceLoss
 from drot.finetuning.masks import KeepMask, choose_full, removed_weights, round_weights
 from drot.finetuning.train import Reporter, check_loss, train, training_arguments
 from drot.machine.devices import dtype_name
@@ -29,6 +30,7 @@ def run_finetuning(
     texts: tuple[Tensor, Tensor],
     folder: Path,
     *,
+    dense: Any = None,
     cpu: bool,
     progress: Progress,
 ) -> tuple[Any, dict[str, Any]]:
@@ -41,6 +43,7 @@ def run_finetuning(
     model: the pruned model with dense weights, on the CPU.
     texts: training sequences [n, seqlen] and held-out sequences [h, seqlen].
     folder: a temporary folder.
+    dense: the model against which is trained (`load_dense`); None trains on the text.
     cpu: whether to train on the CPU.
     """
     started = time.perf_counter()
@@ -53,6 +56,9 @@ def run_finetuning(
         for parameter in model.parameters():  # model.float() would also cast buffers
             parameter.data = parameter.data.float()
     model.to(device)
+    if dense is not None:
+        dense = dense.float() if device.type == "cpu" else dense
+        dense.to(device)
     before = _loss(model, held_out, progress)
     if not math.isfinite(before):
         raise UserError(
@@ -60,7 +66,8 @@ def run_finetuning(
         )
     set_seed(arguments.seed)
     reporter = Reporter(progress, config.resolved_lr)
-    model, trained_weights = _train(model, config, dtype, sequences, arguments, reporter)
+    loss = None if dense is None else DivergenceLoss(dense)
+    model, trained_weights = _train(model, config, dtype, sequences, arguments, reporter, loss)
     after = _loss(model, held_out, progress)
     check_loss(after, config.resolved_lr)
     if after > before:
@@ -105,6 +112,7 @@ def _train(
     sequences: Tensor,
     arguments: Any,
     reporter: Reporter,
+    loss: DivergenceLoss | None,
 ) -> tuple[Any, int]:
     """The trained model and the number of trained weights.
 
@@ -114,14 +122,14 @@ def _train(
     if config.full:
         choose_full(model)
         count = _trainable(model) - sum(int(mask.sum()) for mask in removed.values())
-        train(model, sequences, arguments, [reporter, KeepMask(removed)])
+        train(model, sequences, arguments, [reporter, KeepMask(removed)], loss)
     else:
         from drot.finetuning.adapter import add_adapter, merge_adapter  # needs peft, which `full` does not
 
         removed = {name: mask.cpu() for name, mask in removed.items()}  # not needed during the training
         model = add_adapter(model, config)
         count = _trainable(model)
-        train(model, sequences, arguments, [reporter])
+        train(model, sequences, arguments, [reporter], loss)
         if config.keep_adapter:
             return model, count
         model = merge_adapter(model)

@@ -13,6 +13,7 @@ from transformers.trainer_callback import PrinterCallback
 from drot.config import FinetuneConfig
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
+from drot.finetuning.distillation import DivergenceLoss
 
 #: number of points of the loss curve in the manifest
 POINTS = 100
@@ -100,15 +101,23 @@ def check_loss(loss: float, lr: float) -> None:
 
 
 def train(
-    model: Any, sequences: Tensor, arguments: TrainingArguments, callbacks: list[TrainerCallback]
+    model: Any,
+    sequences: Tensor,
+    arguments: TrainingArguments,
+    callbacks: list[TrainerCallback],
+    loss: DivergenceLoss | None = None,
 ) -> None:
     """Trains the trainable weights of `model` on `sequences` [n, seqlen]. The model ends in eval mode.
 
     Raises UserError for a loss that is not finite.
+
+    loss: None is the model's own, that of the text.
     """
     use_cache = model.config.use_cache
     rows = [{"input_ids": row, "labels": row} for row in sequences]
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=callbacks)
+    trainer = Trainer(
+        model=model, args=arguments, train_dataset=rows, callbacks=callbacks, compute_loss_func=loss
+    )
     trainer.remove_callback(PrinterCallback)
     try:
         trainer.train()

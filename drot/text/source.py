@@ -1,5 +1,6 @@
 """Token ids from the Hugging Face hub, a local file or a tensor of token ids."""
 
+import dataclasses
 import hashlib
 import logging
 import re
@@ -16,6 +17,7 @@ from drot.core.errors import UserError, quoted
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.hub import hub_access
 from drot.text.files import LARGE, SUFFIXES, LargeText, file_rows
+from drot.text.mixture import counts_of, texts_of
 from drot.text.rows import SEPARATOR, SURROGATE, texts
 
 logger = logging.getLogger("drot")
@@ -42,12 +44,37 @@ def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Prog
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
     position drawn from torch.Generator().manual_seed(seed). A text with fewer tokens than that is cut into
     consecutive sequences, of which there are fewer, and a warning says so. Of a large file no more is read
-    than the sequences need (`LargeText`).
+    than the sequences need (`LargeText`). Several texts each have their share of the sequences
+    (`drot.text.mixture`).
 
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
     progress: receives the events of `read_text` and `tokenize`.
     """
+    sources, shares = zip(*texts_of(settings.source), strict=True)
+    counts = counts_of(list(shares), settings.nsamples)
+    return spread(
+        [
+            _sequences(dataclasses.replace(settings, source=source, nsamples=count), tokenizer, progress)
+            for source, count in zip(sources, counts, strict=True)
+        ]
+    )
+
+
+def spread(parts: list[Tensor]) -> Tensor:
+    """The sequences [n, seqlen] of all texts, each text spread evenly.
+
+    So any run of sequences has about the shares of the whole: those that train the rotations are the first,
+    and those that the recovery holds out are the last.
+
+    parts: the sequences [nᵢ, seqlen] of each text.
+    """
+    places = torch.cat([(torch.arange(len(part)) + 0.5) / len(part) for part in parts])
+    return torch.cat(parts)[places.argsort(stable=True)]
+
+
+def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress) -> Tensor:
+    """The sequences of one text, as `load_calibration` returns them."""
     source, nsamples, seqlen = settings.source, settings.nsamples, settings.seqlen
     assert seqlen is not None
     if (large := large_text(settings, tokenizer, progress)) is not None:

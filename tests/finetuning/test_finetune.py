@@ -336,6 +336,36 @@ def test_nothing_of_the_trainer_is_left(folder, tmp_path, monkeypatch):
     assert not list((tmp_path / "tmp").iterdir())
 
 
+# ---- against a dense model ---------------------------------------------------------------------------
+
+
+def test_the_loss_is_the_divergence_from_the_dense_model(pruned, tmp_path):
+    """The first point of the curve is that of the pruned model; the zeros stay; the divergence falls."""
+    folder, dense = pruned("rotated", torch.float32), small_model("llama-biased", num_hidden_layers=2)
+    dense.save_pretrained(tmp_path / "dense")
+    settings = dict(full=True, against=str(tmp_path / "dense"), batch_size=8, lr=1e-3, epochs=20)
+    found = run(folder, tmp_path / "out", **settings)
+    rows = tokens()[:-2]
+
+    def divergence(model):
+        with torch.no_grad():
+            p, q = (each(input_ids=rows).logits[:, :-1].double().softmax(-1) for each in (dense, model))
+        return float((p * (p.log() - q.log())).sum(-1).mean())
+
+    record = found.manifest.finetune[-1]
+    before, after = divergence(drot.load(folder, device="cpu")), divergence(found.model)
+    assert record.loss_curve[0][1] == pytest.approx(before, rel=1e-4) and after < 0.7 * before
+    assert record.settings.against == settings["against"]
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert all(not after[name][value == 0].any() for name, value in before.items() if "_proj" in name)
+
+
+def test_a_dense_model_of_another_vocabulary_is_refused(pruned, tmp_path):
+    small_model("llama-biased", vocab_size=64, num_hidden_layers=2).save_pretrained(tmp_path / "dense")
+    with pytest.raises(UserError, match=r"`against` must be a model with the vocabulary of .* has 64"):
+        run(pruned(), tmp_path / "out", against=str(tmp_path / "dense"))
+
+
 # ---- the command line --------------------------------------------------------------------------------
 
 

@@ -1,0 +1,53 @@
+"""Several texts as one calibration text: `a.txt,b.txt=2`, each with its share of the sequences."""
+
+import re
+from pathlib import Path
+
+from drot.core.checks import path_exists
+from drot.core.errors import UserError
+
+#: a text, and its share behind the last `=`
+PART = re.compile(r"(?P<source>[^=].*?)(=(?P<share>[\d.]+))?")
+
+
+def texts_of(source: str) -> list[tuple[str, float]]:
+    """The texts of a calibration source with their shares, which need not add up to 1; 1 where none is named.
+
+    A source without a comma, or with the name of a file, is one text.
+
+    Raises UserError for a text without a name, a text that stands twice, and a share that is not above 0.
+    """
+    if "," not in source or path_exists(Path(source)):
+        return [(source, 1.0)]
+    found: dict[str, float] = {}
+    for part in source.split(","):
+        match = PART.fullmatch(part.strip())
+        try:
+            share = float(match["share"] or 1) if match else 0.0
+        except ValueError:  # 1.2.3
+            share = 0.0
+        if match is None or share <= 0 or match["source"] in found:
+            raise UserError(
+                "`source` with several texts must name each once, with a share above 0 or without one, as "
+                f"in a.txt,b.txt=2; got {part!r} in {source!r}"
+            )
+        found[match["source"]] = share
+    return list(found.items())
+
+
+def counts_of(shares: list[float], nsamples: int) -> list[int]:
+    """The sequences of each text: `nsamples` by the shares, rounded to the largest remainders.
+
+    Raises UserError if a text gets none.
+    """
+    exact = [nsamples * share / sum(shares) for share in shares]
+    counts = [int(count) for count in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - exact[i])
+    for index in by_remainder[: nsamples - sum(counts)]:
+        counts[index] += 1
+    if 0 in counts:
+        raise UserError(
+            f"`nsamples` must give every text of `source` a sequence; {nsamples} gives them {counts}: raise "
+            "`nsamples`, or leave a text out"
+        )
+    return counts
