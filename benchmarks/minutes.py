@@ -343,11 +343,11 @@ def counted_run(
 def copied_bytes(size: int, hidden: int, ff: int, down_block: int) -> float:
     """The bytes that a run copies between the memories for a layer of `size` bytes, and waits for.
 
-    They are those that a run on `meta` does not make: the check of the rotated model copies the layer to the
-    GPU, and a finished layer is copied to main memory, with its boundary matrix and R3 in bf16, and its R1
-    and R3 in fp64. R2 is small.
+    They are those that a run on `meta` does not make: a finished layer is copied to main memory, with its
+    boundary matrix and R3 in bf16, and its R1 and R3 in fp64. R2 is small. The layers come from files, and
+    so a thread brings the layer that is checked.
     """
-    return 2 * size + (2 + 8) * (hidden**2 + ff * down_block)
+    return size + (2 + 8) * (hidden**2 + ff * down_block)
 
 
 def hidden_seconds(size: int) -> float:
@@ -413,8 +413,7 @@ def minutes_of(
             seconds[step] += value
     read = 2 * weights / DISK + 2 * weights / PINNED
     rotated = config["hidden_size"], config["intermediate_size"], recipe.rotation.down_block or 0
-    # the layers come from files, and so a thread brings the layer that is checked
-    copied = copied_bytes(2 * weights, *rotated) - 2 * weights + sum(copied_of_layer.values())
+    copied = copied_bytes(2 * weights, *rotated) + sum(copied_of_layer.values())
     work = sum(seconds[step] for step in ("merge", "prune", "recover"))
     seconds["copies"] = copied / HOST
     seconds["send"] = ops["send", "all"]

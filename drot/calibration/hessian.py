@@ -219,8 +219,7 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ran
     diagonal = diagonal_of(hessian)
     dead_columns = diagonal == 0
     unit = damping_unit(diagonal.to(dtype), average)
-    largest = MAX_DAMPING * (damping_unit(diagonal.to(dtype), "mean") / unit).double()
-    tried = torch.full_like(largest, damping)
+    tried = torch.full_like(unit, damping, dtype=torch.float64)
     while True:
         damped = hessian.to(dtype).flip(-2, -1)
         fix_dead_columns(damped)
@@ -232,6 +231,7 @@ def factorize(hessian: Tensor, damping: float, average: str = "mean", ranks: Ran
             found &= upper.amin((-2, -1)).isfinite() & upper.amax((-2, -1)).isfinite()
             if found.all():
                 return HessianFactor(upper, tried if tried.dim() else float(tried), unit, dead_columns)
+        largest = MAX_DAMPING * (damping_unit(diagonal.to(dtype), "mean") / unit).double()
         if (failed := ~found & (tried >= largest)).any():
             raise UserError(
                 "the Hessian must be symmetric and positive semi-definite; got one of shape "

@@ -119,9 +119,11 @@ def upper_factor(matrix: Tensor) -> Tensor:
     largest = torch.where(largest == 0, 1, largest)
     added = torch.zeros_like(largest)
     while True:
-        lower = matrix.double().clone()
+        lower = matrix.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
         diagonal_of(lower).add_((added * largest)[..., None])
-        found = cholesky_(lower) | (added > 1)
+        # products take one batch dimension
+        each = lower if lower.dim() < 3 else lower.flatten(0, -3)
+        found = cholesky_(each).view(added.shape) | (added > 1)
         if found.all():
             return lower.tril().mT
         added = torch.where(found, added, torch.where(added > 0, 10 * added, RESOLUTION))

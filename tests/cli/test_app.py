@@ -49,7 +49,16 @@ def test_prunes_options_are_grouped(capsys, monkeypatch):
     assert cli.run(["prune", "--help-all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     panels = [line.split("─ ")[1].split(" ─")[0] for line in lines if line.startswith("╭")]
-    assert panels[2:] == ["Recipe", "Pruning", "Recovery", "Rotation", "Calibration", "Output", "Run"]
+    assert panels[2:] == [
+        "Model",
+        "Recipe",
+        "Pruning",
+        "Recovery",
+        "Rotation",
+        "Calibration",
+        "Output",
+        "Run",
+    ]
     assert any("--method" in line and f"[{'|'.join(get_args(Method))}]" in line for line in lines)
 
 

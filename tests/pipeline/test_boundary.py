@@ -102,7 +102,7 @@ def test_each_down_is_trained_with_the_layer_whose_rotation_it_takes(objective):
         for index, downs in found.items():
             assert len(downs) == len(expected[index])
             for down, weight in zip(downs, expected[index], strict=True):
-                assert torch.equal(down.weight, weight * down.factor)
+                assert torch.equal(down.weight, weight * down.factors)
                 assert down.metric.matrix.shape == (3, 16, 16)
 
 
