@@ -25,11 +25,11 @@ COPY . /src
 RUN DROT_WITH_CUDA=1 pip install --no-build-isolation '/src[eval,finetune,gguf,report,serve]' \
  && pip uninstall --yes cmake ninja wheel
 
-# The wheels of torch bring the CUDA libraries, so the second image needs no toolkit. A C compiler is what
-# torch.compile needs.
+# The wheels of torch bring the CUDA libraries, so the second image needs no toolkit. torch.compile
+# needs a C compiler, and on a CPU a C++ compiler.
 FROM ubuntu:${UBUNTU}
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends python3-dev gcc libc6-dev \
+ && apt-get install --yes --no-install-recommends python3-dev g++ libc6-dev \
  && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/drot /opt/drot
 ENV PATH=/opt/drot/bin:$PATH \

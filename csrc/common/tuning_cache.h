@@ -1,6 +1,5 @@
 // The tuning cache: a text file that keeps the results of measurements on this machine for later processes.
-// The autotuner of sparse24_linear (ops/cuda/sparse24_autotuner.h) and `drot info --measure`
-// (drot/machine/environment.py) read and write it.
+// The autotuner of sparse24_linear (ops/cuda/sparse24_autotuner.h) reads and writes it.
 //
 // Each line is a key, a tab and a value. Of several lines with one key the last is valid. To measure
 // everything again, delete the file.

@@ -30,6 +30,8 @@ CPU_BLOCK, GPU_BLOCK = 128, 2048
 #: columns up to which a product with a triangle, or for one, is a product of whole matrices, and up to which
 #: ranks do not share a matrix; at least a block
 WHOLE = 2048
+#: columns up to which a GPU factors a batch of blocks at once, for which cuSOLVER has a kernel of its own
+MOST_IN_BATCH = 512
 
 
 def cholesky_(matrix: Tensor, ranks: Ranks = ALONE) -> Tensor:
@@ -43,6 +45,8 @@ def cholesky_(matrix: Tensor, ranks: Ranks = ALONE) -> Tensor:
     """
     ranks = _sharing(matrix, ranks)
     if matrix.shape[-1] <= _block(matrix):
+        if is_gpu(matrix.device) and matrix.dim() > 2 and matrix.shape[-1] > MOST_IN_BATCH:
+            return torch.stack([cholesky_(one) for one in matrix])
         info = torch.empty(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(matrix, out=(matrix, info))
         return info == 0

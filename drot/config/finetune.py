@@ -25,7 +25,7 @@ class FinetuneConfig:
     """Train all kept weights of the decoder layers' linears, and the norms, instead of LoRA. Takes 17 bytes
     of memory a weight, and more for the activations.
     """
-    against: str | None = Field(default=None, title="DIR")
+    against: str | None = Field(default=None, title="MODEL")
     """Train against this dense model: the loss is KL(dense ‖ pruned) of the next token, in place of the loss
     of the text. It needs the memory of the dense model and the time of its forward passes.
     """

@@ -158,6 +158,7 @@ class Ranks:
 
         Tensors in dicts, lists and tuples go from GPU to GPU, and come to main memory.
         """
+        assert self._group is None, "values go between all ranks"
         if self.size == 1:
             return function()
         message: list[Any] = [None, None]
@@ -278,12 +279,12 @@ def joined() -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     ranks, logger = Ranks(rank, size, local_rank, store), logging.getLogger("drot")
-    ranks.of_machine = _of_machine(ranks)
     level, stopped = logger.level, threading.Event()
     if rank:
         logger.setLevel(logging.ERROR)
     threading.Thread(target=ranks.beat, args=(stopped,), daemon=True).start()
     try:
+        ranks.of_machine = _of_machine(ranks)
         yield ranks
     except Exception as error:
         if not ranks.speaks():
@@ -299,9 +300,9 @@ def joined() -> Iterator[Ranks]:
 
 
 def _of_machine(ranks: Ranks) -> Ranks:
-    """The ranks of this machine, of which all machines have equally many."""
+    """The ranks of this machine; all ranks, unless every machine has equally many."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
-    if count == ranks.size or ranks.size % count:
+    if len(set(ranks.each(count))) > 1 or count == ranks.size:
         return ranks
     starts = range(0, ranks.size, count)
     groups = [dist.new_group(list(range(start, start + count)), timeout=TIMEOUT) for start in starts]

@@ -166,10 +166,13 @@ def routed_inputs(
     tokens = reached.sum(1)
     numbers = tokens.tolist()
     own = [linear.spec for linear in layer.linears.values() if linear.spec.expert == group.expert]
-    widest = max(width for spec in own for width in layer.shape_of(spec))
+    widest = max(size for spec in own for size in layer.shape_of(spec))
+    width = layer.shape_of(group.linears[0])[1]
     by_size = sorted((place for place, number in enumerate(numbers) if number), key=lambda p: numbers[p])
     for size, of_size in itertools.groupby(by_size, lambda place: (numbers[place] - 1).bit_length()):
-        same, step = list(of_size), max(1, ROUTED_BYTES // (2**size * widest * hidden.element_size()))
+        # what is made of them is an input or a matrix [in, in] in fp32
+        bytes_of = max(2**size * widest * hidden.element_size(), 4 * width**2)
+        same, step = list(of_size), max(1, ROUTED_BYTES // bytes_of)
         for start in range(0, len(same), step):
             found = same[start : start + step]
             places = torch.tensor(found, device=hidden.device)

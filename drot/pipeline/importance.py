@@ -123,7 +123,7 @@ class GroupImportance:
             lost = (score * removed).sum((-2, -1), dtype=torch.float64)
             share = torch.where(total > 0, lost / total, 0)
             shares[basis] = share if share.dim() else float(share)
-            score /= mean[..., None, None]
+            score /= mean[..., None, None].to(score)
             tensors[f"map_{basis}"] = block_means(score).half()
             tensors[f"histogram_{basis}"] = histogram(score, removed)
         return shares, {name: tensor.cpu() for name, tensor in tensors.items()}

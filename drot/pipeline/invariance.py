@@ -98,7 +98,7 @@ def _checked_error(where: str, got: Tensor, expected: Tensor) -> float:
     if not error <= TOLERANCE:
         raise InvarianceError(
             f"{where}: the rotated output differs from the original output by {error:.2e} (relative, fp32), "
-            f"above {TOLERANCE:g}; nothing was written"
+            f"above {TOLERANCE:g}; the result was not written"
         )
     return error
 
