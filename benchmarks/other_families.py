@@ -26,7 +26,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import drot
-from drot.config import Recipe
+from drot.config import QUALITIES, Recipe
 from drot.evaluation.perplexity import perplexity
 from drot.model.decoder import DecoderModel
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--minutes", type=float, default=8)
     parser.add_argument("--family", choices=MODELS, default="glm4")
-    parser.add_argument("--quality", choices=("fast", "balanced", "best"), default="fast")
+    parser.add_argument("--quality", choices=("one-shot", *QUALITIES), default="one-shot")
     parser.add_argument("--model", type=Path, help="a folder for the trained model, or where it lies")
     options = parser.parse_args()
     random.seed(0)
@@ -205,7 +205,10 @@ def main() -> None:
     model.eval().requires_grad_(False)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     losses = {"dense": math.log(perplexity(model, held_out, seqlen=SEQLEN))}
-    chosen = Recipe().with_quality(options.quality).replace(seqlen=SEQLEN)
+    one_shot = options.quality == "one-shot"
+    chosen = Recipe().with_quality("fast" if one_shot else options.quality).replace(seqlen=SEQLEN)
+    if one_shot:
+        chosen = chosen.replace(solve="none")
     for name, fields in {"none": {"mode": "none"}, **POINTS}.items():
         if fields.get("down_rotation", "none") != "none" and not DecoderModel(model).family.takes("r3"):
             continue

@@ -31,7 +31,7 @@ from drot.text.source import load_calibration
 
 #: R1 and R2 alone, of which most rows are
 RECIPE = Recipe().replace(down_rotation="none")
-FAST = RECIPE.with_quality("fast")
+ONE_SHOT = RECIPE.with_quality("fast").replace(solve="none")
 METHODS = [
     ("sparsegpt", "2:4"), ("wanda", "2:4"), ("magnitude", "2:4"), ("sparsegpt", "4:8"), ("sparsegpt", "0.5")
 ]  # fmt: skip
@@ -62,15 +62,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 #: name → what differs from the point `full`, with R3, and `--quality fast`
 DOWN: dict[str, dict[str, Any]] = {
-    f"full, fast, R3 in blocks of {size}": dict(down_rotation=size) for size in (16, 32, 88, 176, 704)
+    f"full, one shot, R3 in blocks of {size}": dict(down_rotation=size) for size in (16, 32, 88, 176, 704)
 } | {
-    "full, fast, pcg": dict(solve="pcg"),
-    "full, fast, 100 steps": dict(steps=100),
-    "full, fast, all training tokens": dict(training_tokens=0),
-    "light, fast, all training tokens": POINTS["light"] | dict(training_tokens=0),
-    "full, fast, boundary on the residual": dict(hessians="dense", boundary="residual"),
+    "full, one shot, 100 steps": dict(steps=100),
+    "full, one shot, all training tokens": dict(training_tokens=0),
+    "light, one shot, all training tokens": POINTS["light"] | dict(training_tokens=0),
+    "full, one shot, boundary on the residual": dict(hessians="dense", boundary="residual"),
     **{
-        f"full, fast, {method} {sparsity}": dict(method=method, sparsity=sparsity)
+        f"full, one shot, {method} {sparsity}": dict(method=method, sparsity=sparsity)
         for method, sparsity in METHODS
     },
 }
@@ -82,9 +81,11 @@ DAMPINGS: dict[str, dict[str, Any]] = {
 }
 RECIPES: dict[str, Recipe] = {
     **{
-        f"{method} {sparsity}": FAST.replace(method=method, sparsity=sparsity) for method, sparsity in METHODS
+        f"{method} {sparsity}": ONE_SHOT.replace(method=method, sparsity=sparsity)
+        for method, sparsity in METHODS
     },
-    **{name: FAST.replace(**fields) for name, fields in VARIANTS.items()},
+    **{name: ONE_SHOT.replace(**fields) for name, fields in VARIANTS.items()},
+    "fast": RECIPE.with_quality("fast"),
     "balanced": RECIPE.with_quality("balanced"),
     "best": RECIPE.with_quality("best"),
     **{name: RECIPE.with_quality("balanced").replace(**fields) for name, fields in DAMPINGS.items()},
@@ -93,7 +94,14 @@ RECIPES: dict[str, Recipe] = {
         for point, fields in POINTS.items()
         for quality in QUALITIES
     },
-    **{name: Recipe().with_quality("fast").replace(**fields) for name, fields in DOWN.items()},
+    **{
+        f"{point}, one shot": Recipe().replace(**fields).with_quality("fast").replace(solve="none")
+        for point, fields in POINTS.items()
+    },
+    **{
+        name: Recipe().with_quality("fast").replace(**{"solve": "none"} | fields)
+        for name, fields in DOWN.items()
+    },
 }
 
 
@@ -134,7 +142,7 @@ def main() -> None:
 
     @functools.cache
     def not_rotated(*fields: Any) -> dict[str, float]:
-        return pruned(FAST.replace(mode="none", **dict(zip(MASK, fields, strict=True))))
+        return pruned(ONE_SHOT.replace(mode="none", **dict(zip(MASK, fields, strict=True))))
 
     common = {
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),

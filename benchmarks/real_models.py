@@ -27,7 +27,7 @@ from perplexity import RECIPES
 
 import drot
 from drot.checkpoint.load import load_tokenizer
-from drot.config import QUALITIES, CalibrationConfig, Recipe, RotationConfig, resolve
+from drot.config import ONE_SHOT, QUALITIES, CalibrationConfig, Recipe, RotationConfig, resolve
 from drot.config.rotation import POINTS
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import load_eval_tokens
@@ -39,18 +39,18 @@ from drot.text.source import load_calibration
 SMOLLM2 = "SmolLM2-135M-Instruct"
 #: name → recipe; the first two have no rotation
 RECORDS: dict[str, Recipe] = {
-    "not rotated": Recipe().replace(mode="none").with_quality("fast"),
+    "not rotated": Recipe().replace(mode="none", **ONE_SHOT),
     "not rotated, solver of balanced": Recipe(
         rotation=RotationConfig(mode="none"), pruning=resolve(RECIPES["balanced"]).pruning
     ),
     **{f"{point}, {quality}": RECIPES[f"{point}, {quality}"] for point in POINTS for quality in QUALITIES},
-    "full, fast, pcg": RECIPES["full, fast, pcg"],
-    "full without R3, fast": RECIPES["sparsegpt 2:4"],
+    "full, one shot": RECIPES["full, one shot"],
+    "full without R3, one shot": RECIPES["sparsegpt 2:4"],
     "full without R3, balanced": RECIPES["balanced"],
-    "not rotated, wanda": Recipe().replace(mode="none", method="wanda").with_quality("fast"),
-    "not rotated, magnitude": Recipe().replace(mode="none", method="magnitude").with_quality("fast"),
-    **{name: RECIPES[f"full, fast, {name}"] for name in ("wanda 2:4", "magnitude 2:4")},
-    **{name: RECIPES[f"full, fast, {name}"] for name in ("sparsegpt 4:8", "sparsegpt 0.5")},
+    "not rotated, wanda": Recipe().replace(mode="none", method="wanda", **ONE_SHOT),
+    "not rotated, magnitude": Recipe().replace(mode="none", method="magnitude", **ONE_SHOT),
+    **{name: RECIPES[f"full, one shot, {name}"] for name in ("wanda 2:4", "magnitude 2:4")},
+    **{name: RECIPES[f"full, one shot, {name}"] for name in ("sparsegpt 4:8", "sparsegpt 0.5")},
 }
 
 

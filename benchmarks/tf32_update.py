@@ -64,7 +64,7 @@ def main() -> None:
     calibration = dataclasses.replace(CALIBRATION, nsamples=32)
     for rotation in (RotationConfig(mode="none"), RotationConfig(mode="layer", steps=30)):
         rows.clear()
-        recipe = Recipe(rotation=rotation, calibration=calibration).with_quality("fast")
+        recipe = Recipe(rotation=rotation, calibration=calibration).with_quality("fast").replace(solve="none")
         drot.prune(MODEL, recipe, device="cpu", dtype="float32")
         for block in (128, 32):
             masks, errors = zip(*(row[1:] for row in rows if row[0] == block), strict=True)

@@ -114,7 +114,7 @@ def prune(
     Recipe:
         recipe [FILE|DIR]: Take the settings from this file, a recipe in YAML or JSON or the drot.json of a
             checkpoint, or from the folder of a checkpoint. Options next to it replace single settings.
-        quality [fast|balanced|best]: Sets --solve, --target and --recover. fast: none, self, none. balanced:
+        quality [fast|balanced|best]: Sets --solve, --target and --recover. fast: pcg, self, none. balanced:
             admm, dense, none. best: admm, dense, block. fast also sets --steps to 50.
     Pruning:
     Recovery:

@@ -15,7 +15,7 @@ from drot.config.pruning import (
     PruningConfig,
     RecoveryConfig,
 )
-from drot.config.recipe import QUALITIES, Recipe, WeightFormat
+from drot.config.recipe import ONE_SHOT, QUALITIES, Recipe, WeightFormat
 from drot.config.resolve import ResolvedPruning, ResolvedRecipe, ResolvedRotation, resolve
 from drot.config.rotation import (
     FAST_ENTROPY_LR,

@@ -17,9 +17,11 @@ from drot.core.errors import UserError
 
 WeightFormat = Literal["dense", "packed"]
 
+#: the fields of a pruning by a method alone, as it was published
+ONE_SHOT = {"solve": "none", "target": "self", "recover": "none"}
 #: Quality → the fields that it sets. docs/choose.md says what each costs and gives.
 QUALITIES: dict[str, dict[str, Any]] = {
-    "fast": {"solve": "none", "target": "self", "recover": "none"},
+    "fast": ONE_SHOT | {"solve": "pcg"},
     "balanced": {"solve": "admm", "target": "dense", "recover": "none"},
     "best": {"solve": "admm", "target": "dense", "recover": "block"},
 }

@@ -13,7 +13,7 @@ from drot.config.pruning import (
     Solver,
     Target,
 )
-from drot.config.recipe import QUALITIES, Recipe, WeightFormat
+from drot.config.recipe import ONE_SHOT, QUALITIES, Recipe, WeightFormat
 from drot.config.rotation import (
     DOWN_BLOCK,
     FAST_ENTROPY_LR,
@@ -193,7 +193,7 @@ def _rotation(
 
 
 def _pruning(wishes: PruningConfig, published: bool) -> ResolvedPruning:
-    quality = QUALITIES["fast" if published else "balanced"]
+    quality = ONE_SHOT if published else QUALITIES["balanced"]
     values: dict[str, Any] = {
         "damping": PUBLISHED_DAMPING if published else DAMPING,
         "damping_average": "mean" if published else "median",

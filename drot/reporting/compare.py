@@ -11,7 +11,7 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_tokenizer
 from drot.checkpoint.manifest import Manifest, read_manifest
 from drot.checkpoint.tables import gap_closed
-from drot.config import Recipe, RotationConfig
+from drot.config import ONE_SHOT, Recipe, RotationConfig
 from drot.config.resolve import GIVEN_TOKENS
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
@@ -126,7 +126,7 @@ def _baselines(manifest: Manifest) -> dict[str, Recipe]:
         recovery=recipe.recovery,
         calibration=recipe.calibration,
     )
-    plain = solved.with_quality("fast").replace(damping=None, damping_average=None)
+    plain = solved.replace(**ONE_SHOT, damping=None, damping_average=None)
     name = f"{recipe.pruning.method} {recipe.pruning.sparsity}"
     same = (recipe.pruning.solve, recipe.pruning.target, recipe.recovery.recover) == ("none", "self", "none")
     return {name: plain} if same or recipe.rotation.mode == "none" else {name: plain, "+ solver": solved}

@@ -13,7 +13,7 @@ import torch
 
 import drot
 from drot.checkpoint.load import load_tokenizer
-from drot.config import Recipe
+from drot.config import ONE_SHOT, Recipe
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 
 #: the text on which the models are measured: pruning costs more on Python than on the goldens' wikitext-2
@@ -40,7 +40,12 @@ def pruned(method, sparsity, nsamples=64, **fields):
     if method == "magnitude":
         text = {}  # it reads none
     # what is rotated and removed is compared, without the solvers that win a part of the loss back
-    chosen = Recipe().replace(method=method, sparsity=sparsity, **text, **fields).with_quality("fast")
+    chosen = (
+        Recipe()
+        .replace(method=method, sparsity=sparsity, **text, **fields)
+        .with_quality("fast")
+        .replace(**ONE_SHOT)
+    )
     return drot.prune(MODEL, chosen, device="cpu", dtype="float32", save_dtype="float32")
 
 
