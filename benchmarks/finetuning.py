@@ -50,9 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for mode in ("none", "layer"):
             pruned = Path(scratch) / mode
-            recipe = (
-                Recipe(calibration=CALIBRATION).with_quality("fast").replace(solve="none").replace(mode=mode)
-            )
+            recipe = Recipe(calibration=CALIBRATION).with_quality("fast").replace(solve="none", mode=mode)
             drot.prune(MODEL, recipe, out=pruned, device="cpu", dtype="float32", save_dtype="float32")
             row(mode, "none", "", pruned)
             for training, rates in RATES.items():

@@ -56,14 +56,15 @@ def info(
 def _is_other_model(folder: Path) -> bool:
     """Whether `folder` is a model that drot has not written: a folder, or a name on the hub."""
     from drot.checkpoint.manifest import MANIFEST
-    from drot.checkpoint.source import ADAPTER, CONFIG, GGUF  # it imports torch
     from drot.core.hub import HUB_NAME
 
     if not path_exists(folder):
-        name = folder.parent if folder.suffix == GGUF else folder
+        name = folder.parent if folder.suffix == ".gguf" else folder
         return len(name.parts) == 2 and HUB_NAME.fullmatch(str(name)) is not None
     if (folder / MANIFEST).exists():
         return False
+    from drot.checkpoint.source import ADAPTER, CONFIG, GGUF  # it imports torch
+
     return folder.suffix == GGUF or any((folder / name).exists() for name in (CONFIG, ADAPTER))
 
 
