@@ -85,11 +85,11 @@ def test_the_options_of_a_run_reach_the_pipeline(calls):
             "--block-size has no effect with --method other than sparsegpt and --solve other than sparsegpt",
         ),
         (
-            "--method magnitude --quality fast --damping 0.1",
+            "--method magnitude --quality fast --solve none --damping 0.1",
             "--damping has no effect with --method other than sparsegpt, --solve none and --target self",
         ),
         (
-            "--method wanda --quality fast --damping-average mean",
+            "--method wanda --quality fast --solve none --damping-average mean",
             "--damping-average has no effect with --method other than sparsegpt, --solve none and",
         ),
         ("--target-weight 0.5 --target self", "--target-weight has no effect with --target self"),

@@ -70,10 +70,10 @@ def test_a_default_that_is_given_replaces_too(calls, checkpoint):
 
 def test_a_quality_replaces_three_fields(calls, tmp_path):
     file = tmp_path / "recipe.yaml"
-    file.write_text("pruning: {solve: pcg, method: magnitude}")
+    file.write_text("pruning: {solve: admm, method: magnitude}")
     assert prune("m", "--recipe", file, "--quality", "fast") == 0
     pruning = calls[0][1].pruning
-    assert (pruning.solve, pruning.target, pruning.method) == ("none", "self", "magnitude")
+    assert (pruning.solve, pruning.target, pruning.method) == ("pcg", "self", "magnitude")
 
 
 @pytest.mark.parametrize(
