@@ -21,8 +21,14 @@ WHOLE_MODELS = {
     "qwen2_5_vl": "Qwen2.5-VL",
     "qwen3_5": "Qwen3.5",
 }
-#: what their files have in front of the language model's tensors, where its own files have `model.`
-BODIES = ("language_model.model.", "model.language_model.", "model.")
+#: what their files have in front of the language model's tensors, where its own files have `model.` → what
+#: they have in front of `lm_head.`; of three versions of transformers
+BODIES = {
+    "model.language_model.model.": "language_model.",
+    "language_model.model.": "language_model.",
+    "model.language_model.": "",
+    "model.": "",
+}
 #: the linear that writes images into the residual stream
 PROJECTORS = ("multi_modal_projector.linear_2.", "visual.merger.mlp.2.", "visual.merger.linear_fc2.")
 #: the name of this linear in a language model that drot opens to prune it
@@ -88,7 +94,6 @@ def stored_names(names: Iterable[str], model_type: str) -> StoredNames:
     body = next((each for each in BODIES if f"{each}embed_tokens.weight" in names), None)
     if body is None:
         raise UserError("the files lack embed_tokens.weight of the language model: copy the model again")
-    old = body.startswith("language_model.")
     projectors = {
         name.removesuffix("weight") for name in names for each in PROJECTORS if f"{each}weight" in name
     }
@@ -100,7 +105,7 @@ def stored_names(names: Iterable[str], model_type: str) -> StoredNames:
                 f"writes images into the residual stream, got {len(projectors)}: copy the model again"
             )
         (projector,) = projectors
-    return StoredNames(body, "language_model.lm_head." if old else "lm_head.", projector)
+    return StoredNames(body, f"{BODIES[body]}lm_head.", projector)
 
 
 def language_config(whole: Any) -> Any:

@@ -34,7 +34,9 @@ def heat_map(found: Sequence[Importance]) -> Chart:
             )  # fmt: skip
             panel.set(title=each.basis, xticks=[], yticks=[], xlabel="inputs")
         grid[0, 0].set_ylabel("outputs")
-        figure.colorbar(image, ax=grid, location="bottom", aspect=40)
+        ticks = np.geomspace(image.norm.vmin, image.norm.vmax, 4)
+        bar = figure.colorbar(image, ax=grid, location="bottom", aspect=40, ticks=ticks, format="%.2g")
+        bar.minorticks_off()  # whose labels lie on each other where the range is less than a decade
     rows, columns = found[0].means.shape
     largest = [f"{each.means.max():.3g} {each.basis}" for each in found]
     caption = (
