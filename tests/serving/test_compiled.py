@@ -9,7 +9,6 @@ from drot.checkpoint.load import load
 from drot.cli import chat as command
 from drot.core.errors import UserError
 from drot.serving.compiled import SMALLEST_CACHE, cache_length, compile_step, compiled_settings
-from drot.serving.start import serving
 
 
 @pytest.mark.parametrize(
@@ -51,6 +50,9 @@ def test_a_step_that_cannot_be_compiled_is_left_out_and_said(packed, monkeypatch
 
 
 def test_a_batch_is_not_compiled(packed):
+    pytest.importorskip("fastapi")
+    from drot.serving.start import serving
+
     wanted = "`compile` needs `sequential`"
     with pytest.raises(UserError, match=wanted), serving(str(packed), "packed", compiled=lambda model: True):
         pass

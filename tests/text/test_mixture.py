@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from test_source import load
 
 from drot.core.errors import UserError
 from drot.text.mixture import counts_of, texts_of
 from drot.text.source import spread
-from tests.text.test_source import load
 
 
 @pytest.mark.parametrize(
