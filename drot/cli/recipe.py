@@ -6,7 +6,7 @@ import logging
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
@@ -18,9 +18,6 @@ from drot.config.recipe import SECTION_OF, read_recipe
 from drot.config.rotation import POINTS
 from drot.core.errors import UserError
 from drot.core.events import Progress
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger("drot")
 

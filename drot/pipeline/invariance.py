@@ -1,9 +1,9 @@
 """Checks that a rotated model has the outputs of the original model on calibration tokens.
 
-The checks run in fp32, one layer at a time, before a layer is pruned. `check_model` uses the trained
-rotations if all of them are known before the pruning starts; where the layers are read from files, a
-`ModelCheck` then takes each layer on its way to the pruning, so that the files are read once. Otherwise it
-uses random rotations, and `check_layer` checks each layer again when its rotation is trained.
+The checks run in fp32, one layer at a time, before a layer is pruned. `ModelCheck` uses the trained
+rotations if all of them are known before the pruning starts; where the layers are read from files, it then
+takes each layer on its way to the pruning, so that the files are read once. Otherwise it uses random
+rotations, and `check_layer` checks each layer again when its rotation is trained.
 """
 
 import math
@@ -113,7 +113,7 @@ def _embedded(model: DecoderModel, tokens: Tensor, device: torch.device) -> Cali
 def check_outputs(model: DecoderModel, tokens: Tensor, device: torch.device) -> None:
     """Raises UserError if a layer's outputs on `tokens` [1, seqlen] are not finite in fp32.
 
-    `check_model` checks the same for a model that is rotated.
+    `ModelCheck` checks the same for a model that is rotated.
     """
     stream = _embedded(model, tokens, device)
     for layer in model.loaded_layers():
@@ -157,27 +157,11 @@ def check_layer(
     return _checked_error(f"layer {layer.index}", output, stream.hidden_states)
 
 
-@torch.no_grad()
-def check_model(
-    model: DecoderModel,
-    tokens: Tensor,
-    device: torch.device,
-    bases: Bases,
-    rotations: Collection[LayerRotation] = (),
-    down_block: int | None = None,
-    ranks: Ranks = ALONE,
-) -> float:
-    """The error that a ModelCheck gives, in a pass through all layers of the model."""
-    check = ModelCheck(model, tokens, device, bases, rotations, down_block, ranks)
-    for layer in model.loaded_layers(device):
-        check.pass_through(layer)
-    return check.logit_error()
-
-
 class ModelCheck:
     """The relative error, in fp32, of a rotated model on `tokens` [1, seqlen]. `model` is not changed.
 
-    The caller gives its layers, in their order, to `pass_through`, and then asks for `logit_error`.
+    The caller gives its layers, in their order, to `pass_through`, and then asks for `logit_error`;
+    `of_all_layers` does both.
 
     device: where the check computes, to which one layer at a time is copied.
     rotations: the rotation of each layer, which are asked for one after the other; without them, the check
@@ -208,6 +192,12 @@ class ModelCheck:
         #: on the device, of three layers at most, to save memory
         self._known = {0: next(self._remaining).to(device)}
         self._rotated = self._stream.rotated_copy(self._known[0].r1) if rotates else self._stream.copy()
+
+    def of_all_layers(self) -> float:
+        """The error of the logits, after a pass through all layers of the model."""
+        for layer in self._model.loaded_layers(self._device):
+            self.pass_through(layer)
+        return self.logit_error()
 
     @torch.no_grad()
     def pass_through(self, layer: DecoderLayer) -> None:

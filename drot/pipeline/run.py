@@ -15,7 +15,7 @@ from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline import steps
 from drot.pipeline.context import RunContext
 from drot.pipeline.estimate import device_memory, sizes_of
-from drot.pipeline.invariance import ModelCheck, check_model, check_outputs
+from drot.pipeline.invariance import ModelCheck, check_outputs
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.states import embed
@@ -137,10 +137,10 @@ class PruningRun:
         run, tokens = self.context, self.context.tokens[:1]
         if run.rotates:
             block, ranks = run.recipe.rotation.down_block, run.ranks.of_machine
-            arguments = run.model, tokens, run.device, run.bases, known.values(), block, ranks
+            check = ModelCheck(run.model, tokens, run.device, run.bases, known.values(), block, ranks)
             if known and run.model.is_skeleton:
-                return ModelCheck(*arguments)
-            self.logit_error = check_model(*arguments)
+                return check
+            self.logit_error = check.of_all_layers()
         else:
             check_outputs(run.model, tokens, run.device)
         return None

@@ -22,7 +22,7 @@ from drot.model.layer import DecoderLayer
 from drot.model.rotation import LayerRotation
 from drot.pipeline.context import RunContext
 from drot.pipeline.identity import calibration_record
-from drot.pipeline.invariance import check_model
+from drot.pipeline.invariance import ModelCheck
 from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given, with_given_r3
 from drot.pipeline.states import embed
@@ -136,7 +136,8 @@ def sensitivity(
             trained, _ = train_layers(run, None)
             used = list(trained.values())
         with run.during("check"):
-            error = check_model(run.model, run.tokens[:1], run.device, run.bases, used or ())
+            check = ModelCheck(run.model, run.tokens[:1], run.device, run.bases, used or ())
+            error = check.of_all_layers()
     figures = {
         "base_model": prepared.source,
         "calibration": calibration_record(run.tokens),

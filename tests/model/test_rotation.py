@@ -33,7 +33,7 @@ CPU = torch.device("cpu")
 def check_model(model, place="input"):
     handle = DecoderModel(model)
     bases = Bases(place_in(handle, place), len(handle.layers))
-    return invariance.check_model(handle, random_tokens(1, 40), CPU, bases, down_block=16)
+    return invariance.ModelCheck(handle, random_tokens(1, 40), CPU, bases, down_block=16).of_all_layers()
 
 
 @pytest.mark.parametrize(("place", "down_block"), [("input", None), ("input", 16), ("residual", 16)])
