@@ -18,6 +18,7 @@ from drot.core.errors import UserError
 from drot.core.files import new_file, write_json, writing
 from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
 from drot.core.reading import read_json
+from drot.machine.transfer import background_thread
 
 logger = logging.getLogger("drot")
 
@@ -181,7 +182,7 @@ class RunState:
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
         """A context for `save_later`: all parts are written when it ends, also after an error."""
-        with ThreadPoolExecutor(1, thread_name_prefix="drot-save") as self._thread:
+        with background_thread("drot-save") as self._thread:
             try:
                 yield
             except BaseException:

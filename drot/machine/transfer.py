@@ -23,6 +23,21 @@ class Movable(Protocol):
 Layer = TypeVar("Layer", bound=Movable)
 
 
+def background_thread(name: str) -> ThreadPoolExecutor:
+    """An executor with a single thread, whose torch ops use one core. The caller's ops use as many as before.
+
+    For every thread that computes on several cores, OpenMP keeps workers. If there are more workers than
+    cores, GNU's OpenMP lets all of them sleep between two ops, and the caller's small ops take several times
+    as long, also while the thread does nothing.
+    """
+    cores = torch.get_num_threads()
+    thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+    thread.submit(torch.get_num_threads).result()  # torch sets a thread's number when it is first asked for
+    thread.submit(torch.set_num_threads, 1).result()
+    torch.set_num_threads(cores)  # for threads to come
+    return thread
+
+
 def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device) -> Iterator[Layer]:
     """Yields each layer on `device`. When the caller goes on, the layer returns `home`.
 
@@ -48,7 +63,7 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
             layer.to(target)
         copies.synchronize()
 
-    thread = ThreadPoolExecutor(1, thread_name_prefix="drot-layers")  # makes the moves one after the other
+    thread = background_thread("drot-layers")  # makes the moves one after the other
     try:
         coming = [thread.submit(move, layer, device) for layer in layers[:1]]
         for index, layer in enumerate(layers):
