@@ -3,6 +3,7 @@
 import contextlib
 import socket
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,9 +62,11 @@ def serving(
     tokenizer = load_tokenizer(model)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{model} needs a tokenizer.json: a server reads text by a fast tokenizer")
-    loaded = load(model, device=device, dtype=dtype)
+    # in a thread that ends, with its OpenMP workers: they would slow down the thread that generates
+    with ThreadPoolExecutor(1) as thread:
+        loaded = thread.submit(load, model, device=device, dtype=dtype).result()
+        done = compiled is not None and thread.submit(compiled, loaded).result()
     logging.set_verbosity_error()  # transformers warns of every request that it receives
-    done = compiled is not None and compiled(loaded)
     engine = Engine(loaded, sequential=sequential, cache_tokens=cache_tokens, compiled=done)
     try:
         app = application(loaded, tokenizer, name, engine)

@@ -2,6 +2,8 @@
 
 import contextlib
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from small_models import random_tokens, small_model
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.machine import transfer
-from drot.machine.transfer import CopiesHome, ahead, empty_on_host, on_device
+from drot.machine.transfer import CopiesHome, ahead, background_thread, empty_on_host, on_device
 from drot.model.decoder import DecoderModel
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
@@ -218,3 +220,20 @@ def test_an_offloaded_stream_computes_as_a_stream_on_the_gpu(monkeypatch):
             stream.advance(layer)
         assert torch.equal(*(stream.hidden_states.cpu() for stream in streams))
     assert all(parameter.device == CPU for parameter in model.model.parameters())
+
+
+def test_a_background_thread_computes_on_one_core_and_leaves_the_others_to_the_caller():
+    threads, large = torch.get_num_threads(), torch.ones(1 << 20)
+    torch.set_num_threads(2)
+    try:
+        large.isfinite().all()  # starts the caller's own workers
+        before = len(list(Path("/proc/self/task").iterdir()))
+        with background_thread("test") as thread:
+            assert thread.submit(lambda: bool(large.isfinite().all())).result()
+            assert thread.submit(torch.get_num_threads).result() == 1
+            assert len(list(Path("/proc/self/task").iterdir())) == before + 1  # no worker of its own
+            assert torch.get_num_threads() == 2
+        with ThreadPoolExecutor(1) as other:
+            assert other.submit(torch.get_num_threads).result() == 2
+    finally:
+        torch.set_num_threads(threads)
