@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: copies of the test's process, with the variables of torchrun."""
+"""Runs a function on several ranks: processes with the variables of torchrun."""
 
 import multiprocessing
 import os
@@ -7,19 +7,30 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+import drot.machine.ranks
 
-def on_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+#: what a server of processes imports once. A fork of the test's own process, in which autograd may have
+#: started threads, could not train.
+PRELOADED = ["drot.pipeline.prune", "transformers.models.llama.modeling_llama"]
+
+
+def on_ranks(
+    size: int, function: Callable[..., Any], *arguments: Any, last_words: float = drot.machine.ranks.LAST_WORDS
+) -> list[Any]:
     """The result of `function(*arguments)` on each rank, or the exception that it raised there.
 
-    The results must be picklable, and so must the function.
+    The results must be picklable, and so must the function. last_words: LAST_WORDS of the ranks.
     """
     port = free_port()
-    context = multiprocessing.get_context("fork")  # which has imported torch already
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     results = context.SimpleQueue()
+    given = dict(os.environ), last_words, function, arguments
     processes = [
-        context.Process(target=_run, args=(results, rank, size, port, function, arguments), daemon=True)
+        context.Process(target=_run, args=(results, rank, size, port, *given), daemon=True)
         for rank in range(size)
     ]
     for process in processes:
@@ -46,7 +57,21 @@ def become_rank(rank: int, size: int, port: int) -> None:
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
 
 
-def _run(results: Any, rank: int, size: int, port: int, function: Callable[..., Any], arguments: Any) -> None:
+def _run(
+    results: Any,
+    rank: int,
+    size: int,
+    port: int,
+    environment: dict[str, str],
+    last_words: float,
+    function: Callable[..., Any],
+    arguments: Any,
+) -> None:
+    os.environ |= environment  # of the test, and not of the first test that started ranks
+    os.fsync = lambda descriptor: None  # as in the other tests
+    drot.machine.ranks.LAST_WORDS = last_words
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
     become_rank(rank, size, port)
     try:
         result = function(*arguments)

@@ -83,7 +83,7 @@ def test_an_inverse_takes_the_cube_of_its_size(monkeypatch):
 
 
 def shared(size):
-    torch.manual_seed(0)
+    cholesky.WHOLE = BLOCK  # of this process, which ends with the test
     matrix = positive_definite(size)
     with joined() as ranks:
         factor, found = matrix.clone(), matrix.clone()
@@ -95,8 +95,7 @@ def shared(size):
 
 
 @pytest.mark.parametrize("count", [2, 3])
-def test_ranks_share_a_factor_and_an_inverse(count, monkeypatch):
-    monkeypatch.setattr(cholesky, "WHOLE", BLOCK)
+def test_ranks_share_a_factor_and_an_inverse(count):
     found = on_ranks(count, shared, 641)
     matrix, factor, inverted, broken, sent = found[0]
     exact = matrix.double()

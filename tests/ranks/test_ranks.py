@@ -9,7 +9,7 @@ from runs import TOKENS, assert_patterns, interrupted, prune, recipe, saved_byte
 from small_models import small_model
 from together import on_ranks
 
-import drot.machine.ranks
+import drot
 from drot.core.errors import ToldElsewhere, UserError
 from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.model.decoder import DecoderModel
@@ -76,9 +76,8 @@ def failing_on(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_is_told_by_the_rank_that_has_it(rank, monkeypatch):
-    monkeypatch.setattr(drot.machine.ranks, "LAST_WORDS", 1.5)
-    found = on_ranks(2, failing_on, rank)
+def test_an_error_is_told_by_the_rank_that_has_it(rank):
+    found = on_ranks(2, failing_on, rank, last_words=1.5)
     assert isinstance(found[rank], UserError) and "this rank alone" in str(found[rank])
     assert isinstance(found[1 - rank], ToldElsewhere | RankEnded)
 
@@ -177,10 +176,9 @@ def cut_off(chosen, folder):
     return interrupted(None, chosen, at=("prune", 1), out=folder / "out")
 
 
-def test_another_number_of_ranks_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(drot.machine.ranks, "LAST_WORDS", 1.5)
+def test_another_number_of_ranks_goes_on(tmp_path):
     chosen = recipe("layer", solve="none", target="self")
-    found = on_ranks(2, cut_off, chosen, tmp_path)  # rank 0 is interrupted, and the other ends with it
+    found = on_ranks(2, cut_off, chosen, tmp_path, last_words=1.5)  # rank 0 is interrupted, and the other ends with it
     assert found[0] is None and isinstance(found[1], BaseException)
     before = (tmp_path / "out.partial" / "layer_00000.safetensors").read_bytes()
     _, figures = run(chosen, tmp_path, resume=True)
