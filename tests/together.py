@@ -18,7 +18,10 @@ PRELOADED = ["drot.pipeline.prune", "transformers.models.llama.modeling_llama"]
 
 
 def on_ranks(
-    size: int, function: Callable[..., Any], *arguments: Any, last_words: float = drot.machine.ranks.LAST_WORDS
+    size: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    last_words: float = drot.machine.ranks.LAST_WORDS,
 ) -> list[Any]:
     """The result of `function(*arguments)` on each rank, or the exception that it raised there.
 

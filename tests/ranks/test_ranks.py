@@ -178,7 +178,8 @@ def cut_off(chosen, folder):
 
 def test_another_number_of_ranks_goes_on(tmp_path):
     chosen = recipe("layer", solve="none", target="self")
-    found = on_ranks(2, cut_off, chosen, tmp_path, last_words=1.5)  # rank 0 is interrupted, and the other ends with it
+    # rank 0 is interrupted, and the other ends with it
+    found = on_ranks(2, cut_off, chosen, tmp_path, last_words=1.5)
     assert found[0] is None and isinstance(found[1], BaseException)
     before = (tmp_path / "out.partial" / "layer_00000.safetensors").read_bytes()
     _, figures = run(chosen, tmp_path, resume=True)
