@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import drot.machine.ranks
 
-#: what a server of processes imports once. A fork of the test's own process, in which autograd may have
-#: started threads, could not train.
+#: The modules that the server of processes imports once, so that a rank starts fast. A rank is no fork of the
+#: test's own process: autograd may have started threads there, and a fork of such a process cannot train.
 PRELOADED = ["drot.pipeline.prune", "transformers.models.llama.modeling_llama"]
 
 
@@ -25,7 +25,9 @@ def on_ranks(
 ) -> list[Any]:
     """The result of `function(*arguments)` on each rank, or the exception that it raised there.
 
-    The results must be picklable, and so must the function. last_words: LAST_WORDS of the ranks.
+    The results must be picklable, and so must the function.
+
+    last_words: the seconds LAST_WORDS of drot/machine/ranks.py, on the ranks.
     """
     port = free_port()
     context = multiprocessing.get_context("forkserver")

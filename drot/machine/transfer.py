@@ -32,9 +32,10 @@ def background_thread(name: str) -> ThreadPoolExecutor:
     """
     cores = torch.get_num_threads()
     thread = ThreadPoolExecutor(1, thread_name_prefix=name)
-    thread.submit(torch.get_num_threads).result()  # torch sets a thread's number when it is first asked for
+    # torch gives a thread its number of cores at its first op or question, which must come before ours
+    thread.submit(torch.get_num_threads).result()
     thread.submit(torch.set_num_threads, 1).result()
-    torch.set_num_threads(cores)  # for threads to come
+    torch.set_num_threads(cores)  # the number that later threads take
     return thread
 
 

@@ -62,7 +62,7 @@ def serving(
     tokenizer = load_tokenizer(model)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{model} needs a tokenizer.json: a server reads text by a fast tokenizer")
-    # in a thread that ends, with its OpenMP workers: they would slow down the thread that generates
+    # in a thread that ends: its OpenMP workers end with it, and would slow down the thread that generates
     with ThreadPoolExecutor(1) as thread:
         loaded = thread.submit(load, model, device=device, dtype=dtype).result()
         done = compiled is not None and thread.submit(compiled, loaded).result()
