@@ -1,11 +1,14 @@
 """Runs a function on several ranks: processes with the variables of torchrun."""
 
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
 import socket
+import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,17 @@ import drot.machine.ranks
 #: The modules that the server of processes imports once, so that a rank starts fast. A rank is no fork of the
 #: test's own process: autograd may have started threads there, and a fork of such a process cannot train.
 PRELOADED = ["drot.pipeline.prune", "transformers.models.llama.modeling_llama"]
+
+
+def start_server() -> None:
+    """Starts the server of processes unless it runs. It finds the drot that the test found.
+
+    A server would look into the working directory first, where a checkout may hold a drot that was built for
+    another torch.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
+    with mock.patch.dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        multiprocessing.forkserver.ensure_running()
 
 
 def on_ranks(
@@ -30,8 +44,8 @@ def on_ranks(
     last_words: the seconds LAST_WORDS of drot/machine/ranks.py, on the ranks.
     """
     port = free_port()
+    start_server()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
     results = context.SimpleQueue()
     given = dict(os.environ), last_words, function, arguments
     processes = [
