@@ -102,7 +102,8 @@ def replace_weights(layer: nn.Module, family: Family, path: str, module: nn.Modu
     delattr(experts, name)
     setattr(experts, PACKED + name, module)
     if not isinstance(experts, ReplacedExperts):
-        experts.__class__ = _replaced_class(type(experts), family)
+        stock_class: Any = type(experts)
+        experts.__class__ = _replaced_class(stock_class, family)
 
 
 def restore_weights(experts: Any, replaced: str, weights: Tensor) -> None:
