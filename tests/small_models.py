@@ -218,8 +218,10 @@ FAMILIES: dict[str, dict] = {
         tie_word_embeddings=True,
     ),
 }
-#: those whose MLP takes R3: they have no experts, and take packed weights, fine-tuning and artifacts too
+#: those whose MLP takes R3: they have no experts, and take fine-tuning and artifacts too
 WITHOUT_EXPERTS = [name for name in FAMILIES if DECLARED[name.partition("-")[0]].takes("r3")]
+#: mixtures of experts
+MIXTURES = [name for name in FAMILIES if DECLARED[name.partition("-")[0]].experts is not None]
 #: those whose residual stream R1 cannot rotate
 INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
 

@@ -46,8 +46,9 @@ from drot.machine.devices import dtype_name
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.whole import WHOLE_MODELS, language_config, stored_names
+from drot.sparse.experts import SparseExperts
 from drot.sparse.fused import fuse
-from drot.sparse.linear import NOT_TRAINABLE, packed_linears
+from drot.sparse.linear import NOT_TRAINABLE, packed_weights
 from drot.sparse.packed import check_packed, compress_model, unpack_model
 
 #: arguments of `save_pretrained` and `push_to_hub` that are for the upload and the card
@@ -185,6 +186,7 @@ def _describe_in_config(model: Any) -> DrotConfig | None:
             quantizer.quantization_config = entry
             # transformers refuses .half() and the like for a quantized model; a rotated one may be cast
             model.is_quantized = entry.packed
+            quantizer.packs_experts = any(isinstance(module, SparseExperts) for module in model.modules())
     elif quantizer is not None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):
@@ -257,6 +259,8 @@ class DrotQuantizer(HfQuantizer):
     state_dict_to_save: dict[str, Any] | None = None
     #: whether the model reads images too
     whole = False
+    #: whether experts of the model are packed
+    packs_experts = False
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
         return self.state_dict_to_save, {}
@@ -286,8 +290,8 @@ class DrotQuantizer(HfQuantizer):
         check_packed(text)
         check_rotations(decoder.layer_modules, decoder.family.layers)
         # transformers makes every floating-point parameter trainable
-        for _, linear in packed_linears(model):
-            linear.requires_grad_(False)
+        for _, weight in packed_weights(model):
+            weight.requires_grad_(False)
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in (ROTATION_MODULE, DOWN_ROTATION):
                 module.requires_grad_(False)
@@ -322,4 +326,5 @@ class DrotQuantizer(HfQuantizer):
 
     @property
     def is_compileable(self) -> bool:
-        return True
+        """Read by `generate`. An expert gets another number of tokens each time; a graph has fixed shapes."""
+        return not self.packs_experts

@@ -54,7 +54,7 @@ from drot.model.linear import module_at
 from drot.model.stored import stored_tensors
 from drot.model.whole import PROJECTOR, prepare
 from drot.sparse.fused import fuse
-from drot.sparse.linear import is_packed, packed_linears
+from drot.sparse.linear import is_packed, packed_weights
 from drot.sparse.packed import check_packed_tensors
 
 if TYPE_CHECKING:
@@ -103,8 +103,8 @@ class DiskWeights:
         """
         layer.module.to_empty(device=device)
         self._read(stored_tensors(layer))
-        for name, linear in packed_linears(layer.module):
-            check_packed_tensors(layer.prefix + name, linear.values, linear.positions)
+        for name, weight in packed_weights(layer.module):
+            check_packed_tensors(layer.prefix + name, weight.values, weight.positions)
         check_rotations(layer.module, layer.prefix.removesuffix("."))
 
     @torch.no_grad()

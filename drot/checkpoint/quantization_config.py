@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from drot.checkpoint.manifest import MANIFEST, read_manifest
@@ -145,7 +144,7 @@ def describe(model: "PreTrainedModel") -> DrotConfig | None:
     if not is_packed(model):
         return DrotConfig(**held) if any(held.values()) else None
     linears = [linear for layer in layers for linear in layer.linears.values()]
-    dense = [linear.full_name for linear in linears if isinstance(linear.module, nn.Linear)]
+    dense = [linear.full_name for linear in linears if linear.is_dense]
     return DrotConfig(**held, packed=True, dense_linears=dense)
 
 

@@ -18,7 +18,7 @@ from drot.core.hashes import FileRecord
 from drot.model.decoder import DecoderModel
 from drot.model.family import Family
 from drot.model.linear import Linear
-from drot.model.stored import stored_name
+from drot.model.stored import packed_name, stored_name
 
 logger = logging.getLogger("drot")
 
@@ -85,17 +85,21 @@ def _count(
     of_tensor: dict[str, list[tuple[int, Linear]]] = defaultdict(list)
     for layer in model.layers:
         for linear in layer.linears.values():
-            of_tensor[stored_name(layer, linear)].append((layer.index, linear))
+            for name in (stored_name(layer, linear), packed_name(layer, linear)):
+                of_tensor[name].append((layer.index, linear))
     for file in weight_files(folder):
         with safe_open(file, framework="pt") as handle:
             for key in handle.keys():  # noqa: SIM118
-                linears = of_tensor.get(key.replace(".values", ".weight"), [])
+                linears = of_tensor.get(key, [])
                 tensor = handle.get_tensor(key) if linears else None
                 for index, linear in linears:
                     assert tensor is not None
-                    alone = linear.spec.expert is not None and not linear.spec.transposed
-                    rows = tensor if alone else linear.of_all(tensor)
-                    packed = rows.numel() if key.endswith(".values") else 0  # as many weights are left out
-                    zeros[index, linear.name] = int((rows == 0).sum()) + packed
-                    weights[index, linear.name] = rows.numel() + packed
+                    if key.endswith(".values"):
+                        rows = linear.of_packed(tensor)
+                        left_out = rows.numel()  # zeros, as many as values
+                    else:
+                        alone = linear.spec.expert is not None and not linear.spec.transposed
+                        rows, left_out = tensor if alone else linear.of_all(tensor), 0
+                    zeros[index, linear.name] = int((rows == 0).sum()) + left_out
+                    weights[index, linear.name] = rows.numel() + left_out
     return zeros, weights

@@ -355,6 +355,7 @@ FAMILIES = {
             ("up_proj", "block_sparse_moe.experts.{}.w3.weight"),
             ("down_proj", "block_sparse_moe.experts.{}.w2.weight"),
         ),
+        experts_file="block_sparse_moe.experts",
         router_file="block_sparse_moe.gate.weight",
     ),
 }

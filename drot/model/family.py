@@ -146,6 +146,7 @@ class Family:
         experts read, and is `unpruned`.
     expert_files: part → the name in files of the weight of expert `{}` in a layer, where each lies by itself;
         empty if the files hold the parameters of all experts.
+    experts_file: what the files have in place of `experts` in the names of packed weights; None if the same.
     router_file: the name of the router's weight there.
     kinds: kind of a layer (`layer_kind`) → the declaration of such a layer, where it differs from this one.
     positions: the embedding of the positions, which is added to that of the tokens.
@@ -178,6 +179,7 @@ class Family:
     experts: str | None = None
     router: str | None = None
     expert_files: tuple[tuple[str, str], ...] = ()
+    experts_file: str | None = None
     router_file: str = ""
     kinds: tuple[tuple[str, "Family"], ...] = ()
     required: tuple[tuple[str, Any], ...] = ()

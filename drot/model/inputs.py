@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drot.model.experts import gated
 from drot.model.family import InputGroup, alike
 from drot.model.layer import DecoderLayer, Output
 from drot.model.linear import module_at, reset_norm, scale_of
@@ -199,11 +200,7 @@ def _intermediate(layer: DecoderLayer, group: InputGroup, experts: Tensor, x: Te
             if (biases := linear.biases_of(experts)) is not None:
                 outputs[-1] += biases[:, None]
     gate, up = outputs
-    if layer.family.gated is not None:
-        gated: Tensor = getattr(module, layer.family.gated)(torch.stack([gate, up], -1).flatten(-2))
-        return gated
-    result: Tensor = getattr(module, layer.family.activation)(gate) * up
-    return result
+    return gated(module, layer.family, gate, up)
 
 
 def _unfolded(layer: DecoderLayer, group: InputGroup, x: Tensor) -> Tensor:

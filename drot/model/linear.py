@@ -57,8 +57,8 @@ class Linear:
         """The module, if it is a plain nn.Linear. Raises UserError otherwise."""
         if self.spec.expert is not None:
             raise UserError(
-                f"{self.full_name} is a part of one tensor with all experts, which drot neither packs nor "
-                "trains beside a pruning run"
+                f"{self.full_name} is a part of one tensor with all experts, which drot trains in a pruning "
+                "run alone"
             )
         if not isinstance(module := self.module, nn.Linear):
             raise UserError(
@@ -77,6 +77,23 @@ class Linear:
         if self.spec.expert is not None:
             return self._of_experts(parameter[self.spec.expert])
         return parameter if self.spec.part is None else parameter[self.rows]
+
+    def of_packed(self, values: Tensor) -> Tensor:
+        """The values [out, in/2] in those of the packed module, [experts, out, in/2] of all experts."""
+        return self.of_all(values) if self.spec.expert is None else values[self.spec.expert][self.rows]
+
+    @property
+    def of_experts(self) -> Tensor:
+        """The weights [experts, out, in] of all experts, with all linears in the parameter, as a view."""
+        return self.parameter.mT if self.spec.transposed else self.parameter
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether nothing replaced its nn.Linear, or the parameter of all experts."""
+        if self.spec.expert is None:
+            return isinstance(self.module, nn.Linear)
+        parent, _, name = self.spec.path.rpartition(".")
+        return hasattr(module_at(self._layer, parent), name)
 
     def _of_experts(self, parameter: Tensor) -> Tensor:
         """The weights [..., out, in] in the parameters of some experts."""

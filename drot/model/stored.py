@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from drot.model.experts import PACKED
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
 
@@ -17,15 +18,45 @@ def stored_name(layer: DecoderLayer, linear: Linear) -> str:
     return layer.prefix + file.format(linear.spec.expert)
 
 
+def packed_name(layer: DecoderLayer, linear: Linear) -> str:
+    """The name of the tensor in a checkpoint that holds the values of a linear if it is packed."""
+    if linear.spec.expert is None:
+        return f"{layer.prefix}{linear.spec.path}.values"
+    return f"{_packed_prefixes(layer)[1]}{linear.module_name}.values"
+
+
+def _packed_prefixes(layer: DecoderLayer) -> tuple[str, str]:
+    """What the names of packed experts begin with in the model, and in a checkpoint."""
+    family = layer.family
+    own, stored = (f"{layer.prefix}{path}.{PACKED}" for path in (family.experts, family.experts_file))
+    return own, own if family.experts_file is None else stored
+
+
+def as_dense(layer: DecoderLayer, name: str, weight: Tensor) -> tuple[str, Tensor]:
+    """Name and tensor, as `load_stored` takes them, of a weight that a checkpoint holds packed.
+
+    name: what the names of values and positions begin with there. weight: [out, in], or [experts, out, in].
+    """
+    _, stored = _packed_prefixes(layer)
+    if not name.startswith(stored):
+        return f"{name}.weight", weight
+    path = f"{layer.family.experts}.{name.removeprefix(stored)}"
+    (transposed,) = {linear.transposed for linear in layer.family.linears if linear.path == path}
+    return layer.prefix + path, weight.mT if transposed else weight
+
+
 def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """The tensors of the layer by their names in a checkpoint, where each expert lies by itself."""
     found = {layer.prefix + name: tensor for name, tensor in layer.module.state_dict().items()}
+    own, stored = _packed_prefixes(layer)
+    for name in [name for name in found if name.startswith(own)]:
+        found[stored + name.removeprefix(own)] = found.pop(name)
     if layer.family.router is not None:
         found[layer.prefix + layer.family.router_file] = found.pop(
             f"{layer.prefix}{layer.family.router}.weight"
         )
     for linear in layer.linears.values():
-        if linear.spec.expert is not None and layer.family.expert_files:
+        if linear.spec.expert is not None and layer.family.expert_files and linear.is_dense:
             found.pop(layer.prefix + linear.spec.path, None)
             found[stored_name(layer, linear)] = linear.weight.detach()
     return found
@@ -33,12 +64,13 @@ def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def load_stored(layer: DecoderLayer, tensors: dict[str, Tensor]) -> None:
-    """Loads what `stored_tensors` gave."""
+    """Loads what `stored_tensors` gave of a layer without packed weights, or with those of `as_dense`."""
     own = dict(tensors)
     if layer.family.router is not None:
         own[f"{layer.prefix}{layer.family.router}.weight"] = own.pop(layer.prefix + layer.family.router_file)
     for linear in layer.linears.values():
-        if linear.spec.expert is not None and layer.family.expert_files:
-            linear.weight.copy_(own.pop(stored_name(layer, linear)))
+        name = stored_name(layer, linear)
+        if linear.spec.expert is not None and layer.family.expert_files and name in own:
+            linear.weight.copy_(own.pop(name))
             own[layer.prefix + linear.spec.path] = linear.parameter
     layer.module.load_state_dict({name.removeprefix(layer.prefix): each for name, each in own.items()})

@@ -31,11 +31,10 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
         for role, name in names.items()
     ]
     if recipe.format == "packed":  # half of the values, and 4 bits for each group of 4
-        modules = by_module(linear for group in sizes.groups for linear in group.linears)
         packed = sum(
             math.prod(sizes.shapes[linear.name])
             for names in sizes.names
-            for linears in modules
+            for linears in by_module(each for group in sizes.groups_of(names) for each in group.linears)
             if all(pruning.sparsity_for(names[linear.name]) == PACKED for linear in linears)
             for linear in linears
         )

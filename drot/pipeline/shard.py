@@ -13,8 +13,8 @@ from drot.checkpoint.dtypes import rounded
 from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases
-from drot.model.stored import load_stored
-from drot.ops import unpack24
+from drot.model.stored import as_dense, load_stored
+from drot.sparse.linear import unpacked
 from drot.sparse.packed import pack_layer
 
 
@@ -67,6 +67,7 @@ def load_tensors(layer: DecoderLayer, tensors: dict[str, Tensor], bases: Bases) 
     if (r3 := next((own[name] for name in own if f"{DOWN_ROTATION}.weight" in name), None)) is not None:
         layer.expect_down_rotation(r3.shape[-1])
     for name in [name for name in own if name.endswith(".values")]:
-        linear = name.removesuffix(".values")
-        own[f"{linear}.weight"] = unpack24(own.pop(name), own.pop(f"{linear}.positions"))
+        packed = name.removesuffix(".values")
+        weight = unpacked(own.pop(name), own.pop(f"{packed}.positions"))
+        own.update([as_dense(layer, packed, weight)])
     load_stored(layer, own)

@@ -16,7 +16,7 @@ The layer's own code does not change. It calls q_proj, k_proj and v_proj one aft
 q_proj computes all columns, returns its own and keeps the others, which k_proj and v_proj then return.
 down_proj returns its input a unchanged, so the MLP returns a, and the layer passes r and a to the rotation.
 
-A product with a linear that is not packed is not fused.
+A product with a linear that is not packed is not fused, and neither are those of routed experts.
 
 The state dict of a fused model has the names and shapes of the separate modules.
 """
@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from drot.core.errors import UserError
 from drot.model.boundary import RotateAndAdd, rotation_place
 from drot.model.decoder import DecoderModel
+from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer
 from drot.ops import sparse24_linear
 from drot.sparse.linear import SparseLinear, is_packed
@@ -215,7 +216,7 @@ def fused_layer(layer: DecoderLayer) -> Iterator[None]:
 @torch.no_grad()
 def _fuse_layer(layer: DecoderLayer) -> None:
     _fuse_rotation(layer)
-    for group in layer.groups:
+    for group in _shared(layer):
         linears = [first for first, *_ in layer.modules_of(group)]
         modules = [linear.module for linear in linears]
         if len(linears) == 1 or not all(type(module) is SparseLinear for module in modules):
@@ -226,9 +227,16 @@ def _fuse_layer(layer: DecoderLayer) -> None:
             linear.module = FusedPart(fused, index)
 
 
+def _shared(layer: DecoderLayer) -> list[InputGroup]:
+    """The input groups that are not those of an expert."""
+    return [group for group in layer.groups if group.expert is None]
+
+
 def _fuse_rotation(layer: DecoderLayer) -> None:
     """Merges the rotation of the residual of the MLP with the product of down_proj."""
     rotated: Any = layer.module
+    if not layer.is_mlp_end(layer.groups[-1]):  # the outputs of experts are added to it
+        return
     if rotation_place(rotated) == "residual" and isinstance(rotated.residual_rotation, nn.Linear):
         (linear,) = layer.linears_of(layer.groups[-1])
         if isinstance(down := linear.module, SparseLinear):
@@ -245,7 +253,7 @@ def unfuse(model: "PreTrainedModel") -> None:
 
 
 def _unfuse_layer(layer: DecoderLayer) -> None:
-    for group in layer.groups:
+    for group in _shared(layer):
         linears = [first for first, *_ in layer.modules_of(group)]
         if isinstance(fused := linears[0].module, FusedLinear):
             for index, linear in enumerate(linears):

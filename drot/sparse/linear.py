@@ -14,24 +14,48 @@ from drot.ops import pack24, sparse24_compress, sparse24_linear, unpack24
 NOT_TRAINABLE = "packed weights cannot be trained: call dequantize() of the model first"
 
 
-class SparseLinear(nn.Module):
+class PackedWeight(nn.Module):
+    """A 2:4 weight as values [..., out, in/2] and positions uint8 [..., out, in/8], from `drot.ops.pack24`.
+
+    Both are frozen parameters, so that they are saved, moved and offloaded as other weights are.
+    """
+
+    def __init__(self, values: Tensor, positions: Tensor) -> None:
+        super().__init__()
+        self.values = nn.Parameter(values, requires_grad=False)
+        self.positions = nn.Parameter(positions, requires_grad=False)
+
+    def train(self, mode: bool = True) -> Any:
+        """Raises UserError for training mode: the product has no gradient."""
+        if mode:
+            raise UserError(NOT_TRAINABLE)
+        return super().train(mode)
+
+
+def unpacked(values: Tensor, positions: Tensor) -> Tensor:
+    """The dense weight [..., out, in] of a PackedWeight. Raises ValueError as `unpack24`."""
+    return unpack24(values.flatten(0, -2), positions.flatten(0, -2)).unflatten(0, values.shape[:-1])
+
+
+def in_dtype_of(values: Tensor, x: Tensor) -> Tensor:
+    """x, under autocast in the dtype of `values`."""
+    autocast = x.dtype != values.dtype and torch.is_autocast_enabled(x.device.type)
+    return x.to(values.dtype) if autocast else x
+
+
+class SparseLinear(PackedWeight):
     """y = x Wᵀ + b with a 2:4 weight W [out, in], for inference. It replaces a pruned nn.Linear.
 
-    values: [out, in/2] in bf16, fp16 or fp32, from `drot.ops.pack24`.
-    positions: uint8 [out, in/8], from `drot.ops.pack24`.
-    bias: [out] or None.
-
-    All three are frozen parameters, so that they are saved, moved and offloaded as other weights are.
+    values: [out, in/2] in bf16, fp16 or fp32. positions: uint8 [out, in/8].
+    bias: [out] or None, a frozen parameter too.
     """
 
     bias: nn.Parameter | None
     compressed: Tensor | None
 
     def __init__(self, values: Tensor, positions: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__()
+        super().__init__(values, positions)
         self.out_features, self.in_features = values.shape[0], 2 * values.shape[1]
-        self.values = nn.Parameter(values, requires_grad=False)
-        self.positions = nn.Parameter(positions, requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
         self.keeps_compressed = False
         self.register_buffer("compressed", None, persistent=False)
@@ -81,12 +105,6 @@ class SparseLinear(nn.Module):
         if self.keeps_compressed:
             self.compress()
 
-    def train(self, mode: bool = True) -> Any:
-        """Raises UserError for training mode: the product has no gradient."""
-        if mode:
-            raise UserError(NOT_TRAINABLE)
-        return super().train(mode)
-
     def to_linear(self) -> nn.Linear:
         """The dense nn.Linear. Raises ValueError that names the first row whose positions do not ascend."""
         linear = nn.Linear(self.in_features, self.out_features, bias=False, device="meta")
@@ -99,10 +117,12 @@ class SparseLinear(nn.Module):
         # the dictionary saves 4 us of about 20, compared with access to the parameters as attributes
         parameters: Any = self._parameters
         values = parameters["values"]
-        if x.dtype != values.dtype and torch.is_autocast_enabled(x.device.type):
-            x = x.to(values.dtype)
         return sparse24_linear(
-            x, values, parameters["positions"], parameters["bias"], compressed=self._buffers["compressed"]
+            in_dtype_of(values, x),
+            values,
+            parameters["positions"],
+            parameters["bias"],
+            compressed=self._buffers["compressed"],
         )
 
     def extra_repr(self) -> str:
@@ -111,13 +131,20 @@ class SparseLinear(nn.Module):
         return f"{sizes}, bias={self.bias is not None}, 2:4; to train: dequantize()"
 
 
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, PackedWeight]]:
+    """The name and the module of each PackedWeight of `model`, those of experts among them."""
+    for name, module in model.named_modules():
+        if isinstance(module, PackedWeight):
+            yield name, module
+
+
 def packed_linears(model: nn.Module) -> Iterator[tuple[str, SparseLinear]]:
     """The name and the module of each SparseLinear of `model`."""
-    for name, module in model.named_modules():
+    for name, module in packed_weights(model):
         if isinstance(module, SparseLinear):
             yield name, module
 
 
 def is_packed(model: nn.Module) -> bool:
-    """Whether `model` has a SparseLinear."""
-    return any(True for _ in packed_linears(model))
+    """Whether `model` has a PackedWeight."""
+    return any(True for _ in packed_weights(model))

@@ -4,7 +4,8 @@ A packed checkpoint holds `<linear>.values` and `<linear>.positions` in place of
 linears of every decoder layer, and `quantization_config` in its config.json has `packed: true`. All other
 tensors are those of the dense checkpoint. Linears that are not 2:4 stay dense next to packed ones;
 `dense_linears` in `quantization_config` names them. A fused module is packed as a whole: if one of its slices
-is not 2:4, all of them stay dense.
+is not 2:4, all of them stay dense. So is a parameter with the weights of all experts, which becomes a
+SparseExperts, such as `mlp.experts.packed_down_proj`.
 """
 
 import typing
@@ -19,12 +20,14 @@ from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
 from drot.machine.finite import is_finite
 from drot.model.decoder import DecoderModel
-from drot.model.families import family_of
-from drot.model.family import Family, by_module
+from drot.model.experts import replace_weights, restore_weights
+from drot.model.families import layer_families
+from drot.model.family import by_module
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
+from drot.sparse.experts import SparseExperts
 from drot.sparse.fused import unfuse
-from drot.sparse.linear import SparseLinear, is_packed, packed_linears
+from drot.sparse.linear import SparseLinear, is_packed, packed_linears, packed_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,14 +52,14 @@ def dense_linears(config: Any, pruning: PruningConfig) -> list[str]:
 
     Raises UserError if no module is 2:4.
     """
-    family, dense = family_of(config), []
-    _refuse_experts(family)
-    for index in range(config.num_hidden_layers):
+    dense, count = [], 0
+    for index, family in enumerate(layer_families(config, config.num_hidden_layers)):
         for linears in by_module(family.linears):
             names = [family.full_name(index, linear) for linear in linears]
+            count += len(names)
             if any(pruning.sparsity_for(name) != PACKED for name in names):
                 dense += names
-    if len(dense) == (count := config.num_hidden_layers * len(family.linears)):
+    if len(dense) == count:
         raise UserError(
             f'`format="packed"` needs a linear with the sparsity 2:4; `keep` and `sparsity_of` leave none of '
             f'the {count} linears: use `format="dense"`'
@@ -64,18 +67,12 @@ def dense_linears(config: Any, pruning: PruningConfig) -> list[str]:
     return dense
 
 
-def _refuse_experts(family: Family) -> None:
-    if family.experts is not None:
-        raise UserError(
-            "the packed format does not hold the experts of a mixture, which are one tensor: use "
-            '`format="dense"`'
-        )
-
-
 def _linears_to_pack(layers: Iterable[DecoderLayer], dense: Collection[str]) -> Iterator[tuple[str, Linear]]:
-    """A name for messages and a handle of each module of which no linear is in `dense`."""
+    """A name for messages and the first linear of each module, or parameter of experts, of which no linear
+    is in `dense`."""
     for layer in layers:
-        for linears in layer.modules:
+        for specs in by_module(layer.family.linears):
+            linears = [layer.linears[spec.name] for spec in specs]
             if not any(linear.full_name in dense for linear in linears):
                 yield f"layer {layer.index}, {linears[0].module_name}", linears[0]
 
@@ -85,12 +82,10 @@ def check_packable(model: "PreTrainedModel", dense: Collection[str] = ()) -> Non
 
     dense: names of linears that are not packed.
     """
-    _refuse_experts(family_of(model.config))
     for name, linear in _linears_to_pack(DecoderModel(model).layers, dense):
-        if linear.plain.in_features % 8:
+        if (inputs := linear.weight.shape[1]) % 8:
             raise UserError(
-                f"{name}: the packed format needs a multiple of 8 inputs, "
-                f'got {linear.plain.in_features}: use `format="dense"`'
+                f'{name}: the packed format needs a multiple of 8 inputs, got {inputs}: use `format="dense"`'
             )
         if linear.weight.dtype not in DTYPES:
             raise UserError(
@@ -133,15 +128,18 @@ def pack_layer(layer: DecoderLayer, dense: Collection[str] = ()) -> None:
     """As `pack_model`, for one layer of a model that `check_packable` has accepted."""
     for name, linear in _linears_to_pack([layer], dense):
         try:
-            packed = SparseLinear.from_linear(linear.plain)
+            if linear.spec.expert is None:
+                linear.module = SparseLinear.from_linear(linear.plain)
+            else:
+                packed = SparseExperts.from_dense(linear.of_experts)
+                replace_weights(layer.module, layer.family, linear.spec.path, packed)
         except ValueError as error:
             raise UserError(f'{name}: {error}: prune with `sparsity="2:4"` first') from None
-        linear.module = packed
 
 
 @torch.no_grad()
 def unpack_model(model: "PreTrainedModel") -> list[str]:
-    """The inverse of `pack_model`, in place. Returns the names of the linears that were packed."""
+    """The inverse of `pack_model`, in place. Returns the names of the modules with the dense weights."""
     unfuse(model)
     return _unpack(model)
 
@@ -153,17 +151,22 @@ def unpack_layer(layer: DecoderLayer) -> None:
 
 
 def _unpack(module: nn.Module) -> list[str]:
-    packed = dict(packed_linears(module))
-    for name, linear in packed.items():
-        module.set_submodule(name, linear.to_linear())
-    return list(packed)
+    names = []
+    for name, weight in list(packed_weights(module)):
+        if isinstance(weight, SparseLinear):
+            module.set_submodule(name, weight.to_linear())
+        elif isinstance(weight, SparseExperts):
+            name, _, replaced = name.rpartition(".")
+            restore_weights(module.get_submodule(name), replaced, weight.to_dense())
+        names.append(name)
+    return names
 
 
 # ---- from files ----------------------------------------------------------------------------------
 
 
 def expect_packed(model: "PreTrainedModel", dense: Collection[str] = ()) -> None:
-    """Replaces the linears of an empty model by uninitialised SparseLinears, to load packed weights into.
+    """Makes the linears of an empty model packed and uninitialised, to load packed weights into.
 
     dense: names of linears that stay dense. Raises UserError for a name that no linear has, and if no linear
         is packed.
@@ -175,8 +178,13 @@ def expect_packed(model: "PreTrainedModel", dense: Collection[str] = ()) -> None
             "was edited or is of another model; copy it again"
         )
     check_packable(model, dense)
-    for _, linear in _linears_to_pack(DecoderModel(model).layers, dense):
-        linear.module = SparseLinear.like(linear.plain)
+    for layer in DecoderModel(model).layers:
+        for _, linear in _linears_to_pack([layer], dense):
+            if linear.spec.expert is None:
+                linear.module = SparseLinear.like(linear.plain)
+            else:
+                empty = SparseExperts.like(linear.of_experts)
+                replace_weights(layer.module, layer.family, linear.spec.path, empty)
     if not is_packed(model):
         raise UserError("config.json: dense_linears has every linear of a packed model: copy it again")
 
@@ -188,13 +196,13 @@ def check_packed(model: nn.Module) -> None:
     A value that is NaN or infinite is damage, and so are two positions of a group that do not ascend. The
     message names the row of the positions.
     """
-    for name, module in packed_linears(model):
+    for name, module in packed_weights(model):
         if not module.positions.is_meta:  # the weight is not offloaded to disk
             check_packed_tensors(name, module.values, module.positions)
 
 
 def check_packed_tensors(name: str, values: Tensor, positions: Tensor) -> None:
-    """`check_packed` for the linear `name`. values: [out, in/2]. positions: uint8 [out, in/8]."""
+    """`check_packed` for the weight `name`. values: [..., out, in/2]. positions: uint8 [..., out, in/8]."""
     if not is_finite(values):
         raise UserError(
             f"{name}.values must be finite, got NaN or infinity: the file is damaged; copy or convert it "
@@ -202,9 +210,10 @@ def check_packed_tensors(name: str, values: Tensor, positions: Tensor) -> None:
         )
     ascend = _ascends(positions, 0) & _ascends(positions, 4)
     if not bool(ascend.all()):
-        row = int((~ascend).any(1).nonzero()[0])
+        *expert, row = (~ascend).any(-1).nonzero()[0].tolist()
+        of = f" of expert {expert[0]}" if expert else ""
         raise UserError(
-            f"{name}.positions: two positions of a group of 4 are equal or out of order in row {row}: "
+            f"{name}.positions: two positions of a group of 4 are equal or out of order in row {row}{of}: "
             "the file is damaged; copy or convert it again"
         )
 

@@ -23,7 +23,6 @@ CPU = torch.device("cpu")
 FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe"]
 #: with those whose first layer has no experts; the norms of Qwen3-Next multiply by 1 + their weight
 ALL = [*FAMILIES, "qwen3_next", "deepseek_v3"]
-NOT_PACKED = "the packed format does not hold the experts"
 NO_R3 = "must be auto or none for a model of type"
 OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 MODES = {
@@ -235,15 +234,10 @@ def test_what_a_mixture_cannot_have_is_refused_in_one_line(tmp_path, capsys):
     short = ["--calibration", str(text), "--nsamples", "2", "--seqlen", "8"]
     for arguments, message in (
         (
-            ["prune", str(folder), *out, *short, "--format", "packed"],
-            "the packed format does not hold the experts",
-        ),
-        (
             ["prune", str(folder), *out, *short, "--down-rotation", "16"],
             "must be auto or none for a model of type",
         ),
         (["finetune", str(folder), *out], "drot does not fine-tune a mixture of experts"),
-        (["convert", str(folder), *out, "--format", "packed"], NOT_PACKED),
     ):
         assert cli.run(arguments) == 2, arguments
         (*_, line) = capsys.readouterr().err.splitlines()

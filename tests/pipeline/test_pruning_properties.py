@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from random_models import BARE, MIXTURES, build, settings_of_models, tokens_for
+from random_models import build, settings_of_models, tokens_for
 from runs import named_linears, saved_bytes
 from small_models import INSIDE, relative_error
 from transformers import AutoModelForCausalLM
@@ -19,7 +19,6 @@ from drot.model.families import linear_names
 from drot.sparse.packed import PACKED, unpack_model
 
 pytestmark = pytest.mark.slow
-PACKABLE = [family for family in BARE if family not in MIXTURES]
 #: of several choices, the first is that of the first example
 KEEP = [("*.self_attn.*", "up_proj"), ("layers.0.*",), ("down_proj",)]
 
@@ -136,7 +135,7 @@ def test_a_dense_checkpoint_is_the_model_in_memory(settings, recipe):
         assert same_logits(AutoModelForCausalLM.from_pretrained(out, dtype="auto"), model, tokens)
 
 
-@given(settings=settings_of_models(multiple=8, families=PACKABLE), recipe=recipes(["2:4"]))
+@given(settings=settings_of_models(multiple=8), recipe=recipes(["2:4"]))
 def test_a_packed_checkpoint_is_the_model_in_memory(settings, recipe):
     """The packed product rounds in another order than the dense product. So does the fused product."""
     tokens = tokens_for(settings)

@@ -1,0 +1,118 @@
+"""How the experts of a mixture compute, and what can stand in the place of their weights.
+
+transformers has the weights of all experts in two parameters of one module: that of gate and up, and that of
+down. A layer calls the module with its tokens, the experts of each token, and the weights of their outputs.
+"""
+
+import functools
+from collections.abc import Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from drot.model.family import Family
+
+#: Prefix of the name of a module in the place of a parameter of experts, also in the tensor names of a
+#: checkpoint. transformers divides a tensor with the name of the parameter when it saves a model.
+PACKED = "packed_"
+
+
+def gated(experts: nn.Module, family: Family, gate: Tensor, up: Tensor) -> Tensor:
+    """The inputs of down_proj [..., n] from the outputs of gate and up [..., n]."""
+    if family.gated is not None:
+        result: Tensor = getattr(experts, family.gated)(torch.stack([gate, up], -1).flatten(-2))
+    else:
+        result = getattr(experts, family.activation)(gate) * up
+    return result
+
+
+class ReplacedExperts:
+    """Mixin in front of a family's class of experts, for a module some of whose parameters were replaced.
+
+    In the place of a parameter is a module of its name with PACKED in front. It is called with inputs [n, in]
+    of an expert, the number of the expert and its bias [out] or None, and returns the outputs [n, out].
+
+    names: the stock names of the two parameters. transposed: whether they are [experts, in, out], and
+        the outputs of gate and up alternate.
+    """
+
+    family: Family
+    names: tuple[str, str]
+    transposed: bool
+
+    def forward(self: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """hidden_states [tokens, d], chosen experts and their weights [tokens, k] -> [tokens, d]."""
+        of_pairs, order = chosen.flatten().sort(stable=True)
+        numbers = of_pairs.bincount().tolist()
+        first, last = self.names
+        outputs = self._products(first, hidden_states[order // chosen.shape[1]], numbers)
+        halves = (outputs[:, 0::2], outputs[:, 1::2]) if self.transposed else outputs.chunk(2, -1)
+        outputs = self._products(last, gated(self, self.family, *halves), numbers)
+        weighted = outputs * weights.flatten()[order, None]
+        # no index_add_, which adds in an order of its own on a GPU
+        by_token = torch.empty_like(weighted)
+        by_token[order] = weighted
+        return by_token.unflatten(0, chosen.shape).sum(1).to(hidden_states.dtype)
+
+    def _products(self: Any, name: str, x: Tensor, numbers: Sequence[int]) -> Tensor:
+        """x [pairs, in] -> [pairs, out], where expert e has the next numbers[e] rows."""
+        replaced, biases = getattr(self, PACKED + name, None), getattr(self, f"{name}_bias", None)
+        outputs = []
+        for expert, rows in enumerate(x.split(numbers)):
+            if not len(rows):
+                continue
+            bias = None if biases is None else biases[expert]
+            if replaced is not None:
+                outputs.append(replaced(rows, expert, bias))
+            else:
+                weight = getattr(self, name)[expert]
+                outputs.append(nn.functional.linear(rows, weight.T if self.transposed else weight, bias))
+        return torch.cat(outputs)
+
+    def __reduce__(self) -> Any:
+        # pickle finds no class by name that was made at run time
+        return _new, (type(self).__bases__[1], self.family), self.__getstate__()
+
+
+def _new(stock_class: Any, family: Family) -> Any:
+    cls = _replaced_class(stock_class, family)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _replaced_class(stock_class: Any, family: Family) -> Any:
+    linears = [linear for linear in family.linears if linear.expert == 0]
+    attributes = {
+        "__module__": stock_class.__module__,
+        "family": family,
+        "names": tuple(dict.fromkeys(linear.path.rpartition(".")[2] for linear in linears)),
+        "transposed": linears[0].transposed,
+        # transformers draws parameters by their names unless a module says that it needs none
+        "_is_hf_initialized": True,
+    }
+    return type(stock_class.__name__, (ReplacedExperts, stock_class), attributes)
+
+
+def replace_weights(layer: nn.Module, family: Family, path: str, module: nn.Module) -> None:
+    """Puts `module` in the place of the parameter of experts at `path` in a decoder layer."""
+    parent, _, name = path.rpartition(".")
+    experts: Any = attrgetter(parent)(layer)
+    delattr(experts, name)
+    setattr(experts, PACKED + name, module)
+    if not isinstance(experts, ReplacedExperts):
+        stock_class: Any = type(experts)
+        experts.__class__ = _replaced_class(stock_class, family)
+
+
+def restore_weights(experts: Any, replaced: str, weights: Tensor) -> None:
+    """Undoes `replace_weights`.
+
+    replaced: the name of the module in `experts`. weights: [experts, out, in].
+    """
+    delattr(experts, replaced)
+    parameter = weights.mT.contiguous() if experts.transposed else weights
+    setattr(experts, replaced.removeprefix(PACKED), nn.Parameter(parameter, requires_grad=False))
+    if not any(hasattr(experts, PACKED + name) for name in experts.names):
+        experts.__class__ = type(experts).__bases__[1]
