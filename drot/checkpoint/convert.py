@@ -46,6 +46,7 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
     maps = {} if manifest is None else load_importance_maps(path)
     model, weights, _ = open_skeleton(path)
     warn_of_rounding(path, model.dtype)
+    weights.narrow(model)
     if is_packed(model) == (format == "packed"):
         raise UserError(f"{path} is {format} already: name the other `format`")
     change = unpack_layer

@@ -120,6 +120,17 @@ class DiskWeights:
         """Whether the files hold a tensor."""
         return self._name(name) in self._headers
 
+    def narrow(self, module: nn.Module) -> None:
+        """Gives parameters of an empty model the dtype of the files where that has fewer bytes.
+
+        transformers opens the router of some mixtures in fp32, whatever the files hold.
+        """
+        for name, parameter in module.named_parameters():
+            header = self._headers.get(self._name(name))
+            stored = parameter.dtype if header is None else DTYPES[header.dtype]
+            if stored.itemsize < parameter.dtype.itemsize:
+                parameter.data = parameter.data.to(stored)
+
     def _name(self, name: str) -> str:
         return name if name in self._headers else self._stored(name)
 
