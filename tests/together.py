@@ -21,10 +21,10 @@ PRELOADED = ["drot.pipeline.prune", "transformers.models.llama.modeling_llama"]
 
 
 def start_server() -> None:
-    """Starts the server of processes unless it runs. It finds the drot that the test found.
+    """Starts the server of processes unless it runs. The server imports the drot that the test imports.
 
-    A server would look into the working directory first, where a checkout may hold a drot that was built for
-    another torch.
+    By itself Python would let the server look into the working directory first. There a checkout may hold a
+    drot that was built for another torch.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOADED)
     with mock.patch.dict(os.environ, PYTHONSAFEPATH="1", PYTHONPATH=os.pathsep.join(filter(None, sys.path))):

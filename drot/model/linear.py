@@ -57,8 +57,8 @@ class Linear:
         """The module, if it is a plain nn.Linear. Raises UserError otherwise."""
         if self.spec.expert is not None:
             raise UserError(
-                f"{self.full_name} is a part of one tensor with all experts, which drot trains in a pruning "
-                "run alone"
+                f"{self.full_name} is a part of one tensor with all experts, and only a pruning run can "
+                "train its weights"
             )
         if not isinstance(module := self.module, nn.Linear):
             raise UserError(
@@ -79,12 +79,12 @@ class Linear:
         return parameter if self.spec.part is None else parameter[self.rows]
 
     def of_packed(self, values: Tensor) -> Tensor:
-        """The values [out, in/2] in those of the packed module, [experts, out, in/2] of all experts."""
+        """The values [out, in/2] of this linear. values: of its packed module, [(experts,) out, in/2]."""
         return self.of_all(values) if self.spec.expert is None else values[self.spec.expert][self.rows]
 
     @property
     def of_experts(self) -> Tensor:
-        """The weights [experts, out, in] of all experts, with all linears in the parameter, as a view."""
+        """The weights [experts, out, in] of all experts, and of all linears in the parameter, as a view."""
         return self.parameter.mT if self.spec.transposed else self.parameter
 
     @property

@@ -26,10 +26,12 @@ def packed_name(layer: DecoderLayer, linear: Linear) -> str:
 
 
 def _packed_prefixes(layer: DecoderLayer) -> tuple[str, str]:
-    """What the names of packed experts begin with in the model, and in a checkpoint."""
-    family = layer.family
-    own, stored = (f"{layer.prefix}{path}.{PACKED}" for path in (family.experts, family.experts_file))
-    return own, own if family.experts_file is None else stored
+    """What the names of packed experts begin with in the model, and in a checkpoint.
+
+    No tensor of a layer without experts has such a name.
+    """
+    in_files = layer.family.experts_file or layer.family.experts
+    return f"{layer.prefix}{layer.family.experts}.{PACKED}", f"{layer.prefix}{in_files}.{PACKED}"
 
 
 def as_dense(layer: DecoderLayer, name: str, weight: Tensor) -> tuple[str, Tensor]:
