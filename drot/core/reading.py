@@ -47,7 +47,8 @@ def read_bytes(file: Path, largest: int = LARGEST_FILE) -> bytes:
     check_regular(file, largest)
     try:
         with file.open("rb") as handle:
-            content = handle.read(largest)
+            # read(n) takes memory for n bytes at once, however short the file is.
+            content = handle.read(min(largest, os.fstat(handle.fileno()).st_size))
     except OSError as error:
         raise UserError(f"cannot read {file}: {error.strerror}") from None
     return content

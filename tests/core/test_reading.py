@@ -2,6 +2,7 @@
 
 import json
 import os
+import tracemalloc
 
 import pytest
 
@@ -52,6 +53,16 @@ def test_pipes_and_huge_files_are_not_read(tmp_path):
         handle.truncate(20 * 10**9)
     with pytest.raises(UserError, match="must have at most 67108864 bytes, got 20000000000"):
         read_json(tmp_path / "huge.json")
+
+
+def test_a_short_file_takes_little_memory(tmp_path):
+    (tmp_path / "short.json").write_text('{"a": 1}')
+    tracemalloc.start()
+    try:
+        read_json(tmp_path / "short.json")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_a_file_as_it_should_be(tmp_path):
