@@ -160,11 +160,11 @@ def prune(
             progress=progress if ranks.first else silent,
             ranks=ranks,
         )
-        context = prepared.context
-        context.clock.seconds["load"] = time.perf_counter() - started
+        prepared.context.clock.seconds["load"] = time.perf_counter() - started
         if recipe.recovery.recover == "block":
-            check_sequences(len(context.tokens), ranks)
-        run = PruningRun(context, None if rotations is None else read_given(context, Path(rotations)))
+            check_sequences(len(prepared.context.tokens), ranks)
+        given = None if rotations is None else read_given(prepared.context, Path(rotations))
+        run = PruningRun(prepared.context, given)
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)
 
 

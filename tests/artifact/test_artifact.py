@@ -321,7 +321,7 @@ def test_every_damage_of_the_archive_is_a_mistake_of_one_line(made, tmp_path):
             try:
                 with container.Reader(tmp_path / "b.drot") as reader:
                     for name in sorted(reader._names):
-                        reader.read(name, 10**7)
+                        reader.content(name, 10**7)
             except UserError as error:
                 refused.append(str(error))
     assert len(refused) > 150 and not any("\n" in message for message in refused)
