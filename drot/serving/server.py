@@ -27,7 +27,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBWorkerDeadError
 from transformers.utils import logging
 
-from drot.checkpoint.load import has_tokenizer, load, load_tokenizer
+from drot.checkpoint.load import load, load_tokenizer
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.serving.engine import SEED, Engine, OneEngine
@@ -225,10 +225,6 @@ def serving(
         raise UserError("`compile` needs `sequential`: a batch has no compiled step")
     if cache_tokens is not None and cache_tokens < 1:
         raise UserError(f"`cache_tokens` must be at least 1, got {cache_tokens}")
-    if not has_tokenizer(model):
-        raise UserError(
-            f"{model} has no tokenizer, and a server reads text: copy the tokenizer's files there"
-        )
     tokenizer = load_tokenizer(model)
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{model} needs a tokenizer.json: a server reads text by a fast tokenizer")
