@@ -15,6 +15,7 @@ from drot.cli.options import SOURCES, given_options, options_of
 from drot.cli.output import print_json, print_line, print_manifest, saved_line
 from drot.cli.ranks import launch
 from drot.cli.recipe import (
+    AskedRecipe,
     asked_recipe,
     check_rotations_file,
     fit_recipe,
@@ -151,16 +152,14 @@ def prune(
         return
     options: dict[str, Any] = {"device": device, "rotations": rotations}
     options |= run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
-    if fit is not None:
-        asked = fit_recipe(asked, fit, named, given, **options)
+    asked = fit_recipe(asked, fit, named, given, **options)
     if dry_run:
         show_needs(named, asked.recipe, as_json, **options)
         return
     folder = _folder(out)
     if gpus is not None and torchrun.world_size() == 1:
         raise typer.Exit(launch(ctx.obj, gpus))
-    check_rotations_file(asked.manifest, rotations)
-    _run(named, asked.recipe, folder, as_json, save_rotations_to=save_rotations_to, resume=resume, **options)
+    _run(named, asked, folder, as_json, save_rotations_to=save_rotations_to, resume=resume, **options)
 
 
 def _folder(out: Path | None) -> Path:
@@ -177,12 +176,13 @@ def _model(name: str | None, gguf_file: str | None, manifest: dict[str, Any]) ->
     return str(model) if gguf_file is None else f"{model}/{gguf_file}"
 
 
-def _run(model: str, recipe: Recipe, out: Path, as_json: bool, **options: Any) -> None:
+def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: Any) -> None:
     """Runs `drot.prune` with the options, and prints its result."""
+    check_rotations_file(asked.manifest, options["rotations"])
     from drot.pipeline import prune as pipeline
 
-    with told_how_to_go_on(out), progress_of(recipe) as progress:
-        result = pipeline.prune(model, recipe, out=out, progress=progress, **options)
+    with told_how_to_go_on(out), progress_of(asked.recipe) as progress:
+        result = pipeline.prune(model, asked.recipe, out=out, progress=progress, **options)
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})
         return

@@ -222,9 +222,6 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
         "against": setup.against,
         "agreement": agreements,
         "tasks": accuracies,
-        "task_details": {
-            task: {"metric": score.metric, "fewshot": score.fewshot, "stderr": score.stderr}
-            for task, score in scores.items()
-        },
+        "task_details": {task: score.model_dump(exclude={"accuracy"}) for task, score in scores.items()},
         "averages": averages(setup.task_names, accuracies),
     }

@@ -16,15 +16,18 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from drot.checkpoint.artifact.coding import from_planes, to_planes
-from drot.checkpoint.artifact.schema import ArtifactIndex
+from drot.checkpoint.integrity import Files
+from drot.config import BoundaryPlace
 from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
-from drot.core.reading import check_regular, check_schema, parse_json
+from drot.core.reading import Entries, check_regular, check_schema, parse_json
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.model.sizes import HeadShape, Width
 
@@ -38,6 +41,19 @@ DAMAGE = (
     *(KeyError, OSError, EOFError, ValueError, NotImplementedError, RuntimeError, OverflowError, IndexError),
     *(zipfile.BadZipFile, zlib.error, struct.error),
 )
+
+
+class ArtifactIndex(Entries):
+    """The entries of artifact.json that drot reads."""
+
+    format_version: int
+    model: str
+    model_sha256: str
+    rotated: bool
+    boundary: BoundaryPlace | None
+    down_rotation: Annotated[int, Field(ge=2)] | None = None
+    files: Annotated[Files, Field(min_length=1)]
+    tolerances: dict[str, Annotated[float, Field(ge=0)]]
 
 
 class Writer(zipfile.ZipFile):
