@@ -28,8 +28,9 @@ demo: $(VENV)/drot-installed
 	$(VENV)/bin/drot demo --out demo-output
 
 # Two processes of one thread each: threads gain little in small tests, and two processes of two threads each
-# would wait for each other. `make demo` runs with torch's own number of threads, as drot does for its users.
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(VENV)/bin/pytest -n 2 --dist worksteal
+# would wait for each other. A few tests set more threads; passive ones leave the cores to the other process
+# while they wait. `make demo` runs with torch's own number of threads, as drot does for its users.
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(VENV)/bin/pytest -n 2 --dist worksteal
 
 check: lint
 	$(PYTEST) -m 'not slow' --durations=5 --durations-min=2

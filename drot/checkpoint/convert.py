@@ -8,7 +8,7 @@ from pathlib import Path
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.importance import load_importance_maps, save_importance_maps
 from drot.checkpoint.load import has_tokenizer, load_config, load_tokenizer, logger, warn_of_rounding
-from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, read_any_manifest
+from drot.checkpoint.manifest import CheckpointManifest, find_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
 from drot.checkpoint.save import check_output, save_checkpoint
@@ -37,7 +37,7 @@ def convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | No
 
 def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | None:
     load_config(path)  # refuses what is no model, before a file in it is looked for
-    manifest = read_any_manifest(path) if (Path(path) / MANIFEST).exists() else None
+    manifest = find_manifest(path)
     tokenizer = None
     if has_tokenizer(path):
         tokenizer = load_tokenizer(path)

@@ -129,7 +129,7 @@ def load_model(
     """
     is_a("model", path, str, Path)
     is_a("dtype", dtype, str, torch.dtype)
-    if isinstance(dtype, str) and dtype != "auto":
+    if dtype != "auto":
         dtype = parse_dtype(dtype)
     config = load_config(path)
     from transformers import AutoModelForCausalLM
@@ -282,6 +282,8 @@ def warn_of_rounding(folder: str | Path, dtype: torch.dtype) -> None:
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer of the model at `path`, a hub name or a folder. Raises UserError if there is none."""
     is_a("model", path, str, Path)
+    if not has_tokenizer(path):
+        raise UserError(f"{path} holds no tokenizer: copy the tokenizer's files of its base model into it")
     from transformers import AutoTokenizer
 
     folder = model_folder(path)

@@ -28,7 +28,7 @@ from drot.checkpoint.records import (
     Versions,
 )
 from drot.config.recipe_file import MANIFEST
-from drot.core.checks import shortened
+from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError
 from drot.core.files import write_json
 from drot.core.hashes import DIGEST, digest_fits, with_digest
@@ -66,6 +66,12 @@ class CheckpointManifest(Entries):
     evaluations: list[EvaluationRecord] = Field(default_factory=list)
     files: Files = Field(default_factory=dict)
     digest: str = ""
+
+    def dense_model(self, named: str | Path | None) -> str:
+        """The dense model: `named`, or the one that the manifest names. Raises UserError if neither is."""
+        if not (model := named or self.base_model):
+            raise UserError("drot.json names no model: name the dense model as `model`")
+        return str(model)
 
     def to_dict(self) -> dict[str, Any]:
         """The content of the file, in plain JSON types."""
@@ -135,6 +141,11 @@ def read_manifest(folder: Path | str) -> Manifest:
     return manifest
 
 
+def find_manifest(folder: Path | str) -> CheckpointManifest | None:
+    """As `read_any_manifest`; None for a model without drot.json."""
+    return read_any_manifest(folder) if path_exists(Path(folder) / MANIFEST) else None
+
+
 def read_any_manifest(folder: Path | str) -> CheckpointManifest:
     """The manifest of a checkpoint: a Manifest, or a CheckpointManifest if another program pruned the model.
 
@@ -142,8 +153,11 @@ def read_any_manifest(folder: Path | str) -> CheckpointManifest:
     digest does not fit its content.
     """
     file = Path(folder) / MANIFEST
-    if not file.exists():
-        raise UserError(f"{folder} holds no {MANIFEST}: name a folder that drot prune wrote")
+    if not path_exists(file):
+        reason = "does not exist"
+        if path_exists(Path(folder)):
+            reason = f"holds no {MANIFEST}" if Path(folder).is_dir() else "is a file"
+        raise UserError(f"{folder} {reason}: name a folder that drot prune wrote")
     data = read_json(file)
     if (version := data.get("format_version")) != FORMAT_VERSION:
         raise UserError(

@@ -230,7 +230,7 @@ def open_skeleton(
     with verified_while_loading(folder) if verify else contextlib.nullcontext():
         headers = checked_headers(path, config, folder)
         own = config.dtype or _first_dtype(headers)
-        chosen = own if dtype == "auto" else parse_dtype(dtype) if isinstance(dtype, str) else dtype
+        chosen = own if dtype == "auto" else parse_dtype(dtype)
         with silent_transformers(NO_MODEL.format(str(path)), config.to_dict()):
             with torch.device("meta"):
                 model: Any = AutoModelForCausalLM.from_config(config, dtype=chosen, trust_remote_code=False)

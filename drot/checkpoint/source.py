@@ -3,6 +3,7 @@
 Nothing here runs code of the model, builds the model or reads its weights.
 """
 
+import math
 import os
 import re
 from collections.abc import Iterable, Sequence
@@ -52,6 +53,12 @@ class Header:
     file: Path
     shape: list[int]
     dtype: str
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        bits = re.search(r"\d+", self.dtype)  # BOOL has none
+        return math.prod(self.shape) * (int(bits[0]) // 8 if bits else 1)
 
 
 def model_folder(model: str | Path, *, weights: bool = False) -> Path:

@@ -1,8 +1,6 @@
 """A checkpoint that reads images too, with a pruned language model in place of its own."""
 
 import json
-import math
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,8 +37,7 @@ class Whole:
     @property
     def kept_bytes(self) -> int:
         """The bytes of the tensors that are no part of the language model."""
-        found = [(math.prod(each.shape), re.search(r"\d+", each.dtype)) for each in self._kept().values()]
-        return sum(count * (int(bits[0]) // 8 if bits else 1) for count, bits in found)  # BOOL has none
+        return sum(each.nbytes for each in self._kept().values())
 
     def complete(self, out: Path, file: Path, config: Any) -> dict[str, tuple[int, int]]:
         """Makes `out`, where the language model is written, the checkpoint of the whole model.

@@ -38,10 +38,9 @@ def bench(
     Output:
         as_json:
     """
-    from drot.evaluation.speed import check_arguments, measure_speed
+    from drot.evaluation.speed import measure_speed
 
     sizes, sequences = parse_sizes("--tokens", tokens), parse_sizes("--batch", batches)
-    check_arguments(model, shape, sizes, sequences, repeats)
     with working() as progress:
         figures = measure_speed(
             model,

@@ -46,11 +46,9 @@ def chat(
     """
     from transformers.utils import logging
 
-    from drot.checkpoint.load import has_tokenizer, load, load_tokenizer
+    from drot.checkpoint.load import load, load_tokenizer
     from drot.serving.conversation import Conversation
 
-    if not has_tokenizer(model):
-        raise UserError(f"{model} has no tokenizer, and a chat is text: copy the tokenizer's files there")
     logging.disable_progress_bar()
     tokenizer = load_tokenizer(model)
     loaded = load(model, device=device, dtype=dtype)

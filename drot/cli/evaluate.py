@@ -69,8 +69,7 @@ def evaluate(
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     texts = ppl or ([] if names and against is None else ["wikitext2"])
-    if fail_above is not None:
-        check_bound(fail_above, texts)
+    check_bound(fail_above, texts)
     with working() as progress:
         results = evaluation.evaluate(
             models,
@@ -96,8 +95,10 @@ def evaluate(
         fail(results, texts[0], fail_above)
 
 
-def check_bound(fail_above: float, texts: list[str]) -> None:
+def check_bound(fail_above: float | None, texts: list[str]) -> None:
     """Raises UserError for a bound that no perplexity is compared with, or that is no number above 0."""
+    if fail_above is None:
+        return
     if not texts:
         raise UserError("`fail_above` compares the perplexity on a text: name one as `ppl`")
     if not (math.isfinite(fail_above) and fail_above > 0):

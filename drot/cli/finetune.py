@@ -9,6 +9,7 @@ from drot.cli.output import print_json, print_line
 from drot.cli.progress_bars import working
 from drot.config import CalibrationConfig, FinetuneConfig
 from drot.config.settings import fields_of
+from drot.core import torchrun
 from drot.core.errors import UserError
 from drot.core.events import silent
 
@@ -50,10 +51,10 @@ def finetune(model: str, out: Path, as_json: bool = False, device: str = "auto",
     from drot.finetuning import finetune as finetuning
 
     with working() as progress:
-        if not finetuning.is_main_process():
+        if torchrun.rank():
             progress = silent
         result = finetuning.finetune(model, config, out=out, device=device, progress=progress)
-    if not finetuning.is_main_process():
+    if torchrun.rank():
         return
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})

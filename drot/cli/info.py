@@ -36,9 +36,6 @@ def info(
     if not (verify or accept) and _is_other_model(folder):
         _show_model(str(folder), as_json)
         return
-    if not path_exists(folder) or not folder.is_dir():
-        reason = "is a file" if path_exists(folder) else "does not exist"
-        raise UserError(f"{folder} {reason}: name the folder that drot prune wrote")
     from drot.checkpoint.manifest import accept_files, read_any_manifest
 
     if accept:

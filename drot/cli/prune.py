@@ -15,6 +15,7 @@ from drot.cli.options import SOURCES, given_options, options_of
 from drot.cli.output import print_json, print_line, print_manifest, saved_line
 from drot.cli.ranks import launch
 from drot.cli.recipe import (
+    AskedRecipe,
     asked_recipe,
     check_rotations_file,
     fit_recipe,
@@ -144,36 +145,44 @@ def prune(
     given = given_options(ctx)
     asked = asked_recipe(recipe, given, quality)
     check_effects(asked, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
-    model = model or asked.manifest.get("base_model")
-    if not model:
-        raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as --recipe")
-    if gguf_file is not None:
-        model = f"{model}/{gguf_file}"
+    named = _model(model, gguf_file, asked.manifest)
     if sensitivity:
         check_no_output(asked, given)
-        show_sensitivity(model, asked.recipe, as_json, device=device, dtype=dtype, rotations=rotations)
+        show_sensitivity(named, asked.recipe, as_json, device=device, dtype=dtype, rotations=rotations)
         return
-    of_the_run = run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
-    if fit is not None:
-        asked = fit_recipe(asked, fit, model, given, device=device, rotations=rotations, **of_the_run)
+    options: dict[str, Any] = {"device": device, "rotations": rotations}
+    options |= run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
+    asked = fit_recipe(asked, fit, named, given, **options)
     if dry_run:
-        show_needs(model, asked.recipe, as_json, device=device, rotations=rotations, **of_the_run)
+        show_needs(named, asked.recipe, as_json, **options)
         return
-    if out is None:
-        raise UserError("--out is missing: name the folder to write, or use --sensitivity or --dry-run")
+    folder = _folder(out)
     if gpus is not None and torchrun.world_size() == 1:
         raise typer.Exit(launch(ctx.obj, gpus))
-    check_rotations_file(asked.manifest, rotations)
-    of_the_run |= {"rotations": rotations, "save_rotations_to": save_rotations_to, "resume": resume}
-    _run(model, asked.recipe, out, as_json, device=device, **of_the_run)
+    _run(named, asked, folder, as_json, save_rotations_to=save_rotations_to, resume=resume, **options)
 
 
-def _run(model: str, recipe: Recipe, out: Path, as_json: bool, **options: Any) -> None:
+def _folder(out: Path | None) -> Path:
+    if out is None:
+        raise UserError("--out is missing: name the folder to write, or use --sensitivity or --dry-run")
+    return out
+
+
+def _model(name: str | None, gguf_file: str | None, manifest: dict[str, Any]) -> str:
+    """The model to prune: the named one, or that from which the checkpoint of the recipe was made."""
+    model = name or manifest.get("base_model")
+    if not model:
+        raise UserError("MODEL is missing: name a model on the hub or a folder, or a checkpoint as --recipe")
+    return str(model) if gguf_file is None else f"{model}/{gguf_file}"
+
+
+def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: Any) -> None:
     """Runs `drot.prune` with the options, and prints its result."""
+    check_rotations_file(asked.manifest, options["rotations"])
     from drot.pipeline import prune as pipeline
 
-    with told_how_to_go_on(out), progress_of(recipe) as progress:
-        result = pipeline.prune(model, recipe, out=out, progress=progress, **options)
+    with told_how_to_go_on(out), progress_of(asked.recipe) as progress:
+        result = pipeline.prune(model, asked.recipe, out=out, progress=progress, **options)
     if as_json:
         print_json({"out": out, **result.manifest.to_dict()})
         return

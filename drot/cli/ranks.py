@@ -6,12 +6,9 @@ from collections.abc import Sequence
 
 from drot.core.errors import UserError
 
-#: the option, as it is taken out of the command line of the ranks
-OPTION = "--gpus"
-
 
 def launch(arguments: Sequence[str], count: int) -> int:
-    """Runs `drot` with these arguments, but for --gpus, on `count` ranks. Returns the exit status.
+    """Runs `drot` with these arguments on `count` ranks, which start no others. Returns the exit status.
 
     The ranks tell their errors. The status is that of the first rank that fails, or 1 if a signal ended it.
     """
@@ -25,24 +22,8 @@ def launch(arguments: Sequence[str], count: int) -> int:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):  # of one rank; torchrun would take 1
         os.environ.setdefault(name, str(threads))
     try:
-        run(
-            parse_args(
-                ["--standalone", f"--nproc-per-node={count}", "--module", "drot", *_without(arguments)]
-            )
-        )
+        run(parse_args(["--standalone", f"--nproc-per-node={count}", "--module", "drot", *arguments]))
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0
-
-
-def _without(arguments: Sequence[str]) -> list[str]:
-    """The arguments without --gpus and its value."""
-    kept: list[str] = []
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == OPTION:
-            next(rest, None)
-        elif not argument.startswith(OPTION + "="):
-            kept.append(argument)
-    return kept

@@ -66,13 +66,17 @@ def run_settings(asked: AskedRecipe, given: dict[str, Any], **values: str) -> di
 
 
 def fit_recipe(
-    asked: AskedRecipe, size: str, model: str, given: dict[str, Any], **options: Any
+    asked: AskedRecipe, size: str | None, model: str, given: dict[str, Any], **options: Any
 ) -> AskedRecipe:
     """The recipe whose run fits into the memory `size`, the value of --fit, and says what was changed.
+
+    Without a size it is the recipe as it was asked for.
 
     given: the options of the command line, which stay as they are.
     options: further arguments of `fitted`.
     """
+    if size is None:
+        return asked
     memory = parse_size(size)
     from drot.pipeline.fit import fitted
 

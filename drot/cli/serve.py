@@ -51,8 +51,7 @@ def serve(
     check_requirements()
     from transformers.utils import logging
 
-    from drot.serving.server import bound
-    from drot.serving.start import serving
+    from drot.serving.server import bound, serving
 
     logging.disable_progress_bar()
     listening = bound(host, port)

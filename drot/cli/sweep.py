@@ -7,7 +7,6 @@ from drot.checkpoint.tables import Table, number
 from drot.cli.commands import Interrupted
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
-from drot.core.errors import UserError
 
 if TYPE_CHECKING:
     from drot.reporting.sweep import SweepResult
@@ -15,7 +14,7 @@ if TYPE_CHECKING:
 
 def sweep(
     grid: Path,
-    out: Path | None = None,
+    out: Path,
     model: str | None = None,
     device: str = "auto",
     dtype: str = "auto",
@@ -37,8 +36,6 @@ def sweep(
         device:
         dtype:
     """
-    if out is None:
-        raise UserError("`out` is missing: name the folder to write")
     from drot.reporting import sweep as sweeping
     from drot.reporting.cells import CELLS
     from drot.reporting.rows import columns

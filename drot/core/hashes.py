@@ -59,14 +59,6 @@ def digest_fits(data: Mapping[str, Any]) -> bool:
 # ---- tensors -----------------------------------------------------------------------------------------
 
 
-def tensors_digest(tensors: "Mapping[str, Tensor]", sample: int | None = None) -> str:
-    """The SHA-256 of the names, dtypes, shapes and bytes of `tensors`, which may be on any device.
-
-    sample: bytes to hash at each end of a tensor; None hashes all bytes.
-    """
-    return parts_digest([tensors], sample)
-
-
 class Ends(NamedTuple):
     """What `weights_record` hashes of a tensor of a large model: the values at its two ends.
 
@@ -86,7 +78,11 @@ def ends_of(size: int, itemsize: int, sample: int | None) -> list[slice]:
 
 
 def parts_digest(parts: "Iterable[Mapping[str, Tensor | Ends]]", sample: int | None = None) -> str:
-    """`tensors_digest` of all tensors of `parts`, which are asked for one after the other."""
+    """The SHA-256 of the names, dtypes, shapes and bytes of tensors, which may be on any device.
+
+    parts: all tensors, which are asked for one part after the other.
+    sample: bytes to hash at each end of a tensor; None hashes all bytes.
+    """
     digests: dict[str, str] = {}
     for part in parts:
         digests |= in_threads(partial(_named_digest, part, sample), sorted(part))

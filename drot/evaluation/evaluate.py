@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.load import load_config, load_tokenizer
+from drot.checkpoint.manifest import find_manifest
 from drot.config import default_seqlen
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import BrokenModelError, UserError
@@ -19,8 +20,8 @@ from drot.evaluation.agreement import agreement
 from drot.evaluation.models import Original, move_models, must_stream, open_model
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
 from drot.evaluation.predictions import check_windows, predict
-from drot.evaluation.record import check_recordable, text_record
 from drot.evaluation.record import record as record_figures
+from drot.evaluation.record import text_record
 from drot.evaluation.tasks import TaskOptions, Tasks, averages, load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name, parse_dtype, pick_device
 from drot.machine.environment import machine_name
@@ -151,7 +152,7 @@ def _can_record(names: Sequence[str], limit: int | None) -> bool:
         logger.warning("figures of %d questions of a task are not recorded", limit)
         return False
     for name in names:
-        check_recordable(name)
+        find_manifest(name)
     return True
 
 
@@ -221,9 +222,6 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
         "against": setup.against,
         "agreement": agreements,
         "tasks": accuracies,
-        "task_details": {
-            task: {"metric": score.metric, "fewshot": score.fewshot, "stderr": score.stderr}
-            for task, score in scores.items()
-        },
+        "task_details": {task: score.model_dump(exclude={"accuracy"}) for task, score in scores.items()},
         "averages": averages(setup.task_names, accuracies),
     }

@@ -2,7 +2,6 @@
 
 import logging
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,11 +65,8 @@ def loaded_bytes(name: str | Path, dtype: str) -> int:
     """The bytes of the model's weights in `dtype`, or in the dtypes of its files for `auto`."""
     total = 0
     for header in read_headers(weight_files(model_folder(name, weights=True))).values():
-        bits = re.search(r"\d+", header.dtype)  # BOOL has none
-        size = int(bits[0]) // 8 if bits else 1
-        if dtype != "auto" and header.dtype in DENSE_DTYPES:
-            size = parse_dtype(dtype).itemsize
-        total += math.prod(header.shape) * size
+        cast = dtype != "auto" and header.dtype in DENSE_DTYPES
+        total += math.prod(header.shape) * parse_dtype(dtype).itemsize if cast else header.nbytes
     return total
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from drot.checkpoint.card import CARD, save_card
-from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, read_any_manifest, update_manifest
+from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, update_manifest
 from drot.checkpoint.records import EvaluationRecord
 from drot.core.errors import UserError
 from drot.machine.environment import versions
@@ -60,12 +60,6 @@ def record(folder: str, figures: dict[str, Any]) -> None:
         update_manifest(folder, add, [CARD])
     except (OSError, UserError) as error:
         logger.warning("the figures of %s are not recorded: %s", folder, error)
-
-
-def check_recordable(folder: str) -> None:
-    """Raises UserError for a folder with a broken manifest, to which `record` could add nothing."""
-    if (Path(folder) / MANIFEST).exists():
-        read_any_manifest(folder)
 
 
 def _measurement(entry: EvaluationRecord) -> Any:

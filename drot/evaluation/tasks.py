@@ -10,6 +10,7 @@ from unittest import mock
 
 from transformers import PreTrainedModel
 
+from drot.checkpoint.records import TaskRecord
 from drot.core.checks import is_a
 from drot.core.errors import UserError, quoted
 from drot.core.hub import quick_hub
@@ -42,20 +43,14 @@ class Tasks:
     tasks: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Score:
+class Score(TaskRecord):
     """The accuracy of a model in a task.
 
-    accuracy: in [0, 1].
-    stderr: its standard error by lm_eval; None if lm_eval gives none.
+    accuracy: in [0, 1]. stderr: its standard error by lm_eval; None if lm_eval gives none.
     metric: name of lm_eval's metric, with its filter if that is not `none`.
-    fewshot: number of solved examples in the prompt.
     """
 
     accuracy: float
-    stderr: float | None
-    metric: str
-    fewshot: int
 
 
 def expand(names: Sequence[str]) -> list[str]:
@@ -167,7 +162,7 @@ def score(task: str, results: dict[str, Any], fewshot: int) -> Score:
         if wanted in (key, name):
             stderr = results.get(f"{name}_stderr,{filter_name}")
             number = float(stderr) if isinstance(stderr, int | float) else None
-            return Score(float(value), number, wanted, fewshot)
+            return Score(accuracy=float(value), stderr=number, metric=wanted, fewshot=fewshot)
     raise _no_accuracy(task, results)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import importlib.util
 import logging
-import os
 import tempfile
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,7 +26,7 @@ from drot.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     CheckpointManifest,
-    read_any_manifest,
+    find_manifest,
 )
 from drot.checkpoint.quantization_config import (
     format_of,
@@ -38,6 +37,7 @@ from drot.checkpoint.records import FinetuneRecord
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.size import check_space, size_of
 from drot.config import FinetuneConfig
+from drot.core import torchrun
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
@@ -131,7 +131,7 @@ def finetune(
         check_output(out)
     _check_packages(config)
     target = _pick_device(device)
-    with contextlib.nullcontext() if out is None or not is_main_process() else locked(out):
+    with contextlib.nullcontext() if out is None or torchrun.rank() else locked(out):
         return _finetune(model, config, out, tokenizer, tokens, target, progress)
 
 
@@ -148,11 +148,9 @@ def _finetune(
     model_config = load_config(model)
     refuse_whole(model, "fine-tune a model that reads text alone, or prune with more recovery")
     _check_config(model_config, config)
-    manifest, maps = _manifest_of(model), load_importance_maps(model)
-    if tokenizer is None and has_tokenizer(model):
+    manifest, maps = find_manifest(model), load_importance_maps(model)
+    if tokenizer is None and (tokens is None or has_tokenizer(model)):
         tokenizer = load_tokenizer(model)
-    if tokenizer is None and tokens is None:
-        raise UserError(f"{model} holds no tokenizer: copy the tokenizer's files of its base model into it")
     sequences, held_out = split_text(config, tokenizer, tokens, positions_of(model_config), progress)
     progress(ProgressEvent(phase="load"))
     loaded = load_model(model)
@@ -160,7 +158,7 @@ def _finetune(
     check_windows(held_out.flatten(), loaded.config, held_out.shape[1])
     dense = None if config.against is None else load_dense(config.against, loaded)
     packed = is_packed(loaded)
-    if out is not None and is_main_process():
+    if out is not None and torchrun.rank() == 0:
         check_space(out, _size_of_result(loaded, config))
     if packed:
         loaded.dequantize()
@@ -197,7 +195,7 @@ def _finetune(
     if not config.keep_adapter:
         as_drot_model(trained)
     manifest = _manifest_after(manifest, trained, finetuning, config, share)
-    if out is not None and is_main_process():
+    if out is not None and torchrun.rank() == 0:
         progress(ProgressEvent(phase="save"))
         manifest = save_checkpoint(
             trained,
@@ -248,11 +246,6 @@ def _size_of_result(model: Any, config: FinetuneConfig) -> int:
     return OTHER_FILES + 4 * config.rank * sides
 
 
-def is_main_process() -> bool:
-    """Whether this process prints and writes. The others of `accelerate launch` only train."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def _packages(config: FinetuneConfig) -> list[str]:
     """The packages that the training imports, besides those of every run."""
     return ["accelerate"] if config.full else ["accelerate", "peft"]
@@ -272,13 +265,6 @@ def _pick_device(device: str | torch.device) -> torch.device:
             "environment variable CUDA_VISIBLE_DEVICES"
         )
     return target
-
-
-def _manifest_of(model: str | Path) -> CheckpointManifest | None:
-    """The manifest of a checkpoint that drot wrote; None for another model."""
-    if not (Path(model) / MANIFEST).exists():
-        return None
-    return read_any_manifest(model)
 
 
 def _check_config(model_config: Any, config: FinetuneConfig) -> None:

@@ -17,11 +17,13 @@ GPU_TYPES = ("cuda",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def parse_dtype(name: str, field: str = "dtype") -> torch.dtype:
-    """The torch dtype named `float32`, `bfloat16` or `float16`. Raises UserError for another name.
+def parse_dtype(name: str | torch.dtype, field: str = "dtype") -> torch.dtype:
+    """The torch dtype named `float32`, `bfloat16` or `float16`; a dtype as it is.
 
-    field: the argument that holds `name`, for the error message.
+    Raises UserError for another name. field: the argument that holds `name`, for the error message.
     """
+    if isinstance(name, torch.dtype):
+        return name
     if name not in DTYPES:
         raise UserError(f"`{field}` must be auto or one of {', '.join(DTYPES)}; got {name!r}")
     return DTYPES[name]

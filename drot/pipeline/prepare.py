@@ -169,7 +169,7 @@ def _own_device(name: str | torch.device, ranks: Ranks) -> torch.device:
 
 def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:
     """The dtype with a name; `auto` as it is."""
-    return parse_dtype(dtype, argument) if isinstance(dtype, str) and dtype != "auto" else dtype
+    return dtype if dtype == "auto" else parse_dtype(dtype, argument)
 
 
 def _load(model: str | Path, dtype: str | torch.dtype, config: Any) -> tuple[PreTrainedModel, torch.dtype]:
@@ -179,7 +179,7 @@ def _load(model: str | Path, dtype: str | torch.dtype, config: Any) -> tuple[Pre
     loaded = load_model(model, "auto")  # config.json of an old checkpoint names no dtype
     own = loaded.dtype
     if dtype != "auto":
-        cast_weights(loaded, parse_dtype(dtype) if isinstance(dtype, str) else dtype)
+        cast_weights(loaded, parse_dtype(dtype))
     return loaded, own
 
 

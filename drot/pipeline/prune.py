@@ -140,8 +140,7 @@ def prune(
     if rotations is not None:
         recipe = with_given_r3(recipe, Path(rotations))
     check_format(format, recipe.pruning)
-    out = None if out is None else Path(out)
-    rotations_out = None if save_rotations_to is None else Path(save_rotations_to)
+    out, rotations_out = (None if path is None else Path(path) for path in (out, save_rotations_to))
     with joined() as ranks, contextlib.ExitStack() as opened:
         same = {"recipe": recipe.to_dict(), "out": str(out), "format": format, "resume": resume}
         _check_same(ranks, same | {"drot": __version__, "dtype": str(dtype), "save_dtype": str(save_dtype)})
@@ -160,11 +159,11 @@ def prune(
             progress=progress if ranks.first else silent,
             ranks=ranks,
         )
-        context = prepared.context
-        context.clock.seconds["load"] = time.perf_counter() - started
+        prepared.context.clock.seconds["load"] = time.perf_counter() - started
         if recipe.recovery.recover == "block":
-            check_sequences(len(context.tokens), ranks)
-        run = PruningRun(context, None if rotations is None else read_given(context, Path(rotations)))
+            check_sequences(len(prepared.context.tokens), ranks)
+        given = None if rotations is None else read_given(prepared.context, Path(rotations))
+        run = PruningRun(prepared.context, given)
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)
 
 

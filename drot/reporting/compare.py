@@ -72,9 +72,7 @@ def compare(
         progress: receives the events of the evaluations and of the runs.
     """
     manifest = read_manifest(folder)
-    name = model or manifest.base_model
-    if not name:
-        raise UserError("drot.json names no model: name the dense model as `model`")
+    name = manifest.dense_model(model)
     if manifest.recipe.reads_calibration and manifest.recipe.calibration.source == GIVEN_TOKENS:
         raise UserError(f"the run of {folder} was given token ids, so drot cannot prune with them again")
     (figures,) = evaluate(

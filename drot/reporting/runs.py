@@ -19,7 +19,6 @@ from drot.checkpoint.records import (
 )
 from drot.checkpoint.tables import gap_closed, short
 from drot.config import Recipe
-from drot.core.errors import UserError
 
 #: before and after the rotation
 BASES = ("before", "after")
@@ -148,9 +147,6 @@ class Run:
 
 def read_run(folder: Path) -> Run:
     """The run in `folder`. Raises UserError for a folder that is no checkpoint of drot."""
-    if not folder.is_dir():
-        reason = "is a file" if folder.exists() else "does not exist"
-        raise UserError(f"{folder} {reason}: name a folder that drot prune wrote")
     return Run(folder.resolve().name, read_manifest(folder), load_importance_maps(folder))
 
 

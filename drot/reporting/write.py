@@ -1,22 +1,28 @@
-"""`report`: reads a run, draws, and writes the page."""
+"""`report`: reads a run, draws, and writes the page: one HTML file that needs no other and loads nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from drot.checkpoint.tables import short
 from drot.config import matches
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable, new_file
-from drot.reporting.charts import charts_of
+from drot.core.version import __version__
+from drot.reporting import notes, tables
+from drot.reporting.charts import charts_of, linear_charts
 from drot.reporting.drawing import PACKAGE, Chart, installed
-from drot.reporting.importance import linear_charts
-from drot.reporting.runs import Run, read_run
+from drot.reporting.runs import Run, measurements, read_run
 
 #: name of the page in the folder of a run
 PAGE = "report.html"
 #: most linears in a page without a choice; each takes about 60 KB and a quarter of a second
 MOST_LINEARS = 14
+TEMPLATES = Path(__file__).parent / "templates"
 
 
 @dataclass(frozen=True)
@@ -49,8 +55,6 @@ def report(
     """
     if not installed():
         raise UserError(f"a report needs the package matplotlib: pip install '{PACKAGE}'")
-    from drot.reporting.page import page  # needs jinja2
-
     run = read_run(Path(folder))
     out = Path(folder) / PAGE if out is None else Path(out)
     if out.is_dir():
@@ -94,3 +98,36 @@ def _change(run: Run, linear: str) -> float:
     """The pruned importance of a linear after the rotation as a share of before; 1 if it is not known."""
     found = [each.removed for each in run.importance(linear)]
     return found[1] / found[0] if len(found) == 2 and found[0] and found[1] is not None else 1.0
+
+
+def page(run: Run, charts: Sequence[Chart], linears: Mapping[str, Sequence[Chart]], about: str) -> str:
+    """The HTML of the report on a run.
+
+    Names and texts from the manifest are escaped, and the page's policy lets the browser load nothing and run
+    no script.
+
+    Args:
+        run: the run.
+        charts: its charts.
+        linears: name of a linear → its charts. The page shows the first.
+        about: a sentence on the linears; may be empty.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    measured = measurements(run)
+    unusual = notes.unusual(run, measured)
+    return environment.get_template("page.html").render(
+        name=run.name,
+        lead=f"{short(run.manifest.base_model)}, pruned by drot {run.manifest.versions.get('drot')}",
+        summary=notes.summary(run, measured),
+        verdict=notes.verdict(run, measured, unusual),
+        unusual=unusual,
+        lost=tables.lost_table(run, measured),
+        tables=tables.run_tables(run),
+        version=__version__,
+        css=Markup((TEMPLATES / "page.css").read_text(encoding="utf-8")),
+        charts=charts,
+        linears=linears,
+        about=about,
+    )

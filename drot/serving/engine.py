@@ -51,32 +51,27 @@ class Alone(GenerateManager):
         super().__init__()
         self.compiled, self.context = compiled, context
 
-    def generate_streaming(self, *request: Any, **options: Any) -> Any:
-        """The queue of the pieces of text and the streamer, as transformers' class returns them."""
-        self._prepare(request[2], request[3])
-        return super().generate_streaming(*request, **options)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> Any:
-        """Text, number of the tokens of the prompt, and the new tokens. A cancelled request stops."""
-        self._prepare(inputs, gen_config)
-        gone = threading.Event()
-        inputs = {**inputs, "stopping_criteria": [_Gone(gone)]}
-        answer = super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
-        try:
-            return await asyncio.shield(asyncio.ensure_future(answer))
-        except asyncio.CancelledError:
-            gone.set()
-            raise
-
-    def _prepare(self, inputs: Any, config: GenerationConfig) -> None:
+    def prepared(self, inputs: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
         """Adds the settings of a compiled step, and seeds the generator in the thread that generates."""
         if self.compiled and config.max_new_tokens is not None:
             tokens = inputs["input_ids"].shape[-1] + config.max_new_tokens
             config.update(**compiled_settings(tokens, self.context))
         if (seed := getattr(config, SEED, None)) is not None:
             self.submit(torch.manual_seed, seed)
+        return inputs
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, *request: Any, **options: Any
+    ) -> Any:
+        """What transformers' class returns. A cancelled request stops."""
+        gone = threading.Event()
+        inputs = {**inputs, "stopping_criteria": [_Gone(gone)]}
+        answer = super().generate_non_streaming(model, processor, inputs, *request, **options)
+        try:
+            return await asyncio.shield(asyncio.ensure_future(answer))
+        except asyncio.CancelledError:
+            gone.set()
+            raise
 
 
 #: attribute of the GenerationConfig of a request that names a seed
@@ -153,27 +148,15 @@ class Batch(CBGenerateManager):
         config = self._cb.continuous_batching_config
         return int(config.num_blocks * PAGE)
 
-    def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
-    ) -> Any:
-        """The queue of the pieces of text and the streamer, as transformers' class returns them."""
-        self._sampling = sampling_of(gen_config, self.vocabulary)
-        inputs = {"input_ids": inputs["input_ids"][0].tolist()}
-        return super().generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+    def prepared(self, inputs: dict[str, Any], config: GenerationConfig) -> dict[str, Any]:
+        """The inputs as the batch takes them. The request that joins the batch next has these settings."""
+        self._sampling = sampling_of(config, self.vocabulary)
+        return {"input_ids": inputs["input_ids"][0].tolist()}
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
-        """Text, number of the tokens of the prompt, and the new tokens. A cancelled request stops."""
-        # up to its first `await`, where the request is in the batch, no other request comes between
-        self._sampling = sampling_of(gen_config, self.vocabulary)
-        inputs = {"input_ids": inputs["input_ids"][0].tolist()}
+        """What transformers' class returns. A cancelled request leaves the batch."""
         try:
             return await super().generate_non_streaming(model, processor, inputs, gen_config, request_id)
         except asyncio.CancelledError:
@@ -232,27 +215,25 @@ class Engine(BaseGenerateManager):
         self.context: int | None = min((limit for limit in limits if limit is not None), default=None)
 
     def generate_streaming(
-        self,
-        model: Any,
-        processor: Any,
-        inputs: Any,
-        gen_config: Any,
-        request_id: str,
-        response_parser: Any = None,
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *request: Any, **options: Any
     ) -> Any:
         """The queue of the pieces of text and the streamer. Raises HTTPException 400 for a long prompt."""
-        engine = self._engine(inputs, gen_config)
-        return engine.generate_streaming(model, processor, inputs, gen_config, request_id, response_parser)
+        engine, inputs = self._prepared(inputs, gen_config)
+        return engine.generate_streaming(model, processor, inputs, gen_config, *request, **options)
 
     async def generate_non_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
     ) -> Any:
         """Text, number of the tokens of the prompt, and the new tokens. Raises HTTPException as above."""
-        engine = self._engine(inputs, gen_config)
+        # up to the first `await`, where the request is in the batch, no other request comes between
+        engine, inputs = self._prepared(inputs, gen_config)
         return await engine.generate_non_streaming(model, processor, inputs, gen_config, request_id)
 
-    def _engine(self, inputs: Any, config: GenerationConfig) -> Any:
-        """What generates a request, whose `max_new_tokens` is lowered to what the context has room for."""
+    def _prepared(self, inputs: Any, config: GenerationConfig) -> tuple[Any, dict[str, Any]]:
+        """What generates a request, and the inputs that it takes.
+
+        `max_new_tokens` of the request is lowered to what the context has room for.
+        """
         tokens = inputs["input_ids"].shape[-1]
         if tokens == 0:
             raise HTTPException(400, "the prompt has no tokens: send a text")
@@ -264,7 +245,8 @@ class Engine(BaseGenerateManager):
                     "tokens together: send a shorter prompt",
                 )
             config.max_new_tokens = min(config.max_new_tokens or self.context, self.context - tokens)
-        return self.batch if self.batch is not None and can_be_batched(config) else self.alone
+        engine = self.batch if self.batch is not None and can_be_batched(config) else self.alone
+        return engine, engine.prepared(inputs, config)
 
     def is_alive(self) -> bool:
         """Whether the thread of the batch, if there is one, still generates."""

@@ -9,8 +9,10 @@ import contextlib
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request
@@ -18,18 +20,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException as AnyHTTPException
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
 from transformers.cli.serving.utils import CBWorkerDeadError
+from transformers.utils import logging
 
+from drot.checkpoint.load import load, load_tokenizer
 from drot.core.checks import shortened
 from drot.core.errors import UserError, quoted
 from drot.serving.engine import SEED, Engine, OneEngine
-from drot.serving.requests import check_body, check_messages
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from drot.serving.requests import Chat, Completion, check_body
 
 #: seconds that running requests have to end when the server stops
 GRACE = 5
@@ -38,7 +40,9 @@ GRACE = 5
 class _OneModel:
     """Mixin in front of a handler of transformers, for one model that is loaded already."""
 
-    def __init__(self, model: "PreTrainedModel", tokenizer: Any, name: str, engine: Engine) -> None:
+    kind: type[Completion] = Completion
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str, engine: Engine) -> None:
         super().__init__(ModelManager, OneEngine(engine))  # type: ignore[call-arg]
         self.served = name, model, tokenizer
         self.engine = engine
@@ -47,7 +51,7 @@ class _OneModel:
         name = self.served[0]
         if body.get("model", name) != name:
             raise HTTPException(404, _no_other(name, body["model"]))
-        check_body(body, seeds=self.engine.batch is None)
+        check_body(self.kind, body, seeds=self.engine.batch is None)
         super()._validate_request(body)  # type: ignore[misc]
 
     def _resolve_model(self, body: dict[str, Any]) -> tuple[str, Any, Any]:
@@ -81,19 +85,20 @@ async def _with_end(parts: Any) -> AsyncIterator[str]:
 
 
 class _Chat(_OneModel, ChatCompletionHandler):
+    kind = Chat
+
     def _validate_request(self, body: dict[str, Any]) -> None:
         super()._validate_request(body)
         name, _, tokenizer = self.served
         if not tokenizer.chat_template:
             raise HTTPException(400, f"{name} has no chat template: send a prompt to /v1/completions")
-        check_messages(body.get("messages"))
 
 
 class _Completion(_OneModel, CompletionHandler):
     pass
 
 
-def application(model: "PreTrainedModel", tokenizer: Any, name: str, engine: Engine) -> FastAPI:
+def application(model: PreTrainedModel, tokenizer: Any, name: str, engine: Engine) -> FastAPI:
     """The application for `model`, which requests call `name`."""
     # without FastAPI's pages of documentation, which load scripts from other hosts
     app = FastAPI(title="drot", docs_url=None, redoc_url=None, openapi_url=None)
@@ -180,7 +185,57 @@ def bound(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host}, `port={port}` ({quoted(error)}): name another") from None
 
 
-def run(app: FastAPI, listening: socket.socket) -> None:
-    """Answers requests until SIGINT or SIGTERM, which is then raised again."""
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE)
-    uvicorn.Server(config).run(sockets=[listening])
+@dataclass(frozen=True)
+class Served:
+    """A model with the engine that generates its answers.
+
+    engine: what generates. Its `context` is the most tokens of a prompt and its answer.
+    chat: whether the model has a chat template.
+    """
+
+    app: FastAPI
+    engine: Engine
+    chat: bool
+
+    def run(self, listening: socket.socket) -> None:
+        """Answers requests until SIGINT or SIGTERM, which is then raised again."""
+        config = uvicorn.Config(self.app, log_level="warning", timeout_graceful_shutdown=GRACE)
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+@contextlib.contextmanager
+def serving(
+    model: str,
+    name: str,
+    *,
+    sequential: bool = False,
+    cache_tokens: int | None = None,
+    compiled: Callable[[Any], bool] | None = None,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Iterator[Served]:
+    """The model at `model`, which requests call `name`. At the end of the block its engine stops.
+
+    Raises UserError as `drot.load` does, for a model without a fast tokenizer, and for one that cannot be
+    batched, unless `sequential`.
+
+    compiled: compiles the decode step of the loaded model, and returns whether it could; None leaves it out.
+    """
+    if compiled is not None and not sequential:
+        raise UserError("`compile` needs `sequential`: a batch has no compiled step")
+    if cache_tokens is not None and cache_tokens < 1:
+        raise UserError(f"`cache_tokens` must be at least 1, got {cache_tokens}")
+    tokenizer = load_tokenizer(model)
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"{model} needs a tokenizer.json: a server reads text by a fast tokenizer")
+    # in a thread that ends: its OpenMP workers end with it, and would slow down the thread that generates
+    with ThreadPoolExecutor(1) as thread:
+        loaded = thread.submit(load, model, device=device, dtype=dtype).result()
+        done = compiled is not None and thread.submit(compiled, loaded).result()
+    logging.set_verbosity_error()  # transformers warns of every request that it receives
+    engine = Engine(loaded, sequential=sequential, cache_tokens=cache_tokens, compiled=done)
+    try:
+        app = application(loaded, tokenizer, name, engine)
+        yield Served(app, engine, bool(tokenizer.chat_template))
+    finally:
+        engine.stop()

@@ -243,7 +243,7 @@ def test_info_of_a_path_that_is_not_a_folder(capsys, tmp_path):
     (tmp_path / "drot.json").write_text("{}")
     for path, reason in ((tmp_path / "drot.json", "is a file"), (tmp_path / "no", "does not exist")):
         assert cli.run(["info", str(path)]) == 2
-        assert f"{path} {reason}: name the folder" in one_line(capsys.readouterr().err)
+        assert f"{path} {reason}: name a folder" in one_line(capsys.readouterr().err)
 
 
 def test_json_has_no_infinity(capsys):

@@ -17,7 +17,7 @@ from drot.reporting.compare import ComparedModel
 from drot.reporting.demo import CALIBRATION, HELD_OUT, DemoResult, run_demo
 
 pytestmark = pytest.mark.slow
-SMALL = dataclasses.replace(CALIBRATION, nsamples=8, seqlen=256)
+SMALL = dataclasses.replace(CALIBRATION, nsamples=4, seqlen=128)
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +25,8 @@ def demo(tmp_path_factory):
     """The folder of a demo, the file of its text, and its result."""
     pytest.importorskip("matplotlib", reason="the demo's report needs matplotlib")
     folder = tmp_path_factory.mktemp("demo")
-    (folder / "text.txt").write_text(HELD_OUT.read_text()[:8000])
-    result = run_demo(folder / "out", steps=12, calibration=SMALL, held_out=folder / "text.txt")
+    (folder / "text.txt").write_text(HELD_OUT.read_text()[:4000])
+    result = run_demo(folder / "out", steps=8, calibration=SMALL, held_out=folder / "text.txt")
     return folder / "out", folder / "text.txt", result
 
 
@@ -43,7 +43,7 @@ def test_rotation_undoes_most_of_the_damage(demo):
 def test_the_saved_checkpoint_is_the_model_of_the_table(demo):
     out, text, result = demo
     model = drot.load(out, device="cpu", dtype="float32")
-    found = perplexity(model, load_eval_tokens(str(text), load_tokenizer(out)), seqlen=256)
+    found = perplexity(model, load_eval_tokens(str(text), load_tokenizer(out)), seqlen=SMALL.seqlen)
     assert found == pytest.approx(result.rows[-1].perplexity[str(text)], rel=1e-6)
     assert_patterns(model, PruningConfig(sparsity="2:4"))
 

@@ -150,7 +150,10 @@ def test_the_accuracy_of_tasks(inputs, tmp_path, monkeypatch):
     answers = iter([0.9, 0.5, 0.8, 0.4, 0.7, 0.2])
 
     def answer(model, tokenizer, prepared):
-        return {name: Score(next(answers), None, "acc", 0) for name in prepared.tasks}
+        return {
+            name: Score(accuracy=next(answers), stderr=None, metric="acc", fewshot=0)
+            for name in prepared.tasks
+        }
 
     monkeypatch.setattr(runner_module, "load_tasks", lambda names: Tasks(None, dict.fromkeys(names)))
     monkeypatch.setattr(runner_module, "run_tasks", answer)

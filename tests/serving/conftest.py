@@ -79,8 +79,7 @@ class Running:
 def running(folder, **settings):
     import uvicorn
 
-    from drot.serving.server import bound
-    from drot.serving.start import serving
+    from drot.serving.server import bound, serving
 
     with bound("127.0.0.1", 0) as listening, serving(str(folder), "packed", **settings) as served:
         server = uvicorn.Server(uvicorn.Config(served.app, log_level="warning", timeout_graceful_shutdown=2))

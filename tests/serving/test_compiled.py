@@ -51,7 +51,7 @@ def test_a_step_that_cannot_be_compiled_is_left_out_and_said(packed, monkeypatch
 
 def test_a_batch_is_not_compiled(packed):
     pytest.importorskip("fastapi")
-    from drot.serving.start import serving
+    from drot.serving.server import serving
 
     wanted = "`compile` needs `sequential`"
     with pytest.raises(UserError, match=wanted), serving(str(packed), "packed", compiled=lambda model: True):

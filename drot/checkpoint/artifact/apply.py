@@ -87,9 +87,9 @@ def _write(reader: Reader, source: DecoderModel, folder: Path, progress: Progres
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
         if not holds_weights(Path(name)):
-            file.write_bytes(reader.read(f"files/{name}"))
+            file.write_bytes(reader.content(f"files/{name}"))
             continue
-        header = reader.read(f"headers/{name}")
+        header = reader.content(f"headers/{name}")
         try:
             tensors = tensors_of(header, record.bytes)
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -118,7 +118,7 @@ def _write_tensor(
         member = f"tensors/{prediction.name}/{number}"
         try:
             if positions is not None:
-                data = reader.read(f"{member}/positions", rows.numel())
+                data = reader.content(f"{member}/positions", rows.numel())
                 file, _, shape, offset = stored[positions]
                 _write_at(file, offset + first * shape[1], data)
                 chosen = torch.frombuffer(bytearray(data), dtype=torch.uint8).reshape(len(rows), -1)

@@ -16,15 +16,18 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
 from drot.checkpoint.artifact.coding import from_planes, to_planes
-from drot.checkpoint.artifact.schema import ArtifactIndex
+from drot.checkpoint.integrity import Files
+from drot.config import BoundaryPlace
 from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError, quoted
-from drot.core.reading import check_regular, check_schema, parse_json
+from drot.core.reading import Entries, check_regular, check_schema, parse_json
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.model.sizes import HeadShape, Width
 
@@ -40,23 +43,28 @@ DAMAGE = (
 )
 
 
-class Writer:
+class ArtifactIndex(Entries):
+    """The entries of artifact.json that drot reads."""
+
+    format_version: int
+    model: str
+    model_sha256: str
+    rotated: bool
+    boundary: BoundaryPlace | None
+    down_rotation: Annotated[int, Field(ge=2)] | None = None
+    files: Annotated[Files, Field(min_length=1)]
+    tolerances: dict[str, Annotated[float, Field(ge=0)]]
+
+
+class Writer(zipfile.ZipFile):
     """Writes the members of an artifact to the file `path`. A context manager."""
 
     def __init__(self, path: Path) -> None:
-        self._zip = zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED)
-
-    def __enter__(self) -> "Writer":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._zip.close()
+        super().__init__(path, "w")
 
     def add(self, name: str, data: bytes) -> None:
         # a fixed date, so that equal artifacts are equal files
-        info = zipfile.ZipInfo(name)
-        info.compress_type = zipfile.ZIP_DEFLATED
-        self._zip.writestr(info, data)
+        self.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)
 
     def add_rotations(self, rotations: Iterable[LayerRotation]) -> None:
         before = None
@@ -67,7 +75,7 @@ class Writer:
             before = rotation.r1
 
 
-class Reader:
+class Reader(zipfile.ZipFile):
     """Reads an artifact. A context manager.
 
     Raises UserError for a file that is damaged or no artifact, there and in every method.
@@ -79,43 +87,36 @@ class Reader:
             raise UserError(f"there is no artifact {path}: write one with drot export")
         check_regular(path)
         try:
-            self._zip = zipfile.ZipFile(path)
-            names = self._zip.namelist()
+            super().__init__(path)
         except DAMAGE as error:
             raise UserError(f"{path} is no artifact of drot ({quoted(error)})") from None
-        self._names = frozenset(names)
-        if len(self._names) < len(names):
+        self._names = frozenset(self.namelist())
+        if len(self._names) < len(self.namelist()):
             raise self.damaged("a member stands twice")
         if INDEX not in self._names:
             raise UserError(f"{path} is no artifact of drot (it holds no {INDEX})")
         where = f"{path}: {INDEX}"
-        data = parse_json(self.read(INDEX), where)
+        data = parse_json(self.content(INDEX), where)
         if (version := data.get("format_version")) != FORMAT_VERSION:
             raise UserError(
                 f"{path} must be of format_version {FORMAT_VERSION}, got {shortened(version)}: update drot"
             )
         self.index = check_schema(ArtifactIndex, data, where)
 
-    def __enter__(self) -> "Reader":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._zip.close()
-
     def damaged(self, why: object) -> UserError:
         return UserError(f"{self.path} is damaged ({why}): copy it again")
 
-    def read(self, name: str, largest: int | None = None) -> bytes:
+    def content(self, name: str, largest: int | None = None) -> bytes:
         """The content of a member of at most `largest` bytes; None is for a text or a header (INFLATION)."""
         try:
-            member = self._zip.getinfo(name)
+            member = self.getinfo(name)
             bound = INFLATION * member.compress_size + SMALL if largest is None else largest
             if member.file_size > bound or member.compress_type not in (
                 zipfile.ZIP_DEFLATED,
                 zipfile.ZIP_STORED,
             ):
                 raise self.damaged(f"{name} has {member.file_size} bytes")
-            return self._zip.read(name)
+            return self.read(name)
         except UserError:
             raise
         except DAMAGE as error:
@@ -124,7 +125,7 @@ class Reader:
     def parts(self, prefix: str, names: tuple[str, ...], largest: int) -> dict[str, bytes]:
         """Name → content of the members `prefix`/name that exist, each of at most `largest` bytes."""
         found = (name for name in names if f"{prefix}/{name}" in self._names)
-        return {name: self.read(f"{prefix}/{name}", largest) for name in found}
+        return {name: self.content(f"{prefix}/{name}", largest) for name in found}
 
     def rotations(self, layers: int, widths: Mapping[Width, int], shape: HeadShape) -> RotationsOfLayers:
         """The rotation of each layer, which is read when it is asked for.
@@ -147,7 +148,7 @@ class Reader:
 
     def _matrix(self, name: str, size: list[int]) -> Tensor:
         try:
-            numbers = from_planes(self.read(name, 4 * math.prod(size)), torch.float32)
+            numbers = from_planes(self.content(name, 4 * math.prod(size)), torch.float32)
             return torch.from_numpy(numbers.astype("uint32").view("float32")).reshape(size)
         except UserError:
             raise

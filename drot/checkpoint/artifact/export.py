@@ -91,9 +91,7 @@ def export_artifact(
         raise UserError(f"{out} exists: name another `out` or remove it")
     check_writable(out)
     files = _files(folder, manifest)
-    name = model or manifest.base_model
-    if not name:
-        raise UserError("drot.json names no model: name the dense model as `model`")
+    name = manifest.dense_model(model)
     source = open_source(name)
     place = boundary_of(load_config(folder))
     headers = {name: header_bytes(path) for name, path in files.items() if holds_weights(Path(name))}
@@ -104,7 +102,7 @@ def export_artifact(
     index = {
         "format_version": FORMAT_VERSION,
         "versions": versions(),
-        "model": str(name),
+        "model": name,
         "model_sha256": parts_digest(source.parts_of_state()),
         "rotated": manifest.recipe.rotation.mode != "none",
         "boundary": place,
