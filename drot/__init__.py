@@ -32,6 +32,7 @@ _PUBLIC = {
     "load": "drot.checkpoint.load",
     "prune": "drot.pipeline.prune",
     "report": "drot.reporting.write",
+    "sample": "drot.serving.own_text",
     "sensitivity": "drot.pipeline.sensitivity",
 }
 

@@ -15,6 +15,7 @@ COMMANDS = {
     "compare": "compare",
     "report": "report",
     "sweep": "sweep",
+    "sample": "sample",
     "convert": "convert",
     "export": "export",
     "apply": "apply",

@@ -25,6 +25,7 @@ PHASES = {
     "read": Phase("reading the text", "character"),
     "tokenize": Phase("tokenising the text", "character"),
     "load": Phase("loading the model"),
+    "sample": Phase("writing a text", "sequence"),
     "calibrate": Phase("calibrating", layers=True, often=True),
     "rotate": Phase("rotating", "step", layers=True, often=True),
     "prune": Phase("pruning", layers=True),

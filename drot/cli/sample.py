@@ -1,0 +1,48 @@
+"""The command `drot sample`."""
+
+from pathlib import Path
+
+from drot.cli.output import print_json, print_line
+from drot.cli.progress_bars import working
+
+
+def sample(
+    model: str,
+    out: Path,
+    tokens: int = 65536,
+    seqlen: int = 512,
+    seed: int = 0,
+    device: str = "auto",
+    dtype: str = "auto",
+    as_json: bool = False,
+) -> None:
+    """Let MODEL write a text for `drot prune --calibration`: of all kinds that it knows, from no data.
+
+    Beside your own text it keeps what that text lacks, such as code. The whole model must fit on the device.
+
+    Example: drot sample llama --out own.jsonl
+
+    Arguments:
+        model MODEL: The model that is to be pruned: a name on the Hugging Face hub, or a local folder.
+    Text:
+        out FILE.jsonl: File to write, with a text in each row. It must be new.
+        tokens: Length of the text.
+        seqlen: Tokens of a row. Each row begins with a random token.
+        seed: Seed of the text.
+    Run:
+        device:
+        dtype: Dtype of the weights. auto is the dtype of the checkpoint.
+    Output:
+        as_json:
+    """
+    from drot.serving import own_text
+
+    with working() as progress:
+        rows = own_text.sample(
+            model, out, tokens=tokens, seqlen=seqlen, seed=seed, device=device, dtype=dtype, progress=progress
+        )
+    if as_json:
+        print_json({"out": out, "rows": rows, "seqlen": seqlen})
+        return
+    print_line(f"Wrote {rows} rows of {seqlen} tokens to {out}. Next, beside your own text TEXT:")
+    print_line(f"  drot prune {model} --calibration TEXT,{out} --out DIR")

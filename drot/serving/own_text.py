@@ -1,0 +1,98 @@
+"""Calibration text that a model writes itself: of all kinds that the model knows, from no data."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import GenerationConfig
+
+from drot.checkpoint.load import load, load_tokenizer
+from drot.core.checks import path_exists
+from drot.core.errors import UserError
+from drot.core.events import Progress, ProgressEvent, silent
+from drot.core.files import check_writable, new_file
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: sequences that are written at once
+BATCH = 32
+SUFFIX = ".jsonl"
+
+
+def sample(
+    model: str | Path,
+    out: str | Path,
+    *,
+    tokens: int = 65536,
+    seqlen: int = 512,
+    seed: int = 0,
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
+    progress: Progress = silent,
+) -> int:
+    """Lets `model` write a text, which `drot.prune` takes as `calibration`, and returns its sequences.
+
+    Each sequence is a row {"text": ...} of the file `out`. It begins with a token drawn from the whole
+    vocabulary, so that it may become code, a table, a dialogue or another language, and every further token
+    is drawn by its probability, as in LLM-QAT (Liu et al. 2023, arXiv 2305.17888). The same seed gives the
+    same text on the same machine.
+
+    Raises UserError for a number below 1 (`seqlen`: below 2), a model without a tokenizer, a model that gives
+    no probabilities, and a file `out` that exists or does not end in .jsonl.
+
+    tokens: the length of the text; rounded up to whole sequences.
+    seqlen: tokens of a sequence, at most those that the model reads.
+    progress: receives the event `sample` after each batch of sequences.
+    """
+    out = Path(out)
+    for name, value, least in (("tokens", tokens, 1), ("seqlen", seqlen, 2), ("seed", seed, 0)):
+        if value < least:
+            raise UserError(f"`{name}` must be at least {least}, got {value}")
+    if out.suffix != SUFFIX:
+        raise UserError(f"`out` must end in {SUFFIX}, got {out}: its rows hold a text each")
+    if path_exists(out):
+        raise UserError(f"{out} exists: name another `out` or remove it")
+    check_writable(out)
+    tokenizer = load_tokenizer(model)
+    progress(ProgressEvent(phase="load"))
+    loaded = load(model, device=device, dtype=dtype)
+    longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and seqlen > longest:
+        raise UserError(f"`seqlen` must be at most {longest}, what the model reads; got {seqlen}: lower it")
+    count, written = -(-tokens // seqlen), 0
+    with new_file(out) as part, part.open("w", encoding="utf-8") as file:
+        for ids in _batches(loaded, tokenizer, count, seqlen, seed):
+            for text in tokenizer.batch_decode(ids, skip_special_tokens=True):
+                file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
+            written += len(ids)
+            progress(ProgressEvent(phase="sample", step=written, steps=count))
+    return count
+
+
+def _batches(
+    model: "PreTrainedModel", tokenizer: Any, count: int, seqlen: int, seed: int
+) -> Iterator[torch.Tensor]:
+    """Token ids [at most BATCH, seqlen] of `count` sequences."""
+    special = set(tokenizer.all_special_ids)
+    first = torch.tensor([token for token in range(len(tokenizer)) if token not in special])
+    # what is not named here would come from generation_config.json of the model, which narrows the text
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=seqlen - 1, pad_token_id=0
+    )
+    devices = [model.device] if model.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.inference_mode():
+        torch.manual_seed(seed)
+        for start in range(0, count, BATCH):
+            begun = first[torch.randint(len(first), (min(BATCH, count - start), 1))].to(model.device)
+            generate: Any = model.generate
+            try:
+                yield generate(begun, attention_mask=torch.ones_like(begun)).cpu()
+            except RuntimeError as error:
+                if "probability tensor" not in str(error):
+                    raise
+                raise UserError(
+                    "the model gives no probabilities, but inf or nan: use a higher `dtype`, or copy it again"
+                ) from error
