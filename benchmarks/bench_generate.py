@@ -61,7 +61,8 @@ def variants(model: PreTrainedModel) -> dict[str, PreTrainedModel]:
     for layer in handle.layers:
         for linear in layer.linears.values():
             linear.weight.masked_fill_(nm_mask(linear.weight.abs(), 2, 4), 0)
-        layer.expect_down_rotation(BLOCK).weight.normal_(0, BLOCK**-0.5)
+        for part in layer.expect_down_rotation(BLOCK):
+            part.weight.normal_(0, BLOCK**-0.5)
     found = model_variants(model)
     found[BLOCKS] = found.pop(ROTATED)
     for layer in handle.layers[:-1]:

@@ -38,6 +38,7 @@ SEQLEN, BATCH, LEARNING_RATE = 256, 4, 5e-4
 POINTS: dict[str, dict[str, Any]] = {
     "stock": {"mode": "shared", "down_rotation": "none"},
     "light": {"mode": "shared", "down_rotation": 64},
+    "full without R3": {"mode": "layer", "down_rotation": "none"},
     "full": {"mode": "layer"},
 }
 #: the experts of the Mixtral, and the noise in them as a share of the root mean square of a weight
@@ -234,7 +235,7 @@ def main() -> None:
     gap = losses["none"] - losses["dense"]
     for name, loss in losses.items():
         print(
-            f"{name:6} perplexity {math.exp(loss):.2f}, closes {(losses['none'] - loss) / gap:.0%}",
+            f"{name:15} perplexity {math.exp(loss):.2f}, closes {(losses['none'] - loss) / gap:.0%}",
             flush=True,
         )
 

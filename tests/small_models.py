@@ -218,10 +218,12 @@ FAMILIES: dict[str, dict] = {
         tie_word_embeddings=True,
     ),
 }
-#: those whose MLP takes R3: they have no experts, and take fine-tuning and artifacts too
-WITHOUT_EXPERTS = [name for name in FAMILIES if DECLARED[name.partition("-")[0]].takes("r3")]
 #: mixtures of experts
 MIXTURES = [name for name in FAMILIES if DECLARED[name.partition("-")[0]].experts is not None]
+#: those whose MLP takes R3 and that have no experts: they take fine-tuning and artifacts too
+WITHOUT_EXPERTS = [
+    name for name in FAMILIES if DECLARED[name.partition("-")[0]].takes("r3") and name not in MIXTURES
+]
 #: those whose residual stream R1 cannot rotate
 INSIDE = [name for name in FAMILIES if not DECLARED[name.partition("-")[0]].rotates_stream]
 
@@ -261,9 +263,11 @@ def small_model(family: str, seed: int = 0, dtype: torch.dtype = torch.float32, 
 def random_rotations(model: nn.Module, seed: int = 1, down_block: int | None = None) -> list[LayerRotation]:
     """A random rotation of each layer, in fp64, with an R3 of blocks of `down_block`."""
     handle, generator = DecoderModel(model), torch.Generator().manual_seed(seed)
-    down = None if down_block is None else (handle.widths["mlp"] // down_block, down_block)
-    options = dict(down=down, keeps_ones=handle.family.layer_norm)
-    return [random_rotation(handle.hidden_size, handle.heads, generator, **options) for _ in handle.layers]
+    options, found = dict(keeps_ones=handle.family.layer_norm), []
+    for layer in handle.layers:
+        down = None if down_block is None else (layer.down_inputs() // down_block, down_block)
+        found.append(random_rotation(handle.hidden_size, handle.heads, generator, down=down, **options))
+    return found
 
 
 def place_in(model: DecoderModel, place: str | None) -> str | None:

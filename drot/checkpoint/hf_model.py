@@ -43,10 +43,11 @@ from drot.checkpoint.source import check_headers, read_headers
 from drot.checkpoint.stored_config import write_stored_form
 from drot.core.errors import UserError
 from drot.machine.devices import dtype_name
-from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE, check_rotations
+from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.boundary import ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
+from drot.model.experts import ReplacedExperts
 from drot.model.whole import WHOLE_MODELS, language_config, stored_names
-from drot.sparse.experts import SparseExperts
 from drot.sparse.fused import fuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_weights
 from drot.sparse.packed import check_packed, compress_model, unpack_model
@@ -186,7 +187,7 @@ def _describe_in_config(model: Any) -> DrotConfig | None:
             quantizer.quantization_config = entry
             # transformers refuses .half() and the like for a quantized model; a rotated one may be cast
             model.is_quantized = entry.packed
-            quantizer.packs_experts = any(isinstance(module, SparseExperts) for module in model.modules())
+            quantizer.counts_tokens = any(isinstance(module, ReplacedExperts) for module in model.modules())
     elif quantizer is not None:
         quantizer.remove_quantization_config(model)
     elif hasattr(model.config, "quantization_config"):
@@ -259,8 +260,8 @@ class DrotQuantizer(HfQuantizer):
     state_dict_to_save: dict[str, Any] | None = None
     #: whether the model reads images too
     whole = False
-    #: whether experts of the model are packed
-    packs_experts = False
+    #: whether experts of the model are packed or hold R3, so that they count their tokens
+    counts_tokens = False
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Any] | None, dict[str, str]]:
         return self.state_dict_to_save, {}
@@ -327,4 +328,4 @@ class DrotQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         """Read by `generate`. An expert gets another number of tokens each time; a graph has fixed shapes."""
-        return not self.packs_experts
+        return not self.counts_tokens

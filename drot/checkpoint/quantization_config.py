@@ -14,7 +14,7 @@ from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.config import BoundaryPlace, WeightFormat
 from drot.core.errors import UserError
 from drot.core.reading import check_schema
-from drot.model.boundary import down_rotation, rotation_place
+from drot.model.boundary import down_rotations, rotation_place
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Bases
 from drot.sparse.linear import is_packed
@@ -136,10 +136,10 @@ def expect_stored(model: "PreTrainedModel", held: DrotConfig) -> None:
 def describe(model: "PreTrainedModel") -> DrotConfig | None:
     """The `quantization_config` for the modules that `model` has now; None if it opens without drot."""
     layers = DecoderModel(model).layers
-    r3 = down_rotation(layers[0].module)
+    r3 = down_rotations(layers[0].module)
     held: dict[str, Any] = {
         "boundary": next((place for layer in layers if (place := rotation_place(layer.module))), None),
-        "down_rotation": None if r3 is None else r3.weight.shape[-1],
+        "down_rotation": r3[0].weight.shape[-1] if r3 else None,
     }
     if not is_packed(model):
         return DrotConfig(**held) if any(held.values()) else None

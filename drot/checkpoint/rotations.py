@@ -2,7 +2,7 @@
 
 import contextlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def _name_of(dtype: str) -> str:
 
 
 def open_rotations(
-    path: Path, *, layers: int, hidden_size: int, shape: HeadShape, down_width: int
+    path: Path, *, hidden_size: int, shape: HeadShape, down_widths: Sequence[int]
 ) -> tuple[RotationsOfLayers, dict[str, Any]]:
     """The rotation of each layer, which is read when it is asked for, and the record saved with them.
 
@@ -100,12 +100,12 @@ def open_rotations(
     the file is missing, broken or damaged, has another shape than this model, or holds a matrix that is not
     orthogonal.
 
-    down_width: the number of inputs of down_proj.
+    down_widths: for each layer the number of inputs of down_proj, of all experts together.
     """
     record = read_record(path)
     block = stored_down_block(path)
     expected = {}
-    for index in range(layers):
+    for index, down_width in enumerate(down_widths):
         expected[f"layers.{index}.r1"] = [hidden_size, hidden_size]
         expected[f"layers.{index}.r2"] = [shape.kv_heads, shape.head_dim, shape.head_dim]
         if block is not None:
@@ -120,7 +120,7 @@ def open_rotations(
         if len(shapes) != len(expected):
             held = sum(name.endswith(".r1") for name in shapes)
             raise UserError(
-                f"{path} holds {held} layers, but this model has {layers}: use a file of this model"
+                f"{path} holds {held} layers, but this model has {len(down_widths)}: use a file of this model"
             )
         for name in shapes:
             if not (deviation := orthogonality_error(handle.get_tensor(name))) < ORTHOGONALITY_TOLERANCE:
@@ -128,7 +128,7 @@ def open_rotations(
                     f"{path}: {name} must be orthogonal, got max |QᵀQ - I| = {deviation:.1e}: "
                     "the file is damaged; copy it again"
                 )
-    return RotationsOfLayers(partial(_read_layer, path), range(layers)), record
+    return RotationsOfLayers(partial(_read_layer, path), range(len(down_widths))), record
 
 
 def _read_layer(path: Path, index: int) -> LayerRotation:
@@ -140,10 +140,8 @@ def _read_layer(path: Path, index: int) -> LayerRotation:
 
 
 def load_rotations(
-    path: Path, *, layers: int, hidden_size: int, shape: HeadShape, down_width: int
+    path: Path, *, hidden_size: int, shape: HeadShape, down_widths: Sequence[int]
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
     """`open_rotations` with all rotations in memory."""
-    found, record = open_rotations(
-        path, layers=layers, hidden_size=hidden_size, shape=shape, down_width=down_width
-    )
+    found, record = open_rotations(path, hidden_size=hidden_size, shape=shape, down_widths=down_widths)
     return list(found.values()), record

@@ -123,8 +123,8 @@ def resolve(
         device: the type of the device on which rotations are trained, `cpu` or `cuda`.
         format: the format of the weights in the result.
         rotations_given: whether the rotations are loaded from a file instead of trained.
-        down_width: the number of inputs of down_proj, for the size of the blocks of R3; 0 if no down_proj is
-            pruned, None if it is not known.
+        down_width: the number of inputs of down_proj, or the largest that divides those of all in a mixture,
+            for the size of the blocks of R3; 0 if no down_proj is pruned, None if it is not known.
         rotates_stream: whether R1 can rotate the residual stream of the model (Family.rotates_stream).
         tokens: nsamples and seqlen of token ids that replace the calibration text; None for a text.
     """

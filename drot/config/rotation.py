@@ -82,8 +82,9 @@ class RotationConfig:
     """
     down_rotation: DownRotation = "auto"
     """The size of the diagonal blocks of R3, which rotates the input of down_proj while the model runs. It
-    must divide the intermediate size. none: no R3. auto: 64, or the largest divisor below it, with one R1 a
-    layer; none with `mode` shared, `optimizer` paper and `reference_compat`.
+    must divide the intermediate size, in a mixture that of every MLP and expert. none: no R3. auto: 64, or
+    the largest divisor below it, with one R1 a layer; none with `mode` shared, `optimizer` paper and
+    `reference_compat`.
     """
     objective: Literal["auto"] | Objective = "auto"
     """What the training minimises. pruned: the importance of the weights to remove. entropy: the paper's,

@@ -4,6 +4,7 @@ Variants share the parameters in which they do not differ, so that all fit into 
 """
 
 import copy
+import math
 from collections.abc import Collection
 from typing import Any
 
@@ -15,14 +16,13 @@ from drot.config import Recipe, resolve
 from drot.core.errors import UserError
 from drot.model.boundary import (
     RotatedLayer,
-    down_rotation,
+    down_rotations,
     remove_boundary_rotation,
     remove_down_rotation,
     rotation_place,
 )
 from drot.model.decoder import DecoderModel
-from drot.model.families import family_of
-from drot.model.sizes import widths_of
+from drot.model.families import down_widths, family_of
 from drot.ops import nm_mask
 from drot.sparse.fused import fuse, unfuse_rotation
 from drot.sparse.linear import is_packed
@@ -66,8 +66,7 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     config = copy.deepcopy(config)
     held = drot_config_of(config)
     if held is None or not (held.boundary or held.down_rotation):
-        family = family_of(config)
-        width, stream = widths_of(config)["mlp"] if family.takes("r3") else 0, family.rotates_stream
+        width, stream = math.gcd(*down_widths(config)), family_of(config).rotates_stream
         rotation = resolve(Recipe(), format="packed", down_width=width, rotates_stream=stream).rotation
         held = DrotConfig(boundary=rotation.boundary, down_rotation=rotation.down_block)
     if hasattr(config, "quantization_config"):
@@ -88,7 +87,8 @@ def layer_variants(config: Any, *, dtype: torch.dtype, device: torch.device) -> 
     if held.boundary is not None:
         layer.expect_boundary(held.boundary).weight.normal_(0, config.hidden_size**-0.5)
     if (size := held.down_rotation) is not None:
-        layer.expect_down_rotation(size).weight.normal_(0, size**-0.5)
+        for part in layer.expect_down_rotation(size):
+            part.weight.normal_(0, size**-0.5)
     fuse(rotated)
     return {DENSE: dense, SPARSE: sparse, ROTATED: rotated}
 
@@ -111,7 +111,7 @@ def model_variants(model: PreTrainedModel, dense_linears: Collection[str] = ()) 
         unfuse_rotation(handle)
     layers = [layer for layer in DecoderModel(plain).layer_modules if isinstance(layer, RotatedLayer)]
     for layer in layers:
-        if down_rotation(layer) is not None:
+        if down_rotations(layer):
             remove_down_rotation(layer)
         if rotation_place(layer) is not None:
             remove_boundary_rotation(layer)

@@ -25,7 +25,8 @@ Granite multiplies the outputs of its attention and of its MLP by a number befor
 The product r Q does not depend on the MLP. So it can be computed at the same time, or in one operation with
 the MLP's last product (drot/sparse/fused.py).
 
-In front of down_proj the MLP multiplies by R3 = blockdiag(B1 … Bn), a ← a R3, and down_proj has W R3.
+In front of down_proj the MLP multiplies by R3 = blockdiag(B1 … Bn), a ← a R3, and down_proj has W R3. In a
+mixture each expert has its own blocks, and so have the experts that read all tokens.
 
 A layer that holds Q has its attention norm under another name, `rotated_input_layernorm`, and a layer that
 holds R3 the norm of its MLP. A program that reads a checkpoint as a stock model of its family then lacks a
@@ -33,29 +34,23 @@ tensor in each of these layers. It cannot compute with weights of another basis.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
 
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
-from drot.machine.devices import has_kernels
+from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
+from drot.model.experts import drop_down_rotation, hold_down_rotation
 from drot.model.family import Family
-from drot.ops.swiglu_rotate import swiglu_rotate
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 ROTATION_MODULE = "residual_rotation"
-#: Name of the module in an MLP that holds R3.
-DOWN_ROTATION = "down_rotation"
 #: Prefix of the name of a norm in a decoder layer that holds Q or R3.
 NORM_PREFIX = "rotated_"
-#: The modules of SiLU, also the one of transformers, and the dtypes, for which R3 is one op.
-SILU = (nn.SiLU, SiLUActivation)
-SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: argument of a layer → that of its linear attention, of which some are those of older versions of
 #: transformers
 LINEAR_ARGUMENTS = {
@@ -81,50 +76,30 @@ class RotateAndAdd(nn.Module):
     """
 
 
-class BlockRotation(nn.Module):
-    """R3 = blockdiag(weight [n, b, b]), which rotates the gated activation of an MLP. It is frozen."""
-
-    def __init__(self, blocks: int, size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
-        super().__init__()
-        weight = torch.empty(blocks, size, size, dtype=dtype, device=device)
-        self.weight = nn.Parameter(weight, requires_grad=False)
-
-    def forward(self, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
-        """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b].
-
-        In one pass over memory where the activation is SiLU.
-        """
-        weight = self.weight
-        fits = gate.dtype == weight.dtype in SWIGLU_DTYPES and has_kernels(gate.device)
-        if isinstance(activation, SILU) and fits:
-            return swiglu_rotate(gate, up, weight)
-        blocks = (activation(gate) * up).unflatten(-1, (len(weight), -1))
-        return torch.einsum("...ni,nij->...nj", blocks, weight).flatten(-2)
-
-    def extra_repr(self) -> str:
-        return f"blocks={len(self.weight)}, size={self.weight.shape[-1]}"
-
-
 class RotatedMLP:
-    """Mixin in front of a family's class of gated MLPs, for an MLP that holds R3."""
+    """Mixin in front of a family's class of gated MLPs, for an MLP that holds R3.
+
+    parts: the names of its modules (`Family.mlp_parts`).
+    """
 
     family: Family
+    parts: tuple[tuple[str, ...], str]
     training: bool
     down_rotation: BlockRotation
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., d] -> what the stock forward returns."""
-        family = self.family
-        outputs = [getattr(self, name)(x) for name in family.mlp_inputs]
+        family, (inputs, output) = self.family, self.parts
+        outputs = [getattr(self, name)(x) for name in inputs]
         gate, up = outputs if len(outputs) == 2 else outputs[0].chunk(2, dim=-1)
         rotated = self.down_rotation(gate, up, getattr(self, family.activation))
-        output: Tensor = getattr(self, family.mlp_output)(rotated)
+        result: Tensor = getattr(self, output)(rotated)
         if family.mlp_dropout is None:
-            return output
-        return nn.functional.dropout(output, getattr(self, family.mlp_dropout), self.training)
+            return result
+        return nn.functional.dropout(result, getattr(self, family.mlp_dropout), self.training)
 
     def __reduce__(self) -> Any:
-        return _new, (_rotated_mlp, type(self).__bases__[1], self.family), self.__getstate__()
+        return _new, (_rotated_mlp, type(self).__bases__[1], self.family, self.parts), self.__getstate__()
 
 
 class RotatedLayer:
@@ -133,7 +108,7 @@ class RotatedLayer:
     place `input`: h ← h Q, then the stock forward. The places `residual` and `inside` replace the stock
     forward, in whose middle Q acts. Every family in model/families.py has its form: attention,
     then MLP, each with the norms of the declaration, and outputs that are added as it says. R3 is applied by
-    the MLP, which is a RotatedMLP.
+    the MLP, which is a RotatedMLP, or by the experts.
 
     transformers has no registry for the classes of decoder layers: the code of each model names its own. So
     `add_boundary_rotation` and `add_down_rotation` change the class of a layer. The new class has the name of
@@ -210,8 +185,8 @@ def _new(make: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @functools.cache
-def _rotated_mlp(stock_class: Any, family: Family) -> Any:
-    attributes = {"__module__": stock_class.__module__, "family": family}
+def _rotated_mlp(stock_class: Any, family: Family, parts: tuple[tuple[str, ...], str]) -> Any:
+    attributes = {"__module__": stock_class.__module__, "family": family, "parts": parts}
     return type(stock_class.__name__, (RotatedMLP, stock_class), attributes)
 
 
@@ -234,7 +209,8 @@ def _at(name: str) -> property:
 def _fit_class(layer: Any, family: Family) -> None:
     """Gives NORM_PREFIX to the norms of a decoder layer whose blocks hold a rotation, takes it from the
     others, and gives the layer the class that fits."""
-    held = hasattr(layer, ROTATION_MODULE), hasattr(attrgetter(family.mlp)(layer), DOWN_ROTATION)
+    with_r3 = (hasattr(attrgetter(path)(layer), DOWN_ROTATION) for path in family.down_modules)
+    held = hasattr(layer, ROTATION_MODULE), any(with_r3)
     wanted = {norm for norm, holds in zip(family.block_norms, held, strict=True) if holds}
     rotated = isinstance(layer, RotatedLayer)
     before = set(layer.renamed) if rotated else set()
@@ -254,34 +230,53 @@ def rotation_place(layer: object) -> BoundaryPlace | None:
     return layer.boundary_place if isinstance(layer, RotatedLayer) else None
 
 
-def down_rotation(layer: object) -> BlockRotation | None:
-    """R3 of a decoder layer; None without."""
+def down_rotations(layer: object) -> list[BlockRotation]:
+    """The parts of R3 that a decoder layer holds, of all experts and of an MLP; none without R3."""
     if not isinstance(layer, RotatedLayer):
-        return None
-    found: BlockRotation | None = getattr(attrgetter(layer.family.mlp)(layer), DOWN_ROTATION, None)
-    return found
+        return []
+    modules = (attrgetter(path)(layer) for path in layer.family.down_modules)
+    return [getattr(module, DOWN_ROTATION) for module in modules if hasattr(module, DOWN_ROTATION)]
 
 
 def add_down_rotation(
-    layer: Any, family: Family, blocks: int, size: int, *, dtype: torch.dtype, device: torch.device | str
-) -> BlockRotation:
-    """Adds an uninitialised R3 to the MLP of a decoder layer, and returns it.
+    layer: Any,
+    family: Family,
+    blocks: Mapping[str, int],
+    size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> list[BlockRotation]:
+    """Adds an uninitialised R3 to a decoder layer, and returns its parts.
 
-    The MLP becomes a RotatedMLP and the layer a RotatedLayer, whose norm of the MLP gets NORM_PREFIX.
+    An MLP becomes a RotatedMLP, a module of experts a ReplacedExperts, and the layer a RotatedLayer, whose
+    norm of the MLP gets NORM_PREFIX.
+
+    blocks: module whose down_proj takes R3 (`Family.down_modules`) → the number of its blocks.
     """
-    mlp, rotation = attrgetter(family.mlp)(layer), BlockRotation(blocks, size, dtype=dtype, device=device)
-    setattr(mlp, DOWN_ROTATION, rotation)
-    stock_class: Any = type(mlp)
-    mlp.__class__ = _rotated_mlp(stock_class, family)
+    added = []
+    for path, count in blocks.items():
+        mlp, rotation = attrgetter(path)(layer), BlockRotation(count, size, dtype=dtype, device=device)
+        if path == family.experts:
+            hold_down_rotation(mlp, family, rotation)
+        else:
+            setattr(mlp, DOWN_ROTATION, rotation)
+            stock_class: Any = type(mlp)
+            mlp.__class__ = _rotated_mlp(stock_class, family, family.mlp_parts(path))
+        added.append(rotation)
     _fit_class(layer, family)
-    return rotation
+    return added
 
 
 def remove_down_rotation(layer: Any) -> None:
     """Undoes `add_down_rotation`."""
-    mlp = attrgetter(layer.family.mlp)(layer)
-    delattr(mlp, DOWN_ROTATION)
-    mlp.__class__ = type(mlp).__bases__[1]
+    for path in layer.family.down_modules:
+        mlp = attrgetter(path)(layer)
+        if path == layer.family.experts:
+            drop_down_rotation(mlp)
+        else:
+            delattr(mlp, DOWN_ROTATION)
+            mlp.__class__ = type(mlp).__bases__[1]
     _fit_class(layer, layer.family)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.family import Family
 
 #: Prefix of the name of a module in the place of a parameter of experts, also in the tensor names of a
@@ -29,7 +30,8 @@ def gated(experts: nn.Module, family: Family, gate: Tensor, up: Tensor) -> Tenso
 
 
 class ReplacedExperts:
-    """Mixin in front of a family's class of experts, for a module some of whose parameters were replaced.
+    """Mixin in front of a family's class of experts, for a module some of whose parameters were replaced, or
+    that holds R3.
 
     In the place of a parameter is a module of its name with PACKED in front. It is called with inputs [n, in]
     of an expert, the number of the expert and its bias [out] or None, and returns the outputs [n, out].
@@ -49,20 +51,25 @@ class ReplacedExperts:
         first, last = self.names
         outputs = self._products(first, hidden_states[order // chosen.shape[1]], numbers)
         halves = (outputs[:, 0::2], outputs[:, 1::2]) if self.transposed else outputs.chunk(2, -1)
-        outputs = self._products(last, gated(self, self.family, *halves), numbers)
+        rotation = getattr(self, DOWN_ROTATION, None)
+        outputs = self._products(last, gated(self, self.family, *halves), numbers, rotation)
         weighted = outputs * weights.flatten()[order, None]
         # no index_add_, which adds in an order of its own on a GPU
         by_token = torch.empty_like(weighted)
         by_token[order] = weighted
         return by_token.unflatten(0, chosen.shape).sum(1).to(hidden_states.dtype)
 
-    def _products(self: Any, name: str, x: Tensor, numbers: Sequence[int]) -> Tensor:
-        """x [pairs, in] -> [pairs, out], where expert e has the next numbers[e] rows."""
+    def _products(
+        self: Any, name: str, x: Tensor, numbers: Sequence[int], rotation: BlockRotation | None = None
+    ) -> Tensor:
+        """x [pairs, in] -> [pairs, out], where expert e has the next numbers[e] rows. rotation: of x."""
         replaced, biases = getattr(self, PACKED + name, None), getattr(self, f"{name}_bias", None)
         outputs = []
         for expert, rows in enumerate(x.split(numbers)):
             if not len(rows):
                 continue
+            if rotation is not None:
+                rows = rotation.of_expert(rows, expert)
             bias = None if biases is None else biases[expert]
             if replaced is not None:
                 outputs.append(replaced(rows, expert, bias))
@@ -101,9 +108,7 @@ def replace_weights(layer: nn.Module, family: Family, path: str, module: nn.Modu
     experts: Any = attrgetter(parent)(layer)
     delattr(experts, name)
     setattr(experts, PACKED + name, module)
-    if not isinstance(experts, ReplacedExperts):
-        stock_class: Any = type(experts)
-        experts.__class__ = _replaced_class(stock_class, family)
+    _replace_class(experts, family)
 
 
 def restore_weights(experts: Any, replaced: str, weights: Tensor) -> None:
@@ -114,5 +119,28 @@ def restore_weights(experts: Any, replaced: str, weights: Tensor) -> None:
     delattr(experts, replaced)
     parameter = weights.mT.contiguous() if experts.transposed else weights
     setattr(experts, replaced.removeprefix(PACKED), nn.Parameter(parameter, requires_grad=False))
-    if not any(hasattr(experts, PACKED + name) for name in experts.names):
+    _restore_class(experts)
+
+
+def hold_down_rotation(experts: Any, family: Family, rotation: BlockRotation) -> None:
+    """Lets the experts apply `rotation` to the inputs of their down_proj."""
+    setattr(experts, DOWN_ROTATION, rotation)
+    _replace_class(experts, family)
+
+
+def drop_down_rotation(experts: Any) -> None:
+    """Undoes `hold_down_rotation`."""
+    delattr(experts, DOWN_ROTATION)
+    _restore_class(experts)
+
+
+def _replace_class(experts: Any, family: Family) -> None:
+    if not isinstance(experts, ReplacedExperts):
+        stock_class: Any = type(experts)
+        experts.__class__ = _replaced_class(stock_class, family)
+
+
+def _restore_class(experts: Any) -> None:
+    """Gives the experts their stock class if they hold nothing that it does not know."""
+    if not any(hasattr(experts, name) for name in (DOWN_ROTATION, *(PACKED + one for one in experts.names))):
         experts.__class__ = type(experts).__bases__[1]

@@ -12,7 +12,7 @@ from typing import Any
 
 from drot.core.errors import UserError
 from drot.model.family import Family, InputGroup, LinearSpec
-from drot.model.sizes import Width, experts_of, layer_kind
+from drot.model.sizes import Width, experts_of, layer_kind, widths_of
 
 #: Pre-norm attention with grouped queries, then a pre-norm gated MLP. The norms of each head in Qwen3, and
 #: the factor of the queries by their position in Ministral 3, act on the outputs of q_proj and k_proj, which
@@ -81,12 +81,7 @@ SANDWICH = replace(
     post_norms=("post_attention_layernorm", "post_feedforward_layernorm"),
     logits_cap="final_logit_softcapping",
 )
-#: The MLP of some layers of a mixture. No layer of a mixture takes R3.
-DENSE_MLP = (
-    LLAMA.groups[2],
-    InputGroup(name="down", linears=(LinearSpec("mlp.down_proj", ("hidden", "mlp"), output="r1"),)),
-)
-#: Experts in place of the MLP. Nothing applies R3 to the input of their down_proj.
+#: Experts in place of the MLP. Each has its own blocks of R3.
 MIXTURE = replace(
     LLAMA,
     experts="mlp.experts",
@@ -105,12 +100,14 @@ MIXTURE = replace(
         InputGroup(
             name="down",
             linears=(
-                LinearSpec("mlp.experts.down_proj", ("hidden", "expert"), output="r1", part="down_proj"),
+                LinearSpec(
+                    "mlp.experts.down_proj", ("hidden", "expert"), input="r3", output="r1", part="down_proj"
+                ),
             ),
             routed=True,
         ),
     ),
-    kinds=(("dense", replace(LLAMA, groups=(*LLAMA.groups[:2], *DENSE_MLP))),),
+    kinds=(("dense", LLAMA),),
     expert_files=(
         ("gate_proj", "mlp.experts.{}.gate_proj.weight"),
         ("up_proj", "mlp.experts.{}.up_proj.weight"),
@@ -177,7 +174,7 @@ def with_shared_experts(family: Family, path: str, gate: str | None = None) -> F
             LinearSpec(f"{path}.up_proj", ("shared", "hidden"), input="r1"),
         ),
     )
-    down = LinearSpec(f"{path}.down_proj", ("hidden", "shared"), output="r1")
+    down = LinearSpec(f"{path}.down_proj", ("hidden", "shared"), input="r3", output="r1")
     shared = InputGroup(name="shared_down", linears=(down,), weighted=gate is not None)
     unpruned = () if gate is None else ((gate, "post_attention_layernorm"),)
     return replace(family, groups=(*family.groups, mlp, shared), unpruned=(*family.unpruned, *unpruned))
@@ -403,6 +400,13 @@ def linear_names(config: Any) -> Iterator[tuple[str, LinearSpec]]:
     for index, family in enumerate(layer_families(config, config.num_hidden_layers)):
         for linear in family.linears:
             yield family.full_name(index, linear), linear
+
+
+def down_widths(config: Any) -> list[int]:
+    """The numbers of inputs of the linears that R3 rotates in a model with `config`, each number once."""
+    widths = widths_of(config)
+    specs = (spec for _, spec in linear_names(config) if spec.input == "r3")
+    return list(dict.fromkeys(widths[spec.shape[1]] for spec in specs))
 
 
 @functools.cache

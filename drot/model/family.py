@@ -8,9 +8,10 @@ from typing import Any, Literal
 from drot.model.sizes import Width
 
 #: R1 [d, d] rotates the residual stream, R2 [head_dim, head_dim] the values of a KV head, R3 the input of
-#: down_proj in diagonal blocks [b, b]. Nothing in front of down_proj can take R3, so that a model applies it
-#: while it runs (boundary.py), and a run may do without it. Where the stream cannot rotate, R1 acts on the
-#: inputs of the attention and of the MLP, and the model applies it while it runs too.
+#: down_proj in diagonal blocks [b, b], which are others for each expert. Nothing in front of down_proj can
+#: take R3, so that a model applies it while it runs (boundary.py), and a run may do without it. Where the
+#: stream cannot rotate, R1 acts on the inputs of the attention and of the MLP, and the model applies it while
+#: it runs too.
 Rotates = Literal["r1", "r2", "r3"]
 
 
@@ -248,15 +249,20 @@ class Family:
         return self.unpruned if self.router is None else ((self.router, self.norms[-1]), *self.unpruned)
 
     @property
-    def mlp_inputs(self) -> tuple[str, ...]:
-        """The modules that read the input of the MLP, as paths in the MLP: gate and up, or one for both."""
-        linears = next(group.linears for group in self.groups if group.name == "mlp")
-        return tuple(dict.fromkeys(linear.path.removeprefix(f"{self.mlp}.") for linear in linears))
+    def down_modules(self) -> tuple[str, ...]:
+        """The modules whose down_proj takes R3, in the order of its blocks: an MLP, all experts, or both."""
+        paths = (linear.path for linear in self.linears if linear.input == "r3")
+        return tuple(dict.fromkeys(path.rpartition(".")[0] for path in paths))
 
-    @property
-    def mlp_output(self) -> str:
-        """The module that computes the output of the MLP, as a path in the MLP."""
-        return self.linears[-1].path.removeprefix(f"{self.mlp}.")
+    def mlp_parts(self, mlp: str) -> tuple[tuple[str, ...], str]:
+        """Of the MLP at a path: the modules that read its input, gate and up or one for both, and down_proj.
+
+        They are paths in the MLP.
+        """
+        own = [linear for linear in self.linears if linear.path.startswith(f"{mlp}.")]
+        names = {one.path.removeprefix(f"{mlp}."): one.writes_residual for one in own if one.expert is None}
+        (output,) = (name for name, writes in names.items() if writes)
+        return tuple(name for name in names if name != output), output
 
     @property
     def block_norms(self) -> tuple[str, str]:

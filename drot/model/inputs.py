@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.experts import gated
 from drot.model.family import InputGroup, alike
 from drot.model.layer import DecoderLayer, Output
@@ -200,7 +201,11 @@ def _intermediate(layer: DecoderLayer, group: InputGroup, experts: Tensor, x: Te
             if (biases := linear.biases_of(experts)) is not None:
                 outputs[-1] += biases[:, None]
     gate, up = outputs
-    return gated(module, layer.family, gate, up)
+    found = gated(module, layer.family, gate, up)
+    if (rotation := getattr(module, DOWN_ROTATION, None)) is None:
+        return found
+    pairs = zip(found, experts.tolist(), strict=True)
+    return torch.stack([rotation.of_expert(rows, expert) for rows, expert in pairs])
 
 
 def _unfolded(layer: DecoderLayer, group: InputGroup, x: Tensor) -> Tensor:

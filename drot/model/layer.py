@@ -15,7 +15,8 @@ from drot.config import BoundaryPlace
 from drot.core.hashes import Ends
 from drot.machine.memory import return_free_memory
 from drot.machine.ranks import ALONE, Ranks
-from drot.model.boundary import BlockRotation, add_boundary_rotation, add_down_rotation
+from drot.model.block_rotation import BlockRotation
+from drot.model.boundary import add_boundary_rotation, add_down_rotation
 from drot.model.family import Family, InputGroup, LinearSpec, by_module
 from drot.model.linear import Linear, copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.rotation import Boundary, LayerRotation, rotate_left, rotated_weight
@@ -104,9 +105,13 @@ class DecoderLayer:
         return 1.0 if name is None else float(getattr(self.module, name))
 
     @property
-    def down(self) -> Linear:
-        """The linear whose input R3 rotates."""
-        return next(linear for linear in self.linears.values() if linear.spec.input == "r3")
+    def downs(self) -> list[Linear]:
+        """The linears whose input R3 rotates, in the order of its blocks."""
+        return [linear for linear in self.linears.values() if linear.spec.input == "r3"]
+
+    def down_inputs(self) -> int:
+        """The number of inputs that R3 rotates, of all experts together in a mixture."""
+        return sum(self.shape_of(linear.spec)[1] for linear in self.downs)
 
     @property
     def norms(self) -> list[Any]:
@@ -278,7 +283,9 @@ class DecoderLayer:
         for norm in self.norms if self.family.rotates_stream else ():
             reset_norm(norm, self.family)
         if rotation.r3 is not None:
-            self.expect_down_rotation(rotation.r3.shape[-1]).weight.copy_(rotation.r3)
+            parts = self.expect_down_rotation(rotation.r3.shape[-1])
+            for part, r3 in zip(parts, rotation.r3.split([len(one.weight) for one in parts]), strict=True):
+                part.weight.copy_(r3)
         if boundary is not None:
             self.hold(boundary)
 
@@ -300,15 +307,16 @@ class DecoderLayer:
         module: Any = self.module
         module.boundary_place = place
 
-    def expect_down_rotation(self, size: int) -> BlockRotation:
-        """Lets the layer apply an R3 of blocks of `size`, which it returns uninitialised.
+    def expect_down_rotation(self, size: int) -> list[BlockRotation]:
+        """Lets the layer apply an R3 of blocks of `size`, whose parts it returns uninitialised.
 
-        Raises UserError for blocks that do not divide the inputs of down_proj.
+        Raises UserError for blocks that do not divide the inputs of a down_proj.
         """
-        check_down_block(size, width := self._widths["mlp"])
-        return add_down_rotation(
-            self.module, self.family, width // size, size, dtype=self.dtype, device=self.device
-        )
+        blocks = dict.fromkeys(self.family.down_modules, 0)
+        for linear in self.downs:
+            check_down_block(size, width := self.shape_of(linear.spec)[1])
+            blocks[linear.spec.path.rpartition(".")[0]] += width // size
+        return add_down_rotation(self.module, self.family, blocks, size, dtype=self.dtype, device=self.device)
 
 
 @contextlib.contextmanager

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 
 from drot.config import BoundaryPlace
-from drot.model.family import InputGroup, LinearSpec, Rotates
+from drot.model.family import InputGroup, LinearSpec
 from drot.model.sizes import HeadShape
 
 
 @dataclass(frozen=True)
 class LayerRotation:
     """The orthogonal matrices of one layer: r1 [d, d], r2 [kv_heads, head_dim, head_dim] and, if the input of
-    down_proj is rotated, r3 [ff/b, b, b]."""
+    down_proj is rotated, r3 [ff/b, b, b].
+
+    In a mixture r3 has the blocks of each expert, one after the other, and then those of the MLP that reads
+    all tokens. Their number follows from the inputs of each down_proj, which b divides.
+    """
 
     r1: Tensor
     r2: Tensor
@@ -40,13 +44,27 @@ class LayerRotation:
     def inverse(self) -> "LayerRotation":
         return self.map(lambda matrix: matrix.mT)
 
-    def of_input(self, input: Rotates | None, shape: HeadShape) -> Tensor | None:
-        """The diagonal blocks [n, b, b] of the rotation of an input; None if nothing rotates it."""
-        if input == "r1":
+    def of_input(
+        self, linear: LinearSpec, shape: HeadShape, width: int, experts: int | None = None
+    ) -> Tensor | None:
+        """The diagonal blocks [n, b, b] of the rotation of the inputs of a linear; None if nothing does.
+
+        width: the number of its inputs.
+        experts: of how many experts, from that of `linear` on; the blocks are then [experts, n, b, b] if they
+            are of R3. None for one linear.
+        """
+        if linear.input == "r1":
             return self.r1[None]
-        if input == "r2":
+        if linear.input == "r2":
             return self.r2.repeat_interleave(shape.group, 0)
-        return self.r3 if input == "r3" else None
+        if linear.input != "r3" or self.r3 is None:
+            return None
+        count = width // self.r3.shape[-1]
+        if linear.expert is None:  # behind the experts, if there are any
+            return self.r3[-count:]
+        start, number = linear.expert * count, experts or 1
+        blocks = self.r3[start : start + number * count]
+        return blocks if experts is None else blocks.unflatten(0, (number, count))
 
     def tensors(self, prefix: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
         """Copies on the CPU as they are stored in a file, under `<prefix>r1` and so on."""
@@ -163,7 +181,13 @@ class Bases:
 
 
 def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
-    """matrix [out, n·b] · blockdiag(blocks [n, b, b]); for n = 1 also for a batch of matrices."""
+    """matrix [out, n·b] · blockdiag(blocks [n, b, b]); for n = 1 also for a batch of matrices.
+
+    Or matrix [experts, out, n·b] and blocks [experts, n, b, b].
+    """
+    if blocks.dim() > 3:
+        parts_of_each = matrix.unflatten(-1, (blocks.shape[1], -1)).transpose(-3, -2)
+        return (parts_of_each @ blocks).transpose(-3, -2).flatten(-2)
     if len(blocks) == 1:
         return matrix @ blocks[0]
 
@@ -178,7 +202,12 @@ def rotate_right(matrix: Tensor, blocks: Tensor) -> Tensor:
 
 
 def rotate_left(blocks: Tensor, matrix: Tensor) -> Tensor:
-    """blockdiag(blocks [n, b, b])ᵀ · matrix [n·b, in]; for n = 1 also for a batch of matrices."""
+    """blockdiag(blocks [n, b, b])ᵀ · matrix [n·b, in]; for n = 1 also for a batch of matrices.
+
+    Or blocks [experts, n, b, b] and matrix [experts, n·b, in].
+    """
+    if blocks.dim() > 3:
+        return (blocks.mT @ matrix.unflatten(-2, (blocks.shape[1], -1))).flatten(-3, -2)
     if len(blocks) == 1:
         return blocks[0].T @ matrix
     return torch.bmm(blocks.mT, matrix.unflatten(0, (len(blocks), -1))).flatten(0, 1)
@@ -192,7 +221,9 @@ def rotated_weight(
     output_r1: Tensor,
     rows: slice = slice(None),
 ) -> Tensor:
-    """The rotated weight [..., out, in] of a linear, from its folded weight, in the dtype of the arguments.
+    """The rotated weight [out, in] of a linear, from its folded weight, in the dtype of the arguments.
+
+    Or [experts, out, in] of those of several experts, of which `linear` is the first.
 
     output_r1: R1 [d, d] of the basis in which the linear writes, if it writes to the residual stream.
     rows: those that are computed; of a linear whose outputs R2 rotates all are.
@@ -201,7 +232,8 @@ def rotated_weight(
         weight = output_r1[:, rows].T @ weight
     elif linear.output != "r2":
         weight = weight[..., rows, :]
-    if (blocks := rotation.of_input(linear.input, shape)) is not None:
+    experts = len(weight) if weight.dim() > 2 else None
+    if (blocks := rotation.of_input(linear, shape, weight.shape[-1], experts)) is not None:
         weight = rotate_right(weight, blocks)
     if linear.output == "r2":
         weight = rotate_left(rotation.r2, weight)
@@ -211,9 +243,11 @@ def rotated_weight(
 def rotated_hessian(group: InputGroup, hessian: Tensor, rotation: LayerRotation, shape: HeadShape) -> Tensor:
     """RᵀHR, the Hessian [in, in] of an input group in the basis of its rotated inputs, in the dtype of H.
 
-    R is R1, blockdiag(R2) over the query heads, R3, or 1.
+    Or [experts, in, in] of those of several experts, of which `group` is of the first. R is R1, blockdiag(R2)
+    over the query heads, R3, or 1. Where it is 1, H itself is returned.
     """
-    if (blocks := rotation.of_input(group.input, shape)) is None:
+    experts = len(hessian) if hessian.dim() > 2 else None
+    if (blocks := rotation.of_input(group.linears[0], shape, hessian.shape[-1], experts)) is None:
         return hessian
     return rotate_left(blocks, rotate_right(hessian, blocks))
 

@@ -1,5 +1,6 @@
 """The sizes of a decoder layer, from the config of its model."""
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -136,13 +137,15 @@ def _latent_widths(config: Any) -> dict[Width, int]:
     }
 
 
-def check_down_block(size: int, width: int) -> None:
-    """Raises UserError unless blocks of `size` divide the `width` of down_proj's input."""
-    if width % size:
-        below = max(divisor for divisor in range(1, min(size, width + 1)) if width % divisor == 0)
-        above = min((divisor for divisor in range(size, width + 1) if width % divisor == 0), default=below)
+def check_down_block(size: int, *widths: int) -> None:
+    """Raises UserError unless blocks of `size` divide the `widths` of the inputs of each down_proj."""
+    if (common := math.gcd(*widths)) % size:
+        below = max(divisor for divisor in range(1, min(size, common + 1)) if common % divisor == 0)
+        above = min((divisor for divisor in range(size, common + 1) if common % divisor == 0), default=below)
         near = " or ".join(str(divisor) for divisor in dict.fromkeys((below, above)) if divisor > 1)
-        raise UserError(f"`down_rotation` must divide the intermediate size {width}; got {size}: use {near}")
+        sizes = " and ".join(map(str, dict.fromkeys(widths)))
+        which = f"intermediate size {sizes}" if sizes.isdigit() else f"intermediate sizes {sizes}"
+        raise UserError(f"`down_rotation` must divide the {which}; got {size}: use {near}")
 
 
 def positions_of(config: Any) -> int | None:

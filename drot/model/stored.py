@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.experts import PACKED
 from drot.model.layer import DecoderLayer
 from drot.model.linear import Linear
@@ -30,8 +31,17 @@ def _packed_prefixes(layer: DecoderLayer) -> tuple[str, str]:
 
     No tensor of a layer without experts has such a name.
     """
+    return _in_experts(layer, PACKED)
+
+
+def _r3_names(layer: DecoderLayer) -> tuple[str, str]:
+    """The same for the R3 of experts."""
+    return _in_experts(layer, DOWN_ROTATION)
+
+
+def _in_experts(layer: DecoderLayer, name: str) -> tuple[str, str]:
     in_files = layer.family.experts_file or layer.family.experts
-    return f"{layer.prefix}{layer.family.experts}.{PACKED}", f"{layer.prefix}{in_files}.{PACKED}"
+    return f"{layer.prefix}{layer.family.experts}.{name}", f"{layer.prefix}{in_files}.{name}"
 
 
 def as_dense(layer: DecoderLayer, name: str, weight: Tensor) -> tuple[str, Tensor]:
@@ -50,9 +60,9 @@ def as_dense(layer: DecoderLayer, name: str, weight: Tensor) -> tuple[str, Tenso
 def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
     """The tensors of the layer by their names in a checkpoint, where each expert lies by itself."""
     found = {layer.prefix + name: tensor for name, tensor in layer.module.state_dict().items()}
-    own, stored = _packed_prefixes(layer)
-    for name in [name for name in found if name.startswith(own)]:
-        found[stored + name.removeprefix(own)] = found.pop(name)
+    for own, stored in (_packed_prefixes(layer), _r3_names(layer)):
+        for name in [name for name in found if name.startswith(own)]:
+            found[stored + name.removeprefix(own)] = found.pop(name)
     if layer.family.router is not None:
         found[layer.prefix + layer.family.router_file] = found.pop(
             f"{layer.prefix}{layer.family.router}.weight"
@@ -68,6 +78,9 @@ def stored_tensors(layer: DecoderLayer) -> dict[str, Tensor]:
 def load_stored(layer: DecoderLayer, tensors: dict[str, Tensor]) -> None:
     """Loads what `stored_tensors` gave of a layer without packed weights, or with those of `as_dense`."""
     own = dict(tensors)
+    of_model, stored = _r3_names(layer)
+    for name in [name for name in own if name.startswith(stored)]:
+        own[of_model + name.removeprefix(stored)] = own.pop(name)
     if layer.family.router is not None:
         own[f"{layer.prefix}{layer.family.router}.weight"] = own.pop(layer.prefix + layer.family.router_file)
     for linear in layer.linears.values():

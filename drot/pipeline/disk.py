@@ -22,9 +22,9 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     rotates = rotation.mode != "none"
     held = {"none": 0, "shared": 0, "layer": layers - sizes.rotates_stream}[rotation.mode]
     boundaries = held * sizes.hidden**2
-    of_down = sizes.intermediate * (rotation.down_block or 0)  # R3 of a layer
+    of_down = sum(map(sizes.down_inputs, sizes.names)) * (rotation.down_block or 0)  # R3 of all layers
     head = sizes.untied_head if rotates else 0
-    checkpoint = (sizes.weights + head + boundaries + layers * of_down) * save_dtype.itemsize
+    checkpoint = (sizes.weights + head + boundaries + of_down) * save_dtype.itemsize
     of_linear = [
         (pruning.sparsity_for(name), sizes.shapes[role])
         for names in sizes.names
@@ -42,7 +42,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     beside = 0
     if rotates:
         copies = 2 if rotation.hessians == "dense" else 1
-        beside += copies * layers * rotation_bytes(sizes, rotation.down_block)
+        beside += copies * sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.names)
     if sizes.tokens:
         beside += sum(
             map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0

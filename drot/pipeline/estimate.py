@@ -94,9 +94,10 @@ class Sizes:
         """Numbers in lm_head if a rotation unties it; otherwise 0."""
         return self.tied_head if self.rotates_stream else 0
 
-    @property
-    def intermediate(self) -> int:
-        return self.inputs(self.groups[-1])
+    def down_inputs(self, linears: Collection[str]) -> int:
+        """The inputs that R3 rotates, of those of `linears` that take it."""
+        of_down = (one.name for group in self.groups for one in group.linears if one.input == "r3")
+        return sum(self.shapes[name][1] for name in of_down if name in linears)
 
     def of_layer(self, index: int) -> "Sizes":
         """The sizes with the groups of one layer alone."""
@@ -231,7 +232,7 @@ def main_memory(
     needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype)
     if recipe.rotation.mode == "none":
         return max(needed, loaded)
-    rotation = rotation_bytes(sizes, recipe.rotation.down_block)
+    rotation = max(rotation_bytes(sizes, names, recipe.rotation.down_block) for names in sizes.names)
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
     kept = layers if rotations_given or shared else min(layers, 2)
     rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
@@ -280,10 +281,13 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
     return round(numbers * getattr(torch, rotation.product_dtype).itemsize)
 
 
-def rotation_bytes(sizes: Sizes, down_block: int | None) -> int:
-    """The bytes of the rotation of one layer in fp64: R1, the R2 of each head of keys, and R3."""
+def rotation_bytes(sizes: Sizes, linears: Collection[str], down_block: int | None) -> int:
+    """The bytes of the rotation of a layer in fp64: R1, the R2 of each head of keys, and R3.
+
+    linears: those of the layer.
+    """
     r1, r2 = sizes.hidden**2, sizes.heads.kv_heads * sizes.heads.head_dim**2
-    return 8 * (r1 + r2 + sizes.intermediate * (down_block or 0))
+    return 8 * (r1 + r2 + sizes.down_inputs(linears) * (down_block or 0))
 
 
 # ---- the parts of a run ----------------------------------------------------------------------------------
@@ -386,10 +390,8 @@ def optimizer_step(
     products = FAST_PRODUCTS[rotation.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
     hidden, head, blocks = sizes.hidden, sizes.heads.head_dim, rotation.blocks
     r1 = sum(b**3 for b in blocks) if isinstance(blocks, tuple) else hidden * (hidden // blocks) ** 2
-    of_down = [linear.name for group in sizes.groups for linear in group.linears if linear.input == "r3"]
-    downs = sum(name in roles for roles in layers for name in of_down)
     own = len(layers) * sizes.heads.kv_heads * head**3
-    own += downs * sizes.intermediate * (rotation.down_block or 0) ** 2
+    own += sum(map(sizes.down_inputs, layers)) * (rotation.down_block or 0) ** 2
     return products * 2.0 * (r1 + share * own)
 
 

@@ -54,9 +54,11 @@ class GroupImportance:
     def hessian(self) -> InputHessian:
         """H in the basis before the rotation."""
         after = self._hessian_after
-        if self._rotation is None or self._rotation.of_input(self._group.input, self._shape) is None:
+        if self._rotation is None:
             return after
         before = rotated_hessian(self._group, after.matrix, self._rotation.inverse, self._shape)
+        if before is after.matrix:
+            return after
         return InputHessian(before, after.damping, after.average, after.ranks)
 
     def forget(self) -> None:

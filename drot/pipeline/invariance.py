@@ -7,7 +7,7 @@ rotations, and `check_layer` checks each layer again when its rotation is traine
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -32,25 +32,28 @@ class InvarianceError(RuntimeError):
 
 
 def random_rotations(
-    count: int,
+    downs: Sequence[int],
     d: int,
     shape: HeadShape,
     device: torch.device,
     *,
-    down: tuple[int, int] | None = None,
+    size: int = 0,
     keeps_ones: bool = False,
 ) -> Iterator[LayerRotation]:
-    """A random rotation for each of `count` layers, from two QRs of a d x d matrix.
+    """A random rotation for each layer, from two QRs of a d x d matrix.
 
     The layers take the two in turn, with the columns shifted: so no two neighbours have one R1, and the
-    product of two neighbours has no zeros. down, keeps_ones: as in `random_rotation`.
+    product of two neighbours has no zeros.
+
+    downs: for each layer, the number of blocks of R3. size: that of these blocks; 0 without R3.
+    keeps_ones: as in `random_rotation`.
     """
     generator = torch.Generator().manual_seed(0)
-    options: dict[str, Any] = {"down": down, "keeps_ones": keeps_ones}
-    drawn = [random_rotation(d, shape, generator, device, **options) for _ in range(min(count, 2))]
-    for index in range(count):
+    options: dict[str, Any] = {"down": (max(downs), size) if size else None, "keeps_ones": keeps_ones}
+    drawn = [random_rotation(d, shape, generator, device, **options) for _ in range(min(len(downs), 2))]
+    for index, blocks in enumerate(downs):
         rotation = drawn[index % 2]
-        r3 = None if rotation.r3 is None else rotation.r3.roll(index, 2)
+        r3 = None if rotation.r3 is None else rotation.r3[:blocks].roll(index, 2)
         yield LayerRotation(rotation.r1.roll(index, 1), rotation.r2.roll(index, 2), r3)
 
 
@@ -185,9 +188,10 @@ class ModelCheck:
         # of a shared R1 each boundary matrix is the identity
         self._bases = Bases(bases.place or ("input" if rotates else "inside"), bases.layers)
         self._stream = _embedded(model, tokens, device)
-        down = None if down_block is None else (model.widths["mlp"] // down_block, down_block)
-        options: dict[str, Any] = {"down": down, "keeps_ones": model.family.layer_norm}
-        drawn = random_rotations(bases.layers, model.hidden_size, model.heads, device, **options)
+        size = down_block or 0
+        downs = [layer.down_inputs() // size if size else 0 for layer in model.layers]
+        options: dict[str, Any] = {"size": size, "keeps_ones": model.family.layer_norm}
+        drawn = random_rotations(downs, model.hidden_size, model.heads, device, **options)
         self._remaining = iter(rotations or drawn)
         #: on the device, of three layers at most, to save memory
         self._known = {0: next(self._remaining).to(device)}

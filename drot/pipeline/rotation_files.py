@@ -57,10 +57,9 @@ def read_given(run: RunContext, path: Path) -> GivenRotations:
         )
     rotations, record = load_rotations(
         path,
-        layers=run.bases.layers,
         hidden_size=run.model.hidden_size,
         shape=run.model.heads,
-        down_width=run.model.widths["mlp"],
+        down_widths=[layer.down_inputs() for layer in run.model.layers],
     )
     equal = all(torch.equal(rotation.r1, rotations[0].r1) for rotation in rotations)
     if run.recipe.rotation.mode == "shared" and not equal:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.dtypes import rounded
-from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
+from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.boundary import ROTATION_MODULE
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases
 from drot.model.stored import as_dense, load_stored

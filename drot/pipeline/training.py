@@ -53,7 +53,7 @@ def train(
 
 
 def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, LayerRotation]:
-    """The trained rotations, each with the R3 of the layer's own down_proj.
+    """The trained rotations, each with the R3 of the layer's own down_proj, of each of its experts.
 
     An R3 is trained in the objective of the layer in whose basis down_proj writes. It is the identity for a
     down_proj that stays dense.
@@ -61,20 +61,25 @@ def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, L
     block = run.recipe.rotation.down_block
     if block is None:
         return dict(trained)
-    keeps, found = run.recipe.pruning.keeps, dict[int, Tensor]()
+    eye, layers = torch.eye(block, dtype=torch.float64), run.model.layers
+    found = {index: eye.repeat(layers[index].down_inputs() // block, 1, 1) for index in trained}
     for index, rotation in trained.items():
         owners = [
             layer
-            for layer in run.model.layers[max(index - 1, 0) : index + 1]
-            if run.bases.writes_in(layer.index) == index and not keeps(layer.down.full_name)
+            for layer in layers[max(index - 1, 0) : index + 1]
+            if run.bases.writes_in(layer.index) == index
         ]
-        if owners and rotation.r3 is not None:
-            parts = rotation.r3.chunk(len(owners))
-            found |= {layer.index: part for layer, part in zip(owners, parts, strict=True)}
-    eye = torch.eye(block, dtype=torch.float64).repeat(run.model.widths["mlp"] // block, 1, 1)
-    return {
-        index: dataclasses.replace(rotation, r3=found.get(index, eye)) for index, rotation in trained.items()
-    }
+        start = 0  # of the next linear in the trained R3, which has those that are pruned alone
+        for layer in owners:
+            stop = 0  # of a linear in the R3 of its layer
+            for linear in layer.downs:
+                count = layer.shape_of(linear.spec)[1] // block
+                stop += count
+                if not run.recipe.pruning.keeps(linear.full_name) and rotation.r3 is not None:
+                    if layer.index in found:
+                        found[layer.index][stop - count : stop] = rotation.r3[start : start + count]
+                    start += count
+    return {index: dataclasses.replace(rotation, r3=found[index]) for index, rotation in trained.items()}
 
 
 def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[LayerRotation], dict[str, Any]]:

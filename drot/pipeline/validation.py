@@ -1,5 +1,6 @@
 """Checks that a recipe, a model and calibration tokens fit each other, before the run starts."""
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -12,7 +13,7 @@ from drot.checkpoint.quantization_config import (
 from drot.config import PruningConfig, ResolvedRecipe, ResolvedRotation, matches
 from drot.core.errors import UserError
 from drot.machine.ranks import ALONE, Ranks
-from drot.model.families import family_of, linear_names
+from drot.model.families import down_widths, family_of, linear_names
 from drot.model.sizes import check_down_block, positions_of, widths_of
 from drot.sparse.packed import dense_linears
 
@@ -69,7 +70,7 @@ def check_recipe(
                 f"`down_rotation` must be auto or none for a model of type {config.model_type!r}, whose MLP "
                 f"takes no R3; got {rotation.down_block}"
             )
-        check_down_block(rotation.down_block, widths_of(config)["mlp"])
+        check_down_block(rotation.down_block, *down_widths(config))
     if isinstance(blocks, int) and hidden % blocks:
         raise UserError(f"`blocks` must divide the hidden size {hidden}; got {blocks}")
     if not isinstance(blocks, int) and sum(blocks) != hidden:
@@ -91,10 +92,13 @@ def _check_ranks(config: Any, recipe: ResolvedRecipe, ranks: Ranks) -> None:
 
 
 def down_width(config: Any, pruning: PruningConfig) -> int:
-    """The number of inputs that R3 rotates in a model of `config`; 0 if no such linear is pruned."""
-    widths = widths_of(config)
-    pruned = (spec for name, spec in linear_names(config) if spec.input == "r3" and not pruning.keeps(name))
-    return next((widths[spec.shape[1]] for spec in pruned), 0)
+    """The number of inputs that R3 rotates in each down_proj of a model of `config`.
+
+    The largest number that divides all of them in a mixture, whose experts and other MLPs have different
+    numbers; 0 if no such linear is pruned.
+    """
+    names = (name for name, spec in linear_names(config) if spec.input == "r3")
+    return 0 if all(map(pruning.keeps, names)) else math.gcd(*down_widths(config))
 
 
 def _check_patterns(config: Any, pruning: PruningConfig) -> None:

@@ -179,8 +179,9 @@ def layer_metrics(
                 dampings |= dict(zip(names, of_each, strict=True))
                 matrix = _inverse(factor, blocks) if rotated else factor.inverse_diagonal
                 if reference_compat:
-                    added = damping * (factor.unit[:, None] if several else factor.unit)
-                    (diagonal_of(matrix) if rotated else matrix).add_(added)
+                    diagonal = diagonal_of(matrix) if rotated else matrix
+                    unit = factor.unit.view(-1, *[1] * (diagonal.dim() - 1)) if several else factor.unit
+                    diagonal.add_(damping * unit)
             elif not rotated:
                 matrix = diagonal_of(matrix).clone()
             elif blocks is not None:
@@ -212,11 +213,11 @@ def is_rotated(group: InputGroup, down_block: int | None) -> bool:
 
 
 def _inverse(factor: HessianFactor, blocks: int | None) -> Tensor:
-    """H⁻¹ = UᵀU: its diagonal blocks [blocks, b, b], or all of it [in, in] for None."""
+    """H⁻¹ = UᵀU: its diagonal blocks [..., blocks, b, b], or all of it [..., in, in] for None."""
     hinv = factor.hinv
     if blocks is None:
         return hinv.mT @ hinv
-    columns = hinv.unflatten(1, (blocks, -1)).transpose(0, 1)
+    columns = hinv.unflatten(-1, (blocks, -1)).transpose(-3, -2)
     return columns.mT @ columns
 
 

@@ -29,8 +29,16 @@ from drot.model.family import InputGroup, LinearSpec, alike
 from drot.model.rotation import LayerRotation, rotate_left, rotate_right
 from drot.model.sizes import HeadShape
 from drot.rotation.gradient import Sums, left_factors, right_factors
-from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks
-from drot.rotation.stack import STACK_BYTES, LeftRotated, Stack, by_rows, left_rotated, pruned_factors
+from drot.rotation.importance import ColumnScales, LayerMetrics, Metric, diagonal_blocks, is_rotated
+from drot.rotation.stack import (
+    STACK_BYTES,
+    LeftRotated,
+    Stack,
+    by_rows,
+    left_rotated,
+    pruned_factors,
+    side_by_side,
+)
 from drot.rotation.work import work_of_ranks
 
 
@@ -98,13 +106,13 @@ class LayerObjective:
             if group.input in (None, "r3"):
                 ends_attention = group.input is None and group is attention_end
                 left = ends_attention or group.linears[0].output == "r1"
-                r3 = of_groups[0].rounded(product_dtype) if down_block and not ends_attention else None
+                r3 = side_by_side(of_groups, product_dtype) if is_rotated(group, down_block) else None
                 for place, part, of_part in zip(places, parts, factors, strict=True):
                     sparsity_of = self.sparsity[group.linears[place].name]
                     found = left_rotated(part, of_part, of_groups, sparsity_of, by_r1=left, r3=r3)
                     if ends_attention:
                         self.own_left.append(found)
-                    elif left or down_block:
+                    elif left or r3 is not None:
                         self.left_rotated.append(found)
                 continue
             sizes = [part.shape[1] for part in parts]
@@ -180,8 +188,7 @@ class LayerObjective:
         if ranks.size == 1:
             return self
         other = copy.copy(self)
-        if self.down_block is None:  # R3 has the blocks of the linears as they are
-            other.left_rotated = [part for each in self.left_rotated for part in each.split(ranks.size)]
+        other.left_rotated = [part for each in self.left_rotated for part in each.split(ranks.size)]
         whole: dict[str | int, int] = {}
         divisible = 0
         for stack in self._stacks:
@@ -358,9 +365,9 @@ class LayerObjective:
 
     def _add_down(self, r3: Tensor, r3_cast: Tensor, r1_cast: Tensor, sums: Sums) -> None:
         """The linears of `left_rotated`, each with its blocks of R3."""
-        count = len(self.left_rotated)
+        counts = [linear.weight.shape[1] // r3.shape[-1] for linear in self.left_rotated]
         gradients: list[Tensor | None] = []
-        parts = zip(self.left_rotated, r3.chunk(count), r3_cast.chunk(count), strict=True)
+        parts = zip(self.left_rotated, r3.split(counts), r3_cast.split(counts), strict=True)
         for place, (linear, blocks, cast) in enumerate(parts):
             if place in self._left_to_others:
                 gradients.append(torch.zeros_like(blocks))
@@ -368,7 +375,8 @@ class LayerObjective:
             assert linear.metric is not None
             of_linear = linear.weight, linear.metric, linear.sparsity
             left = r1_cast if linear.by_r1 else None
-            gradients.append(self._add_on_both_sides(*of_linear, blocks, cast, left, sums))
+            found = self._add_on_both_sides(*of_linear, blocks, cast, left, sums, linear.experts)
+            gradients.append(found)
         if sums.with_gradients:
             sums.gradients["r3"] = torch.cat([each for each in gradients if each is not None])
 
@@ -381,15 +389,16 @@ class LayerObjective:
         blocks_cast: Tensor,
         r1_cast: Tensor | None,
         sums: Sums,
+        experts: int = 1,
     ) -> Tensor | None:
         """Y = R1ᵀ W blockdiag(blocks [n, b, b]), without R1 for None. Returns the gradient in `blocks`, if it
-        is wanted."""
+        is wanted. experts: how many lie side by side in W."""
         column_scales = ColumnScales(metric, blocks, blocks_cast)
         u = weight if r1_cast is None else rotate_left(r1_cast, weight)
         y = rotate_right(u, blocks_cast)
         columns = r1_cast is not None
         dy, dcolumn_scale = self._add_loss(
-            sparsity, y, column_scales.of_inputs(slice(1)), sums, columns=columns
+            sparsity, y, column_scales.of_inputs(slice(1)), sums, columns=columns, experts=experts
         )
         if not sums.with_gradients:
             return None

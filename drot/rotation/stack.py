@@ -70,6 +70,8 @@ class Stack:
 class LeftRotated:
     """A linear of which R1 or nothing rotates the outputs, and R3 or nothing the input: down_proj.
 
+    With R3, experts side by side are one linear with the blocks of all.
+
     weight: folded weight [d, ff], times `factors`. Those of several experts lie side by side.
     factors: [1] or [ff].
     column_scale: without R3 the column_scale [ff] of its scores, which no rotation changes; None for 1.
@@ -94,10 +96,14 @@ class LeftRotated:
         counts = [len(part) for part in torch.arange(self.experts).tensor_split(min(count, self.experts))]
         sizes = [width * number for number in counts]
         scales = [None] * len(sizes) if self.column_scale is None else self.column_scale.split(sizes)
-        parts = zip(self.weight.split(sizes, 1), self.factors.split(sizes), scales, counts, strict=True)
+        metrics = [self.metric] * len(sizes)
+        if self.metric is not None and (matrix := self.metric.matrix) is not None:
+            of_experts = matrix.split([size // matrix.shape[-1] for size in sizes])
+            metrics = [dataclasses.replace(self.metric, matrix=part) for part in of_experts]
+        weights, factors = self.weight.split(sizes, 1), self.factors.split(sizes)
         return [
-            dataclasses.replace(self, weight=w, factors=factors, column_scale=scale, experts=number)
-            for w, factors, scale, number in parts
+            dataclasses.replace(self, weight=w, factors=f, column_scale=scale, metric=metric, experts=number)
+            for w, f, scale, metric, number in zip(weights, factors, scales, metrics, counts, strict=True)
         ]
 
     def moved(self, device: torch.device, dtype: torch.dtype, wide: torch.dtype, power: int) -> "LeftRotated":
@@ -139,6 +145,14 @@ def pruned_factors(weight: Tensor, metrics: list[Metric]) -> Tensor:
     return torch.where(totals > 0, (weight.shape[-2] / totals).sqrt(), 1).to(weight.dtype)
 
 
+def side_by_side(metrics: list[Metric], dtype: torch.dtype) -> Metric:
+    """The metric of R3, of one linear or of several experts side by side: blocks [n · in/b, b, b]."""
+    matrices = [metric.matrix for metric in metrics if metric.matrix is not None]
+    if len(matrices) < 2:
+        return metrics[0].rounded(dtype)
+    return dataclasses.replace(metrics[0], matrix=torch.cat(matrices)).rounded(dtype)
+
+
 def left_rotated(
     weight: Tensor,
     factors: Tensor,
@@ -150,7 +164,7 @@ def left_rotated(
 ) -> LeftRotated:
     """The linear of one or several experts with the weights [experts, d, ff] and the factors [experts].
 
-    metrics: of their inputs. r3: that of R3, if it rotates the input.
+    metrics: of their inputs. r3: that of R3, of all experts, if it rotates the input.
     """
     experts, width, column_scale = len(weight), weight.shape[-1], None
     if r3 is None and metrics[0].matrix is not None:

@@ -27,7 +27,8 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
-from drot.model.boundary import DOWN_ROTATION, NORM_PREFIX, ROTATION_MODULE, BlockRotation
+from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
+from drot.model.boundary import NORM_PREFIX, ROTATION_MODULE
 from drot.model.rotation import Bases
 
 SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families

@@ -50,7 +50,8 @@ def a_model(kind: str, family: str = "llama", place: BoundaryPlace = "input", **
                 layer.hold(Boundary(place, orthogonal(32), orthogonal(32)))
     if "down" in kind:
         for layer in layers:
-            layer.expect_down_rotation(16).weight.copy_(orthogonal(3, 16))
+            (r3,) = layer.expect_down_rotation(16)
+            r3.weight.copy_(orthogonal(3, 16))
     if "packed" in kind:
         for layer in layers:
             for linear in layer.linears.values():

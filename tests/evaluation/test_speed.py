@@ -21,7 +21,7 @@ from drot.evaluation.variants import (
     layer_variants,
     model_variants,
 )
-from drot.model.boundary import down_rotation, rotation_place
+from drot.model.boundary import down_rotations, rotation_place
 from drot.reporting.demo import MODEL
 from drot.sparse.fused import DeferredLinear
 from drot.sparse.linear import is_packed
@@ -197,8 +197,7 @@ def test_the_rotations_of_a_layer_are_those_of_the_checkpoint(boundary, down, as
     if not (boundary or down):
         boundary, down = "residual", 48
     assert rotation_place(layer) == boundary
-    found = down_rotation(layer)
-    assert (found and found.weight.shape[-1]) == down
+    assert [part.weight.shape[-1] for part in down_rotations(layer)] == ([] if down is None else [down])
     assert isinstance(layer.mlp.down_proj, DeferredLinear) == (boundary == "residual")
 
 

@@ -44,7 +44,7 @@ def test_the_declared_parts_exist(model_type):
 def test_a_declaration_is_consistent(family):
     """The linears of a group share their input, and each rotation has the width of what it rotates."""
     plain = set(get_args(Width)) - {"experts"}
-    widths = {None: plain, "r1": {"hidden"}, "r2": {"query", "kv"}, "r3": {"mlp"}}
+    widths = {None: plain, "r1": {"hidden"}, "r2": {"query", "kv"}, "r3": {"mlp", "expert", "shared"}}
     for group in family.groups:
         assert len({(linear.input, linear.shape[1]) for linear in group.linears}) == 1
         assert group.norm is None or group.input == "r1"

@@ -153,7 +153,7 @@ def test_random_rotations_take_two_qrs_and_differ(monkeypatch):
     drawn, real = [], torch.linalg.qr
     monkeypatch.setattr(torch.linalg, "qr", lambda matrix: drawn.append(matrix.shape) or real(matrix))
     shape = DecoderModel(small_model("llama")).heads
-    found = list(invariance.random_rotations(5, 32, shape, torch.device("cpu"), down=(3, 16)))
+    found = list(invariance.random_rotations([3] * 5, 32, shape, torch.device("cpu"), size=16))
     assert drawn.count((32, 32)) == 2
     for rotation in found:
         for matrix in rotation.matrices.values():

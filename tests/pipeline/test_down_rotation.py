@@ -14,7 +14,8 @@ from drot.checkpoint.convert import convert
 from drot.config import FinetuneConfig, Recipe, resolve
 from drot.core.errors import UserError
 from drot.evaluation.variants import SHAPES, shape_config
-from drot.model.boundary import BlockRotation, down_rotation
+from drot.model.block_rotation import BlockRotation
+from drot.model.boundary import down_rotations
 from drot.model.decoder import DecoderModel
 
 CPU = torch.device("cpu")
@@ -196,7 +197,7 @@ def test_rotations_of_a_file_bring_their_r3(tmp_path):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
     plain = prune(chosen=FULL.replace(down_rotation="auto"), rotations=without)
     assert plain.manifest.recipe.rotation.down_rotation == "none"
-    assert all(down_rotation(layer) is None for layer in plain.model.model.layers)
+    assert not any(down_rotations(layer) for layer in plain.model.model.layers)
     for file, value, held in ((with_r3, 8, 16), (with_r3, "none", 16), (without, 16, "none")):
         with pytest.raises(UserError, match=f"`down_rotation` must be {held}, as in .* got {value}: leave"):
             prune(chosen=FULL.replace(down_rotation=value), rotations=file)

@@ -58,10 +58,19 @@ def test_experts_are_pruned_as_each_alone(family, one_by_one):
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"sparsity": "0.5"}, {"objective": "entropy"}, {"keep": "*.experts.1.*"}]
+    "fields",
+    [
+        {},
+        {"sparsity": "0.5"},
+        {"objective": "entropy"},
+        {"keep": "*.experts.1.*"},
+        {"down_rotation": 8},
+        {"down_rotation": 8, "sparsity": "0.5", "keep": "*.experts.1.*"},
+        {"down_rotation": 8, "objective": "entropy"},
+    ],
 )
 def test_the_objective_is_the_sum_over_the_experts(fields, one_by_one):
-    chosen = recipe("layer", down_rotation="none", product_dtype="float32", **fields)
+    chosen = recipe("layer", **{"down_rotation": "none", "product_dtype": "float32"} | fields)
     layer, stream, resolved = layer_of("qwen3_moe", chosen)
 
     def found():
@@ -97,7 +106,7 @@ def launches(experts, monkeypatch):
     monkeypatch.setattr(solve, "ADMM_SETTLED", -1.0)  # all take as many iterations
     monkeypatch.setattr(solve, "ADMM_ITERATIONS", 8)
     # all tokens for all experts, whose numbers of tokens are then alike
-    chosen = recipe("layer", quality="balanced", down_rotation="none", route_all=True)
+    chosen = recipe("layer", quality="balanced", down_rotation=8, route_all=True)
     layer, stream, resolved = layer_of("qwen3_moe", chosen, num_experts=experts)
     objective, _ = layer_objective(layer, stream, resolved)
     with Launches() as of_objective:

@@ -38,7 +38,8 @@ from drot.core.hashes import parts_digest
 from drot.core.lock import locked
 from drot.core.reading import check_regular
 from drot.machine.environment import versions
-from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
+from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.boundary import ROTATION_MODULE
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 
@@ -188,10 +189,9 @@ def _rotations_of(
     else:
         opened, _ = open_rotations(
             Path(file),
-            layers=len(source.layers),
             hidden_size=source.hidden_size,
             shape=source.heads,
-            down_width=source.widths["mlp"],
+            down_widths=[layer.down_inputs() for layer in source.layers],
         )
         found = opened.values()
     return spooled((rotation.map(lambda matrix: round_bits(matrix, bits)) for rotation in found), spool)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from drot.checkpoint.shards import save_shard
 from drot.config import BoundaryPlace
-from drot.model.boundary import DOWN_ROTATION, ROTATION_MODULE
+from drot.model.block_rotation import DOWN_ROTATION
+from drot.model.boundary import ROTATION_MODULE
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
 from drot.model.rotation import Bases, LayerRotation, RotationsOfLayers, reorthogonalize

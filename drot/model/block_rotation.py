@@ -1,0 +1,52 @@
+"""R3, the rotation of the input of down_proj in diagonal blocks, as the module that applies it."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import SiLUActivation
+
+from drot.machine.devices import has_kernels
+from drot.ops.swiglu_rotate import swiglu_rotate
+
+#: Name of the module in an MLP, or in the module of all experts, that holds R3.
+DOWN_ROTATION = "down_rotation"
+#: The modules of SiLU, also the one of transformers, and the dtypes, for which R3 is one op.
+SILU = (nn.SiLU, SiLUActivation)
+SWIGLU_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class BlockRotation(nn.Module):
+    """R3 = blockdiag(weight [n, b, b]), which rotates the gated activation of an MLP. It is frozen.
+
+    In a module of all experts, each of them has an equal part of the blocks, one after the other.
+    """
+
+    def __init__(self, blocks: int, size: int, *, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        weight = torch.empty(blocks, size, size, dtype=dtype, device=device)
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, gate: Tensor, up: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        """gate, up [..., n·b] -> (activation(gate) · up) R3 [..., n·b].
+
+        In one pass over memory where the activation is SiLU.
+        """
+        weight = self.weight
+        fits = gate.dtype == weight.dtype in SWIGLU_DTYPES and has_kernels(gate.device)
+        if isinstance(activation, SILU) and fits:
+            return swiglu_rotate(gate, up, weight)
+        return _rotated(activation(gate) * up, weight)
+
+    def of_expert(self, x: Tensor, expert: int) -> Tensor:
+        """The inputs of down_proj x [..., in] of one expert, rotated by its blocks."""
+        count = x.shape[-1] // self.weight.shape[-1]
+        return _rotated(x, self.weight[expert * count : (expert + 1) * count])
+
+    def extra_repr(self) -> str:
+        return f"blocks={len(self.weight)}, size={self.weight.shape[-1]}"
+
+
+def _rotated(x: Tensor, blocks: Tensor) -> Tensor:
+    """x [..., n·b] · blockdiag(blocks [n, b, b])."""
+    return torch.einsum("...ni,nij->...nj", x.unflatten(-1, (len(blocks), -1)), blocks).flatten(-2)
