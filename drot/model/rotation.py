@@ -66,15 +66,16 @@ class RotationsOfLayers(Mapping[int, LayerRotation]):
 
     load: gives the saved rotation of a layer; None keeps all rotations in memory.
     layers: the layers whose rotations are saved already.
+    in_memory: how many lie in memory; a boundary needs those of two layers.
     """
 
-    #: rotations in memory: a boundary needs those of two layers
-    IN_MEMORY = 2
-
     def __init__(
-        self, load: Callable[[int], LayerRotation] | None = None, layers: Iterable[int] = ()
+        self,
+        load: Callable[[int], LayerRotation] | None = None,
+        layers: Iterable[int] = (),
+        in_memory: int = 2,
     ) -> None:
-        self._load, self._layers = load, dict.fromkeys(layers)
+        self._load, self._layers, self._most = load, dict.fromkeys(layers), in_memory
         self._in_memory: dict[int, LayerRotation] = {}
 
     def keep(self, layer: int, rotation: LayerRotation) -> None:
@@ -82,7 +83,7 @@ class RotationsOfLayers(Mapping[int, LayerRotation]):
         self._layers[layer] = None
         self._in_memory.pop(layer, None)
         self._in_memory[layer] = rotation
-        while self._load is not None and len(self._in_memory) > self.IN_MEMORY:
+        while self._load is not None and len(self._in_memory) > self._most:
             self._in_memory.pop(next(iter(self._in_memory)))
 
     def __getitem__(self, layer: int) -> LayerRotation:

@@ -1,7 +1,7 @@
 """The training of rotations in a run: of one layer, of all from the dense model, or of one shared R1."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +19,9 @@ from drot.pipeline.states import embed
 from drot.rotation.objective import LayerObjective
 from drot.rotation.stack import LeftRotated
 from drot.rotation.train import train_rotation
+
+#: of the names of the tensors of a saved rotation
+PREFIX = "layers.0."
 
 
 def train(
@@ -71,10 +74,10 @@ def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, L
         if owners and rotation.r3 is not None:
             parts = rotation.r3.chunk(len(owners))
             found |= {layer.index: part for layer, part in zip(owners, parts, strict=True)}
-    eye = torch.eye(block, dtype=torch.float64).repeat(run.model.widths["mlp"] // block, 1, 1)
-    return {
-        index: dataclasses.replace(rotation, r3=found.get(index, eye)) for index, rotation in trained.items()
-    }
+    for index in trained.keys() - found.keys():
+        eye = torch.eye(block, dtype=torch.float64, device=trained[index].r1.device)
+        found[index] = eye.repeat(run.model.widths["mlp"] // block, 1, 1)
+    return {index: dataclasses.replace(rotation, r3=found[index]) for index, rotation in trained.items()}
 
 
 def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[LayerRotation], dict[str, Any]]:
@@ -116,14 +119,15 @@ def train_layers(
 ) -> tuple[RotationsOfLayers, dict[int, dict[str, Any]]]:
     """Trains the rotation of each layer, each on one rank (`hessians="dense"`); the records by layer.
 
-    The Hessians are those of the dense model, from one pass before anything is pruned. A rotation is saved in
-    `state` as it was trained (`own_r3`), and loaded from it when it is needed. Without `state`, all rotations
-    stay in memory. Those that an interrupted run has saved are not trained again.
+    The Hessians are those of the dense model, from one pass before anything is pruned. Rotations are saved in
+    `state` as they were trained (`own_r3`), in a thread, while the next ones are trained. When they are
+    needed, they are loaded from it onto the device of the run. Without `state`, all rotations stay in memory.
+    Those that an interrupted run has saved are not trained again.
     """
     done: dict[int, dict[str, Any]] = {}
     trained: dict[int, LayerRotation] = {}
     for index in range(run.bases.layers):
-        if saved := state.load(f"rotation_{index:05d}") if state else None:
+        if saved := state.load(_part_of(index)) if state else None:
             done[index] = saved[1]
 
     def train_each(batch: Mapping[int, tuple[LayerObjective | None, dict[str, float]]]) -> None:
@@ -132,18 +136,16 @@ def train_layers(
         for index, (objective, damping) in batch.items():
             if objective is not None:
                 (rotation,), record = train(run, [objective], index, ALONE)
-                own = rotation.tensors("layers.0."), record | {"damping": damping}
+                own = rotation.tensors(PREFIX), record | {"damping": damping}
+        parts = {}
         for rank, index in enumerate(batch):
             tensors, done[index] = run.ranks.on_rank(rank, lambda: own)
-            if state:
-                state.save(f"rotation_{index:05d}", tensors, done[index])
-            else:
-                trained[index] = LayerRotation.from_tensors(tensors, "layers.0.")
-
-    def load(index: int) -> LayerRotation:
-        if state is None:
-            return trained[index]
-        return LayerRotation.from_tensors(state.loaded(f"rotation_{index:05d}"), "layers.0.")
+            if state is None:
+                trained[index] = LayerRotation.from_tensors(tensors, PREFIX)
+            elif state.own is not None:  # the other ranks keep none
+                parts[_part_of(index)] = tensors, done[index]
+        if state is not None:
+            state.save_later(parts)
 
     if len(done) < run.bases.layers:
         batch: dict[int, tuple[LayerObjective | None, dict[str, float]]] = {}
@@ -154,10 +156,36 @@ def train_layers(
                 batch = {}
         train_each(batch)
 
-    def own(index: int) -> LayerRotation:
-        return own_r3(run, {each: load(each) for each in {index, run.bases.writes_in(index)}})[index]
+    def loaded(name: str) -> dict[str, Tensor]:
+        assert state is not None, "without it all lie in memory"
+        tensors = state.loaded(name, run.device)
+        state.read_ahead(_part_of(int(name[-5:]) + 1))
+        return tensors
 
-    return RotationsOfLayers(own, range(run.bases.layers)), dict(sorted(done.items()))
+    rotations = _with_own_r3(run, trained) if state is None else saved_rotations(run, loaded)
+    return rotations, dict(sorted(done.items()))
+
+
+def saved_rotations(run: RunContext, loaded: Callable[[str], dict[str, Tensor]]) -> RotationsOfLayers:
+    """The rotations that `train_layers` saved. loaded: gives the tensors of a part."""
+
+    def load(index: int) -> LayerRotation:
+        return LayerRotation.from_tensors(loaded(_part_of(index)), PREFIX)
+
+    return _with_own_r3(run, RotationsOfLayers(load, range(run.bases.layers)))
+
+
+def _with_own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> RotationsOfLayers:
+    def own(index: int) -> LayerRotation:
+        needed = sorted({index, run.bases.writes_in(index)})
+        return own_r3(run, {each: trained[each] for each in needed})[index]
+
+    # a boundary at the input needs the layer before, and the check of a model is one layer ahead
+    return RotationsOfLayers(own, range(run.bases.layers), 3 if run.bases.place == "input" else 2)
+
+
+def _part_of(index: int) -> str:
+    return f"rotation_{index:05d}"
 
 
 def _objectives(
