@@ -106,7 +106,7 @@ class CountedRanks(Ranks):
         self._waited += MESSAGE
         for tensor in _tensors(result):  # to the GPU of the sender, and home from those of the others
             self._send(self._of_others * tensor.nbytes)
-            self._waited += (2 if device == CPU else 1) * tensor.nbytes / HOST
+            self._waited += ((not tensor.is_meta) + (device == CPU)) * tensor.nbytes / HOST
         return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), result)
 
     def same(self, tensors: Any) -> bool:
@@ -266,15 +266,15 @@ def flash_attention(query: Tensor, key: Tensor, value: Tensor, *others: Any, **o
 class CountedFiles:
     """Takes the place of RunState: counts the bytes of its parts. Nothing is on the disk.
 
-    costs: of the run, which gets the copies from the GPU.
-    written: `rotation` and `layer` → the bytes of their parts, which a thread writes.
+    written: `rotation` and `layer` → the bytes of their parts, which a thread writes. home: the bytes that it
+        copies from the GPU before.
     ahead, waited: the bytes that are read before they are needed, and those for which the run waits.
     """
 
     folder = Path()
 
-    def __init__(self, costs: "Costs") -> None:
-        self._costs, self.written, self.ahead, self.waited = costs, Counter[str](), 0, 0
+    def __init__(self) -> None:
+        self.written, self.home, self.ahead, self.waited = Counter[str](), 0, 0, 0
         self._kept: dict[str, Mapping[str, Tensor]] = {}
         self._coming = ""
 
@@ -285,7 +285,7 @@ class CountedFiles:
         for name, (tensors, _) in parts.items():
             kind = name.partition("_")[0]
             self.written[kind] += sum(tensor.nbytes for tensor in tensors.values())
-            self._costs.copied[self._costs.step] += sum(t.nbytes for t in tensors.values() if t.is_meta)
+            self.home += sum(tensor.nbytes for tensor in tensors.values() if tensor.is_meta)
             if kind == "rotation":
                 self._kept[name] = tensors
 
@@ -338,7 +338,7 @@ def counted_run(
     """The costs of a run by its steps, and its files beside the model's. `meta` is taken for a GPU."""
     device = model.device
     costs = Costs(device)
-    files: Any = CountedFiles(costs)
+    files: Any = CountedFiles()
 
     def listen(event: events.Event) -> None:
         if isinstance(event, events.StepBegan | events.StepEnded):

@@ -72,7 +72,7 @@ class OfLayer:
         before: the seconds of `ops` and of `training` before the check of known rotations.
         first: (step, op) → seconds of a run without layers.
         copied: bytes that go between the memories while a run waits.
-        written, ahead: as in CountedFiles.
+        written, home, ahead: as in CountedFiles.
     """
 
     def __init__(self, shape: str, recipe: Any, tokens: torch.Tensor, size: int) -> None:
@@ -92,6 +92,7 @@ class OfLayer:
         self.before = two_before - one_before, one_before - other_before
         self.copied = copied_of_two - copied_of_one
         self.written = files_of_two.written - files_of_one.written
+        self.home = files_of_two.home - files_of_one.home
         self.ahead = files_of_two.ahead - files_of_one.ahead
 
     def _counted(self, layers: int, rank: int = 0) -> tuple[Counter[tuple[str, str]], float, float, Any]:
@@ -144,10 +145,11 @@ def minutes_of(
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     if count * bytes_read + ends <= WHOLE_HASH_BYTES:  # it is read for the hash
         seconds["copies"] += bytes_read / DISK
-    # a thread reads the next layer and copies it to the GPU, another writes the layer before and hashes it
-    reader, writer = (bytes_read, bytes_read / PINNED), (written, written / HASH)
+    # a thread reads the next layer and copies it to the GPU; another copies the layer before home, writes it
+    # and hashes it
+    reader, writer = (bytes_read, bytes_read / PINNED), (written, written / HASH + layer.home / HOST)
     of_file = rotation / DISK + rotation / HASH
-    beside = written / DISK + written / HASH  # of the last layer
+    beside = waits(0.0, writer)  # of the last layer
     if dense:
         of_pass, of_training = layer.before[0], trained * layer.before[1]
         # the next layer is read while this layer is calibrated, and, before the last of a batch, trained

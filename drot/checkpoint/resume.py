@@ -18,7 +18,7 @@ from drot.core.errors import UserError
 from drot.core.files import new_file, write_json, writing
 from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
 from drot.core.reading import read_json
-from drot.machine.transfer import background_thread
+from drot.machine.transfer import background_thread, copied_home
 
 logger = logging.getLogger("drot")
 
@@ -200,19 +200,16 @@ class RunState:
     def save_later(self, parts: Mapping[str, tuple[Mapping[str, torch.Tensor], Any]]) -> None:
         """As `save` for each name → (tensors, record) of `parts`, in a thread, when those before are written.
 
-        Tensors on a GPU are copied first. Tensors in main memory must not change before the context ends.
-        Raises the WriteError of the parts before.
+        Tensors on a GPU are copied in the thread. No tensor may change before the context ends. Raises the
+        WriteError of the parts before.
         """
         assert self._thread is not None, "`save_later` needs the context `saving`"
         self._wait()
-        copies = [
-            (name, {key: tensor.detach().cpu() for key, tensor in tensors.items()}, record)
-            for name, (tensors, record) in parts.items()
-        ]
+        coming = [(name, copied_home(tensors), record) for name, (tensors, record) in parts.items()]
 
         def save_all() -> None:
-            for part in copies:
-                self.save(*part)
+            for name, copies, record in coming:
+                self.save(name, copies(), record)
 
         self._under_way = self._thread.submit(save_all)
 

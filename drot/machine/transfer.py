@@ -1,7 +1,8 @@
 """Copies between main memory and a GPU while the GPU computes: of layers, and of batches of hidden states."""
 
+import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -151,6 +152,31 @@ class CopiesHome:
             target.copy_(result, non_blocking=True)
             self._under_way.append(self._copies.record_event())
         result.record_stream(self._copies)  # keeps the memory until the copy has read it
+
+
+def copied_home(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """A function for another thread, which gives the tensors in main memory.
+
+    It copies what the caller's stream has computed so far, in a stream of its own, while the caller goes on.
+    Until then the caller must not change the tensors. Those in main memory are not copied.
+    """
+    held = {name: tensor.detach() for name, tensor in tensors.items()}
+    devices = {tensor.device for tensor in held.values() if is_gpu(tensor.device)}
+    computed = {
+        device: torch.get_device_module(device).current_stream(device).record_event() for device in devices
+    }
+
+    def copies() -> dict[str, Tensor]:
+        with contextlib.ExitStack() as streams:
+            for device, event in computed.items():
+                stream = _copy_stream(device, "saved")
+                assert stream is not None
+                stream.wait_event(event)
+                streams.enter_context(torch.get_device_module(device).stream(stream))
+            # each copy has ended when it returns, and the memory on the GPU may go
+            return {name: held.pop(name).cpu() for name in list(held)}
+
+    return copies
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

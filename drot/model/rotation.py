@@ -48,16 +48,17 @@ class LayerRotation:
             return self.r2.repeat_interleave(shape.group, 0)
         return self.r3 if input == "r3" else None
 
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """The matrices under the names that they have in a file, `<prefix>r1` and so on."""
+        return {prefix + name: matrix for name, matrix in self.matrices.items()}
+
     def tensors(self, prefix: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """Copies on the CPU as they are stored in a file, under `<prefix>r1` and so on."""
-        return {
-            prefix + name: matrix.to("cpu", dtype, copy=True).contiguous()
-            for name, matrix in self.matrices.items()
-        }
+        """As `named`, copies on the CPU."""
+        return self.map(lambda matrix: matrix.to("cpu", dtype, copy=True).contiguous()).named(prefix)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str) -> "LayerRotation":
-        """The inverse of `tensors`."""
+        """The inverse of `named`."""
         return cls(tensors[f"{prefix}r1"], tensors[f"{prefix}r2"], tensors.get(f"{prefix}r3"))
 
 

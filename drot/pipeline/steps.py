@@ -84,7 +84,7 @@ def rotate(run: RunContext, work: LayerWork) -> None:
     assert work.objective is not None
     index = work.layer.index
     (trained,), record = train(run, [work.objective], index, run.ranks)
-    work.rotation = rotation = own_r3(run, {index: trained})[index].to(run.device)
+    work.rotation = rotation = own_r3(run, {index: trained})[index]
     work.objective = None
     with run.during("check", work.layer):
         sample = work.stream.first_samples(1).on(run.device, torch.float32)
@@ -194,7 +194,7 @@ def save(run: RunContext, work: LayerWork, state: SharedState, *, known: bool) -
     with run.during("save", work.layer):
         beside = {MAP_PREFIX + name: values for name, values in work.maps.items()}
         if work.rotation is not None and not known:
-            beside |= work.rotation.tensors(ROTATION_PREFIX)
+            beside |= work.rotation.named(ROTATION_PREFIX)
         name = part_of(work.layer)
         state.save_later({name: (stored_tensors(work.layer), work.record), name + BESIDE: (beside, None)})
 

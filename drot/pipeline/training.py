@@ -27,7 +27,7 @@ PREFIX = "layers.0."
 def train(
     run: RunContext, objectives: list[LayerObjective], index: int | None, ranks: Ranks
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
-    """The trained rotation of each objective, in main memory, and the record of the training.
+    """The trained rotation of each objective, on the device of the run, and the record of the training.
 
     objectives: one objective, or the objectives of all layers, which then share R1.
     index: the layer; None for all layers.
@@ -52,7 +52,7 @@ def train(
         "entropy_after": after,
         "nsamples": len(run.training_tokens),
     }
-    return [rotation.to("cpu") for rotation in rotations], figures
+    return rotations, figures
 
 
 def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, LayerRotation]:
@@ -104,7 +104,7 @@ def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[Layer
             f"{run.bases.layers} layers do not fit in the memory of {run.device} at once: "
             "use `layers_per_step=4`, which keeps the other layers in main memory"
         ) from fault
-    rotations = list(own_r3(run, dict(enumerate(trained))).values())
+    rotations = list(own_r3(run, {index: each.to("cpu") for index, each in enumerate(trained)}).values())
     record["damping"] = dampings
     if state:
         tensors = {}
@@ -136,12 +136,12 @@ def train_layers(
         for index, (objective, damping) in batch.items():
             if objective is not None:
                 (rotation,), record = train(run, [objective], index, ALONE)
-                own = rotation.tensors(PREFIX), record | {"damping": damping}
+                own = rotation.named(PREFIX), record | {"damping": damping}
         parts = {}
         for rank, index in enumerate(batch):
             tensors, done[index] = run.ranks.on_rank(rank, lambda: own)
             if state is None:
-                trained[index] = LayerRotation.from_tensors(tensors, PREFIX)
+                trained[index] = LayerRotation.from_tensors(tensors, PREFIX).to("cpu")
             elif state.own is not None:  # the other ranks keep none
                 parts[_part_of(index)] = tensors, done[index]
         if state is not None:
