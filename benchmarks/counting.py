@@ -32,6 +32,7 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.estimate import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
 from drot.pipeline.run import PruningRun
 from drot.pipeline.shared_state import SharedState
+from drot.pipeline.steps import BESIDE
 from drot.pruning import solve
 
 #: What one H100 (SXM) reaches. Operations a second of large products by their precision: 798 TFLOP/s in bf16,
@@ -286,8 +287,8 @@ class CountedFiles:
             kind = name.partition("_")[0]
             self.written[kind] += sum(tensor.nbytes for tensor in tensors.values())
             self.home += sum(tensor.nbytes for tensor in tensors.values() if tensor.is_meta)
-            if kind == "rotation":
-                self._kept[name] = tensors
+            if kind == "rotation" or name.endswith(BESIDE):
+                self._kept[name] = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items()}
 
     def read_ahead(self, name: str) -> None:
         self._coming = name
