@@ -269,13 +269,13 @@ class CountedFiles:
 
     written: `rotation` and `layer` → the bytes of their parts, which a thread writes. home: the bytes that it
         copies from the GPU before.
-    ahead, waited: the bytes that are read before they are needed, and those for which the run waits.
+    ahead: the bytes that are read before they are needed.
     """
 
     folder = Path()
 
     def __init__(self) -> None:
-        self.written, self.home, self.ahead, self.waited = Counter[str](), 0, 0, 0
+        self.written, self.home, self.ahead = Counter[str](), 0, 0
         self._kept: dict[str, Mapping[str, Tensor]] = {}
         self._coming = ""
 
@@ -294,11 +294,8 @@ class CountedFiles:
         self._coming = name
 
     def loaded(self, name: str) -> Mapping[str, Tensor]:
-        size = sum(tensor.nbytes for tensor in self._kept[name].values())
         if name == self._coming:
-            self.ahead += size
-        else:
-            self.waited += size
+            self.ahead += sum(tensor.nbytes for tensor in self._kept[name].values())
         return self._kept[name]
 
     @contextlib.contextmanager
@@ -348,7 +345,10 @@ def counted_run(
                 costs.before = costs.seconds.copy()
 
     with as_on_a_gpu() if device.type == "meta" else contextlib.nullcontext():
-        context = RunContext(model, recipe, tokens, device, lambda event: None, ranks=ranks)
+        # a skeleton, as a run that reads its layers from files
+        weights: Any = SimpleNamespace(read_module=lambda module, name: None)
+        weights = weights if device.type == "meta" else None
+        context = RunContext(model, recipe, tokens, device, lambda event: None, weights=weights, ranks=ranks)
         context.listeners = [listen]
         run = PruningRun(context)
         with costs:
