@@ -26,7 +26,7 @@ from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import ResolvedRecipe
 from drot.machine.ranks import ALONE, CPU, Ranks
 from drot.model.decoder import DecoderModel
-from drot.pipeline import events, invariance, recover
+from drot.pipeline import events, invariance, recover, training
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
 from drot.pipeline.estimate import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
@@ -130,13 +130,14 @@ class Costs(TorchDispatchMode):
 
     device: where the run computes. step: where the next ops count.
     operations: (step, precision) → operations. copied: bytes that went to `device` or came from it.
+    layers_ahead: how many layers lie on the device while the ranks train known rotations.
     before: `seconds` when the check of the rotations began, before which known rotations are trained.
     peak: step → the most bytes that the tensors on `device` took at once.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.device, self.step = device, ""
+        self.device, self.step, self.layers_ahead = device, "", 1
         self.seconds: Counter[tuple[str, str]] = Counter()
         self.before: Counter[tuple[str, str]] = Counter()
         self.operations: Counter[tuple[str, str]] = Counter()
@@ -308,11 +309,12 @@ def as_on_a_gpu() -> Iterator[None]:
     """A context in which drot takes the device `meta` for an H100, and every check of a rotation passes."""
     device, optimizer = torch.device("meta"), importlib.import_module("torch.optim.optimizer")
     set_to: list[tuple[Any, str, Any]] = [
-        (module, "is_gpu", lambda device: True) for module in (cholesky, hessian, solve, recover)
+        (module, "is_gpu", lambda device: True) for module in (cholesky, hessian, solve, recover, training)
     ]
     set_to += [
         (layer_pass, "total_memory", lambda device: GPU_MEMORY),
         (run_module, "free_memory", lambda device: GPU_MEMORY),
+        (training, "free_memory", lambda device: GPU_MEMORY),
         (invariance, "TOLERANCE", math.inf),
         (solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS),
         (DecoderModel, "loaded_layers", lambda model, device=None: iter(model.layers)),
@@ -350,6 +352,7 @@ def counted_run(
         weights = weights if device.type == "meta" else None
         context = RunContext(model, recipe, tokens, device, lambda event: None, weights=weights, ranks=ranks)
         context.listeners = [listen]
+        costs.layers_ahead = training.layers_ahead(context)
         run = PruningRun(context)
         with costs:
             run.execute(SharedState(ranks, Path("out"), lambda: files))

@@ -71,6 +71,7 @@ class OfLayer:
         training: the same of the training on this rank of one known rotation.
         before: the seconds of `ops` and of `training` before the check of known rotations.
         first: (step, op) → seconds of a run without layers.
+        layers_ahead: as in Costs.
         copied: bytes that go between the memories while a run waits.
         written, home, ahead: as in CountedFiles.
     """
@@ -104,7 +105,7 @@ class OfLayer:
         self._values[:] = self._values if rank else []
         ranks = CountedRanks(rank, self._size, self._values) if self._size > 1 else ALONE
         costs, files = counted_run(model.eval().requires_grad_(False), self._recipe, self._tokens, ranks)
-        found = costs.seconds.copy()
+        found, self.layers_ahead = costs.seconds.copy(), costs.layers_ahead
         if isinstance(ranks, CountedRanks):
             found["send", "all"] = ranks.seconds
         before = sum(costs.before.values()) if self._size > 1 else 0.0
@@ -152,8 +153,8 @@ def minutes_of(
     beside = waits(0.0, writer)  # of the last layer
     if dense:
         of_pass, of_training = layer.before[0], trained * layer.before[1]
-        # the next layer is read while this layer is calibrated, and, before the last of a batch, trained
-        late = (1 - 1 / size) * waits(of_pass, reader)
+        # some layers of a batch are read while the batch before is trained, the others while it is calibrated
+        late = (1 - layer.layers_ahead / size) * waits(of_pass, reader)
         training = of_pass + of_training
         seconds["copies"] += max(late, waits(training, reader, (rotation, rotation / HASH)))
         work -= training

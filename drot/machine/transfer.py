@@ -40,14 +40,18 @@ def background_thread(name: str) -> ThreadPoolExecutor:
     return thread
 
 
-def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device) -> Iterator[Layer]:
+def on_device(
+    layers: Sequence[Layer], device: torch.device, home: torch.device, *, ahead: int = 1
+) -> Iterator[Layer]:
     """Yields each layer on `device`. When the caller goes on, the layer returns `home`.
 
-    If the devices are of two types, a thread brings the next layer to `device`, and the layer before back
-    home, while the caller works. So two layers lie on `device`. A layer whose home is `meta` is read from its
-    files by the thread, and dropped when it returns. At the end all layers lie at home, also after an error.
+    If the devices are of two types, a thread brings the next layers to `device`, and the layer before back
+    home, while the caller works. So 1 + `ahead` layers lie on `device`. A layer whose home is `meta` is read
+    from its files by the thread, and dropped when it returns. At the end all layers lie at home, also after
+    an error.
 
     layers: the layers, at home. device: where the caller works. home: where the layers lie.
+    ahead: how many layers the thread is ahead of the caller.
     """
     if device.type == home.type:
         for layer in layers:
@@ -67,16 +71,17 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
 
     thread = background_thread("drot-layers")  # makes the moves one after the other
     try:
-        coming = [thread.submit(move, layer, device) for layer in layers[:1]]
+        coming = [thread.submit(move, layer, device) for layer in layers[:ahead]]
         for index, layer in enumerate(layers):
-            coming.pop().result()
+            coming.pop(0).result()
             if copies is not None:
                 # a tensor that the caller replaces leaves its memory to the next layer, which is on its way,
                 # but not before the caller's stream has read it
                 worker = torch.get_device_module(device).current_stream(device)
                 for tensor in layer.tensors():
                     tensor.record_stream(worker)
-            coming = [thread.submit(move, following, device) for following in layers[index + 1 : index + 2]]
+            further = layers[index + ahead : index + ahead + 1]
+            coming += [thread.submit(move, following, device) for following in further]
             yield layer
             if copies is not None:  # the move frees memory that the caller's stream may still read
                 torch.get_device_module(device).current_stream(device).synchronize()

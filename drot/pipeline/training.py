@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 
 from drot.core.errors import UserError
+from drot.machine.devices import free_memory, is_gpu
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
+from drot.pipeline.estimate import device_memory, sizes_of, training_memory
 from drot.pipeline.events import Advanced
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.shared_state import SharedState
@@ -188,6 +190,16 @@ def _part_of(index: int) -> str:
     return f"rotation_{index:05d}"
 
 
+def layers_ahead(run: RunContext) -> int:
+    """How many layers a GPU gets while the ranks train: those of the next batch, as far as it has room."""
+    if run.ranks.size == 1 or not is_gpu(run.device):
+        return 1
+    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+    needed = max(device_memory(sizes, run.recipe, run.dtype), training_memory(sizes, run.recipe))
+    more = int((free_memory(run.device) - needed) // (sizes.layer_weights * run.dtype.itemsize))
+    return max(1, min(run.ranks.size, 1 + more))
+
+
 def _objectives(
     run: RunContext, state: SharedState | None, done: Collection[int] = (), *, divided: bool = False
 ) -> Iterator[tuple[int, LayerObjective | None, dict[str, float]]]:
@@ -198,7 +210,8 @@ def _objectives(
     yielded = 0
     stream = embed(run, run.training_tokens, state)
     before: list[LeftRotated] = []  # of the layer before, if this layer's R1 rotates their outputs
-    for layer in on_device(run.model.layers, run.device, run.home):
+    ahead = layers_ahead(run) if divided else 1
+    for layer in on_device(run.model.layers, run.device, run.home, ahead=ahead):
         index, writes_next = layer.index, run.bases.writes_next(layer.index)
         with run.during("calibrate", layer, announced=True):
             needed = index not in done or (writes_next and index + 1 not in done)
