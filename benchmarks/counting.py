@@ -26,7 +26,7 @@ from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import ResolvedRecipe
 from drot.machine.ranks import ALONE, CPU, Ranks
 from drot.model.decoder import DecoderModel
-from drot.pipeline import events, invariance, recover, training
+from drot.pipeline import events, invariance, recover, states, training
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
 from drot.pipeline.estimate import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
@@ -309,12 +309,15 @@ def as_on_a_gpu() -> Iterator[None]:
     """A context in which drot takes the device `meta` for an H100, and every check of a rotation passes."""
     device, optimizer = torch.device("meta"), importlib.import_module("torch.optim.optimizer")
     set_to: list[tuple[Any, str, Any]] = [
-        (module, "is_gpu", lambda device: True) for module in (cholesky, hessian, solve, recover, training)
+        (module, "is_gpu", lambda device: True)
+        for module in (cholesky, hessian, solve, recover, training, states)
     ]
     set_to += [
         (layer_pass, "total_memory", lambda device: GPU_MEMORY),
         (run_module, "free_memory", lambda device: GPU_MEMORY),
         (training, "free_memory", lambda device: GPU_MEMORY),
+        (states, "free_memory", lambda device: GPU_MEMORY),
+        (states, "available_memory", lambda: math.inf),
         (invariance, "TOLERANCE", math.inf),
         (solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS),
         (DecoderModel, "loaded_layers", lambda model, device=None: iter(model.layers)),
