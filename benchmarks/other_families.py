@@ -1,4 +1,4 @@
-"""How much of the 2:4 gap the rotations close in a GLM-4, a Mixtral, a Cohere 2 or a Qwen3.5.
+"""How much of the 2:4 gap the rotations close in a SmolLM3, a GLM-4, a Mixtral, a Cohere 2 or a Qwen3.5.
 
     python benchmarks/other_families.py --minutes 8
     python benchmarks/other_families.py --minutes 8 --family mixtral
@@ -7,10 +7,10 @@ The model has the weights of the demo's LLaMA. The norms of the GLM-4 behind the
 square that the LLaMA's blocks write. Each of the 4 experts of the Mixtral starts as the LLaMA's MLP with
 noise of a fifth of its size. The Cohere 2 has one LayerNorm in front of attention and MLP: the weights of the
 LLaMA's two norms lie in its linears. In the Qwen3.5 each fourth layer has the attention of the LLaMA. The
-linear attention of the others starts with its q, k, v and o. The whole model is then trained on the demo's
-calibration text and on the standard library. It is pruned to 2:4 by SparseGPT in one shot, without rotation
-and at the points of --rotation that the family has. The share of the gap is that of the loss on the held-out
-text of the demo.
+linear attention of the others starts with its q, k, v and o. Each fourth layer of the SmolLM3 has no RoPE.
+The whole model is then trained on the demo's calibration text and on the standard library. It is pruned to
+2:4 by SparseGPT in one shot, without rotation and at the points of --rotation that the family has. The share
+of the gap is that of the loss on the held-out text of the demo.
 """
 
 import argparse
@@ -137,6 +137,18 @@ def qwen3_5(ids: torch.Tensor) -> Any:
     return model
 
 
+@torch.no_grad()
+def smollm3(ids: torch.Tensor) -> Any:
+    """A SmolLM3 with the weights of the demo's LLaMA. ids: not used."""
+    llama = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    model = empty("smollm3", llama.config, tie_word_embeddings=True)
+    assert sum(not rope for rope in model.config.no_rope_layers) == model.config.num_hidden_layers // 4
+    for layer, dense in zip(DecoderModel(model).layers, DecoderModel(llama).layers, strict=True):
+        layer.module.load_state_dict(dense.module.state_dict())
+    copy_ends(model, llama)
+    return model
+
+
 def empty(model_type: str, own: Any, **others: Any) -> Any:
     """A model of another type with the sizes of the config `own` of a LLaMA."""
     names = (
@@ -156,7 +168,7 @@ def copy_ends(model: Any, llama: Any) -> None:
     model.model.norm.weight.copy_(llama.model.norm.weight)
 
 
-MODELS = {"glm4": glm4, "mixtral": mixtral, "cohere2": cohere2, "qwen3_5": qwen3_5}
+MODELS = {"smollm3": smollm3, "glm4": glm4, "mixtral": mixtral, "cohere2": cohere2, "qwen3_5": qwen3_5}
 
 
 def train(model: Any, ids: torch.Tensor, seconds: float) -> None:

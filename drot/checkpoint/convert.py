@@ -45,8 +45,8 @@ def _convert(path: str | Path, out: Path, format: str) -> CheckpointManifest | N
         logger.warning("%s holds no tokenizer, so %s will hold none", path, out)
     maps = {} if manifest is None else load_importance_maps(path)
     model, weights, _ = open_skeleton(path)
-    warn_of_rounding(path, model.dtype)
     weights.narrow(model)
+    warn_of_rounding(path, model)
     if is_packed(model) == (format == "packed"):
         raise UserError(f"{path} is {format} already: name the other `format`")
     change = unpack_layer

@@ -268,14 +268,22 @@ def has_tokenizer(path: str | Path) -> bool:
     return not Path(path).is_dir() or any(Path(path).glob("*token*")) or any(Path(path).glob("vocab*"))
 
 
-def warn_of_rounding(folder: str | Path, dtype: torch.dtype) -> None:
-    """Logs a warning if the files in `folder` hold weights that `dtype` cannot represent exactly."""
+def warn_of_rounding(folder: str | Path, model: "PreTrainedModel") -> None:
+    """Logs a warning if the files in `folder` hold numbers that `model` has in a dtype that rounds them.
+
+    model: of these files. A tensor of another name than theirs counts as one in the dtype of the model.
+    """
     files = [file for file in Path(folder).glob("*.safetensors") if is_loaded(file.name)]
-    held = {header.dtype for header in read_headers(files).values()} & DENSE_DTYPES.keys()
-    if wider := sorted(name for name in held if torch.promote_types(DENSE_DTYPES[name], dtype) != dtype):
+    held = {name: tensor.dtype for name, tensor in stored_state(model).items()}
+    found = set()
+    for name, header in read_headers(files).items():
+        dtype = held.get(name, model.dtype)
+        if header.dtype in DENSE_DTYPES and torch.promote_types(DENSE_DTYPES[header.dtype], dtype) != dtype:
+            found.add(header.dtype)
+    if found:
         logger.warning(
             "%s holds tensors of %s, but the dtype in its config.json is %s: they are rounded to %s",
-            folder, ", ".join(wider), dtype_name(dtype), dtype_name(dtype),
+            folder, ", ".join(sorted(found)), dtype_name(model.dtype), dtype_name(model.dtype),
         )  # fmt: skip
 
 

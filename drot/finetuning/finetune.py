@@ -168,7 +168,7 @@ def _finetune(
             f"{model} holds no {MANIFEST}, and {share:.1%} of the linear weights of its decoder layers are "
             f"zero: name a folder that drot prune wrote, or a model with at least {LEAST_ZEROS:.0%} zeros"
         )
-    warn_of_rounding(model, loaded.dtype)
+    warn_of_rounding(model, loaded)
     # it imports accelerate, which takes seconds
     from drot.finetuning.run import run_finetuning
 

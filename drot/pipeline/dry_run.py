@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drot.checkpoint.records import PlaceOfStates
+from drot.checkpoint.source import gguf_file
 from drot.config import Recipe, ResolvedRecipe
 from drot.machine.devices import DTYPES, computing_dtype, dtype_name
 from drot.machine.environment import machine_name
@@ -92,9 +93,11 @@ def run_needs(
     on_device = device_memory(sizes, resolved, chosen)
     if trains:
         on_device = max(on_device, training_memory(sizes, resolved))
-    place = place_of_states(sizes, resolved, chosen, first, rotations_given=rotations_given)
+    from_gguf = not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
+    given = {"rotations_given": rotations_given, "from_gguf": from_gguf}
+    place = place_of_states(sizes, resolved, chosen, first, **given)
     states = state_bytes(sizes, resolved, chosen)
-    in_memory = main_memory(sizes, resolved, chosen, rotations_given=rotations_given)
+    in_memory = main_memory(sizes, resolved, chosen, **given)
     work = run_work(sizes, resolved, chosen, trains=trains)
     return RunNeeds(
         recipe=resolved,

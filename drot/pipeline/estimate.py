@@ -206,25 +206,36 @@ def measured_rate(device: torch.device, dtype: str) -> float:
 
 
 def main_memory(
-    sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, rotations_given: bool = False
+    sizes: Sizes,
+    recipe: ResolvedRecipe,
+    dtype: torch.dtype,
+    *,
+    rotations_given: bool = False,
+    from_gguf: bool = False,
 ) -> int:
     """The bytes of main memory of a run that reads the layers from files.
 
     They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, and
     of the rotations that are not on the disk: two, all that are given, or all R2 and R3 beside one shared R1.
     A run on a CPU has the layers that it works on in memory too (`device_memory`).
+
+    from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
+        the file is read, and are cast to `dtype` one after the other.
     """
     layers = len(sizes.names)
     # at the beginning and at the end no layer is in memory
     numbers = max(sizes.outside + sizes.untied_head, sizes.layer_weights)
+    loaded = 0
+    if from_gguf:
+        numbers, loaded = sizes.weights + sizes.untied_head, torch.float32.itemsize * sizes.weights
     needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype)
     if recipe.rotation.mode == "none":
-        return needed
+        return max(needed, loaded)
     rotation = rotation_bytes(sizes, recipe.rotation.down_block)
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
     kept = layers if rotations_given or shared else min(layers, 2)
     rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
-    return needed + rotations
+    return max(needed + rotations, loaded)
 
 
 def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:

@@ -27,13 +27,18 @@ def place_of_states(
     device: torch.device,
     *,
     rotations_given: bool = False,
+    from_gguf: bool = False,
 ) -> PlaceOfStates:
-    """Where a run has room for its hidden states, and for as many numbers that it keeps of a layer."""
+    """Where a run has room for its hidden states, and for as many numbers that it keeps of a layer.
+
+    from_gguf: whether the model is a GGUF file that is not loaded yet.
+    """
     of_pruning, states = device_memory(sizes, recipe, dtype), state_bytes(sizes, recipe, dtype)
     own = sizes.tokens * sizes.hidden * dtype.itemsize  # those of the dense model may lie elsewhere
     if is_gpu(device) and of_pruning + 2 * own <= free_memory(device):
         return "device"
-    needed = main_memory(sizes, recipe, dtype, rotations_given=rotations_given) + states
+    given = {"rotations_given": rotations_given, "from_gguf": from_gguf}
+    needed = main_memory(sizes, recipe, dtype, **given) + states
     if not is_gpu(device):
         needed += of_pruning
     return "main memory" if needed <= available_memory() else "file"

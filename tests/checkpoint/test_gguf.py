@@ -11,6 +11,7 @@ import drot
 from drot.checkpoint.manifest import read_manifest
 from drot.cli import app as cli
 from drot.core.errors import UserError
+from drot.pipeline.dry_run import run_needs
 
 #: name in a GGUF file → path in a decoder layer
 LAYER = {
@@ -72,6 +73,22 @@ def test_a_gguf_file_is_the_model_that_it_was_made_from(tmp_path):
     assert result.manifest.sparsity == other.manifest.sparsity == 0.5
     pruned = drot.load(tmp_path / "out", device="cpu")
     assert relative_error(pruned(tokens).logits, other.model(tokens).logits) < 1e-5
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_dry_run_counts_all_layers_in_memory(dtype, size, tmp_path):
+    """A folder with the same weights is read layer by layer."""
+    model, chosen = save_gguf(tmp_path / "small.gguf"), one_shot("none", method="magnitude")
+    model.save_pretrained(tmp_path / "folder")
+    of_gguf, of_folder = (
+        run_needs(tmp_path / name, chosen, device="cpu", dtype=dtype) for name in ("small.gguf", "folder")
+    )
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
+    outside = weights - 3 * layer
+    assert of_folder.states == 0 and of_folder.main_memory == size * max(layer, outside)
+    assert of_gguf.main_memory == 4 * weights  # transformers makes them fp32 before they are cast
+    assert of_gguf.device_memory == of_folder.device_memory
 
 
 def test_the_option_of_prune(tmp_path, capsys):

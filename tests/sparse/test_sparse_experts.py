@@ -102,13 +102,16 @@ def test_other_dtypes(family, dtype):
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "mixtral"])
-def test_a_conversion_keeps_the_dtypes_of_the_files(family, tmp_path):
-    """transformers opens the router of DeepSeek-V3 in fp32."""
+def test_a_conversion_keeps_the_dtypes_of_the_files(family, tmp_path, caplog):
+    """transformers opens the router of DeepSeek-V3 in fp32, and its bias is fp32 in the files too."""
     chosen, dense = one_shot("none", method="magnitude"), tmp_path / "dense"
     prune(small_model(family, dtype=torch.bfloat16), chosen, out=dense)
     convert(dense, tmp_path / "packed", "packed")
     convert(tmp_path / "packed", tmp_path / "again", "dense")
     assert saved_bytes(tmp_path / "again") == saved_bytes(dense)
+    dtypes = {tensor.dtype for tensor in saved_tensors(dense).values()}
+    assert (torch.float32 in dtypes) == (family == "deepseek_v3")
+    assert "rounded" not in caplog.text
 
 
 def test_autocast():
