@@ -18,7 +18,7 @@ from drot.core.errors import UserError
 from drot.core.files import new_file, write_json, writing
 from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
 from drot.core.reading import read_json
-from drot.machine.transfer import background_thread
+from drot.machine.transfer import background_thread, copied_home
 
 logger = logging.getLogger("drot")
 
@@ -119,7 +119,8 @@ class RunState:
     else. The folder is created with the first part. Its run.json holds the identity of the run, and its
     parts.json the hashes and the records of the parts.
 
-    `save_later` writes parts in a thread while the run goes on, inside the context `saving`.
+    Inside the context `saving`, `save_later` writes parts in a thread while the run goes on, and another
+    thread reads the part of `read_ahead`.
 
     A part that does not fit its hashes is computed again. The parts after it are kept if the new tensors
     equal the lost ones, as they do on the same machine with the same number of threads; otherwise they are
@@ -139,7 +140,9 @@ class RunState:
         self.identity = identity
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
+        self._reader: ThreadPoolExecutor | None = None
         self._under_way: Future[None] | None = None
+        self._ahead: dict[str, Future[Any]] = {}
         self._parts: dict[str, Any] = {}
         self._machine = json.loads(json.dumps(machine))  # as it is read from the journal
         self.other_machines: list[dict[str, Any]] = []
@@ -181,8 +184,11 @@ class RunState:
 
     @contextlib.contextmanager
     def saving(self) -> Iterator[None]:
-        """A context for `save_later`: all parts are written when it ends, also after an error."""
-        with background_thread("drot-save") as self._thread:
+        """A context for `save_later` and `read_ahead`.
+
+        All parts are written when it ends, also after an error.
+        """
+        with background_thread("drot-save") as self._thread, background_thread("drot-read") as self._reader:
             try:
                 yield
             except BaseException:
@@ -194,19 +200,16 @@ class RunState:
     def save_later(self, parts: Mapping[str, tuple[Mapping[str, torch.Tensor], Any]]) -> None:
         """As `save` for each name → (tensors, record) of `parts`, in a thread, when those before are written.
 
-        Tensors on a GPU are copied first. Tensors in main memory must not change before the context ends.
-        Raises the WriteError of the parts before.
+        Tensors on a GPU are copied in the thread. No tensor may change before the context ends. Raises the
+        WriteError of the parts before.
         """
         assert self._thread is not None, "`save_later` needs the context `saving`"
         self._wait()
-        copies = [
-            (name, {key: tensor.detach().cpu() for key, tensor in tensors.items()}, record)
-            for name, (tensors, record) in parts.items()
-        ]
+        coming = [(name, copied_home(tensors), record) for name, (tensors, record) in parts.items()]
 
         def save_all() -> None:
-            for part in copies:
-                self.save(*part)
+            for name, copies, record in coming:
+                self.save(name, copies(), record)
 
         self._under_way = self._thread.submit(save_all)
 
@@ -259,6 +262,9 @@ class RunState:
         if name not in self._parts:
             return None  # a file without an entry was cut off between the writing of the two
         self._wait()  # a part that was computed again may have made this one useless
+        return self._read(name)
+
+    def _read(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
         if (entry := self._parts.get(name)) is None:
             return None
         file = self.file(name)
@@ -272,14 +278,24 @@ class RunState:
     def loaded(self, name: str) -> dict[str, torch.Tensor]:
         """The tensors of the part `name`, which this run has written or loaded before.
 
+        It waits for parts that are written only if this is one of them.
+
         Raises UserError if the file was lost or damaged since then.
         """
-        self._wait()
-        if (found := self.load(name)) is None:
+        if name not in self._parts:
+            self._wait()
+        ahead = self._ahead.pop(name, None)
+        if (found := ahead.result() if ahead else self._read(name)) is None:
             raise UserError(
                 f"{self.file(name)} was lost or damaged while the run went on: repeat the run with `resume`"
             )
         return found[0]
+
+    def read_ahead(self, name: str) -> None:
+        """Reads the part `name` in a thread, for `loaded`, if it is written. One part is kept at a time."""
+        assert self._reader is not None, "`read_ahead` needs the context `saving`"
+        if name in self._parts and name not in self._ahead:
+            self._ahead = {name: self._reader.submit(self._read, name)}
 
     def discard(self) -> None:
         """Deletes the folder. Called after the checkpoint was written."""

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from drot.core.errors import ToldElsewhere, UserError
 from drot.core.torchrun import world_size
+from drot.machine.devices import is_gpu
 
 Value = TypeVar("Value")
 
@@ -25,6 +26,7 @@ Value = TypeVar("Value")
 TIMEOUT = datetime.timedelta(hours=1)
 #: seconds that a rank waits for the others, after one has ended: for signs of life, or for their words
 LAST_WORDS = 4.0
+CPU = torch.device("cpu")
 #: how often this process has joined others
 _joined = itertools.count()
 
@@ -153,10 +155,12 @@ class Ranks:
                 dist.all_gather_object(found, value, group=self._group)
         return found
 
-    def on_rank(self, rank: int, function: Callable[[], Value]) -> Value:
+    def on_rank(self, rank: int, function: Callable[[], Value], device: torch.device = CPU) -> Value:
         """The result of `function` on one rank, for all ranks; its exception is raised on all of them.
 
-        Tensors in dicts, lists and tuples go from GPU to GPU, and come to main memory.
+        Tensors in dicts, lists and tuples go from GPU to GPU.
+
+        device: where the other ranks get them: in main memory, or on the GPU of each.
         """
         assert self._group is None, "values go between all ranks"
         if self.size == 1:
@@ -179,7 +183,7 @@ class Ranks:
         for index, leaf in enumerate(leaves):
             if isinstance(leaf, Tensor):
                 self.sent["values"] += leaf.nbytes * (self.size - 1) // self.size
-                leaves[index] = self._broadcast(next(sent, leaf), rank)
+                leaves[index] = self._broadcast(next(sent, leaf), rank, device)
         found: Value = pytree.tree_unflatten(leaves, tree)
         return found
 
@@ -187,15 +191,15 @@ class Ranks:
         with self._alive():
             dist.broadcast_object_list(message, src=rank, device=torch.device("cpu"))
 
-    def _broadcast(self, tensor: Tensor, rank: int) -> Tensor:
-        """The tensor of a rank, in main memory; the other ranks give one with its shape on `meta`."""
+    def _broadcast(self, tensor: Tensor, rank: int, device: torch.device) -> Tensor:
+        """The tensor of a rank, on `device`; the other ranks give one with its shape on `meta`."""
         if self.rank == rank:
             there = tensor.to(self.device).contiguous()
         else:
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         with self._alive():
             dist.broadcast(there.flatten().view(torch.uint8), src=rank)
-        return tensor if self.rank == rank else there.to("cpu")
+        return tensor if self.rank == rank and not is_gpu(device) else there.to(device)
 
     def on_first(self, function: Callable[[], Value]) -> Value:
         """As `on_rank` for rank 0."""

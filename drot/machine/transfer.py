@@ -1,7 +1,8 @@
 """Copies between main memory and a GPU while the GPU computes: of layers, and of batches of hidden states."""
 
+import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
@@ -39,14 +40,18 @@ def background_thread(name: str) -> ThreadPoolExecutor:
     return thread
 
 
-def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device) -> Iterator[Layer]:
+def on_device(
+    layers: Sequence[Layer], device: torch.device, home: torch.device, *, ahead: int = 1
+) -> Iterator[Layer]:
     """Yields each layer on `device`. When the caller goes on, the layer returns `home`.
 
-    If the devices are of two types, a thread brings the next layer to `device`, and the layer before back
-    home, while the caller works. So two layers lie on `device`. A layer whose home is `meta` is read from its
-    files by the thread, and dropped when it returns. At the end all layers lie at home, also after an error.
+    If the devices are of two types, a thread brings the next layers to `device`, and the layer before back
+    home, while the caller works. So 1 + `ahead` layers lie on `device`. A layer whose home is `meta` is read
+    from its files by the thread, and dropped when it returns. At the end all layers lie at home, also after
+    an error.
 
     layers: the layers, at home. device: where the caller works. home: where the layers lie.
+    ahead: how many layers the thread is ahead of the caller.
     """
     if device.type == home.type:
         for layer in layers:
@@ -66,16 +71,17 @@ def on_device(layers: Sequence[Layer], device: torch.device, home: torch.device)
 
     thread = background_thread("drot-layers")  # makes the moves one after the other
     try:
-        coming = [thread.submit(move, layer, device) for layer in layers[:1]]
+        coming = [thread.submit(move, layer, device) for layer in layers[:ahead]]
         for index, layer in enumerate(layers):
-            coming.pop().result()
+            coming.pop(0).result()
             if copies is not None:
                 # a tensor that the caller replaces leaves its memory to the next layer, which is on its way,
                 # but not before the caller's stream has read it
                 worker = torch.get_device_module(device).current_stream(device)
                 for tensor in layer.tensors():
                     tensor.record_stream(worker)
-            coming = [thread.submit(move, following, device) for following in layers[index + 1 : index + 2]]
+            further = layers[index + ahead : index + ahead + 1]
+            coming += [thread.submit(move, following, device) for following in further]
             yield layer
             if copies is not None:  # the move frees memory that the caller's stream may still read
                 torch.get_device_module(device).current_stream(device).synchronize()
@@ -151,6 +157,31 @@ class CopiesHome:
             target.copy_(result, non_blocking=True)
             self._under_way.append(self._copies.record_event())
         result.record_stream(self._copies)  # keeps the memory until the copy has read it
+
+
+def copied_home(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]]:
+    """A function for another thread, which gives the tensors in main memory.
+
+    It copies what the caller's stream has computed so far, in a stream of its own, while the caller goes on.
+    Until then the caller must not change the tensors. Those in main memory are not copied.
+    """
+    held = {name: tensor.detach() for name, tensor in tensors.items()}
+    devices = {tensor.device for tensor in held.values() if is_gpu(tensor.device)}
+    computed = {
+        device: torch.get_device_module(device).current_stream(device).record_event() for device in devices
+    }
+
+    def copies() -> dict[str, Tensor]:
+        with contextlib.ExitStack() as streams:
+            for device, event in computed.items():
+                stream = _copy_stream(device, "saved")
+                assert stream is not None
+                stream.wait_event(event)
+                streams.enter_context(torch.get_device_module(device).stream(stream))
+            # each copy has ended when it returns, and the memory on the GPU may go
+            return {name: held.pop(name).cpu() for name in list(held)}
+
+    return copies
 
 
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -66,16 +66,17 @@ class LayerRotation:
         blocks = self.r3[start : start + number * count]
         return blocks if experts is None else blocks.unflatten(0, (number, count))
 
+    def named(self, prefix: str) -> dict[str, Tensor]:
+        """The matrices under the names that they have in a file, `<prefix>r1` and so on."""
+        return {prefix + name: matrix for name, matrix in self.matrices.items()}
+
     def tensors(self, prefix: str, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
-        """Copies on the CPU as they are stored in a file, under `<prefix>r1` and so on."""
-        return {
-            prefix + name: matrix.to("cpu", dtype, copy=True).contiguous()
-            for name, matrix in self.matrices.items()
-        }
+        """As `named`, copies on the CPU."""
+        return self.map(lambda matrix: matrix.to("cpu", dtype, copy=True).contiguous()).named(prefix)
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor], prefix: str) -> "LayerRotation":
-        """The inverse of `tensors`."""
+        """The inverse of `named`."""
         return cls(tensors[f"{prefix}r1"], tensors[f"{prefix}r2"], tensors.get(f"{prefix}r3"))
 
 
@@ -84,15 +85,16 @@ class RotationsOfLayers(Mapping[int, LayerRotation]):
 
     load: gives the saved rotation of a layer; None keeps all rotations in memory.
     layers: the layers whose rotations are saved already.
+    in_memory: how many lie in memory; a boundary needs those of two layers.
     """
 
-    #: rotations in memory: a boundary needs those of two layers
-    IN_MEMORY = 2
-
     def __init__(
-        self, load: Callable[[int], LayerRotation] | None = None, layers: Iterable[int] = ()
+        self,
+        load: Callable[[int], LayerRotation] | None = None,
+        layers: Iterable[int] = (),
+        in_memory: int = 2,
     ) -> None:
-        self._load, self._layers = load, dict.fromkeys(layers)
+        self._load, self._layers, self._most = load, dict.fromkeys(layers), in_memory
         self._in_memory: dict[int, LayerRotation] = {}
 
     def keep(self, layer: int, rotation: LayerRotation) -> None:
@@ -100,7 +102,7 @@ class RotationsOfLayers(Mapping[int, LayerRotation]):
         self._layers[layer] = None
         self._in_memory.pop(layer, None)
         self._in_memory[layer] = rotation
-        while self._load is not None and len(self._in_memory) > self.IN_MEMORY:
+        while self._load is not None and len(self._in_memory) > self._most:
             self._in_memory.pop(next(iter(self._in_memory)))
 
     def __getitem__(self, layer: int) -> LayerRotation:

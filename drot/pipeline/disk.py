@@ -15,7 +15,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     """The bytes of the checkpoint, and of what lies beside it in OUT.partial until the run ends.
 
     Beside the finished layers, which become shards of the checkpoint, lie the maps of the linears, and the
-    rotations in fp64, twice if they are trained before the pruning begins. Headers, tokenizer and manifest
+    rotations in fp64. Headers, tokenizer and manifest
     are left out: they are small.
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
@@ -41,8 +41,12 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
         checkpoint -= packed * save_dtype.itemsize // 2 - packed // 8
     beside = 0
     if rotates:
+<<<<<<< HEAD
         copies = 2 if rotation.hessians == "dense" else 1
         beside += copies * sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.names)
+=======
+        beside += layers * rotation_bytes(sizes, rotation.down_block)
+>>>>>>> scale2
     if sizes.tokens:
         beside += sum(
             map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0

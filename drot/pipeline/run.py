@@ -20,7 +20,7 @@ from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.states import embed
 from drot.pipeline.steps import LayerWork
-from drot.pipeline.training import train_layers, train_shared
+from drot.pipeline.training import saved_rotations, train_layers, train_shared
 
 
 class PruningRun:
@@ -41,7 +41,7 @@ class PruningRun:
 
     def __init__(self, context: RunContext, given: GivenRotations | None = None) -> None:
         self.context, self.given = context, given
-        self.rotations = RotationsOfLayers()
+        self.rotations: Mapping[int, LayerRotation] = {}
         self.layers: list[dict[str, Any]] = []
         self.maps: dict[str, Tensor] = {}
         self.shared_record: dict[str, Any] | None = None
@@ -57,14 +57,14 @@ class PruningRun:
 
     def execute(self, state: SharedState | None) -> None:
         """Rotates and prunes the layers. `state` saves the finished layers; None saves nothing."""
-        if state is not None:
-            self.rotations = RotationsOfLayers(partial(steps.load_rotation, self.context, state))
         with contextlib.nullcontext() if state is None else state.saving():
             self._prune_layers(state)
 
     def _prune_layers(self, state: SharedState | None) -> None:
         run, recipe = self.context, self.context.recipe
         known, records = self._known_rotations(state)
+        load = partial(steps.load_rotation, run, state) if state else None
+        found = known or RotationsOfLayers(load)
         with run.during("check"):
             later = self._check(known)
         with run.during("calibrate"):
@@ -94,12 +94,17 @@ class PruningRun:
                 steps.advance(run, work)
             if run.rotates:
                 steps.unrotate(run, work)
-            self._keep(work, given)
+            if isinstance(found, RotationsOfLayers) and work.rotation is not None and given is None:
+                found.keep(layer.index, work.rotation.to("cpu"))
+            self._keep(work, found)
             if state and not work.restored:
-                steps.save(run, work, state)
+                steps.save(run, work, state, known=given is not None)
         if later is not None:
             with run.during("check"):
                 self.logit_error = later.logit_error()
+        self.rotations = found
+        if state is not None and isinstance(known, RotationsOfLayers):  # from now on rank 0 alone reads
+            self.rotations = saved_rotations(run, state.own.loaded) if state.own else {}
 
     def _dense_stream(self, stream: CalibrationStream) -> CalibrationStream:
         """A copy of the stream for the dense model, on the device if it has room, or where the stream is."""
@@ -145,11 +150,9 @@ class PruningRun:
             check_outputs(run.model, tokens, run.device)
         return None
 
-    def _keep(self, work: LayerWork, given: LayerRotation | None) -> None:
-        """given: the layer's rotation in main memory, if it was known before, which may share its R1."""
-        if work.rotation is not None:
-            self.rotations.keep(work.layer.index, given or work.rotation.to("cpu"))
-        zeros, weights = steps.finish(self.context, work, self.rotations)
+    def _keep(self, work: LayerWork, rotations: Mapping[int, LayerRotation]) -> None:
+        """rotations: those of this layer and of the layers before it."""
+        zeros, weights = steps.finish(self.context, work, rotations)
         self._zeros, self._weights = self._zeros + zeros, self._weights + weights
         self.layers.append(work.record)
         for name, values in work.maps.items():

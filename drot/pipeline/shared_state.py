@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from drot.checkpoint.resume import RunState
@@ -39,9 +40,14 @@ class SharedState:
         """As RunState.load; all ranks call it."""
         return self._on_first(lambda: self._first.load(name))
 
-    def loaded(self, name: str) -> dict[str, Tensor]:
-        """As RunState.loaded; all ranks call it."""
-        return self._on_first(lambda: self._first.loaded(name))
+    def loaded(self, name: str, device: torch.device) -> dict[str, Tensor]:
+        """As RunState.loaded, on the device of the ranks, or in main memory; all ranks call it."""
+        found = self._ranks.on_rank(0, lambda: self._first.loaded(name), device)
+        return {key: tensor.to(device) for key, tensor in found.items()}
+
+    def read_ahead(self, name: str) -> None:
+        if self.own is not None:
+            self.own.read_ahead(name)
 
     def save(self, name: str, tensors: dict[str, Tensor], record: Any) -> None:
         if self.own is not None:

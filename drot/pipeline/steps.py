@@ -27,8 +27,8 @@ from drot.pipeline.shared_state import SharedState
 from drot.pipeline.training import own_r3, train
 from drot.rotation.objective import LayerObjective
 
-#: End of the name of the part with what a run needs beside a finished layer: its rotation in fp64, and the
-#: maps of the importance of its weights.
+#: End of the name of the part with what a run needs beside a finished layer: its rotation in fp64, unless it
+#: was known before the pruning, and the maps of the importance of its weights.
 BESIDE = "_run"
 #: prefixes of the names of their tensors
 ROTATION_PREFIX, MAP_PREFIX = "drot.", "drot.figures."
@@ -84,7 +84,7 @@ def rotate(run: RunContext, work: LayerWork) -> None:
     assert work.objective is not None
     index = work.layer.index
     (trained,), record = train(run, [work.objective], index, run.ranks)
-    work.rotation = rotation = own_r3(run, {index: trained})[index].to(run.device)
+    work.rotation = rotation = own_r3(run, {index: trained})[index]
     work.objective = None
     with run.during("check", work.layer):
         sample = work.stream.first_samples(1).on(run.device, torch.float32)
@@ -186,12 +186,15 @@ def finish(run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotati
         return as_saved(layer, run.save_dtype, run.dense_linears)
 
 
-def save(run: RunContext, work: LayerWork, state: SharedState) -> None:
-    """Saves the finished layer in a thread: its shard of the checkpoint, and what the run needs beside it."""
+def save(run: RunContext, work: LayerWork, state: SharedState, *, known: bool) -> None:
+    """Saves the finished layer in a thread: its shard of the checkpoint, and what the run needs beside it.
+
+    known: whether the rotation was known before the pruning, and needs no saving.
+    """
     with run.during("save", work.layer):
         beside = {MAP_PREFIX + name: values for name, values in work.maps.items()}
-        if work.rotation is not None:
-            beside |= work.rotation.tensors(ROTATION_PREFIX)
+        if work.rotation is not None and not known:
+            beside |= work.rotation.named(ROTATION_PREFIX)
         name = part_of(work.layer)
         state.save_later({name: (stored_tensors(work.layer), work.record), name + BESIDE: (beside, None)})
 
@@ -222,7 +225,8 @@ def restore(
         if name.startswith(MAP_PREFIX)
     }
     if run.rotates:
-        work.rotation = LayerRotation.from_tensors(beside, ROTATION_PREFIX).to(run.device)
+        if work.rotation is None:
+            work.rotation = LayerRotation.from_tensors(beside, ROTATION_PREFIX).to(run.device)
         if run.bases.place == "inside":
             work.boundary = run.bases.held(work.layer.index, {work.layer.index: work.rotation})
         with run.during("merge", work.layer):

@@ -1,17 +1,19 @@
 """The training of rotations in a run: of one layer, of all from the dense model, or of one shared R1."""
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from drot.core.errors import UserError
+from drot.machine.devices import free_memory, is_gpu
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
+from drot.pipeline.estimate import device_memory, sizes_of, training_memory
 from drot.pipeline.events import Advanced
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.shared_state import SharedState
@@ -20,11 +22,14 @@ from drot.rotation.objective import LayerObjective
 from drot.rotation.stack import LeftRotated
 from drot.rotation.train import train_rotation
 
+#: of the names of the tensors of a saved rotation
+PREFIX = "layers.0."
+
 
 def train(
     run: RunContext, objectives: list[LayerObjective], index: int | None, ranks: Ranks
 ) -> tuple[list[LayerRotation], dict[str, Any]]:
-    """The trained rotation of each objective, in main memory, and the record of the training.
+    """The trained rotation of each objective, on the device of the run, and the record of the training.
 
     objectives: one objective, or the objectives of all layers, which then share R1.
     index: the layer; None for all layers.
@@ -49,7 +54,7 @@ def train(
         "entropy_after": after,
         "nsamples": len(run.training_tokens),
     }
-    return [rotation.to("cpu") for rotation in rotations], figures
+    return rotations, figures
 
 
 def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, LayerRotation]:
@@ -69,6 +74,7 @@ def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, L
             for layer in layers[max(index - 1, 0) : index + 1]
             if run.bases.writes_in(layer.index) == index
         ]
+<<<<<<< HEAD
         start = 0  # of the next linear in the trained R3, which has those that are pruned alone
         for layer in owners:
             stop = 0  # of a linear in the R3 of its layer
@@ -79,6 +85,14 @@ def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, L
                     if layer.index in found:
                         found[layer.index][stop - count : stop] = rotation.r3[start : start + count]
                     start += count
+=======
+        if owners and rotation.r3 is not None:
+            parts = rotation.r3.chunk(len(owners))
+            found |= {layer.index: part for layer, part in zip(owners, parts, strict=True)}
+    for index in trained.keys() - found.keys():
+        eye = torch.eye(block, dtype=torch.float64, device=trained[index].r1.device)
+        found[index] = eye.repeat(run.model.widths["mlp"] // block, 1, 1)
+>>>>>>> scale2
     return {index: dataclasses.replace(rotation, r3=found[index]) for index, rotation in trained.items()}
 
 
@@ -106,7 +120,7 @@ def train_shared(run: RunContext, state: SharedState | None) -> tuple[list[Layer
             f"{run.bases.layers} layers do not fit in the memory of {run.device} at once: "
             "use `layers_per_step=4`, which keeps the other layers in main memory"
         ) from fault
-    rotations = list(own_r3(run, dict(enumerate(trained))).values())
+    rotations = list(own_r3(run, {index: each.to("cpu") for index, each in enumerate(trained)}).values())
     record["damping"] = dampings
     if state:
         tensors = {}
@@ -121,14 +135,15 @@ def train_layers(
 ) -> tuple[RotationsOfLayers, dict[int, dict[str, Any]]]:
     """Trains the rotation of each layer, each on one rank (`hessians="dense"`); the records by layer.
 
-    The Hessians are those of the dense model, from one pass before anything is pruned. A rotation is saved in
-    `state` as it was trained (`own_r3`), and loaded from it when it is needed. Without `state`, all rotations
-    stay in memory. Those that an interrupted run has saved are not trained again.
+    The Hessians are those of the dense model, from one pass before anything is pruned. Rotations are saved in
+    `state` as they were trained (`own_r3`), in a thread, while the next ones are trained. When they are
+    needed, they are loaded from it onto the device of the run. Without `state`, all rotations stay in memory.
+    Those that an interrupted run has saved are not trained again.
     """
     done: dict[int, dict[str, Any]] = {}
     trained: dict[int, LayerRotation] = {}
     for index in range(run.bases.layers):
-        if saved := state.load(f"rotation_{index:05d}") if state else None:
+        if saved := state.load(_part_of(index)) if state else None:
             done[index] = saved[1]
 
     def train_each(batch: Mapping[int, tuple[LayerObjective | None, dict[str, float]]]) -> None:
@@ -137,18 +152,16 @@ def train_layers(
         for index, (objective, damping) in batch.items():
             if objective is not None:
                 (rotation,), record = train(run, [objective], index, ALONE)
-                own = rotation.tensors("layers.0."), record | {"damping": damping}
+                own = rotation.named(PREFIX), record | {"damping": damping}
+        parts = {}
         for rank, index in enumerate(batch):
             tensors, done[index] = run.ranks.on_rank(rank, lambda: own)
-            if state:
-                state.save(f"rotation_{index:05d}", tensors, done[index])
-            else:
-                trained[index] = LayerRotation.from_tensors(tensors, "layers.0.")
-
-    def load(index: int) -> LayerRotation:
-        if state is None:
-            return trained[index]
-        return LayerRotation.from_tensors(state.loaded(f"rotation_{index:05d}"), "layers.0.")
+            if state is None:
+                trained[index] = LayerRotation.from_tensors(tensors, PREFIX).to("cpu")
+            elif state.own is not None:  # the other ranks keep none
+                parts[_part_of(index)] = tensors, done[index]
+        if state is not None:
+            state.save_later(parts)
 
     if len(done) < run.bases.layers:
         batch: dict[int, tuple[LayerObjective | None, dict[str, float]]] = {}
@@ -159,10 +172,46 @@ def train_layers(
                 batch = {}
         train_each(batch)
 
-    def own(index: int) -> LayerRotation:
-        return own_r3(run, {each: load(each) for each in {index, run.bases.writes_in(index)}})[index]
+    def loaded(name: str) -> dict[str, Tensor]:
+        assert state is not None, "without it all lie in memory"
+        tensors = state.loaded(name, run.device)
+        state.read_ahead(_part_of(int(name[-5:]) + 1))
+        return tensors
 
-    return RotationsOfLayers(own, range(run.bases.layers)), dict(sorted(done.items()))
+    rotations = _with_own_r3(run, trained) if state is None else saved_rotations(run, loaded)
+    return rotations, dict(sorted(done.items()))
+
+
+def saved_rotations(run: RunContext, loaded: Callable[[str], dict[str, Tensor]]) -> RotationsOfLayers:
+    """The rotations that `train_layers` saved. loaded: gives the tensors of a part."""
+
+    def load(index: int) -> LayerRotation:
+        return LayerRotation.from_tensors(loaded(_part_of(index)), PREFIX)
+
+    return _with_own_r3(run, RotationsOfLayers(load, range(run.bases.layers)))
+
+
+def _with_own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> RotationsOfLayers:
+    def own(index: int) -> LayerRotation:
+        needed = sorted({index, run.bases.writes_in(index)})
+        return own_r3(run, {each: trained[each] for each in needed})[index]
+
+    # a boundary at the input needs the layer before, and the check of a model is one layer ahead
+    return RotationsOfLayers(own, range(run.bases.layers), 3 if run.bases.place == "input" else 2)
+
+
+def _part_of(index: int) -> str:
+    return f"rotation_{index:05d}"
+
+
+def layers_ahead(run: RunContext) -> int:
+    """How many layers a GPU gets while the ranks train: those of the next batch, as far as it has room."""
+    if run.ranks.size == 1 or not is_gpu(run.device):
+        return 1
+    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+    needed = max(device_memory(sizes, run.recipe, run.dtype), training_memory(sizes, run.recipe))
+    more = int((free_memory(run.device) - needed) // (sizes.layer_weights * run.dtype.itemsize))
+    return max(1, min(run.ranks.size, 1 + more))
 
 
 def _objectives(
@@ -175,7 +224,8 @@ def _objectives(
     yielded = 0
     stream = embed(run, run.training_tokens, state)
     before: list[LeftRotated] = []  # of the layer before, if this layer's R1 rotates their outputs
-    for layer in on_device(run.model.layers, run.device, run.home):
+    ahead = layers_ahead(run) if divided else 1
+    for layer in on_device(run.model.layers, run.device, run.home, ahead=ahead):
         index, writes_next = layer.index, run.bases.writes_next(layer.index)
         with run.during("calibrate", layer, announced=True):
             needed = index not in done or (writes_next and index + 1 not in done)

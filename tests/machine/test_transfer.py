@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -32,6 +33,13 @@ class RecordedLayer:
         self.place = place
 
 
+def wait_until(condition):
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
 def test_a_thread_moves_the_next_layer_while_the_caller_works():
     moves, at_work = [], []
     layers = [RecordedLayer(index, moves) for index in range(4)]
@@ -46,6 +54,19 @@ def test_a_thread_moves_the_next_layer_while_the_caller_works():
     assert [move[:2] for move in moves] == [
         (0, "meta"), (1, "meta"), (0, "cpu"), (2, "meta"), (1, "cpu"), (3, "meta"), (2, "cpu"), (3, "cpu"),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [1, 3, 5])
+def test_a_thread_is_several_layers_ahead(count):
+    """Never more, and the layers still come in their order."""
+    moves, most = [], []
+    layers = [RecordedLayer(index, moves) for index in range(count)]
+    for number, layer in enumerate(on_device(layers, ELSEWHERE, CPU, ahead=3)):
+        assert layer.index == number and layer.place == ELSEWHERE
+        wait_until(lambda: sum(move[1] == "meta" for move in moves) == min(number + 4, count))  # noqa: B023
+        most.append(sum(other.place == ELSEWHERE for other in layers))
+    assert max(most) <= 1 + 3 + 1 and all(layer.place == CPU for layer in layers)
+    assert [index for index, place, _ in moves if place == "meta"] == list(range(count))
 
 
 def test_all_layers_are_at_home_after_an_error():

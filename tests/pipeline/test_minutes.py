@@ -1,4 +1,4 @@
-"""benchmarks/minutes.py: what it counts on tensors without storage is what a run on a CPU computes."""
+"""benchmarks/counting.py: what it counts on tensors without storage is what a run on a CPU computes."""
 
 import runpy
 from pathlib import Path
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.parametrize("quality", ["fast", pytest.param("best", marks=pytest.mark.slow)])
 def test_the_operations_are_those_of_a_run(quality, monkeypatch):
     """In all steps but the training, whose steps in so(n) are others on a GPU (tests/rotation)."""
-    minutes = runpy.run_path(str(ROOT / "benchmarks/minutes.py"))
+    counting = runpy.run_path(str(ROOT / "benchmarks/counting.py"))
     monkeypatch.setattr(solve, "ADMM_SETTLED", -1.0)  # so that ADMM takes all iterations
     monkeypatch.setattr(solve, "ADMM_GROWTH", ((-1.0, 1.1),))
     monkeypatch.setattr(solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS)
@@ -32,13 +32,13 @@ def test_the_operations_are_those_of_a_run(quality, monkeypatch):
         recipe(quality=quality, sparsity="2:4", steps=2, recover_epochs=1), device="cpu", down_width=48
     )
     found = [
-        minutes["counted_run"](
+        counting["counted_run"](
             small_model("llama", num_hidden_layers=1).to(device), chosen, random_tokens(4, 40)
         )
         for device in ("cpu", "meta")
     ]
     by_step = []
-    for costs in found:
+    for costs, _ in found:
         sums: dict[str, float] = {}
         for (step, _), operations in costs.operations.items():
             sums[step] = sums.get(step, 0) + operations
@@ -51,7 +51,7 @@ def test_the_operations_are_those_of_a_run(quality, monkeypatch):
 def test_a_layer_of_qwen3_30b_a3b_takes_less_than_30_gb():
     """128 small experts. No token reaches an expert on `meta`. So the inputs of the experts are not counted:
     five tensors of at most ROUTED_BYTES, the products of a batch of Hessians, and a copy of weights."""
-    minutes = runpy.run_path(str(ROOT / "benchmarks/minutes.py"))
+    counting = runpy.run_path(str(ROOT / "benchmarks/counting.py"))
     config = AutoConfig.for_model(
         "qwen3_moe",
         vocab_size=1024,
@@ -71,6 +71,6 @@ def test_a_layer_of_qwen3_30b_a3b_takes_less_than_30_gb():
     asked = recipe(quality="balanced", steps=2, down_rotation="none", seqlen=2048)
     chosen = resolve(asked, device="cuda", positions=2048)
     tokens = torch.zeros(128, 2048, dtype=torch.long)
-    costs = minutes["counted_run"](model.eval().requires_grad_(False), chosen, tokens)
+    costs, _ = counting["counted_run"](model.eval().requires_grad_(False), chosen, tokens)
     routed = 5 * inputs.ROUTED_BYTES + 128 * (4 * 2048**2 + 2 * 2 * 768 * 2048)
     assert 10e9 < max(costs.peak.values()) < 30e9 - routed
