@@ -41,12 +41,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
         checkpoint -= packed * save_dtype.itemsize // 2 - packed // 8
     beside = 0
     if rotates:
-<<<<<<< HEAD
-        copies = 2 if rotation.hessians == "dense" else 1
-        beside += copies * sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.names)
-=======
-        beside += layers * rotation_bytes(sizes, rotation.down_block)
->>>>>>> scale2
+        beside += sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.names)
     if sizes.tokens:
         beside += sum(
             map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0

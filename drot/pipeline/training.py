@@ -66,15 +66,19 @@ def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, L
     block = run.recipe.rotation.down_block
     if block is None:
         return dict(trained)
-    eye, layers = torch.eye(block, dtype=torch.float64), run.model.layers
-    found = {index: eye.repeat(layers[index].down_inputs() // block, 1, 1) for index in trained}
+    layers = run.model.layers
+    found = {
+        index: torch.eye(block, dtype=torch.float64, device=rotation.r1.device).repeat(
+            layers[index].down_inputs() // block, 1, 1
+        )
+        for index, rotation in trained.items()
+    }
     for index, rotation in trained.items():
         owners = [
             layer
             for layer in layers[max(index - 1, 0) : index + 1]
             if run.bases.writes_in(layer.index) == index
         ]
-<<<<<<< HEAD
         start = 0  # of the next linear in the trained R3, which has those that are pruned alone
         for layer in owners:
             stop = 0  # of a linear in the R3 of its layer
@@ -85,14 +89,6 @@ def own_r3(run: RunContext, trained: Mapping[int, LayerRotation]) -> dict[int, L
                     if layer.index in found:
                         found[layer.index][stop - count : stop] = rotation.r3[start : start + count]
                     start += count
-=======
-        if owners and rotation.r3 is not None:
-            parts = rotation.r3.chunk(len(owners))
-            found |= {layer.index: part for layer, part in zip(owners, parts, strict=True)}
-    for index in trained.keys() - found.keys():
-        eye = torch.eye(block, dtype=torch.float64, device=trained[index].r1.device)
-        found[index] = eye.repeat(run.model.widths["mlp"] // block, 1, 1)
->>>>>>> scale2
     return {index: dataclasses.replace(rotation, r3=found[index]) for index, rotation in trained.items()}
 
 
