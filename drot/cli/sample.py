@@ -16,9 +16,10 @@ def sample(
     dtype: str = "auto",
     as_json: bool = False,
 ) -> None:
-    """Let MODEL write a text for `drot prune --calibration`: of all kinds that it knows, from no data.
+    """Let MODEL write a text for the calibration of `drot prune`.
 
-    Beside your own text it keeps what that text lacks, such as code. The whole model must fit on the device.
+    The text is of all kinds that MODEL knows, such as code, also of those that your own text lacks. Calibrate
+    with both. The whole model must fit on the device.
 
     Example: drot sample llama --out own.jsonl
 
@@ -26,9 +27,9 @@ def sample(
         model MODEL: The model that is to be pruned: a name on the Hugging Face hub, or a local folder.
     Text:
         out FILE.jsonl: File to write, with a text in each row. It must be new.
-        tokens: Length of the text.
+        tokens: Length of the text in tokens, rounded up to whole rows.
         seqlen: Tokens of a row. Each row begins with a random token.
-        seed: Seed of the text.
+        seed: Seed of the random tokens. The same seed gives the same text on the same machine.
     Run:
         device:
         dtype: Dtype of the weights. auto is the dtype of the checkpoint.

@@ -15,8 +15,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     """The bytes of the checkpoint, and of what lies beside it in OUT.partial until the run ends.
 
     Beside the finished layers, which become shards of the checkpoint, lie the maps of the linears, and the
-    rotations in fp64. Headers, tokenizer and manifest
-    are left out: they are small.
+    rotations in fp64. Headers, tokenizer and manifest are left out: they are small.
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
     rotates = rotation.mode != "none"

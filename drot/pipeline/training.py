@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -168,21 +169,27 @@ def train_layers(
                 batch = {}
         train_each(batch)
 
-    def loaded(name: str) -> dict[str, Tensor]:
-        assert state is not None, "without it all lie in memory"
-        tensors = state.loaded(name, run.device)
-        state.read_ahead(_part_of(int(name[-5:]) + 1))
-        return tensors
-
-    rotations = _with_own_r3(run, trained) if state is None else saved_rotations(run, loaded)
+    if state is None:
+        rotations = _with_own_r3(run, trained)
+    else:
+        rotations = saved_rotations(run, partial(state.loaded, device=run.device), state.read_ahead)
     return rotations, dict(sorted(done.items()))
 
 
-def saved_rotations(run: RunContext, loaded: Callable[[str], dict[str, Tensor]]) -> RotationsOfLayers:
-    """The rotations that `train_layers` saved. loaded: gives the tensors of a part."""
+def saved_rotations(
+    run: RunContext,
+    loaded: Callable[[str], dict[str, Tensor]],
+    read_ahead: Callable[[str], None] = lambda name: None,
+) -> RotationsOfLayers:
+    """The rotations that `train_layers` saved.
+
+    loaded: gives the tensors of a part. read_ahead: gets the name of the part that is needed after it.
+    """
 
     def load(index: int) -> LayerRotation:
-        return LayerRotation.from_tensors(loaded(_part_of(index)), PREFIX)
+        tensors = loaded(_part_of(index))
+        read_ahead(_part_of(index + 1))
+        return LayerRotation.from_tensors(tensors, PREFIX)
 
     return _with_own_r3(run, RotationsOfLayers(load, range(run.bases.layers)))
 

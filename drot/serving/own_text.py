@@ -1,4 +1,4 @@
-"""Calibration text that a model writes itself: of all kinds that the model knows, from no data."""
+"""A calibration text that the model itself writes: it is of all kinds that the model knows."""
 
 import json
 from collections.abc import Iterator
@@ -94,5 +94,6 @@ def _batches(
                 if "probability tensor" not in str(error):
                     raise
                 raise UserError(
-                    "the model gives no probabilities, but inf or nan: use a higher `dtype`, or copy it again"
+                    "the model gives inf or nan in place of probabilities: use `dtype` float32, or copy the "
+                    "model again"
                 ) from error
