@@ -34,6 +34,7 @@ from drot.evaluation.perplexity import load_eval_tokens
 from drot.evaluation.predictions import predict
 from drot.machine.devices import pick_device
 from drot.reporting.demo import HELD_OUT
+from drot.text.mixture import texts_of
 from drot.text.source import load_calibration
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
@@ -79,7 +80,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", help=f"folder or name on the hub; default: {SMOLLM2}")
     parser.add_argument("--models", type=Path, default=ROOT / ".cache" / "models")
-    parser.add_argument("--calibration", default="wikitext2")
+    parser.add_argument("--calibration", default="wikitext2", help="text, or several with a comma between")
     parser.add_argument("--eval", action="append", help="text; may be given more than once")
     parser.add_argument("--tokens", type=int, default=16384, help="tokens of the calibration")
     parser.add_argument("--seqlen", type=int, default=512, help="tokens of a window of either text")
@@ -112,7 +113,7 @@ def main() -> None:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "model": Path(source).name,
-        "calibration": Path(options.calibration).stem,
+        "calibration": " + ".join(Path(text).stem for text, _ in texts_of(options.calibration)),
         "tokens": settings.nsamples * options.seqlen,
     }
     for name in options.only or RECORDS:
