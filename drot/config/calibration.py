@@ -20,8 +20,8 @@ class CalibrationConfig:
 
     source: str = "c4"
     """c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is
-    read only as far as needed; or a .txt, .json, .jsonl or .parquet file. Several for calibration, with
-    their shares of the sequences: a.txt,b.txt=2.
+    read only as far as needed; or a .txt, .json, .jsonl or .parquet file. Several, with their shares
+    of the sequences: a.txt,b.txt=2.
     """
     nsamples: int = Field(default=128, ge=1)
     """Number of sequences to cut from the text."""

@@ -1,13 +1,15 @@
 """The sequences of a fine-tuning: those that it trains on, and those that are held out."""
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
 
-from drot.config import FinetuneConfig, default_seqlen
+from drot.config import CalibrationConfig, FinetuneConfig, default_seqlen
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
-from drot.text.source import as_token_ids, draw_sequences, large_text, read_text, tokenize
+from drot.text.mixture import counts_of, texts_of
+from drot.text.source import as_token_ids, draw_sequences, large_text, read_text, spread, tokenize
 
 
 def split_text(
@@ -20,8 +22,9 @@ def split_text(
     """Training sequences [nsamples, seqlen] and held-out sequences [held_out, seqlen] of token ids.
 
     The held-out sequences are the end of the text, one after the other. The `nsamples` training sequences
-    start at random positions before them, as in `load_calibration`. With `tokens` [n, seqlen], the last rows
-    are held out, and the others are the training sequences.
+    start at random positions before them, as in `load_calibration`. Several texts each have their share of
+    both (`drot.text.mixture`). With `tokens` [n, seqlen], the last rows are held out, and the others are the
+    training sequences.
 
     Raises UserError for a text that is missing, unreadable or too short.
 
@@ -35,7 +38,22 @@ def split_text(
                 f"`tokens` must have more rows than `held_out`, {held_out}; got {len(rows)}: lower `held_out`"
             )
         return rows[:-held_out], rows[-held_out:]
-    seqlen = text.seqlen or default_seqlen(positions)
+    text = replace(text, seqlen=text.seqlen or default_seqlen(positions))
+    sources, shares = zip(*texts_of(text.source), strict=True)
+    counts = counts_of(list(shares), text.nsamples)
+    reserved = counts_of(list(shares), held_out, "held_out")
+    parts = [
+        _split(replace(text, source=source, nsamples=count), last, tokenizer, progress)
+        for source, count, last in zip(sources, counts, reserved, strict=True)
+    ]
+    training, kept = zip(*parts, strict=True)
+    return spread(list(training)), spread(list(kept))
+
+
+def _split(text: CalibrationConfig, held_out: int, tokenizer: Any, progress: Progress) -> tuple[Tensor, Tensor]:
+    """The sequences of one text, as `split_text` returns them."""
+    seqlen = text.seqlen
+    assert seqlen is not None
     if (large := large_text(text, tokenizer, progress)) is not None:
         last, end = large.tail(held_out * seqlen)
         return large.sequences(text.nsamples, seqlen, text.seed, end), last.reshape(held_out, seqlen)

@@ -35,10 +35,12 @@ def texts_of(source: str) -> list[tuple[str, float]]:
     return list(found.items())
 
 
-def counts_of(shares: list[float], nsamples: int) -> list[int]:
+def counts_of(shares: list[float], nsamples: int, field: str = "nsamples") -> list[int]:
     """The sequences of each text: `nsamples` by the shares, rounded to the largest remainders.
 
     Raises UserError if a text gets none.
+
+    field: the setting that `nsamples` is the value of, for the message.
     """
     exact = [nsamples * share / sum(shares) for share in shares]
     counts = [int(count) for count in exact]
@@ -47,7 +49,7 @@ def counts_of(shares: list[float], nsamples: int) -> list[int]:
         counts[index] += 1
     if 0 in counts:
         raise UserError(
-            f"`nsamples` must give every text of `source` a sequence; {nsamples} gives them {counts}: raise "
-            "`nsamples`, or leave a text out"
+            f"`{field}` must give every text of `source` a sequence; {nsamples} gives them {counts}: raise "
+            f"`{field}`, or leave a text out"
         )
     return counts

@@ -152,3 +152,16 @@ def test_the_held_out_text_is_not_trained_on(tmp_path):
     assert held_out.shape == (2, 10) and (held_out == ord("b")).all()
     with pytest.raises(UserError, match="more than 70 tokens, for 6 held-out sequences and one to train on"):
         split_text(FinetuneConfig(text=text, held_out=6), Letters())
+
+
+def test_several_texts_are_trained_on_and_held_out_by_their_shares(tmp_path):
+    """The end of each text is held out of that text."""
+    for letter, end in (("a", "x" * 10), ("b", "y" * 20)):
+        (tmp_path / f"{letter}.txt").write_text(letter * 50 + end)
+    text = CalibrationConfig(source=f"{tmp_path}/a.txt,{tmp_path}/b.txt=2", nsamples=9, seqlen=10)
+    training, held_out = split_text(FinetuneConfig(text=text, held_out=3), Letters())
+    for found, letters in ((training, "ab"), (held_out, "xy")):
+        counts = [(found == ord(letter)).all(dim=1).sum().item() for letter in letters]
+        assert counts == [len(found) // 3, 2 * len(found) // 3]
+    with pytest.raises(UserError, match="`held_out` must give every text of `source` a sequence"):
+        split_text(FinetuneConfig(text=text, held_out=1), Letters())
