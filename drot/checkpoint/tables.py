@@ -62,6 +62,11 @@ def short(name: str) -> str:
     return Path(name).name if name.count("/") > 1 or Path(name).is_absolute() else name
 
 
+def short_source(source: str) -> str:
+    """`short` of a text, or of each of several with their shares."""
+    return ",".join(short(part) for part in source.split(","))
+
+
 def gap_closed(dense: float | None, baseline: float | None, model: float | None) -> float | None:
     """(baseline - model) / (baseline - dense), in perplexities on one text.
 
@@ -173,7 +178,7 @@ def finetune_line(record: FinetuneRecord) -> str:
     perplexity = change(held_out.perplexity_before, held_out.perplexity_after)
     return (
         f"{kind}, lr {settings.lr:g}, {record.steps} steps, {text.shape[0]} x {text.shape[1]} "
-        f"tokens of {short(text.source)}; held-out perplexity {perplexity}; {record.seconds:.0f} s"
+        f"tokens of {short_source(text.source)}; held-out perplexity {perplexity}; {record.seconds:.0f} s"
     )
 
 
@@ -238,7 +243,7 @@ def _calibration_line(manifest: Manifest) -> str:
     if settings.source == GIVEN_TOKENS:
         return f"token ids from a Python program, {nsamples} x {seqlen} tokens"
     whole = " (all that the model reads)" if seqlen == manifest.positions else ""
-    return f"{short(settings.source)}, {nsamples} x {seqlen} tokens{whole}, seed {settings.seed}"
+    return f"{short_source(settings.source)}, {nsamples} x {seqlen} tokens{whole}, seed {settings.seed}"
 
 
 def _rotation_line(manifest: Manifest) -> str:

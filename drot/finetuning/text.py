@@ -50,7 +50,9 @@ def split_text(
     return spread(list(training)), spread(list(kept))
 
 
-def _split(text: CalibrationConfig, held_out: int, tokenizer: Any, progress: Progress) -> tuple[Tensor, Tensor]:
+def _split(
+    text: CalibrationConfig, held_out: int, tokenizer: Any, progress: Progress
+) -> tuple[Tensor, Tensor]:
     """The sequences of one text, as `split_text` returns them."""
     seqlen = text.seqlen
     assert seqlen is not None

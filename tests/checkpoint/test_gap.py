@@ -2,7 +2,7 @@
 
 import pytest
 
-from drot.checkpoint.tables import gap_closed
+from drot.checkpoint.tables import gap_closed, short_source
 
 
 @pytest.mark.parametrize(
@@ -22,3 +22,15 @@ from drot.checkpoint.tables import gap_closed
 )
 def test_gap_closed(dense, baseline, model, expected):
     assert gap_closed(dense, baseline, model) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("allenai/c4", "allenai/c4"),
+        ("/home/a/wiki.txt", "wiki.txt"),
+        ("/home/a/wiki.txt,c4,/home/a/own.jsonl=2", "wiki.txt,c4,own.jsonl=2"),
+    ],
+)
+def test_a_card_names_every_text_without_its_folder(source, expected):
+    assert short_source(source) == expected
