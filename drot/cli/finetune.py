@@ -12,6 +12,7 @@ from drot.config.settings import fields_of
 from drot.core import torchrun
 from drot.core.errors import UserError
 from drot.core.events import silent
+from drot.text.mixture import texts_of
 
 DEFAULT = FinetuneConfig()
 #: the options of the settings, by panel
@@ -69,5 +70,6 @@ def check_effects(config: FinetuneConfig) -> None:
     changed = [name for name in lora_only if getattr(config, name) != getattr(DEFAULT, name)]
     if config.full and changed:
         raise UserError(f"`{changed[0]}` has no effect with `full=True`: leave one or the other out")
-    if config.text.source.endswith(".txt") and config.text.text_column != DEFAULT.text.text_column:
+    texts = [text for text, _ in texts_of(config.text.source)]
+    if all(text.endswith(".txt") for text in texts) and config.text.text_column != DEFAULT.text.text_column:
         raise UserError("`text_column` has no effect with a .txt file: leave one or the other out")

@@ -402,6 +402,12 @@ def test_a_warm_up_must_end_before_the_training():
         (["--full", "--rank", "4"], "--rank has no effect with --full: leave one or the other out"),
         (["--full", "--keep-adapter"], "--full trains no adapter: leave out --full or --keep-adapter"),
         (["--text", "a.txt", "--text-column", "b"], "--text-column has no effect with a .txt file"),
+        (["--text", "a.txt,b.txt", "--text-column", "b"], "--text-column has no effect with a .txt file"),
+        (
+            ["--text", "a.txt,b.jsonl", "--text-column", "b"],
+            "--text must be c4, wikitext2, a dataset on the hub",
+        ),
+        (["--text", "a.txt,a.txt"], "--text with several texts must name each once"),
         (["--text", "nothing.txt"], "--text must be c4, wikitext2, a dataset on the hub"),
         (["--held-out", "0"], "--held-out must be a whole number of at least 1; got 0"),
     ],
