@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import ResolvedRecipe
+from drot.machine import transfer
 from drot.machine.ranks import ALONE, CPU, Ranks
 from drot.model.decoder import DecoderModel
 from drot.pipeline import events, invariance, recover, states, training
@@ -130,6 +131,7 @@ class Costs(TorchDispatchMode):
 
     device: where the run computes. step: where the next ops count.
     operations: (step, precision) → operations. copied: bytes that went to `device` or came from it.
+    overlapping: those of them that are pinned, and on their way while the run computes.
     layers_ahead: how many layers lie on the device while the ranks train known rotations.
     before: `seconds` when the check of the rotations began, before which known rotations are trained.
     peak: step → the most bytes that the tensors on `device` took at once.
@@ -143,6 +145,7 @@ class Costs(TorchDispatchMode):
         self.operations: Counter[tuple[str, str]] = Counter()
         self.launches: Counter[str] = Counter()
         self.copied: Counter[str] = Counter()
+        self.overlapping: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
         self._living: dict[int, tuple[StorageWeakRef, int]] = {}
         self._taken = 0
@@ -215,6 +218,25 @@ class Costs(TorchDispatchMode):
         if func in (aten.addmm.dtype_out, aten.baddbmm.dtype_out):
             return kwargs["out"]
         return func(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def overlapped(self) -> Iterator[None]:
+        """A context whose copies overlap with the run's work, as those of `ahead` and `CopiesHome` do."""
+        before = self.copied[self.step]
+        yield
+        self.overlapping[self.step] += self.copied[self.step] - before
+
+    def ahead(self, sources: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
+        """Takes the place of drot.machine.transfer.ahead."""
+        for source in sources:
+            with self.overlapped():
+                tensor = source.to(device)
+            yield tensor
+
+    def write(self, home: transfer.CopiesHome, target: Tensor, result: Tensor) -> None:
+        """Takes the place of CopiesHome.write."""
+        with self.overlapped():
+            target.copy_(result)
 
 
 def operations_of(name: Any, read: list[Tensor], args: tuple) -> tuple[str, float]:
@@ -357,7 +379,11 @@ def counted_run(
         context.listeners = [listen]
         costs.layers_ahead = training.layers_ahead(context)
         run = PruningRun(context)
-        with costs:
+        with (
+            mock.patch.object(stream, "ahead", costs.ahead),
+            mock.patch.object(transfer.CopiesHome, "write", lambda *given: costs.write(*given)),
+            costs,
+        ):
             run.execute(SharedState(ranks, Path("out"), lambda: files))
             costs.step = "save"
             run.rotate_ends()

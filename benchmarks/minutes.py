@@ -72,7 +72,8 @@ class OfLayer:
         before: the seconds of `ops` and of `training` before the check of known rotations.
         first: (step, op) → seconds of a run without layers.
         layers_ahead: as in Costs.
-        copied: bytes that go between the memories while a run waits.
+        copied: bytes that go between the memories while a run waits. overlapping: step → those that go while
+            it computes.
         written, home, ahead: as in CountedFiles.
     """
 
@@ -80,8 +81,8 @@ class OfLayer:
         self._shape, self._recipe, self._tokens, self._size = shape, recipe, tokens, size
         self._values: list[Any] = []
         # with --hessians dense a rank trains every n-th layer; rank 1 trains none of a single layer
-        two, two_before, copied_of_two, files_of_two = self._counted(2)
-        one, one_before, copied_of_one, files_of_one = self._counted(1)
+        two, two_before, copies_of_two, files_of_two = self._counted(2)
+        one, one_before, copies_of_one, files_of_one = self._counted(1)
         other, other_before = self._counted(1, rank=1)[:2] if size > 1 else (one, one_before)
         self.ops, self.training, self.first = two.copy(), one.copy(), one.copy()
         self.ops.subtract(one)
@@ -91,12 +92,16 @@ class OfLayer:
         self.first.subtract(self.ops)
         self.first.subtract(self.training)
         self.before = two_before - one_before, one_before - other_before
-        self.copied = copied_of_two - copied_of_one
+        self.copied = copies_of_two[0] - copies_of_one[0]
+        self.overlapping = copies_of_two[1].copy()
+        self.overlapping.subtract(copies_of_one[1])
         self.written = files_of_two.written - files_of_one.written
         self.home = files_of_two.home - files_of_one.home
         self.ahead = files_of_two.ahead - files_of_one.ahead
 
-    def _counted(self, layers: int, rank: int = 0) -> tuple[Counter[tuple[str, str]], float, float, Any]:
+    def _counted(
+        self, layers: int, rank: int = 0
+    ) -> tuple[Counter[tuple[str, str]], float, tuple[float, Counter[str]], Any]:
         """The seconds of a run by step and op, those before the check, the bytes it copies, and its files."""
         config = SHAPES[self._shape] | {"num_hidden_layers": layers}
         sizes = AutoConfig.for_model(**config, max_position_embeddings=self._tokens.shape[1])
@@ -109,7 +114,8 @@ class OfLayer:
         if isinstance(ranks, CountedRanks):
             found["send", "all"] = ranks.seconds
         before = sum(costs.before.values()) if self._size > 1 else 0.0
-        return found, before, sum(costs.copied.values()), files
+        copied = sum(costs.copied.values()) - sum(costs.overlapping.values())
+        return found, before, (copied, costs.overlapping), files
 
 
 def minutes_of(
@@ -141,7 +147,8 @@ def minutes_of(
     bytes_read = 2 * (weights + config["hidden_size"] * head * heads)
     written, rotation = layer.written["layer"], layer.written["rotation"]
     work = sum(seconds.values())
-    seconds["copies"] = layer.copied / HOST
+    hidden = {step: size / PINNED - seconds.get(step, 0.0) for step, size in layer.overlapping.items()}
+    seconds["copies"] = layer.copied / HOST + sum(max(0.0, rest) for rest in hidden.values())
     seconds["send"] = ops["send", "all"]
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     if count * bytes_read + ends <= WHOLE_HASH_BYTES:  # it is read for the hash

@@ -143,8 +143,8 @@ def check_down_block(size: int, *widths: int) -> None:
         below = max(divisor for divisor in range(1, min(size, common + 1)) if common % divisor == 0)
         above = min((divisor for divisor in range(size, common + 1) if common % divisor == 0), default=below)
         near = " or ".join(str(divisor) for divisor in dict.fromkeys((below, above)) if divisor > 1)
-        sizes = " and ".join(map(str, dict.fromkeys(widths)))
-        which = f"intermediate size {sizes}" if sizes.isdigit() else f"intermediate sizes {sizes}"
+        *first, last = map(str, dict.fromkeys(widths))
+        which = f"intermediate sizes {', '.join(first)} and {last}" if first else f"intermediate size {last}"
         raise UserError(f"`down_rotation` must divide the {which}; got {size}: use {near}")
 
 
