@@ -87,6 +87,7 @@ class Manifest(CheckpointManifest):
             None if it has no limit.
         layers: of each decoder layer in turn.
         shared_rotation: the training of `mode="shared"`.
+        rotations_left_out: those of R1, R2 and R3 that the model's family has no place for.
         rotations_file, saved_rotations: files of rotations that the run used, and wrote outside of `out`.
         untied_lm_head: whether lm_head was tied to the embedding in the dense model.
     What came out, beyond the entries of CheckpointManifest:
@@ -107,6 +108,7 @@ class Manifest(CheckpointManifest):
     positions: int | None
     layers: Annotated[list[LayerRecord], Field(min_length=1)]
     shared_rotation: SharedRotationRecord | None
+    rotations_left_out: list[Literal["r1", "r2", "r3"]] = Field(default_factory=list)
     rotations_file: GivenRotations | None
     saved_rotations: SavedRotations | None = None
     untied_lm_head: bool

@@ -115,6 +115,9 @@ def _pruning_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     yield "pruning", ", ".join(chosen)
     yield "kept weights", _kept_weights_line(manifest.recipe)
     yield "rotation", _rotation_line(manifest)
+    if manifest.rotations_left_out:
+        names = " and ".join(map(str.upper, manifest.rotations_left_out))
+        yield "left out", f"{names}, for which this family has no place"
     if rotation.boundary == "residual" and manifest.format == "packed":
         yield "boundary", BOUNDARY_COST
     if (trained := manifest.shared_rotation) is not None:

@@ -228,6 +228,17 @@ class Family:
         """Whether `rotation` acts on a linear of the family."""
         return any(rotation in linear.rotations for linear in self.linears)
 
+    def lacks(self, mode: str) -> list[Rotates]:
+        """The rotations of a run in `mode` (RotationConfig) that act on no linear of the family."""
+        if mode == "none":
+            return []
+        placed: dict[Rotates, bool] = {
+            "r1": mode == "layer" or self.rotates_stream,
+            "r2": self.takes("r2"),
+            "r3": mode == "shared" or self.takes("r3"),  # stock has none in any family
+        }
+        return [rotation for rotation, found in placed.items() if not found]
+
     @property
     def rotates_stream(self) -> bool:
         """Whether R1 rotates the residual stream, and not only what a layer makes of it."""

@@ -42,6 +42,7 @@ def manifest_of(
             "positions": positions_of(context.model.config),
             "layers": run.layers,
             "shared_rotation": run.shared_record,
+            "rotations_left_out": context.model.family.lacks(context.recipe.rotation.mode),
             "rotations_file": None if run.given is None else run.given.entry,
             "untied_lm_head": run.untied,
             "sparsity": run.sparsity,

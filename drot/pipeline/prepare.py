@@ -1,5 +1,6 @@
 """The beginning of a run: resolves the recipe, and loads the calibration tokens and the model."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens, down_width
 from drot.text.source import as_token_ids, load_calibration
+
+logger = logging.getLogger("drot")
 
 Model = str | Path | PreTrainedModel
 
@@ -76,6 +79,9 @@ def plan(
         tokens=None if calibration is None else (calibration.shape[0], calibration.shape[1]),
     )
     check_recipe(config, resolved, rotations_given=rotations_given, ranks=ranks)
+    if ranks.first and (lacking := family_of(config).lacks(resolved.rotation.mode)):
+        names = " and ".join(map(str.upper, lacking))
+        logger.warning("%s left out: a model of type %s has no place for it", names, config.model_type)
     return Plan(config, found, resolved)
 
 

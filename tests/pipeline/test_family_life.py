@@ -12,6 +12,7 @@ import drot
 from drot.checkpoint.convert import convert
 from drot.checkpoint.manifest import read_manifest
 from drot.checkpoint.size import weight_bytes
+from drot.checkpoint.tables import facts
 from drot.cli import app as cli
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation
@@ -119,3 +120,29 @@ def test_dropout_is_that_of_the_stock_layer(family, entry):
         logits.append(model.train()(TOKENS[:2]).logits)
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=1e-4)
     assert not torch.allclose(dense.eval()(TOKENS[:2]).logits, logits[0], atol=0.1)
+
+
+# ---- what a family has no place for ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "mode", "lacking"),
+    [
+        ("llama", "layer", []),
+        ("llama", "shared", []),
+        ("qwen3_next", "layer", ["r2"]),
+        ("opt", "layer", ["r3"]),
+        ("opt", "shared", []),
+        ("gemma2", "layer", []),
+        ("gemma2", "shared", ["r1"]),
+        ("qwen3_next", "none", []),
+    ],
+)
+def test_a_rotation_that_is_left_out_is_told_and_recorded(family, mode, lacking, caplog):
+    chosen = one_shot(mode, down_rotation="auto")
+    result = prune(small_model(family), chosen)
+    assert result.manifest.rotations_left_out == lacking
+    told = [record.getMessage() for record in caplog.records if "left out" in record.getMessage()]
+    names = " and ".join(lacking).upper()
+    assert told == [f"{names} left out: a model of type {family} has no place for it"] * bool(lacking)
+    assert dict(facts(result.manifest)).get("left out", "").startswith(names)
