@@ -1,8 +1,10 @@
 """Manifests made for a test, with every entry that `drot prune` writes."""
 
+from pathlib import Path
 from typing import Any
 
-from drot.checkpoint.manifest import Manifest
+from drot.checkpoint.card import CARD, save_card
+from drot.checkpoint.manifest import Manifest, update_manifest
 from drot.config import Recipe, ResolvedRecipe, resolve
 
 MACHINE = {"processor": "x86_64", "gpu": None}
@@ -153,3 +155,8 @@ def made_finetuning(before: float = 9.0, after: float = 8.0, **changes: Any) -> 
         "versions": {"drot": "0"},
         "seconds": 1.0,
     } | changes
+
+
+def write_card(folder: Path) -> None:
+    """Brings the card of a checkpoint up to date, as `drot eval` does after its figures are recorded."""
+    update_manifest(folder, lambda manifest: save_card(folder, manifest), [CARD])

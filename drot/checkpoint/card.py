@@ -9,11 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from drot.checkpoint.manifest import (
-    CheckpointManifest,
-    Manifest,
-    update_manifest,
-)
+from drot.checkpoint.manifest import CheckpointManifest, Manifest
 from drot.checkpoint.tables import evaluation_figures, finetune_line, measured
 from drot.core.errors import quoted
 from drot.core.files import new_file
@@ -29,14 +25,6 @@ BEGIN, END = "<!-- drot: begin -->", "<!-- drot: end -->"
 LICENSE = ("license", "license_name", "license_link")
 #: seconds to wait for the card of the base model
 PATIENCE = 3.0
-
-
-def write_card(folder: str | Path) -> None:
-    """Writes README.md for the checkpoint in `folder` from its drot.json, or brings it up to date.
-
-    Raises UserError if the manifest is missing or broken, and if nothing can be written.
-    """
-    update_manifest(folder, lambda manifest: save_card(Path(folder), manifest), [CARD])
 
 
 def save_card(folder: Path, manifest: CheckpointManifest, name: str = "", tags: Sequence[str] = ()) -> None:

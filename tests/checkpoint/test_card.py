@@ -11,13 +11,13 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import ModelCard
-from made_manifests import made_agreement, made_evaluation, made_manifest
+from made_manifests import made_agreement, made_evaluation, made_manifest, write_card
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import drot
 from drot.checkpoint import card as cards
-from drot.checkpoint.card import card, write_card
+from drot.checkpoint.card import card
 from drot.checkpoint.convert import convert
 from drot.checkpoint.manifest import read_manifest, update_manifest
 from drot.checkpoint.records import EvaluationRecord

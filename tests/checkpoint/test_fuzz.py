@@ -19,13 +19,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_manifests import made_finetuning
+from made_manifests import made_finetuning, write_card
 from safetensors.torch import load_file, save_file
 from small_checkpoints import save_small
 from small_models import random_text, random_tokens
 
 import drot
-from drot.checkpoint.card import write_card
 from drot.checkpoint.manifest import Manifest, read_any_manifest, update_manifest
 from drot.checkpoint.records import FinetuneRecord
 from drot.checkpoint.tables import facts, layers_table, times_table

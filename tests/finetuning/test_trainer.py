@@ -5,14 +5,13 @@ import logging
 
 import pytest
 import torch
-from made_manifests import made_evaluation
+from made_manifests import made_evaluation, write_card
 from runs import assert_same_weights, saved_tensors
 from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import drot
 from drot import PruningConfig, Recipe, RotationConfig, UserError
-from drot.checkpoint.card import write_card
 from drot.checkpoint.manifest import update_manifest
 from drot.checkpoint.records import EvaluationRecord
 from drot.cli import app as cli
