@@ -25,7 +25,7 @@ PHASES = {
     "read": Phase("reading the text", "character"),
     "tokenize": Phase("tokenising the text", "character"),
     "load": Phase("loading the model"),
-    "sample": Phase("writing a text", "sequence"),
+    "sample": Phase("writing a text", "token", often=True),
     "calibrate": Phase("calibrating", layers=True, often=True),
     "rotate": Phase("rotating", "step", layers=True, often=True),
     "prune": Phase("pruning", layers=True),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drot.checkpoint.load import load, load_tokenizer
 from drot.core.checks import path_exists
@@ -45,7 +45,7 @@ def sample(
 
     tokens: the length of the text; rounded up to whole sequences.
     seqlen: tokens of a sequence, at most those that the model reads.
-    progress: receives the event `sample` after each batch of sequences.
+    progress: receives the event `sample` after each token of a batch of sequences.
     """
     out = Path(out)
     for name, value, least in (("tokens", tokens, 1), ("seqlen", seqlen, 2), ("seed", seed, 0)):
@@ -62,18 +62,31 @@ def sample(
     longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and seqlen > longest:
         raise UserError(f"`seqlen` must be at most {longest}, what the model reads; got {seqlen}: lower it")
-    count, written = -(-tokens // seqlen), 0
+    count = -(-tokens // seqlen)
     with new_file(out) as part, part.open("w", encoding="utf-8") as file:
-        for ids in _batches(loaded, tokenizer, count, seqlen, seed):
+        for ids in _batches(loaded, tokenizer, count, seqlen, seed, progress):
             for text in tokenizer.batch_decode(ids, skip_special_tokens=True):
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-            written += len(ids)
-            progress(ProgressEvent(phase="sample", step=written, steps=count))
     return count
 
 
+class Told(StoppingCriteria):
+    """Stops nothing, but tells `progress` of the tokens that are written: transformers asks it after each.
+
+    before: tokens of the batches before. steps: tokens of the whole text.
+    """
+
+    def __init__(self, before: int, steps: int, progress: Progress) -> None:
+        self._before, self._steps, self._progress = before, steps, progress
+
+    def __call__(self, input_ids: Any, scores: Any, **others: Any) -> Any:
+        step = self._before + input_ids.numel()
+        self._progress(ProgressEvent(phase="sample", step=step, steps=self._steps))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
 def _batches(
-    model: "PreTrainedModel", tokenizer: Any, count: int, seqlen: int, seed: int
+    model: "PreTrainedModel", tokenizer: Any, count: int, seqlen: int, seed: int, progress: Progress = silent
 ) -> Iterator[torch.Tensor]:
     """Token ids [at most BATCH, seqlen] of `count` sequences."""
     special = set(tokenizer.all_special_ids)
@@ -88,8 +101,9 @@ def _batches(
         for start in range(0, count, BATCH):
             begun = first[torch.randint(len(first), (min(BATCH, count - start), 1))].to(model.device)
             generate: Any = model.generate
+            told = StoppingCriteriaList([Told(start * seqlen, count * seqlen, progress)])
             try:
-                yield generate(begun, attention_mask=torch.ones_like(begun)).cpu()
+                yield generate(begun, attention_mask=torch.ones_like(begun), stopping_criteria=told).cpu()
             except RuntimeError as error:
                 if "probability tensor" not in str(error):
                     raise

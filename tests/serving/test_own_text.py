@@ -50,6 +50,15 @@ def test_tokens_have_the_probabilities_of_the_model(tmp_path):
     assert abs(float(excess.mean())) < 4 * float(excess.std()) / excess.numel() ** 0.5
 
 
+def test_every_token_is_told(tmp_path):
+    """Of two batches: a batch of a large model takes minutes."""
+    events = []
+    drot.sample(MODEL, tmp_path / "own.jsonl", tokens=34 * 4, seqlen=4, device="cpu", progress=events.append)
+    told = [event.step for event in events if event.phase == "sample"]
+    assert told == [64, 96, 128, 132, 134, 136]
+    assert {event.steps for event in events if event.phase == "sample"} == {136}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
