@@ -30,10 +30,10 @@ from drot.model.decoder import DecoderModel
 from drot.pipeline import events, invariance, recover, states, training
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
-from drot.pipeline.estimate import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
 from drot.pipeline.run import PruningRun
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.steps import BESIDE
+from drot.pipeline.work import FAST_PRODUCTS, USUAL_ADMM_ITERATIONS
 from drot.pruning import solve
 
 #: What one H100 (SXM) reaches. Operations a second of large products by their precision: 798 TFLOP/s in bf16,

@@ -17,8 +17,8 @@ import torch
 from drot.calibration.hessian import lower_panels
 from drot.config import QUALITIES, Recipe
 from drot.config.rotation import TRAINING_TOKENS
-from drot.pipeline.estimate import USUAL_ADMM_ITERATIONS
 from drot.pipeline.importance import MAP_SIZE
+from drot.pipeline.work import USUAL_ADMM_ITERATIONS
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS_AFTER_ADMM
 
 

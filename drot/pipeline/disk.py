@@ -6,8 +6,9 @@ import torch
 
 from drot.config import ResolvedRecipe
 from drot.model.family import by_module
-from drot.pipeline.estimate import Sizes, rotation_bytes
 from drot.pipeline.importance import map_bytes
+from drot.pipeline.memory import rotation_bytes
+from drot.pipeline.sizes import Sizes
 from drot.sparse.packed import PACKED
 
 

@@ -15,19 +15,12 @@ from drot.machine.devices import DTYPES, computing_dtype, dtype_name
 from drot.machine.environment import machine_name
 from drot.model.decoder import DecoderModel
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.estimate import (
-    device_memory,
-    main_memory,
-    measured_rate,
-    run_work,
-    seconds_at,
-    sizes_of,
-    state_bytes,
-    training_memory,
-)
+from drot.pipeline.memory import device_memory, main_memory, state_bytes, training_memory
 from drot.pipeline.prepare import parsed_dtype, plan
 from drot.pipeline.rotation_files import with_given_r3
+from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import place_of_states
+from drot.pipeline.work import measured_rate, run_work, seconds_at
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,6 @@ from drot.machine.products import fp32_products
 from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.estimate import sizes_of
 from drot.pipeline.identity import run_identity
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import Prepared, prepare
@@ -45,6 +44,7 @@ from drot.pipeline.rotation_files import (
 )
 from drot.pipeline.run import PruningRun
 from drot.pipeline.shared_state import SharedState
+from drot.pipeline.sizes import sizes_of
 from drot.sparse.packed import check_format, check_packable
 
 

@@ -14,10 +14,11 @@ from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline import steps
 from drot.pipeline.context import RunContext
-from drot.pipeline.estimate import device_memory, sizes_of
 from drot.pipeline.invariance import ModelCheck, check_outputs
+from drot.pipeline.memory import device_memory
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.shared_state import SharedState
+from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import embed
 from drot.pipeline.steps import LayerWork
 from drot.pipeline.training import saved_rotations, train_layers, train_shared

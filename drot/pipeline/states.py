@@ -13,7 +13,8 @@ from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.spool import Spool
 from drot.machine.transfer import empty_on_host
-from drot.pipeline.estimate import Sizes, device_memory, main_memory, sizes_of, state_bytes
+from drot.pipeline.memory import device_memory, main_memory, state_bytes
+from drot.pipeline.sizes import Sizes, sizes_of
 
 if TYPE_CHECKING:
     from drot.pipeline.context import RunContext

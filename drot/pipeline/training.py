@@ -14,10 +14,11 @@ from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline.context import RunContext
-from drot.pipeline.estimate import device_memory, sizes_of, training_memory
 from drot.pipeline.events import Advanced
+from drot.pipeline.memory import device_memory, training_memory
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.shared_state import SharedState
+from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import embed
 from drot.rotation.objective import LayerObjective
 from drot.rotation.stack import LeftRotated

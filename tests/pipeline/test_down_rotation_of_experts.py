@@ -33,8 +33,8 @@ from drot.model.boundary import down_rotations, remove_down_rotation
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.estimate import sizes_of
 from drot.pipeline.objective import layer_objective
+from drot.pipeline.sizes import sizes_of
 from drot.rotation.objective import LayerObjective
 
 CPU = torch.device("cpu")

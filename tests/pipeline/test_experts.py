@@ -17,7 +17,7 @@ from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.pipeline.dry_run import run_needs, without_weights
-from drot.pipeline.estimate import sizes_of
+from drot.pipeline.sizes import sizes_of
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe"]

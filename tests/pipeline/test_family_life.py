@@ -17,7 +17,7 @@ from drot.cli import app as cli
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.estimate import sizes_of
+from drot.pipeline.sizes import sizes_of
 from drot.sparse.linear import is_packed
 
 OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)

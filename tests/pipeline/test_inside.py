@@ -29,7 +29,7 @@ from drot.model.decoder import DecoderModel
 from drot.pipeline import training
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.estimate import sizes_of
+from drot.pipeline.sizes import sizes_of
 from drot.rotation.importance import layer_metrics
 from drot.rotation.objective import LayerObjective
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from drot.calibration import cholesky, hessian, stream
 from drot.config import resolve
 from drot.model import inputs
-from drot.pipeline.estimate import USUAL_ADMM_ITERATIONS
+from drot.pipeline.work import USUAL_ADMM_ITERATIONS
 from drot.pruning import solve
 
 ROOT = Path(__file__).resolve().parents[2]

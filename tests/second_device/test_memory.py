@@ -10,7 +10,8 @@ from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import Recipe, resolve
 from drot.model.decoder import DecoderModel
 from drot.pipeline import importance
-from drot.pipeline.estimate import device_memory, sizes_of, training_memory
+from drot.pipeline.memory import device_memory, training_memory
+from drot.pipeline.sizes import sizes_of
 
 #: as in tests/pipeline/test_prune_memory.py: all sizes are divided by it, and bytes by its square
 NARROWER = 32

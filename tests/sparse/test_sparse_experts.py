@@ -28,7 +28,7 @@ from drot.evaluation.speed import measure_speed
 from drot.model.decoder import DecoderModel
 from drot.ops import nm_mask
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.estimate import sizes_of
+from drot.pipeline.sizes import sizes_of
 from drot.sparse.experts import SparseExperts
 from drot.sparse.fused import DeferredLinear, fuse
 from drot.sparse.linear import is_packed, packed_weights

@@ -1,9 +1,9 @@
-"""What a run needs, by formulas from the shapes of the model: operations, main memory and device memory.
+"""The operations of a run, by formulas from the sizes of the model, and the seconds that they take.
 
 A multiplication and an addition are two operations. Counted are the matrix products and the factorisations
 that a phase cannot do without; element-wise work is not counted, nor what is computed for the figures of a
 report. Half of a symmetric product is enough, so a Hessian of n inputs takes n² operations a token.
-tests/pipeline/test_estimate.py compares the formulas with the operations that torch counts.
+tests/pipeline/test_work.py compares the formulas with the operations that torch counts.
 """
 
 import dataclasses
@@ -12,132 +12,23 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
-from drot.calibration.hessian import at_once
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name, is_gpu
-from drot.model.decoder import DecoderModel
-from drot.model.family import InputGroup, alike
-from drot.model.sizes import HeadShape, routed_share
+from drot.model.family import InputGroup
 from drot.pipeline.recover import held_out_sequences
+from drot.pipeline.sizes import Sizes
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM
 from drot.rotation.importance import is_rotated
 
-#: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the
-#: norm, for `pruned` 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding
 #: (rotation/retraction.py).
 FAST_PRODUCTS = {"pruned": 1 + 2 + 12 + 2 + 2, "entropy": 1 + 2 + 2 + 2}
-#: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
 #: of QR (two products, and a triangular solve of n³)
 PAPER_PRODUCTS = 4 / 3 + 2 + 1 / 2
 #: iterations after which ADMM's mask usually stops moving: 20 to 28 (drot/pruning/solve.py)
 USUAL_ADMM_ITERATIONS = 24
-#: Fp32 copies of the largest Hessian and of its weight on the device while a layer is pruned, without and
-#: with ADMM or a dense target: the 32 and 40 GB of a 70B layer (docs/hardware.md).
-COPIES, COPIES_OF_SOLVERS = 6.8, 8.6
-#: bytes of device memory for a weight of a layer that is recovered (docs/hardware.md)
-RECOVERY_BYTES = 17
-#: the memory of a training step on a layer, in copies of the layer's linears (tests/rotation/test_memory.py)
-TRAINING_COPIES = 6.4
-
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of a model and of its calibration.
-
-    groups: the input groups that occur in some layer.
-    shapes: name of a linear → its (out, in), which is the same in all layers that have the linear.
-    names: for each layer, name of a linear → its full name.
-    layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
-        model without its layers.
-    tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
-    nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
-    routed: the share of the tokens that an expert reads, on average.
-    """
-
-    groups: Sequence[InputGroup]
-    shapes: Mapping[str, tuple[int, int]]
-    names: Sequence[Mapping[str, str]]
-    heads: HeadShape
-    layer_weights: int
-    weights: int
-    outside: int
-    tied_head: int
-    nsamples: int
-    seqlen: int
-    routed: float = 1.0
-
-    def share(self, group: InputGroup) -> float:
-        """The share of the tokens that a group reads."""
-        return 1.0 if group.expert is None else self.routed
-
-    @property
-    def tokens(self) -> int:
-        return self.nsamples * self.seqlen
-
-    @property
-    def hidden(self) -> int:
-        return self.inputs(self.groups[0])
-
-    def inputs(self, group: InputGroup) -> int:
-        return self.shapes[group.linears[0].name][1]
-
-    @property
-    def rotates_stream(self) -> bool:
-        return any(linear.output == "r1" for group in self.groups for linear in group.linears)
-
-    @property
-    def untied_head(self) -> int:
-        """Numbers in lm_head if a rotation unties it; otherwise 0."""
-        return self.tied_head if self.rotates_stream else 0
-
-    def down_inputs(self, linears: Collection[str]) -> int:
-        """The inputs that R3 rotates, of those of `linears` that take it."""
-        of_down = (one.name for group in self.groups for one in group.linears if one.input == "r3")
-        return sum(self.shapes[name][1] for name in of_down if name in linears)
-
-    def of_layer(self, index: int) -> "Sizes":
-        """The sizes with the groups of one layer alone."""
-        return dataclasses.replace(self, groups=self.groups_of(self.names[index]))
-
-    def groups_of(self, linears: Collection[str]) -> list[InputGroup]:
-        return [group for group in self.groups if any(linear.name in linears for linear in group.linears)]
-
-    def pruned(self, recipe: ResolvedRecipe) -> list[list[str]]:
-        """For each layer, the names of the linears that the recipe prunes."""
-        return [
-            [linear for linear, name in names.items() if recipe.pruning.sparsity_for(name).ratio > 0]
-            for names in self.names
-        ]
-
-
-def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
-    """The sizes of a model, which may lie on the device `meta`."""
-    head = model.head.weight
-    of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
-    weights = sum(parameter.numel() for parameter in model.model.parameters())
-    return Sizes(
-        groups=list(dict.fromkeys(group for layer in model.layers for group in layer.groups)),
-        shapes={
-            name: layer.shape_of(linear.spec)
-            for layer in model.layers
-            for name, linear in layer.linears.items()
-        },
-        names=[
-            {name: linear.full_name for name, linear in of_layer.linears.items()} for of_layer in model.layers
-        ],
-        heads=model.heads,
-        layer_weights=max(of_layers),
-        weights=weights,
-        outside=weights - sum(of_layers),
-        tied_head=head.numel() if head is model.embedding.weight else 0,
-        nsamples=nsamples,
-        seqlen=seqlen,
-        routed=routed_share(model.config),
-    )
 
 
 # ---- a whole run -----------------------------------------------------------------------------------------
@@ -204,90 +95,6 @@ def measured_rate(device: torch.device, dtype: str) -> float:
             torch.get_device_module(device).synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return 2 * rows**3 / min(seconds)
-
-
-def main_memory(
-    sizes: Sizes,
-    recipe: ResolvedRecipe,
-    dtype: torch.dtype,
-    *,
-    rotations_given: bool = False,
-    from_gguf: bool = False,
-) -> int:
-    """The bytes of main memory of a run that reads the layers from files.
-
-    They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, and
-    of the rotations that are not on the disk: two, all that are given, or all R2 and R3 beside one shared R1.
-    A run on a CPU has the layers that it works on in memory too (`device_memory`).
-
-    from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
-        the file is read, and are cast to `dtype` one after the other.
-    """
-    layers = len(sizes.names)
-    # at the beginning and at the end no layer is in memory
-    numbers = max(sizes.outside + sizes.untied_head, sizes.layer_weights)
-    loaded = 0
-    if from_gguf:
-        numbers, loaded = sizes.weights + sizes.untied_head, torch.float32.itemsize * sizes.weights
-    needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype)
-    if recipe.rotation.mode == "none":
-        return max(needed, loaded)
-    rotation = max(rotation_bytes(sizes, names, recipe.rotation.down_block) for names in sizes.names)
-    shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
-    kept = layers if rotations_given or shared else min(layers, 2)
-    rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
-    return max(needed + rotations, loaded)
-
-
-def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
-    """The bytes of the hidden states of the calibration, also of those in the dense model."""
-    return sizes.tokens * sizes.hidden * dtype.itemsize * (2 if recipe.needs_dense_states else 1)
-
-
-def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
-    """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer."""
-    solves = recipe.pruning.solve == "admm" or recipe.pruning.target == "dense"
-    copies, pruning = COPIES_OF_SOLVERS if solves else COPIES, 0.0
-    for groups in alike(sizes.groups):
-        wide = sizes.inputs(groups[0])
-        rows = max(sizes.shapes[linear.name][0] for linear in groups[0].linears)
-        at_a_time = min(len(groups), at_once(wide))
-        hessian = at_a_time * wide if sizes.tokens else 0
-        pruning = max(pruning, (copies if hessian else 1) * 4 * wide * (hessian + at_a_time * rows))
-    if recipe.recovery.recover == "block":
-        pruning = max(pruning, RECOVERY_BYTES * sizes.layer_weights)
-    if recipe.rotation.mode != "none":  # the check of known rotations: a copy in fp32, three R1 in fp64
-        pruning = max(pruning, 4 * sizes.layer_weights + 24 * sizes.hidden**2)
-    return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
-
-
-def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
-    """About the bytes on the device while rotations are trained: one step, and all layers that share R1.
-
-    With `layers_per_step` the layers lie in main memory, and one after the other is on the device.
-    """
-    rotation, blocks = recipe.rotation, {"r2": sizes.heads.head_dim, "r3": recipe.rotation.down_block or 1}
-    weights = [sum(math.prod(sizes.shapes[name]) for name in names) for names in sizes.names]
-    metrics = [0] * len(weights)
-    if recipe.pruning.method not in WITHOUT_HESSIAN:
-        blocks |= {"r1": sizes.hidden}
-        metrics = [
-            sum(sizes.inputs(group) * blocks.get(group.input or "", 1) for group in sizes.groups_of(names))
-            for names in sizes.names
-        ]
-    kept = [sum(both) for both in zip(weights, metrics, strict=True)]
-    together = rotation.mode == "shared" and not rotation.layers_per_step
-    numbers = (sum if together else max)(kept) + (TRAINING_COPIES - 1) * max(weights)
-    return round(numbers * getattr(torch, rotation.product_dtype).itemsize)
-
-
-def rotation_bytes(sizes: Sizes, linears: Collection[str], down_block: int | None) -> int:
-    """The bytes of the rotation of a layer in fp64: R1, the R2 of each head of keys, and R3.
-
-    linears: those of the layer.
-    """
-    r1, r2 = sizes.hidden**2, sizes.heads.kv_heads * sizes.heads.head_dim**2
-    return 8 * (r1 + r2 + sizes.down_inputs(linears) * (down_block or 0))
 
 
 # ---- the parts of a run ----------------------------------------------------------------------------------

@@ -10,13 +10,14 @@ from drot.config import PruningConfig, Recipe, RecoveryConfig, RotationConfig, r
 from drot.core.errors import UserError
 from drot.core.events import silent
 from drot.model.decoder import DecoderModel
-from drot.pipeline import estimate
+from drot.pipeline import work as formulas
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.dry_run import run_needs
 from drot.pipeline.events import StepBegan, StepEnded
 from drot.pipeline.objective import layer_objective
 from drot.pipeline.run import PruningRun
+from drot.pipeline.sizes import Sizes, sizes_of
 from drot.rotation.optimizers import FastOptimizer
 
 SIZES = dict(hidden_size=64, intermediate_size=112, num_hidden_layers=2)
@@ -61,8 +62,8 @@ def context(recipe: Recipe, family="llama") -> RunContext:
     return RunContext(small_model(family, **SIZES), resolved, TOKENS, torch.device("cpu"), silent)
 
 
-def small_sizes() -> estimate.Sizes:
-    return estimate.sizes_of(DecoderModel(small_model("llama", **SIZES)), *TOKENS.shape)
+def small_sizes() -> Sizes:
+    return sizes_of(DecoderModel(small_model("llama", **SIZES)), *TOKENS.shape)
 
 
 def recipe(*, quality="fast", method="sparsegpt", keep=(), sparsity="2:4", **rotation) -> Recipe:
@@ -77,15 +78,15 @@ def recipe(*, quality="fast", method="sparsegpt", keep=(), sparsity="2:4", **rot
 def test_forward_and_hessians(family):
     """A Hessian takes n² operations a token, and twice that where both of its halves are computed."""
     run = context(recipe(), family)
-    sizes = estimate.sizes_of(run.model, *TOKENS.shape)
+    sizes = sizes_of(run.model, *TOKENS.shape)
     stream = CalibrationStream.embed(run.model, TOKENS, run.device)
     layer = run.model.layers[0]
-    assert counted(lambda: stream.advance(layer)) == estimate.forward(sizes)
+    assert counted(lambda: stream.advance(layer)) == formulas.forward(sizes)
     for last in range(1, len(layer.groups) + 1):
         groups = layer.groups[:last]
         count = counted(lambda: stream.hessians(layer, groups))  # noqa: B023
         half = sum(TOKENS.numel() * sizes.inputs(group) ** 2 for group in groups)
-        assert count - half <= estimate.hessians(sizes, groups) <= count, groups
+        assert count - half <= formulas.hessians(sizes, groups) <= count, groups
 
 
 @pytest.mark.parametrize(
@@ -108,11 +109,11 @@ def test_one_step_of_the_training(chosen):
     _, *gradients = objective.value_and_grad(*optimizer.matrices)
     evaluation = counted(lambda: objective.value_and_grad(*optimizer.matrices))
     assert evaluation == pytest.approx(
-        estimate.evaluation(sizes, run.recipe, sizes.pruned(run.recipe)[0]), rel=1e-12
+        formulas.evaluation(sizes, run.recipe, sizes.pruned(run.recipe)[0]), rel=1e-12
     )
     step = counted(lambda: optimizer.step(gradients))
     assert step == pytest.approx(
-        estimate.optimizer_step(sizes, run.recipe, sizes.pruned(run.recipe)[:1]), rel=1e-12
+        formulas.optimizer_step(sizes, run.recipe, sizes.pruned(run.recipe)[:1]), rel=1e-12
     )
 
 
@@ -150,7 +151,7 @@ def test_every_step_of_a_run(chosen):
     steps, resolved, sizes = counted_by_step(run), run.context.recipe, small_sizes()
     linears = [linear for layer in run.layers for linear in layer["linears"].values()]
     iterations = min(linear.get("admm_iterations", 0) for linear in linears)
-    work = estimate.run_work(sizes, resolved, torch.float32, admm_iterations=iterations)
+    work = formulas.run_work(sizes, resolved, torch.float32, admm_iterations=iterations)
     needed = {step: done["float32"] for step, done in work.items()}
     assert needed.keys() == {
         "calibrate",
@@ -167,13 +168,13 @@ def test_every_step_of_a_run(chosen):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_rotations_from_a_file_take_no_training(trains):
-    work = estimate.run_work(small_sizes(), resolve(recipe()), torch.float32, trains=trains)
+    work = formulas.run_work(small_sizes(), resolve(recipe()), torch.float32, trains=trains)
     assert ("rotate" in work) == trains
 
 
 def test_the_time_at_the_peaks_adds_up():
     work = {"calibrate": {"float16": 4.0, "float32": 3.0}, "prune": {"float32": 3.0}}
-    assert estimate.seconds_at(work, {"float32": 2.0, "float16": 8.0}.__getitem__) == 3.5
+    assert formulas.seconds_at(work, {"float32": 2.0, "float16": 8.0}.__getitem__) == 3.5
 
 
 def test_a_dry_run_needs_what_the_run_writes(tmp_path):
@@ -185,7 +186,7 @@ def test_a_dry_run_needs_what_the_run_writes(tmp_path):
     sizes = small_sizes()
     assert (needs.checkpoint, needs.partial) == disk_needs(sizes, needs.recipe, torch.bfloat16)
     assert (needs.tokens, needs.dtype, needs.save_dtype) == (192, "float32", "bfloat16")
-    assert needs.work == estimate.run_work(sizes, needs.recipe, torch.float32) and needs.seconds > 0
+    assert needs.work == formulas.run_work(sizes, needs.recipe, torch.float32) and needs.seconds > 0
     (tmp_path / "model" / "model.safetensors").unlink()
     assert run_needs(tmp_path / "model", Recipe().replace(mode="none", method="magnitude")).tokens == 0
     with pytest.raises(UserError, match="`blocks` must divide the hidden size 64; got 5"):

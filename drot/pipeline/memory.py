@@ -1,0 +1,106 @@
+"""The bytes of main memory and of device memory that a run needs, by formulas from the sizes of the model."""
+
+import math
+from collections.abc import Collection
+
+import torch
+
+from drot.calibration.hessian import at_once
+from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
+from drot.model.family import alike
+from drot.pipeline.sizes import Sizes
+
+#: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the
+#: norm, for `pruned` 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding
+#: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
+#: Fp32 copies of the largest Hessian and of its weight on the device while a layer is pruned, without and
+#: with ADMM or a dense target: the 32 and 40 GB of a 70B layer (docs/hardware.md).
+COPIES, COPIES_OF_SOLVERS = 6.8, 8.6
+#: bytes of device memory for a weight of a layer that is recovered (docs/hardware.md)
+RECOVERY_BYTES = 17
+#: the memory of a training step on a layer, in copies of the layer's linears (tests/rotation/test_memory.py)
+TRAINING_COPIES = 6.4
+
+
+def main_memory(
+    sizes: Sizes,
+    recipe: ResolvedRecipe,
+    dtype: torch.dtype,
+    *,
+    rotations_given: bool = False,
+    from_gguf: bool = False,
+) -> int:
+    """The bytes of main memory of a run that reads the layers from files.
+
+    They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, and
+    of the rotations that are not on the disk: two, all that are given, or all R2 and R3 beside one shared R1.
+    A run on a CPU has the layers that it works on in memory too (`device_memory`).
+
+    from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
+        the file is read, and are cast to `dtype` one after the other.
+    """
+    layers = len(sizes.names)
+    # at the beginning and at the end no layer is in memory
+    numbers = max(sizes.outside + sizes.untied_head, sizes.layer_weights)
+    loaded = 0
+    if from_gguf:
+        numbers, loaded = sizes.weights + sizes.untied_head, torch.float32.itemsize * sizes.weights
+    needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype)
+    if recipe.rotation.mode == "none":
+        return max(needed, loaded)
+    rotation = max(rotation_bytes(sizes, names, recipe.rotation.down_block) for names in sizes.names)
+    shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
+    kept = layers if rotations_given or shared else min(layers, 2)
+    rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
+    return max(needed + rotations, loaded)
+
+
+def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """The bytes of the hidden states of the calibration, also of those in the dense model."""
+    return sizes.tokens * sizes.hidden * dtype.itemsize * (2 if recipe.needs_dense_states else 1)
+
+
+def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """About the bytes on the device at the peak: the layer, the next layer, and the pruning of the layer."""
+    solves = recipe.pruning.solve == "admm" or recipe.pruning.target == "dense"
+    copies, pruning = COPIES_OF_SOLVERS if solves else COPIES, 0.0
+    for groups in alike(sizes.groups):
+        wide = sizes.inputs(groups[0])
+        rows = max(sizes.shapes[linear.name][0] for linear in groups[0].linears)
+        at_a_time = min(len(groups), at_once(wide))
+        hessian = at_a_time * wide if sizes.tokens else 0
+        pruning = max(pruning, (copies if hessian else 1) * 4 * wide * (hessian + at_a_time * rows))
+    if recipe.recovery.recover == "block":
+        pruning = max(pruning, RECOVERY_BYTES * sizes.layer_weights)
+    if recipe.rotation.mode != "none":  # the check of known rotations: a copy in fp32, three R1 in fp64
+        pruning = max(pruning, 4 * sizes.layer_weights + 24 * sizes.hidden**2)
+    return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
+
+
+def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
+    """About the bytes on the device while rotations are trained: one step, and all layers that share R1.
+
+    With `layers_per_step` the layers lie in main memory, and one after the other is on the device.
+    """
+    rotation, blocks = recipe.rotation, {"r2": sizes.heads.head_dim, "r3": recipe.rotation.down_block or 1}
+    weights = [sum(math.prod(sizes.shapes[name]) for name in names) for names in sizes.names]
+    metrics = [0] * len(weights)
+    if recipe.pruning.method not in WITHOUT_HESSIAN:
+        blocks |= {"r1": sizes.hidden}
+        metrics = [
+            sum(sizes.inputs(group) * blocks.get(group.input or "", 1) for group in sizes.groups_of(names))
+            for names in sizes.names
+        ]
+    kept = [sum(both) for both in zip(weights, metrics, strict=True)]
+    together = rotation.mode == "shared" and not rotation.layers_per_step
+    numbers = (sum if together else max)(kept) + (TRAINING_COPIES - 1) * max(weights)
+    return round(numbers * getattr(torch, rotation.product_dtype).itemsize)
+
+
+def rotation_bytes(sizes: Sizes, linears: Collection[str], down_block: int | None) -> int:
+    """The bytes of the rotation of a layer in fp64: R1, the R2 of each head of keys, and R3.
+
+    linears: those of the layer.
+    """
+    r1, r2 = sizes.hidden**2, sizes.heads.kv_heads * sizes.heads.head_dim**2
+    return 8 * (r1 + r2 + sizes.down_inputs(linears) * (down_block or 0))

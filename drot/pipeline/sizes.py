@@ -1,0 +1,106 @@
+"""The sizes of a model and of its calibration, from which the needs of a run follow."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from drot.config import ResolvedRecipe
+from drot.model.decoder import DecoderModel
+from drot.model.family import InputGroup
+from drot.model.sizes import HeadShape, routed_share
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes of a model and of its calibration.
+
+    groups: the input groups that occur in some layer.
+    shapes: name of a linear → its (out, in), which is the same in all layers that have the linear.
+    names: for each layer, name of a linear → its full name.
+    layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
+        model without its layers.
+    tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
+    nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
+    routed: the share of the tokens that an expert reads, on average.
+    """
+
+    groups: Sequence[InputGroup]
+    shapes: Mapping[str, tuple[int, int]]
+    names: Sequence[Mapping[str, str]]
+    heads: HeadShape
+    layer_weights: int
+    weights: int
+    outside: int
+    tied_head: int
+    nsamples: int
+    seqlen: int
+    routed: float = 1.0
+
+    def share(self, group: InputGroup) -> float:
+        """The share of the tokens that a group reads."""
+        return 1.0 if group.expert is None else self.routed
+
+    @property
+    def tokens(self) -> int:
+        return self.nsamples * self.seqlen
+
+    @property
+    def hidden(self) -> int:
+        return self.inputs(self.groups[0])
+
+    def inputs(self, group: InputGroup) -> int:
+        return self.shapes[group.linears[0].name][1]
+
+    @property
+    def rotates_stream(self) -> bool:
+        return any(linear.output == "r1" for group in self.groups for linear in group.linears)
+
+    @property
+    def untied_head(self) -> int:
+        """Numbers in lm_head if a rotation unties it; otherwise 0."""
+        return self.tied_head if self.rotates_stream else 0
+
+    def down_inputs(self, linears: Collection[str]) -> int:
+        """The inputs that R3 rotates, of those of `linears` that take it."""
+        of_down = (one.name for group in self.groups for one in group.linears if one.input == "r3")
+        return sum(self.shapes[name][1] for name in of_down if name in linears)
+
+    def of_layer(self, index: int) -> "Sizes":
+        """The sizes with the groups of one layer alone."""
+        return dataclasses.replace(self, groups=self.groups_of(self.names[index]))
+
+    def groups_of(self, linears: Collection[str]) -> list[InputGroup]:
+        return [group for group in self.groups if any(linear.name in linears for linear in group.linears)]
+
+    def pruned(self, recipe: ResolvedRecipe) -> list[list[str]]:
+        """For each layer, the names of the linears that the recipe prunes."""
+        return [
+            [linear for linear, name in names.items() if recipe.pruning.sparsity_for(name).ratio > 0]
+            for names in self.names
+        ]
+
+
+def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
+    """The sizes of a model, which may lie on the device `meta`."""
+    head = model.head.weight
+    of_layers = [sum(p.numel() for p in layer.module.parameters()) for layer in model.layers]
+    weights = sum(parameter.numel() for parameter in model.model.parameters())
+    return Sizes(
+        groups=list(dict.fromkeys(group for layer in model.layers for group in layer.groups)),
+        shapes={
+            name: layer.shape_of(linear.spec)
+            for layer in model.layers
+            for name, linear in layer.linears.items()
+        },
+        names=[
+            {name: linear.full_name for name, linear in of_layer.linears.items()} for of_layer in model.layers
+        ],
+        heads=model.heads,
+        layer_weights=max(of_layers),
+        weights=weights,
+        outside=weights - sum(of_layers),
+        tied_head=head.numel() if head is model.embedding.weight else 0,
+        nsamples=nsamples,
+        seqlen=seqlen,
+        routed=routed_share(model.config),
+    )
