@@ -41,12 +41,13 @@ def evaluate(
     Measures:
         ppl [ORG/NAME|PATH]: Text for the perplexity: wikitext2 (its test split); any dataset on the hub as
             org/name, org/name:split or org/name:config:split; or a .txt, .json, .jsonl or .parquet file. It
-            may be given several times. Default without --tasks: wikitext2.
+            may be given several times. Default without --tasks, and with --tasks own: wikitext2.
         against MODEL: The dense original of the models. Compares the predictions on the texts of --ppl: share
             of equal next tokens, KL divergence, difference in perplexity.
         tasks: Tasks of lm_eval, separated by commas, as in piqa,winogrande. paper: the five zero-shot tasks
             of the paper, with their average. reasoning: gsm8k and mmlu, with 5 examples. drot_continuation: a
-            task on Python source that needs no network. Needs the package lm_eval.
+            task on Python source that needs no network. They need the package lm_eval. own: questions made
+            from each text of --ppl, which of four pieces of it comes next; without lm_eval.
         seqlen:
         text_column:
     Tasks:
@@ -57,7 +58,7 @@ def evaluate(
         device:
         dtype:
         stream: Read one decoder layer at a time from the files, for models that are larger than the GPU or
-            the main memory. A model that does not fit is streamed in any case. Not with --tasks.
+            the main memory. A model that does not fit is streamed in any case. Not with tasks of lm_eval.
     Output:
         fail_above PERPLEXITY: Exit with status 1 if the perplexity of a model on the first text is above this
             figure, after all figures were printed and recorded. For tests that watch a model.
@@ -68,7 +69,7 @@ def evaluate(
     from drot.evaluation import evaluate as evaluation
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
-    texts = ppl or ([] if names and against is None else ["wikitext2"])
+    texts = ppl or ([] if names and "own" not in names and against is None else ["wikitext2"])
     check_bound(fail_above, texts)
     with working() as progress:
         results = evaluation.evaluate(

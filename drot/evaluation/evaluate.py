@@ -16,13 +16,14 @@ from drot.config import default_seqlen
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent, silent
+from drot.evaluation import choices
 from drot.evaluation.agreement import agreement
-from drot.evaluation.models import Original, move_models, must_stream, open_model
+from drot.evaluation.models import OpenModel, Original, move_models, must_stream, open_model
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexity_of
-from drot.evaluation.predictions import check_windows, predict
+from drot.evaluation.predictions import Predictions, check_windows, predict
 from drot.evaluation.record import record as record_figures
 from drot.evaluation.record import text_record
-from drot.evaluation.tasks import TaskOptions, Tasks, averages, load_tasks, run_tasks
+from drot.evaluation.tasks import Score, TaskOptions, Tasks, averages, load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name, parse_dtype, pick_device
 from drot.machine.environment import machine_name
 from drot.model.families import family_of
@@ -41,6 +42,7 @@ class _Setup:
     stream: bool
     against: str | None
     original: Original | None
+    own_tasks: bool
     task_names: Sequence[str]
     tasks: Tasks | None
     task_options: TaskOptions
@@ -81,7 +83,8 @@ def evaluate(
     Args:
         models: names on the Hugging Face hub or local folders.
         ppl: texts for perplexity and agreement, as in `load_eval_tokens`.
-        tasks: names of lm_eval's tasks, of its groups, of `drot_continuation`, and of SUITES.
+        tasks: names of lm_eval's tasks, of its groups, of `drot_continuation`, and of SUITES; `own` stands
+            for questions made from each text of `ppl` (choices.py).
         against: the dense original of the models, with which their predictions are compared on `ppl`.
         seqlen: tokens in a window; None is the smallest `default_seqlen` of the models.
         text_column: the column of the text in .json, .jsonl and .parquet files.
@@ -110,11 +113,15 @@ def evaluate(
     read = functools.partial(load_eval_tokens, text_column=text_column, progress=progress)
     texts = {name: {s: read(s, tokenizers[name]) for s in sources} for name in everyone}
     _check_texts(texts, configs, seqlen, original)
-    prepared = load_tasks(tasks) if tasks else None
+    of_lm_eval = [task for task in tasks if task != choices.OWN]
+    prepared = load_tasks(of_lm_eval) if of_lm_eval else None
     progress(ProgressEvent(phase="load"))
     dtype = str(computing_dtype(dtype, target))
     dense = None if original is None else Original(original, dtype)
-    setup = _Setup(seqlen, dtype, target, stream, original, dense, tasks, prepared, options, progress)
+    own = len(of_lm_eval) < len(tasks)
+    setup = _Setup(
+        seqlen, dtype, target, stream, original, dense, own, of_lm_eval, prepared, options, progress
+    )
     results = []
     for name in names:
         try:
@@ -142,8 +149,10 @@ def _check_arguments(
         parse_dtype(dtype)
     if against is not None and not ppl:
         raise UserError("`against` compares predictions on a text, got none: name one as `ppl`")
-    if stream and tasks:
-        raise UserError("`tasks` need the whole model on the device: leave out `stream=True`")
+    if choices.OWN in tasks and not ppl:
+        raise UserError(f"the tasks `{choices.OWN}` are made from a text, got none: name one as `ppl`")
+    if stream and set(tasks) - {choices.OWN}:
+        raise UserError("`tasks` of lm_eval need the whole model on the device: leave out `stream=True`")
 
 
 def _can_record(names: Sequence[str], limit: int | None) -> bool:
@@ -196,20 +205,25 @@ def _measure(name: str, tokenizer: Any, texts: Mapping[str, Tensor], setup: _Set
     if not streamed and move_models([each.model for each in opened], name, device):
         stream_to = device
     perplexities, agreements, records = {}, {}, {}
+
+    def predictions(each: OpenModel, tokens: Tensor, length: int) -> Predictions:
+        return predict(each.model, tokens, length, stream_to, setup.progress, each.weights)
+
     for source, tokens in texts.items():
-        found, *of_dense = (
-            predict(each.model, tokens, seqlen, stream_to, setup.progress, each.weights) for each in opened
-        )
+        found, *of_dense = (predictions(each, tokens, seqlen) for each in opened)
         if not of_dense:
             perplexities[source] = perplexity_of(found, progress=setup.progress)
         else:
             agreements[source] = agreement(of_dense[0], found, progress=setup.progress)
             perplexities[source] = agreements[source].pop("perplexity")
         records[source] = text_record(source, tokens, seqlen)
-    scores = {}
+    scores: dict[str, Score] = {}
+    if setup.own_tasks:
+        of_model = functools.partial(predictions, own)
+        scores = choices.scores(texts, of_model, setup.task_options.limit, setup.progress)
     if setup.tasks is not None:
         check_logits(own.model)
-        scores = run_tasks(own.model, tokenizer, setup.tasks, setup.task_options)
+        scores |= run_tasks(own.model, tokenizer, setup.tasks, setup.task_options)
     accuracies = {task: score.accuracy for task, score in scores.items()}
     return {
         "model": name,

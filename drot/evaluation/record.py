@@ -13,6 +13,7 @@ from drot.checkpoint.card import CARD, save_card
 from drot.checkpoint.manifest import MANIFEST, CheckpointManifest, update_manifest
 from drot.checkpoint.records import EvaluationRecord
 from drot.core.errors import UserError
+from drot.evaluation.choices import OWN, task_names
 from drot.machine.environment import versions
 from drot.text.source import SPLITS, calibration_hash
 
@@ -41,7 +42,8 @@ def record(folder: str, figures: dict[str, Any]) -> None:
     if not (Path(folder) / MANIFEST).exists():
         logger.warning("the figures of %s are not recorded, because it has no %s", folder, MANIFEST)
         return
-    packages = {"lm_eval": metadata.version("lm_eval")} if figures["tasks"] else {}
+    of_lm_eval = figures["tasks"].keys() - task_names([OWN], figures["texts"])
+    packages = {"lm_eval": metadata.version("lm_eval")} if of_lm_eval else {}
     entry = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions() | packages,

@@ -18,8 +18,9 @@ from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
 from drot.core.hashes import json_digest, weights_record, with_digest
+from drot.evaluation import choices
 from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexities
-from drot.evaluation.predictions import check_windows
+from drot.evaluation.predictions import check_windows, predict
 from drot.evaluation.tasks import load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name
 from drot.machine.environment import machine_name, versions
@@ -71,7 +72,9 @@ class CellRunner:
             tokens = load_eval_tokens(source, self.tokenizer, grid.asked.text_column, progress)
             check_windows(tokens, self.config.get_text_config(), self.seqlen)
             self.texts[source] = tokens
-        self.tasks = load_tasks(grid.asked.tasks) if grid.asked.tasks else None
+        of_lm_eval = [task for task in grid.asked.tasks if task != choices.OWN]
+        self.tasks = load_tasks(of_lm_eval) if of_lm_eval else None
+        self.own_tasks = choices.task_names(grid.asked.tasks, self.texts)
         self.calibration: dict[CalibrationConfig, Tensor] = {}
         for recipe in (cell.resolved for cell in cells):
             if recipe.reads_calibration and recipe.calibration not in self.calibration:
@@ -92,8 +95,8 @@ class CellRunner:
             "seqlen": self.seqlen,
             "texts": {source: calibration_hash(tokens) for source, tokens in self.texts.items()},
         }
-        if self.tasks is not None:
-            self.identity["tasks"] = list(self.tasks.tasks)
+        if names := self._task_names():
+            self.identity["tasks"] = names
         before = read_journal(self.out / DENSE)
         if before is not None and before["identity"] == self.identity:
             return before
@@ -138,10 +141,13 @@ class CellRunner:
         tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
         return None if tokens is None else calibration_hash(tokens)
 
+    def _task_names(self) -> list[str]:
+        return [*self.own_tasks, *(self.tasks.tasks if self.tasks else ())]
+
     def _measure(self, model: PreTrainedModel, *, may_be_broken: bool) -> Measured:
         """The figures of a model. A model without a finite loss is an error unless it `may_be_broken`."""
         perplexity: dict[str, float | None] = dict.fromkeys(self.texts)
-        accuracy: dict[str, float | None] = dict.fromkeys(self.tasks.tasks if self.tasks else ())
+        accuracy: dict[str, float | None] = dict.fromkeys(self._task_names())
         try:
             perplexity |= perplexities(
                 model,
@@ -151,6 +157,12 @@ class CellRunner:
                 name=self.model,
                 progress=self.progress,
             )
+            if self.own_tasks:
+                streamed = None if model.device == self.device else self.device
+                scores = choices.scores(
+                    self.texts, lambda tokens, length: predict(model, tokens, length, streamed)
+                )
+                accuracy |= {name: score.accuracy for name, score in scores.items()}
             if self.tasks is not None:
                 if model.device != self.device:
                     raise UserError(f"tasks need the whole of {self.model} on {self.device}: it does not fit")

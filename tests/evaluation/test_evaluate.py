@@ -38,7 +38,10 @@ from drot.reporting.demo import HELD_OUT, MODEL
         ),
         ("--device gpu", "--device must be auto, cpu or cuda[:N]"),
         ("--dtype int8", "--dtype must be auto or one of"),
-        ("--stream --tasks piqa", "--tasks need the whole model on the device: leave out --stream"),
+        (
+            "--stream --tasks piqa",
+            "--tasks of lm_eval need the whole model on the device: leave out --stream",
+        ),
     ],
 )
 def test_mistakes_are_found_before_the_weights_are_read(monkeypatch, capsys, tmp_path, options, message):
