@@ -1,5 +1,8 @@
 """The command `drot finetune`, and the check for options that would have no effect."""
 
+import dataclasses
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +10,7 @@ from drot.checkpoint.tables import finetune_line
 from drot.cli.options import SOURCES, options_of
 from drot.cli.output import print_json, print_line
 from drot.cli.progress_bars import working
-from drot.config import CalibrationConfig, FinetuneConfig
+from drot.config import CalibrationConfig, FinetuneConfig, default_seqlen
 from drot.config.settings import fields_of
 from drot.core import torchrun
 from drot.core.errors import UserError
@@ -29,7 +32,19 @@ SETTINGS = [
 ]
 
 
-def finetune(model: str, out: Path, as_json: bool = False, device: str = "auto", **settings: Any) -> None:
+#: a number of tokens, as in 10M
+COUNT = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<unit>[kMG]?)")
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9}
+
+
+def finetune(
+    model: str,
+    out: Path,
+    tokens: str | None = None,
+    as_json: bool = False,
+    device: str = "auto",
+    **settings: Any,
+) -> None:
     """Fine-tune the pruned model DIR by LoRA or in full. Its zeros stay zeros, and its format stays.
 
     Example: drot finetune llama-2of4 --out llama-2of4-tuned --text wikitext2
@@ -38,6 +53,8 @@ def finetune(model: str, out: Path, as_json: bool = False, device: str = "auto",
         model DIR: A checkpoint that drot prune wrote, or a model pruned by another program.
     Training:
     Text:
+        tokens COUNT: Tokens to train on, as in 10M, in place of --nsamples. They are cut into sequences of
+            --seqlen tokens.
     Output:
         out:
         as_json:
@@ -47,7 +64,10 @@ def finetune(model: str, out: Path, as_json: bool = False, device: str = "auto",
     """
     text = {"source": settings.pop("text")}
     text |= {name: settings.pop(name) for name in fields_of(CalibrationConfig) if name in settings}
-    config = FinetuneConfig(**settings, text=CalibrationConfig(**text))
+    chosen = CalibrationConfig(**text)
+    if tokens is not None:
+        chosen = dataclasses.replace(chosen, nsamples=sequences_of(tokens, model, chosen))
+    config = FinetuneConfig(**settings, text=chosen)
     check_effects(config)
     from drot.finetuning import finetune as finetuning
 
@@ -62,6 +82,23 @@ def finetune(model: str, out: Path, as_json: bool = False, device: str = "auto",
     else:
         print_line(finetune_line(result.manifest.finetune[-1]))
         print_line(f"Saved to {out}")
+
+
+def sequences_of(tokens: str, model: str, text: CalibrationConfig) -> int:
+    """The sequences of the text that hold `tokens`, the value of --tokens.
+
+    Raises UserError for what is no number of tokens, and if `nsamples` is given too.
+    """
+    from drot.checkpoint.load import load_config
+    from drot.model.sizes import positions_of
+
+    if text.nsamples != DEFAULT.text.nsamples:
+        raise UserError("`tokens` sets `nsamples`: leave one or the other out")
+    match = COUNT.fullmatch(tokens)
+    count = float(match["number"]) * UNITS[match["unit"]] if match else 0.0
+    if count < 1:
+        raise UserError(f"`tokens` must be a number of tokens, as in 10M; got {tokens!r}")
+    return math.ceil(count / (text.seqlen or default_seqlen(positions_of(load_config(model)))))
 
 
 def check_effects(config: FinetuneConfig) -> None:

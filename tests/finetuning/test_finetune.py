@@ -408,6 +408,9 @@ def test_a_warm_up_must_end_before_the_training():
             "--text must be c4, wikitext2, a dataset on the hub",
         ),
         (["--text", "a.txt,a.txt"], "--text with several texts must name each once"),
+        (["--tokens", "10M", "--nsamples", "5"], "--tokens sets --nsamples: leave one or the other out"),
+        (["--tokens", "many"], "--tokens must be a number of tokens, as in 10M; got 'many'"),
+        (["--tokens", "0"], "--tokens must be a number of tokens"),
         (["--text", "nothing.txt"], "--text must be c4, wikitext2, a dataset on the hub"),
         (["--held-out", "0"], "--held-out must be a whole number of at least 1; got 0"),
     ],
@@ -431,8 +434,10 @@ def test_the_command(capsys, tmp_path):
     assert record["steps"] == 4 and "fine-tuning, step 4 of 4, loss" in captured.err
     assert cli.run(["info", str(tmp_path / "out")]) == 0
     assert "fine-tuning LoRA r 8" in " ".join(capsys.readouterr().out.split())
-    assert cli.run([*command, "--out", str(tmp_path / "full"), "--full", "--device", "cpu"]) == 0
-    assert "all kept weights" in capsys.readouterr().out
+    full = ["finetune", str(tmp_path / "p"), "--text", CALIBRATION.source, "--held-out", "2", "--full"]
+    full += ["--tokens", "0.25k", "--seqlen", "64", "--out", str(tmp_path / "full"), "--device", "cpu"]
+    assert cli.run(full) == 0
+    assert "all kept weights, lr 5e-05, 4 steps, 4 x 64 tokens" in capsys.readouterr().out
     sample = tmp_path / "text.txt"
     sample.write_text(HELD_OUT.read_text(encoding="utf-8")[:2000], encoding="utf-8")
     assert cli.run(["eval", str(tmp_path / "full"), "--ppl", str(sample), "--seqlen", "64"]) == 0
