@@ -45,6 +45,7 @@ RECORDS: dict[str, Recipe] = {
         rotation=RotationConfig(mode="none"), pruning=resolve(RECIPES["balanced"]).pruning
     ),
     **{f"{point}, {quality}": RECIPES[f"{point}, {quality}"] for point in POINTS for quality in QUALITIES},
+    "full, balanced, 50 steps": RECIPES["full, balanced"].replace(steps=50),
     "full, one shot": RECIPES["full, one shot"],
     "full without R3, one shot": RECIPES["sparsegpt 2:4"],
     "full without R3, balanced": RECIPES["balanced"],
