@@ -159,6 +159,19 @@ def finetuning() -> str:
     return table(["training", "learning rate", "not rotated", "one rotation a layer"], body, rows)
 
 
+def distillation() -> str:
+    """Perplexity on each text after a training towards the dense model, by its tokens."""
+    rows = read("distillation", "perplexity")
+    texts = list(dict.fromkeys(row["text"] for row in rows))
+    found = {(row["tokens"], row["lr"], row["text"]): row["perplexity"] for row in rows}
+    runs = dict.fromkeys((row["tokens"], row["lr"]) for row in rows)
+    body = [
+        [f"{float(tokens) / 1e6:.1f} M", lr, *(found.get((tokens, lr, text), "") for text in texts)]
+        for tokens, lr in sorted(runs, key=lambda run: (int(run[0]), run[1]))
+    ]
+    return table(["tokens", "learning rate", *texts], body, rows)
+
+
 def tf32_update() -> str:
     figures = ("mask_mean", "mask_most", "error_mean", "error_least", "error_most")
     rows = read("tf32_update", *figures)
@@ -361,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "optimizers": optimizers,
     "rates": rates,
     "finetuning": finetuning,
+    "distillation": distillation,
     "tf32_update": tf32_update,
     "operations": operations,
     "minutes": minutes,
