@@ -34,17 +34,21 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
     for line in yaml.safe_dump(needs.recipe.to_dict(), sort_keys=False, allow_unicode=True).splitlines():
         print_line(line)
     print_line("")
-    on_cpu = "CPU" in needs.device
+    on_cpu, shared = "CPU" in needs.device, needs.gpus > 1
+    in_memory = needs.main_memory + on_cpu * needs.gpus * needs.device_memory
+    of_all = f", for all {needs.gpus} ranks" if shared else ""
+    name = "memory of each device" if shared else "memory of the device"
+    of_device = {} if on_cpu else {name: f"about {size_text(needs.device_memory)}"}
     facts = {
         "model": needs.model,
         "result": f"{needs.recipe.format}, {needs.save_dtype}",
-        "computed": f"in {needs.dtype} on {needs.device}",
+        "computed": f"in {needs.dtype} on {f'{needs.gpus} ranks, each on ' if shared else ''}{needs.device}",
         "calibration": f"{needs.tokens:,} tokens, of which {needs.training_tokens:,} train the rotations",
         "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of rotations and "
         "maps in OUT.partial while the run lasts",
-        "main memory": f"about {size_text(needs.main_memory + on_cpu * needs.device_memory)}",
-        "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}",
-        **({} if on_cpu else {"memory of the device": f"about {size_text(needs.device_memory)}"}),
+        "main memory": f"about {size_text(in_memory)}{of_all}",
+        "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}{of_all}",
+        **of_device,
         "time": _time(needs.seconds, sum(sum(phase.values()) for phase in needs.work.values())),
     }
     print_facts(facts.items())

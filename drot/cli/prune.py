@@ -142,6 +142,8 @@ def prune(
         dtype:
         resume: Continue an interrupted run with the same --out. A finished run is left as it is.
     """
+    if gpus is not None and gpus < 1:
+        raise UserError(f"`gpus` must be at least 1, got {gpus}")
     given = given_options(ctx)
     asked = asked_recipe(recipe, given, quality)
     check_effects(asked, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
@@ -152,9 +154,10 @@ def prune(
         return
     options: dict[str, Any] = {"device": device, "rotations": rotations}
     options |= run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
-    asked = fit_recipe(asked, fit, named, given, **options)
+    ranks = torchrun.world_size() if gpus is None else gpus
+    asked = fit_recipe(asked, fit, named, given, gpus=ranks, **options)
     if dry_run:
-        show_needs(named, asked.recipe, as_json, **options)
+        show_needs(named, asked.recipe, as_json, gpus=ranks, **options)
         return
     folder = _folder(out)
     if gpus is not None and torchrun.world_size() == 1:

@@ -4,16 +4,12 @@ import logging
 import os
 from collections.abc import Sequence
 
-from drot.core.errors import UserError
-
 
 def launch(arguments: Sequence[str], count: int) -> int:
     """Runs `drot` with these arguments on `count` ranks, which start no others. Returns the exit status.
 
     The ranks tell their errors. The status is that of the first rank that fails, or 1 if a signal ended it.
     """
-    if count < 1:
-        raise UserError(f"`gpus` must be at least 1, got {count}")
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 

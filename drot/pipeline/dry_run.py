@@ -1,6 +1,8 @@
 """What a run of `drot.prune` would do and need, from the model's config alone."""
 
+import dataclasses
 import functools
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from drot.checkpoint.records import PlaceOfStates
 from drot.checkpoint.source import gguf_file
 from drot.config import Recipe, ResolvedRecipe
-from drot.machine.devices import DTYPES, computing_dtype, dtype_name
+from drot.machine.devices import DTYPES, computing_dtype, dtype_name, is_gpu
 from drot.machine.environment import machine_name
+from drot.machine.ranks import Ranks
 from drot.model.decoder import DecoderModel
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.memory import device_memory, main_memory, state_bytes, training_memory
@@ -30,11 +33,13 @@ class RunNeeds:
     dtype, save_dtype: dtypes of the computation and of the saved weights.
     tokens: calibration tokens that are read. training_tokens: those that train the rotations.
     checkpoint, partial: bytes on the disk of the result, and of what lies beside it until the run ends.
-    main_memory, device_memory: bytes; on a CPU both lie in main memory.
-    states: bytes of the hidden states of the calibration. place_of_states: where they would lie now. In a
-        file or on a GPU they are not counted as `main_memory`.
-    work: phase → dtype → operations.
-    seconds: seconds of the work at the rates of matrix products on the device, which no run reaches.
+    gpus: ranks that share the run, all on this machine.
+    main_memory: bytes of all ranks. device_memory: bytes of each rank; on a CPU they lie in main memory too.
+    states: bytes of the hidden states of the calibration, of all ranks. place_of_states: where they would lie
+        now. In a file or on a GPU they are not counted as `main_memory`.
+    work: phase → dtype → operations, of all ranks.
+    seconds: seconds of the work at the rates of matrix products on the device, or on as many GPUs as there
+        are ranks, which no run reaches.
     """
 
     recipe: ResolvedRecipe
@@ -46,6 +51,7 @@ class RunNeeds:
     training_tokens: int
     checkpoint: int
     partial: int
+    gpus: int
     main_memory: int
     device_memory: int
     states: int
@@ -63,10 +69,11 @@ def run_needs(
     save_dtype: str = "auto",
     rotations: Path | None = None,
     format: str = "dense",
+    gpus: int = 1,
 ) -> RunNeeds:
     """What `drot.prune` with the same arguments would do and need. Loads no weights and reads no text.
 
-    Of the file `rotations` it reads the shapes alone.
+    gpus: how many ranks share the run. Of the file `rotations` it reads the shapes alone.
 
     Raises UserError for what does not fit, as `drot.prune` does before it reads the text.
     """
@@ -83,15 +90,18 @@ def run_needs(
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen
     checkpoint, partial = disk_needs(sizes, resolved, saved)
-    on_device = device_memory(sizes, resolved, chosen)
+    of_rank = dataclasses.replace(sizes, nsamples=math.ceil(nsamples / gpus))
+    on_device = device_memory(of_rank, resolved, chosen)
     if trains:
-        on_device = max(on_device, training_memory(sizes, resolved))
+        on_device = max(on_device, training_memory(of_rank, resolved))
     from_gguf = not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
-    given = {"rotations_given": rotations_given, "from_gguf": from_gguf}
-    place = place_of_states(sizes, resolved, chosen, first, **given)
-    states = state_bytes(sizes, resolved, chosen)
-    in_memory = main_memory(sizes, resolved, chosen, **given)
+    given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf}
+    given["ranks"] = Ranks(size=gpus)
+    place = place_of_states(of_rank, resolved, chosen, first, **given)
+    states = gpus * state_bytes(of_rank, resolved, chosen)
+    in_memory = main_memory(of_rank, resolved, chosen, **given)
     work = run_work(sizes, resolved, chosen, trains=trains)
+    seconds = seconds_at(work, functools.partial(measured_rate, first))
     return RunNeeds(
         recipe=resolved,
         model=str(model),
@@ -102,12 +112,13 @@ def run_needs(
         training_tokens=training if trains else 0,
         checkpoint=checkpoint,
         partial=partial,
+        gpus=gpus,
         main_memory=in_memory - (0 if place == "main memory" else states),
         device_memory=on_device,
         states=states,
         place_of_states=place,
         work=work,
-        seconds=seconds_at(work, functools.partial(measured_rate, first)),
+        seconds=seconds / (gpus if is_gpu(first) else 1),  # ranks on a CPU share it
     )
 
 

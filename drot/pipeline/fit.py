@@ -42,7 +42,8 @@ def fitted(
     """The recipe with as few changes as its run needs to fit into `memory` bytes of the device.
 
     What costs the most quality changes last: first a shared rotation trains a few layers in a step, then the
-    weights are not recovered, then no solver computes them. On a CPU the device's memory is the main memory.
+    weights are not recovered, then no solver computes them. On a CPU the device's memory is the main memory,
+    which all ranks share.
 
     fixed: fields that stay as they are.
     options: further arguments of `run_needs`.
@@ -53,7 +54,8 @@ def fitted(
 
     def needs_of(changes: dict[str, Any]) -> tuple[RunNeeds, int]:
         needs = run_needs(model, recipe.replace(**changes), device=device, **options)
-        return needs, needs.device_memory + on_cpu * needs.main_memory
+        of_ranks = needs.gpus * needs.device_memory + needs.main_memory
+        return needs, of_ranks if on_cpu else needs.device_memory
 
     needs, asked = needs_of({})
     tried = {}

@@ -7,12 +7,10 @@ import torch
 
 from drot.calibration.hessian import at_once
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.family import alike
 from drot.pipeline.sizes import Sizes
 
-#: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the
-#: norm, for `pruned` 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding
-#: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
 #: Fp32 copies of the largest Hessian and of its weight on the device while a layer is pruned, without and
 #: with ADMM or a dense target: the 32 and 40 GB of a 70B layer (docs/hardware.md).
 COPIES, COPIES_OF_SOLVERS = 6.8, 8.6
@@ -29,13 +27,16 @@ def main_memory(
     *,
     rotations_given: bool = False,
     from_gguf: bool = False,
+    ranks: Ranks = ALONE,
 ) -> int:
-    """The bytes of main memory of a run that reads the layers from files.
+    """The bytes of main memory of a run that reads the layers from files, of all ranks of a machine.
 
     They are those of a layer, or of the embedding and the head, of the hidden states of the calibration, and
     of the rotations that are not on the disk: two, all that are given, or all R2 and R3 beside one shared R1.
+    Rank 0 of several that train different layers has a rotation of each, and those that it still writes.
     A run on a CPU has the layers that it works on in memory too (`device_memory`).
 
+    sizes: with the sequences of one rank.
     from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
         the file is read, and are cast to `dtype` one after the other.
     """
@@ -46,13 +47,17 @@ def main_memory(
     if from_gguf:
         numbers, loaded = sizes.weights + sizes.untied_head, torch.float32.itemsize * sizes.weights
     needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype)
+    count = ranks.of_machine.size
     if recipe.rotation.mode == "none":
-        return max(needed, loaded)
+        return count * max(needed, loaded)
     rotation = max(rotation_bytes(sizes, names, recipe.rotation.down_block) for names in sizes.names)
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
     kept = layers if rotations_given or shared else min(layers, 2)
     rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
-    return max(needed + rotations, loaded)
+    of_batches = 0
+    if ranks.size > 1 and recipe.rotation.hessians == "dense" and not (rotations_given or shared):
+        of_batches = (min(layers, 2 * ranks.size) - kept) * rotation
+    return count * max(needed + rotations, loaded) + of_batches
 
 
 def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:

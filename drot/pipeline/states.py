@@ -11,6 +11,7 @@ from drot.checkpoint.records import PlaceOfStates
 from drot.config import ResolvedRecipe
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
+from drot.machine.ranks import ALONE, Ranks
 from drot.machine.spool import Spool
 from drot.machine.transfer import empty_on_host
 from drot.pipeline.memory import device_memory, main_memory, state_bytes
@@ -29,19 +30,21 @@ def place_of_states(
     *,
     rotations_given: bool = False,
     from_gguf: bool = False,
+    ranks: Ranks = ALONE,
 ) -> PlaceOfStates:
     """Where a run has room for its hidden states, and for as many numbers that it keeps of a layer.
 
+    sizes: with the sequences of one rank. ranks: those of a machine share its main memory.
     from_gguf: whether the model is a GGUF file that is not loaded yet.
     """
     of_pruning, states = device_memory(sizes, recipe, dtype), state_bytes(sizes, recipe, dtype)
     own = sizes.tokens * sizes.hidden * dtype.itemsize  # those of the dense model may lie elsewhere
     if is_gpu(device) and of_pruning + 2 * own <= free_memory(device):
         return "device"
-    given = {"rotations_given": rotations_given, "from_gguf": from_gguf}
-    needed = main_memory(sizes, recipe, dtype, **given) + states
-    if not is_gpu(device):
-        needed += of_pruning
+    needed = main_memory(
+        sizes, recipe, dtype, rotations_given=rotations_given, from_gguf=from_gguf, ranks=ranks
+    )
+    needed += ranks.of_machine.size * (states if is_gpu(device) else states + of_pruning)
     return "main memory" if needed <= available_memory() else "file"
 
 
@@ -53,7 +56,7 @@ def embed(run: "RunContext", tokens: Tensor, state: "SharedState | None") -> Cal
     state: names the disk of a file.
     """
     sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-    place = place_of_states(sizes, run.recipe, run.dtype, run.device)
+    place = place_of_states(sizes, run.recipe, run.dtype, run.device, ranks=run.ranks)
     if place == "file" and state is None:
         place = "main memory"
     run.place_of_states = place

@@ -23,8 +23,11 @@ from drot.pipeline.sizes import Sizes
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM
 from drot.rotation.importance import is_rotated
 
-#: (rotation/retraction.py).
+#: Objective → n x n products in one step of `fast` for a matrix [n, n]: the gradient in so(n), 2 for the
+#: norm, for `pruned` 1 + 3 + 4 · 2 in the steps of the polar factor, the turn and one correction of rounding
+#: (drot/rotation/retraction.py).
 FAST_PRODUCTS = {"pruned": 1 + 2 + 12 + 2 + 2, "entropy": 1 + 2 + 2 + 2}
+#: the same for `paper`, in products of 2 n³ operations: Householder QR with its Q (8/3 n³), and the gradient
 #: of QR (two products, and a triangular solve of n³)
 PAPER_PRODUCTS = 4 / 3 + 2 + 1 / 2
 #: iterations after which ADMM's mask usually stops moving: 20 to 28 (drot/pruning/solve.py)

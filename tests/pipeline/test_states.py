@@ -1,5 +1,6 @@
 """The place of the hidden states of the calibration: the same bytes in each, and what says where it is."""
 
+import dataclasses
 import json
 
 import pytest
@@ -11,6 +12,7 @@ from transformers import LlamaConfig
 from drot.calibration.stream import CalibrationStream
 from drot.cli import app as cli
 from drot.config import resolve
+from drot.machine.ranks import Ranks
 from drot.machine.spool import Spool
 from drot.model.decoder import DecoderModel
 from drot.pipeline import states
@@ -104,6 +106,44 @@ def test_the_main_memory_of_a_large_model_is_three_layers_and_the_hidden_states(
     needed = main_memory(large, chosen, torch.bfloat16) - state_bytes(large, chosen, torch.bfloat16)
     rotations = 2 * 8 * (8192**2 + 8 * 128**2 + 28672 * (chosen.rotation.down_block or 0))
     assert 2 * layer < needed - (rotations if mode == "layer" else 0) < 3 * layer
+
+
+def test_ranks_share_the_main_memory_of_their_machine(large, monkeypatch):
+    """Rank 0 holds the rotations that all ranks have just trained, and those that it still writes."""
+    chosen, ranks = resolve(recipe(quality="balanced", hessians="dense")), Ranks(size=8)
+    of_rank = dataclasses.replace(large, nsamples=16)
+    alone = main_memory(of_rank, chosen, torch.bfloat16)
+    rotation = 8 * (8192**2 + 8 * 128**2 + 28672 * (chosen.rotation.down_block or 0))
+    needed = main_memory(of_rank, chosen, torch.bfloat16, ranks=ranks)
+    assert needed == 8 * alone + (16 - 2) * rotation
+    sequential = resolve(recipe(quality="balanced", hessians="sequential"))
+    assert main_memory(of_rank, sequential, torch.bfloat16, ranks=ranks) == 8 * alone
+
+    monkeypatch.setattr(states, "free_memory", lambda device: 0)
+    needed += 8 * state_bytes(of_rank, chosen, torch.bfloat16)
+    for free, place in ((needed, "main memory"), (needed - 1, "file")):
+        monkeypatch.setattr(states, "available_memory", lambda free=free: free)
+        assert place_of_states(of_rank, chosen, torch.bfloat16, GPU, ranks=ranks) == place
+
+
+def test_a_dry_run_of_several_ranks(tmp_path, capsys):
+    folder = str(save_small_model(small_model("llama"), tmp_path))
+    command = ["prune", folder, "--dry-run", "--device", "cpu", "--nsamples", "6", "--seqlen", "16"]
+    found = []
+    for options in ([], ["--gpus", "3"]):
+        assert cli.run([*command, *options, "--json"]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    one, three = found
+    assert (one["gpus"], three["gpus"]) == (1, 3)
+    for same in ("states", "checkpoint", "partial", "work"):
+        assert one[same] == three[same]
+    assert three["device_memory"] == one["device_memory"]  # of each rank, whatever its sequences are
+    layer_and_states = one["main_memory"] - one["states"]
+    assert three["main_memory"] == 3 * layer_and_states + one["states"]
+    assert cli.run([*command, "--gpus", "3"]) == 0
+    assert capsys.readouterr().out.count("for all 3 ranks") == 2
+    assert cli.run([*command, "--gpus", "0"]) == 2
+    assert "`gpus` must be at least 1, got 0" in capsys.readouterr().err.replace("--gpus", "`gpus`")
 
 
 def test_streams_in_a_file_hand_it_on(tmp_path):
