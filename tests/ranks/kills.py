@@ -1,7 +1,7 @@
 """Kills a random rank of `drot prune` at a random point, and resumes the run with another number of ranks.
 
-`python tests/ranks/kills.py --kills 20`. The other ranks must end within a minute, say which rank has ended,
-and leave nothing that a resumed run cannot use.
+`python tests/ranks/kills.py --kills 20`, and the same with `--hessians dense`. The other ranks must end
+within a minute, say which rank has ended, and leave nothing that a resumed run cannot use.
 """
 
 import argparse
@@ -55,13 +55,13 @@ def statuses(pids: list[int], seconds: float) -> list[int]:
     return [found[pid] for pid in pids]
 
 
-def kill_and_resume(model: Path, folder: Path, kills: int, draw: random.Random) -> int:
+def kill_and_resume(model: Path, folder: Path, hessians: str, kills: int, draw: random.Random) -> int:
     """Kills ranks; returns the number of runs that ended. Raises AssertionError if a promise is broken."""
     killed = ended = 0
     longest = 4.0  # seconds before a rank is killed: those of the last whole run
     while killed < kills:
         out, log, tries = folder / f"out{ended}", folder / f"{ended}.log", 0
-        arguments = ["prune", str(model), "--out", str(out), *OPTIONS]
+        arguments = ["prune", str(model), "--out", str(out), *OPTIONS, "--hessians", hessians]
         while True:
             size = draw.choice([2, 3])
             more = ["--resume"] if tries else []
@@ -92,12 +92,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--hessians", choices=["sequential", "dense"], default="sequential")
     chosen = parser.parse_args()
     torch.set_num_threads(1)  # a forked process has only the thread that forked
     with tempfile.TemporaryDirectory(prefix="drot-kills-") as temporary:
         folder = Path(temporary)
         model = save_small(folder / "model", head_dim=16, num_hidden_layers=4)
-        ended = kill_and_resume(model, folder, chosen.kills, random.Random(chosen.seed))
+        ended = kill_and_resume(model, folder, chosen.hessians, chosen.kills, random.Random(chosen.seed))
     print(f"{chosen.kills} ranks were killed, and {ended} runs went on to their end")
 
 
