@@ -8,6 +8,7 @@ Of rows that measure the same thing, the last one counts. It needs nothing but P
 
 import argparse
 import csv
+import itertools
 import math
 import re
 import statistics
@@ -253,10 +254,11 @@ def headline() -> str:
     for row in rows:
         case = cases.setdefault((row["model"], row["calibration"], row["text"]), {})
         case.setdefault(row["recipe"], []).append(row)
-    body = []
+    body, used = [], []
     for (model, _, text), found in cases.items():
         if found.keys() != set(recipes):
             continue
+        used += itertools.chain(*found.values())
         dense = statistics.median(float(row["dense"]) for row in found[PLAIN])
         plain, solved, pruned = (
             statistics.median(float(row["perplexity"]) for row in found[recipe]) for recipe in recipes
@@ -264,7 +266,7 @@ def headline() -> str:
         closed = f"{(plain - pruned) / (plain - dense):.0%}"
         body.append([f"{model}, {text}", *(f"{x:.1f}" for x in (dense, plain, solved, pruned)), closed])
     header = ["model, text", "dense", "SparseGPT", "+ solver", "+ solver and rotation", "gap closed"]
-    return table(header, body, rows)
+    return table(header, body, used)
 
 
 def records() -> str:
