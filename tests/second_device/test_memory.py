@@ -1,4 +1,4 @@
-"""The memory that a run takes on the device: a layer of LLaMA-3-70B's shapes, 32 times as narrow."""
+"""The memory that a run takes on the device: a layer of LLaMA-3-70B's shapes, 64 times as narrow."""
 
 import device as second
 import pytest
@@ -14,7 +14,7 @@ from drot.pipeline.memory import device_memory, training_memory
 from drot.pipeline.sizes import sizes_of
 
 #: as in tests/pipeline/test_prune_memory.py: all sizes are divided by it, and bytes by its square
-NARROWER = 32
+NARROWER = 64
 HIDDEN, INNER, SEQLEN = 8192 // NARROWER, 28672 // NARROWER, 2048 // NARROWER
 #: the least and the largest share that a run takes of what `drot prune --dry-run` says
 TOLERANCE = 0.6, 1.0
@@ -30,7 +30,7 @@ def test_a_run_takes_what_its_estimate_says(quality, monkeypatch):
     monkeypatch.setattr(cholesky, "GPU_BLOCK", cholesky.GPU_BLOCK // NARROWER)
     monkeypatch.setattr("drot.rotation.graph.supports_graphs", lambda device: False)
     sizes = dict(hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1, head_dim=8)
-    model = small_model("llama", **sizes, num_attention_heads=HIDDEN // 8, num_key_value_heads=4)
+    model = small_model("llama", **sizes, num_attention_heads=HIDDEN // 8, num_key_value_heads=HIDDEN // 64)
     model = model.to(torch.bfloat16)
     recipe = Recipe().with_quality(quality).replace(steps=2, recover_epochs=1)
     tokens = random_tokens(128, SEQLEN)
