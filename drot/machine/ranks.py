@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public function for it
 from torch.utils import _pytree as pytree
 
 from drot.core.errors import ToldElsewhere, UserError
@@ -24,6 +25,8 @@ Value = TypeVar("Value")
 
 #: how long a rank waits for another, which may read a text or write the checkpoint meanwhile
 TIMEOUT = datetime.timedelta(hours=1)
+#: how long a rank waits at the start for the others, which may import Python's modules from a slow disk
+JOIN = datetime.timedelta(minutes=5)
 #: seconds that a rank waits for the others, after one has ended: for signs of life, or for their words
 LAST_WORDS = 4.0
 CPU = torch.device("cpu")
@@ -252,6 +255,29 @@ class Ranks:
             while not stopped.wait(1.0):
                 self._store.add(f"beats of {self.rank}", 1)
 
+    def meet(self, backend: str) -> None:
+        """Waits until all ranks have started, and connects them. Raises RankEnded if one does not start."""
+        with self._alive():
+            dist.init_process_group(
+                backend, store=self._store, rank=self.rank, world_size=self.size, timeout=JOIN
+            )
+        _set_pg_timeout(TIMEOUT)
+        self.of_machine = self._of_machine()
+
+    def _of_machine(self) -> "Ranks":
+        """The ranks of this machine; all ranks, unless every machine has equally many."""
+        count = int(os.environ.get("LOCAL_WORLD_SIZE", self.size))
+        if len(set(self.each(count))) > 1 or count == self.size:
+            return self
+        starts = range(0, self.size, count)
+        with self._alive():
+            groups = [dist.new_group(list(range(start, start + count)), timeout=JOIN) for start in starts]
+        group = groups[self.rank // count]
+        _set_pg_timeout(TIMEOUT, group)
+        found = Ranks(self.rank % count, count, self.local_rank, group=group)
+        found.whole = self
+        return found
+
     def speaks(self) -> bool:
         """Whether this rank tells its error: the first that asks, which is rank 0 if it asks soon."""
         with contextlib.suppress(RuntimeError):
@@ -281,14 +307,13 @@ def joined() -> Iterator[Ranks]:
     found, rank, size = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"drot {next(_joined)}", found)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
     ranks, logger = Ranks(rank, size, local_rank, store), logging.getLogger("drot")
     level, stopped = logger.level, threading.Event()
     if rank:
         logger.setLevel(logging.ERROR)
     threading.Thread(target=ranks.beat, args=(stopped,), daemon=True).start()
     try:
-        ranks.of_machine = _of_machine(ranks)
+        ranks.meet(backend)
         yield ranks
     except Exception as error:
         if not ranks.speaks():
@@ -301,15 +326,3 @@ def joined() -> Iterator[Ranks]:
     finally:
         stopped.set()
         logger.setLevel(level)
-
-
-def _of_machine(ranks: Ranks) -> Ranks:
-    """The ranks of this machine; all ranks, unless every machine has equally many."""
-    count = int(os.environ.get("LOCAL_WORLD_SIZE", ranks.size))
-    if len(set(ranks.each(count))) > 1 or count == ranks.size:
-        return ranks
-    starts = range(0, ranks.size, count)
-    groups = [dist.new_group(list(range(start, start + count)), timeout=TIMEOUT) for start in starts]
-    found = Ranks(ranks.rank % count, count, ranks.local_rank, group=groups[ranks.rank // count])
-    found.whole = ranks
-    return found

@@ -5,6 +5,7 @@ within a minute, say which rank has ended, and leave nothing that a resumed run 
 """
 
 import argparse
+import datetime
 import os
 import random
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-import drot
+import drot.machine.ranks
 from drot.checkpoint.manifest import MANIFEST
 from drot.reporting.demo import HELD_OUT
 
@@ -94,6 +95,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hessians", choices=["sequential", "dense"], default="sequential")
     chosen = parser.parse_args()
+    drot.machine.ranks.JOIN = datetime.timedelta(seconds=LONGEST_END / 2)  # torchrun would end them at once
     torch.set_num_threads(1)  # a forked process has only the thread that forked
     with tempfile.TemporaryDirectory(prefix="drot-kills-") as temporary:
         folder = Path(temporary)

@@ -1,5 +1,6 @@
 """Several ranks, as processes that torchrun would start: what they send, and a run of `drot.prune`."""
 
+import datetime
 import math
 import os
 
@@ -10,6 +11,7 @@ from small_models import small_model
 from together import on_ranks
 
 import drot
+import drot.machine.ranks
 from drot.core.errors import ToldElsewhere, UserError
 from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.model.decoder import DecoderModel
@@ -80,6 +82,20 @@ def test_an_error_is_told_by_the_rank_that_has_it(rank):
     found = on_ranks(2, failing_on, rank, last_words=1.5)
     assert isinstance(found[rank], UserError) and "this rank alone" in str(found[rank])
     assert isinstance(found[1 - rank], ToldElsewhere | RankEnded)
+
+
+def starting_without(rank):
+    drot.machine.ranks.JOIN = datetime.timedelta(seconds=3)  # of this process, which ends with the test
+    if int(os.environ["RANK"]) != rank:
+        with joined() as ranks:
+            return ranks.total(1.0)
+    return "ended"
+
+
+def test_a_rank_that_does_not_start_ends_the_others():
+    found = on_ranks(3, starting_without, 1, last_words=1.5)
+    assert isinstance(found[0], RankEnded) and "rank 1 has ended at the start" in str(found[0])
+    assert found[1] == "ended" and isinstance(found[2], ToldElsewhere)
 
 
 def sent_by_a_run(chosen):
