@@ -2,7 +2,10 @@
 
 import logging
 import os
+import signal
 from collections.abc import Sequence
+
+from drot.cli.log import tell
 
 
 def launch(arguments: Sequence[str], count: int) -> int:
@@ -20,6 +23,8 @@ def launch(arguments: Sequence[str], count: int) -> int:
     try:
         run(parse_args(["--standalone", f"--nproc-per-node={count}", "--module", "drot", *arguments]))
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could not say so itself
+            tell(f"drot: rank {rank} was ended by the signal {signal.Signals(-failure.exitcode).name}")
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0

@@ -5,6 +5,7 @@ import datetime
 import itertools
 import logging
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import _set_pg_timeout  # there is no public function for it
+from torch.distributed.distributed_c10d import _abort_process_group, _set_pg_timeout  # none is public
 from torch.utils import _pytree as pytree
 
 from drot.core.errors import ToldElsewhere, UserError
@@ -23,12 +24,17 @@ from drot.machine.devices import is_gpu
 
 Value = TypeVar("Value")
 
-#: how long a rank waits for another, which may read a text or write the checkpoint meanwhile
-TIMEOUT = datetime.timedelta(hours=1)
+#: how long a rank waits for another that lives, which may download the model or write the checkpoint
+TIMEOUT = datetime.timedelta(hours=24)
 #: how long a rank waits at the start for the others, which may import Python's modules from a slow disk
 JOIN = datetime.timedelta(minutes=5)
 #: seconds that a rank waits for the others, after one has ended: for signs of life, or for their words
 LAST_WORDS = 4.0
+#: Seconds between two beats of a rank's heart; beats between two looks at the others' hearts; and looks in
+#: which a heart stands until the process ends. Python stops the heart while a library holds its lock.
+BEAT, BEATS, LOOKS = 1.0, 5, 9
+#: beats of a rank that has ended its work without an error
+DONE = 1 << 40
 CPU = torch.device("cpu")
 #: how often this process has joined others
 _joined = itertools.count()
@@ -51,7 +57,7 @@ class Ranks:
     Attributes:
         device: where this rank computes.
         of_machine: the ranks of this machine, whose GPUs send to each other faster than over a network.
-        where: what this rank does, for the message if one ends.
+        where: what this rank does, for the message if one ends. then: what the message says behind it.
         sent: `sums`, `rows` and `values` → the bytes of tensors that this rank has sent in `add_`, in
             `gather_rows` and `gather_rows_`, and in `on_rank`, if they go round in a ring: 2 (n - 1) / n of a
             sum, n - 1 times its rows, and (n - 1) / n of a value. Pickled objects are left out.
@@ -61,7 +67,7 @@ class Ranks:
         self, rank: int = 0, size: int = 1, local_rank: int = 0, store: Any = None, group: Any = None
     ) -> None:
         self.rank, self.size, self.local_rank, self._store, self._group = rank, size, local_rank, store, group
-        self.device, self.where = torch.device("cpu"), "the start"
+        self.device, self.where, self.then = torch.device("cpu"), "the start", ""
         self.of_machine = self.whole = self
         self.sent: Counter[str] = Counter()
 
@@ -250,10 +256,30 @@ class Ranks:
         return [self._store.add(f"beats of {rank}", 0) for rank in range(self.size)]
 
     def beat(self, stopped: threading.Event) -> None:
-        """Tells the other ranks every second that this rank lives, until `stopped`."""
+        """Tells the other ranks every second that this rank lives, until `stopped`.
+
+        Ends this process, with status 2, if the heart of another rank stands for long. The work may wait for
+        that rank without an error: NCCL lets a GPU wait, and Python hears no signal meanwhile.
+        """
+        # its own connection, since a call through the other waits until the call of the work has returned
+        own = Ranks(self.rank, self.size, self.local_rank, self._store.clone())
+        before, stands = [0] * self.size, [0] * self.size
         with contextlib.suppress(RuntimeError):  # the machine of the store has ended
-            while not stopped.wait(1.0):
-                self._store.add(f"beats of {self.rank}", 1)
+            for count in itertools.count(1):
+                if stopped.wait(BEAT):
+                    return
+                own._store.add(f"beats of {self.rank}", 1)
+                if count % BEATS:
+                    continue
+                beats = own._beats()
+                for rank, (old, new) in enumerate(zip(before, beats, strict=True)):
+                    stands[rank] = stands[rank] + 1 if 0 < old == new < DONE else 0
+                before = beats
+                if ended := [str(rank) for rank, looks in enumerate(stands) if looks >= LOOKS]:
+                    if own.speaks():
+                        told = f"rank {', '.join(ended)} has ended at {self.where}{self.then}"
+                        print(f"drot: {told}", file=sys.__stderr__, flush=True)
+                    os._exit(2)
 
     def meet(self, backend: str) -> None:
         """Waits until all ranks have started, and connects them. Raises RankEnded if one does not start."""
@@ -316,12 +342,16 @@ def joined() -> Iterator[Ranks]:
         ranks.meet(backend)
         yield ranks
     except Exception as error:
-        if not ranks.speaks():
+        speaks = ranks.speaks()
+        if dist.is_initialized():  # a caller may catch the error, and join again
+            _abort_process_group()
+        if not speaks:
             raise ToldElsewhere(str(error)) from error
         if rank:
             error.add_note(f"rank {rank}")
         raise
     else:
+        store.add(f"beats of {rank}", DONE)
         dist.destroy_process_group()
     finally:
         stopped.set()

@@ -65,7 +65,7 @@ def on_device(
         if copies is None:
             layer.to(target)
             return
-        with torch.get_device_module(device).stream(copies):
+        with _in_stream(copies):
             layer.to(target)
         copies.synchronize()
 
@@ -112,7 +112,7 @@ def ahead(sources: Iterable[Tensor], device: torch.device) -> Iterator[Tensor]:
         return tensor
 
     for source in sources:
-        with gpu.stream(copies):
+        with _in_stream(copies):
             started.append((source.to(device, non_blocking=True), copies.record_event()))
         if len(started) == 2:
             yield hand_over()
@@ -153,7 +153,7 @@ class CopiesHome:
         if len(self._under_way) == self.MOST:
             self._under_way.pop(0).synchronize()
         self._copies.wait_stream(self._gpu.current_stream(self._device))
-        with self._gpu.stream(self._copies):
+        with _in_stream(self._copies):
             target.copy_(result, non_blocking=True)
             self._under_way.append(self._copies.record_event())
         result.record_stream(self._copies)  # keeps the memory until the copy has read it
@@ -177,16 +177,39 @@ def copied_home(tensors: Mapping[str, Tensor]) -> Callable[[], dict[str, Tensor]
                 stream = _copy_stream(device, "saved")
                 assert stream is not None
                 stream.wait_event(event)
-                streams.enter_context(torch.get_device_module(device).stream(stream))
+                streams.enter_context(_in_stream(stream))
             # each copy has ended when it returns, and the memory on the GPU may go
             return {name: held.pop(name).cpu() for name in list(held)}
 
     return copies
 
 
+def pinned_bytes(size: int) -> int:
+    """The bytes of main memory that torch takes for a pinned tensor of `size` bytes: a power of two."""
+    return 1 << (size - 1).bit_length() if size else 0
+
+
+def return_pinned_memory() -> None:
+    """Gives the memory of pinned tensors that are gone back to the system; torch keeps it for later ones."""
+    if torch.cuda.is_available():
+        torch._C._host_emptyCache()
+
+
 def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised tensor in main memory, pinned for copies to and from a GPU `device`."""
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_gpu(device))
+
+
+@contextlib.contextmanager
+def _in_stream(stream: torch.Stream) -> Iterator[None]:
+    """A context whose ops run in `stream`, and which touches no other GPU.
+
+    torch's own context ends by making a stream of the thread's GPU current, which in a new thread is GPU 0.
+    That makes a CUDA context of 0.5 GB there, for each rank of the machine.
+    """
+    gpu = torch.get_device_module(stream.device)
+    with gpu.device(stream.device), gpu.stream(stream):
+        yield
 
 
 @functools.cache

@@ -98,8 +98,9 @@ def run_needs(
     given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf}
     given["ranks"] = Ranks(size=gpus)
     place = place_of_states(of_rank, resolved, chosen, first, **given)
-    states = gpus * state_bytes(of_rank, resolved, chosen)
-    in_memory = main_memory(of_rank, resolved, chosen, **given)
+    pinned = is_gpu(first) and place == "main memory"
+    states = gpus * state_bytes(of_rank, resolved, chosen, pinned=pinned)
+    in_memory = main_memory(of_rank, resolved, chosen, pinned=pinned, **given)
     work = run_work(sizes, resolved, chosen, trains=trains)
     seconds = seconds_at(work, functools.partial(measured_rate, first))
     return RunNeeds(

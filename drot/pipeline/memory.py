@@ -8,6 +8,7 @@ import torch
 from drot.calibration.hessian import at_once
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.ranks import ALONE, Ranks
+from drot.machine.transfer import pinned_bytes
 from drot.model.family import alike
 from drot.pipeline.sizes import Sizes
 
@@ -28,6 +29,7 @@ def main_memory(
     rotations_given: bool = False,
     from_gguf: bool = False,
     ranks: Ranks = ALONE,
+    pinned: bool = False,
 ) -> int:
     """The bytes of main memory of a run that reads the layers from files, of all ranks of a machine.
 
@@ -36,7 +38,7 @@ def main_memory(
     Rank 0 of several that train different layers has a rotation of each, and those that it still writes.
     A run on a CPU has the layers that it works on in memory too (`device_memory`).
 
-    sizes: with the sequences of one rank.
+    sizes: with the sequences of one rank. pinned: as in `state_bytes`.
     from_gguf: whether the model is a GGUF file, all of whose weights stay in memory. They are in fp32 when
         the file is read, and are cast to `dtype` one after the other.
     """
@@ -46,7 +48,7 @@ def main_memory(
     loaded = 0
     if from_gguf:
         numbers, loaded = sizes.weights + sizes.untied_head, torch.float32.itemsize * sizes.weights
-    needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype)
+    needed = numbers * dtype.itemsize + state_bytes(sizes, recipe, dtype, pinned=pinned)
     count = ranks.of_machine.size
     if recipe.rotation.mode == "none":
         return count * max(needed, loaded)
@@ -60,9 +62,13 @@ def main_memory(
     return count * max(needed + rotations, loaded) + of_batches
 
 
-def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
-    """The bytes of the hidden states of the calibration, also of those in the dense model."""
-    return sizes.tokens * sizes.hidden * dtype.itemsize * (2 if recipe.needs_dense_states else 1)
+def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, pinned: bool = False) -> int:
+    """The bytes of the hidden states of the calibration, also of those in the dense model.
+
+    pinned: whether they lie in main memory for a GPU.
+    """
+    own = sizes.tokens * sizes.hidden * dtype.itemsize
+    return (pinned_bytes(own) if pinned else own) * (2 if recipe.needs_dense_states else 1)
 
 
 def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:

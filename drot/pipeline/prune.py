@@ -263,17 +263,21 @@ def _open_state(context: RunContext, out: Path, identity: dict[str, Any]) -> Run
 def _says_how_to_resume(ranks: Ranks, state: SharedState | None) -> Iterator[None]:
     """Adds to a WriteError, as on a full disk, and to RankEnded, that the finished parts are kept.
 
-    torchrun ends the other ranks as Ctrl-C does when a rank has ended: that is RankEnded too.
+    torchrun ends the other ranks as Ctrl-C does when a rank has ended: that is RankEnded too. So is an error
+    of NCCL outside a call of `ranks`.
     """
+    kept = "the finished parts are kept"
+    if state is not None:
+        ranks.then = f"; {kept}: continue with --resume (in Python `resume=True`)"
     try:
         yield
-    except (WriteError, RankEnded, KeyboardInterrupt) as error:
-        told = ranks.who_ended() if isinstance(error, KeyboardInterrupt) else str(error)
+    except (WriteError, RankEnded, KeyboardInterrupt, RuntimeError) as error:
+        told = str(error) if isinstance(error, WriteError | RankEnded) else ranks.who_ended()
         if told is None:
             raise
         if state is not None and (state.own is None or state.own.folder.exists()):
             room = "make room and " if isinstance(error, WriteError) else ""
-            told += f"; the finished parts are kept: {room}continue with `resume=True`"
+            told += f"; {kept}: {room}continue with `resume=True`"
         raise UserError(told) from error
 
 

@@ -1,7 +1,7 @@
 """Where the hidden states of the calibration lie: on the device, in main memory, or in a file."""
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor
@@ -13,13 +13,16 @@ from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.spool import Spool
-from drot.machine.transfer import empty_on_host
+from drot.machine.transfer import empty_on_host, return_pinned_memory
 from drot.pipeline.memory import device_memory, main_memory, state_bytes
 from drot.pipeline.sizes import Sizes, sizes_of
 
 if TYPE_CHECKING:
     from drot.pipeline.context import RunContext
     from drot.pipeline.shared_state import SharedState
+
+#: from the fastest place to the slowest
+PLACES: tuple[PlaceOfStates, ...] = get_args(PlaceOfStates)
 
 
 def place_of_states(
@@ -37,26 +40,30 @@ def place_of_states(
     sizes: with the sequences of one rank. ranks: those of a machine share its main memory.
     from_gguf: whether the model is a GGUF file that is not loaded yet.
     """
-    of_pruning, states = device_memory(sizes, recipe, dtype), state_bytes(sizes, recipe, dtype)
+    on_gpu, of_pruning = is_gpu(device), device_memory(sizes, recipe, dtype)
     own = sizes.tokens * sizes.hidden * dtype.itemsize  # those of the dense model may lie elsewhere
-    if is_gpu(device) and of_pruning + 2 * own <= free_memory(device):
+    if on_gpu and of_pruning + 2 * own <= free_memory(device):
         return "device"
-    needed = main_memory(
-        sizes, recipe, dtype, rotations_given=rotations_given, from_gguf=from_gguf, ranks=ranks
-    )
-    needed += ranks.of_machine.size * (states if is_gpu(device) else states + of_pruning)
+    given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf, "ranks": ranks}
+    needed = main_memory(sizes, recipe, dtype, pinned=on_gpu, **given)
+    states = state_bytes(sizes, recipe, dtype, pinned=on_gpu)
+    needed += ranks.of_machine.size * (states if on_gpu else states + of_pruning)
     return "main memory" if needed <= available_memory() else "file"
 
 
 def embed(run: "RunContext", tokens: Tensor, state: "SharedState | None") -> CalibrationStream:
     """The input of the first layer for this rank's part of `tokens` [nsamples, seqlen], where it has room.
 
-    The context then knows the place. A run that saves nothing has its whole model in memory, and no file.
+    The context then knows the place, which is the same on all ranks of a machine: each would count as free
+    what another is about to take. A run that saves nothing has its whole model in memory, and no file.
 
     state: names the disk of a file.
     """
+    if is_gpu(run.device):
+        return_pinned_memory()
     sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-    place = place_of_states(sizes, run.recipe, run.dtype, run.device, ranks=run.ranks)
+    own = place_of_states(sizes, run.recipe, run.dtype, run.device, ranks=run.ranks)
+    place: PlaceOfStates = max(run.ranks.of_machine.each(own), key=PLACES.index)
     if place == "file" and state is None:
         place = "main memory"
     run.place_of_states = place

@@ -20,6 +20,9 @@ Capture = Callable[[Step], tuple[Callable[[], None], Tensor]]
 #: Calls before the capture: libraries make handles and workspaces at their first calls.
 WARM_UP = 3
 
+#: Devices on which a capture has failed. It is not tried again, since each failure leaves memory behind.
+_failed: set[torch.device] = set()
+
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.Stream:
@@ -32,20 +35,24 @@ def _capture_stream(device: torch.device) -> torch.Stream:
 
 def capture_for(device: torch.device) -> Capture | None:
     """How steps are captured on `device`; None on a CPU, which has no graphs."""
-    if not supports_graphs(device):
+    if not supports_graphs(device) or device in _failed:
         return None
     gpu = torch.get_device_module(device)
 
     def capture(step: Step) -> tuple[Callable[[], None], Tensor]:
         graph = gpu.CUDAGraph()
-        with (
-            gpu.device(device),
-            gpu.stream(gpu.current_stream(device)),  # is current again after a capture that failed
-            # Torch's own stream lies on the first GPU of the process, where a graph of another GPU stays
-            # empty. Threads that train on other GPUs may allocate memory meanwhile.
-            gpu.graph(graph, stream=_capture_stream(device), capture_error_mode="thread_local"),
-        ):
-            result = step()
+        try:
+            with (
+                gpu.device(device),
+                gpu.stream(gpu.current_stream(device)),  # is current again after a capture that failed
+                # Torch's own stream lies on the first GPU of the process, where a graph of another GPU stays
+                # empty. Threads that train on other GPUs may allocate memory meanwhile.
+                gpu.graph(graph, stream=_capture_stream(device), capture_error_mode="thread_local"),
+            ):
+                result = step()
+        except RuntimeError:
+            _failed.add(device)
+            raise
 
         def replay() -> None:
             with gpu.device(device):
@@ -87,8 +94,8 @@ class GraphedStep:
         except RuntimeError as error:
             self._capture = None
             logger.warning(
-                "a training step could not be captured as a CUDA graph (%s): its kernels are launched one by "
-                "one, which is slower",
+                "a training step could not be captured as a CUDA graph (%s): its kernels, and those of "
+                "later layers, are launched one by one, which is slower",
                 str(error).partition("\n")[0],
             )
             return False

@@ -139,6 +139,8 @@ def test_results_come_home(count, device):
 class RecordedStream:
     """A stream for copies that only records what is asked of it, in `said`."""
 
+    device = CPU
+
     def __init__(self, said):
         self.said, self.events = said, 0
 
@@ -168,6 +170,7 @@ def said(monkeypatch):
     stream = RecordedStream(said)
     monkeypatch.setattr(transfer, "_copy_stream", lambda device, what: stream)
     monkeypatch.setattr(torch.cpu, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cpu, "device", lambda device: contextlib.nullcontext(), raising=False)
     monkeypatch.setattr(torch.cpu, "current_stream", lambda device: "the worker")
     copy = torch.Tensor.copy_
 

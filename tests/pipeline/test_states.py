@@ -120,10 +120,19 @@ def test_ranks_share_the_main_memory_of_their_machine(large, monkeypatch):
     assert main_memory(of_rank, sequential, torch.bfloat16, ranks=ranks) == 8 * alone
 
     monkeypatch.setattr(states, "free_memory", lambda device: 0)
-    needed += 8 * state_bytes(of_rank, chosen, torch.bfloat16)
+    needed += 8 * state_bytes(of_rank, chosen, torch.bfloat16)  # for 8192 channels a power of two
     for free, place in ((needed, "main memory"), (needed - 1, "file")):
         monkeypatch.setattr(states, "available_memory", lambda free=free: free)
         assert place_of_states(of_rank, chosen, torch.bfloat16, GPU, ranks=ranks) == place
+
+
+def test_pinned_states_take_a_power_of_two(large):
+    """torch takes that much for a pinned tensor (CachingHostAllocator.h)."""
+    wide, chosen = dataclasses.replace(large, nsamples=100), resolve(recipe(quality="balanced"))
+    states, pinned = (state_bytes(wide, chosen, torch.bfloat16, pinned=pinned) for pinned in (False, True))
+    assert (states, pinned) == (2 * 100 * 2048 * 8192 * 2, 2 * 2**32)
+    less, more = (main_memory(wide, chosen, torch.bfloat16, pinned=pinned) for pinned in (False, True))
+    assert more - less == pinned - states
 
 
 def test_a_dry_run_of_several_ranks(tmp_path, capsys):

@@ -1,14 +1,18 @@
 """Several ranks, as processes that torchrun would start: what they send, and a run of `drot.prune`."""
 
+import ctypes
 import datetime
 import math
+import multiprocessing
 import os
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from runs import TOKENS, assert_patterns, interrupted, prune, recipe, saved_bytes, saved_tensors
 from small_models import small_model
-from together import on_ranks
+from together import become_rank, free_port, on_ranks, start_server
 
 import drot
 import drot.machine.ranks
@@ -96,6 +100,54 @@ def test_a_rank_that_does_not_start_ends_the_others():
     found = on_ranks(3, starting_without, 1, last_words=1.5)
     assert isinstance(found[0], RankEnded) and "rank 1 has ended at the start" in str(found[0])
     assert found[1] == "ended" and isinstance(found[2], ToldElsewhere)
+
+
+def waiting_in_c(rank, port, file):
+    """A rank that waits as for a GPU: in C, where Python hears no signal. Rank 1 ends without a word."""
+    become_rank(rank, 3, port)
+    drot.machine.ranks.BEAT, drot.machine.ranks.LOOKS, drot.machine.ranks.LAST_WORDS = 0.2, 3, 1.5
+    os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), 2)
+    with joined() as ranks:
+        ranks.each(None)
+        time.sleep(2)  # all hearts have beaten
+        ranks.where, ranks.then = "the step prune of layer 3", "; go on"
+        if rank == 1:
+            os._exit(7)
+        ctypes.CDLL(None).sleep(60)
+
+
+def test_a_rank_that_waits_for_a_dead_rank_without_an_error_ends(tmp_path):
+    file, port = tmp_path / "stderr", free_port()
+    file.touch()
+    start_server()
+    context = multiprocessing.get_context("forkserver")
+    processes = [context.Process(target=waiting_in_c, args=(rank, port, file)) for rank in range(3)]
+    for process in processes:
+        process.start()
+    store = dist.TCPStore("127.0.0.1", port, is_master=True)
+    for process in processes:
+        process.join(50)
+    del store
+    assert [process.exitcode for process in processes] == [2, 7, 2]
+    assert file.read_text() == "drot: rank 1 has ended at the step prune of layer 3; go on\n"
+
+
+def twice():
+    found = []
+    for number in range(2):
+        try:
+            with joined() as ranks:
+                found.append(ranks.total(1.0))
+                raise UserError(f"error {number}")
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_program_may_catch_an_error_and_join_again():
+    first, second = on_ranks(2, twice, last_words=1.5)
+    assert first[::2] == second[::2] == [2.0, 2.0]
+    assert [error.split(":")[-1] for error in first[1::2]] == ["error 0", "error 1"]
 
 
 def sent_by_a_run(chosen):

@@ -93,7 +93,7 @@ def test_a_failed_capture_is_told_once_and_changes_nothing(monkeypatch, caplog):
         (again,), _ = train_rotation([layer()], settings)
     assert [record.getMessage() for record in caplog.records] == [
         "a training step could not be captured as a CUDA graph (operation not permitted when stream is "
-        "capturing): its kernels are launched one by one, which is slower"
+        "capturing): its kernels, and those of later layers, are launched one by one, which is slower"
     ]
     assert torch.equal(called.r1, again.r1)
 

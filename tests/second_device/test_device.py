@@ -7,7 +7,7 @@ import device as second
 import pytest
 import torch
 
-from drot.machine import devices
+from drot.machine import devices, transfer
 
 FIRST, OTHER = torch.device("second:0"), torch.device("second:1")
 
@@ -125,6 +125,28 @@ def test_streams_and_events():
     event = stream.record_event()
     gpu.current_stream(FIRST).wait_event(event)
     torch.ones(3, device=OTHER).record_stream(stream)
+
+
+def test_copies_in_a_thread_touch_no_other_device(monkeypatch):
+    """Where a stream is made current, a GPU gets a context, and memory for it."""
+    current, real = set(), torch.accelerator.set_stream
+
+    def noted(stream):
+        current.add(stream.device)
+        real(stream)
+
+    monkeypatch.setattr(torch.accelerator, "set_stream", noted)
+    there, home = [torch.ones(3, device=OTHER)], torch.zeros(3)
+
+    def copies():
+        assert torch.equal(next(transfer.ahead([torch.ones(3)], OTHER)).cpu(), torch.ones(3))
+        with transfer.CopiesHome(OTHER) as results:
+            results.write(home, there[0])
+        return transfer.copied_home({"x": there[0]})()
+
+    (found,) = transfer.background_thread("test").submit(copies).result().values()
+    assert torch.equal(found, home) and torch.equal(home, torch.ones(3))
+    assert current == {OTHER}
 
 
 @pytest.fixture

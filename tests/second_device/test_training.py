@@ -66,6 +66,7 @@ def test_all_graphs_of_a_device_are_captured_on_one_stream(tmp_path, monkeypatch
 def test_a_failed_capture_changes_nothing_and_leaves_no_stream(tmp_path, monkeypatch, caplog):
     expected = rotations(tmp_path)
     total = train._SummedObjective.__call__
+    monkeypatch.setattr("drot.rotation.graph._failed", set())
 
     def reads_the_loss(self, *arguments: Any) -> Any:
         loss, gradients = total(self, *arguments)
@@ -77,7 +78,7 @@ def test_a_failed_capture_changes_nothing_and_leaves_no_stream(tmp_path, monkeyp
     with caplog.at_level(logging.WARNING, logger="drot"):
         assert rotations(tmp_path) == expected
     assert torch.accelerator.current_stream("second:0") == stream
-    assert ["could not be captured" in record.getMessage() for record in caplog.records] == [True] * 3
+    assert ["could not be captured" in record.getMessage() for record in caplog.records] == [True]
 
 
 @pytest.mark.parametrize(
