@@ -160,7 +160,7 @@ def sent_by_a_run(chosen):
     Ranks.__init__ = noted  # of this process, which ends with the test
     _, figures = run(chosen)
     iterations = [{name: figure.admm_iterations for name, figure in layer.items()} for layer in figures]
-    return made[-1].sent, iterations
+    return made[0].sent, iterations  # the others are of its heart
 
 
 @pytest.mark.parametrize("target", ["self", "dense"])
