@@ -16,6 +16,8 @@ from drot.core.errors import UserError
 from drot.core.hashes import FileRecord, damage, file_record, in_threads, workers
 from drot.core.reading import Entries, check_schema, read_json
 
+#: what is wrong with a file that drot has not written, and that a model is loaded from
+EXTRA = "is extra"
 #: the files from which transformers loads the weights of a folder
 WEIGHTS = re.compile(r"(adapter_)?model[^/]*\.safetensors(\.index\.json)?")
 
@@ -68,7 +70,7 @@ def compare(folder: Path, files: Mapping[str, FileRecord]) -> dict[str, str]:
     """File → what is wrong with it, for each of `files` that is damaged, and for weights not among them."""
     found = in_threads(lambda name: damage(folder / name, files[name]), sorted(files))
     problems = {name: problem for name, problem in found.items() if problem is not None}
-    return problems | {name: "is extra" for name in files_in(folder) - set(files) if is_loaded(name)}
+    return problems | {name: EXTRA for name in files_in(folder) - set(files) if is_loaded(name)}
 
 
 def is_loaded(name: str) -> bool:

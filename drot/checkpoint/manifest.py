@@ -148,6 +148,10 @@ def find_manifest(folder: Path | str) -> CheckpointManifest | None:
     return read_any_manifest(folder) if path_exists(Path(folder) / MANIFEST) else None
 
 
+def _is_partial(folder: Path | str) -> bool:
+    return Path(folder).suffix == ".partial" and path_exists(Path(folder)) and Path(folder).is_dir()
+
+
 def read_any_manifest(folder: Path | str) -> CheckpointManifest:
     """The manifest of a checkpoint: a Manifest, or a CheckpointManifest if another program pruned the model.
 
@@ -156,6 +160,11 @@ def read_any_manifest(folder: Path | str) -> CheckpointManifest:
     """
     file = Path(folder) / MANIFEST
     if not path_exists(file):
+        unfinished = next((each for each in (folder, f"{folder}.partial") if _is_partial(each)), None)
+        if unfinished is not None:
+            raise UserError(
+                f"{unfinished} is a run that has not ended: continue it with drot prune and --resume"
+            )
         reason = "does not exist"
         if path_exists(Path(folder)):
             reason = f"holds no {MANIFEST}" if Path(folder).is_dir() else "is a file"

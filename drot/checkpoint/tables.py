@@ -13,7 +13,9 @@ from drot.config.resolve import GIVEN_TOKENS
 #: the cell of a figure that there is not
 NONE = "-"
 #: what a rotation of the residual gives and costs; benchmarks/README.md has the measurement
-BOUNDARY_COST = "part of down_proj's product; costs about 0.1 of perplexity more than boundary input"
+BOUNDARY_COST = (
+    "part of down_proj's product; on the model of drot demo about 0.1 of perplexity worse than boundary input"
+)
 
 
 @dataclass(frozen=True)

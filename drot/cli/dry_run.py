@@ -43,7 +43,8 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
         "model": needs.model,
         "result": f"{needs.recipe.format}, {needs.save_dtype}",
         "computed": f"in {needs.dtype} on {f'{needs.gpus} ranks, each on ' if shared else ''}{needs.device}",
-        "calibration": f"{needs.tokens:,} tokens, of which {needs.training_tokens:,} train the rotations",
+        "calibration": f"{needs.tokens:,} tokens, or all of a shorter text; "
+        f"{needs.training_tokens:,} train the rotations",
         "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of rotations and "
         "maps in OUT.partial while the run lasts",
         "main memory": f"about {size_text(in_memory)}{of_all}",

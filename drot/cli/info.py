@@ -97,6 +97,7 @@ def _show_model(name: str, as_json: bool) -> None:
 
 def _verify(folder: Path, as_json: bool) -> None:
     """Prints a line for each file that is not as drot wrote it. Raises UserError if a file is damaged."""
+    from drot.checkpoint.integrity import EXTRA
     from drot.checkpoint.verify import verify_folder
 
     found = verify_folder(folder)
@@ -108,9 +109,12 @@ def _verify(folder: Path, as_json: bool) -> None:
         for name in found.unknown:
             print_line(f"{name} is not listed in drot.json, and no model is loaded from it")
     if found.damaged:
+        extra = [name for name, problem in found.damaged.items() if problem == EXTRA]
+        advice = ["copy them again"] * (len(extra) < len(found.damaged))
+        advice += ["remove the extra files, which drot did not write"] * bool(extra)
         raise UserError(
-            f"{len(found.damaged)} of {len(found.files)} files in {folder} are not as drot wrote them: copy "
-            "them again"
+            f"{len(found.damaged)} of {len(found.files)} files in {folder} are not as drot wrote them: "
+            + ", and ".join(advice)
         )
     if not as_json:
         print_line(f"{len(found.files)} files in {folder} are as drot wrote them")

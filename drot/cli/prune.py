@@ -13,7 +13,7 @@ from drot.cli.dry_run import show_needs
 from drot.cli.effects import check_effects, check_no_output
 from drot.cli.options import SOURCES, given_options, options_of
 from drot.cli.output import print_json, print_line, print_manifest, saved_line
-from drot.cli.ranks import launch
+from drot.cli.ranks import check_gpus, launch
 from drot.cli.recipe import (
     AskedRecipe,
     asked_recipe,
@@ -142,8 +142,7 @@ def prune(
         dtype:
         resume: Continue an interrupted run with the same --out. A finished run is left as it is.
     """
-    if gpus is not None and gpus < 1:
-        raise UserError(f"`gpus` must be at least 1, got {gpus}")
+    check_gpus(gpus, device)
     given = given_options(ctx)
     asked = asked_recipe(recipe, given, quality)
     check_effects(asked, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)

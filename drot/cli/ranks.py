@@ -6,6 +6,21 @@ import signal
 from collections.abc import Sequence
 
 from drot.cli.log import tell
+from drot.core.errors import UserError
+
+
+def check_gpus(count: int | None, device: str) -> None:
+    """Raises UserError unless a run on `count` GPUs, or with `device` cpu of `count` processes, can start."""
+    if count is None:
+        return
+    if count < 1:
+        raise UserError(f"`gpus` must be at least 1, got {count}")
+    from drot.machine.devices import is_gpu, pick_device
+
+    if count > 1 and device == "auto" and not is_gpu(pick_device(device)):
+        raise UserError(
+            f"torch finds no GPU for `gpus={count}`: `device=cpu` shares the run between {count} processes"
+        )
 
 
 def launch(arguments: Sequence[str], count: int) -> int:

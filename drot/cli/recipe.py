@@ -78,10 +78,11 @@ def fit_recipe(
     if size is None:
         return asked
     memory = parse_size(size)
+    from drot.checkpoint.size import size_text
     from drot.pipeline.fit import fitted
 
     chosen = fitted(model, asked.recipe, memory, fixed=recipe_fields(given), **options)
-    before, after = f"{chosen.asked / 1e9:.1f} GB", f"{chosen.needed / 1e9:.1f} GB"
+    before, after = size_text(chosen.asked), size_text(chosen.needed)
     if chosen.changes:
         settings = " ".join(f"{flag(field)} {value}" for field, value in chosen.changes.items())
         tell(f"drot: --fit {size} chose {settings}: about {after} on the device instead of {before}")

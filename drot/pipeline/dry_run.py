@@ -23,6 +23,7 @@ from drot.pipeline.prepare import parsed_dtype, plan
 from drot.pipeline.rotation_files import with_given_r3
 from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import place_of_states
+from drot.pipeline.validation import check_seqlen
 from drot.pipeline.work import measured_rate, run_work, seconds_at
 
 
@@ -86,6 +87,8 @@ def run_needs(
     own = planned.config.dtype or torch.float32
     chosen, saved = _dtype(computing_dtype(chosen, first), own), _dtype(saved, own)
     nsamples = text.nsamples if resolved.reads_calibration else 0
+    if nsamples:
+        check_seqlen(text.seqlen, planned.config)
     sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen

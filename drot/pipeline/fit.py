@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from drot.checkpoint.size import size_text
 from drot.config import Recipe, ResolvedRecipe
 from drot.core.errors import UserError
 from drot.machine.devices import is_gpu, pick_device
@@ -67,8 +68,8 @@ def fitted(
     least = min(tried)
     lowered = "".join(f', `{field}="{value}"`' for field, value in tried[least].items())
     raise UserError(
-        f"`fit` is {memory / 1e9:g} GB, of which a run may take {USED_SHARE:.0%}, but this run needs about "
-        f"{least / 1e9:.1f} GB{lowered and f' even with{lowered[1:]}'}: name more memory or a smaller model"
+        f"`fit` is {size_text(memory)}, of which a run may take {USED_SHARE:.0%}, but this run needs about "
+        f"{size_text(least)}{lowered and f' even with{lowered[1:]}'}: name more memory or a smaller model"
     )
 
 

@@ -182,7 +182,9 @@ def bound(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
     except (OSError, OverflowError) as error:
-        raise UserError(f"cannot listen on {host}, `port={port}` ({quoted(error)}): name another") from None
+        raise UserError(
+            f"cannot listen on {host}, `port={port}` ({quoted(error)}): give another `port`"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ def texts_of(source: str) -> list[tuple[str, float]]:
             share = float(match["share"] or 1) if match else 0.0
         except ValueError:  # 1.2.3
             share = 0.0
-        if match is None or share <= 0 or match["source"] in found:
+        unread = match and not match["share"] and "=" in part and not path_exists(Path(part.strip()))
+        if match is None or unread or share <= 0 or match["source"] in found:
             raise UserError(
                 "`source` with several texts must name each once, with a share above 0 or without one, as "
                 f"in a.txt,b.txt=2; got {part!r} in {source!r}"

@@ -141,7 +141,9 @@ def test_a_file_from_which_transformers_would_load_instead(copy, capsys):
     drot.load(copy, device="cpu", verify=False)
     with pytest.raises(UserError, match="copy/model.safetensors is not the file .*: it is not in the list"):
         drot.load(copy, device="cpu")
-    assert verify(capsys, copy)[:2] == (2, ["model.safetensors is extra"])
+    status, lines, error = verify(capsys, copy)
+    assert (status, lines) == (2, ["model.safetensors is extra"])
+    assert "remove the extra files" in error and "copy them again" not in error
 
 
 def test_verify_names_every_file(copy, capsys):

@@ -6,6 +6,7 @@ import pytest
 from small_models import small_model
 
 import drot
+from drot.checkpoint.manifest import read_any_manifest
 from drot.core.errors import UserError
 
 
@@ -20,3 +21,10 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path):
     with pytest.raises(UserError, match="cannot load a causal language model"):
         drot.load(folder, device="cpu")
     assert not (tmp_path / "was-run").exists()
+
+
+@pytest.mark.parametrize("name", ["out", "out.partial"])
+def test_a_run_that_has_not_ended_is_named(name, tmp_path):
+    (tmp_path / "out.partial").mkdir()
+    with pytest.raises(UserError, match=r"out\.partial is a run that has not ended: continue it"):
+        read_any_manifest(tmp_path / name)

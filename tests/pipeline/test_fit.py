@@ -60,7 +60,7 @@ def fitted_or_none(model, asked, memory):
 
 def test_fields_of_the_command_line_stay(model):
     memory = memory_of(model, Recipe().replace(**UNSOLVED))
-    with pytest.raises(UserError, match="but this run needs about .* GB: name more memory"):
+    with pytest.raises(UserError, match="but this run needs about .* MB: name more memory"):
         fitted(model, Recipe(), memory, fixed={"solve"}, device="cpu")
 
 

@@ -152,7 +152,16 @@ def test_a_dry_run_of_several_ranks(tmp_path, capsys):
     assert cli.run([*command, "--gpus", "3"]) == 0
     assert capsys.readouterr().out.count("for all 3 ranks") == 2
     assert cli.run([*command, "--gpus", "0"]) == 2
-    assert "`gpus` must be at least 1, got 0" in capsys.readouterr().err.replace("--gpus", "`gpus`")
+    assert "--gpus must be at least 1, got 0" in capsys.readouterr().err
+    assert cli.run([*command, "--seqlen", "9999"]) == 2
+    assert "--seqlen must be at most" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpus_that_are_not_there_are_refused(tmp_path, capsys):
+    folder = str(save_small_model(small_model("llama"), tmp_path / "dense"))
+    assert cli.run(["prune", folder, "--out", str(tmp_path / "out"), "--gpus", "3"]) == 2
+    assert "torch finds no GPU for --gpus 3: --device cpu shares the run" in capsys.readouterr().err
 
 
 def test_streams_in_a_file_hand_it_on(tmp_path):
