@@ -163,7 +163,7 @@ def read_any_manifest(folder: Path | str) -> CheckpointManifest:
         unfinished = next((each for each in (folder, f"{folder}.partial") if _is_partial(each)), None)
         if unfinished is not None:
             raise UserError(
-                f"{unfinished} is a run that has not ended: continue it with its own command and `resume=True`"
+                f"{unfinished} is a run that has not ended: continue it with its command and `resume=True`"
             )
         reason = "does not exist"
         if path_exists(Path(folder)):
