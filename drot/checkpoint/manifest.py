@@ -32,6 +32,7 @@ from drot.core.checks import path_exists, shortened
 from drot.core.errors import UserError
 from drot.core.files import write_json
 from drot.core.hashes import DIGEST, digest_fits, with_digest
+from drot.core.hub import HUB_NAME
 from drot.core.reading import Entries, check_schema, read_json
 
 logger = logging.getLogger("drot")
@@ -68,9 +69,16 @@ class CheckpointManifest(Entries):
     digest: str = ""
 
     def dense_model(self, named: str | Path | None) -> str:
-        """The dense model: `named`, or the one that the manifest names. Raises UserError if neither is."""
+        """The dense model: `named`, or the one that the manifest names.
+
+        Raises UserError if neither is, and if the manifest names a folder that is not there.
+        """
         if not (model := named or self.base_model):
             raise UserError("drot.json names no model: name the dense model as `model`")
+        if not named and not HUB_NAME.fullmatch(self.base_model) and not path_exists(Path(self.base_model)):
+            raise UserError(
+                f"there is no {self.base_model}, which drot.json names: name the dense model as `model`"
+            )
         return str(model)
 
     def to_dict(self) -> dict[str, Any]:

@@ -50,6 +50,12 @@ def check_unfinished(out: Path, *, resume: bool) -> None:
     _read_identity(folder)
 
 
+def finished_layers(out: Path) -> int:
+    """How many layers of the unfinished run that writes to `out` are finished."""
+    parts = read_journal(partial_folder(out) / JOURNAL) or {}
+    return sum(part.removeprefix(LAYER).isdigit() for part in parts)
+
+
 def _read_identity(folder: Path) -> dict[str, Any] | None:
     """The identity of the unfinished run in `folder`; None if there is no unfinished run.
 

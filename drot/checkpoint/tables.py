@@ -9,6 +9,7 @@ from drot.checkpoint.manifest import CheckpointManifest, Manifest
 from drot.checkpoint.records import EvaluationRecord, FinetuneRecord, LayerRecord
 from drot.config import Recipe
 from drot.config.resolve import GIVEN_TOKENS
+from drot.config.rotation import point_of
 
 #: the cell of a figure that there is not
 NONE = "-"
@@ -98,10 +99,9 @@ def facts(manifest: CheckpointManifest) -> Iterator[tuple[str, str]]:
     yield from (("evaluation", evaluation_line(entry)) for entry in manifest.evaluations)
     yield "opens as", f"{_opens_as(manifest)}, {manifest.dtype}"
     if isinstance(manifest, Manifest):
-        yield (
-            "took",
-            f"{manifest.seconds.total:.1f} s on {manifest.device}, computed in {manifest.compute_dtype}",
-        )
+        seconds, of_layers = manifest.seconds.total, sum(layer.seconds for layer in manifest.layers)
+        resumed = f" since it was resumed, {of_layers:.1f} s for all layers" if of_layers > seconds else ""
+        yield "took", f"{seconds:.1f} s{resumed} on {manifest.device}, computed in {manifest.compute_dtype}"
 
 
 def _pruning_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
@@ -256,7 +256,8 @@ def _rotation_line(manifest: Manifest) -> str:
     rotation, file = manifest.recipe.rotation, manifest.rotations_file
     if rotation.mode == "none":
         return "none"
-    parts: list[str] = [rotation.mode]
+    point = point_of(rotation)
+    parts = [rotation.mode if point is None else f"{point} ({rotation.mode})"]
     if rotation.blocks != 1:
         parts.append(
             f"blocks {list(rotation.blocks) if isinstance(rotation.blocks, tuple) else rotation.blocks}"

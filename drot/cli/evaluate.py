@@ -51,8 +51,8 @@ def evaluate(
         seqlen:
         text_column:
     Tasks:
-        limit: Questions of each task to ask, for a quick look. drot.json then gets no figure of
-            this command. Default: all.
+        limit: Questions of each task to ask, for a quick look. drot.json then gets no figures of tasks.
+            Default: all.
         batch_size: Questions that the model reads at a time.
         num_fewshot: Solved examples in the prompt. Default: 5 for gsm8k and mmlu, none for other tasks.
     Run:

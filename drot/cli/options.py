@@ -187,16 +187,24 @@ def options_of(
         panel: the panel of `--help` that shows the options.
         only: the fields with an option; () is all.
         leave_out: fields without an option.
-        differences: field → what its option has of its own: `name`, `metavar` or `help`.
+        differences: field → what its option has of its own: `name`, `metavar`, `help`, or the `default` that
+            it shows.
     """
     fields = [field for field in only or fields_of(type(defaults)) if field not in leave_out]
     return [_option(defaults, field, panel, **differences.get(field, {})) for field in fields]
 
 
 def _option(
-    defaults: Any, field: str, panel: str, name: str = "", metavar: str = "", help: str = ""
+    defaults: Any,
+    field: str,
+    panel: str,
+    name: str = "",
+    metavar: str = "",
+    help: str = "",
+    default: Any = None,
 ) -> inspect.Parameter:
-    section, default = type(defaults), getattr(defaults, field)
+    section = type(defaults)
+    default = getattr(defaults, field) if default is None else default
     annotation = fields_of(section)[field].annotation
     kind = members_of(annotation)[0]
     values: Any = str  # the class of the field reads the text: its message is the same from Python

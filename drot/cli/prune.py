@@ -11,6 +11,7 @@ import typer
 from drot.cli.commands import Interrupted
 from drot.cli.dry_run import show_needs
 from drot.cli.effects import check_effects, check_no_output
+from drot.cli.log import tell
 from drot.cli.options import SOURCES, given_options, options_of
 from drot.cli.output import print_json, print_line, print_manifest, saved_line
 from drot.cli.ranks import check_gpus, launch
@@ -47,11 +48,12 @@ SETTINGS = [
         leave_out=("blocks",),  # part of --rotation
         mode={
             "name": "rotation",
-            "metavar": "[none|stock|light|full|layer|shared|block:N]",
-            "help": "Rotations of the residual stream, and R3. layer: one for each layer. shared: one for "
-            "the whole model, which loads without drot if it is saved dense without R3. block:N: one for "
-            "each layer, with N equal diagonal blocks. stock: shared without R3. light: shared with R3. "
-            "full: layer with R3.",
+            "metavar": "[stock|light|full|none|layer|shared|block:N]",
+            "default": "full",
+            "help": "stock: one rotation of the residual stream for the whole model. Saved dense, it loads "
+            "without drot. light: the same, and R3, which rotates the input of down_proj in blocks. full: a "
+            "rotation for each layer, and R3. none: no rotations. shared and layer: stock and full, with the "
+            "R3 of --down-rotation. block:N: as layer, each rotation with N equal diagonal blocks.",
         },
         down_rotation={"metavar": "[auto|none|B]"},
     ),
@@ -115,8 +117,10 @@ def prune(
     Recipe:
         recipe [FILE|DIR]: Take the settings from this file, a recipe in YAML or JSON or the drot.json of a
             checkpoint, or from the folder of a checkpoint. Options next to it replace single settings.
-        quality [fast|balanced|best]: Sets --solve, --target and --recover. fast: pcg, self, none. balanced:
-            admm, dense, none. best: admm, dense, block. fast also sets --steps to 50.
+        quality [fast|balanced|best]: How much to compute: fast solves for the kept weights; balanced also
+            moves the mask, towards the dense model; best also trains the kept weights of each layer. It sets
+            --solve, --target and --recover. fast: pcg, self, none. balanced: admm, dense, none. best: admm,
+            dense, block. fast also sets --steps to 50. Default: balanced.
     Pruning:
     Recovery:
     Rotation:
@@ -156,6 +160,10 @@ def prune(
     ranks = torchrun.world_size() if gpus is None else gpus
     asked = fit_recipe(asked, fit, named, given, gpus=ranks, **options)
     if dry_run:
+        if out is not None and not resume:
+            from drot.checkpoint.save import check_output
+
+            check_output(out)
         show_needs(named, asked.recipe, as_json, gpus=ranks, **options)
         return
     folder = _folder(out)
@@ -181,7 +189,11 @@ def _model(name: str | None, gguf_file: str | None, manifest: dict[str, Any]) ->
 def _run(model: str, asked: AskedRecipe, out: Path, as_json: bool, **options: Any) -> None:
     """Runs `drot.prune` with the options, and prints its result."""
     check_rotations_file(asked.manifest, options["rotations"])
+    from drot.checkpoint.resume import finished_layers
     from drot.pipeline import prune as pipeline
+
+    if options["resume"] and (count := finished_layers(out)):
+        tell(f"drot: finished layers, which are not computed again: {count}")
 
     with told_how_to_go_on(out), progress_of(asked.recipe) as progress:
         result = pipeline.prune(model, asked.recipe, out=out, progress=progress, **options)
@@ -219,3 +231,5 @@ def next_commands(model: str, out: Path, manifest: "Manifest") -> Iterator[tuple
     yield f"drot report {folder}", "charts of the run, and what is unusual"
     if manifest.format == "dense" and str(manifest.recipe.pruning.sparsity) == "2:4":
         yield f"drot convert {folder} --out {packed} --format packed", "2:4 weights in 9/16 of bf16's bytes"
+    if manifest.format == "packed":
+        yield f"drot serve {folder}", "an OpenAI-compatible server; drot chat talks to the model"

@@ -15,7 +15,7 @@ from drot.cli.messages import flag
 from drot.cli.progress_bars import working
 from drot.config import Recipe, RotationMode, resolve
 from drot.config.recipe import SECTION_OF, read_recipe
-from drot.config.rotation import POINTS
+from drot.config.rotation import POINTS, with_point
 from drot.core.errors import UserError
 from drot.core.events import Progress
 
@@ -114,7 +114,7 @@ def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
     """
     fields = {name: value for name, value in given.items() if name in SECTION_OF}
     if "rotation" in given:
-        fields = parse_rotation(given["rotation"]) | fields
+        fields = with_point(parse_rotation(given["rotation"]) | fields)
     if "calibration" in given:
         fields["source"] = given["calibration"]
     return fields
@@ -122,9 +122,7 @@ def recipe_fields(given: dict[str, Any]) -> dict[str, Any]:
 
 def parse_rotation(text: str) -> dict[str, Any]:
     """The fields of RotationConfig for a value of --rotation. Raises UserError for another value."""
-    if text in POINTS:
-        return POINTS[text] | {"blocks": 1}
-    if text in get_args(RotationMode):
+    if text in (*get_args(RotationMode), *POINTS):
         return {"mode": text, "blocks": 1}
     name, _, blocks = text.partition(":")
     if name != "block":

@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 from drot.config.calibration import CalibrationConfig
 from drot.config.pruning import PruningConfig, RecoveryConfig
 from drot.config.recipe_file import read_sections
-from drot.config.rotation import FAST_STEPS, RotationConfig
+from drot.config.rotation import FAST_STEPS, RotationConfig, with_point
 from drot.config.settings import fields_of, settings, values_of
 from drot.core.checks import is_a, shortened
 from drot.core.errors import UserError
@@ -63,7 +63,8 @@ class Recipe:
             if not isinstance(values, Mapping):
                 raise UserError(f"{name} must hold the fields of a section; got {shortened(values)}")
             known = fields_of(make)
-            parts[name] = make(**{known_field(key, known, name): value for key, value in values.items()})
+            fields = {known_field(key, known, name): value for key, value in values.items()}
+            parts[name] = make(**(with_point(fields) if name == "rotation" else fields))
         return cls(**parts, **more)
 
     @classmethod
@@ -77,10 +78,11 @@ class Recipe:
     def replace(self, **fields: Any) -> "Recipe":
         """This recipe with other values for fields of its sections, as in `replace(sparsity="4:8", lr=0.1)`.
 
-        No two sections have a field of the same name. Raises UserError for a name that no section has.
+        No two sections have a field of the same name. `mode` may be a point: stock, light or full. Raises
+        UserError for a name that no section has.
         """
         parts = {name: values_of(getattr(self, name)) for name in SECTIONS}
-        for name, value in fields.items():
+        for name, value in with_point(fields).items():
             parts[SECTION_OF[known_field(name, SECTION_OF, "the recipe")]][name] = value
         return Recipe(**{name: section(**parts[name]) for name, section in SECTIONS.items()})
 

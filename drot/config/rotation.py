@@ -1,6 +1,7 @@
 """How the rotations are trained."""
 
 import math
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -60,6 +61,31 @@ POINTS: dict[str, dict[str, Any]] = {
     "light": {"mode": "shared", "down_rotation": DOWN_BLOCK},
     "full": {"mode": "layer", "down_rotation": "auto"},
 }
+
+
+def with_point(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` of a RotationConfig, with those that a point sets in place of its name in `mode`.
+
+    A `down_rotation` in `fields` stays as it is. Raises UserError if it makes the point another one.
+    """
+    point = fields.get("mode")
+    if not isinstance(point, str) or point not in POINTS:
+        return dict(fields)
+    own, given = POINTS[point]["down_rotation"], fields.get("down_rotation", "auto")
+    if given != "auto" and (own == "none") != (given == "none"):
+        which = "has no R3" if own == "none" else "has R3"
+        raise UserError(f"`mode` {point} {which}, got `down_rotation` {given}: leave one or the other out")
+    return {**fields, **POINTS[point], **({} if given == "auto" else {"down_rotation": given})}
+
+
+def point_of(config: "RotationConfig") -> str | None:
+    """The name of the point in POINTS that a configuration is; None if it is none of them."""
+    if config.blocks != 1 or config.mode == "none":
+        return None
+    if config.mode == "shared":
+        return "stock" if config.down_rotation in ("auto", "none") else "light"
+    return None if config.down_rotation == "none" else "full"
+
 
 DownRotation = Annotated[Literal["auto", "none"] | int, BeforeValidator(_down_rotation)]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from drot.checkpoint.load import load_config, load_tokenizer
-from drot.checkpoint.manifest import find_manifest
+from drot.checkpoint.manifest import Manifest, find_manifest
 from drot.config import default_seqlen
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import BrokenModelError, UserError
@@ -30,6 +30,9 @@ from drot.model.families import family_of
 from drot.model.sizes import positions_of
 
 logger = logging.getLogger("drot")
+
+#: the entries of figures without those of tasks
+NO_TASKS: dict[str, Any] = {"tasks": {}, "task_details": {}, "averages": {}}
 
 
 @dataclass(frozen=True)
@@ -88,7 +91,7 @@ def evaluate(
         against: the dense original of the models, with which their predictions are compared on `ppl`.
         seqlen: tokens in a window; None is the smallest `default_seqlen` of the models.
         text_column: the column of the text in .json, .jsonl and .parquet files.
-        limit, batch_size, num_fewshot: as in TaskOptions. Figures with a `limit` are not recorded.
+        limit, batch_size, num_fewshot: as in TaskOptions. With a `limit`, figures of tasks are not recorded.
         device: `auto`, `cpu` or `cuda[:N]`.
         dtype: dtype of the weights. `auto` is the checkpoint's own on a GPU, and float32 on a CPU.
         stream: reads one decoder layer at a time from the files of the models. That also happens, with a
@@ -102,7 +105,13 @@ def evaluate(
     original = None if against is None else str(against)
     options, target = TaskOptions(limit, batch_size, num_fewshot), pick_device(device)
     _check_arguments(sources, tasks, original, options, dtype, stream)
-    record = record and _can_record(names, limit)
+    for name in names if record else ():
+        find_manifest(name)  # raises if it is broken
+    if record and limit is not None:
+        logger.warning("figures of %d questions of a task are not recorded", limit)
+        record = bool(sources)
+    if original is not None and isinstance(find_manifest(original), Manifest):
+        logger.warning("%s is no dense original: drot pruned it", original)
     everyone = [*names, *([original] if original else [])]
     configs = {name: load_config(name).get_text_config() for name in everyone}
     for config in configs.values() if stream else ():
@@ -129,7 +138,7 @@ def evaluate(
         except BrokenModelError as error:
             raise BrokenModelError(f"{name}: {error}") from None
         if record:
-            record_figures(name, figures)
+            record_figures(name, figures if limit is None else figures | NO_TASKS)
         results.append(figures)
     return results
 
@@ -153,16 +162,6 @@ def _check_arguments(
         raise UserError(f"the tasks `{choices.OWN}` are made from a text, got none: name one as `ppl`")
     if stream and set(tasks) - {choices.OWN}:
         raise UserError("`tasks` of lm_eval need the whole model on the device: leave out `stream=True`")
-
-
-def _can_record(names: Sequence[str], limit: int | None) -> bool:
-    """Whether figures are recorded. Raises UserError for a broken manifest."""
-    if limit is not None:
-        logger.warning("figures of %d questions of a task are not recorded", limit)
-        return False
-    for name in names:
-        find_manifest(name)
-    return True
 
 
 def _check_texts(

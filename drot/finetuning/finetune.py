@@ -254,7 +254,8 @@ def _packages(config: FinetuneConfig) -> list[str]:
 def _check_packages(config: FinetuneConfig) -> None:
     if missing := [name for name in _packages(config) if importlib.util.find_spec(name) is None]:
         install = " ".join(f"'{PACKAGES[name]}'" for name in missing)
-        raise UserError(f"fine-tuning needs the package {' and '.join(missing)}: pip install {install}")
+        packages = f"package{'s' * (len(missing) > 1)} {' and '.join(missing)}"
+        raise UserError(f"fine-tuning needs the {packages}: pip install {install}")
 
 
 def _pick_device(device: str | torch.device) -> torch.device:

@@ -25,6 +25,7 @@ from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import place_of_states
 from drot.pipeline.validation import check_seqlen
 from drot.pipeline.work import measured_rate, run_work, seconds_at
+from drot.text.source import check_sources
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def run_needs(
     nsamples = text.nsamples if resolved.reads_calibration else 0
     if nsamples:
         check_seqlen(text.seqlen, planned.config)
+        check_sources(text.source)
     sizes = sizes_of(DecoderModel(without_weights(planned.config)), nsamples, text.seqlen)
     trains = resolved.rotation.mode != "none" and not rotations_given
     training = resolved.training_nsamples(sizes.nsamples, text.seqlen, sizes.hidden) * text.seqlen

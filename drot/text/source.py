@@ -61,6 +61,13 @@ def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Prog
     )
 
 
+def check_sources(source: str) -> None:
+    """Raises UserError if one of the texts of a calibration is a file that does not exist. Reads nothing."""
+    for text, _ in texts_of(source):
+        if _hub_arguments(text, "train") is None:
+            _file(text, "train")
+
+
 def spread(parts: list[Tensor]) -> Tensor:
     """The sequences [n, seqlen] of all texts, each text spread evenly.
 

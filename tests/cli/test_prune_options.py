@@ -14,6 +14,7 @@ from drot.config import Method, Recipe, RotationConfig, resolve
 from drot.config.recipe import SECTION_OF, SECTIONS
 from drot.config.settings import description_of, fields_of
 from drot.core.validation import members_of
+from drot.reporting.demo import HELD_OUT, MODEL
 
 
 def test_defaults_are_those_of_the_recipe(calls, tmp_path):
@@ -169,6 +170,14 @@ def test_the_three_points(calls, options, mode, down):
             ["--rotation", "none", "--down-rotation", "64"],
             "--down-rotation has no effect with --rotation none",
         ),
+        (
+            ["--rotation", "stock", "--down-rotation", "64"],
+            "--rotation stock has no R3, got --down-rotation 64: leave one or the other out",
+        ),
+        (
+            ["--rotation", "light", "--down-rotation", "none"],
+            "--rotation light has R3, got --down-rotation none: leave one or the other out",
+        ),
         (["--down-rotation", "big"], "--down-rotation must be auto, none, or the size of a block, a whole"),
         (["--rotation", "block:x"], "block:N needs a whole number of blocks, as in block:4; got 'block:x'"),
         (["--sparsity", "4:2"], "--sparsity must be a ratio"),
@@ -197,3 +206,14 @@ def test_a_run_without_calibration_refuses_its_options(calls, capsys):
     refused = "--nsamples has no effect with --method magnitude --rotation none, which reads a text only if"
     assert refused in one_line(capsys.readouterr().err)
     assert cli.run([*text.split(), "--calibration", "a.txt"]) == 0
+
+
+def test_a_dry_run_refuses_what_the_run_refuses(tmp_path, capsys):
+    """A folder that is not empty, and a text that does not exist, are told before a night of work."""
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "file").touch()
+    command = ["prune", str(MODEL), "--dry-run", "--calibration"]
+    assert cli.run([*command, str(HELD_OUT), "--out", str(tmp_path / "out")]) == 2
+    assert "exists and is not an empty folder" in one_line(capsys.readouterr().err)
+    assert cli.run([*command, "missing.txt"]) == 2
+    assert "got 'missing.txt', which is no such name and no file" in one_line(capsys.readouterr().err)

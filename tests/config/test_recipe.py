@@ -23,7 +23,7 @@ from drot.config import (
     RotationConfig,
     resolve,
 )
-from drot.config.rotation import FAST_STEPS, TRAINING_TOKENS
+from drot.config.rotation import FAST_STEPS, POINTS, TRAINING_TOKENS, point_of
 from drot.config.settings import description_of
 from drot.core.errors import UserError
 
@@ -53,6 +53,15 @@ def test_a_published_method_is_not_changed_unless_that_is_asked_for(rotation, ex
     asked = Recipe(rotation=recipe.rotation, pruning=PruningConfig(solve="pcg", target="dense", damping=0.5))
     pruning = resolve(asked).pruning
     assert (pruning.solve, pruning.target, pruning.damping) == ("pcg", "dense", 0.5)
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_a_point_is_a_mode_of_a_recipe_file_and_of_replace(point):
+    recipe = Recipe.from_dict({"rotation": {"mode": point}})
+    assert recipe == Recipe().replace(mode=point) == Recipe().replace(**POINTS[point])
+    assert point_of(resolve(recipe).rotation) == point
+    with pytest.raises(UserError, match="`mode` stock has no R3"):
+        Recipe().replace(mode="stock", down_rotation=32)
 
 
 @pytest.mark.parametrize("mode", ["layer", "none"])

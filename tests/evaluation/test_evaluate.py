@@ -286,6 +286,19 @@ def test_what_is_not_recorded(own, monkeypatch, caplog):
     assert (own / "rotated" / "drot.json").read_bytes() == before
 
 
+def test_with_a_limit_the_perplexity_is_recorded_and_no_task(own, caplog):
+    (figures,) = measure(own, "rotated", record=True, tasks=["own"], limit=4)
+    (entry,) = read_manifest(own / "rotated").evaluations
+    assert figures["tasks"] and not entry.tasks
+    assert entry.perplexity == figures["perplexity"]
+    assert "figures of 4 questions of a task are not recorded" in caplog.text
+
+
+def test_a_pruned_model_is_no_dense_original(own, caplog):
+    measure(own, "rotated", against=own / "rotated")
+    assert "rotated is no dense original: drot pruned it" in caplog.text
+
+
 @pytest.mark.slow
 def test_a_later_step_that_changes_the_weights_drops_the_record(own):
     pytest.importorskip("peft")
