@@ -6,8 +6,8 @@
 # a CPU, with vLLM 0.32.0.
 #
 # drot must be built with the torch that vLLM brings, so vLLM comes first:
-#   pip install 'vllm==0.32.0'
-#   pip install --no-build-isolation .
+#   pip install 'vllm==0.32.0' 'setuptools>=78.1.1,<81' cmake ninja
+#   DROT_WITH_CUDA=1 pip install --no-build-isolation .
 set -euo pipefail
 
 checkpoint=${1:?usage: examples/serve_vllm.sh CHECKPOINT [RANKS]}

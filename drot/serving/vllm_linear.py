@@ -121,6 +121,8 @@ class DrotLinearMethod(LinearMethodBase):
             parameter = ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=loader)
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, extra_weight_attrs)
+            if name == "positions":  # those of `--load-format dummy`: random bits are no positions
+                set_weight_attrs(parameter, {"dummy_weight_value": 0b0100_0100})
 
     @torch.no_grad()
     def process_weights_after_loading(self, layer: Any) -> None:
@@ -134,7 +136,7 @@ class DrotLinearMethod(LinearMethodBase):
         layer.values, layer.positions = values, positions  # without vLLM's loaders
         check_packed_tensors(self.prefix, values, positions)
         if is_gpu(values.device):
-            check_gpu(values.device)
+            check_gpu(values.device, packed=True)
         compressed = sparse24_compress(values, positions)
         layer.register_buffer("compressed", compressed if compressed.numel() else None, persistent=False)
 

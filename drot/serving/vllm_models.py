@@ -77,7 +77,16 @@ def _with(mixin: Any, stock_class: Any) -> Any:
 
 
 def add_boundary_rotation(layer: Any, place: BoundaryPlace, size: int) -> None:
-    """Adds an uninitialised Q [size, size] to a decoder layer. Its weight is Qᵀ, on each rank the whole."""
+    """Adds an uninitialised Q [size, size] to a decoder layer. Its weight is Qᵀ, on each rank the whole.
+
+    Raises UserError for a layer whose forward vLLM has replaced, as it does to offload the layer's weights:
+    the forward of RotatedLayer would not be called.
+    """
+    if "forward" in vars(layer):
+        raise UserError(
+            "drot's plugin cannot rotate a layer that vLLM offloads: leave out --offload-group-size and "
+            "--cpu-offload-gb"
+        )
     rotation = ReplicatedLinear(size, size, bias=False, return_bias=False)
     setattr(layer, ROTATION_MODULE, rotation)
     layer.boundary_place = place

@@ -85,6 +85,9 @@ def test_a_packed_weight_on_a_gpu_without_kernels_is_refused_in_one_line(monkeyp
         with pytest.raises(UserError, match="^A GPU has compute capability 11.0, but drot was built for 8.0"):
             linear.compress()
         assert linear.compressed is None
+        gpu(monkeypatch, (9, 0), "", cuda="")
+        with pytest.raises(UserError, match="but drot was built without CUDA"):
+            linear.compress()
         gpu(monkeypatch, (9, 0), DEFAULT)
         linear.compress()
         assert linear.compressed is not None
