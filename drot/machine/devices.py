@@ -117,8 +117,8 @@ def check_gpu(device: torch.device, packed: bool = False) -> None:
     """Compares the GPU `device` with the architectures for which drot was built.
 
     Raises UserError if drot was built with CUDA but not for this GPU, whose first op would end with 'no
-    kernel image'. Warns if drot was built without CUDA: models without packed weights run all the same. For a weight
-    that is `packed` it raises UserError then too.
+    kernel image'. Warns if drot was built without CUDA: models without packed weights run all the same. With
+    `packed` it raises UserError then too.
 
     This is done at the first use of a GPU and not by `import drot`: to ask for the GPU takes torch's start of
     CUDA, about a second, after which a process cannot fork.
