@@ -27,7 +27,7 @@ from drot.config import ResolvedRecipe
 from drot.machine import transfer
 from drot.machine.ranks import ALONE, CPU, Ranks
 from drot.model.decoder import DecoderModel
-from drot.pipeline import events, invariance, recover, states, training
+from drot.pipeline import events, invariance, recover, states, training, weigh
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
 from drot.pipeline.run import PruningRun
@@ -55,6 +55,8 @@ LATENCY, MESSAGE = (60e-6, 30e-6), 0.5e-3
 START = 20.0
 #: its bytes of memory, by which a run decides what stays there
 GPU_MEMORY = 80e9
+#: main memory of a machine, for the inputs of layers that a backward pass needs
+HOST_MEMORY = 512e9
 #: bytes a second that a rank sends to another: over NVLink to one of its machine, or over the network
 NVLINK, NETWORK, GPUS_OF_A_MACHINE = 400e9, 50e9, 8
 aten, drot_ops = torch.ops.aten, torch.ops.drot
@@ -313,6 +315,9 @@ class CountedFiles:
             if kind == "rotation" or name.endswith(BESIDE):
                 self._kept[name] = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items()}
 
+    def save(self, name: str, tensors: Mapping[str, Tensor], record: Any) -> None:
+        self.save_later({name: (tensors, record)})
+
     def read_ahead(self, name: str) -> None:
         self._coming = name
 
@@ -332,13 +337,15 @@ def as_on_a_gpu() -> Iterator[None]:
     device, optimizer = torch.device("meta"), importlib.import_module("torch.optim.optimizer")
     set_to: list[tuple[Any, str, Any]] = [
         (module, "is_gpu", lambda device: True)
-        for module in (cholesky, hessian, solve, recover, training, states)
+        for module in (cholesky, hessian, solve, recover, training, states, weigh)
     ]
     set_to += [
         (layer_pass, "total_memory", lambda device: GPU_MEMORY),
         (run_module, "free_memory", lambda device: GPU_MEMORY),
         (training, "free_memory", lambda device: GPU_MEMORY),
         (states, "free_memory", lambda device: GPU_MEMORY),
+        (weigh, "free_memory", lambda device: GPU_MEMORY),
+        (weigh, "available_memory", lambda: HOST_MEMORY),
         (states, "available_memory", lambda: math.inf),
         (invariance, "TOLERANCE", math.inf),
         (solve, "ADMM_ITERATIONS", USUAL_ADMM_ITERATIONS),

@@ -142,15 +142,18 @@ def minutes_of(
     for (step, _), value in ops.items():
         if step in seconds:
             seconds[step] += value
+    # a run of two layers keeps the inputs of all; a whole run computes most of them again (pipeline/weigh.py)
+    seconds["weigh"] *= 4 / 3
     weights, head = config["hidden_size"] * 3 * config["intermediate_size"], config["head_dim"]
     heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
     bytes_read = 2 * (weights + config["hidden_size"] * head * heads)
     written, rotation = layer.written["layer"], layer.written["rotation"]
-    work = sum(seconds.values())
+    work = sum(seconds.values()) - seconds["weigh"]
     hidden = {step: size / PINNED - seconds.get(step, 0.0) for step, size in layer.overlapping.items()}
     seconds["copies"] = layer.copied / HOST + sum(max(0.0, rest) for rest in hidden.values())
     seconds["send"] = ops["send", "all"]
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
+    seconds["copies"] += waits(seconds["weigh"], (3 * bytes_read, 3 * bytes_read / PINNED))
     if count * bytes_read + ends <= WHOLE_HASH_BYTES:  # it is read for the hash
         seconds["copies"] += bytes_read / DISK
     # a thread reads the next layer and copies it to the GPU; another copies the layer before home, writes it

@@ -48,13 +48,14 @@ class DenseReference:
         adds = pruned.layer.adds(group)
         change = torch.zeros(out if adds else size, size, device=device)
         batches = (of_model.inputs(group, outputs=True) for of_model in (pruned, self.dense))
-        for (x, y), (x_dense, y_dense) in zip(*batches, strict=True):
-            hessian.add(x)
+        roots = pruned.stream.roots(pruned.layer, group)
+        for (x, y), (x_dense, y_dense), root in zip(*batches, roots, strict=True):
+            hessian.add(x, root)
             if y is not None and y_dense is not None:
                 difference = product_factor(y_dense).sub(product_factor(y))
             else:
                 difference = product_factor(x_dense).sub(product_factor(x))
-            add_product(change, difference.T, product_factor(x))
+            add_product(change, product_factor(difference, root).T, product_factor(x, root))
         ranks.add_(change)
         change.mul_(2.0 / ranks.total(len(pruned.stream.hidden_states)))
         if adds:

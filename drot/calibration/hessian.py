@@ -73,18 +73,22 @@ class HessianAccumulator:
         #: the tokens of each expert
         self.tokens = torch.zeros(count or 0, dtype=torch.int64, device=device)
 
-    def add(self, x: Tensor) -> None:
-        """Adds inputs x: [sequences, tokens, in], or [tokens, in] for one sequence, any float dtype."""
-        rows = product_factor(x.detach())
+    def add(self, x: Tensor, root: Tensor | None = None) -> None:
+        """Adds inputs x: [sequences, tokens, in], or [tokens, in] for one sequence, any float dtype.
+
+        root: √w [tokens, 1] of the weights w of all tokens of x; None weights all by 1.
+        """
+        rows = product_factor(x.detach(), root)
         for panel, columns in lower_panels(rows.shape[1], self._sum.device):
             add_product(self._sum[panel, columns], rows[:, panel].T, rows[:, columns])
         self._sequences += x.shape[0] if x.dim() == 3 else 1
 
-    def add_experts(self, parts: Iterable[RoutedInputs]) -> None:
-        """Adds the inputs of experts, as one sequence."""
-        for places, tokens, x in parts:
+    def add_experts(self, parts: Iterable[RoutedInputs], root: Tensor | None = None) -> None:
+        """Adds the inputs of experts, as one sequence. root: as in `add`, of the tokens that were routed."""
+        for places, tokens, x, routed in parts:
             self.tokens.index_add_(0, places, tokens)
-            rows = product_factor(x.detach()).view_as(x)
+            of_tokens = None if root is None else root[routed].view(-1, 1)
+            rows = product_factor(x.detach(), of_tokens).view_as(x)
             for panel, columns in lower_panels(rows.shape[-1], self._sum.device):
                 products = product(rows[..., panel].mT, rows[..., columns], torch.float32)
                 self._sum[..., panel, columns].index_add_(0, places, products)
@@ -99,10 +103,14 @@ class HessianAccumulator:
         return self._sum.mul_(2.0 / max(self._ranks.total(self._sequences), 1))
 
 
-def product_factor(x: Tensor) -> Tensor:
-    """Inputs x [..., in] as rows [tokens, in] for `add_product`: fp32, or bf16 and fp16 on a GPU."""
+def product_factor(x: Tensor, root: Tensor | None = None) -> Tensor:
+    """Inputs x [..., in] as rows [tokens, in] for `add_product`: fp32, or bf16 and fp16 on a GPU.
+
+    root: fp32 [tokens, 1], by which the rows are multiplied; None for 1.
+    """
     rows = x.reshape(-1, x.shape[-1])
-    return rows if is_gpu(rows.device) and rows.dtype in (torch.bfloat16, torch.float16) else rows.float()
+    dtype = rows.dtype if is_gpu(rows.device) and rows.dtype.itemsize == 2 else torch.float32
+    return (rows if root is None else rows * root).to(dtype)
 
 
 def energy(weight: Tensor, hessian: Tensor, ranks: Ranks = ALONE) -> Figure:

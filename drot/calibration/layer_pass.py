@@ -53,11 +53,11 @@ class LayerPass:
         group, stream = groups[0], self.stream
         size, count = self.layer.shape_of(group.linears[0])[1], None if group.expert is None else len(groups)
         accumulator = HessianAccumulator(size, stream.device, stream.ranks, count)
-        for x, _ in self.inputs(group):
+        for (x, _), root in zip(self.inputs(group), stream.roots(self.layer, group), strict=True):
             if count is None:
-                accumulator.add(x)
+                accumulator.add(x, root)
             else:
-                accumulator.add_experts(routed_inputs(self.layer, groups, x))
+                accumulator.add_experts(routed_inputs(self.layer, groups, x), root)
         if count is not None:
             stream.ranks.add_(accumulator.tokens)
             self.tokens |= dict(zip((one.name for one in groups), accumulator.tokens.tolist(), strict=True))

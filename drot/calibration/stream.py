@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from drot.calibration.hessian import HessianAccumulator
+from drot.calibration.token_weights import TokenWeights
 from drot.machine.devices import is_gpu
 from drot.machine.products import rounded_once
 from drot.machine.ranks import ALONE, Ranks
@@ -31,6 +32,7 @@ class CalibrationStream:
     The hidden states may lie in main memory: a batch of them is copied to `device`, where the layers compute.
 
     ranks: those that hold the other sequences. Sums over the sequences are sums over the ranks.
+    weights: of the tokens (token_weights.py); None if all count alike.
     """
 
     def __init__(
@@ -40,11 +42,12 @@ class CalibrationStream:
         device: torch.device | None = None,
         empty: Empty | None = None,
         ranks: Ranks = ALONE,
+        weights: TokenWeights | None = None,
     ) -> None:
         self.hidden_states = hidden_states
         self.layer_kwargs = layer_kwargs
         self.device = device or hidden_states.device
-        self.ranks = ranks
+        self.ranks, self.weights = ranks, weights
         #: makes tensors in the place of the hidden states, where that is not simply their device
         self.empty = empty
         #: width and dtype → the buffer in main memory
@@ -60,6 +63,7 @@ class CalibrationStream:
         offload: bool = False,
         empty: Empty | None = None,
         ranks: Ranks = ALONE,
+        weights: TokenWeights | None = None,
     ) -> "CalibrationStream":
         """The first layer's input for `tokens` [nsamples, seqlen], of which a rank holds every n-th sequence.
 
@@ -77,19 +81,21 @@ class CalibrationStream:
             return cls(none, [{} for _ in model.layers], ranks=ranks)
         hidden_states, kwargs = model.record(tokens, empty or partial(_empty_on, device))
         of_layers = [_to_device(of_layer, device) for of_layer in kwargs]
-        return cls(hidden_states, of_layers, device, empty, ranks)
+        return cls(hidden_states, of_layers, device, empty, ranks, weights)
 
     def first_samples(self, nsamples: int) -> "CalibrationStream":
         """A stream with a view of the first `nsamples` sequences of all ranks."""
         own = len(self.ranks.sequences(nsamples))
         return self._with(self.hidden_states[:own])
 
-    def copy(self) -> "CalibrationStream":
-        """A stream with a copy of the hidden states in the same place."""
-        states, empty = self.hidden_states, self.empty
-        return self._with(
+    def copy(self, empty: Empty | None = None) -> "CalibrationStream":
+        """A stream with a copy of the hidden states, in the same place or in that of `empty`."""
+        states, empty = self.hidden_states, empty or self.empty
+        copy = self._with(
             states.clone() if empty is None else empty(states.shape, states.dtype).copy_(states)
         )
+        copy.empty = empty
+        return copy
 
     def on(self, device: torch.device, dtype: torch.dtype) -> "CalibrationStream":
         """A stream with a copy of the hidden states on `device`, in `dtype`."""
@@ -102,7 +108,20 @@ class CalibrationStream:
         return self._with(hidden_states.copy_(self.hidden_states))
 
     def _with(self, hidden_states: Tensor) -> "CalibrationStream":
-        return CalibrationStream(hidden_states, self.layer_kwargs, self.device, self.empty, self.ranks)
+        return CalibrationStream(
+            hidden_states, self.layer_kwargs, self.device, self.empty, self.ranks, self.weights
+        )
+
+    def roots(self, layer: DecoderLayer, group: InputGroup) -> Iterator[Tensor | None]:
+        """For each of the `batches` √w [tokens, 1] of the weights w of its tokens, fp32.
+
+        None for each if all tokens count alike.
+        """
+        if self.weights is None:
+            return (None for _ in self.batches())
+        own = self.weights.of(layer, group)[self.ranks.rank :: self.ranks.size]
+        roots = own[: len(self.hidden_states)].to(self.device, torch.float32).sqrt()
+        return (roots[batch].reshape(-1, 1) for batch in self.batches())
 
     def batch(self, sequences: slice | Tensor) -> Tensor:
         """The hidden states of some sequences, on `device`."""
@@ -199,11 +218,14 @@ class CalibrationStream:
             count = None if group.expert is None else 1 + len(others)
             accumulators[group.name] = HessianAccumulator(size, self.device, self.ranks, count)
 
+        roots = {part[0].name: self.roots(layer, part[0]) for part in parts}
+
         def read(group: InputGroup, x: Tensor) -> None:
-            accumulators[group.name].add(x)
+            accumulators[group.name].add(x, next(roots[group.name]))
 
         def read_routed(of_experts: list[InputGroup], inputs: Iterator[RoutedInputs]) -> None:
-            accumulators[of_experts[0].name].add_experts(inputs)
+            first = of_experts[0].name
+            accumulators[first].add_experts(inputs, next(roots[first]))
 
         with (
             reading(layer, groups, read, read_routed, folded=folded, to_end=advance) as forward,

@@ -3,7 +3,7 @@
 import math
 from typing import Any, Literal, cast
 
-from drot.config.calibration import CalibrationConfig, default_seqlen
+from drot.config.calibration import CalibrationConfig, TokenWeights, default_seqlen
 from drot.config.pruning import (
     DAMPING,
     PUBLISHED_DAMPING,
@@ -62,6 +62,7 @@ class ResolvedCalibration(CalibrationConfig):
     """The calibration text of a run."""
 
     seqlen: int
+    token_weights: TokenWeights = "equal"
 
 
 @settings
@@ -133,9 +134,12 @@ def resolve(
     calibration: dict[str, Any] = {"seqlen": recipe.calibration.seqlen or default_seqlen(positions)}
     if tokens is not None:
         calibration = {"source": GIVEN_TOKENS, "nsamples": tokens[0], "seqlen": tokens[1]}
+    pruning = _pruning(recipe.pruning, published)
+    if recipe.calibration.token_weights == "auto":
+        calibration["token_weights"] = "gradient" if pruning.solve in ("pcg", "admm") else "equal"
     return ResolvedRecipe(
         rotation=_rotation(rotation, published, device, format, rotations_given, down_width, rotates_stream),
-        pruning=_pruning(recipe.pruning, published),
+        pruning=pruning,
         recovery=recipe.recovery,
         calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
         format=cast(WeightFormat, format),

@@ -26,6 +26,7 @@ PHASES = {
     "tokenize": Phase("tokenising the text", "character"),
     "load": Phase("loading the model"),
     "sample": Phase("writing a text", "token", often=True),
+    "weigh": Phase("weighting the tokens", layers=True, often=True),
     "calibrate": Phase("calibrating", layers=True, often=True),
     "rotate": Phase("rotating", "step", layers=True, often=True),
     "prune": Phase("pruning", layers=True),

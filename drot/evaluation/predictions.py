@@ -1,13 +1,12 @@
 """The logits of a model for the windows of a text: of a whole model, or one layer at a time on a device."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.calibration.stream import CalibrationStream
@@ -16,7 +15,6 @@ from drot.core.events import Progress, ProgressEvent, silent
 from drot.machine.transfer import on_device
 from drot.model.decoder import DecoderModel
 from drot.model.layer import Weights
-from drot.model.linear import copied
 from drot.model.sizes import positions_of
 from drot.sparse.fused import fused_layer
 
@@ -118,8 +116,7 @@ def _streamed(
         with fused_layer(layer) if decoder.is_skeleton else contextlib.nullcontext():
             stream.advance(layer)
         progress(ProgressEvent(phase="stream", layer=layer.index, layers=len(decoder.layers)))
-    with decoder.in_memory(*decoder.ends[1:]):
-        norm, head = (_on(module, device) for module in (decoder.final_norm, decoder.head))
+    norm, head = decoder.norm_and_head(device)
 
     @torch.no_grad()
     def logits(batch: slice) -> Tensor:
@@ -127,11 +124,3 @@ def _streamed(
         return decoder.logits_of(out)
 
     return logits
-
-
-def _on(module: nn.Module, device: torch.device) -> nn.Module:
-    """A copy of the module on `device`, which shares its tensors if they lie there."""
-    tensors = [*module.parameters(), *module.buffers()]
-    if tensors[0].device != device:
-        return cast(nn.Module, copied(module, device))
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})

@@ -1,8 +1,9 @@
 """The handle to a causal language model: its decoder layers and its ends."""
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from drot.machine.transfer import on_device
 from drot.model.families import family_of, layer_families
 from drot.model.family import Family
 from drot.model.layer import DecoderLayer, Weights
-from drot.model.linear import module_at, reset_norm, scale_of, shift_of
+from drot.model.linear import copied, module_at, reset_norm, scale_of, shift_of
 from drot.model.sizes import head_shape, widths_of
 from drot.model.whole import PROJECTOR
 
@@ -91,7 +92,10 @@ class DecoderModel:
             outputs = outputs.mul_(multiplier)
         if divisor is not None:
             outputs = outputs.div_(divisor)
-        return outputs if cap is None else outputs.div_(cap).tanh_().mul_(cap)
+        if cap is None:
+            return outputs
+        capped = outputs.div_(cap).tanh_()
+        return capped * cap if capped.requires_grad else capped.mul_(cap)  # a gradient needs the tanh
 
     @contextlib.contextmanager
     def in_memory(self, *paths: str) -> Iterator[None]:
@@ -119,6 +123,11 @@ class DecoderModel:
                         setattr(module, name, nn.Parameter(empty, requires_grad=False))
             if tied:
                 self.head.weight = self.embedding.weight
+
+    def norm_and_head(self, device: torch.device) -> tuple[nn.Module, nn.Module]:
+        """Copies of the last norm and of the head on `device`, which share tensors that lie there."""
+        with self.in_memory(*self.ends[1:]):
+            return _on(self.final_norm, device), _on(self.head, device)
 
     @property
     def ends(self) -> tuple[str, ...]:
@@ -259,6 +268,13 @@ class DecoderModel:
         """The share of zeros among the weights of the decoder layers' linears, in [0, 1]."""
         counts = [layer.zeros() for layer in self.layers]
         return sum(zeros for zeros, _ in counts) / sum(weights for _, weights in counts)
+
+
+def _on(module: nn.Module, device: torch.device) -> nn.Module:
+    tensors = [*module.parameters(), *module.buffers()]
+    if tensors[0].device != device:
+        return cast(nn.Module, copied(module, device))
+    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
 
 
 def _own(owners: dict[int, str], weight: Tensor, name: str) -> None:

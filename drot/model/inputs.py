@@ -39,11 +39,13 @@ class RoutedInputs(NamedTuple):
     places: int64 [n], which of the groups.
     tokens: int64 [n], the number of tokens of each.
     input: [n, most tokens, in], with rows of zeros below the tokens of each.
+    routed: int64 [n, most tokens], the number of each row's token; any below the tokens of each.
     """
 
     places: Tensor
     tokens: Tensor
     input: Tensor
+    routed: Tensor
 
 
 class _Stop(Exception):
@@ -181,11 +183,14 @@ def routed_inputs(
             mask, count = reached[places], tokens[places]
             rows, columns = mask.nonzero(as_tuple=True)
             x = hidden.new_zeros(len(found), numbers[found[-1]], hidden.shape[-1])
-            x[rows, (mask.cumsum(1) - 1)[rows, columns]] = hidden[columns]
+            at = (mask.cumsum(1) - 1)[rows, columns]
+            x[rows, at] = hidden[columns]
+            routed = columns.new_zeros(x.shape[:2])
+            routed[rows, at] = columns
             if group.norm is None:
                 x = _intermediate(layer, group, experts[places], x)
                 x *= (torch.arange(x.shape[1], device=x.device) < count[:, None])[..., None]
-            yield RoutedInputs(places, count, _unfolded(layer, group, x) if folded else x)
+            yield RoutedInputs(places, count, _unfolded(layer, group, x) if folded else x, routed)
 
 
 def _intermediate(layer: DecoderLayer, group: InputGroup, experts: Tensor, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from drot.calibration.token_weights import TokenWeights
 from drot.checkpoint.records import PlaceOfStates
 from drot.config import ResolvedRecipe
 from drot.core.events import Progress
@@ -62,6 +63,8 @@ class RunContext:
         #: the sequences that this rank holds
         self.own_nsamples = len(ranks.sequences(len(tokens)))
         self.place_of_states: PlaceOfStates = "main memory"
+        #: of the calibration tokens, when they are known; None if all count alike
+        self.token_weights: TokenWeights | None = None
         self.clock, self.memory = events.Stopwatch(self.device), events.MemoryWatch(self.device)
         reports = events.ProgressReports(progress, len(self.model.layers))
         self.listeners: list[Listener] = [self.clock, self.memory, reports]

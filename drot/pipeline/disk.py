@@ -15,8 +15,9 @@ from drot.sparse.packed import PACKED
 def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) -> tuple[int, int]:
     """The bytes of the checkpoint, and of what lies beside it in OUT.partial until the run ends.
 
-    Beside the finished layers, which become shards of the checkpoint, lie the maps of the linears, and the
-    rotations in fp64. Headers, tokenizer and manifest are left out: they are small.
+    Beside the finished layers, which become shards of the checkpoint, lie the maps of the linears, the
+    weights of the tokens, and the rotations in fp64. Headers, tokenizer and manifest, which are small, are
+    left out.
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
     rotates = rotation.mode != "none"
@@ -46,4 +47,12 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
         beside += sum(
             map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0
         )
+        if recipe.calibration.token_weights == "gradient":
+            beside += sum(map(weights_bytes, map(sizes.of_layer, range(layers))))
     return checkpoint, beside
+
+
+def weights_bytes(sizes: Sizes) -> int:
+    """The bytes of the weights of the tokens of one layer, of which all experts have the same."""
+    groups = {group.name if group.expert is None else None for group in sizes.groups}
+    return torch.float16.itemsize * sizes.tokens * len(groups)

@@ -11,10 +11,11 @@ import torch
 from drot.core.events import Progress, ProgressEvent
 from drot.machine.devices import is_gpu
 
-#: The steps whose time is measured. `load` is the model and the text, `calibrate` every pass of the
+#: The steps whose time is measured. `load` is the model and the text, `weigh` the gradients that weight the
+#: calibration tokens, `calibrate` every pass of the
 #: calibration tokens, `merge` brings the rotations into the weights and the hidden states, and `save` writes
 #: the finished layers and the checkpoint.
-STEPS = ("load", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
+STEPS = ("load", "weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import embed
 from drot.pipeline.steps import LayerWork
 from drot.pipeline.training import saved_rotations, train_layers, train_shared
+from drot.pipeline.weigh import weigh_tokens
 
 
 class PruningRun:
@@ -63,6 +64,8 @@ class PruningRun:
 
     def _prune_layers(self, state: SharedState | None) -> None:
         run, recipe = self.context, self.context.recipe
+        if recipe.calibration.token_weights == "gradient":
+            run.token_weights = weigh_tokens(run, state)
         known, records = self._known_rotations(state)
         load = partial(steps.load_rotation, run, state) if state else None
         found = known or RotationsOfLayers(load)

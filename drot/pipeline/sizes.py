@@ -19,7 +19,7 @@ class Sizes:
     names: for each layer, name of a linear → its full name.
     layer_weights, weights, outside: numbers in the parameters of the largest layer, of the model, and of the
         model without its layers.
-    tied_head: numbers in lm_head if it is tied to the embedding; otherwise 0.
+    head: numbers in lm_head. tied_head: the same if it is tied to the embedding; otherwise 0.
     nsamples, seqlen: sequences of calibration tokens, and tokens in a sequence.
     routed: the share of the tokens that an expert reads, on average.
     """
@@ -31,6 +31,7 @@ class Sizes:
     layer_weights: int
     weights: int
     outside: int
+    head: int
     tied_head: int
     nsamples: int
     seqlen: int
@@ -99,6 +100,7 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         layer_weights=max(of_layers),
         weights=weights,
         outside=weights - sum(of_layers),
+        head=head.numel(),
         tied_head=head.numel() if head is model.embedding.weight else 0,
         nsamples=nsamples,
         seqlen=seqlen,

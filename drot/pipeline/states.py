@@ -72,4 +72,7 @@ def embed(run: "RunContext", tokens: Tensor, state: "SharedState | None") -> Cal
         empty = Spool(state.disk).empty
     elif place == "main memory" and is_gpu(run.device):
         empty = partial(empty_on_host, device=run.device)
-    return CalibrationStream.embed(run.model, tokens, run.device, empty=empty, ranks=run.ranks)
+    weights = run.token_weights
+    return CalibrationStream.embed(
+        run.model, tokens, run.device, empty=empty, ranks=run.ranks, weights=weights
+    )

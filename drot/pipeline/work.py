@@ -53,6 +53,8 @@ def run_work(
     calibrate, prunes = work["calibrate"], work["prune"]
     own, fp32 = dtype_name(dtype), "float32"
     layers = sizes.pruned(recipe)
+    if recipe.calibration.token_weights == "gradient" and sizes.tokens:
+        work["weigh"][own] = weigh(sizes)
     if trains and recipe.rotation.mode != "none":
         nsamples = recipe.training_nsamples(sizes.nsamples, sizes.seqlen, sizes.hidden)
         training = dataclasses.replace(sizes, nsamples=nsamples)
@@ -128,6 +130,19 @@ def _forward_before(sizes: Sizes, group: InputGroup) -> float:
     """The forward pass up to the input of `group`."""
     before = sizes.groups[: sizes.groups.index(group)]
     return forward(sizes, before) + (_attention(sizes, sizes.tokens) if group.input == "r2" else 0.0)
+
+
+def weigh(sizes: Sizes) -> float:
+    """The gradients in the outputs of all linears, where the inputs of all layers are kept.
+
+    The layers are computed twice, and go back once: a product for each linear, and four for each attention.
+    So do the logits of all tokens but the second time.
+    """
+    layers = [sizes.of_layer(index) for index in range(len(sizes.names))]
+    attentions = sum(
+        _attention(sizes, sizes.tokens) for layer in layers for group in layer.groups if group.input == "r2"
+    )
+    return 3 * sum(map(forward, layers)) + attentions + 4.0 * sizes.tokens * sizes.head
 
 
 def factorisation(n: int) -> float:

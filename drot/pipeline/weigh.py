@@ -1,0 +1,136 @@
+"""The weights of the calibration tokens of a run, by a backward pass through the dense model."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from drot.calibration.stream import CalibrationStream
+from drot.calibration.token_weights import (
+    TokenWeights,
+    key_of,
+    layer_gradients,
+    loss_gradient,
+    normalised,
+)
+from drot.machine.devices import free_memory, is_gpu
+from drot.machine.memory import available_memory
+from drot.machine.spool import Spool
+from drot.machine.transfer import on_device, return_pinned_memory
+from drot.pipeline.context import RunContext
+from drot.pipeline.memory import device_memory
+from drot.pipeline.shared_state import SharedState
+from drot.pipeline.sizes import sizes_of
+from drot.pipeline.states import embed
+
+#: the name of the part of a run's state that holds them
+PART = "token_weights"
+#: the share of the free main memory that the kept inputs of layers may take
+KEPT_SHARE = 0.5
+
+
+def weigh_tokens(run: RunContext, state: SharedState | None) -> TokenWeights:
+    """The weights of the calibration tokens, from `state` if an interrupted run has saved them there.
+
+    A forward pass keeps the inputs of layers, and a backward pass goes back from layer to layer. Where the
+    inputs of all layers have no room, it keeps those of every √layers-th, and computes those between again.
+
+    Raises UserError as `normalised`.
+    """
+    if saved := state.load(PART) if state else None:
+        return TokenWeights(saved[0])
+    squares: dict[str, Tensor] = {}
+    with run.during("weigh"):
+        stream = embed(run, run.tokens, state)
+        keep, step = _keeper(run, stream, state)
+        layers, kept = run.model.layers, {}
+    for layer in on_device(layers, run.device, run.home):
+        with run.during("weigh", layer, announced=True):
+            if layer.index % step == 0:
+                kept[layer.index] = keep(stream)
+            stream.advance(layer)
+    with run.during("weigh"):
+        own = run.tokens[run.ranks.rank :: run.ranks.size]
+        norm, head = run.model.norm_and_head(run.device)
+        with stream.copies_home() as home:
+            for batch, hidden in stream.loaded_batches():
+                home.write(
+                    stream.hidden_states[batch], loss_gradient(run.model, hidden, own[batch], norm, head)
+                )
+        del norm, head
+    for start in reversed(range(0, len(layers), step)):
+        inputs, segment = [kept.pop(start)], layers[start : start + step]
+        for layer in on_device(segment[:-1], run.device, run.home):
+            with run.during("weigh", layer):
+                inputs.append(keep(inputs[-1]))
+                inputs[-1].advance(layer)
+        for layer in on_device(segment[::-1], run.device, run.home):
+            with run.during("weigh", layer):
+                squares |= _go_back(run, layer.index, inputs.pop(), stream)
+    with run.during("weigh"):
+        weights = TokenWeights(_of_all_ranks(run, squares))
+        del stream, inputs
+        if is_gpu(run.device):
+            return_pinned_memory()
+        if state is not None:
+            state.save(PART, dict(weights.tensors), None)
+    return weights
+
+
+def _keeper(
+    run: RunContext, stream: CalibrationStream, state: SharedState | None
+) -> tuple[Callable[[CalibrationStream], CalibrationStream], int]:
+    """A function that copies a stream to where its copies have room, and after how many layers one is kept.
+
+    That is the device, or main memory, or a file of a run with a `state`.
+    """
+    device, count, size = run.device, len(run.model.layers), max(stream.hidden_states.nbytes, 1)
+    root = math.isqrt(count - 1) + 1
+    fewest = -(-count // root) + root
+    if is_gpu(device) and stream.on_device:
+        pruned = device_memory(
+            sizes_of(run.model, run.own_nsamples, run.tokens.shape[1]), run.recipe, run.dtype
+        )
+        room = (free_memory(device) - pruned) // size
+        if room >= fewest:
+            return CalibrationStream.copy, 1 if room >= count else root
+    room = int(KEPT_SHARE * available_memory() / run.ranks.of_machine.size) // size
+    if state is not None and room < fewest:
+        empty = Spool(state.disk).empty
+        return lambda from_stream: from_stream.copy(empty), root
+    copy = CalibrationStream.offloaded_copy if is_gpu(device) else CalibrationStream.copy
+    return copy, 1 if room >= count else root
+
+
+def _go_back(
+    run: RunContext, index: int, inputs: CalibrationStream, gradient: CalibrationStream
+) -> dict[str, Tensor]:
+    """Replaces the gradient in the outputs of a layer by that in its inputs.
+
+    Returns the squares of its groups, in main memory.
+
+    inputs: of the layer. gradient: its hidden states are the gradient.
+    """
+    layer, found = run.model.layers[index], dict[str, list[Tensor]]()
+    batches = zip(inputs.loaded_batches(), gradient.loaded(gradient.hidden_states), strict=True)
+    with gradient.copies_home() as home:
+        for (batch, hidden), of_outputs in batches:
+            before, squares = layer_gradients(layer, hidden, inputs.layer_kwargs[index], of_outputs)
+            home.write(gradient.hidden_states[batch], before)
+            for key, means in squares.items():
+                found.setdefault(key, []).append(means)
+    return {key: torch.cat(means).cpu() for key, means in found.items()}
+
+
+def _of_all_ranks(run: RunContext, squares: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of the tokens of all ranks, from the squares of this rank's sequences."""
+    ranks, shape = run.ranks, run.tokens.shape
+    found = {}
+    for key in dict.fromkeys(key_of(layer, group) for layer in run.model.layers for group in layer.groups):
+        own, whole = squares.get(key, torch.zeros(0, shape[1])), torch.zeros(shape, device=run.device)
+        mean = ranks.total(float(own.sqrt().sum(dtype=torch.float64))) / whole.numel()
+        whole[ranks.rank :: ranks.size] = normalised(own, mean, key).to(run.device)
+        ranks.add_(whole)
+        found[key] = whole.half().cpu()
+    return found

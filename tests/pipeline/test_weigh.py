@@ -1,0 +1,173 @@
+"""The weights of the calibration tokens, against a backward pass of the whole model by autograd."""
+
+import pytest
+import torch
+from runs import TOKENS, interrupted, prune, recipe, saved_bytes
+from small_models import save_small_model, small_model
+
+from drot.calibration.stream import CalibrationStream
+from drot.calibration.token_weights import TokenWeights, key_of
+from drot.config import Recipe, resolve
+from drot.core.errors import UserError
+from drot.core.events import silent
+from drot.model.family import InputGroup
+from drot.pipeline import weigh
+from drot.pipeline.context import RunContext
+from drot.pipeline.states import embed
+from drot.pipeline.weigh import weigh_tokens
+
+CPU = torch.device("cpu")
+
+
+def context_of(family):
+    """A context in fp64, which mixtures of transformers do not compute."""
+    model = small_model(family)
+    model = model if family in ("qwen3_moe", "qwen3_next") else model.double()
+    return RunContext(model, resolve(recipe(), down_width=48), TOKENS, CPU, silent)
+
+
+def expected(run, keep=lambda layer, group: group.expert is None):
+    """The weights by their definition: the gradients of transformers' own loss, in one backward pass."""
+    model, squares = run.model.model.requires_grad_(True), {}
+    hooks, widths = [], {}
+    for layer in run.model.layers:
+        for group in layer.groups:
+            if not keep(layer, group):
+                continue
+            key = key_of(layer, group)
+            widths[key] = sum(linear.weight.shape[0] for linear in layer.linears_of(group))
+            for module in {linears[0].module for linears in layer.modules_of(group)}:
+
+                def see(module, args, output, key=key):
+                    output.register_hook(lambda g: squares.setdefault(key, []).append(g.square().sum(-1)))
+
+                hooks.append(module.register_forward_hook(see))
+    logits = model(run.tokens, use_cache=False).logits
+    torch.nn.functional.cross_entropy(
+        logits[:, :-1].flatten(0, 1), run.tokens[:, 1:].flatten(), reduction="sum"
+    ).backward()
+    for hook in hooks:
+        hook.remove()
+    model.requires_grad_(False)
+    roots = {key: (sum(found).view(run.tokens.shape) / widths[key]).sqrt() for key, found in squares.items()}
+    return {key: root / root.mean() for key, root in roots.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "opt", "qwen3_next", "glm4"])
+@pytest.mark.parametrize("kept", ["all", "some"])
+def test_the_weights_are_those_of_one_backward_pass(family, kept, monkeypatch):
+    """Also where the inputs of every second layer are kept, and those between are computed again."""
+    if kept == "some":
+        monkeypatch.setattr(weigh, "KEPT_SHARE", 1e-12)
+    run = context_of(family)
+    found = weigh_tokens(run, None).tensors
+    wanted = expected(run)
+    assert wanted.keys() <= found.keys()
+    for key, weights in wanted.items():
+        torch.testing.assert_close(found[key].double(), weights.detach().double(), rtol=1e-3, atol=1e-4)
+        assert weights.std() > 0.05
+
+
+def test_experts_have_the_weights_of_the_outputs_of_their_layer():
+    run = context_of("qwen3_moe")
+    found = weigh_tokens(run, None).tensors
+    outputs = []
+    model = run.model.model.requires_grad_(True)
+    last = run.model.layers[-1]
+
+    def see(module, args, output):
+        (output[0] if isinstance(output, tuple) else output).register_hook(outputs.append)
+
+    hook = last.module.register_forward_hook(see)
+    logits = model(run.tokens, use_cache=False).logits[:, :-1].flatten(0, 1)
+    torch.nn.functional.cross_entropy(logits, run.tokens[:, 1:].flatten(), reduction="sum").backward()
+    hook.remove()
+    root = outputs[0].square().mean(-1).sqrt()
+    group = next(group for group in last.groups if group.expert is not None)
+    weights = found[key_of(last, group)].double()
+    torch.testing.assert_close(weights, (root / root.mean()).double(), rtol=1e-3, atol=1e-4)
+
+
+def weighted_run(family):
+    """A context whose weights are known, and its stream."""
+    run = context_of(family)
+    run.model.model.float()
+    generator = torch.Generator().manual_seed(0)
+    keys = {key_of(layer, group) for layer in run.model.layers for group in layer.groups}
+    run.token_weights = TokenWeights(
+        {key: (torch.rand(TOKENS.shape, generator=generator) + 0.1).half() for key in sorted(keys)}
+    )
+    return run, embed(run, run.tokens, None)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_a_hessian_counts_a_token_as_often_as_its_weight_says(family):
+    """A sequence with a weight of 2 counts as if it were there twice, also in an expert."""
+    run, stream = weighted_run(family)
+    keys = run.token_weights.tensors
+    twice = torch.ones(TOKENS.shape)
+    twice[3] = 2.0
+    run.token_weights = TokenWeights(dict.fromkeys(keys, twice.half()))
+    stream = embed(run, run.tokens, None)
+    layer = run.model.layers[0]
+    found = stream.hessians(layer, layer.groups)
+    more = torch.cat([TOKENS, TOKENS[3:4]])
+    run.token_weights = None
+    repeated = CalibrationStream.embed(run.model, more, CPU)
+    wanted = repeated.hessians(layer, layer.groups)
+    for group in layer.groups:
+        scale = (
+            len(more) / len(TOKENS) if group.expert is None else 1
+        )  # all inputs of an expert are one sequence
+        torch.testing.assert_close(found[group.name], wanted[group.name] * scale, rtol=1e-4, atol=1e-5)
+
+
+def test_each_input_group_has_its_own_weights():
+    run, stream = weighted_run("llama")
+    layer, seen = run.model.layers[0], {}
+
+    def read(group: InputGroup):
+        return lambda module, args: seen.setdefault(group.name, []).append(args[0].flatten(0, 1))
+
+    hooks = [layer.linears_of(g)[0].module.register_forward_pre_hook(read(g)) for g in layer.groups]
+    layer(stream.hidden_states, stream.layer_kwargs[0])
+    for hook in hooks:
+        hook.remove()
+    found = stream.hessians(layer, layer.groups)
+    for group in layer.groups:
+        x, w = torch.cat(seen[group.name]).double(), run.token_weights.of(layer, group).double().view(-1, 1)
+        wanted = 2 / len(TOKENS) * x.T @ (w * x)
+        torch.testing.assert_close(found[group.name].double(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_are_the_default_where_weights_are_solved_for():
+    def of(**fields):
+        return resolve(Recipe().replace(**fields)).calibration.token_weights
+
+    assert of() == of(solve="pcg") == of(mode="none", solve="admm") == "gradient"
+    assert of(solve="none") == of(mode="none") == of(optimizer="paper") == of(solve="sparsegpt") == "equal"
+    assert of(token_weights="equal") == "equal" and of(solve="none", token_weights="gradient") == "gradient"
+
+
+def test_a_run_weights_its_tokens_and_resumes_with_the_same_weights(tmp_path):
+    source = save_small_model(small_model("llama"), tmp_path / "model")
+    whole = prune(source, recipe(), out=tmp_path / "whole")
+    equal = prune(source, recipe(token_weights="equal"), out=tmp_path / "equal")
+    assert whole.manifest.recipe.calibration.token_weights == "gradient"
+    assert saved_bytes(tmp_path / "whole") != saved_bytes(tmp_path / "equal")
+    assert "weigh" in whole.manifest.seconds.phases and not equal.manifest.seconds.phases["weigh"]
+    interrupted(source, recipe(), out=tmp_path / "again", at=("prune", 1))
+    events = []
+    prune(source, recipe(), out=tmp_path / "again", resume=True, progress=lambda e: events.append(e.phase))
+    assert saved_bytes(tmp_path / "again") == saved_bytes(tmp_path / "whole")
+    assert "weigh" not in events  # they were saved
+
+
+def test_a_gradient_that_is_not_finite_is_refused():
+    run = context_of("llama")
+    squares = torch.ones(TOKENS.shape)
+    squares[0, 0] = torch.inf
+    with pytest.raises(UserError, match="must be finite, got others for 0.q_proj"):
+        weigh.normalised(squares, 1.0, "0.q_proj")
+    assert torch.equal(weigh.normalised(torch.zeros(2, 3), 0.0, "key"), torch.ones(2, 3))
+    assert run.token_weights is None
