@@ -27,7 +27,18 @@ from collections import Counter
 from typing import Any
 
 import torch
-from counting import DISK, HASH, HOST, LAUNCH, MEMORY, PINNED, RATES, CountedRanks, counted_run
+from counting import (
+    DISK,
+    HASH,
+    HOST,
+    HOST_MEMORY,
+    LAUNCH,
+    MEMORY,
+    PINNED,
+    RATES,
+    CountedRanks,
+    counted_run,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from drot.config import QUALITIES, Recipe, resolve
@@ -35,6 +46,7 @@ from drot.core.hashes import WHOLE_HASH_BYTES
 from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE
 from drot.pipeline import events
+from drot.pipeline.weigh import KEPT_SHARE
 
 #: seconds until the first step: imports, the text, the first use of the GPU
 START = 20.0
@@ -142,8 +154,10 @@ def minutes_of(
     for (step, _), value in ops.items():
         if step in seconds:
             seconds[step] += value
-    # a run of two layers keeps the inputs of all; a whole run computes most of them again (pipeline/weigh.py)
-    seconds["weigh"] *= 4 / 3
+    # a run of two layers keeps the inputs of all; a whole run may compute them again (pipeline/weigh.py)
+    states = 2 * nsamples * seqlen * config["hidden_size"] * count / size
+    passes = 2 if states <= KEPT_SHARE * HOST_MEMORY / size else 3
+    seconds["weigh"] *= (1 + passes) / 3
     weights, head = config["hidden_size"] * 3 * config["intermediate_size"], config["head_dim"]
     heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
     bytes_read = 2 * (weights + config["hidden_size"] * head * heads)
@@ -153,7 +167,7 @@ def minutes_of(
     seconds["copies"] = layer.copied / HOST + sum(max(0.0, rest) for rest in hidden.values())
     seconds["send"] = ops["send", "all"]
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
-    seconds["copies"] += waits(seconds["weigh"], (3 * bytes_read, 3 * bytes_read / PINNED))
+    seconds["copies"] += waits(seconds["weigh"], (passes * bytes_read, passes * bytes_read / PINNED))
     if count * bytes_read + ends <= WHOLE_HASH_BYTES:  # it is read for the hash
         seconds["copies"] += bytes_read / DISK
     # a thread reads the next layer and copies it to the GPU; another copies the layer before home, writes it

@@ -2,12 +2,12 @@
 
 A change δy of a linear's output at a token changes the loss of the dense model by about gᵀδy, with g the
 gradient of the loss in that output. A sum of ‖δy‖² over the tokens, which a Hessian H = (2/n) Σ x xᵀ stands
-for, counts all tokens alike. The weight of a token is the root of the mean of g² over the outputs, so the
-error is small where the loss depends on it. The square of that weight would be an estimate of the loss
-itself, to second order; on real models the root is better on every text (benchmarks/README.md).
+for, counts all tokens alike. With w ‖δy‖² it counts them by w, the root of the mean of g² over the outputs.
+GuidedQuant (arXiv 2505.07004) weights groups of outputs by means of g² itself, for quantisation. Here one
+weight of a token serves all outputs, so that the linears that read one input still share one Hessian.
 
 The tokens at which a model has massive activations, mostly the first of a sequence, have small gradients.
-Without weights, 8 of 4,096 tokens hold up to 90 % of the trace of a Hessian in SmolLM2.
+Without weights, 8 of 4,096 tokens hold up to 90 % of the trace of a Hessian in SmolLM2-135M.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
 from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer
@@ -45,20 +44,6 @@ class TokenWeights:
 
 def key_of(layer: DecoderLayer, group: InputGroup) -> str:
     return f"{layer.index}.{group.name if group.expert is None else EXPERTS}"
-
-
-def normalised(squares: Tensor, mean: float, key: str) -> Tensor:
-    """The weights for squared gradients: their roots, divided by the `mean` of the roots of all ranks.
-
-    They are 1 where the loss depends on no token. Raises UserError for gradients that are not finite.
-    """
-    roots = squares.sqrt()
-    if not bool(roots.isfinite().all()):
-        raise UserError(
-            f"the gradients for the weights of the calibration tokens must be finite, got others for {key}: "
-            'use `dtype="float32"` or `token_weights="equal"`'
-        )
-    return roots / mean if mean > 0 else torch.ones_like(roots)
 
 
 def loss_gradient(model: DecoderModel, hidden: Tensor, tokens: Tensor, norm: Any, head: Any) -> Tensor:

@@ -245,10 +245,12 @@ def _calibration_line(manifest: Manifest) -> str:
     settings, (nsamples, seqlen) = manifest.recipe.calibration, manifest.calibration.shape
     if nsamples == 0:
         return "none: magnitude pruning without a rotation needs no text"
+    weighted = ", weighted by gradients" if settings.token_weights == "gradient" else ""
     if settings.source == GIVEN_TOKENS:
-        return f"token ids from a Python program, {nsamples} x {seqlen} tokens"
+        return f"token ids from a Python program, {nsamples} x {seqlen} tokens{weighted}"
     whole = " (all that the model reads)" if seqlen == manifest.positions else ""
-    return f"{short_source(settings.source)}, {nsamples} x {seqlen} tokens{whole}, seed {settings.seed}"
+    size = f"{nsamples} x {seqlen} tokens{whole}"
+    return f"{short_source(settings.source)}, {size}, seed {settings.seed}{weighted}"
 
 
 def _rotation_line(manifest: Manifest) -> str:

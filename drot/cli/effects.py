@@ -70,7 +70,7 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
 NO_TEXT: Condition = (
     "--method magnitude --rotation none, which reads a text only if --calibration names one",
     lambda recipe, given: not recipe.reads_calibration,
-    ("nsamples", "seqlen", "seed", "text_column"),
+    ("nsamples", "seqlen", "seed", "text_column", "token_weights"),
 )
 
 

@@ -138,6 +138,7 @@ def reading(
         if any(group.expert is not None for group in groups):
             experts = module_at(layer.module, layer.family.experts or "")
             hooks.enter_context(experts.register_forward_pre_hook(see_routed))
+        seen = []
         for group in groups:
             if group.expert is not None:
                 continue
@@ -146,7 +147,9 @@ def reading(
                 module = module_at(layer.module, group.norm)
                 norm = copy.deepcopy(module)
                 reset_norm(norm, layer.family)
-            hooks.enter_context(module.register_forward_pre_hook(hook(group, norm)))
+            seen.append((module, hook(group, norm)))
+        for module, see in seen:  # after the copies, which would copy the hook of another group with one norm
+            hooks.enter_context(module.register_forward_pre_hook(see))
         yield forward
 
 

@@ -27,6 +27,7 @@ from drot.pipeline.prepare import prepare
 from drot.pipeline.rotation_files import read_given, with_given_r3
 from drot.pipeline.states import embed
 from drot.pipeline.training import train_layers, train_shared
+from drot.pipeline.weigh import weigh_tokens
 from drot.pruning import prune_weight
 
 #: the sparsities that are measured in addition to those of the recipe
@@ -127,6 +128,8 @@ def sensitivity(
         progress=progress,
     )
     run = prepared.context
+    if run.recipe.calibration.token_weights == "gradient":
+        run.token_weights = weigh_tokens(run, None)
     used = None if rotations is None else read_given(run, Path(rotations)).rotations
     error = None
     if run.rotates:

@@ -12,13 +12,14 @@ from drot.calibration.token_weights import (
     key_of,
     layer_gradients,
     loss_gradient,
-    normalised,
 )
+from drot.core.errors import UserError
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.machine.spool import Spool
 from drot.machine.transfer import on_device, return_pinned_memory
 from drot.pipeline.context import RunContext
+from drot.pipeline.invariance import check_outputs
 from drot.pipeline.memory import device_memory
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.sizes import sizes_of
@@ -36,7 +37,7 @@ def weigh_tokens(run: RunContext, state: SharedState | None) -> TokenWeights:
     A forward pass keeps the inputs of layers, and a backward pass goes back from layer to layer. Where the
     inputs of all layers have no room, it keeps those of every √layers-th, and computes those between again.
 
-    Raises UserError as `normalised`.
+    Raises UserError for gradients that are not finite, as where the outputs of the model are not.
     """
     if saved := state.load(PART) if state else None:
         return TokenWeights(saved[0])
@@ -88,19 +89,24 @@ def _keeper(
     device, count, size = run.device, len(run.model.layers), max(stream.hidden_states.nbytes, 1)
     root = math.isqrt(count - 1) + 1
     fewest = -(-count // root) + root
+    on_gpu = 0
+    aside: Callable[[CalibrationStream], CalibrationStream] = CalibrationStream.copy
+    if is_gpu(device):
+        aside = CalibrationStream.offloaded_copy
     if is_gpu(device) and stream.on_device:
-        pruned = device_memory(
-            sizes_of(run.model, run.own_nsamples, run.tokens.shape[1]), run.recipe, run.dtype
-        )
-        room = (free_memory(device) - pruned) // size
-        if room >= fewest:
-            return CalibrationStream.copy, 1 if room >= count else root
+        sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+        on_gpu = int(free_memory(device) - device_memory(sizes, run.recipe, run.dtype)) // size
     room = int(KEPT_SHARE * available_memory() / run.ranks.of_machine.size) // size
-    if state is not None and room < fewest:
+    if on_gpu >= count:
+        return CalibrationStream.copy, 1
+    if room >= count:
+        return aside, 1
+    if on_gpu >= fewest:
+        return CalibrationStream.copy, root
+    if room < fewest and state is not None:
         empty = Spool(state.disk).empty
-        return lambda from_stream: from_stream.copy(empty), root
-    copy = CalibrationStream.offloaded_copy if is_gpu(device) else CalibrationStream.copy
-    return copy, 1 if room >= count else root
+        return lambda kept: kept.copy(empty), root
+    return aside, root
 
 
 def _go_back(
@@ -127,10 +133,19 @@ def _of_all_ranks(run: RunContext, squares: dict[str, Tensor]) -> dict[str, Tens
     """The weights of the tokens of all ranks, from the squares of this rank's sequences."""
     ranks, shape = run.ranks, run.tokens.shape
     found = {}
+    if not all(bool(own.isfinite().all()) for own in squares.values()):
+        check_outputs(run.model, run.tokens[:1], run.device)  # names the layer
+        raise UserError(
+            "the gradients that weight the calibration tokens must be finite, and are not: use "
+            '`dtype="float32"` or `token_weights="equal"`'
+        )
     for key in dict.fromkeys(key_of(layer, group) for layer in run.model.layers for group in layer.groups):
         own, whole = squares.get(key, torch.zeros(0, shape[1])), torch.zeros(shape, device=run.device)
-        mean = ranks.total(float(own.sqrt().sum(dtype=torch.float64))) / whole.numel()
-        whole[ranks.rank :: ranks.size] = normalised(own, mean, key).to(run.device)
+        roots = own.sqrt()
+        mean = ranks.total(float(roots.sum(dtype=torch.float64))) / whole.numel()
+        # a mean of 0 is of outputs on which the loss does not depend
+        roots = roots / mean if mean else torch.ones_like(roots)
+        whole[ranks.rank :: ranks.size] = roots.to(run.device)
         ranks.add_(whole)
         found[key] = whole.half().cpu()
     return found

@@ -107,7 +107,11 @@ def test_pruned_shares_add_up_to_the_loss_of_the_training():
 
 def test_error_before_the_rotation_is_the_error_of_a_run_without_rotation():
     """Without damping, because the damping of a run without rotation is that of norms that are not folded."""
-    rotated = prune(chosen=recipe(solve="admm", target="dense", damping=0.0)).manifest.layers[0].linears
+    rotated = (
+        prune(chosen=recipe(solve="admm", target="dense", damping=0.0, token_weights="equal"))
+        .manifest.layers[0]
+        .linears
+    )
     plain = prune(chosen=recipe("none", damping=0.0)).manifest.layers[0].linears
     for name in ("q_proj", "k_proj", "v_proj"):  # the other linears read what pruned linears computed
         before = rotated[name].one_shot.before.output_error

@@ -244,7 +244,7 @@ def test_an_artifact_makes_the_checkpoint_again(tmp_path):
 
 
 def test_recovery_trains_the_norms_behind_the_blocks():
-    chosen = recipe(recover="block", recover_epochs=2, recover_lr=1e-2)
+    chosen = recipe(recover="block", recover_epochs=2, recover_lr=1e-2, token_weights="equal")
     dense, result = small_model("olmo2"), prune(small_model("olmo2"), chosen)
     assert result.manifest.layers[0].recovery.error_after < result.manifest.layers[0].recovery.error_before
     name = "post_attention_layernorm"

@@ -163,11 +163,22 @@ def test_a_run_weights_its_tokens_and_resumes_with_the_same_weights(tmp_path):
     assert "weigh" not in events  # they were saved
 
 
-def test_a_gradient_that_is_not_finite_is_refused():
+def test_a_gradient_that_is_not_finite_is_refused(monkeypatch):
+    gradients = weigh.layer_gradients
+
+    def infinite(*args):
+        before, squares = gradients(*args)
+        return before, {key: value / 0 for key, value in squares.items()}
+
+    monkeypatch.setattr(weigh, "layer_gradients", infinite)
+    with pytest.raises(UserError, match="the gradients that weight the calibration tokens must be finite"):
+        prune(chosen=recipe(), device="cpu")
+
+
+def test_outputs_on_which_the_loss_does_not_depend_have_equal_weights():
     run = context_of("llama")
-    squares = torch.ones(TOKENS.shape)
-    squares[0, 0] = torch.inf
-    with pytest.raises(UserError, match="must be finite, got others for 0.q_proj"):
-        weigh.normalised(squares, 1.0, "0.q_proj")
-    assert torch.equal(weigh.normalised(torch.zeros(2, 3), 0.0, "key"), torch.ones(2, 3))
-    assert run.token_weights is None
+    run.model.model.model.layers[1].self_attn.o_proj.weight.zero_()  # so that no value matters
+    found = weigh_tokens(run, None).tensors
+    layer = run.model.layers[1]
+    value = next(group for group in layer.groups if group is not layer.attention_end)
+    assert (found[key_of(layer, value)] == 1).all()

@@ -165,7 +165,7 @@ def sent_by_a_run(chosen):
 
 @pytest.mark.parametrize("target", ["self", "dense"])
 def test_the_bytes_are_those_of_the_formula(target):
-    """The first three rows of the table in docs/scale.md, for two ranks and weights in fp32."""
+    """The first four rows of the table in docs/scale.md, for two ranks and weights in fp32."""
     found = on_ranks(2, sent_by_a_run, recipe("none", solve="admm", target=target))
     sums = rows = 0
     for layer, iterations in zip(DecoderModel(small_model("llama")).layers, found[0][1], strict=True):
@@ -176,6 +176,7 @@ def test_the_bytes_are_those_of_the_formula(target):
             out, width = shapes[0]
             statistics = 4 * (out if layer.adds(group) else width) * width if target == "dense" else 0
             sums += 4 * width**2 + statistics  # 2 (n - 1) / n times
+            sums += 4 * TOKENS.numel()  # the weights of the tokens
             rows += sum(4 * math.ceil(out / 2) * width for out, width in shapes)
     for sent, _ in found:
         assert dict(sent) == {"sums": sums, "rows": rows}
