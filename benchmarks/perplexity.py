@@ -29,8 +29,8 @@ from drot.machine.devices import pick_device
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.text.source import load_calibration
 
-#: R1 and R2 alone, of which most rows are
-RECIPE = Recipe().replace(down_rotation="none")
+#: R1 and R2 alone, and all calibration tokens alike, of which most rows are
+RECIPE = Recipe().replace(down_rotation="none", token_weights="equal")
 ONE_SHOT = RECIPE.with_quality("fast").replace(solve="none")
 METHODS = [
     ("sparsegpt", "2:4"), ("wanda", "2:4"), ("magnitude", "2:4"), ("sparsegpt", "4:8"), ("sparsegpt", "0.5")
@@ -90,7 +90,8 @@ RECIPES: dict[str, Recipe] = {
     "best": RECIPE.with_quality("best"),
     **{name: RECIPE.with_quality("balanced").replace(**fields) for name, fields in DAMPINGS.items()},
     **{
-        f"{point}, {quality}": Recipe().replace(**fields).with_quality(quality)
+        f"{point}, {quality}{name}": Recipe().replace(**fields, token_weights=weights).with_quality(quality)
+        for name, weights in (("", "auto"), (", equal tokens", "equal"))
         for point, fields in POINTS.items()
         for quality in QUALITIES
     },

@@ -42,10 +42,16 @@ SMOLLM2 = "SmolLM2-135M-Instruct"
 RECORDS: dict[str, Recipe] = {
     "not rotated": Recipe().replace(mode="none", **ONE_SHOT),
     "not rotated, solver of balanced": Recipe(
-        rotation=RotationConfig(mode="none"), pruning=resolve(RECIPES["balanced"]).pruning
+        rotation=RotationConfig(mode="none"),
+        pruning=resolve(RECIPES["balanced"]).pruning,
     ),
-    **{f"{point}, {quality}": RECIPES[f"{point}, {quality}"] for point in POINTS for quality in QUALITIES},
-    "full, balanced, 50 steps": RECIPES["full, balanced"].replace(steps=50),
+    **{
+        f"{point}, {quality}{weights}": RECIPES[f"{point}, {quality}{weights}"]
+        for weights in ("", ", equal tokens")
+        for point in POINTS
+        for quality in QUALITIES
+    },
+    "full, balanced, 50 steps, equal tokens": RECIPES["full, balanced, equal tokens"].replace(steps=50),
     "full, one shot": RECIPES["full, one shot"],
     "full without R3, one shot": RECIPES["sparsegpt 2:4"],
     "full without R3, balanced": RECIPES["balanced"],

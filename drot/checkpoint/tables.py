@@ -245,7 +245,7 @@ def _calibration_line(manifest: Manifest) -> str:
     settings, (nsamples, seqlen) = manifest.recipe.calibration, manifest.calibration.shape
     if nsamples == 0:
         return "none: magnitude pruning without a rotation needs no text"
-    weighted = ", weighted by gradients" if settings.token_weights == "gradient" else ""
+    weighted = ", weighted by gradients" if manifest.recipe.pruning.token_weights == "gradient" else ""
     if settings.source == GIVEN_TOKENS:
         return f"token ids from a Python program, {nsamples} x {seqlen} tokens{weighted}"
     whole = " (all that the model reads)" if seqlen == manifest.positions else ""

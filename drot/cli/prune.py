@@ -220,7 +220,7 @@ def told_how_to_go_on(out: Path) -> Iterator[None]:
         if not folder.exists():
             raise Interrupted("no layer was finished, and nothing is kept") from None
         raise Interrupted(
-            f"the finished layers lie in {folder}; to go on, give the same command with --resume"
+            f"what was finished lies in {folder}; to go on, give the same command with --resume"
         ) from None
 
 

@@ -1,6 +1,6 @@
 """The text from which Hessians are computed and with which weights are trained."""
 
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -9,8 +9,6 @@ from drot.core.errors import UserError
 
 #: Largest number of tokens, nsamples · seqlen. Their hidden states take terabytes in a model of 7B.
 LARGEST_TOKENS = 2**32
-
-TokenWeights = Literal["gradient", "equal"]
 
 #: tokens in a sequence, by default, for a model that reads that many
 SEQLEN = 2048
@@ -34,12 +32,6 @@ class CalibrationConfig:
     text_column: str = "text"
     """The column that holds the text, or chats as lists of role and content, in .json, .jsonl and .parquet
     files and in datasets on the hub. Without a column text, it is messages.
-    """
-
-    token_weights: Literal["auto"] | TokenWeights = "auto"
-    """How the tokens count in the Hessians and targets. gradient: by how much the loss of the dense model
-    depends on the outputs of a linear at the token, which takes a backward pass. equal: all alike, as in
-    published methods. auto: gradient where `solve` is pcg or admm.
     """
 
     @model_validator(mode="after")

@@ -3,7 +3,7 @@
 import math
 from typing import Any, Literal, cast
 
-from drot.config.calibration import CalibrationConfig, TokenWeights, default_seqlen
+from drot.config.calibration import CalibrationConfig, default_seqlen
 from drot.config.pruning import (
     DAMPING,
     PUBLISHED_DAMPING,
@@ -12,6 +12,7 @@ from drot.config.pruning import (
     PruningConfig,
     Solver,
     Target,
+    TokenWeights,
 )
 from drot.config.recipe import ONE_SHOT, QUALITIES, Recipe, WeightFormat
 from drot.config.rotation import (
@@ -55,6 +56,7 @@ class ResolvedPruning(PruningConfig):
     damping_average: DampingAverage
     solve: Solver
     target: Target
+    token_weights: TokenWeights = "equal"
 
 
 @settings
@@ -62,7 +64,6 @@ class ResolvedCalibration(CalibrationConfig):
     """The calibration text of a run."""
 
     seqlen: int
-    token_weights: TokenWeights = "equal"
 
 
 @settings
@@ -134,12 +135,9 @@ def resolve(
     calibration: dict[str, Any] = {"seqlen": recipe.calibration.seqlen or default_seqlen(positions)}
     if tokens is not None:
         calibration = {"source": GIVEN_TOKENS, "nsamples": tokens[0], "seqlen": tokens[1]}
-    pruning = _pruning(recipe.pruning, published)
-    if recipe.calibration.token_weights == "auto":
-        calibration["token_weights"] = "gradient" if pruning.solve in ("pcg", "admm") else "equal"
     return ResolvedRecipe(
         rotation=_rotation(rotation, published, device, format, rotations_given, down_width, rotates_stream),
-        pruning=pruning,
+        pruning=_pruning(recipe.pruning, published),
         recovery=recipe.recovery,
         calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
         format=cast(WeightFormat, format),
@@ -204,6 +202,8 @@ def _pruning(wishes: PruningConfig, published: bool) -> ResolvedPruning:
         "solve": quality["solve"],
         "target": quality["target"],
     }
+    solves = (quality["solve"] if wishes.solve == "auto" else wishes.solve) in ("pcg", "admm")
+    values["token_weights"] = "gradient" if solves else "equal"
     # a block that splits a group of m columns would prune the group twice
     multiple = math.lcm(*(sparsity.m for sparsity in wishes.sparsities if sparsity.structured))
     block_size = max(wishes.block_size // multiple, 1) * multiple

@@ -47,7 +47,7 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
         beside += sum(
             map_bytes(shape, rotated=rotates) for sparsity, shape in of_linear if sparsity.ratio > 0
         )
-        if recipe.calibration.token_weights == "gradient":
+        if recipe.pruning.token_weights == "gradient":
             beside += sum(map(weights_bytes, map(sizes.of_layer, range(layers))))
     return checkpoint, beside
 

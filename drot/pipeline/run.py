@@ -64,13 +64,16 @@ class PruningRun:
 
     def _prune_layers(self, state: SharedState | None) -> None:
         run, recipe = self.context, self.context.recipe
-        if recipe.calibration.token_weights == "gradient":
+        weighs, trains_first = recipe.pruning.token_weights == "gradient", self._trains_first
+        if weighs and trains_first:
             run.token_weights = weigh_tokens(run, state)
         known, records = self._known_rotations(state)
         load = partial(steps.load_rotation, run, state) if state else None
         found = known or RotationsOfLayers(load)
         with run.during("check"):
             later = self._check(known)
+        if weighs and not trains_first:  # after the check, so that nothing is kept of a model that fails it
+            run.token_weights = weigh_tokens(run, state)
         with run.during("calibrate"):
             stream = embed(run, run.tokens, state)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
@@ -123,6 +126,12 @@ class PruningRun:
         self.dense_states_on_device = needed <= free_memory(run.device)
         return stream.copy() if self.dense_states_on_device else stream.offloaded_copy()
 
+    @property
+    def _trains_first(self) -> bool:
+        """Whether all rotations are trained before a layer is pruned."""
+        run = self.context
+        return self.given is None and run.rotates and run.recipe.rotation.hessians == "dense"
+
     def _known_rotations(
         self, state: SharedState | None
     ) -> tuple[Mapping[int, LayerRotation], Mapping[int, dict[str, Any]]]:
@@ -130,7 +139,7 @@ class PruningRun:
         run = self.context
         if self.given is not None:
             return dict(enumerate(self.given.rotations)), {}
-        if not run.rotates or run.recipe.rotation.hessians != "dense":
+        if not self._trains_first:
             return {}, {}
         if run.recipe.rotation.mode == "shared":
             rotations, self.shared_record = train_shared(run, state)

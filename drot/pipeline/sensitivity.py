@@ -128,7 +128,7 @@ def sensitivity(
         progress=progress,
     )
     run = prepared.context
-    if run.recipe.calibration.token_weights == "gradient":
+    if run.recipe.pruning.token_weights == "gradient":
         run.token_weights = weigh_tokens(run, None)
     used = None if rotations is None else read_given(run, Path(rotations)).rotations
     error = None

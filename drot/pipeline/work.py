@@ -53,7 +53,7 @@ def run_work(
     calibrate, prunes = work["calibrate"], work["prune"]
     own, fp32 = dtype_name(dtype), "float32"
     layers = sizes.pruned(recipe)
-    if recipe.calibration.token_weights == "gradient" and sizes.tokens:
+    if recipe.pruning.token_weights == "gradient" and sizes.tokens:
         work["weigh"][own] = weigh(sizes)
     if trains and recipe.rotation.mode != "none":
         nsamples = recipe.training_nsamples(sizes.nsamples, sizes.seqlen, sizes.hidden)

@@ -84,8 +84,8 @@ def add_boundary_rotation(layer: Any, place: BoundaryPlace, size: int) -> None:
     """
     if "forward" in vars(layer):
         raise UserError(
-            "drot's plugin cannot rotate a layer that vLLM offloads: leave out --offload-group-size and "
-            "--cpu-offload-gb"
+            "drot's plugin cannot rotate a layer whose forward vLLM has replaced to offload its weights: "
+            "serve it without offloading"
         )
     rotation = ReplicatedLinear(size, size, bias=False, return_bias=False)
     setattr(layer, ROTATION_MODULE, rotation)

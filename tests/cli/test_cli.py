@@ -117,7 +117,7 @@ def test_ctrl_c_in_a_run_says_how_to_go_on(monkeypatch, capsys, tmp_path, finish
 
     monkeypatch.setattr(pipeline, "prune", interrupt)
     assert cli.run(["prune", "m", "--out", str(out)]) == 130
-    told = f"the finished layers lie in {out}.partial; to go on, give the same command with --resume"
+    told = f"what was finished lies in {out}.partial; to go on, give the same command with --resume"
     assert one_line(capsys.readouterr().err) == (
         f"drot: interrupted: {told if finished else 'no layer was finished, and nothing is kept'}\n"
     )
@@ -133,13 +133,13 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(tmp_path, capsys):
     arguments = ["prune", str(model), "--out", str(out), "--device", "cpu", *options]
     command = [sys.executable, "-m", "drot", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
-        while run.poll() is None and not list(tmp_path.glob("out.partial/*.safetensors")):
+        while run.poll() is None and not list(tmp_path.glob("out.partial/layer_*.safetensors")):
             time.sleep(0.01)
         run.terminate()
         _, told = run.communicate()
     assert run.returncode == 143, told
     assert told.splitlines()[-1] == (
-        f"drot: interrupted: the finished layers lie in {out}.partial; to go on, give the same command with "
+        f"drot: interrupted: what was finished lies in {out}.partial; to go on, give the same command with "
         "--resume"
     )
     assert cli.run([*arguments, "--resume", "--json"]) == 0

@@ -97,7 +97,7 @@ def test_without_lm_eval_and_streamed(tmp_path, monkeypatch, capsys):
         figures.append(json.loads(capsys.readouterr().out))
     assert figures[0]["tasks"] == figures[1]["tasks"] and list(figures[0]["tasks"]) == [f"own:{text}"]
     evaluate([tmp_path / "out"], ppl=[text], tasks=["own"], device="cpu")
-    (entry,) = read_manifest(tmp_path / "out").evaluations
+    *_, entry = read_manifest(tmp_path / "out").evaluations
     assert "lm_eval" not in entry.versions and entry.task_details[f"own:{text}"].metric == "acc"
     assert cli.run(["eval", str(tmp_path / "out"), "--ppl", str(text), "--tasks", "own", "--no-record"]) == 0
     assert "own" in capsys.readouterr().out

@@ -313,7 +313,9 @@ def test_missing_packages_are_named(folder, monkeypatch, full, missing):
     find_spec = module.importlib.util.find_spec
     absent = lambda name, *rest: None if name in module.PACKAGES else find_spec(name, *rest)  # noqa: E731
     monkeypatch.setattr(module.importlib.util, "find_spec", absent)
-    with pytest.raises(UserError, match=f"fine-tuning needs the package {missing}: pip install 'accelerate>"):
+    with pytest.raises(
+        UserError, match=f"fine-tuning needs the packages? {missing}: pip install 'accelerate>"
+    ):
         run(folder, None, full=full)
 
 

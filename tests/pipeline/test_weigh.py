@@ -142,7 +142,7 @@ def test_each_input_group_has_its_own_weights():
 
 def test_weights_are_the_default_where_weights_are_solved_for():
     def of(**fields):
-        return resolve(Recipe().replace(**fields)).calibration.token_weights
+        return resolve(Recipe().replace(**fields)).pruning.token_weights
 
     assert of() == of(solve="pcg") == of(mode="none", solve="admm") == "gradient"
     assert of(solve="none") == of(mode="none") == of(optimizer="paper") == of(solve="sparsegpt") == "equal"
@@ -153,7 +153,7 @@ def test_a_run_weights_its_tokens_and_resumes_with_the_same_weights(tmp_path):
     source = save_small_model(small_model("llama"), tmp_path / "model")
     whole = prune(source, recipe(), out=tmp_path / "whole")
     equal = prune(source, recipe(token_weights="equal"), out=tmp_path / "equal")
-    assert whole.manifest.recipe.calibration.token_weights == "gradient"
+    assert whole.manifest.recipe.pruning.token_weights == "gradient"
     assert saved_bytes(tmp_path / "whole") != saved_bytes(tmp_path / "equal")
     assert "weigh" in whole.manifest.seconds.phases and not equal.manifest.seconds.phases["weigh"]
     interrupted(source, recipe(), out=tmp_path / "again", at=("prune", 1))

@@ -156,7 +156,7 @@ def test_every_step_of_a_run(chosen):
     assert needed.keys() == {
         "calibrate",
         "prune",
-        *(["weigh"] if resolved.calibration.token_weights == "gradient" else []),
+        *(["weigh"] if resolved.pruning.token_weights == "gradient" else []),
         *(["rotate"] if chosen.rotation.mode != "none" else []),
         *(["recover"] if chosen.recovery.recover == "block" else []),
     }

@@ -255,7 +255,8 @@ def test_options_in_the_text_exist() -> None:
         "--nproc-per-node",
         "--rdzv-backend",
         "--rdzv-endpoint",
-    }  # setup.py, pip, docker, benchmarks, tests, torchrun
+        "--offload-group-size",
+    }  # setup.py, pip, docker, benchmarks, tests, torchrun, vLLM
     for page in ["README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]:
         text = (ROOT / page).read_text(encoding="utf-8")
         found = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text))
