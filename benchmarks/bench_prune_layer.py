@@ -52,7 +52,7 @@ AIMS = {
 BATCH = 8192
 PAPER_STEPS = OPTIMIZER_DEFAULTS["paper"][0]
 #: the phases that a model takes once for each layer
-PER_LAYER = ("load", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
+PER_LAYER = ("load", "weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
 
 
 def random_layer(config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:

@@ -203,7 +203,7 @@ def operations() -> str:
 
 def minutes() -> str:
     """The minutes of a model on one H100, counted by minutes.py, beside those that are wanted."""
-    steps = ("check", "calibrate", "rotate", "merge", "prune", "recover", "copies")
+    steps = ("weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "copies")
     rows = read("minutes", *steps, "save", "beside", "minutes", "wanted", "verdict")
     body = [
         [
@@ -220,7 +220,7 @@ def minutes() -> str:
 
 def scale() -> str:
     """The minutes of a model on several H100, counted by minutes.py --ranks."""
-    steps = ("check", "calibrate", "rotate", "merge", "prune", "copies", "send")
+    steps = ("weigh", "check", "calibrate", "rotate", "merge", "prune", "copies", "send")
     rows = read(
         "scale", *steps, "recover", "save", "beside", "minutes", "wanted", "efficiency", "wanted_efficiency",
         "verdict",
