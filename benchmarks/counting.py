@@ -55,8 +55,8 @@ LATENCY, MESSAGE = (60e-6, 30e-6), 0.5e-3
 START = 20.0
 #: its bytes of memory, by which a run decides what stays there
 GPU_MEMORY = 80e9
-#: main memory of a machine, for the inputs of layers that a backward pass needs
-HOST_MEMORY = 512e9
+#: main memory for each GPU, as in a DGX H100, for the inputs of layers that a backward pass needs
+HOST_MEMORY = 256e9
 #: bytes a second that a rank sends to another: over NVLink to one of its machine, or over the network
 NVLINK, NETWORK, GPUS_OF_A_MACHINE = 400e9, 50e9, 8
 aten, drot_ops = torch.ops.aten, torch.ops.drot

@@ -46,7 +46,7 @@ from drot.core.hashes import WHOLE_HASH_BYTES
 from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE
 from drot.pipeline import events
-from drot.pipeline.weigh import KEPT_SHARE
+from drot.pipeline.weigh import KEPT_SHARE, kept_layers
 
 #: seconds until the first step: imports, the text, the first use of the GPU
 START = 20.0
@@ -155,8 +155,9 @@ def minutes_of(
         if step in seconds:
             seconds[step] += value
     # a run of two layers keeps the inputs of all; a whole run may compute them again (pipeline/weigh.py)
-    states = 2 * nsamples * seqlen * config["hidden_size"] * count / size
-    passes = 2 if states <= KEPT_SHARE * HOST_MEMORY / size else 3
+    states = 2 * nsamples * seqlen * config["hidden_size"] / size
+    first, _ = kept_layers(count, int(KEPT_SHARE * HOST_MEMORY / states))
+    passes = 2 + first / count
     seconds["weigh"] *= (1 + passes) / 3
     weights, head = config["hidden_size"] * 3 * config["intermediate_size"], config["head_dim"]
     heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"])

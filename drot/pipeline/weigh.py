@@ -1,5 +1,6 @@
 """The weights of the calibration tokens of a run, by a backward pass through the dense model."""
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -34,8 +35,8 @@ KEPT_SHARE = 0.5
 def weigh_tokens(run: RunContext, state: SharedState | None) -> TokenWeights:
     """The weights of the calibration tokens, from `state` if an interrupted run has saved them there.
 
-    A forward pass keeps the inputs of layers, and a backward pass goes back from layer to layer. Where the
-    inputs of all layers have no room, it keeps those of every √layers-th, and computes those between again.
+    A forward pass keeps the inputs of layers (`kept_layers`), and a backward pass goes back from layer to
+    layer. Inputs that are not kept are computed again.
 
     Raises UserError for gradients that are not finite, as where the outputs of the model are not.
     """
@@ -44,11 +45,12 @@ def weigh_tokens(run: RunContext, state: SharedState | None) -> TokenWeights:
     squares: dict[str, Tensor] = {}
     with run.during("weigh"):
         stream = embed(run, run.tokens, state)
-        keep, step = _keeper(run, stream, state)
         layers, kept = run.model.layers, {}
+        keep, room = _keeper(run, stream, state)
+        first, step = kept_layers(len(layers), room)
     for layer in on_device(layers, run.device, run.home):
         with run.during("weigh", layer, announced=True):
-            if layer.index % step == 0:
+            if layer.index >= first or layer.index % step == 0:
                 kept[layer.index] = keep(stream)
             stream.advance(layer)
     with run.during("weigh"):
@@ -60,9 +62,11 @@ def weigh_tokens(run: RunContext, state: SharedState | None) -> TokenWeights:
                     stream.hidden_states[batch], loss_gradient(run.model, hidden, own[batch], norm, head)
                 )
         del norm, head
-    for start in reversed(range(0, len(layers), step)):
-        inputs, segment = [kept.pop(start)], layers[start : start + step]
-        for layer in on_device(segment[:-1], run.device, run.home):
+    starts = [*range(0, first, step), *([first] if first < len(layers) else [])]
+    for start, stop in reversed([*itertools.pairwise([*starts, len(layers)])]):
+        segment = layers[start:stop]
+        inputs = [kept.pop(index) for index in range(start, stop) if index in kept]
+        for layer in on_device(segment[len(inputs) - 1 : -1], run.device, run.home):
             with run.during("weigh", layer):
                 inputs.append(keep(inputs[-1]))
                 inputs[-1].advance(layer)
@@ -79,34 +83,42 @@ def weigh_tokens(run: RunContext, state: SharedState | None) -> TokenWeights:
     return weights
 
 
+def kept_layers(count: int, room: int) -> tuple[int, int]:
+    """From which of `count` layers on the inputs of all are kept, and after how many layers before it of one.
+
+    The inputs of the last layers need no room any more when those before them are computed again.
+
+    room: the most inputs that are kept at a time, if it is enough for every √count-th and those between two.
+    """
+    step = math.isqrt(count - 1) + 1
+    if room >= count:
+        return 0, step
+    return count - max(0, room - -(-count // step)), step
+
+
 def _keeper(
     run: RunContext, stream: CalibrationStream, state: SharedState | None
 ) -> tuple[Callable[[CalibrationStream], CalibrationStream], int]:
-    """A function that copies a stream to where its copies have room, and after how many layers one is kept.
+    """A function that copies a stream to where copies have room, and how many have room there.
 
     That is the device, or main memory, or a file of a run with a `state`.
     """
     device, count, size = run.device, len(run.model.layers), max(stream.hidden_states.nbytes, 1)
-    root = math.isqrt(count - 1) + 1
-    fewest = -(-count // root) + root
-    on_gpu = 0
     aside: Callable[[CalibrationStream], CalibrationStream] = CalibrationStream.copy
+    on_gpu = 0
     if is_gpu(device):
         aside = CalibrationStream.offloaded_copy
-    if is_gpu(device) and stream.on_device:
-        sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-        on_gpu = int(free_memory(device) - device_memory(sizes, run.recipe, run.dtype)) // size
+        if stream.on_device:
+            sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+            on_gpu = int(free_memory(device) - device_memory(sizes, run.recipe, run.dtype)) // size
     room = int(KEPT_SHARE * available_memory() / run.ranks.of_machine.size) // size
     if on_gpu >= count:
-        return CalibrationStream.copy, 1
-    if room >= count:
-        return aside, 1
-    if on_gpu >= fewest:
-        return CalibrationStream.copy, root
-    if room < fewest and state is not None:
+        return CalibrationStream.copy, on_gpu
+    step = math.isqrt(count - 1) + 1
+    if room < -(-count // step) + step and state is not None:
         empty = Spool(state.disk).empty
-        return lambda kept: kept.copy(empty), root
-    return aside, root
+        return lambda kept: kept.copy(empty), 0
+    return aside, room
 
 
 def _go_back(

@@ -19,9 +19,9 @@ from drot.pipeline.weigh import weigh_tokens
 CPU = torch.device("cpu")
 
 
-def context_of(family):
+def context_of(family, **sizes):
     """A context in fp64, which mixtures of transformers do not compute."""
-    model = small_model(family)
+    model = small_model(family, **sizes)
     model = model if family in ("qwen3_moe", "qwen3_next") else model.double()
     return RunContext(model, resolve(recipe(), down_width=48), TOKENS, CPU, silent)
 
@@ -54,12 +54,24 @@ def expected(run, keep=lambda layer, group: group.expert is None):
 
 
 @pytest.mark.parametrize("family", ["llama", "phi3", "gemma2", "opt", "qwen3_next", "glm4"])
-@pytest.mark.parametrize("kept", ["all", "some"])
-def test_the_weights_are_those_of_one_backward_pass(family, kept, monkeypatch):
-    """Also where the inputs of every second layer are kept, and those between are computed again."""
-    if kept == "some":
-        monkeypatch.setattr(weigh, "KEPT_SHARE", 1e-12)
-    run = context_of(family)
+@pytest.mark.parametrize("room", [9, 0])
+def test_the_weights_are_those_of_one_backward_pass(family, room, monkeypatch):
+    """Also where the inputs of some layers are kept, and the others are computed again."""
+    check_weights(context_of(family), room, monkeypatch)
+
+
+@pytest.mark.parametrize("room", [4, 5])
+def test_the_inputs_of_the_last_layers_are_kept(room, monkeypatch):
+    """Of six layers those of the last two or three, and of the first of the others."""
+    assert weigh.kept_layers(6, room) == (8 - room, 3)
+    check_weights(context_of("llama", num_hidden_layers=6), room, monkeypatch)
+
+
+def check_weights(run, room, monkeypatch):
+    """room: how many inputs of layers have room in main memory."""
+    one = embed(run, run.tokens, None).hidden_states.nbytes
+    monkeypatch.setattr(weigh, "available_memory", lambda: one * room)
+    monkeypatch.setattr(weigh, "KEPT_SHARE", 1.0)
     found = weigh_tokens(run, None).tensors
     wanted = expected(run)
     assert wanted.keys() <= found.keys()
@@ -182,3 +194,15 @@ def test_outputs_on_which_the_loss_does_not_depend_have_equal_weights():
     layer = run.model.layers[1]
     value = next(group for group in layer.groups if group is not layer.attention_end)
     assert (found[key_of(layer, value)] == 1).all()
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8, 30, 80])
+@pytest.mark.parametrize("room", [0, 5, 12, 18, 40, 79, 80, 200])
+def test_what_is_kept_has_room(count, room):
+    """In the forward pass, and while the inputs between two that are kept are computed again."""
+    first, step = weigh.kept_layers(count, room)
+    kept = [index for index in range(count) if index >= first or index % step == 0]
+    before = [index for index in kept if index < first]
+    assert kept[0] == 0 and (first == 0 if room >= count else first > 0)
+    if room >= -(-count // step) + step:
+        assert len(kept) <= room and len(before) + step <= room
