@@ -124,7 +124,7 @@ def _baselines(manifest: Manifest) -> dict[str, Recipe]:
         recovery=recipe.recovery,
         calibration=recipe.calibration,
     )
-    plain = solved.replace(**ONE_SHOT, damping=None, damping_average=None)
+    plain = solved.replace(**ONE_SHOT, damping=None, damping_average=None, token_weights="auto")
     name = f"{recipe.pruning.method} {recipe.pruning.sparsity}"
     same = (recipe.pruning.solve, recipe.pruning.target, recipe.recovery.recover) == ("none", "self", "none")
     return {name: plain} if same or recipe.rotation.mode == "none" else {name: plain, "+ solver": solved}
