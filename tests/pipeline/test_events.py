@@ -150,7 +150,7 @@ def test_the_steps_of_a_run(chosen, before, steps, tmp_path):
     heard = events_of(chosen, tmp_path / "out")
     check_balance(heard)
     found = [e.step if e.layer is None else f"{e.step} {e.layer}" for e in heard if isinstance(e, StepBegan)]
-    if chosen.rotation.mode != "none":  # which has no solver: there and back, between the ends
+    if chosen.rotation.mode != "none":  # without rotations there is no solver, and no weights of tokens
         weigh = ["weigh", "weigh 0", "weigh 1", "weigh 2", "weigh", "weigh 2", "weigh 1", "weigh 0", "weigh"]
         start = found.index("weigh")
         assert found[start : start + 9] == weigh

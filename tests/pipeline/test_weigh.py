@@ -26,13 +26,13 @@ def context_of(family, **sizes):
     return RunContext(model, resolve(recipe(), down_width=48), TOKENS, CPU, silent)
 
 
-def expected(run, keep=lambda layer, group: group.expert is None):
+def expected(run):
     """The weights by their definition: the gradients of transformers' own loss, in one backward pass."""
     model, squares = run.model.model.requires_grad_(True), {}
     hooks, widths = [], {}
     for layer in run.model.layers:
         for group in layer.groups:
-            if not keep(layer, group):
+            if group.expert is not None:
                 continue
             key = key_of(layer, group)
             widths[key] = sum(linear.weight.shape[0] for linear in layer.linears_of(group))
@@ -128,9 +128,8 @@ def test_a_hessian_counts_a_token_as_often_as_its_weight_says(family):
     repeated = CalibrationStream.embed(run.model, more, CPU)
     wanted = repeated.hessians(layer, layer.groups)
     for group in layer.groups:
-        scale = (
-            len(more) / len(TOKENS) if group.expert is None else 1
-        )  # all inputs of an expert are one sequence
+        # all inputs of an expert count as one sequence
+        scale = len(more) / len(TOKENS) if group.expert is None else 1
         torch.testing.assert_close(found[group.name], wanted[group.name] * scale, rtol=1e-4, atol=1e-5)
 
 
