@@ -34,12 +34,13 @@ def main() -> None:
     parser.add_argument("--eval", action="append", required=True, help="text; may be given more than once")
     parser.add_argument("--tokens", type=float, nargs="+", default=[1e6, 3e6, 10e6])
     parser.add_argument("--lr", type=float, help="default: that of drot finetune --full")
+    parser.add_argument("--device", default="cpu")
     add_csv(parser)
     options = parser.parse_args()
     texts = {Path(text).stem: load_eval_tokens(text, load_tokenizer(MODEL)) for text in options.eval}
 
     def add_row(tokens: int, lr: str, folder: Path) -> None:
-        model = drot.load(folder, device="cpu", dtype="float32")
+        model = drot.load(folder, device=options.device, dtype="float32")
         for text, ids in texts.items():
             found = perplexity(model, ids, seqlen=SEQLEN)
             print(f"{tokens / 1e6:5.2f} M tokens  lr {lr:<8} {text:<16} {found:.3f}", flush=True)
@@ -47,7 +48,7 @@ def main() -> None:
                 line = {
                     "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
                     "commit": commit(),
-                    "machine": machine("cpu"),
+                    "machine": machine(options.device),
                     "torch": torch.__version__,
                     "tokens": tokens,
                     "lr": lr,
@@ -59,13 +60,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         pruned = Path(scratch) / "pruned"
         calibration = CalibrationConfig(source=options.calibration, nsamples=NSAMPLES, seqlen=SEQLEN)
-        drot.prune(MODEL, Recipe(calibration=calibration), out=pruned, device="cpu", save_dtype="float32")
+        drot.prune(
+            MODEL, Recipe(calibration=calibration), out=pruned, device=options.device, save_dtype="float32"
+        )
         add_row(0, "", pruned)
         for wanted in options.tokens:
             out, nsamples = Path(scratch) / f"{wanted:g}", round(wanted / SEQLEN)
             text = CalibrationConfig(source=options.text, nsamples=nsamples, seqlen=SEQLEN)
             config = FinetuneConfig(full=True, against=str(MODEL), lr=options.lr, batch_size=BATCH, text=text)
-            drot.finetune(pruned, config, out=out, device="cpu")
+            drot.finetune(pruned, config, out=out, device=options.device)
             add_row(nsamples * SEQLEN, f"{config.resolved_lr:g}", out)
 
 

@@ -49,7 +49,8 @@ def cholesky_(matrix: Tensor, ranks: Ranks = ALONE) -> Tensor:
             return torch.stack([cholesky_(one) for one in matrix])
         info = torch.empty(matrix.shape[:-2], dtype=torch.int32, device=matrix.device)
         torch.linalg.cholesky_ex(matrix, out=(matrix, info))
-        return info == 0
+        # seen on an H200: NaN in the factor of a singular matrix, and an info of 0
+        return (info == 0) & (matrix.diagonal(dim1=-2, dim2=-1) > 0).all(-1)
     top, left, bottom, right = _quarters(matrix)
     found = cholesky_(top, ranks)
     if not found.any():

@@ -77,6 +77,7 @@ def held_out_sequences(nsamples: int) -> int:
     return max(1, int(nsamples * HELD_OUT_SHARE))
 
 
+@torch.enable_grad()  # the caller may have turned gradients off
 def recover_layer(
     layer: DecoderLayer,
     stream: CalibrationStream,

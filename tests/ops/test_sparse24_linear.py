@@ -54,7 +54,8 @@ def assert_near(got: Tensor, want: Tensor, factor: float = 1.0) -> None:
 def test_product(out: int, columns: int, tokens: int, dtype: torch.dtype, device: str) -> None:
     x, values, positions, *_ = problem(tokens, out, columns, dtype, device)
     want = x.double() @ unpack24(values, positions).double().mT
-    assert_near(sparse24_linear(x, values, positions), want)
+    # cuBLAS, which multiplies what no kernel of drot supports, may round sums of parts to the dtype
+    assert_near(sparse24_linear(x, values, positions), want, factor=1.0 if device == "cpu" else 2.0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

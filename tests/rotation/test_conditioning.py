@@ -54,7 +54,7 @@ def test_q_and_its_gradient_in_bf16(where: str, condition: float, inverse: bool,
     found = value.double().cpu()
     found = 1 / found if inverse else found
     assert float(found.min()) > 0
-    assert float((found / q - 1).abs().max()) < 0.15
+    assert float((found / q - 1).abs().max()) < 0.2
     # the loss Σ log column_scale weighs all columns alike
     gradient = torch.zeros_like(blocks)
     scales.add_gradient(gradient, [1 / value])

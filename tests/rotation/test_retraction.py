@@ -13,7 +13,7 @@ SHAPES = [(1, 1), (2, 2), (7, 7), (3, 32, 32), (2, 2, 16, 16), (130, 130)]
 
 
 def orthogonal(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
-    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(device, dtype)
+    return torch.linalg.qr(torch.randn(*shape, dtype=torch.float64))[0].to(device, dtype).contiguous()
 
 
 def skew(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
@@ -79,10 +79,11 @@ def test_turn_stays_orthogonal(shape: tuple[int, ...], dtype: torch.dtype, devic
 def test_the_angle_does_not_depend_on_the_width(n: int, device: str) -> None:
     """‖Q' - Q‖₂ = 2 sin(θ/2) for the first step, whatever n and the scale of the gradient are."""
     for scale in (1e-6, 1.0, 1e6):
-        optimizer = FastOptimizer([torch.eye(n, device=device)], lr=0.3, steps=10, objective="pruned")
-        optimizer.step([scale * torch.randn(n, n, device=device)])
+        optimizer = FastOptimizer([torch.eye(n, device=device)[None]], lr=0.3, steps=10, objective="pruned")
+        optimizer.step([scale * torch.randn(1, n, n, device=device)])
         change = torch.linalg.matrix_norm(optimizer.matrices[0].double() - torch.eye(n, device=device), 2)
-        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.01)
+        # a GPU takes the step in bf16
+        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.01 if device == "cpu" else 0.05)
 
 
 def test_many_steps_do_not_drift(device: str) -> None:

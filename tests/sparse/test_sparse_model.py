@@ -10,6 +10,7 @@ import torch
 from runs import named_linears
 from small_models import WITHOUT_EXPERTS, random_tokens, small_model
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import drot
 from drot.checkpoint.hf_model import as_drot_model
@@ -131,7 +132,8 @@ def test_as_a_cuda_graph(compress, tokens):
     layer(inputs_embeds=torch.randn_like(hidden[:, :1]), use_cache=False)  # libraries load at the first call
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    # cuDNN's attention takes memory at the first call with a number of tokens
+    with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]), torch.cuda.graph(graph):
         out = layer(inputs_embeds=hidden, use_cache=False).last_hidden_state
     hidden.copy_(torch.randn_like(hidden))
     graph.replay()

@@ -18,7 +18,9 @@ namespace {
 // For rows too wide for one block, usually a whole matrix seen as one row: a stable sort by the whole GPU.
 // Adding 0 turns -0 into 0.
 at::Tensor mask_by_sorting(const at::Tensor& score, int64_t prune) {
-  const at::Tensor order = std::get<1>(at::sort(at::add(score, 0), /*stable=*/true, /*dim=*/-1));
+  // `true` alone would be the dimension of another overload
+  const std::optional<bool> stable = true;
+  const at::Tensor order = std::get<1>(at::sort(at::add(score, 0), stable, /*dim=*/-1, /*descending=*/false));
   return at::zeros(score.sizes(), score.options().dtype(at::kBool))
       .scatter_(-1, order.narrow(-1, 0, prune), true);
 }

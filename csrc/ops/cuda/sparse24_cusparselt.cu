@@ -302,8 +302,8 @@ at::Tensor pad_tokens(const at::Tensor& x) {
 bool supports(at::ScalarType dtype, int64_t out, int64_t in, int64_t tokens, const char** reason) {
   constexpr int64_t kMost = INT32_MAX;
   const char* why = nullptr;
-  if (dtype != at::kBFloat16 && dtype != at::kHalf) {
-    why = "drot uses cuSPARSELt for bf16 and fp16 only";
+  if (dtype != at::kBFloat16) {
+    why = "drot uses cuSPARSELt for bf16 only";
   } else if (out == 0 || in == 0 || out % 32 || in % 32) {
     why = "cuSPARSELt needs multiples of 32 rows and columns";
   } else if (in > kMost / out || planned_tokens(tokens) > kMost / std::max(in, out)) {
