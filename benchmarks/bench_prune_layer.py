@@ -1,9 +1,9 @@
 """One decoder layer through the whole of `drot prune`, and the paper's training of the same layer.
 
-A model with one layer of the named shape, random weights and a small vocabulary is pruned on random tokens,
-from a folder and to a folder, with the recipe of each named quality. So a model of 70B parameters is measured
-on one device without its checkpoint. The seconds of the layer, with those of loading, checking and saving it,
-times the layers of the model, are those of the whole model without its embedding and lm_head.
+Two models of the named shape, with one layer and with --layers of them, random weights and a small
+vocabulary, are pruned on random tokens, from a folder and to a folder, with the recipe of each named quality.
+The difference is what a layer takes; the rest of the first model is what a model takes once. So a model of
+70B parameters is measured on one device without its checkpoint. Its embedding and lm_head are left out.
 
 The peer `paper` is the training of the same layer in the paper's formulation (bench_rotation_step.py): a few
 of its steps are measured, and their median is scaled up to its 2000 steps. For the whole layer, the peer
@@ -16,6 +16,7 @@ import argparse
 import shutil
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -51,12 +52,12 @@ AIMS = {
 #: tokens of one batch in a measurement of the Hessians alone
 BATCH = 8192
 PAPER_STEPS = OPTIMIZER_DEFAULTS["paper"][0]
-#: the phases that a model takes once for each layer
-PER_LAYER = ("load", "weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
+#: the phases that are measured
+PHASES = ("load", "weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
 
 
-def random_layer(config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
-    """A model of one layer. Its embeddings, the calibration states, have channels of unequal size."""
+def random_model(config: Any, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """A random model. Its embeddings, the calibration states, have channels of unequal size."""
     with torch.device(device):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
         channels = torch.linspace(0.2, 3, config.hidden_size)
@@ -124,32 +125,34 @@ def main() -> None:
     parser.add_argument("--quality", nargs="+", choices=sorted(QUALITIES), default=["fast"])
     parser.add_argument("--steps", type=int, help="steps of drot's training; default: those of the recipe")
     parser.add_argument("--paper-steps", type=int, default=5, help="steps of the paper's training to measure")
+    parser.add_argument("--layers", type=int, default=3, help="layers of the larger model, at least 2")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device, on_gpu = options.device, torch.device(options.device).type == "cuda"
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    config = AutoConfig.for_model(
-        **shapes[options.shape] | dict(num_hidden_layers=1, vocab_size=VOCABULARY, tie_word_embeddings=False)
-        | dict(max_position_embeddings=options.seqlen)
-    )  # fmt: skip
+    configs = {
+        name: AutoConfig.for_model(
+            **shapes[options.shape] | dict(num_hidden_layers=count, vocab_size=VOCABULARY)
+            | dict(max_position_embeddings=options.seqlen, tie_word_embeddings=False)
+        ) for name, count in (("one", 1), ("several", options.layers))
+    }  # fmt: skip
     tokens = torch.randint(0, VOCABULARY, (options.nsamples, options.seqlen))
-    paper = paper_step(config, dtype, device, options.paper_steps)
+    paper = paper_step(configs["one"], dtype, device, options.paper_steps)
     layers = shapes[options.shape]["num_hidden_layers"]
     with tempfile.TemporaryDirectory(prefix="drot-prune-layer-") as temporary:
         folder = Path(temporary)
-        random_layer(config, dtype, device).save_pretrained(folder / "model")
+        for name, config in configs.items():
+            random_model(config, dtype, device).save_pretrained(folder / name)
         for quality in options.quality:
-            measure(options, quality, config, folder, tokens, layers, paper)
+            measure(options, quality, configs["one"], folder, tokens, layers, paper)
 
 
-def pruned(folder: Path, recipe: Recipe, tokens: torch.Tensor, device: str) -> Manifest:
-    """The manifest of a run from `folder`/model to a folder that is deleted again."""
+def pruned(model: Path, recipe: Recipe, tokens: torch.Tensor, device: str) -> Manifest:
+    """The manifest of a run from the folder `model` to a folder that is deleted again."""
     no_tokenizer = SimpleNamespace(save_pretrained=lambda folder: None)
-    out = folder / "out"
-    result = drot.prune(
-        folder / "model", recipe, out=out, tokenizer=no_tokenizer, calibration=tokens, device=device
-    )
+    out = model.with_name("out")
+    result = drot.prune(model, recipe, out=out, tokenizer=no_tokenizer, calibration=tokens, device=device)
     shutil.rmtree(out)
     return result.manifest
 
@@ -165,7 +168,7 @@ def measure(
 ) -> None:
     """Prints the figures of one quality, and writes its rows.
 
-    folder: holds the model of one layer in `model`. layers: those of the whole model.
+    folder: holds the models in `one` and `several`. layers: those of the whole model.
     paper: the seconds of a step of the paper's training, or why it was not measured.
     """
     device, on_gpu = options.device, torch.device(options.device).type == "cuda"
@@ -173,12 +176,27 @@ def measure(
     recipe = Recipe().with_quality(quality)
     if options.steps is not None:
         recipe = recipe.replace(steps=options.steps)
-    pruned(folder, recipe.replace(steps=2), tokens[: max(2, options.nsamples // 16)], device)  # warms up
-    runs = [pruned(folder, recipe, tokens, device) for _ in range(options.repeats)]
-    seconds = [run.seconds.phases for run in runs]
-    phases = {phase: timing_of([by_phase[phase] for by_phase in seconds]) for phase in PER_LAYER}
-    layer = timing_of([sum(by_phase[phase] for phase in PER_LAYER) for by_phase in seconds])
-    trainings = [record for run in runs if (record := run.layers[0].rotation) is not None]
+    few = tokens[: max(2, options.nsamples // 16)]
+    pruned(folder / "one", recipe.replace(steps=2), few, device)  # warms up
+    runs = {
+        name: [pruned(folder / name, recipe, tokens, device) for _ in range(options.repeats)]
+        for name in ("one", "several")
+    }
+
+    def of_each_layer(values: Callable[[Manifest], float]) -> tuple[Timing, float]:
+        """What a layer takes of a figure, by pairs of runs, and the median of what a model takes once."""
+        pairs = [(values(one), values(several)) for one, several in zip(*runs.values(), strict=True)]
+        each = [max(several - one, 0.0) / (options.layers - 1) for one, several in pairs]
+        once = [max(one - layer, 0.0) for (one, _), layer in zip(pairs, each, strict=True)]
+        return timing_of(each), statistics.median(once)
+
+    phases: dict[str, Timing] = {}
+    of_model: dict[str, float] = {}
+    for phase in PHASES:
+        phases[phase], of_model[phase] = of_each_layer(lambda run, phase=phase: run.seconds.phases[phase])
+    layer, once = of_each_layer(lambda run: sum(run.seconds.phases[phase] for phase in PHASES))
+    of_several = [record for run in runs["several"] for record in run.layers]
+    trainings = [record.rotation for record in of_several if record.rotation is not None]
     trained = len(trainings[0].loss_curve) - 1
     steps = [record.seconds / max(trained, 1) for record in trainings]
 
@@ -215,13 +233,17 @@ def measure(
     hessians = hessian_seconds(config, dtype, device, tokens.numel())
     print(f"  Hessians of all inputs: {hessians:.3f} s{against_aim(aimed, 'Hessians', hessians)}")
     for phase, timing in phases.items():
-        if timing.median:
-            print(f"  {phase:<10} {timing.median:>9.3f} s  {timing.median / layer.median:>4.0%}")
-    print(f"  {layers} layers x {layer.median:.2f} s = {layers * layer.median / 60:.1f} minutes a model")
+        if timing.median or of_model[phase]:
+            print(
+                f"  {phase:<10} {timing.median:>9.3f} s  {timing.median / layer.median:>4.0%}"
+                f"  and {of_model[phase]:.3f} s a model"
+            )
+    minutes = (layers * layer.median + once) / 60
+    print(f"  {layers} layers x {layer.median:.2f} s + {once:.2f} s = {minutes:.1f} minutes a model")
     for kind in ("gpu", "process"):
         peaks = {
             phase: size
-            for run in runs
+            for run in runs["several"]
             for phase, peak in run.peak_memory.items()
             if (size := getattr(peak, kind)) is not None
         }

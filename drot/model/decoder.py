@@ -215,17 +215,18 @@ class DecoderModel:
         """The input [nsamples, seqlen, d] of the first layer for `tokens`, and the arguments of each layer.
 
         The further arguments of each layer are recorded in the model's own forward pass, so that masks, RoPE
-        and sliding windows are right for every family. No layer is computed, and the model is not moved.
+        and sliding windows are right for every family. Neither a layer nor the last norm is computed, and the
+        model is not moved.
 
         empty: makes the tensor of the returned input, of the shape and the dtype that it gets.
         """
         recorders = [_Recorder(layer.module) for layer in self.layers]
-        parent, _, name = self.family.layers.rpartition(".")
-        backbone, before = module_at(self.model, parent), self.layer_modules
+        stand_ins = {self.family.layers: nn.ModuleList(recorders), self.family.final_norm: nn.Identity()}
+        before = {path: self._replace(path, module) for path, module in stand_ins.items()}
+        backbone = module_at(self.model, self.family.layers.rpartition(".")[0])
         inputs = None
-        setattr(backbone, name, nn.ModuleList(recorders))
         try:
-            with self.in_memory(*self.family.embeddings, self.family.final_norm):
+            with self.in_memory(*self.family.embeddings):
                 device = self.embedding.weight.device
                 for index, row in enumerate(tokens):
                     backbone(row[None].to(device), use_cache=False)
@@ -234,9 +235,18 @@ class DecoderModel:
                         inputs = empty((len(tokens), *first.shape), first.dtype)
                     inputs[index] = first
         finally:
-            setattr(backbone, name, before)
+            for path, module in before.items():
+                self._replace(path, module)
         assert inputs is not None, "there is a sequence at least"
         return inputs, [recorder.kwargs for recorder in recorders]
+
+    def _replace(self, path: str, module: nn.Module) -> nn.Module:
+        """Puts `module` at a dotted path of the model, and returns what was there."""
+        parent, _, name = path.rpartition(".")
+        place = module_at(self.model, parent)
+        before: nn.Module = getattr(place, name)
+        setattr(place, name, module)
+        return before
 
     @torch.no_grad()
     def rotate_ends(self, first_r1: Tensor, last_r1: Tensor, device: torch.device) -> bool:

@@ -83,7 +83,8 @@ def test_compressed(tokens: int, dtype: torch.dtype, device: str) -> None:
 
 
 def test_compressed_for_another_weight(device: str) -> None:
-    x, values, positions, *_ = problem(100, 64, 256, torch.bfloat16, device)
+    # of a shape for which no test before has chosen an algorithm: the choice tries cuSPARSELt
+    x, values, positions, *_ = problem(100, 96, 320, torch.bfloat16, device)
     compressed = sparse24_compress(values, positions)
     if compressed.numel() == 0:
         pytest.skip("cuSPARSELt cannot be used here")

@@ -82,8 +82,8 @@ def test_the_angle_does_not_depend_on_the_width(n: int, device: str) -> None:
         optimizer = FastOptimizer([torch.eye(n, device=device)[None]], lr=0.3, steps=10, objective="pruned")
         optimizer.step([scale * torch.randn(1, n, n, device=device)])
         change = torch.linalg.matrix_norm(optimizer.matrices[0].double() - torch.eye(n, device=device), 2)
-        # a GPU takes the step in bf16
-        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.01 if device == "cpu" else 0.05)
+        # a GPU takes the step in bf16, from polynomials that leave the singular values in 0.82 … 1.18
+        assert float(change) == pytest.approx(2 * math.sin(0.15), rel=0.01 if device == "cpu" else 0.2)
 
 
 def test_many_steps_do_not_drift(device: str) -> None:
