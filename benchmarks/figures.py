@@ -327,10 +327,20 @@ def speeds(name: str, *functions: str) -> Callable[[], str]:
                     continue
                 others = [other for other in medians if other not in functions]
                 ratios = [f"{medians[other] / medians[ours]:.2f} × {other}" for other in others]
-                body.append([*case[:2], ours, f"{medians[ours] / 1e3:.3g} ms", ", ".join(ratios)])
-        return table(["case", "threads", "function", "median", "as fast as"], body, rows)
+                place = case[2] if case[2].startswith("NVIDIA") else f"{case[1]} threads"
+                seconds = medians[ours] / 1e6
+                time = f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
+                body.append([case[0], place, ours, time, ", ".join(ratios)])
+        return table(["case", "on", "function", "median", "as fast as"], body, rows)
 
     return make
+
+
+def tiny_llama() -> str:
+    """The runs of tiny_llama.py on a GPU."""
+    rows = read("tiny_llama", "seconds", "perplexity", "packed")
+    body = [[f"`{row['quality']}`", row["seconds"], row["perplexity"], row["packed"]] for row in rows]
+    return table(["quality", "seconds", "perplexity", "packed"], body, rows)
 
 
 def generate() -> str:
@@ -388,6 +398,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsegpt_sweep": speeds("sparsegpt_sweep", "drot"),
     "rotation_step": speeds("rotation_step", "paper"),
     "sparse24_linear": speeds("sparse24_linear", "sparse24_linear"),
+    "prune_layer": speeds("prune_layer", "drot", "drot, 50 steps"),
+    "tiny_llama": tiny_llama,
     "swiglu_rotate": speeds("swiglu_rotate", "drot"),
     "generate": generate,
     "serve": serve,

@@ -98,7 +98,7 @@ class Run:
         missing = [name for name in stage.needs if shutil.which(name, path=self.environment["PATH"]) is None]
         if missing:
             outcome = Outcome("skipped", lines=[f"{', '.join(missing)} is not installed"])
-        elif left < stage.seconds:
+        elif left < stage.seconds and stage.name not in ALWAYS:
             outcome = Outcome(
                 "no time", lines=[f"may take {stage.seconds} s; {max(0, round(left))} s were left"]
             )
@@ -124,7 +124,7 @@ class Run:
                 start_new_session=True,
             )  # fmt: skip
             try:
-                status: int | None = process.wait(stage.seconds)
+                status: int | None = process.wait(min(stage.seconds, self.deadline - started))
             except subprocess.TimeoutExpired:
                 status = None
             finally:

@@ -28,9 +28,9 @@
 namespace drot {
 namespace {
 
-// Up to kSkinnyOnlyTokens the skinny kernel is used without a measurement, since it reads W only once. Up to
-// kSkinnyMostTokens it is a candidate of the autotuner.
-constexpr int64_t kSkinnyOnlyTokens = 2 * kSkinnyTokens, kSkinnyMostTokens = 128;
+// Up to kFewTokens the skinny kernel reads W once, and the weight is never unpacked. Up to kSkinnyMostTokens
+// the kernel is a candidate of the autotuner.
+constexpr int64_t kFewTokens = 2 * kSkinnyTokens, kSkinnyMostTokens = 128;
 
 // y = x Wᵀ (+ bias) (+ residual, or + residual · rotation). All tensors are contiguous and aligned to 16
 // bytes.
@@ -192,15 +192,16 @@ struct Chosen {
 };
 
 Chosen choose(const Problem& p) {
-  if (p.tokens <= kSkinnyOnlyTokens && skinny_supports(p)) return {{Algorithm::skinny}};
+  const bool skinny = skinny_supports(p), few = skinny && p.tokens <= kFewTokens;
   std::vector<Algorithm> candidates;  // the autotuner returns the first if it may not measure
+  if (few) candidates.push_back(Algorithm::skinny);
   const char* no_cusparselt = "the call has no compressed weight, which sparse24_compress makes";
   if (p.compressed.defined() && p.compressed.numel() > 0 &&
       cusparselt::supports(p.x.scalar_type(), p.out, p.in, p.tokens, &no_cusparselt)) {
     candidates.push_back(Algorithm::cusparselt);
   }
-  if (skinny_supports(p)) candidates.push_back(Algorithm::skinny);
-  candidates.push_back(Algorithm::dense);
+  if (skinny && !few) candidates.push_back(Algorithm::skinny);
+  if (!few) candidates.push_back(Algorithm::dense);
   Chosen chosen{{candidates.front()}};
   if (candidates.size() > 1) {
     const bool capturing = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
