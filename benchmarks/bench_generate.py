@@ -97,10 +97,15 @@ def with_compiled(found: dict[str, PreTrainedModel]) -> Iterator[tuple[str, PreT
     """The name, the model and the settings of `generate` of the variants that are compiled."""
     for name in (DENSE, list(found)[-1]):
         start, computed = time.perf_counter(), time.process_time()
-        compile_step(found[name])
+        cuda_graph = found[name].device.type == "cuda"
+        compile_step(found[name], cuda_graph=cuda_graph)
         seconds, computed = time.perf_counter() - start, time.process_time() - computed
         print(f"  {name} compiled in {seconds:.1f} s, {computed:.1f} s of drot's own processor time")
-        yield f"{name}, compiled", found[name], compiled_settings(PROMPT + NEW_TOKENS, None)
+        yield (
+            f"{name}, compiled",
+            found[name],
+            compiled_settings(PROMPT + NEW_TOKENS, None, cuda_graph=cuda_graph),
+        )
 
 
 def bench(name: str, model: PreTrainedModel, aims: dict[str, float], options) -> None:

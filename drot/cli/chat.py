@@ -47,6 +47,7 @@ def chat(
     from transformers.utils import logging
 
     from drot.checkpoint.load import load, load_tokenizer
+    from drot.machine.devices import is_gpu
     from drot.serving.conversation import Conversation
 
     logging.disable_progress_bar()
@@ -58,7 +59,7 @@ def chat(
         system=system,
         max_tokens=max_tokens,
         temperature=temperature,
-        compiled=compile and compiled(loaded),
+        compiled=compile and compiled(loaded, cuda_graph=is_gpu(loaded.device)),
     )
     if not conversation.has_template:
         tell(f"drot: {model} has no chat template: it continues each line as plain text")
@@ -71,14 +72,17 @@ def chat(
             _answer(conversation, line, person)
 
 
-def compiled(model: Any) -> bool:
-    """Compiles the decode step of a model, and says how long it took or why it is not possible."""
+def compiled(model: Any, cuda_graph: bool = False) -> bool:
+    """Compiles the decode step of a model, and says how long it took or why it is not possible.
+
+    cuda_graph: as in `compiled_settings` (drot/serving/compiled.py).
+    """
     from drot.serving.compiled import compile_step
 
     tell("drot: compiling the step that generates a token")
     start = time.perf_counter()
     try:
-        compile_step(model)
+        compile_step(model, cuda_graph=cuda_graph)
     except UserError as error:
         tell(f"drot: not compiled: {error}")
         return False

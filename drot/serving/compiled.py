@@ -24,17 +24,24 @@ def cache_length(tokens: int, context: int | None) -> int:
     return size if context is None else max(tokens, min(size, context))
 
 
-def compiled_settings(tokens: int, context: int | None) -> dict[str, Any]:
-    """Settings with which `generate` compiles its decode step, for a prompt and its answer of `tokens`."""
-    config: Any = CompileConfig(fullgraph=True, dynamic=False, mode="default")
+def compiled_settings(tokens: int, context: int | None, *, cuda_graph: bool = False) -> dict[str, Any]:
+    """Settings with which `generate` compiles its decode step, for a prompt and its answer of `tokens`.
+
+    cuda_graph: whether the step is a CUDA graph too, so that Python and the launches of its kernels take no
+        time of their own. torch keeps the graph for the main thread, which must compile it and generate.
+    """
+    mode = "reduce-overhead" if cuda_graph else "default"
+    config: Any = CompileConfig(fullgraph=True, dynamic=False, mode=mode)
     config._compile_all_devices = True  # otherwise transformers compiles on GPUs only
     size = cache_length(tokens, context)
     return {"cache_implementation": "static", "max_cache_len": size, "compile_config": config}
 
 
 @torch.no_grad()
-def compile_step(model: "PreTrainedModel") -> None:
+def compile_step(model: "PreTrainedModel", *, cuda_graph: bool = False) -> None:
     """Compiles the decode step of `model` for the smallest cache, and keeps it.
+
+    cuda_graph: as in `compiled_settings`.
 
     Raises UserError with the compiler's reason if the step cannot be compiled.
     """
@@ -43,7 +50,12 @@ def compile_step(model: "PreTrainedModel") -> None:
     length: dict[str, Any] = dict(min_new_tokens=3, max_new_tokens=3, do_sample=False, pad_token_id=0)
     generate: Any = model.generate
     try:
-        generate(ids, attention_mask=torch.ones_like(ids), **length, **compiled_settings(4, context))
+        generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            **length,
+            **compiled_settings(4, context, cuda_graph=cuda_graph),
+        )
     except Exception as error:
         raise UserError(
             f"the decode step cannot be compiled ({quoted(error)}): leave `compile` out"

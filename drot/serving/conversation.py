@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import TextStreamer
 
 from drot.core.errors import UserError
+from drot.machine.devices import is_gpu
 from drot.serving.compiled import compiled_settings
 
 if TYPE_CHECKING:
@@ -86,7 +87,10 @@ class Conversation:
             shown.append(piece)
             show(piece)
 
-        compiled = compiled_settings(tokens + room, self.context) if self.compiled else {}
+        cuda_graph = is_gpu(self.model.device)
+        compiled = (
+            compiled_settings(tokens + room, self.context, cuda_graph=cuda_graph) if self.compiled else {}
+        )
         try:
             self.model.generate(
                 **inputs.to(self.model.device),

@@ -19,18 +19,26 @@ def test_the_cache_holds_the_tokens_and_has_few_sizes(tokens, context, size):
     assert cache_length(tokens, context) == size
 
 
+@pytest.mark.parametrize(("cuda_graph", "mode"), [(False, "default"), (True, "reduce-overhead")])
+def test_a_cuda_graph_is_taken_where_it_is_asked_for(cuda_graph, mode):
+    settings = compiled_settings(32, 2048, cuda_graph=cuda_graph)
+    assert settings["compile_config"].mode == mode
+    assert settings["max_cache_len"] == SMALLEST_CACHE
+
+
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
 @pytest.mark.slow
-def test_greedy_tokens_are_those_of_the_step_that_is_not_compiled(packed):
+def test_greedy_tokens_are_those_of_the_step_that_is_not_compiled(packed, device):
     """In float32; the compiled step is one graph, and the second conversation compiles nothing."""
-    model = load(packed)
-    compile_step(model)
-    ids = torch.randint(100, (1, 8))
+    model = load(packed, device=device)
+    graph = {"cuda_graph": device != "cpu"}
+    compile_step(model, **graph)
+    ids = torch.randint(100, (1, 8), device=device)
     options = dict(attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=0)
     length = dict(min_new_tokens=24, max_new_tokens=24)
-    compiled = model.generate(ids, **options, **length, **compiled_settings(32, 2048))
+    compiled = model.generate(ids, **options, **length, **compiled_settings(32, 2048, **graph))
     with torch._dynamo.config.patch(error_on_recompile=True):
-        again = model.generate(ids, **options, **length, **compiled_settings(32, 2048))
+        again = model.generate(ids, **options, **length, **compiled_settings(32, 2048, **graph))
     wanted = model.generate(ids, **options, **length)
     assert torch.equal(compiled, wanted)
     assert torch.equal(again, wanted)
