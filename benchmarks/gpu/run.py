@@ -26,8 +26,10 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -64,6 +66,8 @@ class Outcome:
 class Run:
     """The stages that were run so far, and their files.
 
+    Stages may run side by side, each in a thread.
+
     folder: the folder of the results.
     work: the folder of what is packed into results.tar.gz.
     deadline: time.monotonic() at which the last stage must have ended.
@@ -72,6 +76,8 @@ class Run:
     def __init__(self, folder: Path, work: Path, deadline: float) -> None:
         self.folder, self.work, self.deadline = folder, work, deadline
         self.outcomes: dict[str, Outcome] = {}
+        self._told = threading.Lock()
+        self._processes: set[subprocess.Popen[bytes]] = set()
         (work / "logs").mkdir(exist_ok=True)
         # first the checkout, then what the caller has added, such as packages that the machine lacks
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -106,12 +112,23 @@ class Run:
             outcome = self._call(stage)
         if outcome.result == "no GPU":
             return outcome
-        self.outcomes[stage.name] = outcome
-        print(f"{outcome.result:<8} {outcome.seconds:>5} s  {stage.name}", flush=True)
-        if outcome.result not in ("passed", "no time"):
-            print("".join(f"    {line}\n" for line in outcome.lines), end="", flush=True)
-        self.write()
+        with self._told:
+            self.outcomes[stage.name] = outcome
+            print(f"{outcome.result:<8} {outcome.seconds:>5} s  {stage.name}", flush=True)
+            if outcome.result not in ("passed", "no time"):
+                print("".join(f"    {line}\n" for line in outcome.lines), end="", flush=True)
+            self.write()
         return outcome
+
+    def together(self, stages: Sequence[Stage]) -> list[Outcome]:
+        """Runs the stages side by side."""
+        with ThreadPoolExecutor(len(stages)) as pool:
+            try:
+                return list(pool.map(self.stage, stages))
+            except KeyboardInterrupt:  # otherwise the pool waits for the stages
+                for process in self._processes.copy():
+                    end(process)
+                raise
 
     def _call(self, stage: Stage) -> Outcome:
         log, started = self.work / "logs" / f"{stage.name}.log", time.monotonic()
@@ -123,12 +140,14 @@ class Run:
                 stage.command, cwd=ROOT, env=self.environment, stdout=file, stderr=subprocess.STDOUT,
                 start_new_session=True,
             )  # fmt: skip
+            self._processes.add(process)
             try:
                 status: int | None = process.wait(min(stage.seconds, self.deadline - started))
             except subprocess.TimeoutExpired:
                 status = None
             finally:
                 end(process)
+                self._processes.discard(process)
         seconds = round(time.monotonic() - started)
         text = shorten(log)
         end_of_log = 0 if status == 0 else LAST_LINES
@@ -239,13 +258,18 @@ def run_stages(run: Run, stages: list[Stage], names: Sequence[str], earlier: Pat
         run.carry(earlier)
     passed = [name for name, outcome in run.outcomes.items() if outcome.result == "passed"]
     results = []
-    for stage in chosen(stages, names, passed.__contains__):
-        outcome = run.stage(stage)
-        results.append(outcome.result)
-        if outcome.result == "no GPU":
-            print("on_gpu.sh:", *outcome.lines, file=sys.stderr)
+    to_run = chosen(stages, names, passed.__contains__)
+    while to_run:
+        count = 1
+        while to_run[0].beside and count < len(to_run) and to_run[count].beside:
+            count += 1
+        batch, to_run = to_run[:count], to_run[count:]
+        outcomes = run.together(batch)
+        results += [outcome.result for outcome in outcomes]
+        if outcomes[0].result == "no GPU":
+            print("on_gpu.sh:", *outcomes[0].lines, file=sys.stderr)
             return 2
-        if stage.name == "build" and outcome.result != "passed":
+        if batch[0].name == "build" and outcomes[0].result != "passed":
             print("drot was not built, so no further stage runs", file=sys.stderr)
             return 1
     if "no time" in results:

@@ -18,6 +18,7 @@ import torch
 
 import drot
 from drot.cli.app import run as run_drot
+from drot.cli.commands import COMMANDS, imported
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 pytestmark = pytest.mark.skipif(not BENCHMARKS.exists(), reason="needs the checkout")
@@ -85,6 +86,20 @@ def test_every_command_line_is_understood(
                 parse_script(script, monkeypatch)
 
 
+def test_the_commands_of_the_stage_commands_are_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command line is parsed, and each command of drot that takes a device is there."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS / "gpu"))
+    import commands
+
+    lines = [line[line[0] == "killed" :] for chain in commands.chains(tmp_path, "cpu", 2) for line in chain]
+    for name, *arguments in lines:
+        assert imported(name).make_context(name, arguments).params
+    without = {"run", "info", "demo", "serve", "compare", "sweep"}
+    assert {line[0] for line in lines} == set(COMMANDS) - without
+
+
 def test_a_wrong_option_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above does not pass whatever the command lines are."""
     script = str(BENCHMARKS / "bench_prune_layer.py")
@@ -104,10 +119,12 @@ def test_order_of_the_stages(gpu: SimpleNamespace, tmp_path: Path) -> None:
         "tiny-fast",
         "tiny-balanced",
         "tiny-best",
+        "tests",
+        "sparse24",
         "step",
         "layer-8b-fast",
     ]
-    order += ["sparse24", "layer-70b-fast", "tests", "memcheck"]
+    order += ["layer-70b-fast", "memcheck"]
     assert [name for name in names if name in order] == order
     assert names[:3] == order[:3]
     run = {Path(word).stem for stage in stages for word in stage.command if word.endswith(".py")}
@@ -115,8 +132,8 @@ def test_order_of_the_stages(gpu: SimpleNamespace, tmp_path: Path) -> None:
     assert all(stage.seconds <= 300 for stage in stages)  # so that each fits into one call
 
 
-def shell(name: str, script: str, seconds: int = 20) -> Callable[[Any], Any]:
-    return lambda stages: stages.Stage(name, seconds, ("sh", "-c", script))
+def shell(name: str, script: str, seconds: int = 20, beside: bool = False) -> Callable[[Any], Any]:
+    return lambda stages: stages.Stage(name, seconds, ("sh", "-c", script), beside=beside)
 
 
 @pytest.fixture
@@ -212,6 +229,24 @@ def test_a_stage_that_takes_too_long_is_ended_with_what_it_started(
     assert "| hangs | TIMEOUT | 1 |" in summary and "said" in summary and "| next | passed |" in summary
     state = Path("/proc") / child.read_text().strip() / "stat"  # Z: dead, and not yet waited for
     assert not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z"
+
+
+def test_stages_that_time_nothing_run_side_by_side(call: Callable[..., int], tmp_path: Path) -> None:
+    """Each of two waits for the other. The stage behind them waits for both."""
+
+    def meets(own: str, other: str) -> str:
+        return f"touch {tmp_path}/{own}; until test -e {tmp_path}/{other}; do sleep 0.05; done; sleep 0.3"
+
+    stages = [
+        PROBE,
+        shell("build", "true"),
+        shell("first", meets("a", "b") + f"; touch {tmp_path}/done-a", beside=True),
+        shell("second", meets("b", "a") + f"; touch {tmp_path}/done-b", beside=True),
+        shell("timed", f"test -e {tmp_path}/done-a && test -e {tmp_path}/done-b"),
+    ]
+    assert call(tmp_path / "out", stages=stages) == 0
+    summary = (tmp_path / "out" / "summary.md").read_text()
+    assert all(f"| {name} | passed |" in summary for name in ("first", "second", "timed"))
 
 
 def test_nothing_runs_after_a_failed_build(call: Callable[..., int], tmp_path: Path) -> None:
