@@ -14,7 +14,6 @@ from _harness import add_processor_time, arguments, clock_of, graphs, interleave
 from torch import Tensor
 
 from drot.ops import nm_mask, pack24, sparse24_compress, sparse24_linear
-from drot.sparse.fused import rotation_layout
 
 COLD_BYTES = 2**27
 
@@ -40,7 +39,7 @@ def bench(out: int, columns: int, tokens: int, rotate: bool, options: argparse.N
     residual = torch.randn(tokens, out, device=device).to(dtype) if rotate else None
     # the peer gets the rotation transposed: residual @ rotation in bf16 takes PyTorch seconds on the CPU
     transposed = torch.randn(out, out, device=device).div_(out**0.5).to(dtype) if rotate else None
-    rotation = None if transposed is None else rotation_layout(transposed.t())
+    rotation = None if transposed is None else transposed.t()
 
     def linear() -> Tensor:
         y = torch.nn.functional.linear(x, next(weights))

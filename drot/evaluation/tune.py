@@ -16,8 +16,9 @@ from drot.machine.devices import is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed
 
-#: The numbers of tokens that are tuned by default. Numbers up to the same power of two share a choice.
-TUNED_TOKENS = tuple(2**power for power in range(14))
+#: The numbers of tokens that are tuned by default. Numbers up to the same power of two share a choice, and up
+#: to 16 tokens there is one algorithm alone.
+TUNED_TOKENS = tuple(2**power for power in range(5, 14))
 #: the start of the keys of products in the tuning cache, csrc/ops/cuda/sparse24_linear.cu
 PRODUCT = "sparse24_linear of drot "
 

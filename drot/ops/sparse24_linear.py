@@ -23,7 +23,7 @@ def sparse24_linear(
         positions: uint8 [out, in/8], from `pack24`. Only `unpack24` checks that they ascend.
         bias: [out] in x's dtype.
         residual: [..., out] in x's dtype.
-        rotation: [out, out] in x's dtype; needs a residual. A CPU reads it fastest by columns.
+        rotation: [out, out] in x's dtype; needs a residual. It is read fastest by columns.
         compressed: the result of `sparse24_compress` for this weight. A GPU uses it for many tokens.
 
     Returns [..., out] in x's dtype, accumulated in fp32.

@@ -22,7 +22,7 @@ The state dict of a fused model has the names and shapes of the separate modules
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,25 +118,17 @@ class FusedPart(nn.Module):
             self.fused[0].compress()
 
 
-def rotation_layout(rotation: Tensor) -> Tensor:
-    """`rotation` [out, out] as `sparse24_linear` reads it fastest: by columns on a CPU, by rows on a GPU.
-
-    Another layout gives the same result, but is copied in some products.
-    """
-    return rotation.T.contiguous().T if rotation.device.type == "cpu" else rotation.contiguous()
-
-
 class FusedRotation(RotateAndAdd):
     """Replaces the rotation of the residual of the MLP: r Q + m (a Wᵀ + b), with W and b of down_proj.
 
-    q is Q [d, d] in the layout of its device; on a CPU it shares the memory of Qᵀ, the weight of the linear
-    that it replaces. The state dict holds Qᵀ. multiplier: m of the layer.
+    q is Q [d, d]. It lies by columns, as `sparse24_linear` reads it fastest, and shares the memory of Qᵀ, the
+    weight of the linear that it replaces. The state dict holds Qᵀ. multiplier: m of the layer.
     """
 
     def __init__(self, rotation: nn.Linear, down: "DeferredLinear", multiplier: float) -> None:
         super().__init__()
         self.multiplier = multiplier
-        self.q = nn.Parameter(rotation_layout(rotation.weight.detach().T), requires_grad=False)
+        self.q = nn.Parameter(rotation.weight.detach().contiguous().T, requires_grad=False)
         self.down = (down,)  # a tuple, so that `down` is not registered as a submodule a second time
 
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
@@ -147,11 +139,6 @@ class FusedRotation(RotateAndAdd):
             x, bias = x * self.multiplier, None if bias is None else bias * self.multiplier
         weight = (down.values, down.positions, bias)
         return sparse24_linear(x, *weight, residual, self.q, compressed=down.compressed)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        self.q.data = rotation_layout(self.q.data)  # another device has another layout
-        return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[prefix + "weight"] = self.q.detach().T.contiguous()

@@ -1,5 +1,6 @@
-// The copies of csrc/common/cuda/async_copy.cuh on the CPU. What a thread has not waited for is not there: a
-// copy is made in the last moment that the waits allow. Included after block_on_cpu.h.
+// The copies of csrc/common/cuda/async_copy.cuh on the CPU. What a thread has not waited for may not be there
+// yet, and may be there at once: a copy is made in the last moment that the waits allow or, if `early` is
+// set, when it is started. Included after block_on_cpu.h.
 #pragma once
 
 #include <deque>
@@ -11,6 +12,7 @@ struct Copy {
   const void* from;
   size_t bytes;
 };
+inline bool early = false;
 // thread → its groups of copies, the last of which is not yet committed
 inline std::vector<std::deque<std::vector<Copy>>> copies;
 
@@ -29,7 +31,11 @@ void copy_async(void* to, const void* from) {
   static_assert(kBytes == 8 || kBytes == 16);
   if (reinterpret_cast<uintptr_t>(to) % kBytes || reinterpret_cast<uintptr_t>(from) % kBytes)
     throw std::runtime_error("the addresses of a copy must be aligned to its bytes");
-  on_cpu::groups().back().push_back({to, from, kBytes});
+  if (on_cpu::early) {
+    std::memcpy(to, from, kBytes);
+  } else {
+    on_cpu::groups().back().push_back({to, from, kBytes});
+  }
 }
 
 inline void commit_copies() { on_cpu::groups().emplace_back(); }

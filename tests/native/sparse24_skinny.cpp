@@ -13,10 +13,14 @@ namespace drot {
 uint4 dynamic_shared[1 << 13];
 }
 
-// Args: the members of SkinnyProblem, and the multiprocessors of the simulated GPU.
+// Args: the members of SkinnyProblem, the multiprocessors of the simulated GPU, whether the threads of a
+// block run backwards, and whether copies arrive at once.
 extern "C" void skinny(const uint16_t* x, const uint16_t* values, const uint8_t* positions,
                        const uint16_t* bias, const uint16_t* residual, const uint16_t* rotation, uint16_t* y,
-                       int64_t in, int64_t out, int64_t tokens, int64_t multiprocessors) {
+                       int64_t in, int64_t out, int64_t tokens, int64_t multiprocessors, bool backwards,
+                       bool early) {
+  on_cpu::backwards = backwards;
+  on_cpu::early = early;
   constexpr int64_t kConsumerGpu = (99 << 10) - 1024;  // the least that a supported GPU leaves
   on_cpu::Launcher launcher(static_cast<int>(multiprocessors), kConsumerGpu, drot::dynamic_shared);
   drot::run_sparse24_skinny<on_cpu::Bf16>(launcher, {.x = x,

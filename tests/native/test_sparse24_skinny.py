@@ -31,17 +31,18 @@ def number(function, *arguments: int) -> int:
     return function(*map(ctypes.c_int64, arguments))
 
 
-@pytest.mark.parametrize("tiles", [1, 2])
-def test_bytes_in_flight(library, tiles: int) -> None:
-    """One block a multiprocessor has 60 KB of W on their way, and its queue fits every GPU since 8.0.
+@pytest.mark.parametrize(("tiles", "blocks"), [(1, 2), (2, 1)])
+def test_bytes_in_flight(library, tiles: int, blocks: int) -> None:
+    """A multiprocessor has 60 KB of W on their way, and the queues fit every GPU since 8.0.
 
     Little's law for an H100: 3.35 TB/s · 1 µs / 132 multiprocessors = 25 KB; for an H200, 4.8 TB/s, 36 KB.
     """
     rows = 16 * tiles
     of_chunk = 8 * rows * (64 // 2 * 2 + 64 // 8)  # warps · rows · bytes of 64 columns of the packed weight
-    chunks = 4 if tiles == 2 else 7  # on their way, beside the one that is multiplied
-    assert number(library.bytes_in_flight, tiles) == chunks * of_chunk >= 60 * 1024
+    assert number(library.bytes_in_flight, tiles) == 4 * of_chunk
+    assert blocks * number(library.bytes_in_flight, tiles) >= 60 * 1024
     assert number(library.shared_bytes, tiles) <= 99 * 1024 - 1024
+    assert blocks * (number(library.shared_bytes, tiles) + 1024) <= 100 * 1024  # of a multiprocessor of 8.6
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,9 @@ def test_splits_of_an_h100(library, blocks: int, steps: int, splits: int) -> Non
     assert number(library.splits, blocks, steps, 132) == splits
 
 
-@pytest.mark.parametrize("multiprocessors", [1, 999], ids=["two tiles of rows", "one tile of rows, splits"])
+@pytest.mark.parametrize(
+    "multiprocessors", [1, 4, 999], ids=["two tiles of rows", "one tile of rows", "one tile of rows, splits"]
+)
 @pytest.mark.parametrize(
     ("tokens", "out", "columns", "added"),
     [
@@ -69,6 +72,7 @@ def test_splits_of_an_h100(library, blocks: int, steps: int, splits: int) -> Non
         (32, 33, 64, "residual"),
         (5, 64, 2176, "bias residual rotation"),  # with 999 multiprocessors two blocks share the columns
         (18, 33, 3072, "bias residual"),  # three
+        (3, 64, 4672, "residual rotation"),  # a chunk takes the place of another twice, and the last is short
     ],
 )
 def test_product(kernel, tokens: int, out: int, columns: int, added: str, multiprocessors: int) -> None:
@@ -81,14 +85,18 @@ def test_product(kernel, tokens: int, out: int, columns: int, added: str, multip
         "rotation": torch.linalg.qr(torch.randn(out, out))[0].bfloat16().contiguous(),
     }
     rest = [given[name] if name in added.split() else None for name in given]
-    y = torch.full((tokens, out), torch.nan, dtype=torch.bfloat16)
 
     def address(t: Tensor | None) -> ctypes.c_void_p:
         return ctypes.c_void_p(None if t is None else t.data_ptr())
 
-    tensors = [address(t) for t in (x, values, positions, *rest, y)]
-    kernel(*tensors, *(ctypes.c_int64(n) for n in (columns, out, tokens, multiprocessors)))
+    transposed = None if rest[2] is None else rest[2].T.contiguous()  # as the kernel reads the rotation
     want = sparse24_linear_ref(
         x.double(), values.double(), positions, *(None if t is None else t.double() for t in rest)
     )
-    torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=2**-8 * float(want.square().mean().sqrt()))
+    sizes = [ctypes.c_int64(n) for n in (columns, out, tokens, multiprocessors)]
+    for backwards, early in ((False, False), (True, True)):
+        y = torch.full((tokens, out), torch.nan, dtype=torch.bfloat16)
+        tensors = [address(t) for t in (x, values, positions, *rest[:2], transposed, y)]
+        kernel(*tensors, *sizes, ctypes.c_bool(backwards), ctypes.c_bool(early))
+        tolerance = 2**-8 * float(want.square().mean().sqrt())
+        torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=tolerance)

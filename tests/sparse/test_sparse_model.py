@@ -228,7 +228,7 @@ def test_a_rotation_beside_the_mlp_is_fused_with_down_proj(family, tmp_path):
     ]
     rotation = copy.deepcopy(fused.model.layers[0].residual_rotation)
     for module in (rotation, rotation.double()):
-        assert module.q.T.is_contiguous(), "a CPU reads the rotation fastest by columns"
+        assert module.q.T.is_contiguous(), "the rotation is read fastest by columns"
     assert close(fused(tokens).logits, dense(tokens).logits, torch.float32)
     compiled = torch.compile(fused, fullgraph=True, backend="aot_eager")
     assert close(compiled(tokens, use_cache=False).logits, dense(tokens).logits, torch.float32)

@@ -28,12 +28,12 @@
 namespace drot {
 namespace {
 
-// Up to kFewTokens the skinny kernel reads W once, and the weight is never unpacked. Up to kSkinnyMostTokens
-// the kernel is a candidate of the autotuner.
-constexpr int64_t kFewTokens = 2 * kSkinnyTokens, kSkinnyMostTokens = 128;
+// Up to kSkinnyOnlyTokens the skinny kernel is used without a measurement, since it reads W only once. Up to
+// kSkinnyMostTokens it is a candidate of the autotuner.
+constexpr int64_t kSkinnyOnlyTokens = 2 * kSkinnyTokens, kSkinnyMostTokens = 128;
 
-// y = x Wᵀ (+ bias) (+ residual, or + residual · rotation). All tensors are contiguous and aligned to 16
-// bytes.
+// y = x Wᵀ (+ bias) (+ residual, or + residual · rotation). All tensors but the rotation are contiguous and
+// aligned to 16 bytes.
 struct Problem {
   at::Tensor x;                         // [tokens, in]
   at::Tensor values, positions;         // W [out, in], packed
@@ -60,12 +60,14 @@ void run_skinny(const Problem& p, at::Tensor& y) {
     residual = at::mm(residual, rotation);
     rotation = at::Tensor();
   }
+  // no copy where the rotation lies by columns
+  const at::Tensor transposed = rotation.defined() ? contiguous_aligned(rotation.t()) : at::Tensor();
   const SkinnyProblem skinny{.x = pointer<uint16_t>(p.x),
                              .values = pointer<uint16_t>(p.values),
                              .positions = pointer<uint8_t>(p.positions),
                              .bias = pointer<uint16_t>(p.bias),
                              .residual = pointer<uint16_t>(residual),
-                             .rotation = pointer<uint16_t>(rotation),
+                             .rotation = pointer<uint16_t>(transposed),
                              .y = static_cast<uint16_t*>(y.mutable_data_ptr()),
                              .in = p.in,
                              .out = p.out,
@@ -192,16 +194,15 @@ struct Chosen {
 };
 
 Chosen choose(const Problem& p) {
-  const bool skinny = skinny_supports(p), few = skinny && p.tokens <= kFewTokens;
+  if (p.tokens <= kSkinnyOnlyTokens && skinny_supports(p)) return {{Algorithm::skinny}};
   std::vector<Algorithm> candidates;  // the autotuner returns the first if it may not measure
-  if (few) candidates.push_back(Algorithm::skinny);
   const char* no_cusparselt = "the call has no compressed weight, which sparse24_compress makes";
   if (p.compressed.defined() && p.compressed.numel() > 0 &&
       cusparselt::supports(p.x.scalar_type(), p.out, p.in, p.tokens, &no_cusparselt)) {
     candidates.push_back(Algorithm::cusparselt);
   }
-  if (skinny && !few) candidates.push_back(Algorithm::skinny);
-  if (!few) candidates.push_back(Algorithm::dense);
+  if (skinny_supports(p)) candidates.push_back(Algorithm::skinny);
+  candidates.push_back(Algorithm::dense);
   Chosen chosen{{candidates.front()}};
   if (candidates.size() > 1) {
     const bool capturing = at::cuda::currentStreamCaptureStatus() != at::cuda::CaptureStatus::None;
@@ -248,7 +249,7 @@ at::Tensor sparse24_linear_cuda(const at::Tensor& x, const at::Tensor& values, c
                   .positions = contiguous_aligned(positions),
                   .bias = optional(bias),
                   .residual = residual ? contiguous_aligned(residual->reshape({tokens, out})) : at::Tensor(),
-                  .rotation = optional(rotation),
+                  .rotation = rotation.value_or(at::Tensor()),
                   .compressed = optional(compressed),
                   .tokens = tokens,
                   .in = in,

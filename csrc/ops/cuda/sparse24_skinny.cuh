@@ -10,14 +10,17 @@
 //
 // A product with few tokens waits for W. The block has a queue of chunks of W in shared memory, of which all
 // but one are on their way while it multiplies: skinny_bytes_in_flight says how many bytes. A chunk has one
-// step of 64 columns for each warp. It is loaded row by row, so that a warp reads 512 neighbouring bytes of
-// one row at once: where each warp loaded its own 64 bytes of eight rows, an H200 read 1.9 of its 4.8 TB/s.
-// Where the blocks are too few for the GPU, several share the columns of the same rows (split-K), and a
-// second kernel adds their sums in a fixed order.
+// step of 64 columns for each warp. It is loaded row by row: a warp reads 512 neighbouring bytes at once. x
+// is loaded some steps ahead, in registers. Before, each warp loaded 64 bytes of eight rows, and waited for x
+// in each step: with 1 token and a weight of 4096 x 14336, an H200 read 1.9 of its 4.8 TB/s. Where the blocks
+// are too few for the GPU, several share the columns of the same rows (split-K), and a second kernel adds
+// their sums in a fixed order.
+//
+// The transposed rotation is multiplied in the same way, as a dense matrix: a step has 32 of its columns,
+// which are as many bytes as the values of 64 columns of W.
 //
 // The rows of W are permuted too: row g of tile q is row 2 kTiles g + 2 q of W, and row g + 8 is the next
-// row. A lane's rows of W are then neighbours, so that it reads the rotation, whose columns they are, in
-// vectors.
+// row. A lane's rows of W are then neighbours.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +30,7 @@ namespace drot {
 constexpr int kSkinnyWarps = 8;
 constexpr int kSkinnyTokens = 8;                          // tokens that one mma instruction multiplies
 constexpr int kSkinnyColumns = 64;                        // columns of W in one step of a warp
-constexpr int kRotationColumns = 32;                      // columns of the residual in one step of a warp
+constexpr int kRotationColumns = 32;                      // columns of the rotation in one step of a warp
 constexpr int64_t kMostSkinnyRows = int64_t(65535) * 16;  // a grid has 65,535 blocks of at least 16 rows
 
 // The arguments of one call; 16-bit floats as bit patterns. `in` is a multiple of kSkinnyColumns; with a
@@ -39,7 +42,7 @@ struct SkinnyProblem {
   const uint8_t* positions;  // [out, in/8]
   const uint16_t* bias;      // [out]
   const uint16_t* residual;  // [tokens, out]
-  const uint16_t* rotation;  // [out, out]
+  const uint16_t* rotation;  // [out, out], transposed
   uint16_t* y;               // [tokens, out]
   int64_t in, out;
   int tokens;
@@ -48,11 +51,12 @@ struct SkinnyProblem {
 };
 
 // Chunks in the queue of a block.
-constexpr int skinny_stages(int tiles) { return tiles == 2 ? 5 : 8; }
+constexpr int kSkinnyStages = 5;
 
 // A row of a chunk in shared memory: its values in vectors of 16 bytes, and its positions in vectors of 8.
 // Each row is a little longer than what it holds, so that the lanes that read at once read different banks.
-constexpr int kValueVectors = kSkinnyWarps * 4, kPositionVectors = kSkinnyWarps;
+constexpr int kStepValues = 32;  // of a row in a step
+constexpr int kValueVectors = kSkinnyWarps * kStepValues / 8, kPositionVectors = kSkinnyWarps;
 constexpr int value_pitch(int tiles) { return kValueVectors + (tiles == 2 ? 1 : 2); }
 constexpr int kPositionPitch = kPositionVectors + 1;
 
@@ -60,9 +64,7 @@ constexpr int kPositionPitch = kPositionVectors + 1;
 constexpr int skinny_chunk(int tiles) { return 16 * tiles * value_pitch(tiles) + 8 * tiles * kPositionPitch; }
 
 // Bytes of the queue of a block.
-constexpr int64_t skinny_shared_bytes(int tiles) {
-  return int64_t(skinny_stages(tiles)) * skinny_chunk(tiles) * 16;
-}
+constexpr int64_t skinny_shared_bytes(int tiles) { return int64_t(kSkinnyStages) * skinny_chunk(tiles) * 16; }
 
 // the sums of the warps take the place of the queue, for two tiles of tokens at most
 static_assert(kSkinnyWarps * 32 * 2 * 4 * 4 <= skinny_shared_bytes(1) &&
@@ -71,7 +73,7 @@ static_assert(kSkinnyWarps * 32 * 2 * 4 * 4 <= skinny_shared_bytes(1) &&
 // Bytes of W that are on their way to a block while it multiplies. A row has 64 bytes of values and 8 of
 // positions in a step.
 constexpr int64_t skinny_bytes_in_flight(int tiles) {
-  return int64_t(skinny_stages(tiles) - 1) * kSkinnyWarps * 16 * tiles * (64 + 8);
+  return int64_t(kSkinnyStages - 1) * kSkinnyWarps * 16 * tiles * (64 + 8);
 }
 
 struct Words4 {
@@ -83,19 +85,11 @@ __device__ Words4 words(const Vector& v) {
   return {v.x, v.y, v.z, v.w};
 }
 
-// The operands of one lane in one step of 64 columns.
-template <int kTiles, int kTokenTiles>
-struct SkinnyStep {
-  uint4 value[kTiles][2];     // 8 values of row g and of row g + 8 of a tile
-  uint2 position[kTiles][2];  // positions of all 64 columns of these rows
-  uint4 x[kTokenTiles][2];    // 8 of columns 0 … 31 of x, and 8 of columns 32 … 63
-};
-
 // The queue of the weights of a block.
 template <int kTiles>
 struct SkinnyQueue {
-  static constexpr int kStages = skinny_stages(kTiles), kThreads = kSkinnyWarps * 32, kRows = 16 * kTiles;
-  uint4* shared;  // kStages chunks: the values of all rows, then their positions
+  static constexpr int kRows = 16 * kTiles;
+  uint4* shared;  // kSkinnyStages chunks: the values of all rows, then their positions
 
   __device__ uint4* values(int stage, int row) const {
     return shared + stage * skinny_chunk(kTiles) + row * value_pitch(kTiles);
@@ -103,21 +97,10 @@ struct SkinnyQueue {
   __device__ uint2* positions(int stage, int row) const {
     return reinterpret_cast<uint2*>(values(stage, kRows)) + row * kPositionPitch;
   }
-
-  // step: of the chunk.
-  template <int kTokenTiles>
-  __device__ void read(int stage, int step, SkinnyStep<kTiles, kTokenTiles>& to) const {
-    const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
-#pragma unroll
-    for (int i = 0; i < 2 * kTiles; ++i) {
-      const int row = 2 * kTiles * g + i;
-      to.value[i / 2][i % 2] = values(stage, row)[4 * step + t];
-      to.position[i / 2][i % 2] = positions(stage, row)[step];
-    }
-  }
 };
-// What a thread loads of each chunk: in a warp the values of every kSkinnyWarps-th row, one vector a lane,
-// and eight threads the positions of a row.
+
+// What a thread loads of each chunk of a matrix: in a warp the values of every kSkinnyWarps-th row, one
+// vector a lane, and eight threads the positions of a row.
 template <int kTiles>
 struct SkinnyLoader {
   static constexpr int kRows = 16 * kTiles, kEach = kRows / kSkinnyWarps;
@@ -127,19 +110,21 @@ struct SkinnyLoader {
   int values_left, positions_left;  // vectors up to the end of the columns, from those of this thread on
 
   // The steps [begin, end) of the rows from first_row on.
-  __device__ SkinnyLoader(const SkinnyProblem& p, int64_t first_row, int64_t begin, int64_t end) {
+  // values: [rows, width]. positions: [rows, width / 4], or null for a dense matrix.
+  __device__ SkinnyLoader(const uint16_t* values, const uint8_t* positions, int64_t rows, int64_t width,
+                          int64_t first_row, int64_t begin, int64_t end) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const auto row_of_w = [&](int row) {  // results of rows beyond are not stored
-      return first_row + row < p.out ? first_row + row : p.out - 1;
+    const auto row_of = [&](int row) {  // results of rows beyond are not stored
+      return first_row + row < rows ? first_row + row : rows - 1;
     };
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      value[i] = p.values + row_of_w(i * kSkinnyWarps + warp) * (p.in / 2) + begin * 32 + 8 * lane;
+      value[i] = values + row_of(i * kSkinnyWarps + warp) * width + begin * kStepValues + 8 * lane;
     }
     const int row = threadIdx.x / kPositionVectors, vector = threadIdx.x % kPositionVectors;
-    position = p.positions + row_of_w(row) * (p.in / 8) + (begin + vector) * 8;
+    position = positions + row_of(row) * (width / 4) + (begin + vector) * 8;
     values_left = static_cast<int>(end - begin) * 4 - lane;
-    positions_left = row < kRows ? static_cast<int>(end - begin) - vector : 0;
+    positions_left = positions && row < kRows ? static_cast<int>(end - begin) - vector : 0;
   }
 
   // Starts to load the next chunk, as one group of copies; beyond the end of the columns an empty group.
@@ -163,37 +148,69 @@ struct SkinnyLoader {
   }
 };
 
-// x of the steps of a warp: each kSkinnyWarps-th step of [begin, end).
-template <int kTokenTiles>
+// x of the steps of a warp: each kSkinnyWarps-th step of [begin, end), of 32 kVectors columns. A lane has
+// eight columns of each 32 and of each tile of tokens.
+template <int kTokenTiles, int kVectors>
 struct SkinnyTokens {
+  using Step = uint4[kTokenTiles][kVectors];
   const uint16_t* from[kTokenTiles];  // null for a token that is not there
   int left;                           // steps up to the end
 
-  __device__ SkinnyTokens(const SkinnyProblem& p, int64_t begin, int64_t end) {
+  // x: [tokens, width].
+  __device__ SkinnyTokens(const uint16_t* x, int tokens, int64_t width, int64_t begin, int64_t end) {
     const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4, warp = threadIdx.x / 32;
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
       const int token = kSkinnyTokens * n + g;
-      // of 16 neighbouring columns lane t, t even, reads the first eight, and lane t + 1 the other eight
-      from[n] = token < p.tokens ? p.x + token * p.in + (begin + warp) * kSkinnyColumns + 8 * t : nullptr;
+      from[n] = token < tokens ? x + token * width + (begin + warp) * 32 * kVectors + 8 * t : nullptr;
     }
     left = static_cast<int>(end - begin) - warp;
   }
 
   // x of the next step; 0 beyond the end.
-  __device__ void load(uint4 (&x)[kTokenTiles][2]) {
+  __device__ void load(Step& x) {
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
       const bool there = from[n] && left > 0;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        x[n][half] = there ? *reinterpret_cast<const uint4*>(from[n] + 32 * half) : uint4{};
+      for (int v = 0; v < kVectors; ++v) {
+        x[n][v] = there ? *reinterpret_cast<const uint4*>(from[n] + 32 * v) : uint4{};
       }
-      if (there) from[n] += kSkinnyWarps * kSkinnyColumns;
+      if (there) from[n] += kSkinnyWarps * 32 * kVectors;
     }
     left -= kSkinnyWarps;
   }
 };
+
+// Calls multiply(stage, x) for each of the steps that this warp has of [begin, end).
+template <int kTiles, int kTokenTiles, int kVectors, class Multiply>
+__device__ void for_each_step(const SkinnyQueue<kTiles>& queue, SkinnyLoader<kTiles> matrix,
+                              SkinnyTokens<kTokenTiles, kVectors> tokens, int64_t begin, int64_t end,
+                              const Multiply& multiply) {
+  // x of so many steps is loaded ahead, in registers that the loop, unrolled, does not move: a move would
+  // wait
+  constexpr int kAhead = kTokenTiles == 1 ? 3 : 1, kUnrolled = kAhead + 1;
+  const int steps = static_cast<int>(end - begin), warp = threadIdx.x / 32;
+  __syncthreads();  // nobody reads what was in the queue before
+  for (int i = 0; i < kSkinnyStages - 1; ++i) matrix.load(queue, i);
+  typename SkinnyTokens<kTokenTiles, kVectors>::Step x[kUnrolled];
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) tokens.load(x[i]);
+  int stage = 0;
+  for (int first = 0; first < steps;) {
+#pragma unroll
+    for (int i = 0; i < kUnrolled; ++i) {
+      if (first >= steps) break;
+      tokens.load(x[(i + kAhead) % kUnrolled]);
+      wait_for_copies<kSkinnyStages - 2>();
+      __syncthreads();  // the copies of all threads are there, and nobody reads the chunk before
+      matrix.load(queue, stage == 0 ? kSkinnyStages - 1 : stage - 1);  // in the place of the chunk before
+      if (first + warp < steps) multiply(stage, x[i]);
+      stage = stage + 1 == kSkinnyStages ? 0 : stage + 1;
+      first += kSkinnyWarps;
+    }
+  }
+}
 
 // 16 bits of metadata: positions of groups t, t + 4, t + 8 and t + 12 of a row.
 __device__ inline uint32_t metadata(const uint2& positions, int t) {
@@ -211,21 +228,24 @@ __device__ inline Words4 halves_of_groups(const uint4& x, int t) {
   return upper ? Words4{first, second, x.y, x.w} : Words4{x.x, x.z, first, second};
 }
 
-// sum += the product of one step's columns.
+// sum += the product of one step of W in the queue.
 template <class E, int kTiles, int kTokenTiles>
-__device__ void add_step(const SkinnyStep<kTiles, kTokenTiles>& from, int lane,
+__device__ void add_step(const SkinnyQueue<kTiles>& queue, int stage, const uint4 (&from)[kTokenTiles][2],
                          float (&sum)[kTiles][kTokenTiles][4]) {
-  const int t = lane % 4;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
   Words4 x[kTokenTiles][2];
 #pragma unroll
   for (int n = 0; n < kTokenTiles; ++n) {
-    x[n][0] = halves_of_groups(from.x[n][0], t);
-    x[n][1] = halves_of_groups(from.x[n][1], t);
+    x[n][0] = halves_of_groups(from[n][0], t);
+    x[n][1] = halves_of_groups(from[n][1], t);
   }
 #pragma unroll
   for (int q = 0; q < kTiles; ++q) {
-    const Words4 low = words(from.value[q][0]), high = words(from.value[q][1]);
-    const uint32_t meta = metadata(from.position[q][0], t) | metadata(from.position[q][1], t) << 16;
+    const int row = 2 * kTiles * g + 2 * q;
+    const Words4 low = words(queue.values(stage, row)[4 * warp + t]),
+                 high = words(queue.values(stage, row + 1)[4 * warp + t]);
+    const uint32_t meta = metadata(queue.positions(stage, row)[warp], t) |
+                          metadata(queue.positions(stage, row + 1)[warp], t) << 16;
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
       E::template multiply_sparse<0>(sum[q][n], {low.at[0], high.at[0], low.at[1], high.at[1]},
@@ -236,104 +256,26 @@ __device__ void add_step(const SkinnyStep<kTiles, kTokenTiles>& from, int lane,
   }
 }
 
-// The operands of one lane for 32 rows of the rotation. Lane t has rows 8 t … 8 t + 7.
-template <int kTiles, int kTokenTiles>
-struct RotationStep {
-  uint32_t q[8][kTiles];  // columns from 2 kTiles g on, of eight rows; two columns in a word
-  uint4 r[kTokenTiles];   // 8 columns of the residual
-};
-
-template <int kTiles, int kTokenTiles>
-__device__ void load_rotation(const SkinnyProblem& p, int64_t first_row, int64_t first, int lane,
-                              RotationStep<kTiles, kTokenTiles>& to) {
-  const int g = lane / 4, t = lane % 4;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const uint16_t* from = p.rotation + (first + 8 * t + i) * p.out + first_row + 2 * kTiles * g;
-    if constexpr (kTiles == 2) {
-      const uint2 two = __ldcs(reinterpret_cast<const uint2*>(from));
-      to.q[i][0] = two.x;
-      to.q[i][1] = two.y;
-    } else {
-      to.q[i][0] = __ldcs(reinterpret_cast<const uint32_t*>(from));
-    }
-  }
-#pragma unroll
-  for (int n = 0; n < kTokenTiles; ++n) {
-    const int token = kSkinnyTokens * n + g;
-    to.r[n] = token < p.tokens ? *reinterpret_cast<const uint4*>(p.residual + token * p.out + first + 8 * t)
-                               : uint4{};
-  }
-}
-
-// sum += residual · rotation, over these 32 rows of the rotation, in two products of 16 rows.
+// sum += the product of one step of the transposed rotation in the queue: 32 columns, of which lane t has
+// eight neighbours, as it has of the residual; two products of 16.
 template <class E, int kTiles, int kTokenTiles>
-__device__ void add_rotation(const RotationStep<kTiles, kTokenTiles>& from,
+__device__ void add_rotation(const SkinnyQueue<kTiles>& queue, int stage, const uint4 (&from)[kTokenTiles][1],
                              float (&sum)[kTiles][kTokenTiles][4]) {
-  const auto lower = [](uint32_t a, uint32_t b) { return (a & 0xffffu) | b << 16; };
-  const auto upper = [](uint32_t a, uint32_t b) { return a >> 16 | (b & 0xffff0000u); };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const uint32_t a = from.q[4 * k][tile], b = from.q[4 * k + 1][tile], c = from.q[4 * k + 2][tile],
-                     d = from.q[4 * k + 3][tile];
-#pragma unroll
-      for (int n = 0; n < kTokenTiles; ++n) {
-        const Words4 r = words(from.r[n]);
-        E::multiply_dense(sum[tile][n], {lower(a, b), upper(a, b), lower(c, d), upper(c, d)}, r.at[2 * k],
-                          r.at[2 * k + 1]);
-      }
-    }
-  }
-}
-
-// sum += the products of the columns of W that this warp has: each kSkinnyWarps-th step of [begin, end).
-template <class E, int kTiles, int kTokenTiles>
-__device__ void add_weights(const SkinnyProblem& p, const SkinnyQueue<kTiles>& queue, int64_t first_row,
-                            int64_t begin, int64_t end, float (&sum)[kTiles][kTokenTiles][4]) {
-  constexpr int kStages = SkinnyQueue<kTiles>::kStages;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int steps = static_cast<int>(end - begin);
-  SkinnyLoader<kTiles> weights(p, first_row, begin, end);
-  SkinnyTokens<kTokenTiles> tokens(p, begin, end);
-  for (int i = 0; i < kStages - 1; ++i) weights.load(queue, i);
-  SkinnyStep<kTiles, kTokenTiles> now;
-  uint4 next[kTokenTiles][2];
-  tokens.load(next);
-  int stage = 0;
-  for (int first = 0; first < steps; first += kSkinnyWarps) {
+  for (int q = 0; q < kTiles; ++q) {
+    const int row = 2 * kTiles * g + 2 * q;
+    const Words4 low = words(queue.values(stage, row)[4 * warp + t]),
+                 high = words(queue.values(stage, row + 1)[4 * warp + t]);
 #pragma unroll
     for (int n = 0; n < kTokenTiles; ++n) {
-      now.x[n][0] = next[n][0];
-      now.x[n][1] = next[n][1];
+      const Words4 r = words(from[n][0]);
+#pragma unroll
+      for (int k = 0; k < 4; k += 2) {
+        E::multiply_dense(sum[q][n], {low.at[k], high.at[k], low.at[k + 1], high.at[k + 1]}, r.at[k],
+                          r.at[k + 1]);
+      }
     }
-    tokens.load(next);
-    wait_for_copies<kStages - 2>();
-    __syncthreads();  // the copies of all threads are there, and nobody reads the chunk before
-    weights.load(queue, stage == 0 ? kStages - 1 : stage - 1);  // in the place of the chunk before
-    if (first + warp < steps) {
-      queue.read(stage, warp, now);
-      add_step<E>(now, lane, sum);
-    }
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-  }
-}
-
-// sum += residual · rotation, over the rows of the rotation that this warp of this split has.
-template <class E, int kTiles, int kTokenTiles>
-__device__ void add_rotations(const SkinnyProblem& p, int64_t first_row, int split,
-                              float (&sum)[kTiles][kTokenTiles][4]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int64_t stride = int64_t(p.splits) * kSkinnyWarps * kRotationColumns;
-  int64_t first = (int64_t(split) * kSkinnyWarps + warp) * kRotationColumns;
-  if (first >= p.out) return;
-  RotationStep<kTiles, kTokenTiles> now, next;
-  load_rotation(p, first_row, first, lane, next);
-  for (; first < p.out; first += stride) {
-    now = next;
-    load_rotation(p, first_row, first + stride < p.out ? first + stride : first, lane, next);
-    add_rotation<E>(now, sum);
   }
 }
 
@@ -363,10 +305,19 @@ __global__ void __launch_bounds__(kSkinnyWarps * 32) sparse24_skinny(SkinnyProbl
   const int64_t first_row = static_cast<int64_t>(blockIdx.y) * 16 * kTiles;
   float sum[kTiles][kTokenTiles][4] = {};
 
-  const int64_t steps = p.in / kSkinnyColumns;
-  add_weights<E>(p, SkinnyQueue<kTiles>{dynamic_shared}, first_row, steps * split / p.splits,
-                 steps * (split + 1) / p.splits, sum);
-  if (p.rotation) add_rotations<E>(p, first_row, split, sum);
+  const SkinnyQueue<kTiles> queue{dynamic_shared};
+  const int64_t steps = p.in / kSkinnyColumns, begin = steps * split / p.splits,
+                end = steps * (split + 1) / p.splits;
+  for_each_step(queue, SkinnyLoader<kTiles>(p.values, p.positions, p.out, p.in / 2, first_row, begin, end),
+                SkinnyTokens<kTokenTiles, 2>(p.x, p.tokens, p.in, begin, end), begin, end,
+                [&](int stage, const auto& x) { add_step<E>(queue, stage, x, sum); });
+  if (p.rotation) {
+    const int64_t steps = p.out / kRotationColumns, begin = steps * split / p.splits,
+                  end = steps * (split + 1) / p.splits;
+    for_each_step(queue, SkinnyLoader<kTiles>(p.rotation, nullptr, p.out, p.out, first_row, begin, end),
+                  SkinnyTokens<kTokenTiles, 1>(p.residual, p.tokens, p.out, begin, end), begin, end,
+                  [&](int stage, const auto& r) { add_rotation<E>(queue, stage, r, sum); });
+  }
 
   __syncthreads();                                                  // nobody reads the queue any more
   auto* const of_warps = reinterpret_cast<float*>(dynamic_shared);  // [kSkinnyWarps, kSums, 32]
@@ -422,8 +373,11 @@ constexpr int skinny_splits(int64_t blocks, int64_t steps, int multiprocessors) 
 // launcher: a Launcher (common/cuda/launcher.cuh). p.out is at most kMostSkinnyRows.
 template <class E, class LauncherT>
 void run_sparse24_skinny(LauncherT& launcher, SkinnyProblem p) {
-  // two tiles of rows per block halve the reads of x; they are used if the blocks still fill the GPU
-  const bool two_tiles = p.out / 32 >= launcher.multiprocessors() / 2;
+  // Two tiles of rows a block halve the reads of x. For few tokens, which read little of x, they are used if
+  // two blocks a multiprocessor remain: one multiplies while the other waits at its barrier.
+  const int64_t least =
+      p.tokens <= kSkinnyTokens ? 2 * launcher.multiprocessors() : launcher.multiprocessors() / 2;
+  const bool two_tiles = p.out / 32 >= least;
   const auto launch = [&](auto kernel, int tiles, int tokens) {
     const int64_t rows = (p.out + 16 * tiles - 1) / (16 * tiles), groups = (p.tokens + tokens - 1) / tokens;
     p.splits = skinny_splits(rows * groups, p.in / kSkinnyColumns, launcher.multiprocessors());
