@@ -134,7 +134,8 @@ def pack_layer(layer: DecoderLayer, dense: Collection[str] = ()) -> None:
                 packed = SparseExperts.from_dense(linear.of_experts)
                 replace_weights(layer.module, layer.family, linear.spec.path, packed)
         except ValueError as error:
-            raise UserError(f'{name}: {error}: prune with `sparsity="2:4"` first') from None
+            told = str(error).replace("w must", "the weight must", 1)  # w is the name of the op's argument
+            raise UserError(f'{name}: {told}: prune with `sparsity="2:4"` first') from None
 
 
 @torch.no_grad()

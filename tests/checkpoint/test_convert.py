@@ -86,7 +86,10 @@ def test_convert_refuses(checkpoints, tmp_path, capsys):
     assert f"{dense} is dense already: name the other --format" in refused(capsys, *convert, "dense")
     assert "--format must be one of dense, packed; got 'zip'" in refused(capsys, *convert, "zip")
     line = refused(capsys, "convert", MODEL, "--out", out, "--format", "packed")
-    assert "layer 0, q_proj: w must hold at most 2 non-zeros in each 4 neighbours, row 0 has more" in line
+    assert (
+        "layer 0, q_proj: the weight must hold at most 2 non-zeros in each 4 neighbours, row 0 has more"
+        in line
+    )
     line = refused(capsys, "convert", dense, "--out", checkpoints / "packed", "--format", "packed")
     assert "is not an empty folder" in line
     assert not list(tmp_path.iterdir())

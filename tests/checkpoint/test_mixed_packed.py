@@ -154,7 +154,7 @@ def test_convert_refuses_what_is_not_2to4(checkpoints, tmp_path):
     """Without a manifest, as for a model of another tool, every linear must be 2:4."""
     other = shutil.copytree(checkpoints / "dense", tmp_path / "other")
     (other / "drot.json").unlink()
-    with pytest.raises(UserError, match="layer 0, q_proj: w must hold at most 2 non-zeros"):
+    with pytest.raises(UserError, match="layer 0, q_proj: the weight must hold at most 2 non-zeros"):
         convert(other, tmp_path / "out", "packed")
     prune("llama", tmp_path / "none", "dense", sparsity="2:4", sparsity_of={"*": "4:8"})
     with pytest.raises(UserError, match='`format="packed"` needs a linear with the sparsity 2:4'):

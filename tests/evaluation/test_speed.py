@@ -149,7 +149,7 @@ def test_mistakes(capsys, tmp_path, checkpoint):
         ([checkpoint, "--batch", "1,x"], "--batch must be whole numbers separated by commas; got '1,x'"),
         ([checkpoint, "--repeats", "0"], "--repeats must be at least 1; got 0"),
         ([tmp_path / "nothing"], "there is no such folder"),
-        ([MODEL], "layer 0, q_proj: w must hold at most 2 non-zeros"),
+        ([MODEL], "layer 0, q_proj: the weight must hold at most 2 non-zeros"),
     ]
     capsys.readouterr()  # discards the output of saving the checkpoint
     for arguments, message in cases:

@@ -222,7 +222,7 @@ def test_pickle(tmp_path):
 def test_what_cannot_be_packed():
     model = pruned_model("gpt_oss")
     model.model.layers[1].mlp.experts.down_proj[2, :3, 5] = 1.0
-    message = "^layer 1, down_proj: expert 2: w must hold at most 2 non-zeros .* row 5 has more"
+    message = "^layer 1, down_proj: expert 2: the weight must hold at most 2 non-zeros .* row 5 has more"
     with pytest.raises(UserError, match=message):
         pack_model(model)
     message = "layer 0, down_proj: the packed format needs a multiple of 8 inputs, got 20"

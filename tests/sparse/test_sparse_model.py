@@ -334,7 +334,7 @@ def test_what_cannot_be_packed():
     layer = model.model.layers[1]
     layer.self_attn.o_proj.weight[5, :3] = 1.0
     with pytest.raises(
-        UserError, match="^layer 1, o_proj: w must hold at most 2 non-zeros .* row 5 has more"
+        UserError, match="^layer 1, o_proj: the weight must hold at most 2 non-zeros .* row 5 has more"
     ):
         pack_model(model)
     for changes, message in (
