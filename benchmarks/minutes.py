@@ -11,7 +11,7 @@ so that each trains the rotations of other layers.
 
 An op takes the longest of three times at RATES: its operations, the bytes that it reads and writes, and its
 launch. Files are read and written by threads; a run waits for them as far as they take longer than its work
-(`waits`).
+(`waits`). A file comes from the disk once, and then from the main memory of the machine, if it has room.
 
 A run of one layer and a run of two give what a layer costs and what lies beside the layers. A run of a rank
 that trains no rotation gives what a training costs. ADMM takes
@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from counting import (
     DISK,
+    GPUS_OF_A_MACHINE,
     HASH,
     HOST,
     HOST_MEMORY,
@@ -156,24 +157,34 @@ def minutes_of(
             seconds[step] += value
     # a run of two layers keeps the inputs of all; a whole run may compute them again (pipeline/weigh.py)
     states = 2 * nsamples * seqlen * config["hidden_size"] / size
-    first, _ = kept_layers(count, int(KEPT_SHARE * HOST_MEMORY / states))
+    room = int(KEPT_SHARE * HOST_MEMORY / states)
+    first, _ = kept_layers(count, room)
     passes = 2 + first / count
     seconds["weigh"] *= (1 + passes) / 3
     weights, head = config["hidden_size"] * 3 * config["intermediate_size"], config["head_dim"]
     heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"])
     bytes_read = 2 * (weights + config["hidden_size"] * head * heads)
+    model = count * bytes_read
+    ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
+    # where the inputs of layers leave room, the system keeps the files in memory, and they are read there
+    gpus = min(size, GPUS_OF_A_MACHINE)
+    kept = gpus * (HOST_MEMORY - states * min(room, count)) >= model + ends
+    from_disk = bytes_read, bytes_read / PINNED
+    again = (0.0, bytes_read / HOST + bytes_read / PINNED) if kept else from_disk
+    hashed = model + ends <= WHOLE_HASH_BYTES  # the files are read for the hash, before anything else
     written, rotation = layer.written["layer"], layer.written["rotation"]
     work = sum(seconds.values()) - seconds["weigh"]
     hidden = {step: size / PINNED - seconds.get(step, 0.0) for step, size in layer.overlapping.items()}
     seconds["copies"] = layer.copied / HOST + sum(max(0.0, rest) for rest in hidden.values())
     seconds["send"] = ops["send", "all"]
-    ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
-    seconds["copies"] += waits(seconds["weigh"], (passes * bytes_read, passes * bytes_read / PINNED))
-    if count * bytes_read + ends <= WHOLE_HASH_BYTES:  # it is read for the hash
+    first_read = again if hashed else from_disk
+    weigh_reads = tuple(once + (passes - 1) * more for once, more in zip(first_read, again, strict=True))
+    seconds["copies"] += waits(seconds["weigh"], weigh_reads)  # type: ignore[arg-type]
+    if hashed:
         seconds["copies"] += bytes_read / DISK
     # a thread reads the next layer and copies it to the GPU; another copies the layer before home, writes it
     # and hashes it
-    reader, writer = (bytes_read, bytes_read / PINNED), (written, written / HASH + layer.home / HOST)
+    reader, writer = again, (written, written / HASH + layer.home / HOST)
     of_file = rotation / DISK + rotation / HASH
     beside = waits(0.0, writer)  # of the last layer
     if dense:
