@@ -61,6 +61,9 @@ class Launcher {
       // every launch, so that threads that launch other sizes at the same time do not interfere.
       C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                           static_cast<int>(shared_memory())));
+      // so that as many blocks run at once as their shared memory allows; the L1 cache gets the rest
+      C10_CUDA_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                          cudaSharedmemCarveoutMaxShared));
     }
     kernel<<<grid, block, shared_bytes, stream_>>>(args...);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
