@@ -187,8 +187,7 @@ template <int kTiles, int kTokenTiles, int kVectors, class Multiply>
 __device__ void for_each_step(const SkinnyQueue<kTiles>& queue, SkinnyLoader<kTiles> matrix,
                               SkinnyTokens<kTokenTiles, kVectors> tokens, int64_t begin, int64_t end,
                               const Multiply& multiply) {
-  // x of so many steps is loaded ahead, in registers that the loop, unrolled, does not move: a move would
-  // wait
+  // x is loaded so many steps ahead. The loop is unrolled so that no register moves: a move would wait for x
   constexpr int kAhead = kTokenTiles == 1 ? 3 : 1, kUnrolled = kAhead + 1;
   const int steps = static_cast<int>(end - begin), warp = threadIdx.x / 32;
   __syncthreads();  // nobody reads what was in the queue before
