@@ -43,6 +43,21 @@ def test_the_factor_and_the_inverse(size, dtype, tolerance, device):
     assert float((factor.double() @ exact - identity).norm() / identity.norm()) < tolerance
 
 
+def test_a_factor_with_nan_is_none_whatever_the_library_says(monkeypatch):
+    """As cuSOLVER's of a singular matrix, on an H200."""
+    real = torch.linalg.cholesky_ex
+
+    def without_a_word(matrix, *, out):
+        real(matrix, out=out)
+        out[0][..., -1, -1] = torch.nan
+        out[1].zero_()
+
+    monkeypatch.setattr(torch.linalg, "cholesky_ex", without_a_word)
+    matrices = positive_definite(5).repeat(2, 1, 1)
+    assert not cholesky_(matrices[0].clone())
+    assert cholesky_(matrices).tolist() == [False, False]
+
+
 @pytest.mark.parametrize("row", [0, BLOCK, 299])
 def test_a_matrix_that_is_not_positive_definite(row, device):
     """The row lies in the first, in a middle and in the last block."""

@@ -105,6 +105,16 @@ def test_the_steps_are_those_of_adam_on_the_kept_weights():
             torch.testing.assert_close(found, vectors[name].detach(), rtol=1e-7, atol=1e-9)
 
 
+def test_a_caller_without_gradients_recovers_the_same():
+    records = []
+    for gradients in (True, False):
+        layer, stream, targets = pruned_layer()
+        with torch.set_grad_enabled(gradients):
+            records.append(recover_layer(layer, stream, targets, config(recover_epochs=2)))
+    assert records[0].held_out_curve == records[1].held_out_curve
+    assert records[0].error_after < records[0].error_before
+
+
 def test_bfloat16_weights_add_up_small_steps():
     """Steps that are smaller than the rounding of bf16 count, because they are added up in fp32."""
     small = config(recover_epochs=12, recover_lr=6e-4)
