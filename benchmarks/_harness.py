@@ -8,6 +8,7 @@ import argparse
 import csv
 import ctypes
 import datetime
+import fcntl
 import os
 import platform
 import subprocess
@@ -167,12 +168,12 @@ def compare(timings: Mapping[str, Timing], target: str, peer: str, at_least: flo
 
 
 def append_rows(path: Path, rows: list[dict[str, object]]) -> None:
-    """Appends rows to a CSV file. A new file gets a header."""
+    """Appends rows to a CSV file, to which other processes may append too. A new file gets a header."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
     with path.open("a", newline="") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        if new:
+        if file.seek(0, os.SEEK_END) == 0:
             writer.writeheader()
         writer.writerows(rows)
 

@@ -127,6 +127,8 @@ def main() -> None:
     parser.add_argument("--paper-steps", type=int, default=5, help="steps of the paper's training to measure")
     parser.add_argument("--layers", type=int, default=3, help="layers of the larger model, at least 2")
     options = parser.parse_args()
+    if options.layers < 2:
+        parser.error("--layers must be 2 or more")
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     device, on_gpu = options.device, torch.device(options.device).type == "cuda"
@@ -178,15 +180,19 @@ def measure(
         recipe = recipe.replace(steps=options.steps)
     few = tokens[: max(2, options.nsamples // 16)]
     pruned(folder / "one", recipe.replace(steps=2), few, device)  # warms up
-    runs = {
-        name: [pruned(folder / name, recipe, tokens, device) for _ in range(options.repeats)]
-        for name in ("one", "several")
-    }
+    runs: dict[str, list[Manifest]] = {"one": [], "several": []}
+    for _ in range(options.repeats):
+        for name in ("several", "one"):  # what the first run takes longer counts for the layers
+            runs[name].append(pruned(folder / name, recipe, tokens, device))
 
     def of_each_layer(values: Callable[[Manifest], float]) -> tuple[Timing, float]:
         """What a layer takes of a figure, by pairs of runs, and the median of what a model takes once."""
-        pairs = [(values(one), values(several)) for one, several in zip(*runs.values(), strict=True)]
-        each = [max(several - one, 0.0) / (options.layers - 1) for one, several in pairs]
+        pairs = [
+            (values(one), values(several)) for one, several in zip(runs["one"], runs["several"], strict=True)
+        ]
+        each = [
+            max(several - one, 1e-9) / (options.layers - 1) for one, several in pairs
+        ]  # noise may be more
         once = [max(one - layer, 0.0) for (one, _), layer in zip(pairs, each, strict=True)]
         return timing_of(each), statistics.median(once)
 
@@ -233,7 +239,7 @@ def measure(
     hessians = hessian_seconds(config, dtype, device, tokens.numel())
     print(f"  Hessians of all inputs: {hessians:.3f} s{against_aim(aimed, 'Hessians', hessians)}")
     for phase, timing in phases.items():
-        if timing.median or of_model[phase]:
+        if max(timing.median, of_model[phase]) > 1e-6:
             print(
                 f"  {phase:<10} {timing.median:>9.3f} s  {timing.median / layer.median:>4.0%}"
                 f"  and {of_model[phase]:.3f} s a model"

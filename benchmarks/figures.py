@@ -327,7 +327,8 @@ def speeds(name: str, *functions: str) -> Callable[[], str]:
                     continue
                 others = [other for other in medians if other not in functions]
                 ratios = [f"{medians[other] / medians[ours]:.2f} × {other}" for other in others]
-                place = case[2] if case[2].startswith("NVIDIA") else f"{case[1]} threads"
+                threads = f"{case[1]} thread{'s' * (case[1] != '1')}"
+                place = case[2] if case[2].startswith("NVIDIA") else threads
                 seconds = medians[ours] / 1e6
                 time = f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.3g} ms"
                 body.append([case[0], place, ours, time, ", ".join(ratios)])
@@ -398,7 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "sparsegpt_sweep": speeds("sparsegpt_sweep", "drot"),
     "rotation_step": speeds("rotation_step", "paper"),
     "sparse24_linear": speeds("sparse24_linear", "sparse24_linear"),
-    "prune_layer": speeds("prune_layer", "drot", "drot, 50 steps"),
+    "prune_layer": speeds("prune_layer", "drot", "drot, 50 steps", "drot, 100 steps"),
     "tiny_llama": tiny_llama,
     "swiglu_rotate": speeds("swiglu_rotate", "drot"),
     "generate": generate,

@@ -1,4 +1,4 @@
-"""Every command of drot on a GPU with the embedded model: a line each, with its exit status and its seconds.
+"""The commands of drot on a GPU with the embedded model: a line each, with its exit status and its seconds.
 
 The commands of a chain run one after the other, as each needs the result of the one before; the chains run
 side by side. Exit status 1 if a command failed. It times nothing: the seconds are those beside the others.
@@ -89,7 +89,7 @@ def run(arguments: Sequence[str]) -> bool:
         status, said = str(done.returncode), (done.stdout + done.stderr).strip().splitlines()[-1:]
     except subprocess.TimeoutExpired:
         status, said = "ended", []
-    right = status == "0" or killed
+    right = status in (("0", "ended") if killed else ("0",))
     seconds = time.monotonic() - started
     print(f"{status:>5} {seconds:>4.0f} s  drot {' '.join(arguments[:4])}", *said, flush=True)
     if not right:

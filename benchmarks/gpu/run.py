@@ -15,6 +15,7 @@ Exit status: 0 if every stage passed; 1 if one failed, or had too little time; 2
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -78,6 +79,7 @@ class Run:
         self.outcomes: dict[str, Outcome] = {}
         self._told = threading.Lock()
         self._processes: set[subprocess.Popen[bytes]] = set()
+        self._stopped = False
         (work / "logs").mkdir(exist_ok=True)
         # first the checkout, then what the caller has added, such as packages that the machine lacks
         path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -126,8 +128,9 @@ class Run:
             try:
                 return list(pool.map(self.stage, stages))
             except KeyboardInterrupt:  # otherwise the pool waits for the stages
+                self._stopped = True
                 for process in self._processes.copy():
-                    end(process)
+                    signal_all(process, signal.SIGTERM)
                 raise
 
     def _call(self, stage: Stage) -> Outcome:
@@ -141,6 +144,8 @@ class Run:
                 start_new_session=True,
             )  # fmt: skip
             self._processes.add(process)
+            if self._stopped:  # while the process was started
+                signal_all(process, signal.SIGTERM)
             try:
                 status: int | None = process.wait(min(stage.seconds, self.deadline - started))
             except subprocess.TimeoutExpired:
@@ -149,7 +154,8 @@ class Run:
                 end(process)
                 self._processes.discard(process)
         seconds = round(time.monotonic() - started)
-        text = shorten(log)
+        with self._told:  # nobody packs the log meanwhile
+            text = shorten(log)
         end_of_log = 0 if status == 0 else LAST_LINES
         before = text[: len(text) - end_of_log]
         lines = [line for line in before if SHOWN.search(line)][-MOST_SHOWN:] + text[len(before) :]
@@ -193,11 +199,15 @@ class Run:
 def end(process: subprocess.Popen[bytes]) -> None:
     """Ends a process and those that it has started."""
     for what in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, what)
+        signal_all(process, what)
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(5)
-        except (ProcessLookupError, subprocess.TimeoutExpired):
-            continue
+
+
+def signal_all(process: subprocess.Popen[bytes], what: signal.Signals) -> None:
+    """Sends a signal to a process and to those that it has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, what)
 
 
 def shorten(log: Path) -> list[str]:

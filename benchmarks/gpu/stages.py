@@ -1,7 +1,4 @@
-"""The stages of on_gpu.sh in their order: first what shows whether drot works at all, last what is slow.
-
-An H200 with 16 CPU cores took 75 seconds for everything up to the tests, side by side.
-"""
+"""The stages of on_gpu.sh in their order: first what shows whether drot works at all, last what is slow."""
 
 import sys
 from dataclasses import dataclass
@@ -32,7 +29,7 @@ class Stage:
     seconds: the longest that it may take. It starts only if so much time is left.
     command: its arguments; the first is a program.
     needs: the programs without which it is skipped.
-    beside: whether it may run beside its neighbours of which the same is true, since it times nothing.
+    beside: whether it may run beside its neighbours of which the same is true: it compares no times.
     """
 
     name: str

@@ -222,10 +222,12 @@ class DecoderModel:
         """
         recorders = [_Recorder(layer.module) for layer in self.layers]
         stand_ins = {self.family.layers: nn.ModuleList(recorders), self.family.final_norm: nn.Identity()}
-        before = {path: self._replace(path, module) for path, module in stand_ins.items()}
         backbone = module_at(self.model, self.family.layers.rpartition(".")[0])
+        before: dict[str, nn.Module] = {}
         inputs = None
         try:
+            for path, module in stand_ins.items():
+                before[path] = self._replace(path, module)
             with self.in_memory(*self.family.embeddings):
                 device = self.embedding.weight.device
                 for index, row in enumerate(tokens):

@@ -89,7 +89,7 @@ def test_every_command_line_is_understood(
 def test_the_commands_of_the_stage_commands_are_understood(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each command line is parsed, and each command of drot that takes a device is there."""
+    """Each command line is parsed. The commands that are missing start servers or repeat the others."""
     monkeypatch.syspath_prepend(str(BENCHMARKS / "gpu"))
     import commands
 
