@@ -187,12 +187,9 @@ def measure(
 
     def of_each_layer(values: Callable[[Manifest], float]) -> tuple[Timing, float]:
         """What a layer takes of a figure, by pairs of runs, and the median of what a model takes once."""
-        pairs = [
-            (values(one), values(several)) for one, several in zip(runs["one"], runs["several"], strict=True)
-        ]
-        each = [
-            max(several - one, 1e-9) / (options.layers - 1) for one, several in pairs
-        ]  # noise may be more
+        pairs = [*zip(map(values, runs["one"]), map(values, runs["several"]), strict=True)]
+        # noise may exceed the difference
+        each = [max(several - one, 1e-9) / (options.layers - 1) for one, several in pairs]
         once = [max(one - layer, 0.0) for (one, _), layer in zip(pairs, each, strict=True)]
         return timing_of(each), statistics.median(once)
 

@@ -168,9 +168,9 @@ def minutes_of(
     ends = 2 * 2 * config["vocab_size"] * config["hidden_size"]
     # where the inputs of layers leave room, the system keeps the files in memory, and they are read there
     gpus = min(size, GPUS_OF_A_MACHINE)
-    kept = gpus * (HOST_MEMORY - states * min(room, count)) >= model + ends
+    stays = gpus * (HOST_MEMORY - states * min(room, count)) >= model + ends
     from_disk = bytes_read, bytes_read / PINNED
-    again = (0.0, bytes_read / HOST + bytes_read / PINNED) if kept else from_disk
+    again = (0.0, bytes_read / HOST + bytes_read / PINNED) if stays else from_disk
     hashed = model + ends <= WHOLE_HASH_BYTES  # the files are read for the hash, before anything else
     written, rotation = layer.written["layer"], layer.written["rotation"]
     work = sum(seconds.values()) - seconds["weigh"]
@@ -178,8 +178,8 @@ def minutes_of(
     seconds["copies"] = layer.copied / HOST + sum(max(0.0, rest) for rest in hidden.values())
     seconds["send"] = ops["send", "all"]
     first_read = again if hashed else from_disk
-    weigh_reads = tuple(once + (passes - 1) * more for once, more in zip(first_read, again, strict=True))
-    seconds["copies"] += waits(seconds["weigh"], weigh_reads)  # type: ignore[arg-type]
+    size_read, other = (once + (passes - 1) * more for once, more in zip(first_read, again, strict=True))
+    seconds["copies"] += waits(seconds["weigh"], (size_read, other))
     if hashed:
         seconds["copies"] += bytes_read / DISK
     # a thread reads the next layer and copies it to the GPU; another copies the layer before home, writes it

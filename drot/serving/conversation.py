@@ -87,10 +87,10 @@ class Conversation:
             shown.append(piece)
             show(piece)
 
-        cuda_graph = is_gpu(self.model.device)
-        compiled = (
-            compiled_settings(tokens + room, self.context, cuda_graph=cuda_graph) if self.compiled else {}
-        )
+        compiled: dict[str, Any] = {}
+        if self.compiled:
+            graph = is_gpu(self.model.device)
+            compiled = compiled_settings(tokens + room, self.context, cuda_graph=graph)
         try:
             self.model.generate(
                 **inputs.to(self.model.device),
