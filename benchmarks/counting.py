@@ -51,8 +51,6 @@ LAUNCH, WAIT = 10e-6, 30e-6
 #: seconds until a collective call begins to send: between machines, and within; and of a number or an object,
 #: which the CPUs send. Estimates.
 LATENCY, MESSAGE = (60e-6, 30e-6), 0.5e-3
-#: seconds until the first step: imports, the text, the first use of the GPU
-START = 20.0
 #: its bytes of memory, by which a run decides what stays there
 GPU_MEMORY = 80e9
 #: main memory for each GPU, as in a DGX H100, for the inputs of layers that a backward pass needs

@@ -93,7 +93,8 @@ def layer_gradients(
     for group in layer.groups:  # of the linears of a group that no output depends on, and of experts
         key = key_of(layer, group)
         if group.expert is not None and key not in means:
-            means[key] = gradient.float().square().mean(-1)
+            norms = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
+            means[key] = norms.square() / gradient.shape[-1]
         elif key not in means:
             means[key] = torch.zeros(shape, device=hidden.device)
     return found, means
@@ -109,7 +110,9 @@ def _squares(layer: DecoderLayer) -> Iterator[dict[str, Tensor]]:
 
     def hook(key: str, share: float) -> Any:
         def see_gradient(gradient: Tensor) -> None:
-            squares = gradient.reshape(-1, gradient.shape[-1]).float().square().sum(-1) * share
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            # the norm reads the gradient once, in its own dtype
+            squares = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32).square() * share
             found[key] = found[key] + squares if key in found else squares
 
         def see_output(module: Any, args: Any, output: Tensor) -> None:

@@ -19,10 +19,10 @@ T = TypeVar("T")
 
 #: the key of a JSON file's own digest
 DIGEST = "digest"
-#: The weights of a model are hashed whole up to this size in bytes. One core hashes about 1 GB a second, so
-#: this takes half a minute, against hours of pruning. For larger models only the first and the last
-#: SAMPLE_BYTES of each tensor are hashed.
-WHOLE_HASH_BYTES = 32 * 2**30
+#: The weights of a model are hashed whole up to this size in bytes, which takes a second or two. Of larger
+#: models only the first and the last SAMPLE_BYTES of each tensor are hashed: a run waits for this hash, and
+#: a whole 8B model would have to be read from the disk once more.
+WHOLE_HASH_BYTES = 2 * 2**30
 SAMPLE_BYTES = 2**20
 CHUNK_BYTES = 2**22
 

@@ -25,6 +25,8 @@ from drot.model.sizes import HeadShape
 
 #: Largest accepted error ‖rotated − original‖ / ‖original‖, in fp32.
 TOLERANCE = 1e-4
+#: `ModelCheck` takes this many tokens at most: a rotation that is wrong is wrong at every token.
+CHECKED_TOKENS = 512
 
 
 class InvarianceError(RuntimeError):
@@ -161,7 +163,8 @@ def check_layer(
 
 
 class ModelCheck:
-    """The relative error, in fp32, of a rotated model on `tokens` [1, seqlen]. `model` is not changed.
+    """The relative error, in fp32, of a rotated model on `tokens` [1, seqlen], of which it takes the first
+    CHECKED_TOKENS. `model` is not changed.
 
     The caller gives its layers, in their order, to `pass_through`, and then asks for `logit_error`;
     `of_all_layers` does both.
@@ -187,7 +190,7 @@ class ModelCheck:
         self._rotates = rotates = model.family.rotates_stream
         # of a shared R1 each boundary matrix is the identity
         self._bases = Bases(bases.place or ("input" if rotates else "inside"), bases.layers)
-        self._stream = _embedded(model, tokens, device)
+        self._stream = _embedded(model, tokens[:, :CHECKED_TOKENS], device)
         size = down_block or 0
         downs = [layer.down_inputs() // size if size else 0 for layer in model.layers]
         options: dict[str, Any] = {"size": size, "keeps_ones": model.family.layer_norm}
