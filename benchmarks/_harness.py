@@ -194,10 +194,10 @@ def machine(device: str) -> str:
     return f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-def commit() -> str:
+def commit(checkout: Path = ROOT) -> str:
     """DROT_COMMIT, or the short hash of the checkout, with a + if it has changes; `unknown` without git."""
-    if given := os.environ.get("DROT_COMMIT"):
+    if checkout == ROOT and (given := os.environ.get("DROT_COMMIT")):
         return given
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty=+", "--exclude=*"]
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+", "--exclude=*"]
     described = subprocess.run(command, capture_output=True, text=True)
     return described.stdout.strip() or "unknown"

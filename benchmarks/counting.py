@@ -108,7 +108,7 @@ class CountedRanks(Ranks):
         self._waited += MESSAGE
         for tensor in _tensors(result):  # to the GPU of the sender, and home from those of the others
             self._send(self._of_others * tensor.nbytes)
-            self._waited += ((not tensor.is_meta) + (device == CPU)) * tensor.nbytes / HOST
+            self._waited += ((not tensor.is_meta) + (device == CPU)) * tensor.nbytes / PINNED
         return tree_map_only(Tensor, lambda tensor: torch.empty_like(tensor, device=device), result)
 
     def same(self, tensors: Any) -> bool:
@@ -316,7 +316,7 @@ class CountedFiles:
     def save(self, name: str, tensors: Mapping[str, Tensor], record: Any) -> None:
         self.save_later({name: (tensors, record)})
 
-    def read_ahead(self, name: str) -> None:
+    def read_ahead(self, name: str, device: torch.device) -> None:
         self._coming = name
 
     def loaded(self, name: str) -> Mapping[str, Tensor]:

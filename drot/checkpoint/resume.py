@@ -18,7 +18,7 @@ from drot.core.errors import UserError
 from drot.core.files import new_file, write_json, writing
 from drot.core.hashes import DIGEST, FileRecord, damage, digest_fits, file_record, with_digest
 from drot.core.reading import read_json
-from drot.machine.transfer import background_thread, copied_home
+from drot.machine.transfer import background_thread, copied_home, in_main_memory
 
 logger = logging.getLogger("drot")
 
@@ -297,11 +297,21 @@ class RunState:
             )
         return found[0]
 
-    def read_ahead(self, name: str) -> None:
-        """Reads the part `name` in a thread, for `loaded`, if it is written. One part is kept at a time."""
+    def read_ahead(self, name: str, device: torch.device) -> None:
+        """Reads the part `name` in a thread, for `loaded`, if it is written. One part is kept at a time.
+
+        device: where the caller needs the tensors. They lie in main memory, pinned for a GPU.
+        """
         assert self._reader is not None, "`read_ahead` needs the context `saving`"
+
+        def read() -> tuple[dict[str, torch.Tensor], Any] | None:
+            if (found := self._read(name)) is None:
+                return None
+            tensors, record = found
+            return {key: in_main_memory(tensor, device) for key, tensor in tensors.items()}, record
+
         if name in self._parts and name not in self._ahead:
-            self._ahead = {name: self._reader.submit(self._read, name)}
+            self._ahead = {name: self._reader.submit(read)}
 
     def discard(self) -> None:
         """Deletes the folder. Called after the checkpoint was written."""

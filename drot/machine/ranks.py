@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from drot.core.errors import ToldElsewhere, UserError
 from drot.core.torchrun import world_size
 from drot.machine.devices import is_gpu
+from drot.machine.transfer import in_main_memory
 
 Value = TypeVar("Value")
 
@@ -169,7 +170,8 @@ class Ranks:
 
         Tensors in dicts, lists and tuples go from GPU to GPU.
 
-        device: where the other ranks get them: in main memory, or on the GPU of each.
+        device: where the other ranks get them: in main memory, or on the GPU of each; `meta` for a rank
+            that needs their shapes alone.
         """
         assert self._group is None, "values go between all ranks"
         if self.size == 1:
@@ -208,7 +210,9 @@ class Ranks:
             there = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
         with self._alive():
             dist.broadcast(there.flatten().view(torch.uint8), src=rank)
-        return tensor if self.rank == rank and not is_gpu(device) else there.to(device)
+        if self.rank == rank and not is_gpu(device):
+            return tensor
+        return in_main_memory(there) if device == CPU else there.to(device)
 
     def on_first(self, function: Callable[[], Value]) -> Value:
         """As `on_rank` for rank 0."""

@@ -200,6 +200,17 @@ def empty_on_host(shape: Sequence[int], dtype: torch.dtype, device: torch.device
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=is_gpu(device))
 
 
+def in_main_memory(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    """The tensor in main memory, pinned if it comes from a GPU or goes to the GPU `device`.
+
+    A GPU copies pinned memory several times as fast.
+    """
+    other = tensor.device if device is None else device
+    if tensor.device.type == "cpu" and not is_gpu(other):
+        return tensor
+    return empty_on_host(tensor.shape, tensor.dtype, other).copy_(tensor)
+
+
 @contextlib.contextmanager
 def _in_stream(stream: torch.Stream) -> Iterator[None]:
     """A context whose ops run in `stream`, and which touches no other GPU.

@@ -287,12 +287,15 @@ class DecoderLayer:
             for part, r3 in zip(parts, rotation.r3.split([len(one.weight) for one in parts]), strict=True):
                 part.weight.copy_(r3)
         if boundary is not None:
-            self.hold(boundary)
+            self.hold(boundary, ranks)
 
     @torch.no_grad()
-    def hold(self, boundary: Boundary) -> None:
-        """Lets the layer apply the matrix of `boundary`, in the dtype and on the device of its weights."""
-        matrix = boundary.to(self.device).matrix()
+    def hold(self, boundary: Boundary, ranks: Ranks = ALONE) -> None:
+        """Lets the layer apply the matrix of `boundary`, in the dtype and on the device of its weights.
+
+        ranks: as in `rotate`.
+        """
+        matrix = boundary.to(self.device).matrix(ranks)
         self.expect_boundary(boundary.place).weight.copy_(matrix.T)
 
     def expect_boundary(self, place: BoundaryPlace) -> nn.Linear:

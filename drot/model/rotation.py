@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from drot.config import BoundaryPlace
+from drot.machine.ranks import ALONE, Ranks
 from drot.model.family import InputGroup, LinearSpec
 from drot.model.sizes import HeadShape
 
@@ -133,10 +134,13 @@ class Boundary:
     r1: Tensor | None
     next_r1: Tensor
 
-    def matrix(self) -> Tensor:
-        """Q [d, d] in fp64."""
+    def matrix(self, ranks: Ranks = ALONE) -> Tensor:
+        """Q [d, d] in fp64. Each of `ranks` computes its rows."""
         following = self.next_r1.double()
-        return following if self.r1 is None else self.r1.double().T @ following
+        if self.r1 is None:
+            return following
+        rows = ranks.share(len(following))
+        return ranks.gather_rows(self.r1[:, rows].double().T @ following)
 
     def to(self, device: torch.device | str) -> "Boundary":
         r1 = None if self.r1 is None else self.r1.to(device)
@@ -242,15 +246,22 @@ def rotated_weight(
     return weight
 
 
-def rotated_hessian(group: InputGroup, hessian: Tensor, rotation: LayerRotation, shape: HeadShape) -> Tensor:
+def rotated_hessian(
+    group: InputGroup, hessian: Tensor, rotation: LayerRotation, shape: HeadShape, ranks: Ranks = ALONE
+) -> Tensor:
     """RᵀHR, the Hessian [in, in] of an input group in the basis of its rotated inputs, in the dtype of H.
 
     Or [experts, in, in] of those of several experts, of which `group` is of the first. R is R1, blockdiag(R2)
-    over the query heads, R3, or 1. Where it is 1, H itself is returned.
+    over the query heads, R3, or 1. Where it is 1, H itself is returned. Of an R1, each of `ranks` computes
+    its rows of the result.
     """
     experts = len(hessian) if hessian.dim() > 2 else None
     if (blocks := rotation.of_input(group.linears[0], shape, hessian.shape[-1], experts)) is None:
         return hessian
+    if ranks.size > 1 and len(blocks) == 1 and experts is None:
+        columns = blocks[0][:, ranks.share(hessian.shape[-1])]
+        # the columns of the symmetric result are its rows
+        return ranks.gather_rows((blocks[0].T @ (hessian @ columns)).T)
     return rotate_left(blocks, rotate_right(hessian, blocks))
 
 

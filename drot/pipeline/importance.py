@@ -56,7 +56,8 @@ class GroupImportance:
         after = self._hessian_after
         if self._rotation is None:
             return after
-        before = rotated_hessian(self._group, after.matrix, self._rotation.inverse, self._shape)
+        inverse, ranks = self._rotation.inverse, after.ranks
+        before = rotated_hessian(self._group, after.matrix, inverse, self._shape, ranks)
         if before is after.matrix:
             return after
         return InputHessian(before, after.damping, after.average, after.ranks)

@@ -214,7 +214,9 @@ class ModelCheck:
             known[layer.index + 1] = following.to(self._device)
         boundary = self._bases.held(layer.index, known)
         if boundary is not None and boundary.place == "input":
-            self._rotated.rotate(boundary.matrix())
+            assert boundary.r1 is not None
+            self._rotated.rotate(boundary.r1.T)  # two products with few tokens, and none of the matrices
+            self._rotated.rotate(boundary.next_r1)
             boundary = None
         check_layer(layer, self._stream, known[layer.index], self._rotated, boundary, self._ranks)
         known.pop(layer.index - 1, None)

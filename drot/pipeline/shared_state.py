@@ -45,9 +45,10 @@ class SharedState:
         found = self._ranks.on_rank(0, lambda: self._first.loaded(name), device)
         return {key: tensor.to(device) for key, tensor in found.items()}
 
-    def read_ahead(self, name: str) -> None:
+    def read_ahead(self, name: str, device: torch.device) -> None:
+        """As RunState.read_ahead, for `loaded` with `device`."""
         if self.own is not None:
-            self.own.read_ahead(name)
+            self.own.read_ahead(name, device)
 
     def save(self, name: str, tensors: dict[str, Tensor], record: Any) -> None:
         if self.own is not None:

@@ -181,7 +181,7 @@ def finish(run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotati
     if boundary is not None and work.restored:
         layer.apply_boundary("input")
     elif boundary is not None:
-        layer.hold(boundary)
+        layer.hold(boundary, run.ranks.of_machine)
     with run.during("save", layer):
         return as_saved(layer, run.save_dtype, run.dense_linears)
 

@@ -140,6 +140,7 @@ def train_layers(
     """
     done: dict[int, dict[str, Any]] = {}
     trained: dict[int, LayerRotation] = {}
+    keeps = torch.device("cpu" if state is None or state.own is not None else "meta")
     for index in range(run.bases.layers):
         if saved := state.load(_part_of(index)) if state else None:
             done[index] = saved[1]
@@ -153,7 +154,7 @@ def train_layers(
                 own = rotation.named(PREFIX), record | {"damping": damping}
         parts = {}
         for rank, index in enumerate(batch):
-            tensors, done[index] = run.ranks.on_rank(rank, lambda: own)
+            tensors, done[index] = run.ranks.on_rank(rank, lambda: own, keeps)
             if state is None:
                 trained[index] = LayerRotation.from_tensors(tensors, PREFIX).to("cpu")
             elif state.own is not None:  # the other ranks keep none
@@ -173,7 +174,8 @@ def train_layers(
     if state is None:
         rotations = _with_own_r3(run, trained)
     else:
-        rotations = saved_rotations(run, partial(state.loaded, device=run.device), state.read_ahead)
+        there = {"device": run.device}
+        rotations = saved_rotations(run, partial(state.loaded, **there), partial(state.read_ahead, **there))
     return rotations, dict(sorted(done.items()))
 
 

@@ -41,7 +41,7 @@ def test_a_rotation_is_written_once_and_read_once(boundary, files, tmp_path, mon
     rotations = [read[f"rotation_{index:05d}"] for index in range(5)]
     # a layer that writes in the basis of the next one needs the R3 of that one
     assert rotations == ([2, 1, 1, 1, 2] if boundary == "input" else [2, 2, 1, 1, 2])
-    monkeypatch.setattr(RunState, "read_ahead", lambda self, name: None)
+    monkeypatch.setattr(RunState, "read_ahead", lambda self, name, device: None)
     prune(small_model("llama", num_hidden_layers=5), chosen, out=tmp_path / "loaded")
     assert saved_bytes(tmp_path / "loaded") == saved_bytes(result.out)
 
