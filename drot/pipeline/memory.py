@@ -58,7 +58,10 @@ def main_memory(
     rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
     of_batches = 0
     if ranks.size > 1 and recipe.rotation.hessians == "dense" and not (rotations_given or shared):
-        of_batches = (min(layers, 2 * ranks.size) - kept) * rotation
+        most = max(
+            rotation_bytes(sizes, names, recipe.rotation.down_block, pinned=pinned) for names in sizes.names
+        )
+        of_batches = (min(layers, 2 * ranks.size) - kept) * most
     return count * max(needed + rotations, loaded) + of_batches
 
 
@@ -108,10 +111,13 @@ def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:
     return round(numbers * getattr(torch, rotation.product_dtype).itemsize)
 
 
-def rotation_bytes(sizes: Sizes, linears: Collection[str], down_block: int | None) -> int:
+def rotation_bytes(
+    sizes: Sizes, linears: Collection[str], down_block: int | None, *, pinned: bool = False
+) -> int:
     """The bytes of the rotation of a layer in fp64: R1, the R2 of each head of keys, and R3.
 
-    linears: those of the layer.
+    linears: those of the layer. pinned: as in `state_bytes`.
     """
     r1, r2 = sizes.hidden**2, sizes.heads.kv_heads * sizes.heads.head_dim**2
-    return 8 * (r1 + r2 + sizes.down_inputs(linears) * (down_block or 0))
+    parts = [8 * count for count in (r1, r2, sizes.down_inputs(linears) * (down_block or 0))]
+    return sum(map(pinned_bytes, parts)) if pinned else sum(parts)

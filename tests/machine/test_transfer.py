@@ -13,7 +13,14 @@ from small_models import random_tokens, small_model
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.machine import transfer
-from drot.machine.transfer import CopiesHome, ahead, background_thread, empty_on_host, on_device
+from drot.machine.transfer import (
+    CopiesHome,
+    ahead,
+    background_thread,
+    empty_on_host,
+    in_main_memory,
+    on_device,
+)
 from drot.model.decoder import DecoderModel
 
 CPU, ELSEWHERE = torch.device("cpu"), torch.device("meta")
@@ -262,3 +269,18 @@ def test_a_background_thread_computes_on_one_core_and_leaves_the_others_to_the_c
             assert other.submit(torch.get_num_threads).result() == 2
     finally:
         torch.set_num_threads(threads)
+
+
+def test_main_memory_is_pinned_for_a_gpu(monkeypatch):
+    """A tensor that stays on the CPU is not copied; for a GPU it is copied to where the GPU copies fast."""
+    tensor, pinned = torch.arange(6.0).view(2, 3), []
+    monkeypatch.setattr(transfer, "is_gpu", lambda device: device == ELSEWHERE)
+
+    def empty(shape, dtype, device):
+        pinned.append(device)
+        return torch.empty(shape, dtype=dtype)
+
+    monkeypatch.setattr(transfer, "empty_on_host", empty)
+    assert in_main_memory(tensor) is tensor and in_main_memory(tensor, CPU) is tensor
+    copy = in_main_memory(tensor, ELSEWHERE)
+    assert copy is not tensor and torch.equal(copy, tensor) and pinned == [ELSEWHERE]

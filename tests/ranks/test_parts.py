@@ -7,8 +7,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_models import small_model
 
 from drot.machine.ranks import ALONE, Ranks
+from drot.model.decoder import DecoderModel
+from drot.model.rotation import Boundary, rotated_hessian
+from drot.pipeline.invariance import random_rotation
 from drot.pipeline.recover import _Batches
 from drot.rotation.work import work_of_ranks
 
@@ -65,3 +69,30 @@ def test_a_process_alone_sends_nothing():
     assert not ALONE.sent
     assert ALONE.gather_rows(rows) is rows and ALONE.total(2) == 2 and ALONE.each("a") == ["a"]
     assert ALONE.on_first(lambda: 5) == 5 and ALONE.same([rows]) and ALONE.who_ended() is None
+
+
+class OwnRows(Ranks):
+    """A rank that sends nothing: what it would gather are its own rows."""
+
+    def gather_rows(self, rows):
+        return rows
+
+
+def test_ranks_compute_rows_of_a_rotated_hessian_and_of_a_boundary():
+    """The rows of all ranks are RᵀHR and R1ᵀ R1', computed here as one product in fp64."""
+    layer = DecoderModel(small_model("llama")).layers[0]
+    group = next(each for each in layer.groups if each.linears[0].input == "r1")
+    rotation, following = (draw_orthogonal(seed, layer) for seed in (1, 2))
+    x = torch.randn(50, len(rotation.r1), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    hessian, r1 = x.T @ x, rotation.r1
+    boundary = Boundary("input", r1, following.r1)
+    ranks = [OwnRows(rank, 3) for rank in range(3)]
+    rows = [rotated_hessian(group, hessian, rotation, layer.heads, each) for each in ranks]
+    torch.testing.assert_close(torch.cat(rows), torch.einsum("ai,ab,bj->ij", r1, hessian, r1))
+    rows = [boundary.matrix(each) for each in ranks]
+    torch.testing.assert_close(torch.cat(rows), torch.einsum("ai,aj->ij", r1, following.r1))
+    assert torch.equal(boundary.matrix(), r1.T @ following.r1)
+
+
+def draw_orthogonal(seed, layer):
+    return random_rotation(len(layer.norms[0].weight), layer.heads, torch.Generator().manual_seed(seed))
