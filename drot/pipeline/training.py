@@ -174,8 +174,9 @@ def train_layers(
     if state is None:
         rotations = _with_own_r3(run, trained)
     else:
-        there = {"device": run.device}
-        rotations = saved_rotations(run, partial(state.loaded, **there), partial(state.read_ahead, **there))
+        rotations = saved_rotations(
+            run, partial(state.loaded, device=run.device), partial(state.read_ahead, device=run.device)
+        )
     return rotations, dict(sorted(done.items()))
 
 
