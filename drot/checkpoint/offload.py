@@ -5,7 +5,6 @@ The model is a skeleton: its parameters lie on the device `meta`, which holds no
 
 import contextlib
 import json
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +24,7 @@ from drot.checkpoint.load import (
     refuse_superfluous,
     silent_transformers,
 )
+from drot.checkpoint.pieces import PieceReader
 from drot.checkpoint.quantization_config import (
     STORED_DTYPES,
     drot_config_of,
@@ -45,7 +45,6 @@ from drot.core.errors import UserError
 from drot.core.hashes import Ends, ends_of
 from drot.machine.devices import parse_dtype
 from drot.machine.memory import available_memory, return_large_blocks
-from drot.machine.transfer import empty_on_host
 from drot.model.boundary import check_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.families import family_of
@@ -62,8 +61,6 @@ if TYPE_CHECKING:
 
 #: bytes of the number in front of a safetensors header, which is the length of the header
 LENGTH_BYTES = 8
-#: bytes that are read at a time
-CHUNK_BYTES = 2**24
 #: a model whose weights, times this, exceed the free memory: the C library then keeps nothing that was freed
 FEW_TIMES = 4
 #: the dtypes in safetensors files that drot reads
@@ -85,10 +82,7 @@ class DiskWeights:
     ) -> None:
         self._path, self._headers, self._stored = path, headers, stored
         self._starts: dict[str, int] = {}
-        #: type of a device → what is read for it next, pinned for a GPU. It is made once, since pieces of
-        #: memory between the layers leave gaps that the C library does not use again.
-        self._scratch: dict[str, Tensor] = {}
-        self._lock = threading.Lock()
+        self._reader = PieceReader()
         for file in {header.file for header in headers.values()}:
             self._starts |= _starts(file)
 
@@ -96,7 +90,7 @@ class DiskWeights:
     def read_layer(self, layer: DecoderLayer, device: torch.device) -> None:
         """Reads the tensors of a layer on the device `meta` to `device`, in the dtypes of the layer.
 
-        For a GPU, no more than CHUNK_BYTES of them are in main memory at a time.
+        For a GPU, no more than the pieces of a PieceReader are in main memory at a time.
 
         Raises UserError for a tensor that is damaged, as one that is not finite, and for a file that was
         changed.
@@ -158,14 +152,10 @@ class DiskWeights:
         first: the value of a tensor with which its target begins.
         """
         for name, target in targets.items():
-            stored, kind = self._name(name), target.device.type
-            header = self._headers[stored]
-            with self._lock:
-                if kind not in self._scratch:
-                    self._scratch[kind] = empty_on_host((CHUNK_BYTES,), torch.uint8, target.device)
-                dtype = DTYPES[header.dtype]
-                start = self._starts[stored] + first * dtype.itemsize
-                _read_into(target, header.file, start, dtype, self._scratch[kind])
+            stored = self._name(name)
+            header, dtype = self._headers[stored], DTYPES[self._headers[stored].dtype]
+            start = self._starts[stored] + first * dtype.itemsize
+            self._reader.read(target, header.file, start, dtype)
             refuse_not_finite(self._path, name, target)
 
 
@@ -179,28 +169,6 @@ def _starts(file: Path) -> dict[str, int]:
         for name, entry in header.items()
         if name != "__metadata__"
     }
-
-
-def _read_into(target: Tensor, file: Path, start: int, dtype: torch.dtype, scratch: Tensor) -> None:
-    """Reads a tensor of `dtype` from the byte `start` of `file`, through `scratch`.
-
-    Raises UserError if the file is too short.
-    """
-    try:
-        with file.open("rb", buffering=0) as handle:
-            handle.seek(start)
-            for part in target.view(-1).split(len(scratch) // dtype.itemsize):
-                stored = scratch[: part.numel() * dtype.itemsize]
-                left = stored.numpy().data
-                while left and (count := handle.readinto(left)):
-                    left = left[count:]
-                if left:
-                    raise UserError(
-                        f"{file} was changed while drot read it, and is too short now: copy it again"
-                    )
-                part.copy_(stored.view(dtype).to(part.device))  # a GPU casts there
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error.strerror}") from None
 
 
 def open_skeleton(
