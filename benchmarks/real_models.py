@@ -69,7 +69,7 @@ RECORDS: dict[str, Recipe] = {
     **{name: RECIPES[f"full, one shot, {name}"] for name in ("wanda 2:4", "magnitude 2:4")},
     **{name: RECIPES[f"full, one shot, {name}"] for name in ("sparsegpt 4:8", "sparsegpt 0.5")},
 }
-#: the end of the names of recipes after which the kept weights are trained on the calibration text (`distilled`)
+#: the end of the names of recipes after which `distilled` trains the kept weights
 DISTILLED = ", distilled"
 RECORDS |= {f"full, {quality}{DISTILLED}": RECIPES[f"full, {quality}"] for quality in QUALITIES}
 
@@ -153,8 +153,9 @@ def main() -> None:
             started = time.perf_counter()
             with tempfile.TemporaryDirectory() as scratch:
                 out, trained = Path(scratch) / "pruned", Path(scratch) / "distilled"
+                tokens = load_calibration(drawn, tokenizer)
                 pruned: Any = drot.prune(
-                    source, RECORDS[name], tokenizer=tokenizer, calibration=load_calibration(drawn, tokenizer),
+                    source, RECORDS[name], tokenizer=tokenizer, calibration=tokens,
                     device=options.device, dtype="float32", save_dtype="float32",
                     out=out if name.endswith(DISTILLED) else None,
                 )  # fmt: skip
