@@ -93,11 +93,16 @@ def layer_gradients(
     for group in layer.groups:  # of the linears of a group that no output depends on, and of experts
         key = key_of(layer, group)
         if group.expert is not None and key not in means:
-            norms = torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
-            means[key] = norms.square() / gradient.shape[-1]
+            means[key] = _squared_norms(gradient) / gradient.shape[-1]
         elif key not in means:
             means[key] = torch.zeros(shape, device=hidden.device)
     return found, means
+
+
+def _squared_norms(gradient: Tensor) -> Tensor:
+    """The sums of squares over the last dimension, in fp32, from one reading of the gradient in its dtype."""
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    return torch.linalg.vector_norm(gradient, dim=-1, dtype=dtype).square().float()
 
 
 @contextlib.contextmanager
@@ -110,9 +115,7 @@ def _squares(layer: DecoderLayer) -> Iterator[dict[str, Tensor]]:
 
     def hook(key: str, share: float) -> Any:
         def see_gradient(gradient: Tensor) -> None:
-            rows = gradient.reshape(-1, gradient.shape[-1])
-            # the norm reads the gradient once, in its own dtype
-            squares = torch.linalg.vector_norm(rows, dim=-1, dtype=torch.float32).square() * share
+            squares = _squared_norms(gradient.reshape(-1, gradient.shape[-1])) * share
             found[key] = found[key] + squares if key in found else squares
 
         def see_output(module: Any, args: Any, output: Tensor) -> None:

@@ -1,6 +1,6 @@
 """Seconds of `drot prune` of the embedded model on a CPU, beside another checkout of drot.
 
-    python benchmarks/bench_prune_command.py FOLDER --calibration TEXT --eval TEXT --csv
+    python benchmarks/prune_command.py FOLDER --calibration TEXT --eval TEXT --csv
 
 FOLDER is a checkout, such as of an earlier commit, in which `python setup.py build_ext --inplace` has run. It
 prunes with its `balanced`. This checkout prunes with each of --options, in turn. The seconds are those of the
