@@ -14,8 +14,7 @@ from torch import Tensor
 from drot.core.errors import UserError
 from drot.machine.transfer import empty_on_host
 
-#: bytes of a piece, and how many pieces are read at the same time: a fast disk, and the system's cache of
-#: files, give several readers more than one
+#: bytes of a piece, and how many pieces are read at the same time: a disk gives several readers more than one
 PIECE_BYTES, READERS = 2**22, 4
 
 

@@ -163,12 +163,12 @@ def check_layer(
 
 
 class ModelCheck:
-    """The relative error, in fp32, of a rotated model on `tokens` [1, seqlen], of which it takes the first
-    CHECKED_TOKENS. `model` is not changed.
+    """The relative error, in fp32, of a rotated model. `model` is not changed.
 
     The caller gives its layers, in their order, to `pass_through`, and then asks for `logit_error`;
     `of_all_layers` does both.
 
+    tokens: [1, seqlen], of which the check takes the first CHECKED_TOKENS.
     device: where the check computes, to which one layer at a time is copied.
     rotations: the rotation of each layer, which are asked for one after the other; without them, the check
         takes `random_rotations`, with an R3 of `down_block` columns.

@@ -52,16 +52,16 @@ def main_memory(
     count = ranks.of_machine.size
     if recipe.rotation.mode == "none":
         return count * max(needed, loaded)
-    rotation = max(rotation_bytes(sizes, names, recipe.rotation.down_block) for names in sizes.names)
+    rotation, of_batch = (
+        max(rotation_bytes(sizes, names, recipe.rotation.down_block, pinned=each) for names in sizes.names)
+        for each in (False, pinned)
+    )
     shared = 8 * sizes.hidden**2 if recipe.rotation.mode == "shared" else 0
     kept = layers if rotations_given or shared else min(layers, 2)
     rotations = kept * rotation - (0 if rotations_given else (layers - 1) * shared)
     of_batches = 0
     if ranks.size > 1 and recipe.rotation.hessians == "dense" and not (rotations_given or shared):
-        most = max(
-            rotation_bytes(sizes, names, recipe.rotation.down_block, pinned=pinned) for names in sizes.names
-        )
-        of_batches = (min(layers, 2 * ranks.size) - kept) * most
+        of_batches = (min(layers, 2 * ranks.size) - kept) * of_batch
     return count * max(needed + rotations, loaded) + of_batches
 
 
