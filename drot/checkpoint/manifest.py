@@ -12,6 +12,7 @@ from pydantic import Field
 
 from drot.checkpoint.integrity import Files, folder_records
 from drot.checkpoint.records import (
+    DistillationRecord,
     EvaluationRecord,
     FinetuneRecord,
     GivenRotations,
@@ -95,6 +96,7 @@ class Manifest(CheckpointManifest):
             None if it has no limit.
         layers: of each decoder layer in turn.
         shared_rotation: the training of `mode="shared"`.
+        distillation: the training of the kept weights of all layers together; None without it.
         rotations_left_out: those of R1, R2 and R3 that the model's family has no place for.
         rotations_file, saved_rotations: files of rotations that the run used, and wrote outside of `out`.
         untied_lm_head: whether lm_head was tied to the embedding in the dense model.
@@ -131,6 +133,7 @@ class Manifest(CheckpointManifest):
     peak_memory: dict[str, MemoryPeak]
     hidden_states: PlaceOfStates = "main memory"
     dense_states_on_device: bool | None = None
+    distillation: DistillationRecord | None = None
 
 
 #: the class of a manifest that a function takes and returns

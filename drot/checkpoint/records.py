@@ -140,6 +140,26 @@ class RecoveryRecord(Entries):
     held_out_curve: list[float]
 
 
+class DistillationRecord(Entries):
+    """The training of the kept weights of all layers together, towards the dense model, after the pruning.
+
+    The errors of the layers and of their linears are those before it.
+
+    kl_before, kl_after: mean KL(dense ‖ pruned) of the next token on held-out sequences, in nats; None if the
+        training was left out.
+    trained: whether the trained weights were kept.
+    train_curve: the KL on the trained sequences by epoch.
+    left_out: why there was no training.
+    """
+
+    kl_before: float | None = None
+    kl_after: float | None = None
+    trained: bool = False
+    train_curve: list[float] = Field(default_factory=list)
+    seconds: float = 0.0
+    left_out: str | None = None
+
+
 class LayerRecord(Entries):
     """One decoder layer. rotation: None if no rotation was trained for this layer alone."""
 

@@ -27,6 +27,8 @@ IDENTITY = "run.json"
 #: part -> the hash and the size of its file, the machine that computed it, and its record
 JOURNAL = "parts.json"
 LAYER = "layer_"
+#: beginning of the names of the parts of a training of all layers (pipeline/distill.py)
+DISTILLED = "distilled"
 
 
 def partial_folder(out: Path) -> Path:
@@ -319,5 +321,10 @@ class RunState:
 
 
 def _depends(part: str, earlier: str) -> bool:
-    """Whether `part` was computed from `earlier`: a layer needs all rotations and all layers before it."""
+    """Whether `part` was computed from `earlier`: a layer needs all rotations and all layers before it.
+
+    A training of all layers needs all other parts.
+    """
+    if part.startswith(DISTILLED):
+        return not earlier.startswith(DISTILLED)
     return part.startswith(LAYER) and (not earlier.startswith(LAYER) or earlier < part)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from drot.checkpoint.manifest import CheckpointManifest, Manifest
-from drot.checkpoint.records import EvaluationRecord, FinetuneRecord, LayerRecord
+from drot.checkpoint.records import DistillationRecord, EvaluationRecord, FinetuneRecord, LayerRecord
 from drot.config import Recipe
 from drot.config.resolve import GIVEN_TOKENS
 from drot.config.rotation import point_of
@@ -129,6 +129,8 @@ def _pruning_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
         shown = f"entropy {entropy}" if rotation.objective == "entropy" else f"loss {loss}, entropy {entropy}"
         yield "shared training", f"{len(trained.loss_curve) - 1} steps, {shown} a layer"
     yield "calibration", _calibration_line(manifest)
+    if manifest.distillation is not None:
+        yield "trained together", _distillation_line(manifest.distillation)
     if manifest.relative_logit_error is not None:
         yield "invariance", f"relative logit error {manifest.relative_logit_error:.1e}"
     if manifest.untied_lm_head:
@@ -237,7 +239,17 @@ def _kept_weights_line(recipe: Recipe) -> str:
         parts.append(
             f"recovered by block, up to {recovery.recover_epochs} epochs, lr {recovery.recover_lr:g}"
         )
+    if epochs := recovery.distill_epochs:
+        parts.append(f"trained together for {epochs} epochs, lr {recovery.distill_lr:g}")
     return ", ".join(parts)
+
+
+def _distillation_line(record: DistillationRecord) -> str:
+    """What came of the training of all layers together."""
+    if record.kl_before is None or record.kl_after is None:
+        return f"left out: {record.left_out}"
+    kl = f"KL {change(record.kl_before, record.kl_after)} on held-out sequences"
+    return kl if record.trained else f"{kl}, so the weights stayed as they were pruned"
 
 
 def _calibration_line(manifest: Manifest) -> str:

@@ -39,6 +39,12 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
     of_all = f", for all {needs.gpus} ranks" if shared else ""
     name = "memory of each device" if shared else "memory of the device"
     of_device = {} if on_cpu else {name: f"about {size_text(needs.device_memory)}"}
+    together = {}
+    if needs.distillation:
+        size = size_text(needs.distillation)
+        together["training together"] = (
+            f"about {size} for the kept weights of all layers; left out without them"
+        )
     facts = {
         "model": needs.model,
         "result": f"{needs.recipe.format}, {needs.save_dtype}",
@@ -50,6 +56,7 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
         "main memory": f"about {size_text(in_memory)}{of_all}",
         "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}{of_all}",
         **of_device,
+        **together,
         "time": _time(needs.seconds, sum(sum(phase.values()) for phase in needs.work.values())),
     }
     print_facts(facts.items())

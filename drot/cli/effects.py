@@ -61,6 +61,11 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
         ("recover_epochs", "recover_lr", "recover_batch"),
     ),
     (
+        "--distill-epochs 0",
+        lambda recipe, given: not recipe.recovery.distill_epochs,
+        ("distill_lr", "distill_batch"),
+    ),
+    (
         "a .txt file",
         lambda recipe, given: all(text.endswith(".txt") for text, _ in texts_of(recipe.calibration.source)),
         ("text_column",),
@@ -96,9 +101,10 @@ def check_effects(asked: AskedRecipe, *, measures: bool = False, **files: Path |
 def check_no_output(asked: AskedRecipe, given: dict[str, Any]) -> None:
     """Raises UserError that names the options of a written model that were given with --sensitivity."""
     written = ["out", "fit", "resume", "save_rotations_to", "format", "save_dtype"]
-    if asked.recipe.recovery.recover != asked.start.recovery.recover:
-        written.append("recover")
-    if idle := [name for name in written if name in given or name == "recover"]:
+    trainings = ("recover", "distill_epochs")
+    before, after = asked.start.recovery, asked.recipe.recovery
+    written += [name for name in trainings if getattr(before, name) != getattr(after, name)]
+    if idle := [name for name in written if name in given or name in trainings]:
         _refuse(idle, "with --sensitivity, which writes no model")
 
 

@@ -118,9 +118,10 @@ def prune(
         recipe [FILE|DIR]: Take the settings from this file, a recipe in YAML or JSON or the drot.json of a
             checkpoint, or from the folder of a checkpoint. Options next to it replace single settings.
         quality [fast|balanced|best]: How much to compute: fast solves for the kept weights; balanced also
-            moves the mask, towards the dense model; best also trains the kept weights of each layer. It sets
-            --solve, --target and --recover. fast: pcg, self, none. balanced: admm, dense, none. best: admm,
-            dense, block. fast also sets --steps to 50. Default: balanced.
+            moves the mask, towards the dense model; best also trains the kept weights of each layer, and then
+            those of all layers together. It sets --solve, --target, --recover and --distill-epochs. fast:
+            pcg, self, none, 0. balanced: admm, dense, none, 0. best: admm, dense, block, 3. fast also sets
+            --steps to 50. Default: balanced.
     Pruning:
     Recovery:
     Rotation:
@@ -133,8 +134,8 @@ def prune(
         dry_run: Load no weights and write nothing. Print every setting of the run and what it needs: disk,
             memory, calibration tokens and time.
         fit SIZE: Fit the run into this memory of the GPU, as in 24GB, by the estimate of --dry-run. As far as
-            needed, and where this command line does not set them, --layers-per-step, --recover, --solve and
-            --target change. drot says which.
+            needed, and where this command line does not set them, --layers-per-step, --distill-epochs,
+            --recover, --solve and --target change. drot says which.
         sensitivity: Write no model. Print the output error of each linear at 2:4, 4:8, 50 % and the
             sparsities of this command line, for which the rotations are trained in the dense model.
         format:

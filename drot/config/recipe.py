@@ -18,12 +18,12 @@ from drot.core.errors import UserError
 WeightFormat = Literal["dense", "packed"]
 
 #: the fields of a pruning by a method alone, as it was published
-ONE_SHOT = {"solve": "none", "target": "self", "recover": "none"}
+ONE_SHOT = {"solve": "none", "target": "self", "recover": "none", "distill_epochs": 0}
 #: Quality → the fields that it sets. docs/choose.md says what each costs and gives.
 QUALITIES: dict[str, dict[str, Any]] = {
     "fast": ONE_SHOT | {"solve": "pcg"},
-    "balanced": {"solve": "admm", "target": "dense", "recover": "none"},
-    "best": {"solve": "admm", "target": "dense", "recover": "block"},
+    "balanced": {"solve": "admm", "target": "dense", "recover": "none", "distill_epochs": 0},
+    "best": {"solve": "admm", "target": "dense", "recover": "block", "distill_epochs": 3},
 }
 #: the sections of a recipe by their names
 SECTIONS: dict[str, type] = {

@@ -88,14 +88,15 @@ class ResolvedRecipe(Recipe):
         weights_alone = (
             self.rotation.mode == "none"
             and self.pruning.method in WITHOUT_HESSIAN
-            and (self.pruning.solve, self.pruning.target, self.recovery.recover) == ("none", "self", "none")
+            and (self.pruning.solve, self.pruning.target) == ("none", "self")
+            and not self.recovery.trains
         )
         return not weights_alone or self.calibration.source != CalibrationConfig().source
 
     @property
     def needs_dense_states(self) -> bool:
         """Whether the run passes the calibration tokens through the dense model too."""
-        return self.pruning.target == "dense" or self.recovery.recover == "block"
+        return self.pruning.target == "dense" or self.recovery.trains
 
     def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
         """How many of the calibration sequences train the rotations (`training_tokens`)."""

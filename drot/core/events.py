@@ -31,6 +31,7 @@ PHASES = {
     "rotate": Phase("rotating", "step", layers=True, often=True),
     "prune": Phase("pruning", layers=True),
     "recover": Phase("recovering", "epoch", layers=True),
+    "distill": Phase("training towards the dense model", "step", often=True),
     "sensitivity": Phase("measuring output errors", layers=True),
     "finetune": Phase("fine-tuning", "step", often=True),
     "evaluate": Phase("evaluating", "window", often=True),
@@ -54,7 +55,8 @@ class ProgressEvent:
     step, steps: the step inside the phase, in its unit, and the number of steps; steps is 0 if it is not
         known.
     loss: the objective at that step, entropy or pruned importance, as the mean over the layers; the error on
-        held-out sequences in the phase `recover`, and the loss of a token in the phase `finetune`.
+        held-out sequences in the phase `recover`, and the loss of a token in the phases `distill` and
+        `finetune`.
     """
 
     phase: str

@@ -18,7 +18,7 @@ from drot.machine.environment import machine_name
 from drot.machine.ranks import Ranks
 from drot.model.decoder import DecoderModel
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.memory import device_memory, main_memory, state_bytes, training_memory
+from drot.pipeline.memory import device_memory, distillation_memory, main_memory, state_bytes, training_memory
 from drot.pipeline.prepare import parsed_dtype, plan
 from drot.pipeline.rotation_files import with_given_r3
 from drot.pipeline.sizes import sizes_of
@@ -37,6 +37,7 @@ class RunNeeds:
     checkpoint, partial: bytes on the disk of the result, and of what lies beside it until the run ends.
     gpus: ranks that share the run, all on this machine.
     main_memory: bytes of all ranks. device_memory: bytes of each rank; on a CPU they lie in main memory too.
+    distillation: the same while all layers are trained together; 0 without that.
     states: bytes of the hidden states of the calibration, of all ranks. place_of_states: where they would lie
         now. In a file or on a GPU they are not counted as `main_memory`.
     work: phase → dtype → operations, of all ranks.
@@ -56,6 +57,7 @@ class RunNeeds:
     gpus: int
     main_memory: int
     device_memory: int
+    distillation: int
     states: int
     place_of_states: PlaceOfStates
     work: dict[str, dict[str, float]]
@@ -106,6 +108,7 @@ def run_needs(
     pinned = is_gpu(first) and place == "main memory"
     states = gpus * state_bytes(of_rank, resolved, chosen, pinned=pinned)
     in_memory = main_memory(of_rank, resolved, chosen, pinned=pinned, **given)
+    distills = resolved.recovery.distill_epochs > 0
     work = run_work(sizes, resolved, chosen, trains=trains)
     seconds = seconds_at(work, functools.partial(measured_rate, first))
     return RunNeeds(
@@ -121,6 +124,7 @@ def run_needs(
         gpus=gpus,
         main_memory=in_memory - (0 if place == "main memory" else states),
         device_memory=on_device,
+        distillation=distillation_memory(of_rank, resolved, chosen) if distills else 0,
         states=states,
         place_of_states=place,
         work=work,

@@ -15,7 +15,7 @@ from drot.machine.devices import is_gpu
 #: calibration tokens, `calibrate` every pass of the
 #: calibration tokens, `merge` brings the rotations into the weights and the hidden states, and `save` writes
 #: the finished layers and the checkpoint.
-STEPS = ("load", "weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "save")
+STEPS = ("load", "weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "distill", "save")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,8 @@ def fitted(
     """The recipe with as few changes as its run needs to fit into `memory` bytes of the device.
 
     What costs the most quality changes last: first a shared rotation trains a few layers in a step, then the
-    weights are not recovered, then no solver computes them. On a CPU the device's memory is the main memory,
-    which all ranks share.
+    layers are not trained together, then not alone, then no solver computes their weights. On a CPU the
+    device's memory is the main memory, which all ranks share.
 
     fixed: fields that stay as they are.
     options: further arguments of `run_needs`.
@@ -55,8 +55,8 @@ def fitted(
 
     def needs_of(changes: dict[str, Any]) -> tuple[RunNeeds, int]:
         needs = run_needs(model, recipe.replace(**changes), device=device, **options)
-        of_ranks = needs.gpus * needs.device_memory + needs.main_memory
-        return needs, of_ranks if on_cpu else needs.device_memory
+        of_device = max(needs.device_memory, needs.distillation)
+        return needs, needs.gpus * of_device + needs.main_memory if on_cpu else of_device
 
     needs, asked = needs_of({})
     tried = {}
@@ -76,8 +76,10 @@ def fitted(
 def _lower(recipe: ResolvedRecipe, fixed: Collection[str]) -> Iterator[dict[str, Any]]:
     """The changes of `recipe` that need less memory, from none to all; no field of `fixed` changes."""
     qualities: list[dict[str, Any]] = [{}]
+    if recipe.recovery.distill_epochs:
+        qualities.append({"distill_epochs": 0})
     if recipe.recovery.recover != "none":
-        qualities.append({"recover": "none"})
+        qualities.append(qualities[-1] | {"recover": "none"})
     if (recipe.pruning.solve, recipe.pruning.target) != ("none", "self"):
         qualities.append(qualities[-1] | {"solve": "none", "target": "self"})
     shared = recipe.rotation.mode == "shared" and not recipe.rotation.layers_per_step

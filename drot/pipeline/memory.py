@@ -1,22 +1,24 @@
 """The bytes of main memory and of device memory that a run needs, by formulas from the sizes of the model."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 
 from drot.calibration.hessian import at_once
+from drot.calibration.token_weights import LOGIT_TOKENS
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.transfer import pinned_bytes
 from drot.model.family import alike
+from drot.pipeline.kept_weights import TRAINED_BYTES
 from drot.pipeline.sizes import Sizes
 
 #: Fp32 copies of the largest Hessian and of its weight on the device while a layer is pruned, without and
 #: with ADMM or a dense target: the 32 and 40 GB of a 70B layer (docs/hardware.md).
 COPIES, COPIES_OF_SOLVERS = 6.8, 8.6
-#: bytes of device memory for a weight of a layer that is recovered (docs/hardware.md)
-RECOVERY_BYTES = 17
+#: bytes for each weight of a linear while its kept weights are found: of a mask, and of places in a sum
+SELECTION_BYTES = 9
 #: the memory of a training step on a layer, in copies of the layer's linears (tests/rotation/test_memory.py)
 TRAINING_COPIES = 6.4
 
@@ -85,10 +87,41 @@ def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> i
         hessian = at_a_time * wide if sizes.tokens else 0
         pruning = max(pruning, (copies if hessian else 1) * 4 * wide * (hessian + at_a_time * rows))
     if recipe.recovery.recover == "block":
-        pruning = max(pruning, RECOVERY_BYTES * sizes.layer_weights)
+        trained = max(training_bytes(sizes, recipe, dtype, [names]) for names in sizes.names)
+        pruning = max(pruning, trained + dtype.itemsize * sizes.layer_weights)
     if recipe.rotation.mode != "none":  # the check of known rotations: a copy in fp32, three R1 in fp64
         pruning = max(pruning, 4 * sizes.layer_weights + 24 * sizes.hidden**2)
     return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
+
+
+def training_bytes(
+    sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, names: Sequence[Mapping[str, str]]
+) -> int:
+    """The bytes of a training of the kept weights of layers (KeptWeights), beside the weights themselves.
+
+    names: for each layer, name of a linear → its full name, as in Sizes.
+    """
+    kept = sum(
+        math.prod(sizes.shapes[name]) * (1 - recipe.pruning.sparsity_for(full).ratio)
+        for of_layer in names
+        for name, full in of_layer.items()
+    )
+    largest = max(map(math.prod, sizes.shapes.values()))
+    return round(TRAINED_BYTES * kept) + (dtype.itemsize + SELECTION_BYTES) * largest
+
+
+def distillation_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """About the bytes on the device while the kept weights of all layers are trained together.
+
+    They are those of the layers, of their training, of the head, of the inputs of all layers and of what one
+    layer and LOGIT_TOKENS logits keep for the backward pass.
+    """
+    tokens = recipe.recovery.distill_batch * sizes.seqlen
+    sides = max(sum(sum(sizes.shapes[name]) for name in names) for names in sizes.names)
+    activations = tokens * ((len(sizes.names) + 1) * sizes.hidden + 2 * sides) * dtype.itemsize
+    logits = 6 * 4 * LOGIT_TOKENS * (sizes.head // sizes.hidden)
+    weights = (sizes.weights - sizes.outside + sizes.head) * dtype.itemsize
+    return weights + training_bytes(sizes, recipe, dtype, sizes.names) + activations + logits
 
 
 def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:

@@ -16,6 +16,7 @@ from drot.machine.devices import dtype_name
 from drot.machine.environment import device_name, machine, versions
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
+from drot.pipeline.distill import distilled_part
 from drot.pipeline.events import Announced
 from drot.pipeline.identity import calibration_record
 from drot.pipeline.prepare import Prepared
@@ -49,6 +50,7 @@ def manifest_of(
             "relative_logit_error": run.logit_error,
             "hidden_states": context.place_of_states,
             "dense_states_on_device": run.dense_states_on_device,
+            "distillation": run.distillation and vars(run.distillation),
             "versions": versions(),
             "device": device_name(context.device),
             "machine": machine(context.device),
@@ -106,6 +108,7 @@ def write_result(
         for name, value in _times(context, now - started).items():
             setattr(manifest, name, value)
 
+    part = part_of if run.distillation is None else distilled_part
     context.emit(Announced(step="save"))
     written = save_checkpoint(
         context.model.model,
@@ -113,7 +116,7 @@ def write_result(
         manifest,
         out,
         scratch=state.folder,
-        shards={state.file(name): state.record(name) for name in map(part_of, context.model.layers)},
+        shards={state.file(name): state.record(name) for name in map(part, context.model.layers)},
         write_more=write_more,
         finish=finish,
     )

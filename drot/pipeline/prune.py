@@ -30,12 +30,12 @@ from drot.core.version import __version__
 from drot.machine.environment import machine, versions
 from drot.machine.products import fp32_products
 from drot.machine.ranks import RankEnded, Ranks, joined
+from drot.pipeline.batches import check_sequences
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
 from drot.pipeline.identity import run_identity
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import Prepared, prepare
-from drot.pipeline.recover import check_sequences
 from drot.pipeline.rotation_files import (
     check_rotations_output,
     check_same_rotations,
@@ -160,8 +160,12 @@ def prune(
             ranks=ranks,
         )
         prepared.context.clock.seconds["load"] = time.perf_counter() - started
-        if recipe.recovery.recover == "block":
-            check_sequences(len(prepared.context.tokens), ranks)
+        for field, trains in (
+            ('recover="block"', recipe.recovery.recover == "block"),
+            ("distill_epochs", recipe.recovery.distill_epochs > 0),
+        ):
+            if trains:
+                check_sequences(len(prepared.context.tokens), field, ranks)
         given = None if rotations is None else read_given(prepared.context, Path(rotations))
         run = PruningRun(prepared.context, given)
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)

@@ -14,6 +14,7 @@ from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline import steps
 from drot.pipeline.context import RunContext
+from drot.pipeline.distill import DistillationRecord, distill, saved_distillation
 from drot.pipeline.invariance import ModelCheck, check_outputs
 from drot.pipeline.memory import device_memory
 from drot.pipeline.rotation_files import GivenRotations
@@ -37,6 +38,7 @@ class PruningRun:
         untied: whether lm_head was tied to the embedding before.
         dense_states_on_device: whether the hidden states of the dense model lay on the device; None without
             them.
+        distillation: the record of the training of all layers together; None without it.
 
     given: rotations from a file; None trains the rotations.
     """
@@ -50,6 +52,7 @@ class PruningRun:
         self.logit_error: float | None = None
         self.untied = False
         self.dense_states_on_device: bool | None = None
+        self.distillation: DistillationRecord | None = None
         self._zeros = self._weights = 0
 
     @property
@@ -64,6 +67,8 @@ class PruningRun:
 
     def _prune_layers(self, state: SharedState | None) -> None:
         run, recipe = self.context, self.context.recipe
+        self.distillation = saved_distillation(state) if state and recipe.recovery.distill_epochs else None
+        distills = recipe.recovery.distill_epochs > 0 and self.distillation is None
         weighs, trains_first = recipe.pruning.token_weights == "gradient", self._trains_first
         if weighs and trains_first:
             run.token_weights = weigh_tokens(run, state)
@@ -78,6 +83,7 @@ class PruningRun:
             stream = embed(run, run.tokens, state)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
 
+        bases: list[Tensor] = []  # in which the first layer reads, and in which each layer writes
         for layer in on_device(run.model.layers, run.device, run.home):
             if later is not None:
                 with run.during("check", layer):
@@ -103,9 +109,15 @@ class PruningRun:
                 steps.unrotate(run, work)
             if isinstance(found, RotationsOfLayers) and work.rotation is not None and given is None:
                 found.keep(layer.index, work.rotation.to("cpu"))
-            self._keep(work, found)
+            if work.rotation is not None and work.output_r1 is not None:
+                bases = [*(bases[:1] or [work.rotation.r1]), work.output_r1]
+            self._keep(work, found, packs=not distills)
             if state and not work.restored:
                 steps.save(run, work, state, known=given is not None)
+        if distills:
+            assert dense is not None
+            del stream, work
+            self.distillation = distill(run, dense, (bases[0], bases[1]) if bases else None, state)
         if later is not None:
             with run.during("check"):
                 self.logit_error = later.logit_error()
@@ -163,9 +175,9 @@ class PruningRun:
             check_outputs(run.model, tokens, run.device)
         return None
 
-    def _keep(self, work: LayerWork, rotations: Mapping[int, LayerRotation]) -> None:
-        """rotations: those of this layer and of the layers before it."""
-        zeros, weights = steps.finish(self.context, work, rotations)
+    def _keep(self, work: LayerWork, rotations: Mapping[int, LayerRotation], *, packs: bool) -> None:
+        """rotations: those of this layer and of the layers before it. packs: as in `steps.finish`."""
+        zeros, weights = steps.finish(self.context, work, rotations, packs=packs)
         self._zeros, self._weights = self._zeros + zeros, self._weights + weights
         self.layers.append(work.record)
         for name, values in work.maps.items():

@@ -171,10 +171,13 @@ def unrotate(run: RunContext, work: LayerWork) -> None:
             stream.rotate(work.output_r1.T)
 
 
-def finish(run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotation]) -> tuple[int, int]:
+def finish(
+    run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotation], *, packs: bool
+) -> tuple[int, int]:
     """Brings the layer into the form of the checkpoint. Returns the zeros and the weights of its linears.
 
     rotations: those of this layer and of the layers before it, for the boundary of the layer's input.
+    packs: whether linears are packed if the format is; False if they are trained after this.
     """
     layer = work.layer
     boundary = run.bases.held(layer.index, rotations) if run.bases.place == "input" else None
@@ -183,7 +186,7 @@ def finish(run: RunContext, work: LayerWork, rotations: Mapping[int, LayerRotati
     elif boundary is not None:
         layer.hold(boundary, run.ranks.of_machine)
     with run.during("save", layer):
-        return as_saved(layer, run.save_dtype, run.dense_linears)
+        return as_saved(layer, run.save_dtype, run.dense_linears if packs else None)
 
 
 def save(run: RunContext, work: LayerWork, state: SharedState, *, known: bool) -> None:

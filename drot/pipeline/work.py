@@ -18,7 +18,7 @@ import torch
 from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name, is_gpu
 from drot.model.family import InputGroup
-from drot.pipeline.recover import held_out_sequences
+from drot.pipeline.batches import held_out_sequences
 from drot.pipeline.sizes import Sizes
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM
 from drot.rotation.importance import is_rotated
@@ -79,7 +79,11 @@ def run_work(
         prunes[fp32] += prune(sizes, recipe, roles, admm_iterations)
         if recovers:
             work["recover"][own] += recover(of_layer, recipe.recovery.recover_epochs)
+        if epochs := recipe.recovery.distill_epochs:
+            work["distill"][own] += distill(of_layer, epochs)
         calibrate[own] += forward(of_layer) if recovers else rest_of_forward(of_layer, groups)
+    if epochs := recipe.recovery.distill_epochs:
+        work["distill"][own] += logits_of_distillation(sizes, epochs)
     return {phase: dict(by_dtype) for phase, by_dtype in work.items()}
 
 
@@ -267,3 +271,16 @@ def recover(sizes: Sizes, epochs: int) -> float:
     held = held_out_sequences(sizes.nsamples) * sizes.seqlen
     once, test = forward(sizes, tokens=sizes.tokens - held), forward(sizes, tokens=held)
     return 3 * epochs * once + (epochs + 1) * test
+
+
+def distill(sizes: Sizes, epochs: int) -> float:
+    """The training of a layer together with all others: its backward pass computes the layer again."""
+    held = held_out_sequences(sizes.nsamples) * sizes.seqlen
+    once, test = forward(sizes, tokens=sizes.tokens - held), forward(sizes, tokens=held)
+    return 4 * epochs * once + 2 * test
+
+
+def logits_of_distillation(sizes: Sizes, epochs: int) -> float:
+    """The logits of both models, and the gradient in the hidden states, also of held-out sequences."""
+    held = held_out_sequences(sizes.nsamples) * sizes.seqlen
+    return 2.0 * sizes.head * 3 * (epochs * (sizes.tokens - held) + 2 * held)

@@ -83,7 +83,9 @@ def verdict(run: Run, measured: Sequence[Measured], lines: Sequence[str]) -> str
 
 def unusual(run: Run, measured: Sequence[Measured]) -> list[str]:
     """A sentence for each case of one of the rules below."""
-    rules = _lost_much, _not_concentrated, _damping_rose, _still_falling, _no_recovery
+    rules = (
+        _lost_much, _not_concentrated, _damping_rose, _still_falling, _no_recovery, _not_distilled,
+    )  # fmt: skip
     return [*(line for rule in rules for line in rule(run)), *_perplexities(run, measured)]
 
 
@@ -150,6 +152,17 @@ def _no_recovery(run: Run) -> Iterator[str]:
         )
     if late := [layer for layer, epoch in best.items() if epoch == run.recipe.recovery.recover_epochs]:
         yield f"The recovery was best at its last epoch in {_named(late)}: more epochs may help."
+
+
+def _not_distilled(run: Run) -> Iterator[str]:
+    record = run.manifest.distillation
+    if record is not None and record.left_out:
+        yield f"The layers were not trained together, because {record.left_out}."
+    elif record is not None and not record.trained:
+        yield (
+            "The training of all layers together did not help, and the weights stayed as they were pruned. A "
+            "smaller --distill-lr or more calibration text may help."
+        )
 
 
 def _perplexities(run: Run, measured: Sequence[Measured]) -> Iterator[str]:

@@ -72,12 +72,13 @@ def test_the_average_of_the_damping_is_that_of_the_recipe(mode, average):
 
 
 @pytest.mark.parametrize("quality", QUALITIES)
-def test_a_quality_sets_three_fields_and_leaves_the_others(quality):
+def test_a_quality_sets_its_fields_and_leaves_the_others(quality):
     start = Recipe(
         pruning=PruningConfig(method="wanda", target_weight=0.5), recovery=RecoveryConfig(recover_lr=0.1)
     )
     recipe = start.with_quality(quality)
-    found = (recipe.pruning.solve, recipe.pruning.target, recipe.recovery.recover)
+    pruning, recovery = recipe.pruning, recipe.recovery
+    found = (pruning.solve, pruning.target, recovery.recover, recovery.distill_epochs)
     assert found == tuple(QUALITIES[quality].values())
     assert (recipe.pruning.method, recipe.pruning.target_weight) == ("wanda", 0.5)
     assert recipe.recovery.recover_lr == 0.1

@@ -17,6 +17,7 @@ SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=12, head_
 HEADS = dict(num_attention_heads=8, num_key_value_heads=8)
 #: with the product dtype of a GPU, since products in float32 take more memory than the recovery
 BEST = Recipe().replace(product_dtype="bfloat16").with_quality("best")
+APART = {"distill_epochs": 0}
 UNSOLVED = {"solve": "none", "target": "self"}
 IN_STEPS = {"layers_per_step": 4}
 
@@ -29,7 +30,8 @@ def model(tmp_path_factory):
 def memory_of(model, recipe) -> int:
     """The bytes of a device in which the run of a recipe just fits."""
     needs = run_needs(model, recipe, device="cpu")
-    return -int(-(needs.main_memory + needs.device_memory) // USED_SHARE)
+    of_device = max(needs.device_memory, needs.distillation)
+    return -int(-(needs.main_memory + of_device) // USED_SHARE)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +39,9 @@ def memory_of(model, recipe) -> int:
     [
         (Recipe(), {}),
         (Recipe(), UNSOLVED),
-        (BEST, {"recover": "none"}),
-        (BEST, {"recover": "none"} | UNSOLVED),
+        (BEST, APART),
+        (BEST, APART | {"recover": "none"}),
+        (BEST, APART | {"recover": "none"} | UNSOLVED),
         (Recipe().with_quality("fast").replace(mode="shared"), {}),
         (Recipe().with_quality("fast").replace(mode="shared"), IN_STEPS),
     ],

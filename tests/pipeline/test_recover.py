@@ -15,7 +15,7 @@ from drot.checkpoint.manifest import read_manifest
 from drot.config import RecoveryConfig, Sparsity
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
-from drot.pipeline import recover
+from drot.pipeline import batches, kept_weights, recover
 from drot.pipeline.recover import recover_layer
 from drot.pruning import prune_magnitude
 
@@ -73,7 +73,7 @@ def test_the_steps_are_those_of_adam_on_the_kept_weights():
     vectors = {name: start[name][mask].clone().requires_grad_() for name, mask in kept.items()}
     vectors |= {name: start[name].clone().requires_grad_() for name in norms}
     scales = {name: float(vector.detach().square().mean().sqrt()) for name, vector in vectors.items()}
-    adam = torch.optim.Adam([{"params": [vector]} for vector in vectors.values()], betas=recover.BETAS)
+    adam = torch.optim.Adam([{"params": [vector]} for vector in vectors.values()], betas=kept_weights.BETAS)
     generator = torch.Generator().manual_seed(0)
     step, steps = 0, 2 * math.ceil(7 / 4)
     for _ in range(2):
@@ -91,7 +91,7 @@ def test_the_steps_are_those_of_adam_on_the_kept_weights():
             loss = (((out - wanted) ** 2).sum(-1) / (wanted**2).sum(-1)).mean()
             adam.zero_grad()
             loss.backward()
-            rise = max(1, round(recover.WARM_UP * steps))
+            rise = max(1, round(batches.WARM_UP * steps))
             factor = min(1, (step + 1) / rise) * 0.5 * (1 + math.cos(math.pi * step / steps))
             for group, scale in zip(adam.param_groups, scales.values(), strict=True):
                 group["lr"] = chosen.recover_lr * scale * factor

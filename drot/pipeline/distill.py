@@ -1,0 +1,236 @@
+"""Distillation: the kept weights of all pruned layers are trained together towards the dense model.
+
+The loss of a token is KL(dense ‖ pruned) of the next token. The run has passed the calibration tokens through
+the dense model already, so its last hidden states give the logits, and no dense model is in memory. The
+recovery (recover.py) trains one layer after the other towards the hidden states of the dense model; here a
+layer is trained for what the model makes of its outputs in the end.
+
+Only the inputs of the layers are kept for the backward pass, which computes each layer again.
+"""
+
+import logging
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from drot.calibration.stream import CalibrationStream
+from drot.calibration.token_weights import LOGIT_TOKENS
+from drot.checkpoint.size import size_text
+from drot.core.errors import UserError
+from drot.machine.devices import free_memory, is_gpu
+from drot.machine.memory import available_memory
+from drot.model.decoder import DecoderModel
+from drot.model.layer import DecoderLayer
+from drot.model.stored import load_stored, stored_tensors
+from drot.pipeline.batches import Batches, schedule
+from drot.pipeline.context import RunContext
+from drot.pipeline.events import Advanced, Announced
+from drot.pipeline.kept_weights import KeptWeights
+from drot.pipeline.memory import distillation_memory
+from drot.pipeline.shard import as_saved, round_weights
+from drot.pipeline.shared_state import SharedState
+from drot.pipeline.sizes import sizes_of
+from drot.pipeline.steps import part_of
+
+logger = logging.getLogger("drot")
+
+#: the part of a run's state that holds the record of a distillation, when all its layers are saved
+PART = "distilled"
+#: share of the free memory that a distillation may take by its estimate
+USED_SHARE = 0.95
+
+
+@dataclass(frozen=True)
+class DistillationRecord:
+    """The record of a distillation. A KL is KL(dense ‖ pruned) of the next token in nats, a mean over tokens.
+
+    kl_before, kl_after: on the held-out sequences, before the training and after it; None if it was left out.
+    trained: whether the trained weights were kept. They are if they lower the KL on the held-out sequences.
+    train_curve: the KL on the trained sequences in each epoch.
+    left_out: why there was no training.
+    """
+
+    kl_before: float | None = None
+    kl_after: float | None = None
+    trained: bool = False
+    train_curve: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+    left_out: str | None = None
+
+
+def distilled_part(layer: DecoderLayer) -> str:
+    """The name of the part of a run's state that holds a layer after the distillation."""
+    return f"{PART}_{part_of(layer)}"
+
+
+def distill(
+    run: RunContext,
+    dense: CalibrationStream,
+    bases: tuple[Tensor, Tensor] | None,
+    state: SharedState | None,
+) -> DistillationRecord:
+    """Trains the kept weights and the norms of all layers, and brings the layers into their saved form.
+
+    The layers are the pruned ones, not packed; those of a skeleton are in `state`. Afterwards they are as
+    `as_saved` leaves them, and `state` holds each as its `distilled_part`.
+
+    If the memory does not suffice, the pruned weights stay as they are. A warning and the record say so.
+
+    Args:
+        dense: the last hidden states of the dense model, in the original basis.
+        bases: R1 [d, d] of the bases in which the first layer reads and the last one writes; None if the
+            stream is not rotated.
+        state: saves the layers and the record; None saves nothing.
+    """
+    run.emit(Announced(step="distill"))
+    with run.during("distill"):
+        left_out = _lack_of_memory(run)
+        if left_out is not None:
+            logger.warning("the kept weights are not trained towards the dense model: %s", left_out)
+            record = DistillationRecord(left_out=left_out)
+        else:
+            _load_layers(run, state)
+            record = _train(run, dense, bases)
+        for layer in run.model.layers:
+            if left_out is not None:
+                _load_layers(run, state, [layer])
+            as_saved(layer, run.save_dtype, run.dense_linears)
+            if state is not None:
+                state.save(distilled_part(layer), stored_tensors(layer), None)
+            layer.to(run.home)
+        if state is not None:
+            state.save(PART, {}, vars(record))
+    return record
+
+
+def saved_distillation(state: SharedState) -> DistillationRecord | None:
+    """The record of a distillation that an interrupted run has finished; None if there is none."""
+    saved = state.load(PART)
+    return None if saved is None else DistillationRecord(**saved[1])
+
+
+def _lack_of_memory(run: RunContext) -> str | None:
+    """Says what memory is missing, on some rank; None if all have enough."""
+    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+    needed = distillation_memory(sizes, run.recipe, run.dtype)
+    on_gpu = is_gpu(run.device)
+    free = free_memory(run.device) if on_gpu else available_memory() // run.ranks.of_machine.size
+    if needed <= USED_SHARE * min(run.ranks.each(free)):
+        return None
+    where = f"memory of {run.device}" if on_gpu else "main memory"
+    return f"that takes about {size_text(needed)} of the {where}, and {size_text(free)} are free"
+
+
+def _load_layers(
+    run: RunContext, state: SharedState | None, layers: list[DecoderLayer] | None = None
+) -> None:
+    """Brings pruned layers to the device of the run, in the dtype of its computation."""
+    for layer in layers or run.model.layers:
+        if run.model.is_skeleton:
+            assert state is not None, "a skeleton's layers are in the state of the run"
+            layer.module.to_empty(device=run.device)
+            load_stored(layer, state.loaded(part_of(layer), run.device))
+        layer.module.to(run.device, run.dtype)
+
+
+@torch.enable_grad()  # the caller may have turned gradients off
+def _train(
+    run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None
+) -> DistillationRecord:
+    """The training of all layers, which lie on the device of the run."""
+    started, settings, ranks = time.perf_counter(), run.recipe.recovery, run.ranks
+    model, layers = run.model, run.model.layers
+    inputs = CalibrationStream.embed(model, run.tokens, run.device, empty=dense.empty, ranks=ranks)
+    if bases is not None:
+        inputs.rotate(bases[0])
+    norm, head = model.norm_and_head(run.device)
+    back = None if bases is None else bases[1].T.to(run.device, run.dtype)
+    length = run.tokens.shape[1]
+
+    def outputs(sequences: Tensor) -> Tensor:
+        hidden = inputs.batch(sequences)
+        for layer in layers:
+            kwargs = inputs.layer_kwargs[layer.index]
+            hidden = checkpoint(layer, hidden, kwargs, use_reentrant=False, preserve_rng_state=False)
+        return hidden if back is None else hidden @ back
+
+    @torch.no_grad()
+    def held_out() -> float:
+        lost = sum(
+            divergence(model, outputs(part), dense.batch(part), norm, head)[0] for part in batches.held_out()
+        )
+        return ranks.total(lost) / (batches.held_out_count * length)
+
+    weights = KeptWeights(layers, ranks)
+    batches = Batches(len(inputs.hidden_states), settings.distill_batch, ranks, seed=0)
+    steps = settings.distill_epochs * batches.steps
+    pruned = weights.state(torch.device("cpu"), run.save_dtype)
+    before, step, curve = held_out(), 0, list[float]()
+    with weights.running():
+        for _ in range(settings.distill_epochs):
+            total = 0.0
+            for batch, own, _ in batches.epoch():
+                weights.rate = settings.distill_lr * schedule(step, steps)
+                found = outputs(batch)
+                lost, gradient = divergence(model, found.detach(), dense.batch(batch), norm, head)
+                found.backward(gradient if own else torch.zeros_like(gradient))
+                total += lost if own else 0.0
+                step += 1
+                shown = lost / (len(batch) * length)
+                run.emit(Advanced(step="distill", done=step, total=steps, loss=shown))
+            curve.append(ranks.total(total) / (batches.trained_count * length))
+            if not math.isfinite(curve[-1]):
+                raise UserError(
+                    f"the distillation diverged: its loss is {curve[-1]} in epoch {len(curve)}: lower "
+                    "`distill_lr`"
+                )
+    for layer in layers:
+        round_weights(layer, run.save_dtype)
+    after = held_out()
+    if not after < before:
+        logger.warning(
+            "the distillation did not lower the loss on held-out sequences, %.4f before and %.4f after: the "
+            "weights stay as they were pruned", before, after,
+        )  # fmt: skip
+        weights.load(pruned)
+    return DistillationRecord(before, after, after < before, curve, time.perf_counter() - started)
+
+
+def divergence(
+    model: DecoderModel, hidden: Tensor, wanted: Tensor, norm: Any, head: Any
+) -> tuple[float, Tensor]:
+    """Σ KL(dense ‖ pruned) of the next token over all tokens, and its gradient in `hidden`.
+
+    The sum, and not the mean, whose gradients fp16 could not hold. Adam does not see the difference.
+
+    Args:
+        hidden: the outputs of the last pruned layer [sequences, seqlen, d], in the original basis.
+        wanted: those of the last dense layer.
+        norm, head: the last norm and the head of `model`, on the device of `hidden`.
+    """
+    gradient, total = torch.empty_like(hidden), torch.zeros((), dtype=torch.float64, device=hidden.device)
+    parts = (values.flatten(0, 1).split(LOGIT_TOKENS) for values in (hidden, wanted, gradient))
+    for found, dense, of_part in zip(*parts, strict=True):
+        with torch.no_grad():
+            target = _log_probabilities(model, dense, norm, head)
+        own = found.detach().requires_grad_()
+        with torch.enable_grad():
+            lost = F.kl_div(
+                _log_probabilities(model, own, norm, head), target, reduction="sum", log_target=True
+            )
+        (found_gradient,) = torch.autograd.grad(lost, own)
+        of_part.copy_(found_gradient)
+        total += lost.detach()
+    return float(total), gradient
+
+
+def _log_probabilities(model: DecoderModel, hidden: Tensor, norm: Any, head: Any) -> Tensor:
+    """The log of the probabilities of the next token [tokens, vocabulary], in fp32 at least."""
+    logits = model.logits_of(head(norm(hidden[None]))[0])
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(-1)

@@ -1,0 +1,233 @@
+"""Distillation: its loss and its steps, what it leaves alone, where it is left out, and resumed runs."""
+
+import math
+
+import pytest
+import torch
+from runs import (
+    TOKENS,
+    assert_patterns,
+    assert_same_weights,
+    interrupted,
+    named_linears,
+    one_shot,
+    prune,
+    saved_bytes,
+)
+from small_checkpoints import save_small
+from small_models import small_model
+from torch.func import functional_call
+
+import drot
+from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.manifest import read_manifest
+from drot.cli import app as cli
+from drot.config import QUALITIES, RecoveryConfig, Sparsity, resolve
+from drot.core.errors import UserError
+from drot.core.events import silent
+from drot.model.decoder import DecoderModel
+from drot.pipeline import distill as module
+from drot.pipeline.batches import held_out_sequences, schedule
+from drot.pipeline.context import RunContext
+from drot.pipeline.kept_weights import BETAS
+from drot.pruning import prune_magnitude
+
+#: a training of few steps that lowers the loss of a small model
+QUICK = dict(distill_epochs=2, distill_lr=3e-3, distill_batch=2)
+
+
+def recipe(mode="none", **fields):
+    return one_shot(mode, **QUICK | fields)
+
+
+def kl_of(dense, pruned, tokens):
+    """The mean KL(dense ‖ pruned) of the next token, in fp64, by its definition."""
+    with torch.no_grad():
+        p, q = (model(tokens).logits.double().softmax(-1) for model in (dense, pruned))
+    return float((p * (p / q).log()).sum(-1).mean())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        dict(mode="none"),
+        dict(mode="layer"),
+        dict(mode="layer", hessians="dense", boundary="residual"),
+        dict(mode="shared", sparsity="0.5"),
+    ],
+    ids=["none", "input", "residual", "shared"],
+)
+def test_the_record_holds_the_kl_of_the_held_out_sequences(fields, tmp_path):
+    """Of both models as transformers computes them: so every basis is right."""
+    dense, tokens = small_model("qwen2"), TOKENS[-held_out_sequences(len(TOKENS)) :]
+    before = prune(small_model("qwen2"), recipe(**fields | {"distill_epochs": 0})).model
+    result = prune(small_model("qwen2"), recipe(**fields), out=tmp_path / "out")
+    record = result.manifest.distillation
+    assert record.kl_before == pytest.approx(kl_of(dense, before, tokens), rel=2e-3)
+    assert record.trained == (record.kl_after < record.kl_before)
+    assert record.train_curve[-1] < record.train_curve[0]
+    if record.trained:
+        assert record.kl_after == pytest.approx(kl_of(dense, result.model, tokens), rel=2e-3)
+    loaded = drot.load(tmp_path / "out", device="cpu")
+    assert torch.equal(loaded(tokens).logits, result.model(tokens).logits)
+    assert_patterns(loaded, recipe(**fields).pruning)
+    assert read_manifest(tmp_path / "out").distillation == record
+    assert result.manifest.seconds.phases["distill"] > 0
+
+
+def test_the_steps_are_those_of_adam_on_the_kl_of_the_whole_model():
+    """Against an Adam on vectors of the kept weights, in fp64, through transformers' own forward pass."""
+    dense, pruned = (small_model("llama", dtype=torch.float64, num_hidden_layers=2) for _ in range(2))
+    for linear in named_linears(pruned).values():
+        linear.weight.copy_(prune_magnitude(linear.weight, Sparsity.parse("2:4")).weight)
+    names = [
+        name for name, _ in pruned.named_parameters() if name.endswith(("proj.weight", "layernorm.weight"))
+    ]
+    start = {name: value.detach().clone() for name, value in pruned.named_parameters()}
+    kept = {name: start[name] != 0 for name in names}
+    vectors = {name: start[name][kept[name]].clone().requires_grad_() for name in names}
+    scales = {name: float(vector.detach().square().mean().sqrt()) for name, vector in vectors.items()}
+    adam = torch.optim.Adam([{"params": [vector]} for vector in vectors.values()], betas=BETAS)
+    trained = len(TOKENS) - held_out_sequences(len(TOKENS))
+    generator = torch.Generator().manual_seed(0)
+    step, steps = 0, QUICK["distill_epochs"] * math.ceil(trained / 2)
+    for _ in range(QUICK["distill_epochs"]):
+        for batch in torch.randperm(trained, generator=generator).split(2):
+            weights = {n: torch.zeros_like(start[n]).masked_scatter(kept[n], vectors[n]) for n in names}
+            found = functional_call(pruned, weights, (TOKENS[batch],)).logits.log_softmax(-1)
+            wanted = dense(TOKENS[batch]).logits.log_softmax(-1)
+            adam.zero_grad()
+            (wanted.exp() * (wanted - found)).sum().backward()
+            for group, scale in zip(adam.param_groups, scales.values(), strict=True):
+                group["lr"] = QUICK["distill_lr"] * scale * schedule(step, steps)
+            adam.step()
+            step += 1
+    run = RunContext(pruned, resolve(recipe()), TOKENS, torch.device("cpu"), silent)
+    stream = CalibrationStream.embed(DecoderModel(dense), TOKENS, run.device)
+    for layer in DecoderModel(dense).layers:
+        stream.advance(layer)
+    record = module._train(run, stream, None)
+    assert record.trained and record.kl_after < record.kl_before
+    for name, value in pruned.named_parameters():
+        if name in kept:
+            torch.testing.assert_close(value[kept[name]], vectors[name].detach(), rtol=1e-7, atol=1e-9)
+        else:
+            assert torch.equal(value, start[name])
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gemma2", "opt", "qwen3_next"])
+def test_other_families(family):
+    dense, chosen = small_model(family), recipe("layer", distill_epochs=1, down_rotation="auto")
+    result = prune(small_model(family), chosen)
+    record = result.manifest.distillation
+    before = prune(small_model(family), chosen.replace(distill_epochs=0)).model
+    assert record.kl_before == pytest.approx(kl_of(dense, before, TOKENS[-1:]), rel=5e-3)
+    if record.trained:
+        assert record.kl_after == pytest.approx(kl_of(dense, result.model, TOKENS[-1:]), rel=5e-3)
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_streamed_run_writes_what_a_run_in_memory_holds(format, tmp_path):
+    model = save_small(tmp_path / "model", "llama-biased")
+    chosen = recipe("layer", sparsity="2:4")
+    written = prune(model, chosen, out=tmp_path / "out", format=format).manifest
+    inside = prune(drot.load(model, device="cpu"), chosen, out=tmp_path / "inside", format=format).manifest
+    assert saved_bytes(tmp_path / "out") == saved_bytes(tmp_path / "inside")
+    fields = {"seconds": 0.0}
+    assert written.distillation.model_copy(update=fields) == inside.distillation.model_copy(update=fields)
+    assert written.format == format and not (tmp_path / "out.partial").exists()
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_an_interrupted_training_begins_again_and_gives_the_same_bytes(step, tmp_path):
+    chosen = recipe("layer")
+    prune(small_model("llama"), chosen, out=tmp_path / "whole")
+    interrupted(small_model("llama"), chosen, out=tmp_path / "out", at=("distill", 0, step))
+    prune(small_model("llama"), chosen, out=tmp_path / "out", resume=True)
+    assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "out")
+
+
+@pytest.mark.parametrize("format", ["dense", "packed"])
+def test_a_finished_training_is_not_repeated(format, tmp_path, monkeypatch):
+    chosen, model = recipe("layer", sparsity="2:4"), save_small(tmp_path / "model", "llama")
+    prune(model, chosen, out=tmp_path / "whole", format=format)
+    interrupted(model, chosen, out=tmp_path / "out", at=("save",), format=format)
+    monkeypatch.setattr(module, "_train", lambda *args: pytest.fail("it trained again"))
+    manifest = prune(model, chosen, out=tmp_path / "out", format=format, resume=True).manifest
+    assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "out")
+    assert manifest.distillation.kl_after is not None
+
+
+def test_without_memory_the_pruned_weights_stay_and_it_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(module, "available_memory", lambda: 2**20)
+    result = prune(small_model("llama"), recipe("layer"), out=tmp_path / "out")
+    without = prune(small_model("llama"), recipe("layer", distill_epochs=0))
+    assert_same_weights(result.model, without.model)
+    record = read_manifest(tmp_path / "out").distillation
+    assert record.left_out.startswith("that takes about ") and record.kl_before is None
+    assert f"not trained towards the dense model: {record.left_out}" in caplog.text
+
+
+def test_a_training_that_does_not_help_changes_nothing(caplog):
+    result = prune(small_model("llama"), recipe(distill_lr=1.0))
+    record = result.manifest.distillation
+    assert record.kl_after > record.kl_before and not record.trained
+    assert_same_weights(result.model, prune(small_model("llama"), recipe(distill_epochs=0)).model)
+    assert "the distillation did not lower the loss on held-out sequences" in caplog.text
+
+
+def test_a_rate_that_produces_nan_stops_with_one_line(tmp_path):
+    with pytest.raises(UserError, match="the distillation diverged: .* lower `distill_lr`$"):
+        prune(small_model("llama"), recipe(distill_lr=1e30), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_bfloat16_weights_add_up_small_steps():
+    chosen = recipe(distill_lr=6e-4, distill_epochs=8)
+    pruned, trained = (
+        prune(small_model("llama", dtype=torch.bfloat16), chosen.replace(distill_epochs=epochs)).model
+        for epochs in (0, 8)
+    )
+    a, b = (model.model.layers[0].mlp.up_proj.weight for model in (pruned, trained))
+    large = a.abs() > 0.1
+    assert torch.equal(a == 0, b == 0) and float((a != b)[large].float().mean()) > 0.2
+
+
+def test_one_sequence_is_too_few():
+    with pytest.raises(UserError, match="`distill_epochs` needs at least 2 calibration sequences"):
+        prune(chosen=recipe(), calibration=TOKENS[:1])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("distill_epochs", -1), ("distill_lr", 0.0), ("distill_batch", 0)]
+)
+def test_wrong_settings_are_refused(field, value):
+    with pytest.raises(UserError, match=f"`{field}`"):
+        RecoveryConfig(**{field: value})
+
+
+def test_best_trains_all_layers_together():
+    assert [quality for quality, fields in QUALITIES.items() if fields["distill_epochs"]] == ["best"]
+
+
+def test_a_dry_run_counts_its_memory_and_a_report_names_it(tmp_path, capsys):
+    model = save_small(tmp_path / "model", "llama")
+    options = ["--distill-epochs", "1", "--device", "cpu", "--seqlen", "32", "--rotation", "none"]
+    assert cli.run(["prune", str(model), "--dry-run", *options]) == 0
+    assert "training together" in capsys.readouterr().out
+    out = str(tmp_path / "out")
+    prune(model, recipe(), out=out)
+    assert cli.run(["info", out]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "trained together for 2 epochs, lr 0.003" in shown and "on held-out sequences" in shown
+    assert cli.run(["prune", str(model), "--out", "x", "--distill-lr", "0.1"]) == 2
+    assert "--distill-lr has no effect with --distill-epochs 0" in capsys.readouterr().err
+
+
+def test_it_trains_on_all_sequences_but_those_that_are_held_out():
+    seen = []
+    prune(small_model("llama"), recipe(distill_epochs=1), progress=lambda event: seen.append(event))
+    steps = [event for event in seen if event.phase == "distill" and event.steps]
+    trained = len(TOKENS) - held_out_sequences(len(TOKENS))
+    assert len(steps) == steps[-1].steps == math.ceil(trained / 2)
+    assert all(math.isfinite(event.loss) for event in steps)
