@@ -27,7 +27,7 @@ from drot.config import ResolvedRecipe
 from drot.machine import transfer
 from drot.machine.ranks import ALONE, CPU, Ranks
 from drot.model.decoder import DecoderModel
-from drot.pipeline import events, invariance, recover, states, training, weigh
+from drot.pipeline import distill, events, invariance, kept_weights, states, training, weigh
 from drot.pipeline import run as run_module
 from drot.pipeline.context import RunContext
 from drot.pipeline.run import PruningRun
@@ -300,6 +300,7 @@ class CountedFiles:
     def __init__(self) -> None:
         self.written, self.home, self.ahead = Counter[str](), 0, 0
         self._kept: dict[str, Mapping[str, Tensor]] = {}
+        self._layers: dict[str, dict[str, Any]] = {}
         self._coming = ""
 
     def load(self, name: str) -> None:
@@ -310,6 +311,8 @@ class CountedFiles:
             kind = name.partition("_")[0]
             self.written[kind] += sum(tensor.nbytes for tensor in tensors.values())
             self.home += sum(tensor.nbytes for tensor in tensors.values() if tensor.is_meta)
+            if kind == "layer":
+                self._layers[name] = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
             if kind == "rotation" or name.endswith(BESIDE):
                 self._kept[name] = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items()}
 
@@ -320,6 +323,9 @@ class CountedFiles:
         self._coming = name
 
     def loaded(self, name: str) -> Mapping[str, Tensor]:
+        if name in self._layers:
+            shapes = self._layers[name].items()
+            return {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in shapes}
         if name == self._coming:
             self.ahead += sum(tensor.nbytes for tensor in self._kept[name].values())
         return self._kept[name]
@@ -329,18 +335,35 @@ class CountedFiles:
         yield
 
 
+def _places_of_half(parameter: Tensor) -> Tensor:
+    """The places of the kept weights of a parameter, which are half of them; on `meta` none is known."""
+    kept = parameter.detach() != 0
+    return torch.arange(kept.numel() // 2, device=parameter.device)
+
+
+def _take_half(parameter: Tensor, values: Tensor) -> Tensor:
+    return values.flatten()[_places_of_half(parameter)]
+
+
+def _put_half(parameter: Tensor, values: Tensor) -> None:
+    parameter.view(-1)[_places_of_half(parameter)] = values
+
+
 @contextlib.contextmanager
 def as_on_a_gpu() -> Iterator[None]:
     """A context in which drot takes the device `meta` for an H100, and every check of a rotation passes."""
     device, optimizer = torch.device("meta"), importlib.import_module("torch.optim.optimizer")
     set_to: list[tuple[Any, str, Any]] = [
         (module, "is_gpu", lambda device: True)
-        for module in (cholesky, hessian, solve, recover, training, states, weigh)
+        for module in (cholesky, distill, hessian, kept_weights, solve, training, states, weigh)
     ]
     set_to += [
         (layer_pass, "total_memory", lambda device: GPU_MEMORY),
         (run_module, "free_memory", lambda device: GPU_MEMORY),
         (training, "free_memory", lambda device: GPU_MEMORY),
+        (distill, "free_memory", lambda device: GPU_MEMORY),
+        (kept_weights, "take_kept", _take_half),
+        (kept_weights, "put_kept", _put_half),
         (states, "free_memory", lambda device: GPU_MEMORY),
         (weigh, "free_memory", lambda device: GPU_MEMORY),
         (weigh, "available_memory", lambda: HOST_MEMORY),

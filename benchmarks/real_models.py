@@ -16,7 +16,6 @@ import dataclasses
 import datetime
 import importlib.util
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -32,11 +31,11 @@ from drot.config import (
     ONE_SHOT,
     QUALITIES,
     CalibrationConfig,
-    FinetuneConfig,
     Recipe,
     RotationConfig,
     resolve,
 )
+from drot.config.recipe import DISTILL_EPOCHS
 from drot.config.rotation import POINTS
 from drot.evaluation.agreement import agreement
 from drot.evaluation.perplexity import load_eval_tokens
@@ -69,9 +68,12 @@ RECORDS: dict[str, Recipe] = {
     **{name: RECIPES[f"full, one shot, {name}"] for name in ("wanda 2:4", "magnitude 2:4")},
     **{name: RECIPES[f"full, one shot, {name}"] for name in ("sparsegpt 4:8", "sparsegpt 0.5")},
 }
-#: the end of the names of recipes after which `distilled` trains the kept weights
-DISTILLED = ", distilled"
-RECORDS |= {f"full, {quality}{DISTILLED}": RECIPES[f"full, {quality}"] for quality in QUALITIES}
+#: with a training of all layers together, which is part of `best`
+RECORDS |= {
+    f"full, {quality}, distilled": RECIPES[f"full, {quality}"].replace(distill_epochs=DISTILL_EPOCHS)
+    for quality in ("fast", "balanced")
+}
+RECORDS["full, best, not distilled"] = RECIPES["full, best"].replace(distill_epochs=0)
 
 
 def smollm2(models: Path) -> Path:
@@ -93,18 +95,6 @@ def smollm2(models: Path) -> Path:
     tokenizer.save_pretrained(folder)
     model.to(torch.bfloat16).save_pretrained(folder)
     return folder
-
-
-def distilled(pruned: Path, source: str | Path, text: CalibrationConfig, device: str, out: Path) -> Any:
-    """The model in `pruned`, trained towards the dense model on the windows of the calibration but the last.
-
-    They are trained on three times, two at a time. The last window is held out.
-    """
-    config = FinetuneConfig(
-        full=True, against=str(source), text=text, epochs=3, batch_size=2, held_out=1, weight_decay=0.0
-    )
-    drot.finetune(pruned, config, out=out, device=device)
-    return drot.load(out, device=device, dtype="float32")
 
 
 def arguments() -> argparse.Namespace:
@@ -151,18 +141,10 @@ def main() -> None:
         for seed in options.seed or [0]:
             drawn = dataclasses.replace(settings, seed=seed)
             started = time.perf_counter()
-            with tempfile.TemporaryDirectory() as scratch:
-                out, trained = Path(scratch) / "pruned", Path(scratch) / "distilled"
-                tokens = load_calibration(drawn, tokenizer)
-                pruned: Any = drot.prune(
-                    source, RECORDS[name], tokenizer=tokenizer, calibration=tokens,
-                    device=options.device, dtype="float32", save_dtype="float32",
-                    out=out if name.endswith(DISTILLED) else None,
-                )  # fmt: skip
-                if name.endswith(DISTILLED):
-                    pruned = distilled(out, source, drawn, options.device, trained)
-                else:
-                    pruned = pruned.model
+            pruned: Any = drot.prune(
+                source, RECORDS[name], tokenizer=tokenizer, calibration=load_calibration(drawn, tokenizer),
+                device=options.device, dtype="float32", save_dtype="float32",
+            ).model  # fmt: skip
             seconds = time.perf_counter() - started
             pruned.to(device)
             for text, ids in texts.items():

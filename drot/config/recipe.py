@@ -19,11 +19,13 @@ WeightFormat = Literal["dense", "packed"]
 
 #: the fields of a pruning by a method alone, as it was published
 ONE_SHOT = {"solve": "none", "target": "self", "recover": "none", "distill_epochs": 0}
+#: passes of `best` over the calibration that train all layers together
+DISTILL_EPOCHS = 3
 #: Quality → the fields that it sets. docs/choose.md says what each costs and gives.
 QUALITIES: dict[str, dict[str, Any]] = {
     "fast": ONE_SHOT | {"solve": "pcg"},
     "balanced": {"solve": "admm", "target": "dense", "recover": "none", "distill_epochs": 0},
-    "best": {"solve": "admm", "target": "dense", "recover": "block", "distill_epochs": 3},
+    "best": {"solve": "admm", "target": "dense", "recover": "block", "distill_epochs": DISTILL_EPOCHS},
 }
 #: the sections of a recipe by their names
 SECTIONS: dict[str, type] = {

@@ -42,6 +42,7 @@ logger = logging.getLogger("drot")
 
 #: the part of a run's state that holds the record of a distillation, when all its layers are saved
 PART = "distilled"
+CPU = torch.device("cpu")
 #: share of the free memory that a distillation may take by its estimate
 USED_SHARE = 0.95
 
@@ -89,17 +90,21 @@ def distill(
         state: saves the layers and the record; None saves nothing.
     """
     run.emit(Announced(step="distill"))
+    layers = run.model.layers
     with run.during("distill"):
-        left_out = _lack_of_memory(run)
-        if left_out is not None:
-            logger.warning("the kept weights are not trained towards the dense model: %s", left_out)
-            record = DistillationRecord(left_out=left_out)
+        # of a model in memory; those of a skeleton are in `state`
+        pruned = [] if run.model.is_skeleton else [KeptWeights([layer]).state(CPU) for layer in layers]
+        if (left_out := _lack_of_memory(run)) is None:
+            record = _load_and_train(run, dense, bases, state)
         else:
-            _load_layers(run, state)
-            record = _train(run, dense, bases)
-        for layer in run.model.layers:
-            if left_out is not None:
-                _load_layers(run, state, [layer])
+            record = DistillationRecord(left_out=left_out)
+        if record.left_out:
+            logger.warning("the kept weights are not trained towards the dense model: %s", record.left_out)
+        for layer in layers:
+            if not record.trained:
+                _load(run, state, layer)
+                if pruned:
+                    KeptWeights([layer]).load(pruned[layer.index])
             as_saved(layer, run.save_dtype, run.dense_linears)
             if state is not None:
                 state.save(distilled_part(layer), stored_tensors(layer), None)
@@ -127,16 +132,27 @@ def _lack_of_memory(run: RunContext) -> str | None:
     return f"that takes about {size_text(needed)} of the {where}, and {size_text(free)} are free"
 
 
-def _load_layers(
-    run: RunContext, state: SharedState | None, layers: list[DecoderLayer] | None = None
-) -> None:
-    """Brings pruned layers to the device of the run, in the dtype of its computation."""
-    for layer in layers or run.model.layers:
-        if run.model.is_skeleton:
-            assert state is not None, "a skeleton's layers are in the state of the run"
-            layer.module.to_empty(device=run.device)
-            load_stored(layer, state.loaded(part_of(layer), run.device))
-        layer.module.to(run.device, run.dtype)
+def _load(run: RunContext, state: SharedState | None, layer: DecoderLayer) -> None:
+    """Brings a pruned layer to the device of the run, in the dtype of its computation."""
+    if run.model.is_skeleton:
+        assert state is not None, "a skeleton's layers are in the state of the run"
+        layer.module.to_empty(device=run.device)
+        load_stored(layer, state.loaded(part_of(layer), run.device))
+    layer.module.to(run.device, run.dtype).requires_grad_(False)
+
+
+def _load_and_train(
+    run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None, state: SharedState | None
+) -> DistillationRecord:
+    """`_train`, which a GPU with too little memory ends without an error of the run."""
+    try:
+        for layer in run.model.layers:
+            _load(run, state, layer)
+        return _train(run, dense, bases)
+    except torch.OutOfMemoryError:
+        if run.ranks.size > 1:  # the others are in a sum that this rank will not join
+            raise
+        return DistillationRecord(left_out=f"the memory of {run.device} did not suffice")
 
 
 @torch.enable_grad()  # the caller may have turned gradients off
@@ -170,7 +186,6 @@ def _train(
     weights = KeptWeights(layers, ranks)
     batches = Batches(len(inputs.hidden_states), settings.distill_batch, ranks, seed=0)
     steps = settings.distill_epochs * batches.steps
-    pruned = weights.state(torch.device("cpu"), run.save_dtype)
     before, step, curve = held_out(), 0, list[float]()
     with weights.running():
         for _ in range(settings.distill_epochs):
@@ -198,7 +213,6 @@ def _train(
             "the distillation did not lower the loss on held-out sequences, %.4f before and %.4f after: the "
             "weights stay as they were pruned", before, after,
         )  # fmt: skip
-        weights.load(pruned)
     return DistillationRecord(before, after, after < before, curve, time.perf_counter() - started)
 
 

@@ -102,7 +102,7 @@ def test_the_docstring_of_a_command_has_its_parameters(command):
 def test_values_in_help_texts_are_those_of_the_program():
     help = {option.name: option.help for option in imported("prune").params}["quality"]
     for name, values in QUALITIES.items():
-        assert f"{name}: {', '.join(values.values())}" in help
+        assert f"{name}: {', '.join(map(str, values.values()))}" in help
     assert f"fast also sets --steps to {FAST_STEPS}." in help
     shapes = {option.name: option for option in imported("bench").params}["shape"]
     assert shapes.metavar == f"[{'|'.join(SHAPES)}]"

@@ -158,9 +158,9 @@ def test_every_step_of_a_run(chosen):
         "prune",
         *(["weigh"] if resolved.pruning.token_weights == "gradient" else []),
         *(["rotate"] if chosen.rotation.mode != "none" else []),
-        *(["recover"] if chosen.recovery.recover == "block" else []),
+        *(["recover", "distill"] if chosen.recovery.recover == "block" else []),
     }
-    least = {"calibrate": 0.3, "rotate": 0.95, "prune": 0.28, "recover": 0.9, "weigh": 0.9}
+    least = {"calibrate": 0.3, "rotate": 0.95, "prune": 0.28, "recover": 0.9, "distill": 0.9, "weigh": 0.9}
     if chosen.rotation.mode == "layer" and chosen.rotation.hessians == "dense":
         del needed["rotate"]  # trained in a thread, where torch does not count
     for step, amount in needed.items():
