@@ -173,6 +173,8 @@ class Costs(TorchDispatchMode):
             size += 2 * _bytes(_tensors(result))  # a copy of the matrix to which it adds
         precision, work = operations_of(name, read, args)
         types_of = {tensor.device.type for tensor in _tensors([args, result])}
+        if self.device.type != "meta":
+            types_of.discard("meta")  # a layer that is dropped
         if name in (aten.copy_, aten._to_copy) and len(types_of) > 1 and self.device.type in types_of:
             self.copied[self.step] += _bytes(_tensors(result))
         self.operations[self.step, precision] += work
@@ -311,9 +313,9 @@ class CountedFiles:
             kind = name.partition("_")[0]
             self.written[kind] += sum(tensor.nbytes for tensor in tensors.values())
             self.home += sum(tensor.nbytes for tensor in tensors.values() if tensor.is_meta)
-            if kind == "layer":
+            if kind == "layer" and not name.endswith(BESIDE):
                 self._layers[name] = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-            if kind == "rotation" or name.endswith(BESIDE):
+            elif kind in ("rotation", "layer"):
                 self._kept[name] = {key: torch.empty_like(t, device="cpu") for key, t in tensors.items()}
 
     def save(self, name: str, tensors: Mapping[str, Tensor], record: Any) -> None:
@@ -325,7 +327,7 @@ class CountedFiles:
     def loaded(self, name: str) -> Mapping[str, Tensor]:
         if name in self._layers:
             shapes = self._layers[name].items()
-            return {key: torch.empty(shape, dtype=dtype, device="meta") for key, (shape, dtype) in shapes}
+            return {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in shapes}
         if name == self._coming:
             self.ahead += sum(tensor.nbytes for tensor in self._kept[name].values())
         return self._kept[name]
@@ -403,7 +405,10 @@ def counted_run(
         # a skeleton, as a run that reads its layers from files
         weights: Any = SimpleNamespace(read_module=lambda module, name: None)
         weights = weights if device.type == "meta" else None
-        context = RunContext(model, recipe, tokens, device, lambda event: None, weights=weights, ranks=ranks)
+        context = RunContext(
+            model, recipe, tokens, device, lambda event: None, weights=weights, ranks=ranks,
+            distill_tokens=tokens,
+        )  # fmt: skip
         context.listeners = [listen]
         costs.layers_ahead = training.layers_ahead(context)
         run = PruningRun(context)

@@ -147,6 +147,7 @@ def minutes_of(
         device="cuda",
         positions=seqlen,
         down_width=config["intermediate_size"],
+        tokens=(nsamples, seqlen),
     )
     count = config["num_hidden_layers"]
     layer = OfLayer(shape, recipe, torch.zeros(nsamples, seqlen, dtype=torch.long), size)

@@ -79,7 +79,7 @@ class CalibrationStream:
         if not len(tokens):
             none = torch.empty(*tokens.shape, model.hidden_size, dtype=model.dtype, device=device)
             return cls(none, [{} for _ in model.layers], ranks=ranks)
-        hidden_states, kwargs = model.record(tokens, empty or partial(_empty_on, device))
+        hidden_states, kwargs = model.record(tokens, empty or partial(empty_on, device))
         of_layers = [_to_device(of_layer, device) for of_layer in kwargs]
         return cls(hidden_states, of_layers, device, empty, ranks, weights)
 
@@ -243,7 +243,7 @@ class CalibrationStream:
         return found
 
 
-def _empty_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_on(device: torch.device, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=device)
 
 

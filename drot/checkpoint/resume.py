@@ -93,6 +93,7 @@ def read_journal(file: Path) -> dict[str, Any] | None:
 #: fields of an identity that hold a hash → what the hash is of
 IN_WORDS = {
     "calibration": "SHA-256 of the calibration tokens",
+    "distillation": "SHA-256 of the tokens of the training of all layers",
     "weights.sha256": "SHA-256 of the model's weights",
     "rotations": "SHA-256 of the file of rotations",
 }

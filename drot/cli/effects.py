@@ -63,7 +63,7 @@ WITHOUT_EFFECT: tuple[Condition, ...] = (
     (
         "--distill-epochs 0",
         lambda recipe, given: not recipe.recovery.distill_epochs,
-        ("distill_lr", "distill_batch"),
+        ("distill_nsamples", "distill_lr", "distill_batch"),
     ),
     (
         "a .txt file",

@@ -140,15 +140,13 @@ class RecoveryConfig:
     recover_batch: int = Field(default=4, ge=1)
     """Sequences in one step."""
     distill_epochs: int = Field(default=0, ge=0)
-    """Passes over the calibration sequences that train the kept weights of all layers together, after the
-    pruning, towards the next tokens of the dense model; 0: none. Left out where the memory does not suffice.
+    """Passes that train the kept weights of all layers together, after the pruning, towards the next tokens
+    of the dense model, on further sequences of the calibration text; 0: none. Left out where the memory does
+    not suffice.
     """
+    distill_nsamples: int | None = Field(default=None, ge=2)
+    """Sequences of that training, which the pruning has not read. Default: as many as `nsamples`."""
     distill_lr: float = Field(default=0.001, gt=0)
     """Largest learning rate of that training, as a share of a matrix's root mean square."""
     distill_batch: int = Field(default=2, ge=1)
     """Sequences in one step of that training."""
-
-    @property
-    def trains(self) -> bool:
-        """Whether kept weights are trained, of one layer or of all."""
-        return self.recover == "block" or self.distill_epochs > 0

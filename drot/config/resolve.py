@@ -10,6 +10,7 @@ from drot.config.pruning import (
     WITHOUT_HESSIAN,
     DampingAverage,
     PruningConfig,
+    RecoveryConfig,
     Solver,
     Target,
     TokenWeights,
@@ -60,6 +61,13 @@ class ResolvedPruning(PruningConfig):
 
 
 @settings
+class ResolvedRecovery(RecoveryConfig):
+    """How a run trains kept weights. distill_nsamples: 0 if the layers are not trained together."""
+
+    distill_nsamples: int = 0
+
+
+@settings
 class ResolvedCalibration(CalibrationConfig):
     """The calibration text of a run."""
 
@@ -75,6 +83,7 @@ class ResolvedRecipe(Recipe):
 
     rotation: ResolvedRotation
     pruning: ResolvedPruning
+    recovery: ResolvedRecovery
     calibration: ResolvedCalibration
     format: WeightFormat
 
@@ -89,14 +98,14 @@ class ResolvedRecipe(Recipe):
             self.rotation.mode == "none"
             and self.pruning.method in WITHOUT_HESSIAN
             and (self.pruning.solve, self.pruning.target) == ("none", "self")
-            and not self.recovery.trains
+            and (self.recovery.recover, self.recovery.distill_epochs) == ("none", 0)
         )
         return not weights_alone or self.calibration.source != CalibrationConfig().source
 
     @property
     def needs_dense_states(self) -> bool:
         """Whether the run passes the calibration tokens through the dense model too."""
-        return self.pruning.target == "dense" or self.recovery.trains
+        return self.pruning.target == "dense" or self.recovery.recover == "block"
 
     def training_nsamples(self, nsamples: int, seqlen: int, hidden_size: int) -> int:
         """How many of the calibration sequences train the rotations (`training_tokens`)."""
@@ -139,7 +148,7 @@ def resolve(
     return ResolvedRecipe(
         rotation=_rotation(rotation, published, device, format, rotations_given, down_width, rotates_stream),
         pruning=_pruning(recipe.pruning, published),
-        recovery=recipe.recovery,
+        recovery=_recovery(recipe.recovery, calibration.get("nsamples", recipe.calibration.nsamples)),
         calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
         format=cast(WeightFormat, format),
     )
@@ -209,6 +218,11 @@ def _pruning(wishes: PruningConfig, published: bool) -> ResolvedPruning:
     multiple = math.lcm(*(sparsity.m for sparsity in wishes.sparsities if sparsity.structured))
     block_size = max(wishes.block_size // multiple, 1) * multiple
     return ResolvedPruning(**values_of(wishes) | _unset(wishes, values) | {"block_size": block_size})
+
+
+def _recovery(wishes: RecoveryConfig, nsamples: int) -> ResolvedRecovery:
+    chosen = wishes.distill_nsamples or nsamples if wishes.distill_epochs else 0
+    return ResolvedRecovery(**values_of(wishes) | {"distill_nsamples": chosen})
 
 
 def _unset(wishes: Any, values: dict[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ def check_sequences(nsamples: int, field: str, ranks: Ranks = ALONE) -> None:
         )
 
 
-def held_out_sequences(nsamples: int) -> int:
-    return max(1, int(nsamples * HELD_OUT_SHARE))
+def held_out_sequences(nsamples: int, share: float = HELD_OUT_SHARE) -> int:
+    return max(1, int(nsamples * share))
 
 
 def schedule(step: int, steps: int) -> float:
@@ -45,13 +45,16 @@ class Batches:
     The last sequences of all ranks are held out. In a batch each rank takes equally many of its own, while it
     has them.
 
-    count: the sequences of this rank. batch: the sequences of a batch, of all ranks.
+    count: the sequences of this rank. batch: the sequences of a batch, of all ranks. share: of the sequences,
+        which is held out.
     """
 
-    def __init__(self, count: int, batch: int, ranks: Ranks, seed: int) -> None:
+    def __init__(
+        self, count: int, batch: int, ranks: Ranks, seed: int, share: float = HELD_OUT_SHARE
+    ) -> None:
         self._count, self._batch, self._part = count, batch, max(1, batch // ranks.size)
         total = int(ranks.total(count))
-        self.held_out_count = held_out_sequences(total)
+        self.held_out_count = held_out_sequences(total, share)
         self.trained_count = total - self.held_out_count
         self._trained = len(ranks.sequences(self.trained_count))
         #: how many each rank trains on

@@ -27,6 +27,7 @@ class RunContext:
     model: a causal language model that fits the recipe (validation.py).
     tokens: calibration token ids [nsamples, seqlen]. `training_tokens` are the first of them, with which
         rotations are trained.
+    distill_tokens: those of the training of all layers together; None without it.
     device: where this rank computes.
     save_dtype: dtype of the weights in the result; None is the dtype of the model.
     weights: where the weights of a skeleton are read from, as in DecoderModel.
@@ -43,7 +44,9 @@ class RunContext:
         save_dtype: torch.dtype | None = None,
         weights: Weights | None = None,
         ranks: Ranks = ALONE,
+        distill_tokens: Tensor | None = None,
     ) -> None:
+        self.distill_tokens = distill_tokens
         self.recipe, self.tokens = recipe, tokens
         self.model = DecoderModel(model, route_all=recipe.pruning.route_all, weights=weights)
         self.device, self.ranks = device, ranks

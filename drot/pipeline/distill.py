@@ -1,9 +1,10 @@
 """Distillation: the kept weights of all pruned layers are trained together towards the dense model.
 
-The loss of a token is KL(dense ‖ pruned) of the next token. The run has passed the calibration tokens through
-the dense model already, so its last hidden states give the logits, and no dense model is in memory. The
-recovery (recover.py) trains one layer after the other towards the hidden states of the dense model; here a
-layer is trained for what the model makes of its outputs in the end.
+The loss of a token is KL(dense ‖ pruned) of the next token, on sequences that the pruning has not read: on
+those of the calibration the pruned model is much nearer to the dense model than on others. The run passes
+them through the dense layers before these are pruned, so that the last hidden states give the logits, and no
+dense model is in memory. The recovery (recover.py) trains one layer after the other towards the hidden states
+of the dense model; here a layer is trained for what the model makes of its outputs in the end.
 
 Only the inputs of the layers are kept for the backward pass, which computes each layer again.
 """
@@ -36,6 +37,7 @@ from drot.pipeline.memory import distillation_memory
 from drot.pipeline.shard import as_saved, round_weights
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.sizes import sizes_of
+from drot.pipeline.states import further_states
 from drot.pipeline.steps import part_of
 
 logger = logging.getLogger("drot")
@@ -43,6 +45,8 @@ logger = logging.getLogger("drot")
 #: the part of a run's state that holds the record of a distillation, when all its layers are saved
 PART = "distilled"
 CPU = torch.device("cpu")
+#: share of the sequences that are held out, at least one sequence
+HELD_OUT_SHARE = 1 / 16
 #: share of the free memory that a distillation may take by its estimate
 USED_SHARE = 0.95
 
@@ -84,7 +88,7 @@ def distill(
     If the memory does not suffice, the pruned weights stay as they are. A warning and the record say so.
 
     Args:
-        dense: the last hidden states of the dense model, in the original basis.
+        dense: the last hidden states of `run.distill_tokens` in the dense model, in the original basis.
         bases: R1 [d, d] of the bases in which the first layer reads and the last one writes; None if the
             stream is not rotated.
         state: saves the layers and the record; None saves nothing.
@@ -107,10 +111,10 @@ def distill(
                     KeptWeights([layer]).load(pruned[layer.index])
             as_saved(layer, run.save_dtype, run.dense_linears)
             if state is not None:
-                state.save(distilled_part(layer), stored_tensors(layer), None)
+                state.save_later({distilled_part(layer): (stored_tensors(layer), None)})
             layer.to(run.home)
         if state is not None:
-            state.save(PART, {}, vars(record))
+            state.save_later({PART: ({}, vars(record))})
     return record
 
 
@@ -162,12 +166,12 @@ def _train(
     """The training of all layers, which lie on the device of the run."""
     started, settings, ranks = time.perf_counter(), run.recipe.recovery, run.ranks
     model, layers = run.model, run.model.layers
-    inputs = CalibrationStream.embed(model, run.tokens, run.device, empty=dense.empty, ranks=ranks)
+    inputs = further_states(run, dense)
     if bases is not None:
         inputs.rotate(bases[0])
     norm, head = model.norm_and_head(run.device)
     back = None if bases is None else bases[1].T.to(run.device, run.dtype)
-    length = run.tokens.shape[1]
+    length = inputs.hidden_states.shape[1]
 
     def outputs(sequences: Tensor) -> Tensor:
         hidden = inputs.batch(sequences)
@@ -184,7 +188,7 @@ def _train(
         return ranks.total(lost) / (batches.held_out_count * length)
 
     weights = KeptWeights(layers, ranks)
-    batches = Batches(len(inputs.hidden_states), settings.distill_batch, ranks, seed=0)
+    batches = Batches(len(inputs.hidden_states), settings.distill_batch, ranks, seed=0, share=HELD_OUT_SHARE)
     steps = settings.distill_epochs * batches.steps
     before, step, curve = held_out(), 0, list[float]()
     with weights.running():

@@ -33,6 +33,7 @@ def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any
         "recipe": recipe,
         "rotations": None if given is None else given.entry["sha256"],
         "calibration": calibration_hash(run.tokens),
+        **({} if run.distill_tokens is None else {"distillation": calibration_hash(run.distill_tokens)}),
         "dtype": dtype_name(run.dtype),
         "save_dtype": dtype_name(run.save_dtype),
         "format": run.recipe.format,

@@ -73,7 +73,9 @@ def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, pin
     pinned: whether they lie in main memory for a GPU.
     """
     own = sizes.tokens * sizes.hidden * dtype.itemsize
-    return (pinned_bytes(own) if pinned else own) * (2 if recipe.needs_dense_states else 1)
+    further = round(own * recipe.recovery.distill_nsamples / recipe.calibration.nsamples)
+    parts = [own, own if recipe.needs_dense_states else 0, further]
+    return sum(map(pinned_bytes, parts)) if pinned else sum(parts)
 
 
 def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:

@@ -25,7 +25,7 @@ from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens, down_width
-from drot.text.source import as_token_ids, load_calibration
+from drot.text.source import as_token_ids, load_calibration, load_further
 
 logger = logging.getLogger("drot")
 
@@ -143,6 +143,11 @@ def prepare(
     elif tokens is None:
         tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
     check_tokens(tokens, config)
+    further = None
+    if resolved.recovery.distill_epochs and not measures:
+        further = tokens
+        if calibration is None:
+            further = ranks.on_first(lambda: _read_further(resolved, tokenizer, progress))
     weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
@@ -156,7 +161,9 @@ def prepare(
         own = model.dtype
     model.eval()  # dropout would change the Hessians
     save_dtype = own if isinstance(save_dtype, str) else save_dtype
-    context = RunContext(model, resolved, tokens, planned.device, progress, save_dtype, weights, ranks)
+    context = RunContext(
+        model, resolved, tokens, planned.device, progress, save_dtype, weights, ranks, further
+    )
     context.model.check()
     return Prepared(context, source, tokenizer)
 
@@ -201,6 +208,11 @@ def _read_text(recipe: ResolvedRecipe, tokenizer: Any, config: Any, progress: Pr
         )
     check_seqlen(text.seqlen, config)  # before the text is tokenised, which may take a minute
     return load_calibration(text, tokenizer, progress)
+
+
+def _read_further(recipe: ResolvedRecipe, tokenizer: Any, progress: Progress) -> Tensor:
+    """The tokens [n, seqlen] of the training of all layers together, which the calibration lacks."""
+    return load_further(recipe.calibration, recipe.recovery.distill_nsamples, tokenizer, progress)
 
 
 def _refuse_pruned(folder: Path) -> None:

@@ -160,15 +160,18 @@ def prune(
             ranks=ranks,
         )
         prepared.context.clock.seconds["load"] = time.perf_counter() - started
-        for field, trains in (
-            ('recover="block"', recipe.recovery.recover == "block"),
-            ("distill_epochs", recipe.recovery.distill_epochs > 0),
-        ):
-            if trains:
-                check_sequences(len(prepared.context.tokens), field, ranks)
+        _check_sequences(prepared.context)
         given = None if rotations is None else read_given(prepared.context, Path(rotations))
         run = PruningRun(prepared.context, given)
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)
+
+
+def _check_sequences(context: RunContext) -> None:
+    """Raises UserError if a training has too few sequences to hold some out and train each rank."""
+    if context.recipe.recovery.recover == "block":
+        check_sequences(len(context.tokens), 'recover="block"', context.ranks)
+    if context.distill_tokens is not None:
+        check_sequences(len(context.distill_tokens), "distill_epochs", context.ranks)
 
 
 def _enter(

@@ -20,7 +20,7 @@ from drot.pipeline.memory import device_memory
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.sizes import sizes_of
-from drot.pipeline.states import embed
+from drot.pipeline.states import embed, further_states
 from drot.pipeline.steps import LayerWork
 from drot.pipeline.training import saved_rotations, train_layers, train_shared
 from drot.pipeline.weigh import weigh_tokens
@@ -82,6 +82,7 @@ class PruningRun:
         with run.during("calibrate"):
             stream = embed(run, run.tokens, state)
             dense = self._dense_stream(stream) if recipe.needs_dense_states else None
+            further = further_states(run, stream) if distills else None
 
         bases: list[Tensor] = []  # in which the first layer reads, and in which each layer writes
         for layer in on_device(run.model.layers, run.device, run.home):
@@ -91,7 +92,7 @@ class PruningRun:
             boundary = run.bases.merged(layer.index, known) if known else None
             record = {"layer": layer.index} | records.get(layer.index, {})
             given = known.get(layer.index)
-            work = LayerWork(layer, stream, dense, given and given.to(run.device), boundary, record)
+            work = LayerWork(layer, stream, dense, further, given and given.to(run.device), boundary, record)
             if (saved := steps.load(state, layer) if state else None) is not None:
                 steps.restore(run, work, saved)
                 steps.advance(run, work)
@@ -114,10 +115,9 @@ class PruningRun:
             self._keep(work, found, packs=not distills)
             if state and not work.restored:
                 steps.save(run, work, state, known=given is not None)
-        if distills:
-            assert dense is not None
-            del stream, work
-            self.distillation = distill(run, dense, (bases[0], bases[1]) if bases else None, state)
+        if further is not None:
+            del stream, dense, work
+            self.distillation = distill(run, further, (bases[0], bases[1]) if bases else None, state)
         if later is not None:
             with run.during("check"):
                 self.logit_error = later.logit_error()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import torch
 from torch import Tensor
 
-from drot.calibration.stream import CalibrationStream
+from drot.calibration.stream import CalibrationStream, empty_on
 from drot.checkpoint.records import PlaceOfStates
 from drot.config import ResolvedRecipe
 from drot.machine.devices import free_memory, is_gpu
@@ -49,6 +49,17 @@ def place_of_states(
     states = state_bytes(sizes, recipe, dtype, pinned=on_gpu)
     needed += ranks.of_machine.size * (states if on_gpu else states + of_pruning)
     return "main memory" if needed <= available_memory() else "file"
+
+
+def further_states(run: "RunContext", beside: CalibrationStream) -> CalibrationStream:
+    """The input of the first layer for the tokens of a training of all layers, where `beside` lies too.
+
+    beside: a stream of sequences of the same length, which have the same arguments of the layers.
+    """
+    assert run.distill_tokens is not None
+    own = run.distill_tokens[run.ranks.rank :: run.ranks.size]
+    hidden_states, _ = run.model.record(own, beside.empty or partial(empty_on, run.device))
+    return CalibrationStream(hidden_states, beside.layer_kwargs, run.device, beside.empty, run.ranks)
 
 
 def embed(run: "RunContext", tokens: Tensor, state: "SharedState | None") -> CalibrationStream:

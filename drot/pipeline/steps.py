@@ -44,6 +44,7 @@ class LayerWork:
         as they are all the time in a family whose stream cannot rotate.
     dense: the same in the dense model, whose outputs the step `prune` computes; None if the recipe does not
         use them.
+    further: the same of the tokens of a training of all layers together, in the dense model; None without it.
     rotation: on the device of the run, to which it is copied once.
     boundary: the boundary of the residual that the layer has to hold, or that inside of the layer.
     output_r1: R1 [d, d] of the basis in which the layer writes; None is the original basis.
@@ -57,6 +58,7 @@ class LayerWork:
     layer: DecoderLayer
     stream: CalibrationStream
     dense: CalibrationStream | None
+    further: CalibrationStream | None
     rotation: LayerRotation | None
     boundary: Boundary | None
     record: dict[str, Any]
@@ -69,7 +71,11 @@ class LayerWork:
 
     @property
     def streams(self) -> list[CalibrationStream]:
-        return [self.stream] if self.dense is None else [self.stream, self.dense]
+        return [self.stream, *self.of_dense_model]
+
+    @property
+    def of_dense_model(self) -> list[CalibrationStream]:
+        return [stream for stream in (self.dense, self.further) if stream is not None]
 
 
 def calibrate(run: RunContext, work: LayerWork) -> None:
@@ -121,7 +127,8 @@ def _enter_basis(run: RunContext, work: LayerWork) -> None:
 def prune(run: RunContext, work: LayerWork) -> None:
     """Prunes the linears of the layer, and solves for the weights that are kept."""
     with run.during("prune", work.layer, announced=True):
-        dense = None if work.dense is None else LayerPass(work.layer.copy(), work.dense, fixed=True)
+        copy = work.layer.copy() if work.of_dense_model else work.layer
+        dense = None if work.dense is None else LayerPass(copy, work.dense, fixed=True)
         to_dense = run.recipe.pruning.target == "dense"
         work.layer_pass = LayerPass(work.layer, work.stream)
         work.record["linears"], work.maps = prune_layer(
@@ -134,6 +141,8 @@ def prune(run: RunContext, work: LayerWork) -> None:
         )
         if dense is not None:
             dense.advance()
+        if work.further is not None:
+            work.further.advance(copy)
 
 
 def recover(run: RunContext, work: LayerWork) -> None:
@@ -235,12 +244,13 @@ def restore(
         with run.during("merge", work.layer):
             _enter_basis(run, work)
     layer = work.layer
-    if work.dense is not None:
+    if work.of_dense_model:
         with run.during("calibrate", layer):
             dense = layer.copy()
             if work.rotation is not None:
                 dense.rotate(work.rotation, work.boundary, dtype=merging_dtype(run.device))
-            work.dense.advance(dense)
+            for stream in work.of_dense_model:
+                stream.advance(dense)
     load_tensors(layer, tensors, run.bases)
 
 

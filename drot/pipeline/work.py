@@ -19,6 +19,7 @@ from drot.config import WITHOUT_HESSIAN, ResolvedRecipe
 from drot.machine.devices import dtype_name, is_gpu
 from drot.model.family import InputGroup
 from drot.pipeline.batches import held_out_sequences
+from drot.pipeline.distill import HELD_OUT_SHARE
 from drot.pipeline.sizes import Sizes
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS, PCG_ITERATIONS_AFTER_ADMM
 from drot.rotation.importance import is_rotated
@@ -75,15 +76,16 @@ def run_work(
         of_layer, groups = sizes.of_layer(index), sizes.groups_of(roles)
         if recipe.needs_dense_states:
             prunes[own] += forward(of_layer)
+        prunes[own] += forward(of_layer, tokens=recipe.recovery.distill_nsamples * sizes.seqlen)
         prunes[own] += hessians(of_layer, groups, [g for g in groups if to_dense and g.expert is None])
         prunes[fp32] += prune(sizes, recipe, roles, admm_iterations)
         if recovers:
             work["recover"][own] += recover(of_layer, recipe.recovery.recover_epochs)
         if epochs := recipe.recovery.distill_epochs:
-            work["distill"][own] += distill(of_layer, epochs)
+            work["distill"][own] += distill(of_layer, epochs, recipe.recovery.distill_nsamples)
         calibrate[own] += forward(of_layer) if recovers else rest_of_forward(of_layer, groups)
     if epochs := recipe.recovery.distill_epochs:
-        work["distill"][own] += logits_of_distillation(sizes, epochs)
+        work["distill"][own] += logits_of_distillation(sizes, epochs, recipe.recovery.distill_nsamples)
     return {phase: dict(by_dtype) for phase, by_dtype in work.items()}
 
 
@@ -273,14 +275,13 @@ def recover(sizes: Sizes, epochs: int) -> float:
     return 3 * epochs * once + (epochs + 1) * test
 
 
-def distill(sizes: Sizes, epochs: int) -> float:
+def distill(sizes: Sizes, epochs: int, nsamples: int) -> float:
     """The training of a layer together with all others: its backward pass computes the layer again."""
-    held = held_out_sequences(sizes.nsamples) * sizes.seqlen
-    once, test = forward(sizes, tokens=sizes.tokens - held), forward(sizes, tokens=held)
-    return 4 * epochs * once + 2 * test
+    test = held_out_sequences(nsamples, HELD_OUT_SHARE)
+    return forward(sizes, tokens=(4 * epochs * (nsamples - test) + 2 * test) * sizes.seqlen)
 
 
-def logits_of_distillation(sizes: Sizes, epochs: int) -> float:
+def logits_of_distillation(sizes: Sizes, epochs: int, nsamples: int) -> float:
     """The logits of both models, and the gradient in the hidden states, also of held-out sequences."""
-    held = held_out_sequences(sizes.nsamples) * sizes.seqlen
-    return 2.0 * sizes.head * 3 * (epochs * (sizes.tokens - held) + 2 * held)
+    test = held_out_sequences(nsamples, HELD_OUT_SHARE)
+    return 2.0 * sizes.head * 3 * (epochs * (nsamples - test) + 2 * test) * sizes.seqlen

@@ -38,7 +38,25 @@ ARGUMENT = {"train": "source", "test": "ppl"}
 READ_EVERY = 1 << 20
 
 
-def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Progress = silent) -> Tensor:
+#: what is added to the seed of a calibration for the sequences of a training after the pruning
+FURTHER_SEED = 1_000_003
+
+
+def load_further(
+    settings: CalibrationConfig, nsamples: int, tokenizer: Any, progress: Progress = silent
+) -> Tensor:
+    """Token ids [nsamples, seqlen] as `load_calibration` gives them, at other places of the same text.
+
+    Of a text that is read no further than needed, as much more is read. A text that is too short for that
+    gives sequences that the calibration has too.
+    """
+    other = dataclasses.replace(settings, nsamples=nsamples, seed=settings.seed + FURTHER_SEED)
+    return load_calibration(other, tokenizer, progress, behind=settings.nsamples)
+
+
+def load_calibration(
+    settings: CalibrationConfig, tokenizer: Any, progress: Progress = silent, *, behind: int = 0
+) -> Tensor:
     """Token ids [nsamples, seqlen], int64, on the CPU, of the text of `settings`, whose seqlen is known.
 
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
@@ -50,12 +68,15 @@ def load_calibration(settings: CalibrationConfig, tokenizer: Any, progress: Prog
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
     progress: receives the events of `read_text` and `tokenize`.
+    behind: how many sequences of the text were drawn before.
     """
     sources, shares = zip(*texts_of(settings.source), strict=True)
     counts = counts_of(list(shares), settings.nsamples)
     return spread(
         [
-            _sequences(dataclasses.replace(settings, source=source, nsamples=count), tokenizer, progress)
+            _sequences(
+                dataclasses.replace(settings, source=source, nsamples=count), tokenizer, progress, behind
+            )
             for source, count in zip(sources, counts, strict=True)
         ]
     )
@@ -80,15 +101,14 @@ def spread(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts)[places.argsort(stable=True)]
 
 
-def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress) -> Tensor:
+def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress, behind: int) -> Tensor:
     """The sequences of one text, as `load_calibration` returns them."""
     source, nsamples, seqlen = settings.source, settings.nsamples, settings.seqlen
     assert seqlen is not None
     if (large := large_text(settings, tokenizer, progress)) is not None:
         return large.sequences(nsamples, seqlen, settings.seed)
-    text = read_text(
-        source, "train", settings.text_column, tokenizer, max_tokens=nsamples * seqlen, progress=progress
-    )
+    needed = (nsamples + behind) * seqlen
+    text = read_text(source, "train", settings.text_column, tokenizer, max_tokens=needed, progress=progress)
     ids = tokenize(text, tokenizer, progress)
     starts = len(ids) - seqlen
     if starts <= 0:

@@ -102,7 +102,7 @@ def test_the_steps_are_those_of_adam_on_the_kl_of_the_whole_model():
                 group["lr"] = QUICK["distill_lr"] * scale * schedule(step, steps)
             adam.step()
             step += 1
-    run = RunContext(pruned, resolve(recipe()), TOKENS, torch.device("cpu"), silent)
+    run = RunContext(pruned, resolve(recipe()), TOKENS, torch.device("cpu"), silent, distill_tokens=TOKENS)
     stream = CalibrationStream.embed(DecoderModel(dense), TOKENS, run.device)
     for layer in DecoderModel(dense).layers:
         stream.advance(layer)

@@ -58,8 +58,9 @@ def counted(function) -> float:
 
 
 def context(recipe: Recipe, family="llama") -> RunContext:
-    resolved = resolve(recipe, down_width=SIZES["intermediate_size"])
-    return RunContext(small_model(family, **SIZES), resolved, TOKENS, torch.device("cpu"), silent)
+    resolved = resolve(recipe, down_width=SIZES["intermediate_size"], tokens=tuple(TOKENS.shape))
+    model, device = small_model(family, **SIZES), torch.device("cpu")
+    return RunContext(model, resolved, TOKENS, device, silent, distill_tokens=TOKENS)
 
 
 def small_sizes() -> Sizes:
