@@ -43,7 +43,6 @@ from drot.evaluation.predictions import predict
 from drot.machine.devices import pick_device
 from drot.reporting.demo import HELD_OUT
 from drot.text.mixture import texts_of
-from drot.text.source import load_calibration
 
 SMOLLM2 = "SmolLM2-135M-Instruct"
 #: name → recipe; the first two have no rotation
@@ -142,7 +141,7 @@ def main() -> None:
             drawn = dataclasses.replace(settings, seed=seed)
             started = time.perf_counter()
             pruned: Any = drot.prune(
-                source, RECORDS[name], tokenizer=tokenizer, calibration=load_calibration(drawn, tokenizer),
+                source, dataclasses.replace(RECORDS[name], calibration=drawn), tokenizer=tokenizer,
                 device=options.device, dtype="float32", save_dtype="float32",
             ).model  # fmt: skip
             seconds = time.perf_counter() - started

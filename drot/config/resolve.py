@@ -124,6 +124,7 @@ def resolve(
     down_width: int | None = None,
     rotates_stream: bool = True,
     tokens: tuple[int, int] | None = None,
+    distillation: int = 0,
 ) -> ResolvedRecipe:
     """The recipe of a run. A recipe that is resolved already stays as it is, but for `format` and `tokens`.
 
@@ -139,6 +140,8 @@ def resolve(
             for the size of the blocks of R3; 0 if no down_proj is pruned, None if it is not known.
         rotates_stream: whether R1 can rotate the residual stream of the model (Family.rotates_stream).
         tokens: nsamples and seqlen of token ids that replace the calibration text; None for a text.
+        distillation: of such a run, the sequences of token ids for the training of all layers together, which
+            is left out without them.
     """
     rotation = recipe.rotation
     published = rotation.mode == "none" or rotation.optimizer == "paper" or rotation.reference_compat
@@ -148,7 +151,7 @@ def resolve(
     return ResolvedRecipe(
         rotation=_rotation(rotation, published, device, format, rotations_given, down_width, rotates_stream),
         pruning=_pruning(recipe.pruning, published),
-        recovery=_recovery(recipe.recovery, calibration.get("nsamples", recipe.calibration.nsamples)),
+        recovery=_recovery(recipe.recovery, recipe.calibration.nsamples, distillation if tokens else None),
         calibration=ResolvedCalibration(**values_of(recipe.calibration) | calibration),
         format=cast(WeightFormat, format),
     )
@@ -220,9 +223,12 @@ def _pruning(wishes: PruningConfig, published: bool) -> ResolvedPruning:
     return ResolvedPruning(**values_of(wishes) | _unset(wishes, values) | {"block_size": block_size})
 
 
-def _recovery(wishes: RecoveryConfig, nsamples: int) -> ResolvedRecovery:
-    chosen = wishes.distill_nsamples or nsamples if wishes.distill_epochs else 0
-    return ResolvedRecovery(**values_of(wishes) | {"distill_nsamples": chosen})
+def _recovery(wishes: RecoveryConfig, nsamples: int, given: int | None) -> ResolvedRecovery:
+    """given: the sequences of token ids for the training of all layers; None draws them from a text."""
+    drawn = (wishes.distill_nsamples or nsamples) if given is None else given
+    epochs = wishes.distill_epochs if drawn else 0
+    chosen = {"distill_epochs": epochs, "distill_nsamples": drawn if epochs else 0}
+    return ResolvedRecovery(**values_of(wishes) | chosen)
 
 
 def _unset(wishes: Any, values: dict[str, Any]) -> dict[str, Any]:

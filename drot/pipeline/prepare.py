@@ -55,6 +55,7 @@ def plan(
     recipe: Recipe,
     *,
     calibration: Tensor | None = None,
+    distillation: Tensor | None = None,
     device: str | torch.device = "auto",
     rotations_given: bool = False,
     format: str = "dense",
@@ -77,7 +78,13 @@ def plan(
         down_width=down_width(config, recipe.pruning),
         rotates_stream=family_of(config).rotates_stream,
         tokens=None if calibration is None else (calibration.shape[0], calibration.shape[1]),
+        distillation=0 if distillation is None else len(distillation),
     )
+    if ranks.first and recipe.recovery.distill_epochs and not resolved.recovery.distill_epochs:
+        logger.warning(
+            "the kept weights of all layers are not trained together: that needs other token ids than the "
+            "calibration, as `distillation`"
+        )
     check_recipe(config, resolved, rotations_given=rotations_given, ranks=ranks)
     if ranks.first and (lacking := family_of(config).lacks(resolved.rotation.mode)):
         names = " and ".join(map(str.upper, lacking))
@@ -91,6 +98,7 @@ def prepare(
     *,
     tokenizer: Any,
     calibration: Tensor | None,
+    distillation: Tensor | None = None,
     device: str | torch.device,
     dtype: str | torch.dtype,
     save_dtype: str | torch.dtype = "auto",
@@ -113,6 +121,7 @@ def prepare(
     """
     is_a("model", model, str, Path, PreTrainedModel)
     is_a("calibration", calibration, Tensor, or_none=True)
+    is_a("distillation", distillation, Tensor, or_none=True)
     is_a("device", device, str, torch.device)
     if not hasattr(tokenizer, "save_pretrained"):  # token ids need no more of a tokenizer
         is_callable("tokenizer", tokenizer, or_none=True)
@@ -121,12 +130,15 @@ def prepare(
     is_a("save_dtype", save_dtype, str, torch.dtype)
     # a mistake in a dtype is found before the text is read
     dtype, save_dtype = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
-    tokens = None if calibration is None else as_token_ids(calibration)
+    if calibration is None and distillation is not None:
+        raise UserError("`distillation` needs `calibration`: give both token ids, or let drot read both")
+    tokens, further = (None if ids is None else as_token_ids(ids) for ids in (calibration, distillation))
     planned = ranks.one_after_the_other(
         lambda: plan(
             model,
             recipe,
             calibration=tokens,
+            distillation=further,
             device=device,
             rotations_given=rotations_given,
             format=format,
@@ -143,11 +155,12 @@ def prepare(
     elif tokens is None:
         tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
     check_tokens(tokens, config)
-    further = None
-    if resolved.recovery.distill_epochs and not measures:
-        further = tokens
-        if calibration is None:
-            further = ranks.on_first(lambda: _read_further(resolved, tokenizer, progress))
+    if measures or not resolved.recovery.distill_epochs:
+        further = None
+    elif further is None:
+        further = ranks.on_first(lambda: _read_further(resolved, tokenizer, progress))
+    else:
+        _check_further(further, tokens, config)
     weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
@@ -208,6 +221,16 @@ def _read_text(recipe: ResolvedRecipe, tokenizer: Any, config: Any, progress: Pr
         )
     check_seqlen(text.seqlen, config)  # before the text is tokenised, which may take a minute
     return load_calibration(text, tokenizer, progress)
+
+
+def _check_further(further: Tensor, tokens: Tensor, config: Any) -> None:
+    """Raises UserError for token ids of the training of all layers that do not fit the calibration."""
+    check_tokens(further, config)
+    if further.shape[1] != tokens.shape[1]:
+        raise UserError(
+            f"`distillation` must have sequences as long as `calibration` has, {tokens.shape[1]} tokens; "
+            f"got {further.shape[1]}"
+        )
 
 
 def _read_further(recipe: ResolvedRecipe, tokenizer: Any, progress: Progress) -> Tensor:

@@ -93,6 +93,7 @@ def prune(
     out: str | Path | None = None,
     tokenizer: Any = None,
     calibration: Tensor | None = None,
+    distillation: Tensor | None = None,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
     save_dtype: str | torch.dtype = "auto",
@@ -114,6 +115,8 @@ def prune(
         out: the folder of the checkpoint, which must be new or empty. None writes no checkpoint.
         tokenizer: the tokenizer for the calibration text. A loaded model needs it, or `calibration`.
         calibration: token ids [nsamples, seqlen], which replace the calibration text of the recipe.
+        distillation: with `calibration`, token ids [n, seqlen] for the training of all layers together
+            (`distill_epochs`), which is left out without them. They should be others.
         device: the device of the computation, to which one layer at a time is moved. A loaded model stays
             where it lies. Of a model that `model` names, a run with `out` reads each layer from its files
             when its turn comes, and drops it when it is saved; a run without `out` loads all of it. Under
@@ -150,6 +153,7 @@ def prune(
             recipe,
             tokenizer=tokenizer,
             calibration=calibration,
+            distillation=distillation,
             device=device,
             dtype=dtype,
             save_dtype=save_dtype,

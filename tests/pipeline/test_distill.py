@@ -11,11 +11,11 @@ from runs import (
     interrupted,
     named_linears,
     one_shot,
-    prune,
     saved_bytes,
 )
+from runs import prune as prune_small
 from small_checkpoints import save_small
-from small_models import small_model
+from small_models import random_tokens, small_model
 from torch.func import functional_call
 
 import drot
@@ -31,9 +31,18 @@ from drot.pipeline.batches import held_out_sequences, schedule
 from drot.pipeline.context import RunContext
 from drot.pipeline.kept_weights import BETAS
 from drot.pruning import prune_magnitude
+from drot.reporting.demo import CALIBRATION
 
+#: token ids of the training
+FURTHER = random_tokens(8, 40, seed=7)
+HELD_OUT = held_out_sequences(len(FURTHER), module.HELD_OUT_SHARE)
 #: a training of few steps that lowers the loss of a small model
 QUICK = dict(distill_epochs=2, distill_lr=3e-3, distill_batch=2)
+
+
+def prune(*args, **options):
+    """`prune` of runs.py, with other token ids for the training than for the calibration."""
+    return prune_small(*args, **{"distillation": FURTHER} | options)
 
 
 def recipe(mode="none", **fields):
@@ -59,7 +68,7 @@ def kl_of(dense, pruned, tokens):
 )
 def test_the_record_holds_the_kl_of_the_held_out_sequences(fields, tmp_path):
     """Of both models as transformers computes them: so every basis is right."""
-    dense, tokens = small_model("qwen2"), TOKENS[-held_out_sequences(len(TOKENS)) :]
+    dense, tokens = small_model("qwen2"), FURTHER[-HELD_OUT:]
     before = prune(small_model("qwen2"), recipe(**fields | {"distill_epochs": 0})).model
     result = prune(small_model("qwen2"), recipe(**fields), out=tmp_path / "out")
     record = result.manifest.distillation
@@ -88,22 +97,22 @@ def test_the_steps_are_those_of_adam_on_the_kl_of_the_whole_model():
     vectors = {name: start[name][kept[name]].clone().requires_grad_() for name in names}
     scales = {name: float(vector.detach().square().mean().sqrt()) for name, vector in vectors.items()}
     adam = torch.optim.Adam([{"params": [vector]} for vector in vectors.values()], betas=BETAS)
-    trained = len(TOKENS) - held_out_sequences(len(TOKENS))
+    trained = len(FURTHER) - HELD_OUT
     generator = torch.Generator().manual_seed(0)
     step, steps = 0, QUICK["distill_epochs"] * math.ceil(trained / 2)
     for _ in range(QUICK["distill_epochs"]):
         for batch in torch.randperm(trained, generator=generator).split(2):
             weights = {n: torch.zeros_like(start[n]).masked_scatter(kept[n], vectors[n]) for n in names}
-            found = functional_call(pruned, weights, (TOKENS[batch],)).logits.log_softmax(-1)
-            wanted = dense(TOKENS[batch]).logits.log_softmax(-1)
+            found = functional_call(pruned, weights, (FURTHER[batch],)).logits.log_softmax(-1)
+            wanted = dense(FURTHER[batch]).logits.log_softmax(-1)
             adam.zero_grad()
             (wanted.exp() * (wanted - found)).sum().backward()
             for group, scale in zip(adam.param_groups, scales.values(), strict=True):
                 group["lr"] = QUICK["distill_lr"] * scale * schedule(step, steps)
             adam.step()
             step += 1
-    run = RunContext(pruned, resolve(recipe()), TOKENS, torch.device("cpu"), silent, distill_tokens=TOKENS)
-    stream = CalibrationStream.embed(DecoderModel(dense), TOKENS, run.device)
+    run = RunContext(pruned, resolve(recipe()), TOKENS, torch.device("cpu"), silent, distill_tokens=FURTHER)
+    stream = CalibrationStream.embed(DecoderModel(dense), FURTHER, run.device)
     for layer in DecoderModel(dense).layers:
         stream.advance(layer)
     record = module._train(run, stream, None)
@@ -121,9 +130,9 @@ def test_other_families(family):
     result = prune(small_model(family), chosen)
     record = result.manifest.distillation
     before = prune(small_model(family), chosen.replace(distill_epochs=0)).model
-    assert record.kl_before == pytest.approx(kl_of(dense, before, TOKENS[-1:]), rel=5e-3)
+    assert record.kl_before == pytest.approx(kl_of(dense, before, FURTHER[-HELD_OUT:]), rel=5e-3)
     if record.trained:
-        assert record.kl_after == pytest.approx(kl_of(dense, result.model, TOKENS[-1:]), rel=5e-3)
+        assert record.kl_after == pytest.approx(kl_of(dense, result.model, FURTHER[-HELD_OUT:]), rel=5e-3)
 
 
 @pytest.mark.parametrize("format", ["dense", "packed"])
@@ -142,7 +151,9 @@ def test_a_streamed_run_writes_what_a_run_in_memory_holds(format, tmp_path):
 def test_an_interrupted_training_begins_again_and_gives_the_same_bytes(step, tmp_path):
     chosen = recipe("layer")
     prune(small_model("llama"), chosen, out=tmp_path / "whole")
-    interrupted(small_model("llama"), chosen, out=tmp_path / "out", at=("distill", 0, step))
+    interrupted(
+        small_model("llama"), chosen, out=tmp_path / "out", at=("distill", 0, step), distillation=FURTHER
+    )
     prune(small_model("llama"), chosen, out=tmp_path / "out", resume=True)
     assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "out")
 
@@ -151,7 +162,7 @@ def test_an_interrupted_training_begins_again_and_gives_the_same_bytes(step, tmp
 def test_a_finished_training_is_not_repeated(format, tmp_path, monkeypatch):
     chosen, model = recipe("layer", sparsity="2:4"), save_small(tmp_path / "model", "llama")
     prune(model, chosen, out=tmp_path / "whole", format=format)
-    interrupted(model, chosen, out=tmp_path / "out", at=("save",), format=format)
+    interrupted(model, chosen, out=tmp_path / "out", at=("save",), format=format, distillation=FURTHER)
     monkeypatch.setattr(module, "_train", lambda *args: pytest.fail("it trained again"))
     manifest = prune(model, chosen, out=tmp_path / "out", format=format, resume=True).manifest
     assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "out")
@@ -195,7 +206,37 @@ def test_bfloat16_weights_add_up_small_steps():
 
 def test_one_sequence_is_too_few():
     with pytest.raises(UserError, match="`distill_epochs` needs at least 2 calibration sequences"):
-        prune(chosen=recipe(), calibration=TOKENS[:1])
+        prune(chosen=recipe(), distillation=FURTHER[:1])
+
+
+def test_token_ids_that_do_not_fit_are_refused():
+    with pytest.raises(UserError, match="as long as `calibration` has, 40 tokens; got 39"):
+        prune(chosen=recipe(), distillation=FURTHER[:, 1:])
+    with pytest.raises(UserError, match="token ids must be in"):
+        prune(chosen=recipe(), distillation=FURTHER + 1000)
+    with pytest.raises(UserError, match="`distillation` needs `calibration`"):
+        prune(chosen=recipe(), calibration=None)
+
+
+def test_without_token_ids_of_its_own_it_is_left_out_and_the_recipe_says_so(caplog):
+    """On the tokens that the pruning has read there is little to learn."""
+    result = prune(chosen=recipe(), distillation=None)
+    assert result.manifest.recipe.recovery.distill_epochs == 0 and result.manifest.distillation is None
+    assert "that needs other token ids than the calibration, as `distillation`" in caplog.text
+
+
+@pytest.mark.parametrize("count", [None, 3])
+def test_of_a_text_it_takes_other_sequences(count, tmp_path, monkeypatch):
+    model, seen = save_small(tmp_path / "model", "llama"), []
+    train = module._train
+    monkeypatch.setattr(module, "_train", lambda run, *rest: seen.append(run) or train(run, *rest))
+    chosen = recipe(nsamples=4, seqlen=24, source=CALIBRATION.source, distill_nsamples=count)
+    manifest = drot.prune(model, chosen, device="cpu").manifest
+    (run,) = seen
+    assert run.tokens.shape == (4, 24) and run.distill_tokens.shape == (count or 4, 24)
+    rows = {tuple(row.tolist()) for row in (*run.tokens, *run.distill_tokens)}
+    assert len(rows) == 4 + (count or 4)
+    assert manifest.recipe.recovery.distill_nsamples == (count or 4)
 
 
 @pytest.mark.parametrize(
@@ -228,6 +269,6 @@ def test_it_trains_on_all_sequences_but_those_that_are_held_out():
     seen = []
     prune(small_model("llama"), recipe(distill_epochs=1), progress=lambda event: seen.append(event))
     steps = [event for event in seen if event.phase == "distill" and event.steps]
-    trained = len(TOKENS) - held_out_sequences(len(TOKENS))
+    trained = len(FURTHER) - HELD_OUT
     assert len(steps) == steps[-1].steps == math.ceil(trained / 2)
     assert all(math.isfinite(event.loss) for event in steps)
