@@ -36,9 +36,16 @@ def one_shot(mode: str = "layer", **fields: Any) -> Recipe:
 
 
 def prune(model: Any = None, chosen: Recipe | None = None, **options: Any) -> drot.PruneResult:
-    """`drot.prune` on a CPU. model: None is a small LLaMA."""
+    """`drot.prune` on a CPU. model: None is a small LLaMA.
+
+    A training of all layers together has token ids of its own.
+    """
     model = small_model("llama") if model is None else model
-    return drot.prune(model, chosen or recipe(), **{"calibration": TOKENS, "device": "cpu"} | options)
+    chosen, options = chosen or recipe(), {"calibration": TOKENS, "device": "cpu"} | options
+    if chosen.recovery.distill_epochs:
+        other = random_tokens(8, options["calibration"].shape[1], seed=7)
+        options = {"distillation": other} | options
+    return drot.prune(model, chosen, **options)
 
 
 def interrupted(

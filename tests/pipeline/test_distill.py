@@ -11,9 +11,9 @@ from runs import (
     interrupted,
     named_linears,
     one_shot,
+    prune,
     saved_bytes,
 )
-from runs import prune as prune_small
 from small_checkpoints import save_small
 from small_models import random_tokens, small_model
 from torch.func import functional_call
@@ -33,16 +33,11 @@ from drot.pipeline.kept_weights import BETAS
 from drot.pruning import prune_magnitude
 from drot.reporting.demo import CALIBRATION
 
-#: token ids of the training
+#: token ids of the training that `prune` takes
 FURTHER = random_tokens(8, 40, seed=7)
 HELD_OUT = held_out_sequences(len(FURTHER), module.HELD_OUT_SHARE)
 #: a training of few steps that lowers the loss of a small model
 QUICK = dict(distill_epochs=2, distill_lr=3e-3, distill_batch=2)
-
-
-def prune(*args, **options):
-    """`prune` of runs.py, with other token ids for the training than for the calibration."""
-    return prune_small(*args, **{"distillation": FURTHER} | options)
 
 
 def recipe(mode="none", **fields):
@@ -152,7 +147,10 @@ def test_an_interrupted_training_begins_again_and_gives_the_same_bytes(step, tmp
     chosen = recipe("layer")
     prune(small_model("llama"), chosen, out=tmp_path / "whole")
     interrupted(
-        small_model("llama"), chosen, out=tmp_path / "out", at=("distill", 0, step), distillation=FURTHER
+        small_model("llama"),
+        chosen,
+        out=tmp_path / "out",
+        at=("distill", 0, step),
     )
     prune(small_model("llama"), chosen, out=tmp_path / "out", resume=True)
     assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "out")
@@ -162,7 +160,7 @@ def test_an_interrupted_training_begins_again_and_gives_the_same_bytes(step, tmp
 def test_a_finished_training_is_not_repeated(format, tmp_path, monkeypatch):
     chosen, model = recipe("layer", sparsity="2:4"), save_small(tmp_path / "model", "llama")
     prune(model, chosen, out=tmp_path / "whole", format=format)
-    interrupted(model, chosen, out=tmp_path / "out", at=("save",), format=format, distillation=FURTHER)
+    interrupted(model, chosen, out=tmp_path / "out", at=("save",), format=format)
     monkeypatch.setattr(module, "_train", lambda *args: pytest.fail("it trained again"))
     manifest = prune(model, chosen, out=tmp_path / "out", format=format, resume=True).manifest
     assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "out")
@@ -215,7 +213,7 @@ def test_token_ids_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match="token ids must be in"):
         prune(chosen=recipe(), distillation=FURTHER + 1000)
     with pytest.raises(UserError, match="`distillation` needs `calibration`"):
-        prune(chosen=recipe(), calibration=None)
+        drot.prune(small_model("llama"), recipe(), distillation=FURTHER)
 
 
 def test_without_token_ids_of_its_own_it_is_left_out_and_the_recipe_says_so(caplog):
