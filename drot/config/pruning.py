@@ -144,8 +144,8 @@ class RecoveryConfig:
     of the dense model, on further sequences of the calibration text; 0: none. Left out where the memory does
     not suffice.
     """
-    distill_nsamples: int | None = Field(default=None, ge=2)
-    """Sequences of that training, which the pruning has not read. Default: as many as `nsamples`."""
+    distill_nsamples: int | None = Field(default=None, ge=0)
+    """Sequences of that training, which the pruning has not read. Default, and 0: as many as `nsamples`."""
     distill_lr: float = Field(default=0.001, gt=0)
     """Largest learning rate of that training, as a share of a matrix's root mean square."""
     distill_batch: int = Field(default=2, ge=1)
