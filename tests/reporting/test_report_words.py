@@ -15,7 +15,7 @@ from drot.reporting.tables import lost_table, run_tables
 
 def run(name="run", mode="layer", **changes) -> Run:
     """A run of six layers in which nothing is unusual."""
-    recipe = Recipe().replace(mode=mode, steps=20, recover="block")
+    recipe = Recipe().replace(mode=mode, steps=20, recover="block", distill_epochs=3)
     manifest = made_manifest(recipe, layers=6, roles=("q_proj", "down_proj"), **changes)
     maps = {
         "layers.0.q_proj.map_before": np.ones((2, 2), np.float16),
@@ -63,6 +63,14 @@ CASES = {
     "recovery": (
         lambda r: setattr(r.manifest.layers[1].recovery, "best_epoch", 0),
         r"recovery did not help 1 layer, which stayed as pruned: layer 1",
+    ),
+    "layers not trained together": (
+        lambda r: setattr(r.manifest.distillation, "left_out", "that takes about 9 GB, and 8 GB are free"),
+        r"layers were not trained together, because that takes about 9 GB",
+    ),
+    "a training of all layers that did not help": (
+        lambda r: setattr(r.manifest.distillation, "trained", False),
+        r"training of all layers together did not help, and the weights stayed as they were pruned",
     ),
     "recovery to the end": (
         lambda r: setattr(r.manifest.layers[1].recovery, "best_epoch", 8),
