@@ -16,8 +16,8 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
     """The bytes of the checkpoint, and of what lies beside it in OUT.partial until the run ends.
 
     Beside the finished layers, which become shards of the checkpoint, lie the maps of the linears, the
-    weights of the tokens, and the rotations in fp64. Headers, tokenizer and manifest, which are small, are
-    left out.
+    weights of the tokens, the rotations in fp64, and the layers before they are trained together. Headers,
+    tokenizer and manifest, which are small, are left out.
     """
     rotation, pruning, layers = recipe.rotation, recipe.pruning, len(sizes.names)
     rotates = rotation.mode != "none"
@@ -41,6 +41,8 @@ def disk_needs(sizes: Sizes, recipe: ResolvedRecipe, save_dtype: torch.dtype) ->
         )
         checkpoint -= packed * save_dtype.itemsize // 2 - packed // 8
     beside = 0
+    if recipe.recovery.distill_epochs:  # the layers as they were pruned, not packed
+        beside += (sizes.weights - sizes.outside + boundaries + of_down) * save_dtype.itemsize
     if rotates:
         beside += sum(rotation_bytes(sizes, each, rotation.down_block) for each in sizes.names)
     if sizes.tokens:

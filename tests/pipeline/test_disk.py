@@ -17,6 +17,8 @@ from drot.pipeline import prune as pipeline
 
 #: of a finished layer, which becomes a part of the checkpoint
 SHARD = re.compile(r"layer_\d+\.safetensors")
+#: the same of a run that trains all layers together
+DISTILLED = re.compile(r"distilled_layer_\d+\.safetensors")
 Usage = collections.namedtuple("Usage", "total used free")
 
 
@@ -41,6 +43,7 @@ def needs(monkeypatch):
         ("llama", "dense", "layer", dict(hessians="dense")),
         ("qwen3-biased", "packed", "layer", dict(hessians="dense", boundary="residual")),
         ("llama", "dense", "shared", {}),
+        ("llama", "packed", "layer", dict(distill_epochs=1)),
     ],
 )
 def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode, rotation):
@@ -49,7 +52,8 @@ def test_the_estimate_is_what_a_run_writes(needs, tmp_path, family, format, mode
     def at_the_end(event):
         if event.phase == "save":
             written.extend((tmp_path / "out.partial").glob("*.safetensors"))
-            sizes.extend(file.stat().st_size for file in written if not SHARD.fullmatch(file.name))
+            shard = DISTILLED if "distill_epochs" in rotation else SHARD
+            sizes.extend(file.stat().st_size for file in written if not shard.fullmatch(file.name))
 
     model, out = small_model(family, vocab_size=500, hidden_size=64), tmp_path / "out"
     options = dict(out=out, format=format, save_dtype="bfloat16", progress=at_the_end)
