@@ -6,7 +6,8 @@ them through the dense layers before these are pruned, so that the last hidden s
 dense model is in memory. The recovery (recover.py) trains one layer after the other towards the hidden states
 of the dense model; here a layer is trained for what the model makes of its outputs in the end.
 
-Only the inputs of the layers are kept for the backward pass, which computes each layer again.
+Where the memory does not suffice for more, only the inputs of the layers are kept for the backward pass,
+which computes each layer again.
 """
 
 import logging
@@ -98,8 +99,9 @@ def distill(
     with run.during("distill"):
         # of a model in memory; those of a skeleton are in `state`
         pruned = [] if run.model.is_skeleton else [KeptWeights([layer]).state(CPU) for layer in layers]
+        keeps = _needed(run, keeps=True) <= _free(run)
         if (left_out := _lack_of_memory(run)) is None:
-            record = _load_and_train(run, dense, bases, state)
+            record = _load_and_train(run, dense, bases, state, keeps=keeps)
         else:
             record = DistillationRecord(left_out=left_out)
         if record.left_out:
@@ -124,15 +126,24 @@ def saved_distillation(state: SharedState) -> DistillationRecord | None:
     return None if saved is None else DistillationRecord(**saved[1])
 
 
-def _lack_of_memory(run: RunContext) -> str | None:
-    """Says what memory is missing, on some rank; None if all have enough."""
-    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-    needed = distillation_memory(sizes, run.recipe, run.dtype)
+def _free(run: RunContext) -> int:
+    """The bytes that a distillation may take on the device, on the rank that has the least."""
     on_gpu = is_gpu(run.device)
     free = free_memory(run.device) if on_gpu else available_memory() // run.ranks.of_machine.size
-    if needed <= USED_SHARE * min(run.ranks.each(free)):
+    return int(USED_SHARE * min(run.ranks.each(free)))
+
+
+def _needed(run: RunContext, *, keeps: bool = False) -> int:
+    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+    return distillation_memory(sizes, run.recipe, run.dtype, keeps=keeps)
+
+
+def _lack_of_memory(run: RunContext) -> str | None:
+    """Says what memory is missing; None if there is enough."""
+    needed, free = _needed(run), _free(run)
+    if needed <= free:
         return None
-    where = f"memory of {run.device}" if on_gpu else "main memory"
+    where = f"memory of {run.device}" if is_gpu(run.device) else "main memory"
     return f"that takes about {size_text(needed)} of the {where}, and {size_text(free)} are free"
 
 
@@ -146,13 +157,18 @@ def _load(run: RunContext, state: SharedState | None, layer: DecoderLayer) -> No
 
 
 def _load_and_train(
-    run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None, state: SharedState | None
+    run: RunContext,
+    dense: CalibrationStream,
+    bases: tuple[Tensor, Tensor] | None,
+    state: SharedState | None,
+    *,
+    keeps: bool,
 ) -> DistillationRecord:
     """`_train`, which a GPU with too little memory ends without an error of the run."""
     try:
         for layer in run.model.layers:
             _load(run, state, layer)
-        return _train(run, dense, bases)
+        return _train(run, dense, bases, keeps=keeps)
     except torch.OutOfMemoryError:
         if run.ranks.size > 1:  # the others are in a sum that this rank will not join
             raise
@@ -161,9 +177,12 @@ def _load_and_train(
 
 @torch.enable_grad()  # the caller may have turned gradients off
 def _train(
-    run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None
+    run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None, *, keeps: bool
 ) -> DistillationRecord:
-    """The training of all layers, which lie on the device of the run."""
+    """The training of all layers, which lie on the device of the run.
+
+    keeps: whether the layers keep what the backward pass needs; otherwise it computes each layer again.
+    """
     started, settings, ranks = time.perf_counter(), run.recipe.recovery, run.ranks
     model, layers = run.model, run.model.layers
     inputs = further_states(run, dense)
@@ -177,7 +196,10 @@ def _train(
         hidden = inputs.batch(sequences)
         for layer in layers:
             kwargs = inputs.layer_kwargs[layer.index]
-            hidden = checkpoint(layer, hidden, kwargs, use_reentrant=False, preserve_rng_state=False)
+            if keeps:
+                hidden = layer(hidden, kwargs)
+            else:
+                hidden = checkpoint(layer, hidden, kwargs, use_reentrant=False, preserve_rng_state=False)
         return hidden if back is None else hidden @ back
 
     @torch.no_grad()

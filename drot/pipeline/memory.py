@@ -112,15 +112,20 @@ def training_bytes(
     return round(TRAINED_BYTES * kept) + (dtype.itemsize + SELECTION_BYTES) * largest
 
 
-def distillation_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+def distillation_memory(
+    sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, keeps: bool = False
+) -> int:
     """About the bytes on the device while the kept weights of all layers are trained together.
 
     They are those of the layers, of their training, of the head, of the inputs of all layers and of what one
     layer and LOGIT_TOKENS logits keep for the backward pass.
+
+    keeps: whether all layers keep that, so that none is computed again.
     """
     tokens = recipe.recovery.distill_batch * sizes.seqlen
-    sides = max(sum(sum(sizes.shapes[name]) for name in names) for names in sizes.names)
-    activations = tokens * ((len(sizes.names) + 1) * sizes.hidden + 2 * sides) * dtype.itemsize
+    sides = [sum(sum(sizes.shapes[name]) for name in names) for names in sizes.names]
+    of_layers = sum(sides) if keeps else max(sides)
+    activations = tokens * ((len(sizes.names) + 1) * sizes.hidden + 2 * of_layers) * dtype.itemsize
     logits = 6 * 4 * LOGIT_TOKENS * (sizes.head // sizes.hidden)
     weights = (sizes.weights - sizes.outside + sizes.head) * dtype.itemsize
     return weights + training_bytes(sizes, recipe, dtype, sizes.names) + activations + logits

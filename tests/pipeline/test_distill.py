@@ -79,7 +79,8 @@ def test_the_record_holds_the_kl_of_the_held_out_sequences(fields, tmp_path):
     assert result.manifest.seconds.phases["distill"] > 0
 
 
-def test_the_steps_are_those_of_adam_on_the_kl_of_the_whole_model():
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_steps_are_those_of_adam_on_the_kl_of_the_whole_model(keeps):
     """Against an Adam on vectors of the kept weights, in fp64, through transformers' own forward pass."""
     dense, pruned = (small_model("llama", dtype=torch.float64, num_hidden_layers=2) for _ in range(2))
     for linear in named_linears(pruned).values():
@@ -110,7 +111,7 @@ def test_the_steps_are_those_of_adam_on_the_kl_of_the_whole_model():
     stream = CalibrationStream.embed(DecoderModel(dense), FURTHER, run.device)
     for layer in DecoderModel(dense).layers:
         stream.advance(layer)
-    record = module._train(run, stream, None)
+    record = module._train(run, stream, None, keeps=keeps)
     assert record.trained and record.kl_after < record.kl_before
     for name, value in pruned.named_parameters():
         if name in kept:
@@ -161,7 +162,7 @@ def test_a_finished_training_is_not_repeated(format, tmp_path, monkeypatch):
     chosen, model = recipe("layer", sparsity="2:4"), save_small(tmp_path / "model", "llama")
     prune(model, chosen, out=tmp_path / "whole", format=format)
     interrupted(model, chosen, out=tmp_path / "out", at=("save",), format=format)
-    monkeypatch.setattr(module, "_train", lambda *args: pytest.fail("it trained again"))
+    monkeypatch.setattr(module, "_train", lambda *args, **kept: pytest.fail("it trained again"))
     manifest = prune(model, chosen, out=tmp_path / "out", format=format, resume=True).manifest
     assert saved_bytes(tmp_path / "whole") == saved_bytes(tmp_path / "out")
     assert manifest.distillation.kl_after is not None
@@ -175,6 +176,24 @@ def test_without_memory_the_pruned_weights_stay_and_it_is_said(tmp_path, monkeyp
     record = read_manifest(tmp_path / "out").distillation
     assert record.left_out.startswith("that takes about ") and record.kl_before is None
     assert f"not trained towards the dense model: {record.left_out}" in caplog.text
+
+
+@pytest.mark.parametrize(("family", "mode"), [("llama", "layer"), ("qwen3_moe", "none")])
+def test_layers_that_are_computed_again_give_the_same_bytes(family, mode, monkeypatch):
+    chosen, seen = recipe(mode, down_rotation="auto"), []
+    train = module._train
+
+    def spy(*args, keeps):
+        seen.append(keeps)
+        return train(*args, keeps=keeps)
+
+    monkeypatch.setattr(module, "_train", spy)
+    kept = prune(small_model(family), chosen)
+    needed = module._needed
+    monkeypatch.setattr(module, "_needed", lambda run, keeps=False: 2**60 if keeps else needed(run))
+    again = prune(small_model(family), chosen)
+    assert seen == [True, False]
+    assert_same_weights(again.model, kept.model)
 
 
 def test_a_training_that_does_not_help_changes_nothing(caplog):
@@ -227,7 +246,9 @@ def test_without_token_ids_of_its_own_it_is_left_out_and_the_recipe_says_so(capl
 def test_of_a_text_it_takes_other_sequences(count, tmp_path, monkeypatch):
     model, seen = save_small(tmp_path / "model", "llama"), []
     train = module._train
-    monkeypatch.setattr(module, "_train", lambda run, *rest: seen.append(run) or train(run, *rest))
+    monkeypatch.setattr(
+        module, "_train", lambda run, *rest, **kept: seen.append(run) or train(run, *rest, **kept)
+    )
     chosen = recipe(nsamples=4, seqlen=24, source=CALIBRATION.source, distill_nsamples=count)
     manifest = drot.prune(model, chosen, device="cpu").manifest
     (run,) = seen

@@ -9,8 +9,8 @@ from small_models import random_tokens, small_model
 from drot.calibration import cholesky, hessian, layer_pass, stream
 from drot.config import Recipe, resolve
 from drot.model.decoder import DecoderModel
-from drot.pipeline import importance
-from drot.pipeline.memory import device_memory, training_memory
+from drot.pipeline import distill, importance
+from drot.pipeline.memory import device_memory, distillation_memory, training_memory
 from drot.pipeline.sizes import sizes_of
 
 #: as in tests/pipeline/test_prune_memory.py: all sizes are divided by it, and bytes by its square
@@ -60,3 +60,23 @@ def test_a_shared_training_takes_what_its_estimate_says(layers_per_step, monkeyp
     result = prune(model, recipe, calibration=tokens, device="second:0")
     peak = result.manifest.peak_memory["rotate"].gpu
     assert 0.9 < peak / estimate < 1.1, (peak, estimate)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_training_of_all_layers_takes_what_its_estimate_says(keeps, monkeypatch):
+    sizes = dict(hidden_size=128, intermediate_size=384, num_hidden_layers=6, head_dim=16, vocab_size=512)
+    model = small_model("llama", **sizes, num_attention_heads=8, num_key_value_heads=2).to(torch.bfloat16)
+    if not keeps:
+        needed = distill._needed
+        monkeypatch.setattr(distill, "_needed", lambda run, keeps=False: needed(run) + 2**60 * keeps)
+    recipe = Recipe().replace(mode="none", solve="none", target="self", distill_epochs=1, sparsity="2:4")
+    tokens = random_tokens(8, 64)
+    resolved = resolve(recipe, device="second", tokens=(8, 64), distillation=8)
+    found = sizes_of(DecoderModel(model), *tokens.shape)
+    estimate = distillation_memory(found, resolved, torch.bfloat16, keeps=keeps)
+    given = dict(calibration=tokens, distillation=random_tokens(8, 64, seed=1))
+    result = prune(model, recipe, device="second:0", **given)
+    assert result.manifest.distillation.kl_before is not None
+    peak = result.manifest.peak_memory["distill"].gpu
+    assert 0.5 < peak / estimate < 1.1, (peak, estimate)

@@ -21,7 +21,9 @@ def test_the_copies_of_a_layer_are_those_that_are_counted(quality, tmp_path, mon
     counting = runpy.run_path(str(ROOT / "benchmarks/counting.py"))
     chosen, tokens = recipe(quality=quality, sparsity="2:4", steps=2, recover_epochs=1), random_tokens(8, 40)
     train = distill._train  # a training that does not help would read each layer again
-    monkeypatch.setattr(distill, "_train", lambda *given: replace(train(*given), trained=True))
+    monkeypatch.setattr(
+        distill, "_train", lambda *given, **kept: replace(train(*given, **kept), trained=True)
+    )
     copied, counted = [], []
     for layers in (2, 3):
         model = small_model("llama", num_hidden_layers=layers).bfloat16()
