@@ -202,9 +202,9 @@ class RunState:
                 yield
             except BaseException:
                 with contextlib.suppress(Exception):  # the caller's error came first
-                    self._wait()
+                    self.wait()
                 raise
-            self._wait()
+            self.wait()
 
     def save_later(self, parts: Mapping[str, tuple[Mapping[str, torch.Tensor], Any]]) -> None:
         """As `save` for each name → (tensors, record) of `parts`, in a thread, when those before are written.
@@ -213,7 +213,7 @@ class RunState:
         WriteError of the parts before.
         """
         assert self._thread is not None, "`save_later` needs the context `saving`"
-        self._wait()
+        self.wait()
         coming = [(name, copied_home(tensors), record) for name, (tensors, record) in parts.items()]
 
         def save_all() -> None:
@@ -222,8 +222,8 @@ class RunState:
 
         self._under_way = self._thread.submit(save_all)
 
-    def _wait(self) -> None:
-        """Waits until the thread has written its parts."""
+    def wait(self) -> None:
+        """Waits until all parts of `save_later` are written. Raises the WriteError of one that is not."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
             under_way.result()
@@ -270,7 +270,7 @@ class RunState:
         """The tensors and the record of the part `name`; None if it is not finished, or damaged."""
         if name not in self._parts:
             return None  # a file without an entry was cut off between the writing of the two
-        self._wait()  # a part that was computed again may have made this one useless
+        self.wait()  # a part that was computed again may have made this one useless
         return self._read(name)
 
     def _read(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
@@ -292,7 +292,7 @@ class RunState:
         Raises UserError if the file was lost or damaged since then.
         """
         if name not in self._parts:
-            self._wait()
+            self.wait()
         ahead = self._ahead.pop(name, None)
         if (found := ahead.result() if ahead else self._read(name)) is None:
             raise UserError(
@@ -324,8 +324,10 @@ class RunState:
 def _depends(part: str, earlier: str) -> bool:
     """Whether `part` was computed from `earlier`: a layer needs all rotations and all layers before it.
 
-    A training of all layers needs all other parts.
+    The layers of a training of all layers need all other parts, and its record needs its layers.
     """
+    if earlier.startswith(DISTILLED):
+        return part == DISTILLED and earlier != DISTILLED
     if part.startswith(DISTILLED):
-        return not earlier.startswith(DISTILLED)
+        return True
     return part.startswith(LAYER) and (not earlier.startswith(LAYER) or earlier < part)

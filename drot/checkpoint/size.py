@@ -44,6 +44,6 @@ def check_space(out: Path, checkpoint: int, beside: int = 0, written: int = 0) -
     if free < needed:
         raise UserError(
             f"{out} needs {size_text(needed)} of free space, {size_text(checkpoint)} for the checkpoint and "
-            f"{size_text(beside)} for rotations and maps until it is complete; its disk has "
+            f"{size_text(beside)} for what is kept until it is complete; its disk has "
             f"{size_text(free)}: make room, or name a folder on another disk as `out`"
         )

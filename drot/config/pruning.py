@@ -149,4 +149,4 @@ class RecoveryConfig:
     distill_lr: float = Field(default=0.001, gt=0)
     """Largest learning rate of that training, as a share of a matrix's root mean square."""
     distill_batch: int = Field(default=2, ge=1)
-    """Sequences in one step of that training."""
+    """Sequences in one step of that training; at least one for each rank."""

@@ -16,16 +16,16 @@ HELD_OUT_SHARE = 1 / 8
 WARM_UP = 0.05
 
 
-def check_sequences(nsamples: int, field: str, ranks: Ranks = ALONE) -> None:
-    """Raises UserError if the calibration has too few sequences to hold some out and train each rank.
+def check_sequences(count: int, field: str, nsamples: str = "nsamples", ranks: Ranks = ALONE) -> None:
+    """Raises UserError if a training has too few sequences to hold some out and train each rank.
 
-    field: the setting that asks for the training, as in `recover="block"`.
+    field: the setting that asks for it, as in `recover="block"`. nsamples: the setting of its sequences.
     """
     needed = next(n for n in itertools.count(2) if n - held_out_sequences(n) >= ranks.size)
-    if nsamples < needed:
+    if count < needed:
         raise UserError(
             f"`{field}` needs at least {needed} calibration sequences, because it holds some out; "
-            f"got {nsamples}: use more `nsamples`"
+            f"got {count}: use more `{nsamples}`"
         )
 
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from drot.calibration.stream import CalibrationStream
 from drot.calibration.token_weights import LOGIT_TOKENS
 from drot.checkpoint.size import size_text
-from drot.core.errors import UserError
+from drot.config.settings import values_of
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
 from drot.model.decoder import DecoderModel
@@ -35,11 +35,12 @@ from drot.pipeline.context import RunContext
 from drot.pipeline.events import Advanced, Announced
 from drot.pipeline.kept_weights import KeptWeights
 from drot.pipeline.memory import distillation_memory
-from drot.pipeline.shard import as_saved, round_weights
+from drot.pipeline.shard import as_saved, dense_tensors, round_weights
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.sizes import sizes_of
 from drot.pipeline.states import further_states
 from drot.pipeline.steps import part_of
+from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
 
@@ -56,7 +57,8 @@ USED_SHARE = 0.95
 class DistillationRecord:
     """The record of a distillation. A KL is KL(dense ‖ pruned) of the next token in nats, a mean over tokens.
 
-    kl_before, kl_after: on the held-out sequences, before the training and after it; None if it was left out.
+    kl_before, kl_after: on the held-out sequences, before the training and after it; None if it was left out,
+        or if it is not finite.
     trained: whether the trained weights were kept. They are if they lower the KL on the held-out sequences.
     train_curve: the KL on the trained sequences in each epoch.
     left_out: why there was no training.
@@ -84,9 +86,11 @@ def distill(
     """Trains the kept weights and the norms of all layers, and brings the layers into their saved form.
 
     The layers are the pruned ones, not packed; those of a skeleton are in `state`. Afterwards they are as
-    `as_saved` leaves them, and `state` holds each as its `distilled_part`.
+    `as_saved` leaves them, and `state` holds each as its `distilled_part`. What an interrupted run has
+    trained with the same settings is not trained again.
 
-    If the memory does not suffice, the pruned weights stay as they are. A warning and the record say so.
+    If the memory does not suffice, or the training does not help, the pruned weights stay as they are. A
+    warning and the record say so.
 
     Args:
         dense: the last hidden states of `run.distill_tokens` in the dense model, in the original basis.
@@ -95,68 +99,87 @@ def distill(
         state: saves the layers and the record; None saves nothing.
     """
     run.emit(Announced(step="distill"))
-    layers = run.model.layers
     with run.during("distill"):
-        # of a model in memory; those of a skeleton are in `state`
-        pruned = [] if run.model.is_skeleton else [KeptWeights([layer]).state(CPU) for layer in layers]
-        keeps = _needed(run, keeps=True) <= _free(run)
-        if (left_out := _lack_of_memory(run)) is None:
-            record = _load_and_train(run, dense, bases, state, keeps=keeps)
-        else:
-            record = DistillationRecord(left_out=left_out)
-        if record.left_out:
-            logger.warning("the kept weights are not trained towards the dense model: %s", record.left_out)
-        for layer in layers:
-            if not record.trained:
+        if state is not None:
+            state.wait()  # a layer that is still being written must not change
+            if (record := _restored(run, state)) is not None:
+                return record
+        record = _record_of_training(run, dense, bases, state)
+        for layer in run.model.layers:
+            if run.model.is_skeleton and not record.trained:
                 _load(run, state, layer)
-                if pruned:
-                    KeptWeights([layer]).load(pruned[layer.index])
             as_saved(layer, run.save_dtype, run.dense_linears)
             if state is not None:
                 state.save_later({distilled_part(layer): (stored_tensors(layer), None)})
             layer.to(run.home)
         if state is not None:
-            state.save_later({PART: ({}, vars(record))})
+            state.save_later({PART: ({}, [_settings(run), vars(record)])})
     return record
 
 
-def saved_distillation(state: SharedState) -> DistillationRecord | None:
-    """The record of a distillation that an interrupted run has finished; None if there is none."""
+def _settings(run: RunContext) -> dict[str, Any]:
+    """What a distillation depends on beside the pruned layers, in plain JSON types."""
+    assert run.distill_tokens is not None
+    chosen = {
+        key: value for key, value in values_of(run.recipe.recovery).items() if key.startswith("distill")
+    }
+    return {**chosen, "tokens": calibration_hash(run.distill_tokens)}
+
+
+def _restored(run: RunContext, state: SharedState) -> DistillationRecord | None:
+    """Brings the layers into their saved form, as an interrupted run has trained them.
+
+    None if no run has, or with other settings, or if a layer is damaged.
+    """
     saved = state.load(PART)
-    return None if saved is None else DistillationRecord(**saved[1])
-
-
-def _free(run: RunContext) -> int:
-    """The bytes that a distillation may take on the device, on the rank that has the least."""
-    on_gpu = is_gpu(run.device)
-    free = free_memory(run.device) if on_gpu else available_memory() // run.ranks.of_machine.size
-    return int(USED_SHARE * min(run.ranks.each(free)))
-
-
-def _needed(run: RunContext, *, keeps: bool = False) -> int:
-    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-    return distillation_memory(sizes, run.recipe, run.dtype, keeps=keeps)
-
-
-def _lack_of_memory(run: RunContext) -> str | None:
-    """Says what memory is missing; None if there is enough."""
-    needed, free = _needed(run), _free(run)
-    if needed <= free:
+    if saved is None or saved[1][0] != _settings(run):
         return None
-    where = f"memory of {run.device}" if is_gpu(run.device) else "main memory"
-    return f"that takes about {size_text(needed)} of the {where}, and {size_text(free)} are free"
+    for check in (True, False):  # all must be whole before one is loaded
+        for layer in run.model.layers:
+            part = state.load(distilled_part(layer))
+            if part is None:
+                return None
+            if not check:
+                layer.module.to_empty(device=run.device)
+                load_stored(layer, dense_tensors(layer, part[0]))
+                as_saved(layer, run.save_dtype, run.dense_linears)
+                layer.to(run.home)
+    return DistillationRecord(**saved[1][1])
 
 
-def _load(run: RunContext, state: SharedState | None, layer: DecoderLayer) -> None:
-    """Brings a pruned layer to the device of the run, in the dtype of its computation."""
-    if run.model.is_skeleton:
-        assert state is not None, "a skeleton's layers are in the state of the run"
-        layer.module.to_empty(device=run.device)
-        load_stored(layer, state.loaded(part_of(layer), run.device))
-    layer.module.to(run.device, run.dtype).requires_grad_(False)
+def _record_of_training(
+    run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None, state: SharedState | None
+) -> DistillationRecord:
+    """The record of a training after which a model in memory has the weights that it should have.
+
+    A skeleton has trained weights, or any if they are not kept.
+    """
+    free = _free(run)
+    if (needed := _needed(run)) > free:
+        where = f"memory of {run.device}" if is_gpu(run.device) else "main memory"
+        record = DistillationRecord(
+            left_out=f"that takes about {size_text(needed)} of the {where}, and {size_text(free)} are free"
+        )
+    else:
+        layers = run.model.layers
+        # of a model in memory; those of a skeleton are in `state`
+        pruned = [] if run.model.is_skeleton else [KeptWeights([layer]).state(CPU) for layer in layers]
+        # where a rank lacks memory in the training, the others would wait for it
+        keeps = run.ranks.size == 1 and _needed(run, keeps=True) <= free
+        record = _trained(run, dense, bases, state, keeps=keeps)
+        if keeps and record.left_out:
+            for layer, weights in zip(layers, pruned, strict=False):
+                KeptWeights([layer]).load(weights)
+            record = _trained(run, dense, bases, state, keeps=False)
+        if not record.trained:
+            for layer, weights in zip(layers, pruned, strict=False):
+                KeptWeights([layer]).load(weights)
+    if record.left_out:
+        logger.warning("the kept weights are not trained towards the dense model: %s", record.left_out)
+    return record
 
 
-def _load_and_train(
+def _trained(
     run: RunContext,
     dense: CalibrationStream,
     bases: tuple[Tensor, Tensor] | None,
@@ -173,6 +196,32 @@ def _load_and_train(
         if run.ranks.size > 1:  # the others are in a sum that this rank will not join
             raise
         return DistillationRecord(left_out=f"the memory of {run.device} did not suffice")
+
+
+def _free(run: RunContext) -> int:
+    """The bytes that a distillation may take on the device, on the rank that has the least."""
+    on_gpu = is_gpu(run.device)
+    free = free_memory(run.device) if on_gpu else available_memory() // run.ranks.of_machine.size
+    there = (
+        tensor for layer in run.model.layers for tensor in layer.tensors() if tensor.device == run.device
+    )
+    return int(USED_SHARE * min(run.ranks.each(free + sum(tensor.nbytes for tensor in there))))
+
+
+def _needed(run: RunContext, *, keeps: bool = False) -> int:
+    sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+    return distillation_memory(sizes, run.recipe, run.dtype, keeps=keeps)
+
+
+def _load(run: RunContext, state: SharedState | None, layer: DecoderLayer) -> None:
+    """Brings a pruned layer to the device of the run, in the dtype of its computation."""
+    if run.model.is_skeleton:
+        assert state is not None, "a skeleton's layers are in the state of the run"
+        layer.module.to_empty(device=run.device)
+        load_stored(layer, state.loaded(part_of(layer), run.device))
+    layer.module.to(run.device).requires_grad_(False)
+    for parameter in layer.module.parameters():  # buffers have a dtype of their own
+        parameter.data = parameter.data.to(run.dtype)
 
 
 @torch.enable_grad()  # the caller may have turned gradients off
@@ -227,19 +276,26 @@ def _train(
                 run.emit(Advanced(step="distill", done=step, total=steps, loss=shown))
             curve.append(ranks.total(total) / (batches.trained_count * length))
             if not math.isfinite(curve[-1]):
-                raise UserError(
-                    f"the distillation diverged: its loss is {curve[-1]} in epoch {len(curve)}: lower "
-                    "`distill_lr`"
-                )
-    for layer in layers:
-        round_weights(layer, run.save_dtype)
-    after = held_out()
+                break
+    diverged = not all(map(math.isfinite, curve))
+    after = math.nan
+    if not diverged:
+        for layer in layers:
+            round_weights(layer, run.save_dtype)
+        after = held_out()
     if not after < before:
         logger.warning(
             "the distillation did not lower the loss on held-out sequences, %.4f before and %.4f after: the "
-            "weights stay as they were pruned", before, after,
+            "weights stay as they were pruned. A lower `distill_lr` may help", before, after,
         )  # fmt: skip
-    return DistillationRecord(before, after, after < before, curve, time.perf_counter() - started)
+    kl_before, kl_after = (value if math.isfinite(value) else None for value in (before, after))
+    return DistillationRecord(
+        kl_before=kl_before,
+        kl_after=kl_after,
+        trained=after < before,
+        train_curve=[kl for kl in curve if math.isfinite(kl)],
+        seconds=time.perf_counter() - started,
+    )
 
 
 def divergence(

@@ -19,6 +19,21 @@ def calibration_record(tokens: Tensor) -> dict[str, Any]:
     return {"sha256": calibration_hash(tokens), "shape": list(tokens.shape)}
 
 
+def identity_of_parts(identity: dict[str, Any]) -> dict[str, Any]:
+    """What the pruned layers of an unfinished run depend on: not on a training of all layers after it.
+
+    But layers that are trained after it are not packed before.
+    """
+    recovery = identity["recipe"]["recovery"]
+    trains = recovery["distill_epochs"] > 0
+    kept = {key: value for key, value in recovery.items() if not key.startswith("distill")}
+    return {
+        **{key: value for key, value in identity.items() if key != "distillation"},
+        "recipe": identity["recipe"] | {"recovery": kept},
+        "layers are kept": "dense" if trains else identity["format"],
+    }
+
+
 def run_identity(run: RunContext, given: GivenRotations | None) -> dict[str, Any]:
     """The identity of a run, in plain JSON types. It must be taken before the run changes the weights.
 

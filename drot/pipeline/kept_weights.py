@@ -65,6 +65,9 @@ class KeptWeights:
         master.grad = self._trained(parameter, parameter.grad)
         parameter.grad = None
         self._ranks.add_(master.grad)
+        if parameter.dtype == torch.float16 and not bool(master.grad.isfinite().all()):
+            master.grad = None  # fp16 could not hold it: the weight waits for the next step
+            return
         adam.param_groups[0]["lr"] = self.rate * scale
         adam.step()
         master.grad = None
@@ -98,7 +101,8 @@ class KeptWeights:
 
 def take_kept(parameter: Tensor, values: Tensor) -> Tensor:
     """Those of `values` at which `parameter` is not 0."""
-    return values.masked_select(parameter.detach() != 0)
+    # of one dimension: the places of more take memory for each
+    return values.flatten().masked_select(parameter.detach().flatten() != 0)
 
 
 def put_kept(parameter: Tensor, values: Tensor) -> None:

@@ -1,6 +1,7 @@
 """The bytes of main memory and of device memory that a run needs, by formulas from the sizes of the model."""
 
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 import torch
@@ -73,8 +74,7 @@ def state_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, *, pin
     pinned: whether they lie in main memory for a GPU.
     """
     own = sizes.tokens * sizes.hidden * dtype.itemsize
-    further = round(own * recipe.recovery.distill_nsamples / recipe.calibration.nsamples)
-    parts = [own, own if recipe.needs_dense_states else 0, further]
+    parts = [own, own if recipe.needs_dense_states else 0, further_bytes(sizes, recipe, dtype)]
     return sum(map(pinned_bytes, parts)) if pinned else sum(parts)
 
 
@@ -96,6 +96,20 @@ def device_memory(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> i
     return round(2 * sizes.layer_weights * dtype.itemsize + pruning)
 
 
+def parameter_sizes(sizes: Sizes) -> Counter[str]:
+    """Path of a parameter in a layer → its numbers, of all linears that it holds."""
+    found: Counter[str] = Counter()
+    for linear in {linear for group in sizes.groups for linear in group.linears}:
+        found[linear.path] += math.prod(sizes.shapes[linear.name])
+    return found
+
+
+def further_bytes(sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype) -> int:
+    """The bytes of the hidden states of the sequences on which all layers are trained together."""
+    share = recipe.recovery.distill_nsamples / recipe.calibration.nsamples
+    return round(share * sizes.tokens * sizes.hidden * dtype.itemsize)
+
+
 def training_bytes(
     sizes: Sizes, recipe: ResolvedRecipe, dtype: torch.dtype, names: Sequence[Mapping[str, str]]
 ) -> int:
@@ -108,7 +122,7 @@ def training_bytes(
         for of_layer in names
         for name, full in of_layer.items()
     )
-    largest = max(map(math.prod, sizes.shapes.values()))
+    largest = max(parameter_sizes(sizes).values())
     return round(TRAINED_BYTES * kept) + (dtype.itemsize + SELECTION_BYTES) * largest
 
 
@@ -117,18 +131,20 @@ def distillation_memory(
 ) -> int:
     """About the bytes on the device while the kept weights of all layers are trained together.
 
-    They are those of the layers, of their training, of the head, of the inputs of all layers and of what one
-    layer and LOGIT_TOKENS logits keep for the backward pass.
+    They are those of the layers, of their training, of the head, of the inputs of the first layer, of those
+    of all layers in a batch, and of what one layer and LOGIT_TOKENS logits keep for the backward pass.
 
     keeps: whether all layers keep that, so that none is computed again.
     """
     tokens = recipe.recovery.distill_batch * sizes.seqlen
-    sides = [sum(sum(sizes.shapes[name]) for name in names) for names in sizes.names]
+    share = {linear.name: sizes.share(group) for group in sizes.groups for linear in group.linears}
+    sides = [sum(round(share[name] * sum(sizes.shapes[name])) for name in names) for names in sizes.names]
     of_layers = sum(sides) if keeps else max(sides)
     activations = tokens * ((len(sizes.names) + 1) * sizes.hidden + 2 * of_layers) * dtype.itemsize
     logits = 6 * 4 * LOGIT_TOKENS * (sizes.head // sizes.hidden)
     weights = (sizes.weights - sizes.outside + sizes.head) * dtype.itemsize
-    return weights + training_bytes(sizes, recipe, dtype, sizes.names) + activations + logits
+    trained, inputs = training_bytes(sizes, recipe, dtype, sizes.names), further_bytes(sizes, recipe, dtype)
+    return weights + trained + inputs + activations + logits
 
 
 def training_memory(sizes: Sizes, recipe: ResolvedRecipe) -> int:

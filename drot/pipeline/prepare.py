@@ -1,5 +1,6 @@
 """The beginning of a run: resolves the recipe, and loads the calibration tokens and the model."""
 
+import dataclasses
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +24,11 @@ from drot.machine.devices import computing_dtype, is_gpu, parse_dtype, pick_devi
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
+from drot.pipeline.batches import held_out_sequences
 from drot.pipeline.context import RunContext
 from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens, down_width
-from drot.text.source import as_token_ids, load_calibration, load_further
+from drot.text.further import load_further
+from drot.text.source import as_token_ids, load_calibration
 
 logger = logging.getLogger("drot")
 
@@ -158,7 +161,9 @@ def prepare(
     if measures or not resolved.recovery.distill_epochs:
         further = None
     elif further is None:
-        further = ranks.on_first(lambda: _read_further(resolved, tokenizer, progress))
+        resolved, further = ranks.on_first(
+            lambda: _with_further(resolved, tokens, tokenizer, progress, ranks)
+        )
     else:
         _check_further(further, tokens, config)
     weights = None
@@ -233,9 +238,24 @@ def _check_further(further: Tensor, tokens: Tensor, config: Any) -> None:
         )
 
 
-def _read_further(recipe: ResolvedRecipe, tokenizer: Any, progress: Progress) -> Tensor:
-    """The tokens [n, seqlen] of the training of all layers together, which the calibration lacks."""
-    return load_further(recipe.calibration, recipe.recovery.distill_nsamples, tokenizer, progress)
+def _with_further(
+    recipe: ResolvedRecipe, tokens: Tensor, tokenizer: Any, progress: Progress, ranks: Ranks
+) -> tuple[ResolvedRecipe, Tensor | None]:
+    """The recipe with the number of sequences for the training of all layers, and their tokens [n, seqlen].
+
+    Without the training, and without tokens, if the text has too few that the calibration does not hold.
+    """
+    wanted = recipe.recovery.distill_nsamples
+    found = load_further(recipe.calibration, wanted, tokens, tokenizer, progress)
+    count = len(found) if len(found) - held_out_sequences(len(found)) >= ranks.size else 0
+    if count < wanted:
+        logger.warning(
+            "beside the calibration the text has %d of %d sequences for the training of all layers%s",
+            len(found), wanted, "" if count else ", which is left out",
+        )  # fmt: skip
+    epochs = recipe.recovery.distill_epochs if count else 0
+    recovery = dataclasses.replace(recipe.recovery, distill_nsamples=count, distill_epochs=epochs)
+    return dataclasses.replace(recipe, recovery=recovery), found if count else None
 
 
 def _refuse_pruned(folder: Path) -> None:

@@ -33,7 +33,7 @@ from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.pipeline.batches import check_sequences
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
-from drot.pipeline.identity import run_identity
+from drot.pipeline.identity import identity_of_parts, run_identity
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import Prepared, prepare
 from drot.pipeline.rotation_files import (
@@ -173,9 +173,11 @@ def prune(
 def _check_sequences(context: RunContext) -> None:
     """Raises UserError if a training has too few sequences to hold some out and train each rank."""
     if context.recipe.recovery.recover == "block":
-        check_sequences(len(context.tokens), 'recover="block"', context.ranks)
+        check_sequences(len(context.tokens), 'recover="block"', ranks=context.ranks)
     if context.distill_tokens is not None:
-        check_sequences(len(context.distill_tokens), "distill_epochs", context.ranks)
+        check_sequences(
+            len(context.distill_tokens), "distill_epochs", "distill_nsamples", ranks=context.ranks
+        )
 
 
 def _enter(
@@ -261,7 +263,7 @@ def _check_rotations(file: Path, identity: dict[str, Any] | None) -> None:
 def _open_state(context: RunContext, out: Path, identity: dict[str, Any]) -> RunState:
     """The state of the run. Raises UserError if it is of another run, or if the disk is too small."""
     here = {"versions": versions(), **machine(context.device)}
-    state = RunState(out, identity, here)
+    state = RunState(out, identity_of_parts(identity), here)
     sizes = sizes_of(context.model, *context.tokens.shape)
     checkpoint, beside = disk_needs(sizes, context.recipe, context.save_dtype)
     if (whole := getattr(context.model.model, "drot_whole", None)) is not None:
@@ -306,5 +308,5 @@ def _finished_result(out: Path, identity: dict[str, Any], rotations: Path | None
     if rotations is not None and not rotations.exists():
         raise UserError(f"{out} is finished, and its rotations were not saved to {rotations}: prune again")
     if partial_folder(out).exists():  # the run was killed after its last step
-        RunState(out, identity).discard()
+        RunState(out, identity_of_parts(identity)).discard()
     return PruneResult(None, manifest, out, finished_before=True)

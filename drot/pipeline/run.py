@@ -14,9 +14,9 @@ from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline import steps
 from drot.pipeline.context import RunContext
-from drot.pipeline.distill import DistillationRecord, distill, saved_distillation
+from drot.pipeline.distill import DistillationRecord, distill
 from drot.pipeline.invariance import ModelCheck, check_outputs
-from drot.pipeline.memory import device_memory
+from drot.pipeline.memory import device_memory, further_bytes
 from drot.pipeline.rotation_files import GivenRotations
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.sizes import sizes_of
@@ -67,8 +67,7 @@ class PruningRun:
 
     def _prune_layers(self, state: SharedState | None) -> None:
         run, recipe = self.context, self.context.recipe
-        self.distillation = saved_distillation(state) if state and recipe.recovery.distill_epochs else None
-        distills = recipe.recovery.distill_epochs > 0 and self.distillation is None
+        distills = recipe.recovery.distill_epochs > 0
         weighs, trains_first = recipe.pruning.token_weights == "gradient", self._trains_first
         if weighs and trains_first:
             run.token_weights = weigh_tokens(run, state)
@@ -131,9 +130,8 @@ class PruningRun:
         if stream.empty is not None:
             self.dense_states_on_device = False
             return stream.copy()
-        needed = device_memory(
-            sizes_of(run.model, run.own_nsamples, run.tokens.shape[1]), run.recipe, run.dtype
-        )
+        sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
+        needed = device_memory(sizes, run.recipe, run.dtype) + further_bytes(sizes, run.recipe, run.dtype)
         needed += 2 * stream.hidden_states.nbytes  # the copy, and what is kept of a layer
         self.dense_states_on_device = needed <= free_memory(run.device)
         return stream.copy() if self.dense_states_on_device else stream.offloaded_copy()

@@ -60,15 +60,21 @@ def load_tensors(layer: DecoderLayer, tensors: dict[str, Tensor], bases: Bases) 
 
     If the layer has a boundary matrix of its input, it holds the matrix afterwards, but does not apply it.
     """
-    own = dict(tensors)
+    own = dense_tensors(layer, tensors)
     if f"{layer.prefix}{ROTATION_MODULE}.weight" in own:
         assert bases.place is not None
         layer.expect_boundary(bases.place)
         layer.apply_boundary(None if bases.place == "input" else bases.place)
     if (r3 := next((own[name] for name in own if f"{DOWN_ROTATION}.weight" in name), None)) is not None:
         layer.expect_down_rotation(r3.shape[-1])
+    load_stored(layer, own)
+
+
+def dense_tensors(layer: DecoderLayer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What `stored_tensors` gave, with packed weights made dense, as `load_stored` takes it."""
+    own = dict(tensors)
     for name in [name for name in own if name.endswith(".values")]:
         packed = name.removesuffix(".values")
         weight = unpacked(own.pop(name), own.pop(f"{packed}.positions"))
         own.update([as_dense(layer, packed, weight)])
-    load_stored(layer, own)
+    return own

@@ -59,6 +59,11 @@ class SharedState:
         with contextlib.nullcontext() if self.own is None else self.own.saving():
             yield
 
+    def wait(self) -> None:
+        """As RunState.wait, on rank 0."""
+        if self.own is not None:
+            self.own.wait()
+
     def save_later(self, parts: Mapping[str, tuple[Mapping[str, Tensor], Any]]) -> None:
         if self.own is not None:
             self.own.save_later(parts)

@@ -14,7 +14,7 @@ from drot.machine.memory import available_memory
 from drot.machine.ranks import ALONE, Ranks
 from drot.machine.spool import Spool
 from drot.machine.transfer import empty_on_host, return_pinned_memory
-from drot.pipeline.memory import device_memory, main_memory, state_bytes
+from drot.pipeline.memory import device_memory, further_bytes, main_memory, state_bytes
 from drot.pipeline.sizes import Sizes, sizes_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def place_of_states(
     """
     on_gpu, of_pruning = is_gpu(device), device_memory(sizes, recipe, dtype)
     own = sizes.tokens * sizes.hidden * dtype.itemsize  # those of the dense model may lie elsewhere
-    if on_gpu and of_pruning + 2 * own <= free_memory(device):
+    if on_gpu and of_pruning + 2 * own + further_bytes(sizes, recipe, dtype) <= free_memory(device):
         return "device"
     given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf, "ranks": ranks}
     needed = main_memory(sizes, recipe, dtype, pinned=on_gpu, **given)

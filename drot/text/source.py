@@ -38,22 +38,6 @@ ARGUMENT = {"train": "source", "test": "ppl"}
 READ_EVERY = 1 << 20
 
 
-#: what is added to the seed of a calibration for the sequences of a training after the pruning
-FURTHER_SEED = 1_000_003
-
-
-def load_further(
-    settings: CalibrationConfig, nsamples: int, tokenizer: Any, progress: Progress = silent
-) -> Tensor:
-    """Token ids [nsamples, seqlen] as `load_calibration` gives them, at other places of the same text.
-
-    Of a text that is read no further than needed, as much more is read. A text that is too short for that
-    gives sequences that the calibration has too.
-    """
-    other = dataclasses.replace(settings, nsamples=nsamples, seed=settings.seed + FURTHER_SEED)
-    return load_calibration(other, tokenizer, progress, behind=settings.nsamples)
-
-
 def load_calibration(
     settings: CalibrationConfig, tokenizer: Any, progress: Progress = silent, *, behind: int = 0
 ) -> Tensor:
@@ -68,7 +52,8 @@ def load_calibration(
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
     progress: receives the events of `read_text` and `tokenize`.
-    behind: how many sequences of the text were drawn before.
+    behind: how many sequences were drawn before. As much more of the text is then read, and a text that is
+        too short gives fewer sequences without a warning or an error.
     """
     sources, shares = zip(*texts_of(settings.source), strict=True)
     counts = counts_of(list(shares), settings.nsamples)
@@ -116,6 +101,8 @@ def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress, 
             f"the calibration text must have more tokens than `seqlen`, {seqlen}; {source!r} has {len(ids)}: "
             "lower `seqlen` or give a longer text"
         )
+    if behind:
+        nsamples = min(nsamples, starts, len(ids) // seqlen)
     if nsamples > starts:
         raise UserError(
             f"`nsamples` must be at most {starts}, the number of places in {source!r} where a sequence of "
