@@ -218,7 +218,7 @@ def operations() -> str:
 
 def minutes() -> str:
     """The minutes of a model on one H100, counted by minutes.py, beside those that are wanted."""
-    steps = ("weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "copies")
+    steps = ("weigh", "check", "calibrate", "rotate", "merge", "prune", "recover", "distill", "copies")
     rows = read("minutes", *steps, "save", "beside", "minutes", "wanted", "verdict")
     body = [
         [
@@ -237,7 +237,7 @@ def scale() -> str:
     """The minutes of a model on several H100, counted by minutes.py --ranks."""
     steps = ("weigh", "check", "calibrate", "rotate", "merge", "prune", "copies", "send")
     rows = read(
-        "scale", *steps, "recover", "save", "beside", "minutes", "wanted", "efficiency", "wanted_efficiency",
+        "scale", *steps, "recover", "distill", "save", "beside", "minutes", "wanted", "efficiency", "wanted_efficiency",
         "verdict",
     )  # fmt: skip
     body = [

@@ -93,8 +93,7 @@ def evaluate(
         print_json(results[0] if len(results) == 1 else results)
     else:
         print_figures(results)
-    if fail_above is not None:
-        fail(results, texts[0], fail_above)
+    fail(results, texts, fail_above)
 
 
 def check_bound(fail_above: float | None, texts: list[str]) -> None:
@@ -107,8 +106,11 @@ def check_bound(fail_above: float | None, texts: list[str]) -> None:
         raise UserError(f"`fail_above` must be a finite number above 0; got {fail_above:g}")
 
 
-def fail(results: list[dict[str, Any]], text: str, bound: float) -> None:
-    """Says which models have a perplexity above `bound` on `text`, and exits with status 1 if one has."""
+def fail(results: list[dict[str, Any]], texts: list[str], bound: float | None) -> None:
+    """Says which models have a perplexity above `bound` on the first text; exits with status 1 if one has."""
+    if bound is None:
+        return
+    text = texts[0]
     above = {figures["model"]: figures["perplexity"][text] for figures in results}
     above = {model: perplexity for model, perplexity in above.items() if perplexity > bound}
     if above:

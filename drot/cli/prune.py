@@ -161,16 +161,21 @@ def prune(
     ranks = torchrun.world_size() if gpus is None else gpus
     asked = fit_recipe(asked, fit, named, given, gpus=ranks, **options)
     if dry_run:
-        if out is not None and not resume:
-            from drot.checkpoint.save import check_output
-
-            check_output(out)
+        _check_output(None if resume else out)
         show_needs(named, asked.recipe, as_json, gpus=ranks, **options)
         return
     folder = _folder(out)
     if gpus is not None and torchrun.world_size() == 1:
         raise typer.Exit(launch(ctx.obj, gpus))
     _run(named, asked, folder, as_json, save_rotations_to=save_rotations_to, resume=resume, **options)
+
+
+def _check_output(out: Path | None) -> None:
+    """Raises UserError for a folder that a run could not write."""
+    if out is not None:
+        from drot.checkpoint.save import check_output
+
+        check_output(out)
 
 
 def _folder(out: Path | None) -> Path:

@@ -1,8 +1,9 @@
 """Perplexity, agreement with a dense original, and accuracy in tasks, for one model or several."""
 
+import contextlib
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,10 @@ def evaluate(
     original = None if against is None else str(against)
     options, target = TaskOptions(limit, batch_size, num_fewshot), pick_device(device)
     _check_arguments(sources, tasks, original, options, dtype, stream)
-    for name in names if record else ():
-        find_manifest(name)  # raises if it is broken
+    _check_manifests(names if record else (), original)
     if record and limit is not None:
         logger.warning("figures of %d questions of a task are not recorded", limit)
         record = bool(sources)
-    if original is not None and isinstance(find_manifest(original), Manifest):
-        logger.warning("%s is no dense original: drot pruned it", original)
     everyone = [*names, *([original] if original else [])]
     configs = {name: load_config(name).get_text_config() for name in everyone}
     for config in configs.values() if stream else ():
@@ -133,14 +131,32 @@ def evaluate(
     )
     results = []
     for name in names:
-        try:
+        with _named(name):
             figures = _measure(name, tokenizers[name], texts[name], setup)
-        except BrokenModelError as error:
-            raise BrokenModelError(f"{name}: {error}") from None
         if record:
             record_figures(name, figures if limit is None else figures | NO_TASKS)
         results.append(figures)
     return results
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Puts the name of a model in front of the message of a BrokenModelError."""
+    try:
+        yield
+    except BrokenModelError as error:
+        raise BrokenModelError(f"{name}: {error}") from None
+
+
+def _check_manifests(recorded: Sequence[str], original: str | None) -> None:
+    """Raises UserError for a broken manifest of a model in which figures are recorded.
+
+    Logs a warning for an original that was pruned.
+    """
+    for name in recorded:
+        find_manifest(name)
+    if original is not None and isinstance(find_manifest(original), Manifest):
+        logger.warning("%s is no dense original: drot pruned it", original)
 
 
 def _check_arguments(

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -160,12 +161,9 @@ def prepare(
     check_tokens(tokens, config)
     if measures or not resolved.recovery.distill_epochs:
         further = None
-    elif further is None:
-        resolved, further = ranks.on_first(
-            lambda: _with_further(resolved, tokens, tokenizer, progress, ranks)
-        )
     else:
-        _check_further(further, tokens, config)
+        make = partial(_with_further, resolved, further, tokens, tokenizer, config, progress, ranks)
+        resolved, further = ranks.on_first(make)
     weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
@@ -239,12 +237,21 @@ def _check_further(further: Tensor, tokens: Tensor, config: Any) -> None:
 
 
 def _with_further(
-    recipe: ResolvedRecipe, tokens: Tensor, tokenizer: Any, progress: Progress, ranks: Ranks
+    recipe: ResolvedRecipe,
+    given: Tensor | None,
+    tokens: Tensor,
+    tokenizer: Any,
+    config: Any,
+    progress: Progress,
+    ranks: Ranks,
 ) -> tuple[ResolvedRecipe, Tensor | None]:
     """The recipe with the number of sequences for the training of all layers, and their tokens [n, seqlen].
 
     Without the training, and without tokens, if the text has too few that the calibration does not hold.
     """
+    if given is not None:
+        _check_further(given, tokens, config)
+        return recipe, given
     wanted = recipe.recovery.distill_nsamples
     found = load_further(recipe.calibration, wanted, tokens, tokenizer, progress)
     count = len(found) if len(found) - held_out_sequences(len(found)) >= ranks.size else 0

@@ -136,9 +136,8 @@ def prune(
     """
     started = time.perf_counter()
     is_a("recipe", recipe, Recipe, or_none=True)
-    for name, path in (("out", out), ("rotations", rotations), ("save_rotations_to", save_rotations_to)):
-        is_a(name, path, str, Path, or_none=True)
     is_a("resume", resume, bool)
+    _check_paths(out=out, rotations=rotations, save_rotations_to=save_rotations_to)
     recipe = recipe or Recipe()
     if rotations is not None:
         recipe = with_given_r3(recipe, Path(rotations))
@@ -168,6 +167,11 @@ def prune(
         given = None if rotations is None else read_given(prepared.context, Path(rotations))
         run = PruningRun(prepared.context, given)
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)
+
+
+def _check_paths(**paths: Any) -> None:
+    for name, path in paths.items():
+        is_a(name, path, str, Path, or_none=True)
 
 
 def _check_sequences(context: RunContext) -> None:
