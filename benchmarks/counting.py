@@ -308,6 +308,9 @@ class CountedFiles:
     def load(self, name: str) -> None:
         return None
 
+    def wait(self) -> None:
+        pass
+
     def save_later(self, parts: Mapping[str, tuple[Mapping[str, Tensor], Any]]) -> None:
         for name, (tensors, _) in parts.items():
             kind = name.partition("_")[0]

@@ -237,8 +237,8 @@ def scale() -> str:
     """The minutes of a model on several H100, counted by minutes.py --ranks."""
     steps = ("weigh", "check", "calibrate", "rotate", "merge", "prune", "copies", "send")
     rows = read(
-        "scale", *steps, "recover", "distill", "save", "beside", "minutes", "wanted", "efficiency", "wanted_efficiency",
-        "verdict",
+        "scale", *steps, "recover", "distill", "save", "beside", "minutes", "wanted", "efficiency",
+        "wanted_efficiency", "verdict",
     )  # fmt: skip
     body = [
         [

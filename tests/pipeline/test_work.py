@@ -58,7 +58,8 @@ def counted(function) -> float:
 
 
 def context(recipe: Recipe, family="llama") -> RunContext:
-    resolved = resolve(recipe, down_width=SIZES["intermediate_size"], tokens=tuple(TOKENS.shape))
+    given = dict(tokens=tuple(TOKENS.shape), distillation=len(TOKENS))
+    resolved = resolve(recipe, down_width=SIZES["intermediate_size"], **given)
     model, device = small_model(family, **SIZES), torch.device("cpu")
     return RunContext(model, resolved, TOKENS, device, silent, distill_tokens=TOKENS)
 

@@ -12,8 +12,8 @@ from small_models import small_model
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.decoder import DecoderModel
 from drot.model.rotation import Boundary, rotated_hessian
+from drot.pipeline.batches import Batches
 from drot.pipeline.invariance import random_rotation
-from drot.pipeline.recover import _Batches
 from drot.rotation.work import work_of_ranks
 
 
@@ -43,7 +43,7 @@ def test_each_sequence_is_trained_once_in_an_epoch_or_held_out(monkeypatch, size
     for rank in range(size):
         ranks = Ranks(rank, size)
         own = list(ranks.sequences(total))
-        batches = _Batches(len(own), batch, ranks, seed=3)
+        batches = Batches(len(own), batch, ranks, seed=3)
         epoch = list(batches.epoch())
         assert len(epoch) == batches.steps
         trained += [own[i] for part, count, _ in epoch for i in part[:count].tolist()]

@@ -33,7 +33,9 @@ def test_the_copies_of_a_layer_are_those_that_are_counted(quality, tmp_path, mon
             prune(tmp_path / f"{layers}", chosen, calibration=tokens, out=tmp_path / f"out-{layers}",
                   device="second:0", dtype="bfloat16")  # fmt: skip
         copied.append(sum(costs.copied.values()))
-        resolved = resolve(chosen, device="cuda", down_width=model.config.intermediate_size, tokens=(8, 40))
+        resolved = resolve(
+            chosen, device="cuda", down_width=model.config.intermediate_size, tokens=(8, 40), distillation=8
+        )
         found, _ = counting["counted_run"](model.to("meta"), resolved, tokens)
         counted.append(sum(found.copied.values()))
     expected = counted[1] - counted[0]
