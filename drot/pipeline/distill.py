@@ -154,26 +154,28 @@ def _record_of_training(
 
     A skeleton has trained weights, or any if they are not kept.
     """
-    free = _free(run)
+    free, layers = _free(run), run.model.layers
     if (needed := _needed(run)) > free:
         where = f"memory of {run.device}" if is_gpu(run.device) else "main memory"
         record = DistillationRecord(
             left_out=f"that takes about {size_text(needed)} of the {where}, and {size_text(free)} are free"
         )
     else:
-        layers = run.model.layers
         # of a model in memory; those of a skeleton are in `state`
-        pruned = [] if run.model.is_skeleton else [KeptWeights([layer]).state(CPU) for layer in layers]
+        copies = [] if run.model.is_skeleton else [KeptWeights([layer]).state(CPU) for layer in layers]
+
+        def as_pruned() -> None:
+            for layer, weights in zip(layers, copies, strict=False):
+                KeptWeights([layer]).load(weights)
+
         # where a rank lacks memory in the training, the others would wait for it
         keeps = run.ranks.size == 1 and _needed(run, keeps=True) <= free
         record = _trained(run, dense, bases, state, keeps=keeps)
         if keeps and record.left_out:
-            for layer, weights in zip(layers, pruned, strict=False):
-                KeptWeights([layer]).load(weights)
+            as_pruned()
             record = _trained(run, dense, bases, state, keeps=False)
         if not record.trained:
-            for layer, weights in zip(layers, pruned, strict=False):
-                KeptWeights([layer]).load(weights)
+            as_pruned()
     if record.left_out:
         logger.warning("the kept weights are not trained towards the dense model: %s", record.left_out)
     return record
@@ -210,7 +212,10 @@ def _free(run: RunContext) -> int:
 
 def _needed(run: RunContext, *, keeps: bool = False) -> int:
     sizes = sizes_of(run.model, run.own_nsamples, run.tokens.shape[1])
-    return distillation_memory(sizes, run.recipe, run.dtype, keeps=keeps)
+    copies = 0
+    if not (run.model.is_skeleton or is_gpu(run.device)):  # of the pruned weights
+        copies = sum(tensor.nbytes for layer in run.model.layers for tensor in layer.tensors())
+    return copies + distillation_memory(sizes, run.recipe, run.dtype, keeps=keeps)
 
 
 def _load(run: RunContext, state: SharedState | None, layer: DecoderLayer) -> None:
