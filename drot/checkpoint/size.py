@@ -37,7 +37,7 @@ def check_space(out: Path, checkpoint: int, beside: int = 0, written: int = 0) -
     """Raises UserError if the disk of `out` has less space than a run is going to write to it.
 
     checkpoint: bytes of the checkpoint in `out`.
-    beside: bytes of rotations and maps, which lie beside `out` until the checkpoint is complete.
+    beside: bytes of what lies beside `out` until the checkpoint is complete, such as rotations and maps.
     written: bytes that an interrupted run has written already.
     """
     free, needed = shutil.disk_usage(out.resolve().parent).free, max(0, checkpoint + beside - written)

@@ -43,7 +43,7 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
     if needs.distillation:
         size = size_text(needs.distillation)
         together["training together"] = (
-            f"about {size} for the kept weights of all layers; left out without them"
+            f"about {size} for the kept weights of all layers; left out where there is less"
         )
     facts = {
         "model": needs.model,
@@ -51,8 +51,8 @@ def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> Non
         "computed": f"in {needs.dtype} on {f'{needs.gpus} ranks, each on ' if shared else ''}{needs.device}",
         "calibration": f"{needs.tokens:,} tokens, or all of a shorter text; "
         f"{needs.training_tokens:,} train the rotations",
-        "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of rotations and "
-        "maps in OUT.partial while the run lasts",
+        "disk": f"{size_text(needs.checkpoint)} for OUT, and {size_text(needs.partial)} of what "
+        "OUT.partial holds while the run lasts",
         "main memory": f"about {size_text(in_memory)}{of_all}",
         "hidden states": f"{size_text(needs.states)}, {PLACES[needs.place_of_states]}{of_all}",
         **of_device,
