@@ -146,7 +146,7 @@ class RecoveryConfig:
     """
     distill_nsamples: int | None = Field(default=None, ge=0)
     """Sequences of that training, which the pruning has not read. Default, and 0: as many as `nsamples`."""
-    distill_lr: float = Field(default=0.001, gt=0)
+    distill_lr: float = Field(default=5e-4, gt=0)
     """Largest learning rate of that training, as a share of a matrix's root mean square."""
     distill_batch: int = Field(default=2, ge=1)
     """Sequences in one step of that training; at least one for each rank."""
