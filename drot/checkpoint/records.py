@@ -146,8 +146,8 @@ class DistillationRecord(Entries):
     The errors of the layers and of their linears are those before it.
 
     kl_before, kl_after: mean KL(dense ‖ pruned) of the next token on held-out sequences, in nats; None if the
-        training was left out.
-    trained: whether the trained weights were kept.
+        training was left out, or if it is not finite.
+    trained: whether the trained weights were kept. They are if they lower that KL.
     train_curve: the KL on the trained sequences by epoch.
     left_out: why there was no training.
     """

@@ -13,7 +13,6 @@ which computes each layer again.
 import logging
 import math
 import time
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from drot.calibration.stream import CalibrationStream
 from drot.calibration.token_weights import LOGIT_TOKENS
+from drot.checkpoint.records import DistillationRecord
 from drot.checkpoint.size import size_text
 from drot.config.settings import values_of
 from drot.machine.devices import free_memory, is_gpu
@@ -51,25 +51,6 @@ CPU = torch.device("cpu")
 HELD_OUT_SHARE = 1 / 16
 #: share of the free memory that a distillation may take by its estimate
 USED_SHARE = 0.95
-
-
-@dataclass(frozen=True)
-class DistillationRecord:
-    """The record of a distillation. A KL is KL(dense ‖ pruned) of the next token in nats, a mean over tokens.
-
-    kl_before, kl_after: on the held-out sequences, before the training and after it; None if it was left out,
-        or if it is not finite.
-    trained: whether the trained weights were kept. They are if they lower the KL on the held-out sequences.
-    train_curve: the KL on the trained sequences in each epoch.
-    left_out: why there was no training.
-    """
-
-    kl_before: float | None = None
-    kl_after: float | None = None
-    trained: bool = False
-    train_curve: list[float] = field(default_factory=list)
-    seconds: float = 0.0
-    left_out: str | None = None
 
 
 def distilled_part(layer: DecoderLayer) -> str:
@@ -113,7 +94,7 @@ def distill(
                 state.save_later({distilled_part(layer): (stored_tensors(layer), None)})
             layer.to(run.home)
         if state is not None:
-            state.save_later({PART: ({}, [_settings(run), vars(record)])})
+            state.save_later({PART: ({}, [_settings(run), record.model_dump()])})
     return record
 
 

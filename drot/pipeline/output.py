@@ -50,7 +50,7 @@ def manifest_of(
             "relative_logit_error": run.logit_error,
             "hidden_states": context.place_of_states,
             "dense_states_on_device": run.dense_states_on_device,
-            "distillation": run.distillation and vars(run.distillation),
+            "distillation": run.distillation,
             "versions": versions(),
             "device": device_name(context.device),
             "machine": machine(context.device),

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.records import DistillationRecord
 from drot.machine.devices import free_memory
 from drot.machine.transfer import on_device
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline import steps
 from drot.pipeline.context import RunContext
-from drot.pipeline.distill import DistillationRecord, distill
+from drot.pipeline.distill import distill
 from drot.pipeline.invariance import ModelCheck, check_outputs
 from drot.pipeline.memory import device_memory, further_bytes
 from drot.pipeline.rotation_files import GivenRotations
