@@ -27,7 +27,7 @@ IDENTITY = "run.json"
 #: part -> the hash and the size of its file, the machine that computed it, and its record
 JOURNAL = "parts.json"
 LAYER = "layer_"
-#: beginning of the names of the parts of a training of all layers (pipeline/distill.py)
+#: the part with the record of a training of all layers, and the beginning of the names of its layers
 DISTILLED = "distilled"
 
 

@@ -246,8 +246,10 @@ def _kept_weights_line(recipe: Recipe) -> str:
 
 def _distillation_line(record: DistillationRecord) -> str:
     """What came of the training of all layers together."""
-    if record.kl_before is None or record.kl_after is None:
+    if record.left_out:
         return f"left out: {record.left_out}"
+    if record.kl_before is None or record.kl_after is None:
+        return "diverged, so the weights stayed as they were pruned"
     kl = f"KL {change(record.kl_before, record.kl_after)} on held-out sequences"
     return kl if record.trained else f"{kl}, so the weights stayed as they were pruned"
 

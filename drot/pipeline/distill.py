@@ -23,10 +23,12 @@ from torch.utils.checkpoint import checkpoint
 from drot.calibration.stream import CalibrationStream
 from drot.calibration.token_weights import LOGIT_TOKENS
 from drot.checkpoint.records import DistillationRecord
+from drot.checkpoint.resume import DISTILLED
 from drot.checkpoint.size import size_text
 from drot.config.settings import values_of
 from drot.machine.devices import free_memory, is_gpu
 from drot.machine.memory import available_memory
+from drot.machine.ranks import CPU
 from drot.model.decoder import DecoderModel
 from drot.model.layer import DecoderLayer
 from drot.model.stored import load_stored, stored_tensors
@@ -44,9 +46,6 @@ from drot.text.source import calibration_hash
 
 logger = logging.getLogger("drot")
 
-#: the part of a run's state that holds the record of a distillation, when all its layers are saved
-PART = "distilled"
-CPU = torch.device("cpu")
 #: share of the sequences that are held out, at least one sequence
 HELD_OUT_SHARE = 1 / 16
 #: share of the free memory that a distillation may take by its estimate
@@ -55,7 +54,7 @@ USED_SHARE = 0.95
 
 def distilled_part(layer: DecoderLayer) -> str:
     """The name of the part of a run's state that holds a layer after the distillation."""
-    return f"{PART}_{part_of(layer)}"
+    return f"{DISTILLED}_{part_of(layer)}"
 
 
 def distill(
@@ -94,7 +93,7 @@ def distill(
                 state.save_later({distilled_part(layer): (stored_tensors(layer), None)})
             layer.to(run.home)
         if state is not None:
-            state.save_later({PART: ({}, [_settings(run), record.model_dump()])})
+            state.save_later({DISTILLED: ({}, [_settings(run), record.model_dump()])})
     return record
 
 
@@ -112,7 +111,7 @@ def _restored(run: RunContext, state: SharedState) -> DistillationRecord | None:
 
     None if no run has, or with other settings, or if a layer is damaged.
     """
-    saved = state.load(PART)
+    saved = state.load(DISTILLED)
     if saved is None or saved[1][0] != _settings(run):
         return None
     for check in (True, False):  # all must be whole before one is loaded
@@ -131,9 +130,9 @@ def _restored(run: RunContext, state: SharedState) -> DistillationRecord | None:
 def _record_of_training(
     run: RunContext, dense: CalibrationStream, bases: tuple[Tensor, Tensor] | None, state: SharedState | None
 ) -> DistillationRecord:
-    """The record of a training after which a model in memory has the weights that it should have.
+    """Trains, if the memory suffices. A model in memory has its pruned weights again if that does not help.
 
-    A skeleton has trained weights, or any if they are not kept.
+    A skeleton does not: the caller reads its pruned layers again.
     """
     free, layers = _free(run), run.model.layers
     if (needed := _needed(run)) > free:

@@ -83,9 +83,9 @@ class KeptWeights:
         dtype = torch.promote_types(values.dtype, torch.float32)
         return (take_kept(parameter, values) if parameter in self._weights else values).to(dtype, copy=True)
 
-    def state(self, device: torch.device | None = None, dtype: torch.dtype | None = None) -> list[Tensor]:
+    def state(self, device: torch.device | None = None) -> list[Tensor]:
         """A copy of the parameters, where they lie or on `device`."""
-        return [parameter.detach().to(device, dtype, copy=True) for parameter in self._parameters]
+        return [parameter.detach().to(device, copy=True) for parameter in self._parameters]
 
     @torch.no_grad()
     def keep(self, state: list[Tensor]) -> None:

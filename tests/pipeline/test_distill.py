@@ -256,11 +256,13 @@ def test_a_training_that_does_not_help_changes_nothing(caplog):
     assert "the distillation did not lower the loss on held-out sequences" in caplog.text
 
 
-def test_a_training_that_diverges_leaves_the_pruned_weights(tmp_path):
+def test_a_training_that_diverges_leaves_the_pruned_weights(tmp_path, capsys):
     """The run was long, and its layers are good: they are not lost for a rate that is too high."""
     result = prune(small_model("llama"), recipe(distill_lr=1e30), out=tmp_path / "out")
     record = read_manifest(tmp_path / "out").distillation
     assert not record.trained and record.kl_after is None and record.kl_before > 0
+    assert cli.run(["info", str(tmp_path / "out")]) == 0
+    assert "diverged, so the weights stayed as they were pruned" in " ".join(capsys.readouterr().out.split())
     assert_same_weights(result.model, prune(small_model("llama"), recipe(distill_epochs=0)).model)
 
 
