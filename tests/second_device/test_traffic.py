@@ -1,7 +1,6 @@
 """What a run copies between the memories while it waits, against benchmarks/counting.py."""
 
 import runpy
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,10 +19,12 @@ def test_the_copies_of_a_layer_are_those_that_are_counted(quality, tmp_path, mon
     """Of the caller's thread: other threads copy while it works."""
     counting = runpy.run_path(str(ROOT / "benchmarks/counting.py"))
     chosen, tokens = recipe(quality=quality, sparsity="2:4", steps=2, recover_epochs=1), random_tokens(8, 40)
-    train = distill._train  # a training that does not help would read each layer again
-    monkeypatch.setattr(
-        distill, "_train", lambda *given, **kept: replace(train(*given, **kept), trained=True)
-    )
+    train = distill._train
+
+    def helps(*given, **kept):  # a training that does not help would read each layer again
+        return train(*given, **kept).model_copy(update={"trained": True})
+
+    monkeypatch.setattr(distill, "_train", helps)
     copied, counted = [], []
     for layers in (2, 3):
         model = small_model("llama", num_hidden_layers=layers).bfloat16()
