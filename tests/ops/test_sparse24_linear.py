@@ -1,5 +1,6 @@
 """sparse24_linear against fp64 products with the unpacked weight."""
 
+import itertools
 import os
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from torch import Tensor
 from drot.ops import pack24, sparse24_compress, sparse24_linear, sparse24_linear_ref, unpack24
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
-TOKENS = [1, 2, 3, 4, 6, 7, 17, 50, 300]
+TOKENS = [1, 2, 3, 4, 5, 6, 7, 17, 33, 50, 64, 300]
 #: which of bias, residual and rotation are given
 ADDED = [(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0), (0, 1, 1), (1, 1, 1)]
 
@@ -155,11 +156,12 @@ def test_empty_weight(out: int, columns: int, device: str) -> None:
     assert torch.equal(got, bias.expand(3, out))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 7, 40])
-def test_non_contiguous(tokens: int, device: str) -> None:
-    x, values, positions, bias, residual, rotation = problem(tokens, 40, 64, torch.float32, device)
+def test_non_contiguous(tokens: int, dtype: torch.dtype, device: str) -> None:
+    x, values, positions, bias, residual, rotation = problem(tokens, 40, 64, dtype, device)
     want = exact(x, values, positions, bias, residual, rotation)
-    wide = torch.randn(tokens, 131, device=device)
+    wide = torch.randn(tokens, 131, device=device).to(dtype)
     wide[:, 3:67] = x
     for view in (wide[:, 3:67], x.mT.contiguous().mT, torch.stack([x, x], -1)[..., 1]):
         got = sparse24_linear(
@@ -177,9 +179,9 @@ def test_non_contiguous(tokens: int, device: str) -> None:
 
 def test_memory_beside_x_is_not_read(device: str) -> None:
     """A NaN beside the rows of x does not reach the result: no vector reads there."""
-    for tokens in (1, 5, 40):
-        x, values, positions, *_ = problem(tokens, 33, 24, torch.float32, device)
-        around = torch.full((tokens, 56), torch.nan, device=device)
+    for tokens, dtype in itertools.product((1, 5, 40), (torch.float32, torch.bfloat16)):
+        x, values, positions, *_ = problem(tokens, 33, 24, dtype, device)
+        around = torch.full((tokens, 56), torch.nan, dtype=dtype, device=device)
         around[:, 8:32] = x
         assert_near(sparse24_linear(around[:, 8:32], values, positions), exact(x, values, positions))
 

@@ -7,6 +7,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "common/cpu/results.h"
 #include "ops/cpu/sparse24_linear_simd.h"
@@ -19,11 +20,8 @@ namespace {
 constexpr int64_t kGrain = int64_t(1) << 17;
 // Tokens multiplied together: their x in fp32 stays in the last-level cache while all of W is read.
 constexpr int64_t kTokenBlock = 256;
-// More tokens than this are multiplied by PyTorch's dense product, which is then faster: in fp32, and in bf16
-// where the CPU has instructions for bf16 products.
-constexpr int64_t kFewFloatTokens = 128, kFewBf16Tokens = 128;
-// From this many tokens on, a CPU with instructions for bf16 products multiplies in bf16 instead of fp32.
-constexpr int64_t kLeastBf16Tokens = 1;
+// More tokens than this are multiplied by PyTorch's dense product in fp32, which is then faster.
+constexpr int64_t kFewFloatTokens = 128;
 // Rows of W that are made dense at a time for the dense product.
 constexpr int64_t kDenseRows = 512;
 
@@ -110,15 +108,16 @@ bool has_bf16_products() {
 }
 
 #if defined(__x86_64__)
-// Multiplies in bf16 with W in its packed form. The CPU has bf16 products.
+// What is added to x · Wᵀ beside the bias: in bf16 without a rotation, in fp32 with one.
+std::pair<at::Tensor, at::Tensor> bf16_added(const Problem& p) {
+  constexpr int64_t kFew = 2;  // for more tokens PyTorch's product is faster
+  if (!p.rotation.defined()) return {p.residual.defined() ? p.residual.contiguous() : at::Tensor(), {}};
+  return {{}, p.tokens > kFew ? at::mm(p.residual, p.rotation).to(at::kFloat) : rotated<Bf16>(p)};
+}
+
+// Multiplies in bf16 with W in its packed form, for few tokens. The CPU has bf16 products.
 void by_bf16_rows(const Problem& p, at::Tensor& y) {
-  at::Tensor rotated_residual, residual;
-  if (p.rotation.defined()) {
-    constexpr int64_t kFew = 2;  // for more tokens PyTorch's product is faster
-    rotated_residual = p.tokens > kFew ? at::mm(p.residual, p.rotation).to(at::kFloat) : rotated<Bf16>(p);
-  } else if (p.residual.defined()) {
-    residual = p.residual.contiguous();
-  }
+  const auto [residual, rotated_residual] = bf16_added(p);
   const at::Tensor from = p.x.stride(1) == 1 ? p.x : p.x.contiguous();
   at::Tensor x = at::empty({p.tokens * padded_bf16(p.in)}, p.x.options());
   avx512bf16::group_tokens(data<Bf16>(from), from.stride(0), p.tokens, p.in,
@@ -136,26 +135,50 @@ void by_bf16_rows(const Problem& p, at::Tensor& y) {
   in_parallel(p.out, p.in * p.tokens, kRows24,
               [&](int64_t first, int64_t last) { avx512bf16::sparse24_rows(rows, first, last); });
 }
+
+// The same for more tokens, in blocks of up to kBlockTokens24.
+void by_bf16_tokens(const Problem& p, at::Tensor& y) {
+  const auto [residual, rotated_residual] = bf16_added(p);
+  const at::Tensor from = p.x.stride(1) == 1 ? p.x : p.x.contiguous();
+  const int64_t blocks = (p.tokens + kBlockTokens24 - 1) / kBlockTokens24;
+  const int64_t vectors = (p.tokens + kVectorTokens24 - 1) / kVectorTokens24;
+  const int64_t block = (vectors + blocks - 1) / blocks * kVectorTokens24;
+  at::Tensor x = at::empty({block * p.in}, p.x.options());
+  for (int64_t token = 0; token < p.tokens; token += block) {
+    const int64_t tokens = std::min(block, p.tokens - token), at = token * p.out;
+    in_parallel(p.in, tokens, 64, [&](int64_t first, int64_t last) {
+      avx512bf16::pair_tokens(data<Bf16>(from) + token * from.stride(0), from.stride(0), tokens, first, last,
+                              static_cast<Bf16*>(x.mutable_data_ptr()));
+    });
+    const Sparse24Rows<Bf16, Bf16> rows{
+        data<Bf16>(p.values),
+        p.positions.const_data_ptr<uint8_t>(),
+        data<Bf16>(x),
+        data<Bf16>(p.bias),
+        residual.defined() ? data<Bf16>(residual) + at : nullptr,
+        rotated_residual.defined() ? data<float>(rotated_residual) + at : nullptr,
+        static_cast<Bf16*>(y.mutable_data_ptr()) + at,
+        tokens,
+        p.in,
+        p.out};
+    in_parallel(p.out, p.in * tokens, kRows24,
+                [&](int64_t first, int64_t last) { avx512bf16::sparse24_token_rows(rows, first, last); });
+  }
+}
 #endif
 
-// Multiplies with PyTorch's dense product, with kDenseRows rows of W made dense at a time. V is float, or
-// Bf16 on a CPU that has bf16 products.
-template <class V>
+// Multiplies in fp32 with PyTorch's dense product, with kDenseRows rows of W made dense at a time.
 void by_dense_tiles(const Problem& p, at::Tensor& y) {
   const at::Tensor residual = p.rotation.defined() ? at::mm(p.residual, p.rotation) : p.residual;
   at::Tensor buffer = at::empty({std::min(kDenseRows, p.out), p.in}, p.values.options());
   for (int64_t first = 0; first < p.out; first += kDenseRows) {
     const int64_t count = std::min(kDenseRows, p.out - first), bytes = p.positions.size(1);
-    const auto* values = data<V>(p.values) + 4 * first * bytes;
+    const auto* values = data<float>(p.values) + 4 * first * bytes;
     const auto* positions = p.positions.const_data_ptr<uint8_t>() + first * bytes;
-    auto* dense = static_cast<V*>(buffer.mutable_data_ptr());
+    auto* dense = buffer.mutable_data_ptr<float>();
     in_parallel(count, p.in, 1, [=](int64_t begin, int64_t end) {
       const int64_t at = begin * bytes, stop = end * bytes;
-      if constexpr (std::is_same_v<V, float>) {
-        DROT_SIMD_CALL(expand_bytes<float>)(values + 4 * at, positions + at, stop - at, dense + 8 * at);
-      } else {
-        avx512bf16::expand_bytes(values + 4 * at, positions + at, stop - at, dense + 8 * at);
-      }
+      DROT_SIMD_CALL(expand_bytes<float>)(values + 4 * at, positions + at, stop - at, dense + 8 * at);
     });
     at::Tensor tile = at::linear(p.x, buffer.narrow(0, 0, count),
                                  p.bias.defined() ? p.bias.narrow(0, first, count) : OptionalTensor());
@@ -184,10 +207,10 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
                   out};
   at::Tensor rows = y.view({tokens, out});
   if (x.scalar_type() == at::kFloat && tokens > kFewFloatTokens) {
-    by_dense_tiles<float>(p, rows);
+    by_dense_tiles(p, rows);
 #if defined(__x86_64__)
   } else if (x.scalar_type() == at::kBFloat16 && has_bf16_products()) {
-    tokens > kFewBf16Tokens ? by_dense_tiles<Bf16>(p, rows) : by_bf16_rows(p, rows);
+    tokens > kTogether24 ? by_bf16_tokens(p, rows) : by_bf16_rows(p, rows);
 #endif
   } else if (x.scalar_type() == at::kBFloat16) {
     by_packed_rows<Bf16>(p, rows);

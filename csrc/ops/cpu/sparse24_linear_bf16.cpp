@@ -1,6 +1,6 @@
-// sparse24_linear in bf16 on a CPU with the instructions of AVX-512 VBMI2 (vpexpandw: the columns of packed
-// values) and AVX-512 BF16 (vdpbf16ps: 32 products at a time, added in fp32). It is compiled for such a CPU
-// alone; sparse24_linear.cpp asks has_bf16_products() before each call.
+// sparse24_linear in bf16 for few tokens, on a CPU with the instructions of AVX-512 VBMI2 (vpexpandw: the
+// columns of packed values) and AVX-512 BF16 (vdpbf16ps: 32 products at a time, added in fp32). It is
+// compiled for such a CPU alone; sparse24_linear.cpp asks has_bf16_products() before each call.
 #if defined(__x86_64__)
 
 #include <algorithm>
@@ -13,14 +13,14 @@
 namespace drot::DROT_SIMD {
 namespace {
 
-// Rows of W and tokens that are multiplied together in registers: 24 sums, four vectors of W and one of x.
+// Rows of W and tokens that are multiplied together in registers: 20 sums, four vectors of W and one of x.
 constexpr int kRows = 4, kTokens = kTogether24;
-// kRows rows of W are made dense, kTileColumns at a time, for up to kTileTokens tokens: this tile stays in
-// the L1 cache. kBlockRows rows take their turn before the next columns, so that these columns of x, which
-// stay in the L2 cache, are read from memory once for all of them.
-constexpr int kBlockRows = kRows24, kTileColumns = 1024, kTileTokens = 96;
+// kRows rows of W are made dense, kTileColumns at a time: this tile stays in the L1 cache. kBlockRows rows
+// take their turn before the next columns, so that these columns of x, which stay in the L2 cache, are read
+// from memory once for all of them.
+constexpr int kBlockRows = kRows24, kTileColumns = 1024;
 constexpr int kTileStride = kTileColumns + kPaddingBf16;  // rows at a power of two would share cache lines
-static_assert(kTileTokens % kTokens == 0 && kBlockRows % kRows == 0 && kTileColumns % kPaddingBf16 == 0);
+static_assert(kBlockRows % kRows == 0 && kTileColumns % kPaddingBf16 == 0);
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -73,7 +73,7 @@ __m512bh load_bf16(const Bf16* from) {
   return vector;
 }
 
-// sums [kRows][kTokensNow] += tile · xᵀ in each lane, over all columns. x: those of group_tokens.
+// sums [kRows][kTokensNow] += tile · xᵀ in each lane, over all columns. x: as group_tokens makes it.
 template <int kTokensNow>
 void tile_products(const Bf16* tile, const Bf16* x, int64_t columns, Lanes* sums) {
   Lanes sum[kRows][kTokensNow];
@@ -99,19 +99,15 @@ void tile_products(int64_t tokens, const Bf16* tile, const Bf16* x, int64_t colu
       return tile_products<3>(tile, x, columns, sums);
     case 4:
       return tile_products<4>(tile, x, columns, sums);
-    case 5:
-      return tile_products<5>(tile, x, columns, sums);
     default:
       return tile_products<kTokens>(tile, x, columns, sums);
   }
 }
 
-void block_products(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows, int64_t token,
-                    int64_t tokens) {
+void block_products(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows) {
   alignas(64) Bf16 tile[kRows * kTileStride];
-  alignas(64) Lanes sums[kBlockRows * kTileTokens];  // [rows / kRows][token][kRows], groups of tokens apart
-  const int64_t groups = (tokens + kTokens - 1) / kTokens;
-  std::fill_n(sums, (rows + kRows - 1) / kRows * kRows * tokens, all(0));
+  alignas(64) Lanes sums[kBlockRows * kTokens];  // [rows / kRows][kRows][tokens]
+  std::fill_n(sums, (rows + kRows - 1) / kRows * kRows * p.tokens, all(0));
   std::memset(tile, 0, sizeof(tile));  // rows after the last one are zeros
   for (int64_t column = 0; column < p.in; column += kTileColumns) {
     const int64_t columns = least(kTileColumns, p.in - column);
@@ -120,59 +116,33 @@ void block_products(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t rows
         const int64_t at = (row + i) * p.in + column;
         expand_row(p.values + at / 2, p.positions + at / 8, columns / 8, tile + (i - r) * kTileStride);
       }
-      for (int64_t group = 0; group < groups; ++group) {
-        // the hardware prefetcher does not find the next tile; these loads run beside the products
-        for (int64_t i = group; i < kRows; i += groups) {
-          const int64_t next = (row + kBlockRows + r + i) * p.in + column;  // beyond the end it is harmless
-          prefetch_block<2>(p.values + next / 2, columns / 2);
-          prefetch_block<2>(p.positions + next / 8, columns / 8);
-        }
-        const int64_t t = group * kTokens, together = least(kTokens, tokens - t);
-        tile_products(together, tile, p.x + (token + t) * padded_bf16(p.in) + column * together, columns,
-                      sums + r * tokens + t * kRows);
+      // the hardware prefetcher does not find the next tile; these loads run beside the products
+      for (int64_t i = 0; i < kRows; ++i) {
+        const int64_t next = (row + kBlockRows + r + i) * p.in + column;  // beyond the end it is harmless
+        prefetch_block<2>(p.values + next / 2, columns / 2);
+        prefetch_block<2>(p.positions + next / 8, columns / 8);
       }
+      tile_products(p.tokens, tile, p.x + column * p.tokens, columns, sums + r * p.tokens);
     }
   }
   for (int64_t r = 0; r < rows; ++r) {
-    for (int64_t t = 0; t < tokens; ++t) {
-      const int64_t first = t / kTokens * kTokens, together = least(kTokens, tokens - first);
-      const int64_t of_rows = r / kRows * kRows * tokens + first * kRows;
-      finish(p, row + r, token + t, sum_of(sums[of_rows + r % kRows * together + t - first]));
-    }
+    for (int64_t t = 0; t < p.tokens; ++t) finish(p, row + r, t, sum_of(sums[r * p.tokens + t]));
   }
 }
 
 }  // namespace
 
 void group_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t in, Bf16* to) {
-  for (int64_t first = 0; first < tokens; first += kTokens) {
-    const int64_t together = least(kTokens, tokens - first);
-    for (int64_t column = 0; column < in; column += kPaddingBf16) {
-      const int64_t columns = least(kPaddingBf16, in - column);
-      const auto read = static_cast<__mmask32>((uint64_t{1} << columns) - 1);
-      for (int64_t t = first; t < first + together; ++t, to += kPaddingBf16) {
-        _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(read, x + t * stride + column));
-      }
+  for (int64_t column = 0; column < in; column += kPaddingBf16) {
+    const auto read = static_cast<__mmask32>((uint64_t{1} << least(kPaddingBf16, in - column)) - 1);
+    for (int64_t t = 0; t < tokens; ++t, to += kPaddingBf16) {
+      _mm512_storeu_si512(to, _mm512_maskz_loadu_epi16(read, x + t * stride + column));
     }
   }
 }
 
 void sparse24_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last) {
-  for (; first < last; first += kBlockRows) {
-    for (int64_t token = 0; token < p.tokens; token += kTileTokens) {
-      block_products(p, first, least(kBlockRows, last - first), token, least(kTileTokens, p.tokens - token));
-    }
-  }
-}
-
-void expand_bytes(const Bf16* values, const uint8_t* positions, int64_t bytes, Bf16* to) {
-  const int64_t whole = bytes / 4 * 4;
-  expand_row(values, positions, whole, to);
-  if (whole < bytes) {  // `to` has no room for a whole vector
-    Bf16 last[kPaddingBf16];
-    expand_row(values + 4 * whole, positions + whole, bytes - whole, last);
-    std::memcpy(to + 8 * whole, last, 8 * (bytes - whole) * sizeof(Bf16));
-  }
+  for (; first < last; first += kBlockRows) block_products(p, first, least(kBlockRows, last - first));
 }
 
 }  // namespace drot::DROT_SIMD

@@ -15,7 +15,7 @@ constexpr int64_t kPadding24 = 16;
 // A call of sparse24_rows is fastest for a multiple of this many rows of W.
 constexpr int kRows24 = 16;
 
-// X is the type of x: rows of padded24(in) elements as float, the groups of group_tokens as Bf16.
+// X is the type of x: rows of padded24(in) elements as float, what group_tokens or pair_tokens makes as Bf16.
 template <class V, class X = float>
 struct Sparse24Rows {
   const V* values;           // [out, in/2]
@@ -38,13 +38,16 @@ struct RotatedColumns {
 
 constexpr int64_t padded24(int64_t columns) { return (columns + kPadding24 - 1) / kPadding24 * kPadding24; }
 
-// x in bf16 lies in groups of kTogether24 tokens, the last with what is left. Within a group, vectors of
-// kPaddingBf16 columns of each token follow each other; the last columns are padded with zeros.
+// x in bf16 for sparse24_rows: at most kTogether24 tokens, whose vectors of kPaddingBf16 columns follow each
+// other; the last columns are padded with zeros.
 constexpr int64_t kPaddingBf16 = 32;
-constexpr int kTogether24 = 6;
+constexpr int kTogether24 = 5;
 constexpr int64_t padded_bf16(int64_t columns) {
   return (columns + kPaddingBf16 - 1) / kPaddingBf16 * kPaddingBf16;
 }
+
+// Tokens of a vector and of the largest block of sparse24_token_rows.
+constexpr int kVectorTokens24 = 16, kBlockTokens24 = 4 * kVectorTokens24;
 
 }  // namespace drot
 
@@ -62,14 +65,19 @@ DROT_SIMD_DECLARE(template <class V>
                   void expand_bytes(const V* values, const uint8_t* positions, int64_t bytes, float* to))
 
 #if defined(__x86_64__)
-// For a CPU with bf16 products (sparse24_linear_bf16.cpp).
+// For a CPU with bf16 products.
 namespace drot::avx512bf16 {
-// x [tokens, in], `stride` values between tokens -> the groups that sparse24_rows reads, padded_bf16(in)
-// values a token. `to` is aligned to 64 bytes.
+// x [tokens, in], `stride` values between tokens, tokens ≤ kTogether24, as sparse24_rows reads it:
+// padded_bf16(in) values a token. `to` is aligned to 64 bytes.
 void group_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t in, Bf16* to);
-// Computes y for the rows first … last - 1 of W.
+// Computes y for the rows first … last - 1 of W (sparse24_linear_bf16.cpp).
 void sparse24_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last);
-// values [4 · bytes], positions [bytes] -> `bytes` times eight dense columns.
-void expand_bytes(const Bf16* values, const uint8_t* positions, int64_t bytes, Bf16* to);
+// The columns first … last - 1, multiples of 8, of x [tokens, in], `stride` values between tokens, as
+// sparse24_token_rows reads them: tokens up to a multiple of kVectorTokens24, which are zeros, each times in
+// values. `to` begins with column 0 and is aligned to 64 bytes.
+void pair_tokens(const Bf16* x, int64_t stride, int64_t tokens, int64_t first, int64_t last, Bf16* to);
+// Computes y for the rows first … last - 1 of W, for a block of at most kBlockTokens24 tokens
+// (sparse24_linear_bf16_tokens.cpp).
+void sparse24_token_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last);
 }  // namespace drot::avx512bf16
 #endif
