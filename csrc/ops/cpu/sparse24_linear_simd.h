@@ -41,7 +41,7 @@ constexpr int64_t padded24(int64_t columns) { return (columns + kPadding24 - 1) 
 // x in bf16 for sparse24_rows: at most kTogether24 tokens, whose vectors of kPaddingBf16 columns follow each
 // other; the last columns are padded with zeros.
 constexpr int64_t kPaddingBf16 = 32;
-constexpr int kTogether24 = 5;
+constexpr int kTogether24 = 6;
 constexpr int64_t padded_bf16(int64_t columns) {
   return (columns + kPaddingBf16 - 1) / kPaddingBf16 * kPaddingBf16;
 }
