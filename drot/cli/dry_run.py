@@ -1,6 +1,7 @@
 """`drot prune --dry-run`: prints the settings of a run and what it needs."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from drot.checkpoint.size import size_text
@@ -16,13 +17,18 @@ PLACES = {
 }
 
 
-def show_needs(model: str, recipe: Recipe, as_json: bool, **options: Any) -> None:
+def show_needs(model: str, recipe: Recipe, as_json: bool, *, out: Path | None, **options: Any) -> None:
     """Prints the resolved recipe as a recipe file, and a table of what the run needs; or both as JSON.
+
+    Raises UserError for a folder `out` that the run could not write.
 
     options: further arguments of `run_needs`.
     """
+    from drot.checkpoint.save import check_output
     from drot.pipeline.dry_run import run_needs
 
+    if out is not None:
+        check_output(out)
     with working():
         needs = run_needs(model, recipe, **options)
     if as_json:

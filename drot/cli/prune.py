@@ -14,7 +14,7 @@ from drot.cli.effects import check_effects, check_no_output
 from drot.cli.log import tell
 from drot.cli.options import SOURCES, given_options, options_of
 from drot.cli.output import print_json, print_line, print_manifest, saved_line
-from drot.cli.ranks import check_gpus, launch
+from drot.cli.ranks import checked_ranks, launch_if_asked
 from drot.cli.recipe import (
     AskedRecipe,
     asked_recipe,
@@ -25,7 +25,6 @@ from drot.cli.recipe import (
 )
 from drot.cli.sensitivity import show_sensitivity
 from drot.config import Recipe
-from drot.core import torchrun
 from drot.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -126,16 +125,14 @@ def prune(
     Recovery:
     Rotation:
         rotations: Use the rotations in this file, which --save-rotations wrote, and train none.
-        save_rotations_to: Also write the rotations to this file, to use them again with another sparsity or
-            method.
+        save_rotations_to: Also write the rotations to this file, for another sparsity or method.
     Calibration:
     Output:
         out: Folder to write. It must be new or empty. Not with --sensitivity.
-        dry_run: Load no weights and write nothing. Print every setting of the run and what it needs: disk,
-            memory, calibration tokens and time.
+        dry_run: Write nothing. Print every setting of the run, and the disk, memory and time that it needs.
         fit SIZE: Fit the run into this memory of the GPU, as in 24GB, by the estimate of --dry-run. As far as
-            needed, and where this command line does not set them, --layers-per-step, --distill-epochs,
-            --recover, --solve and --target change. drot says which.
+            needed, --layers-per-step, --distill-epochs, --recover, --solve and --target change, unless this
+            command line sets them. drot says which.
         sensitivity: Write no model. Print the output error of each linear at 2:4, 4:8, 50 % and the
             sparsities of this command line, for which the rotations are trained in the dense model.
         format:
@@ -147,7 +144,7 @@ def prune(
         dtype:
         resume: Continue an interrupted run with the same --out. A finished run is left as it is.
     """
-    check_gpus(gpus, device)
+    ranks = checked_ranks(gpus, device)
     given = given_options(ctx)
     asked = asked_recipe(recipe, given, quality)
     check_effects(asked, measures=sensitivity, rotations=rotations, save_rotations_to=save_rotations_to)
@@ -158,24 +155,13 @@ def prune(
         return
     options: dict[str, Any] = {"device": device, "rotations": rotations}
     options |= run_settings(asked, given, format=format, dtype=dtype, save_dtype=save_dtype)
-    ranks = torchrun.world_size() if gpus is None else gpus
     asked = fit_recipe(asked, fit, named, given, gpus=ranks, **options)
     if dry_run:
-        _check_output(None if resume else out)
-        show_needs(named, asked.recipe, as_json, gpus=ranks, **options)
+        show_needs(named, asked.recipe, as_json, out=None if resume else out, gpus=ranks, **options)
         return
     folder = _folder(out)
-    if gpus is not None and torchrun.world_size() == 1:
-        raise typer.Exit(launch(ctx.obj, gpus))
+    launch_if_asked(gpus, ctx.obj)
     _run(named, asked, folder, as_json, save_rotations_to=save_rotations_to, resume=resume, **options)
-
-
-def _check_output(out: Path | None) -> None:
-    """Raises UserError for a folder that a run could not write."""
-    if out is not None:
-        from drot.checkpoint.save import check_output
-
-        check_output(out)
 
 
 def _folder(out: Path | None) -> Path:

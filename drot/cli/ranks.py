@@ -5,14 +5,20 @@ import os
 import signal
 from collections.abc import Sequence
 
+import typer
+
 from drot.cli.log import tell
+from drot.core import torchrun
 from drot.core.errors import UserError
 
 
-def check_gpus(count: int | None, device: str) -> None:
-    """Raises UserError unless a run on `count` GPUs, or with `device` cpu of `count` processes, can start."""
+def checked_ranks(count: int | None, device: str) -> int:
+    """The ranks of the run: `count`, the value of --gpus, or without it those that torchrun started.
+
+    Raises UserError unless a run on `count` GPUs, or with `device` cpu of `count` processes, can start.
+    """
     if count is None:
-        return
+        return torchrun.world_size()
     if count < 1:
         raise UserError(f"`gpus` must be at least 1, got {count}")
     from drot.machine.devices import is_gpu, pick_device
@@ -21,13 +27,20 @@ def check_gpus(count: int | None, device: str) -> None:
         raise UserError(
             f"torch finds no GPU for `gpus={count}`: `device=cpu` shares the run between {count} processes"
         )
+    return count
 
 
-def launch(arguments: Sequence[str], count: int) -> int:
-    """Runs `drot` with these arguments on `count` ranks, which start no others. Returns the exit status.
+def launch_if_asked(count: int | None, arguments: Sequence[str]) -> None:
+    """With a `count`, the value of --gpus, runs `drot` with these arguments on so many ranks, and exits.
 
-    The ranks tell their errors. The status is that of the first rank that fails, or 1 if a signal ended it.
+    Returns without a `count`, and in a rank. The ranks tell their errors. The exit status is that of the
+    first rank that fails, or 1 if a signal ended it.
     """
+    if count is not None and torchrun.world_size() == 1:
+        raise typer.Exit(_launch(arguments, count))
+
+
+def _launch(arguments: Sequence[str], count: int) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import parse_args, run
 

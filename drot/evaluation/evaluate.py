@@ -111,9 +111,7 @@ def evaluate(
         logger.warning("figures of %d questions of a task are not recorded", limit)
         record = bool(sources)
     everyone = [*names, *([original] if original else [])]
-    configs = {name: load_config(name).get_text_config() for name in everyone}
-    for config in configs.values() if stream else ():
-        family_of(config)
+    configs = _configs(everyone, stream)
     if seqlen is None:
         seqlen = min(default_seqlen(positions_of(config)) for config in configs.values())
     tokenizers = {name: load_tokenizer(name) for name in everyone}
@@ -125,10 +123,8 @@ def evaluate(
     progress(ProgressEvent(phase="load"))
     dtype = str(computing_dtype(dtype, target))
     dense = None if original is None else Original(original, dtype)
-    own = len(of_lm_eval) < len(tasks)
-    setup = _Setup(
-        seqlen, dtype, target, stream, original, dense, own, of_lm_eval, prepared, options, progress
-    )
+    common = (original, dense, choices.OWN in tasks, of_lm_eval, prepared, options, progress)
+    setup = _Setup(seqlen, dtype, target, stream, *common)
     results = []
     for name in names:
         with _named(name):
@@ -137,6 +133,14 @@ def evaluate(
             record_figures(name, figures if limit is None else figures | NO_TASKS)
         results.append(figures)
     return results
+
+
+def _configs(names: Sequence[str], stream: bool) -> dict[str, Any]:
+    """The configs of the models. Raises UserError for a family whose layers `stream` cannot read alone."""
+    configs = {name: load_config(name).get_text_config() for name in names}
+    for config in configs.values() if stream else ():
+        family_of(config)
+    return configs
 
 
 @contextlib.contextmanager

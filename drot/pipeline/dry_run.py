@@ -83,8 +83,7 @@ def run_needs(
     """
     chosen, saved = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
     rotations_given = rotations is not None
-    if rotations is not None:
-        recipe = with_given_r3(recipe, rotations)
+    recipe = with_given_r3(recipe, rotations)
     planned = plan(model, recipe, device=device, rotations_given=rotations_given, format=format)
     resolved, first, text = planned.recipe, planned.device, planned.recipe.calibration
     own = planned.config.dtype or torch.float32

@@ -124,19 +124,13 @@ def prepare(
     ranks: those that share the work. Rank 0 reads the text and shows the progress.
     """
     is_a("model", model, str, Path, PreTrainedModel)
-    is_a("calibration", calibration, Tensor, or_none=True)
-    is_a("distillation", distillation, Tensor, or_none=True)
     is_a("device", device, str, torch.device)
     if not hasattr(tokenizer, "save_pretrained"):  # token ids need no more of a tokenizer
         is_callable("tokenizer", tokenizer, or_none=True)
     is_callable("progress", progress)
-    is_a("dtype", dtype, str, torch.dtype)
-    is_a("save_dtype", save_dtype, str, torch.dtype)
     # a mistake in a dtype is found before the text is read
     dtype, save_dtype = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
-    if calibration is None and distillation is not None:
-        raise UserError("`distillation` needs `calibration`: give both token ids, or let drot read both")
-    tokens, further = (None if ids is None else as_token_ids(ids) for ids in (calibration, distillation))
+    tokens, further = _given_tokens(calibration, distillation)
     planned = ranks.one_after_the_other(
         lambda: plan(
             model,
@@ -196,8 +190,19 @@ def _own_device(name: str | torch.device, ranks: Ranks) -> torch.device:
     return device
 
 
+def _given_tokens(calibration: Any, distillation: Any) -> tuple[Tensor | None, Tensor | None]:
+    """The token ids that a caller gives in place of a text. Raises UserError for what are none."""
+    is_a("calibration", calibration, Tensor, or_none=True)
+    is_a("distillation", distillation, Tensor, or_none=True)
+    if calibration is None and distillation is not None:
+        raise UserError("`distillation` needs `calibration`: give both token ids, or let drot read both")
+    tokens, further = (None if ids is None else as_token_ids(ids) for ids in (calibration, distillation))
+    return tokens, further
+
+
 def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:
-    """The dtype with a name; `auto` as it is."""
+    """The dtype with a name; `auto` as it is. Raises UserError for what is no dtype."""
+    is_a(argument, dtype, str, torch.dtype)
     return dtype if dtype == "auto" else parse_dtype(dtype, argument)
 
 

@@ -138,9 +138,7 @@ def prune(
     is_a("recipe", recipe, Recipe, or_none=True)
     is_a("resume", resume, bool)
     _check_paths(out=out, rotations=rotations, save_rotations_to=save_rotations_to)
-    recipe = recipe or Recipe()
-    if rotations is not None:
-        recipe = with_given_r3(recipe, Path(rotations))
+    recipe = with_given_r3(recipe or Recipe(), rotations)
     check_format(format, recipe.pruning)
     out, rotations_out = (None if path is None else Path(path) for path in (out, save_rotations_to))
     with joined() as ranks, contextlib.ExitStack() as opened:

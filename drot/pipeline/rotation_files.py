@@ -30,15 +30,17 @@ class GivenRotations:
     entry: dict[str, Any]
 
 
-def with_given_r3(recipe: Recipe, path: Path) -> Recipe:
+def with_given_r3(recipe: Recipe, path: str | Path | None) -> Recipe:
     """`recipe` for the rotations in the file `path`: the file says whether there is an R3, and its blocks.
 
-    Raises UserError if the recipe says something else.
+    Without a `path` it is the same. Raises UserError if the recipe says something else than the file.
     """
+    if path is None:
+        return recipe
     wanted = recipe.rotation.down_rotation
     if recipe.rotation.mode == "none":
         return recipe  # read_given refuses the file
-    held = stored_down_block(path) or "none"
+    held = stored_down_block(Path(path)) or "none"
     if wanted not in ("auto", held):
         raise UserError(
             f"`down_rotation` must be {held}, as in the rotations of {path}; got {wanted}: leave it out"

@@ -106,9 +106,7 @@ def sensitivity(
         progress: the callback for ProgressEvents.
     """
     is_a("recipe", recipe, Recipe, or_none=True)
-    recipe = recipe or Recipe()
-    if rotations is not None:
-        recipe = with_given_r3(recipe, Path(rotations))
+    recipe = with_given_r3(recipe or Recipe(), rotations)
     if recipe.rotation.mode == "layer" and rotations is None:
         recipe = recipe.replace(hessians="dense")
     measured = {
