@@ -69,9 +69,9 @@ void products(const Sparse24Rows<Bf16, Bf16>& p, int64_t row) {
     for (int r = 0; r < kRowsNow; ++r) {
       const uint8_t* const bytes = positions + r * p.in / 8 + start;
       _mm512_store_si512(columns[r], columns_of(_mm512_maskz_loadu_epi8(read, bytes)));
-      // beyond the end it is harmless
-      prefetch_block(values + r * p.in / 2 + 4 * start + kAhead, 4 * kBytes);
-      prefetch_block(bytes + kAhead / 4, kBytes);
+      const int64_t ahead = ahead24(start + kAhead / 4, p.in / 8, kRowsNow);
+      prefetch_block(values + r * p.in / 2 + 4 * ahead, 4 * kBytes);
+      prefetch_block(positions + r * p.in / 8 + ahead, kBytes);
     }
     for (int64_t i = 0; i < count; i += kVector, x += kTokens * kPaddingBf16) {
       __m512bh w[kRowsNow];

@@ -187,6 +187,13 @@ DROT_HOST_DEVICE Lanes expand_half(const V* values, const uint8_t* positions) {
 }
 #endif
 
+// What a loop over the columns of `rows` rows reads after `at`, counted from the begin of a row. At the end
+// of these rows that is the begin of the rows behind them; behind the last rows a prefetch is harmless.
+// length: of a row.
+DROT_HOST_DEVICE int64_t ahead24(int64_t at, int64_t length, int rows) {
+  return at < length ? at : (rows - 1) * length + at;
+}
+
 // y[token, row] = the sum y plus everything that is added to it.
 template <class V, class X>
 DROT_HOST_DEVICE void finish(const Sparse24Rows<V, X>& p, int64_t row, int64_t token, float y) {

@@ -27,10 +27,10 @@ struct Packed {
   DROT_HOST_DEVICE Lanes half_at(int row, int64_t column) const {
     return expand_half(values + (row * in + column) / 2, positions + (row * in + column) / 8);
   }
-  // beyond the end it is harmless
-  DROT_HOST_DEVICE void prefetch(int row, int64_t column) const {
-    prefetch_block(values + (row * in + column) / 2 + kAhead, kPrefetched / 2);
-    prefetch_block(positions + (row * in + column) / 8 + kAhead / 4, kPrefetched / 8);
+  DROT_HOST_DEVICE void prefetch(int row, int64_t column, int rows) const {
+    const int64_t ahead = ahead24(column / 2 + kAhead, in / 2, rows);
+    prefetch_block(values + row * in / 2 + ahead, kPrefetched / 2);
+    prefetch_block(positions + (row * in / 2 + ahead) / 4, kPrefetched / 8);
   }
 };
 
@@ -41,7 +41,7 @@ struct Dense {
     return load(rows + row * kTileColumns + column);
   }
   DROT_HOST_DEVICE Lanes half_at(int row, int64_t column) const { return at(row, column); }
-  DROT_HOST_DEVICE void prefetch(int, int64_t) const {}  // it is in the cache
+  DROT_HOST_DEVICE void prefetch(int, int64_t, int) const {}  // it is in the cache
 };
 
 // Dense rows in memory: another source for add_products. The last vector is padded with zeros.
@@ -55,8 +55,8 @@ struct Plain {
     std::memcpy(last, rows + row * in + column, (in - column) * sizeof(V));
     return load(last);
   }
-  DROT_HOST_DEVICE void prefetch(int row, int64_t column) const {
-    prefetch_block(rows + row * in + column + kAhead, kPrefetched);
+  DROT_HOST_DEVICE void prefetch(int row, int64_t column, int together) const {
+    prefetch_block(rows + row * in + ahead24(column + kAhead, in, together), kPrefetched);
   }
 };
 
@@ -88,7 +88,7 @@ DROT_HOST_DEVICE void add_products(const W& w, const float* x, int64_t stride, i
   };
   int64_t column = 0;
   while (column + kLanes <= columns) {
-    for (int r = 0; r < kRowsNow; ++r) w.prefetch(r, column);
+    for (int r = 0; r < kRowsNow; ++r) w.prefetch(r, column, kRowsNow);
     const int64_t stop = columns - column < kPrefetched ? columns : column + kPrefetched;
     for (; column + kLanes <= stop; column += kLanes) step(column, [&](int r) { return w.at(r, column); });
   }
