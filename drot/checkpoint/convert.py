@@ -7,9 +7,10 @@ from pathlib import Path
 
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.importance import load_importance_maps, save_importance_maps
-from drot.checkpoint.load import has_tokenizer, load_config, load_tokenizer, logger, warn_of_rounding
+from drot.checkpoint.load import has_tokenizer, load_tokenizer, logger, warn_of_rounding
 from drot.checkpoint.manifest import CheckpointManifest, find_manifest
 from drot.checkpoint.offload import open_skeleton
+from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import dense_linears_of, format_of
 from drot.checkpoint.save import check_output, save_checkpoint
 from drot.checkpoint.shards import save_layers

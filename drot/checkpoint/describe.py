@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from drot.checkpoint.load import NO_MODEL, load_whole_config, silent_transformers
+from drot.checkpoint.opening import NO_MODEL, load_whole_config, silent_transformers
 from drot.checkpoint.quantization_config import quantised_by
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from drot.checkpoint.integrity import verified_while_loading
-from drot.checkpoint.load import (
+from drot.checkpoint.opening import (
     NO_MODEL,
     checked_headers,
     drop_prediction_layers,

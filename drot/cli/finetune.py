@@ -89,7 +89,7 @@ def sequences_of(tokens: str, model: str, text: CalibrationConfig) -> int:
 
     Raises UserError for what is no number of tokens, and if `nsamples` is given too.
     """
-    from drot.checkpoint.load import load_config
+    from drot.checkpoint.opening import load_config
     from drot.model.sizes import positions_of
 
     if text.nsamples != DEFAULT.text.nsamples:

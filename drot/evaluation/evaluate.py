@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.checkpoint.load import load_config, load_tokenizer
+from drot.checkpoint.load import load_tokenizer
 from drot.checkpoint.manifest import Manifest, find_manifest
+from drot.checkpoint.opening import load_config
 from drot.config import default_seqlen
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import BrokenModelError, UserError

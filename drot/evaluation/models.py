@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from drot.checkpoint.load import load, load_config
+from drot.checkpoint.load import load
 from drot.checkpoint.offload import open_skeleton
+from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import quantised_by
 from drot.checkpoint.source import DENSE_DTYPES, gguf_file, model_folder, read_headers, weight_files
 from drot.machine import devices

@@ -14,20 +14,14 @@ from torch import Tensor
 
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.importance import load_importance_maps, save_importance_maps
-from drot.checkpoint.load import (
-    has_tokenizer,
-    load_config,
-    load_model,
-    load_tokenizer,
-    refuse_whole,
-    warn_of_rounding,
-)
+from drot.checkpoint.load import has_tokenizer, load_model, load_tokenizer, warn_of_rounding
 from drot.checkpoint.manifest import (
     FORMAT_VERSION,
     MANIFEST,
     CheckpointManifest,
     find_manifest,
 )
+from drot.checkpoint.opening import load_config, refuse_whole
 from drot.checkpoint.quantization_config import (
     format_of,
     quantization_config_of,

@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
-from drot.checkpoint.load import load_config, load_model, load_tokenizer
+from drot.checkpoint.load import load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.offload import open_skeleton
+from drot.checkpoint.opening import load_config
 from drot.checkpoint.source import gguf_file
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.resolve import GIVEN_TOKENS

@@ -11,7 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from drot.checkpoint.dtypes import cast_weights
-from drot.checkpoint.load import load, load_config, load_tokenizer
+from drot.checkpoint.load import load, load_tokenizer
+from drot.checkpoint.opening import load_config
 from drot.checkpoint.resume import read_journal
 from drot.config import CalibrationConfig, ResolvedRecipe, default_seqlen
 from drot.core.errors import BrokenModelError, UserError

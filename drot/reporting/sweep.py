@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from drot.checkpoint.load import load_config
+from drot.checkpoint.opening import load_config
 from drot.checkpoint.resume import read_journal
 from drot.config import resolve
 from drot.core.checks import is_a

@@ -13,7 +13,7 @@ from small_models import random_tokens, small_model
 from transformers import AutoModelForCausalLM
 
 import drot
-from drot.checkpoint import load
+from drot.checkpoint import load, opening
 from drot.checkpoint.convert import convert
 from drot.checkpoint.manifest import accept_files, read_manifest, update_manifest
 from drot.checkpoint.verify import verify_folder
@@ -248,7 +248,8 @@ def test_programs_that_update_a_manifest_wait_for_each_other(copy, capsys):
 
 
 def test_a_model_of_the_hub_is_compared_too(copy, monkeypatch):
-    monkeypatch.setattr(load, "model_folder", lambda name, weights=False: copy)
+    for module in (load, opening):
+        monkeypatch.setattr(module, "model_folder", lambda name, weights=False: copy)
     drot.load("someone/some-model", device="cpu")
     flip_weight(copy)
     with pytest.raises(UserError, match=r"model-00001.* is not the file that drot.json describes"):

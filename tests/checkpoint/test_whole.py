@@ -13,7 +13,7 @@ from transformers import AutoModelForImageTextToText
 
 import drot
 from drot.checkpoint.convert import convert
-from drot.checkpoint.load import load_config
+from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
 from drot.core.errors import UserError
 from drot.model.families import FAMILIES

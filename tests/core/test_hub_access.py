@@ -8,7 +8,7 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants
 
-from drot.checkpoint.load import load_config
+from drot.checkpoint.opening import load_config
 from drot.core import hub
 from drot.core.errors import UserError
 from drot.text.source import read_text

@@ -6,7 +6,7 @@ import pytest
 from small_checkpoints import save_small
 from torch import nn
 
-from drot.checkpoint.load import load_config
+from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
 from drot.config import Recipe
 from drot.core.errors import UserError

@@ -25,8 +25,8 @@ from drot.checkpoint.artifact.tensors import (
     stored_names,
 )
 from drot.checkpoint.integrity import files_in, folder_records, is_loaded, verified_while_loading
-from drot.checkpoint.load import load_config
 from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import boundary_of
 from drot.checkpoint.rotations import open_rotations
 from drot.config import BoundaryPlace

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from drot.checkpoint.load import load_config, refuse_whole
 from drot.checkpoint.offload import open_skeleton
+from drot.checkpoint.opening import load_config, refuse_whole
 from drot.checkpoint.quantization_config import quantization_config_of
 from drot.config import BoundaryPlace
 from drot.core.errors import UserError
