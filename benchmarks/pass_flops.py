@@ -15,8 +15,10 @@ from collections.abc import Callable
 import torch
 
 from drot.calibration.hessian import lower_panels
-from drot.config import QUALITIES, Recipe
+from drot.config import QUALITIES
+from drot.config.recipe import DISTILL_EPOCHS
 from drot.config.rotation import TRAINING_TOKENS
+from drot.pipeline.distill import HELD_OUT_SHARE
 from drot.pipeline.importance import MAP_SIZE
 from drot.pipeline.work import USUAL_ADMM_ITERATIONS
 from drot.pruning.solve import ADMM_INTERVAL, PCG_ITERATIONS_AFTER_ADMM
@@ -45,7 +47,8 @@ def operations(
         tokens: calibration tokens.
         block: columns of a block of SparseGPT.
         device: the type of the device, which decides how wide the panels of a Hessian are.
-        quality: `fast` has no solver. The recovery of `best` is counted for all epochs, without attention.
+        quality: `fast` has no solver. The training of all layers together
+            of `best` is counted without attention and without logits.
         iterations: of ADMM.
     """
     attention, kv = heads * head_dim, kv_heads * head_dim
@@ -110,8 +113,8 @@ def operations(
         "errors before and after": {"fp32": 6 * of_groups(lambda out, size: out * half(size))},
     }
     if quality == "best":
-        epochs = Recipe().recovery.recover_epochs
-        parts["recovery"] = {"inputs": 3 * epochs * forward * 7 / 8 + (epochs + 1) * forward / 8}
+        passes = 3 * DISTILL_EPOCHS * (1 - HELD_OUT_SHARE) + 2 * HELD_OUT_SHARE
+        parts["training of all layers together"] = {"inputs": (1 + passes) * forward}
     return parts
 
 

@@ -68,13 +68,11 @@ RECORDS: dict[str, Recipe] = {
     **{name: RECIPES[f"full, one shot, {name}"] for name in ("wanda 2:4", "magnitude 2:4")},
     **{name: RECIPES[f"full, one shot, {name}"] for name in ("sparsegpt 4:8", "sparsegpt 0.5")},
 }
-#: with a training of all layers together, which is part of `best`
+#: `best` trains all layers together; it can follow on `fast` too, or on a training of each layer alone
+RECORDS["full, fast, distilled"] = RECIPES["full, fast"].replace(distill_epochs=DISTILL_EPOCHS)
+RECORDS["full, best, recovered"] = RECIPES["full, best"].replace(recover="block")
 RECORDS |= {
-    f"full, {quality}, distilled": RECIPES[f"full, {quality}"].replace(distill_epochs=DISTILL_EPOCHS)
-    for quality in ("fast", "balanced")
-}
-RECORDS |= {
-    f"full, best{weights}, not distilled": RECIPES[f"full, best{weights}"].replace(distill_epochs=0)
+    f"full, balanced{weights}, recovered": RECIPES[f"full, balanced{weights}"].replace(recover="block")
     for weights in ("", ", equal tokens")
 }
 

@@ -27,7 +27,7 @@ def recipe(mode: str = "layer", *, quality: str | None = None, **fields: Any) ->
     """
     down = {"down_rotation": 16} if mode == "layer" else {}
     chosen = Recipe().replace(**{"mode": mode, "steps": 5, "block_size": 16, "seqlen": 40} | down | fields)
-    return chosen.with_quality(quality) if quality else chosen
+    return chosen.with_quality(quality).replace(**fields) if quality else chosen
 
 
 def one_shot(mode: str = "layer", **fields: Any) -> Recipe:

@@ -117,10 +117,9 @@ def prune(
         recipe [FILE|DIR]: Take the settings from this file, a recipe in YAML or JSON or the drot.json of a
             checkpoint, or from the folder of a checkpoint. Options next to it replace single settings.
         quality [fast|balanced|best]: How much to compute: fast solves for the kept weights; balanced also
-            moves the mask, towards the dense model; best also trains the kept weights of each layer, and then
-            those of all layers together. It sets --solve, --target, --recover and --distill-epochs. fast:
-            pcg, self, none, 0. balanced: admm, dense, none, 0. best: admm, dense, block, 3. fast also sets
-            --steps to 50. Default: balanced.
+            moves the mask, towards the dense model; best also trains the kept weights of all layers together.
+            It sets --solve, --target, --recover and --distill-epochs. fast: pcg, self, none, 0. balanced:
+            admm, dense, none, 0. best: admm, dense, none, 3. fast also sets --steps to 50. Default: balanced.
     Pruning:
     Recovery:
     Rotation:

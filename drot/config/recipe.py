@@ -25,7 +25,7 @@ DISTILL_EPOCHS = 3
 QUALITIES: dict[str, dict[str, Any]] = {
     "fast": ONE_SHOT | {"solve": "pcg"},
     "balanced": {"solve": "admm", "target": "dense", "recover": "none", "distill_epochs": 0},
-    "best": {"solve": "admm", "target": "dense", "recover": "block", "distill_epochs": DISTILL_EPOCHS},
+    "best": {"solve": "admm", "target": "dense", "recover": "none", "distill_epochs": DISTILL_EPOCHS},
 }
 #: the sections of a recipe by their names
 SECTIONS: dict[str, type] = {

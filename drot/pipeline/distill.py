@@ -52,6 +52,14 @@ HELD_OUT_SHARE = 1 / 16
 USED_SHARE = 0.95
 
 
+def lacking(run: RunContext) -> str | None:
+    """What the training of all layers together lacks in memory, by its estimate; None if that suffices."""
+    if (needed := _needed(run)) <= (free := _free(run)):
+        return None
+    where = f"memory of {run.device}" if is_gpu(run.device) else "main memory"
+    return f"that takes about {size_text(needed)} of the {where}, and {size_text(free)} are free"
+
+
 def distilled_part(layer: DecoderLayer) -> str:
     """The name of the part of a run's state that holds a layer after the distillation."""
     return f"{DISTILLED}_{part_of(layer)}"
@@ -135,11 +143,8 @@ def _record_of_training(
     A skeleton does not: the caller reads its pruned layers again.
     """
     free, layers = _free(run), run.model.layers
-    if (needed := _needed(run)) > free:
-        where = f"memory of {run.device}" if is_gpu(run.device) else "main memory"
-        record = DistillationRecord(
-            left_out=f"that takes about {size_text(needed)} of the {where}, and {size_text(free)} are free"
-        )
+    if reason := lacking(run):
+        record = DistillationRecord(left_out=reason)
     else:
         # of a model in memory; those of a skeleton are in `state`
         copies = [] if run.model.is_skeleton else [KeptWeights([layer]).state(CPU) for layer in layers]

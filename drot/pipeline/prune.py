@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import json
+import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.pipeline.batches import check_sequences
 from drot.pipeline.context import RunContext
 from drot.pipeline.disk import disk_needs
+from drot.pipeline.distill import lacking
 from drot.pipeline.identity import identity_of_parts, run_identity
 from drot.pipeline.output import manifest_of, write_result
 from drot.pipeline.prepare import Prepared, prepare
@@ -46,6 +48,8 @@ from drot.pipeline.run import PruningRun
 from drot.pipeline.shared_state import SharedState
 from drot.pipeline.sizes import sizes_of
 from drot.sparse.packed import check_format, check_packable
+
+logger = logging.getLogger("drot")
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,7 +165,7 @@ def prune(
             ranks=ranks,
         )
         prepared.context.clock.seconds["load"] = time.perf_counter() - started
-        _check_sequences(prepared.context)
+        _check_trainings(prepared.context)
         given = None if rotations is None else read_given(prepared.context, Path(rotations))
         run = PruningRun(prepared.context, given)
         return _run(run, prepared, out, rotations_out, finished=finished, started=started)
@@ -172,14 +176,22 @@ def _check_paths(**paths: Any) -> None:
         is_a(name, path, str, Path, or_none=True)
 
 
-def _check_sequences(context: RunContext) -> None:
-    """Raises UserError if a training has too few sequences to hold some out and train each rank."""
+def _check_trainings(context: RunContext) -> None:
+    """Raises UserError if a training has too few sequences to hold some out and train each rank.
+
+    Warns if the layers will not be trained together.
+    """
     if context.recipe.recovery.recover == "block":
         check_sequences(len(context.tokens), 'recover="block"', ranks=context.ranks)
     if context.distill_tokens is not None:
         check_sequences(
             len(context.distill_tokens), "distill_epochs", "distill_nsamples", ranks=context.ranks
         )
+        if (reason := lacking(context)) and context.ranks.first:
+            logger.warning(
+                "the kept weights of all layers will not be trained together: %s. `recover=block` trains "
+                "those of each layer alone", reason,
+            )  # fmt: skip
 
 
 def _enter(

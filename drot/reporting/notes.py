@@ -168,7 +168,7 @@ def _not_distilled(run: Run) -> Iterator[str]:
 def _perplexities(run: Run, measured: Sequence[Measured]) -> Iterator[str]:
     untried = {
         "a rotation": not run.rotated,
-        "--quality best": run.rotated and run.recipe.recovery.recover == "none",
+        "--quality best": run.rotated and not run.recipe.recovery.distill_epochs,
         "a milder --sparsity": True,
         "drot finetune": not run.manifest.finetune,
     }

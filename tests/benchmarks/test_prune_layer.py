@@ -41,7 +41,6 @@ def test_a_tiny_layer_is_measured_and_compared(
     assert minutes == pytest.approx((2 * seconds + once) / 60, abs=0.06)
     for phase in ("load", "check", "calibrate", "rotate", "prune", "save"):
         assert re.search(rf"^  {phase} +\S+ s +\d+%  and \S+ s a model$", printed, re.MULTILINE), printed
-    assert re.search(r"^  recover +\S+ s +\d+%  and \S+ s a model$", printed, re.MULTILINE)  # of best
     assert printed.count("peak memory, process:") == 2
     one_step = float(re.search(r"^  one step of drot: (\S+) ms$", printed, re.MULTILINE)[1])
     assert one_step > 0

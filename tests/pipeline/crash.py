@@ -25,7 +25,7 @@ from small_checkpoints import save_small
 #: mode -> options of drot prune
 MODES = {
     "layer": ["--quality", "fast"],
-    "best": ["--quality", "best", "--recover-epochs", "2", "--recover-batch", "2"],
+    "best": ["--quality", "best", "--recover", "block", "--recover-epochs", "2", "--recover-batch", "2"],
     "dense": ["--hessians", "dense", "--boundary", "residual", "--format", "packed"],
     "shared": ["--rotation", "shared", "--save-rotations", "OUT/rotations.safetensors"],
     "none": ["--rotation", "none"],

@@ -26,7 +26,9 @@ TOKENS = random_tokens(4, 64)
 
 
 def recipe(mode="layer", quality="best", **fields):
-    return small_recipe(mode, quality=quality, **dict(steps=2, recover_epochs=1, block_size=128) | fields)
+    recover = "block" if quality == "best" else "none"
+    small = dict(steps=2, recover=recover, recover_epochs=1, block_size=128)
+    return small_recipe(mode, quality=quality, **small | fields)
 
 
 def pruned(sizes, **settings):

@@ -180,7 +180,7 @@ def test_dynamo_compiles_the_model_to_one_graph():
     ids=["light", "residual"],
 )
 def test_a_resumed_run_gives_the_same_bytes(chosen, at, tmp_path):
-    chosen = chosen.with_quality("best").replace(recover_epochs=1)
+    chosen = chosen.with_quality("best").replace(recover="block", recover_epochs=1)
     whole = prune(chosen=chosen, out=tmp_path / "whole").model
     interrupted(chosen=chosen, at=at, out=tmp_path / "out")
     prune(chosen=chosen, out=tmp_path / "out", resume=True)

@@ -193,7 +193,7 @@ def test_the_parts_of_ranks_add_up(fields):
     [
         ("gpt_oss", {"boundary": "residual", "hessians": "dense"}),
         ("mixtral", {"mode": "shared"}),
-        ("qwen3_next", {"mode": "shared", "quality": "best", "recover_epochs": 1}),
+        ("qwen3_next", {"mode": "shared", "quality": "best", "recover": "block", "recover_epochs": 1}),
         ("deepseek_v3", {"boundary": "input"}),
     ],
     ids=["gpt_oss", "mixtral", "qwen3_next", "deepseek_v3"],

@@ -16,7 +16,7 @@ from drot.pipeline.fit import USED_SHARE, fitted
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=12, head_dim=32)
 HEADS = dict(num_attention_heads=8, num_key_value_heads=8)
 #: with the product dtype of a GPU, since products in float32 take more memory than the recovery
-BEST = Recipe().replace(product_dtype="bfloat16").with_quality("best")
+BEST = Recipe().replace(product_dtype="bfloat16").with_quality("best").replace(recover="block")
 APART = {"distill_epochs": 0}
 UNSOLVED = {"solve": "none", "target": "self"}
 IN_STEPS = {"layers_per_step": 4}

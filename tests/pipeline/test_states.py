@@ -36,7 +36,11 @@ def little_memory(monkeypatch):
 
 @pytest.mark.parametrize(
     "fields",
-    [dict(solve="none", target="self"), dict(quality="best", recover_epochs=1), dict(hessians="dense")],
+    [
+        dict(solve="none", target="self"),
+        dict(quality="best", recover="block", recover_epochs=1),
+        dict(hessians="dense"),
+    ],
     ids=str,
 )
 def test_a_file_gives_the_same_bytes(fields, tmp_path, little_memory, monkeypatch):

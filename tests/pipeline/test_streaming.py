@@ -24,7 +24,11 @@ CASES = [
     ("llama", dict(mode="layer", solve="none", target="self"), {}),
     ("qwen3_moe", dict(mode="layer", down_rotation="none"), {}),
     ("phi3", dict(mode="layer", hessians="dense", boundary="residual"), dict(save_dtype="bfloat16")),
-    ("llama-biased", dict(mode="shared", quality="best", recover_epochs=1), dict(format="packed")),
+    (
+        "llama-biased",
+        dict(mode="shared", quality="best", recover="block", recover_epochs=1),
+        dict(format="packed"),
+    ),
     ("qwen2", dict(mode="none"), dict(save_dtype="float16")),
 ]
 

@@ -142,7 +142,7 @@ def counted_by_step(run: PruningRun) -> dict[str, float]:
         recipe(mode="shared"),
         recipe(hessians="dense", objective="entropy"),
         recipe(mode="none"),
-        recipe(quality="best"),
+        recipe(quality="best").replace(recover="block"),
     ],
     ids=["layer", "shared", "dense hessians", "not rotated", "best"],
 )

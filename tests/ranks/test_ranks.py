@@ -224,7 +224,8 @@ def test_ranks_prune_as_one_does(fields):
 
 
 @pytest.mark.parametrize(
-    "fields", [dict(quality="best"), dict(mode="shared"), dict(hessians="dense", layers_per_step=0)]
+    "fields",
+    [dict(quality="best", recover="block"), dict(mode="shared"), dict(hessians="dense", layers_per_step=0)],
 )
 def test_ranks_rotate_recover_and_write_one_checkpoint(fields, tmp_path):
     chosen = recipe(**{"recover_epochs": 1, "recover_batch": 4} | fields)

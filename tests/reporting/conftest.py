@@ -21,7 +21,11 @@ def pruned(tmp_path_factory) -> dict[str, Path]:
         pruning=PruningConfig(block_size=16),
         calibration=CalibrationConfig(seqlen=40),
     )
-    rotated = dataclasses.replace(plain, rotation=RotationConfig(steps=5)).with_quality("best")
+    rotated = (
+        dataclasses.replace(plain, rotation=RotationConfig(steps=5))
+        .with_quality("best")
+        .replace(recover="block")
+    )
     for name, recipe in {"rotated": rotated, "plain": plain}.items():
         drot.prune(
             small_model("llama"), recipe, calibration=random_tokens(8, 40), device="cpu", out=folder / name

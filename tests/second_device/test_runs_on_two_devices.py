@@ -46,7 +46,7 @@ def test_the_cpus_bytes(settings):
         ("fast", dict(objective="entropy", blocks=2)),
         ("fast", dict(mode="shared", layers_per_step=1)),
         ("balanced", dict(method="wanda", sparsity="4:8", blocks=[8, 24])),
-        ("best", dict(hessians="dense", boundary="residual")),
+        ("best", dict(hessians="dense", boundary="residual", recover="block")),
     ],
     ids=str,
 )
@@ -89,7 +89,7 @@ def test_the_other_device_gives_the_same_bytes(tmp_path):
 
 
 def test_a_model_on_the_device_stays_there(tmp_path):
-    chosen = recipe(quality="best", sparsity="2:4")
+    chosen = recipe(quality="best", recover="block", sparsity="2:4")
     model = small_model("llama", dtype=torch.bfloat16).to("second:1")
     result = prune(model, chosen, device="second:1", format="packed", out=tmp_path / "out")
     assert lies_at(result.model) == {torch.device("second:1")}
@@ -97,7 +97,7 @@ def test_a_model_on_the_device_stays_there(tmp_path):
 
 
 def test_resumes_where_it_was_cut_off(tmp_path):
-    chosen, out = recipe(quality="best", hessians="dense"), tmp_path / "out"
+    chosen, out = recipe(quality="best", recover="block", hessians="dense"), tmp_path / "out"
     interrupted(None, chosen, device=ONE, out=out, at=("prune", 1))
     resumed = prune(None, chosen, device=ONE, out=out, resume=True)
     assert_same_weights(resumed.model, prune(None, chosen, device=ONE).model)
