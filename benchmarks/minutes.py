@@ -14,9 +14,8 @@ launch. Files are read and written by threads; a run waits for them as far as th
 (`waits`). A file comes from the disk once, and then from the main memory of the machine, if it has room.
 
 A run of one layer and a run of two give what a layer costs and what lies beside the layers. A run of a rank
-that trains no rotation gives what a training costs. ADMM takes
-USUAL_ADMM_ITERATIONS, no training stops early, and every epoch of the recovery is the best so far.
-tests/pipeline/test_minutes.py compares the operations with those of a run on a CPU, and
+that trains no rotation gives what a training costs. ADMM takes USUAL_ADMM_ITERATIONS, and no training stops
+early. tests/pipeline/test_minutes.py compares the operations with those of a run on a CPU, and
 tests/second_device/test_traffic.py the copies with those of a run on a device that is not the CPU.
 """
 
