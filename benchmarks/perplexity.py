@@ -87,6 +87,7 @@ RECIPES: dict[str, Recipe] = {
     **{name: ONE_SHOT.replace(**fields) for name, fields in VARIANTS.items()},
     "fast": RECIPE.with_quality("fast"),
     "balanced": RECIPE.with_quality("balanced"),
+    "balanced, recovered": RECIPE.with_quality("balanced").replace(recover="block"),
     "best": RECIPE.with_quality("best"),
     **{name: RECIPE.with_quality("balanced").replace(**fields) for name, fields in DAMPINGS.items()},
     **{
