@@ -25,8 +25,9 @@ PAGES = (
         for page in ("README.md", "docs/index.md", "docs/hardware.md", "docs/records.md", "docs/scale.md")
     ),
 )
-#: recipes of the rows `records`: the baseline, and the default
+#: recipes of the rows `records`: the baseline, a solver alone, the default, and `best`
 PLAIN, SOLVER, DEFAULT = "not rotated", "not rotated, solver of balanced", "full, balanced"
+BEST = "full, best"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 #: columns that say where a row comes from, and not what it measures
 ORIGIN = ("date", "commit", "machine", "torch", "transformers")
@@ -261,8 +262,8 @@ def scale() -> str:
 
 
 def headline() -> str:
-    """Each model and text of the rows `records`: what solver and rotation add, as medians of the seeds."""
-    recipes = (PLAIN, SOLVER, DEFAULT)
+    """Each model and text of the rows `records`: what drot's parts add, as medians of the seeds."""
+    recipes = (PLAIN, SOLVER, DEFAULT, BEST)
     rows = read("records", "dense", "perplexity", "kl", "equal_tokens", "seconds")
     rows = [row for row in rows if row["recipe"] in recipes]
     cases: dict[tuple[str, str, str], dict[str, list[Row]]] = {}
@@ -270,18 +271,20 @@ def headline() -> str:
         case = cases.setdefault((row["model"], row["calibration"], row["text"]), {})
         case.setdefault(row["recipe"], []).append(row)
     body, used = [], []
-    for (model, _, text), found in cases.items():
+    for (model, calibration, text), found in cases.items():
         if found.keys() != set(recipes):
             continue
-        used += itertools.chain(*found.values())
+        own = cases.get((model, f"{calibration} + own", text), {}).get(BEST, [])
+        used += itertools.chain(*found.values(), own)
         dense = statistics.median(float(row["dense"]) for row in found[PLAIN])
-        plain, solved, pruned = (
-            statistics.median(float(row["perplexity"]) for row in found[recipe]) for recipe in recipes
-        )
-        closed = f"{(plain - pruned) / (plain - dense):.0%}"
-        body.append([f"{model}, {text}", *(f"{x:.1f}" for x in (dense, plain, solved, pruned)), closed])
-    header = ["model, text", "dense", "SparseGPT", "+ solver", "+ solver and rotation", "gap closed"]
-    return table(header, body, used)
+        pruned = [
+            statistics.median(float(row["perplexity"]) for row in rows)
+            for rows in (*(found[recipe] for recipe in recipes), own)
+            if rows
+        ]
+        body.append([f"{model}, {text}", *(f"{x:.1f}" for x in (dense, *pruned))])
+    columns = ["dense", "SparseGPT", "+ solver", "+ rotation", "`best`", "`best`, own text"]
+    return table(["model, text", *columns], body, used)
 
 
 def records() -> str:
