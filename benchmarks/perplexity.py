@@ -27,7 +27,6 @@ from drot.config.rotation import POINTS
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.machine.devices import pick_device
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
-from drot.text.source import load_calibration
 
 #: R1 and R2 alone, and all calibration tokens alike, of which most rows are
 RECIPE = Recipe().replace(down_rotation="none", token_weights="equal")
@@ -129,7 +128,6 @@ def main() -> None:
     settings = dataclasses.replace(
         CALIBRATION, source=options.calibration, nsamples=options.nsamples, seqlen=options.seqlen
     )
-    tokens = load_calibration(settings, tokenizer)
     texts = {Path(path).stem: load_eval_tokens(path, tokenizer) for path in options.eval or [str(HELD_OUT)]}
 
     def measure(model: Any) -> dict[str, float]:
@@ -137,8 +135,8 @@ def main() -> None:
 
     def pruned(recipe: Recipe) -> dict[str, float]:
         result = drot.prune(
-            options.model, recipe, tokenizer=tokenizer, calibration=tokens, device=options.device,
-            dtype="float32", save_dtype="float32",
+            options.model, dataclasses.replace(recipe, calibration=settings), tokenizer=tokenizer,
+            device=options.device, dtype="float32", save_dtype="float32",
         )  # fmt: skip
         return measure(result.model.to(pick_device(options.device)))
 

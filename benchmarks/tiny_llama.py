@@ -24,7 +24,6 @@ from drot.config import QUALITIES, Recipe
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import packed_linears
-from drot.text.source import load_calibration
 
 #: quality → the name of its recipe in results/perplexity.csv
 RECIPES = {"fast": "sparsegpt 2:4", "balanced": "balanced", "best": "best"}
@@ -63,15 +62,14 @@ def main() -> int:
     options = arguments()
     tokenizer, seqlen = load_tokenizer(MODEL), CALIBRATION.seqlen
     assert seqlen is not None
-    tokens = load_calibration(replace(CALIBRATION, nsamples=options.nsamples), tokenizer)
     held_out = load_eval_tokens(str(HELD_OUT), tokenizer)[: options.windows and options.windows * seqlen]
-    recipe = Recipe().with_quality(options.quality)
+    recipe = Recipe(calibration=replace(CALIBRATION, nsamples=options.nsamples)).with_quality(options.quality)
     if options.steps is not None:
         recipe = recipe.replace(steps=options.steps)
     with tempfile.TemporaryDirectory() as folder:
         dense_path, packed_path = Path(folder) / "dense", Path(folder) / "packed"
         manifest = drot.prune(
-            MODEL, recipe, out=dense_path, tokenizer=tokenizer, calibration=tokens, device=options.device
+            MODEL, recipe, out=dense_path, tokenizer=tokenizer, device=options.device
         ).manifest
         convert(dense_path, packed_path, "packed")
         dense, packed = (drot.load(path, device=options.device) for path in (dense_path, packed_path))
