@@ -13,12 +13,13 @@ from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable, new_file
+from drot.machine.devices import is_gpu
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: sequences that are written at once
-BATCH = 32
+#: sequences that are written at once, on a CPU and on a GPU
+BATCH, GPU_BATCH = 32, 128
 SUFFIX = ".jsonl"
 
 
@@ -88,18 +89,19 @@ class Told(StoppingCriteria):
 def _batches(
     model: "PreTrainedModel", tokenizer: Any, count: int, seqlen: int, seed: int, progress: Progress = silent
 ) -> Iterator[torch.Tensor]:
-    """Token ids [at most BATCH, seqlen] of `count` sequences."""
+    """Token ids [sequences, seqlen] of `count` sequences in all, as many at once as the device takes well."""
     special = set(tokenizer.all_special_ids)
     first = torch.tensor([token for token in range(len(tokenizer)) if token not in special])
     # what is not named here would come from generation_config.json of the model, which narrows the text
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=seqlen - 1, pad_token_id=0
     )
-    devices = [model.device] if model.device.type == "cuda" else []
+    on_gpu = is_gpu(model.device)
+    devices, batch = ([model.device], GPU_BATCH) if on_gpu else ([], BATCH)
     with torch.random.fork_rng(devices), torch.inference_mode():
         torch.manual_seed(seed)
-        for start in range(0, count, BATCH):
-            begun = first[torch.randint(len(first), (min(BATCH, count - start), 1))].to(model.device)
+        for start in range(0, count, batch):
+            begun = first[torch.randint(len(first), (min(batch, count - start), 1))].to(model.device)
             generate: Any = model.generate
             told = StoppingCriteriaList([Told(start * seqlen, count * seqlen, progress)])
             try:
