@@ -98,7 +98,7 @@ def _batches(
     )
     on_gpu = is_gpu(model.device)
     devices, batch = ([model.device], GPU_BATCH) if on_gpu else ([], BATCH)
-    with torch.random.fork_rng(devices), torch.inference_mode():
+    with torch.random.fork_rng(devices, device_type=model.device.type), torch.inference_mode():
         torch.manual_seed(seed)
         for start in range(0, count, batch):
             begun = first[torch.randint(len(first), (min(batch, count - start), 1))].to(model.device)
