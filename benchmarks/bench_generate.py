@@ -88,7 +88,7 @@ def llama_cpp(program: str, file: str, options) -> tuple[str, Timing, float]:
     seconds = [each / 1e9 for each in found["samples_ns"][1:]]
     if options.processor_time:  # without those of loading and of the warm-up
         seconds = [(computed - run(1)[1]) / options.repeats]
-    cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else seconds * 4
+    cuts = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else seconds * 4
     timing = Timing(cuts[0], statistics.median(seconds), cuts[3])
     return f"llama.cpp {found['model_type'].split()[-1]}", timing, found["model_size"] / 2**20
 

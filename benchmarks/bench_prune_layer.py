@@ -110,7 +110,7 @@ def against_aim(shape: str, name: str, figure: float) -> str:
 
 
 def timing_of(seconds: list[float]) -> Timing:
-    cuts = statistics.quantiles(seconds, n=5) if len(seconds) > 1 else [seconds[0]] * 4
+    cuts = statistics.quantiles(seconds, n=5, method="inclusive") if len(seconds) > 1 else [seconds[0]] * 4
     return Timing(p20=cuts[0], median=statistics.median(seconds), p80=cuts[3])
 
 

@@ -109,5 +109,5 @@ def interleaved(
 
 
 def _timing(values: list[float]) -> Timing:
-    cuts = statistics.quantiles(values, n=5) if len(values) > 1 else values * 4
+    cuts = statistics.quantiles(values, n=5, method="inclusive") if len(values) > 1 else values * 4
     return Timing(p20=cuts[0], median=statistics.median(values), p80=cuts[3])
