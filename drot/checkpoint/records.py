@@ -147,7 +147,7 @@ class DistillationRecord(Entries):
 
     kl_before, kl_after: mean KL(dense ‖ pruned) of the next token on held-out sequences, in nats; None if the
         training was left out, or if it is not finite.
-    trained: whether the trained weights were kept. They are if they lower that KL.
+    trained: whether the trained weights were kept. They are unless that KL rises by more than 5 %.
     train_curve: the KL on the trained sequences by epoch.
     left_out: why there was no training.
     """

@@ -48,6 +48,9 @@ logger = logging.getLogger("drot")
 
 #: share of the sequences that are held out, at least one sequence
 HELD_OUT_SHARE = 1 / 16
+#: A training that raises the KL of the held-out sequences by more than this share is undone. A few sequences
+#: say no more: one that raised it by 1.5 % on two sequences lowered a perplexity from 29.1 to 27.0.
+HARM = 0.05
 #: share of the free memory that a distillation may take by its estimate
 USED_SHARE = 0.95
 
@@ -273,16 +276,17 @@ def _train(
         for layer in layers:
             round_weights(layer, run.save_dtype)
         after = held_out()
-    if not after < before:
+    helps = after <= (1 + HARM) * before  # not if it is NaN
+    if not helps:
         logger.warning(
-            "the distillation did not lower the loss on held-out sequences, %.4f before and %.4f after: the "
+            "the distillation raised the loss on held-out sequences, %.4f before and %.4f after: the "
             "weights stay as they were pruned. A lower `distill_lr` may help", before, after,
         )  # fmt: skip
     kl_before, kl_after = (value if math.isfinite(value) else None for value in (before, after))
     return DistillationRecord(
         kl_before=kl_before,
         kl_after=kl_after,
-        trained=after < before,
+        trained=helps,
         train_curve=[kl for kl in curve if math.isfinite(kl)],
         seconds=time.perf_counter() - started,
     )

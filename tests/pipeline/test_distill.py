@@ -256,7 +256,16 @@ def test_a_training_that_does_not_help_changes_nothing(caplog):
     record = result.manifest.distillation
     assert record.kl_after > record.kl_before and not record.trained
     assert_same_weights(result.model, prune(small_model("llama"), recipe(distill_epochs=0)).model)
-    assert "the distillation did not lower the loss on held-out sequences" in caplog.text
+    assert "the distillation raised the loss on held-out sequences" in caplog.text
+
+
+def test_a_small_rise_on_few_held_out_sequences_undoes_nothing(monkeypatch):
+    monkeypatch.setattr(module, "HARM", 2**20)
+    result = prune(small_model("llama"), recipe(distill_lr=1.0))
+    record = result.manifest.distillation
+    assert record.kl_after > record.kl_before and record.trained
+    without = prune(small_model("llama"), recipe(distill_epochs=0)).model.state_dict()
+    assert any(not torch.equal(tensor, without[name]) for name, tensor in result.model.state_dict().items())
 
 
 def test_a_training_that_diverges_leaves_the_pruned_weights(tmp_path, capsys):
