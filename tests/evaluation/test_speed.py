@@ -234,9 +234,8 @@ def test_a_long_call_is_one_graph_and_a_cpu_has_none(monkeypatch):
 
 def test_no_time_is_shorter_than_the_shortest_that_was_measured():
     clock = iter([0.0, 1.0, 0.0, 5.0, 0.0, 6.0])
-    timing = interleaved({"a": lambda: None}, device="cpu", repeats=3, warmup=0, clock=lambda: next(clock))[
-        "a"
-    ]
+    measured = dict(device="cpu", repeats=3, warmup=0, clock=lambda: next(clock))
+    timing = interleaved({"a": lambda: None}, **measured)["a"]
     assert 1.0 <= timing.p20 <= timing.median == 5.0 <= timing.p80 <= 6.0
 
 

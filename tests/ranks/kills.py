@@ -30,18 +30,8 @@ from small_checkpoints import save_small
 from together import become_rank, free_port
 
 OPTIONS = ["--nsamples", "9", "--seqlen", "64", "--device", "cpu", "--calibration", str(HELD_OUT)]
-OPTIONS += [
-    "--steps",
-    "20",
-    "--quality",
-    "best",
-    "--recover",
-    "block",
-    "--recover-epochs",
-    "2",
-    "--recover-batch",
-    "3",
-]
+OPTIONS += ["--steps", "20", "--quality", "best"]
+OPTIONS += ["--recover", "block", "--recover-epochs", "2", "--recover-batch", "3"]
 #: seconds within which the other ranks must end
 LONGEST_END = 60
 

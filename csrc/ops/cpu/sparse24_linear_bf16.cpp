@@ -41,12 +41,6 @@ __m512i columns_of(__m512i positions) {
   return _mm512_or_si512(first, _mm512_slli_epi16(second, 4));
 }
 
-__m512bh as_bf16(__m512i bits) {
-  __m512bh vector;
-  std::memcpy(&vector, &bits, sizeof(vector));
-  return vector;
-}
-
 // A vector of kPaddingBf16 columns: `bytes`, at most kVector, times four values in their columns, and zeros.
 __m512i expand(uint32_t columns, const Bf16* values, int64_t bytes) {
   const auto read = static_cast<__mmask16>((1 << 4 * bytes) - 1);

@@ -51,12 +51,6 @@ struct Block {
 template <int kVectors>
 constexpr auto kOffsets = Block<kVectors>::offsets();
 
-__m512bh as_bf16(__m512i bits) {
-  __m512bh vector;
-  std::memcpy(&vector, &bits, sizeof(vector));
-  return vector;
-}
-
 __m512bh broadcast_pair(const Bf16* from) {
   int32_t pair;
   std::memcpy(&pair, from, sizeof(pair));

@@ -127,6 +127,14 @@ DROT_HOST_DEVICE float sum_of(Lanes x) {
   return sum8(_mm256_add_ps(_mm256_load_ps(at), _mm256_load_ps(at + 8)));
 }
 
+#if defined(__AVX512BF16__)
+DROT_HOST_DEVICE __m512bh as_bf16(__m512i bits) {
+  __m512bh vector;
+  std::memcpy(&vector, &bits, sizeof(vector));
+  return vector;
+}
+#endif
+
 #elif defined(__AVX2__)
 
 constexpr int kLanes = 8;
