@@ -32,7 +32,7 @@ _PUBLIC = {
     "load": "drot.checkpoint.load",
     "prune": "drot.pipeline.prune",
     "report": "drot.reporting.write",
-    "sample": "drot.serving.own_text",
+    "sample": "drot.pipeline.own_text",
     "sensitivity": "drot.pipeline.sensitivity",
 }
 

@@ -24,6 +24,8 @@ logger = logging.getLogger("drot")
 
 #: the identity of the run, in the folder of its parts
 IDENTITY = "run.json"
+#: the text that the model wrote for the calibration, in that folder and in the checkpoint
+OWN_TEXT = "own_text.jsonl"
 #: part -> the hash and the size of its file, the machine that computed it, and its record
 JOURNAL = "parts.json"
 LAYER = "layer_"
@@ -64,8 +66,10 @@ def _read_identity(folder: Path) -> dict[str, Any] | None:
     Raises UserError if run.json is damaged, or lost while there are parts.
     """
     if not (folder / IDENTITY).exists():
-        # a run that is killed while it writes run.json leaves a .part file alone
-        if folder.exists() and (not folder.is_dir() or any(f.suffix != ".part" for f in folder.iterdir())):
+        # a run that is killed while it writes run.json leaves a .part file alone, or with the text before it
+        if folder.exists() and (
+            not folder.is_dir() or any(f.suffix != ".part" and f.name != OWN_TEXT for f in folder.iterdir())
+        ):
             raise UserError(
                 f"cannot resume {folder}: its {IDENTITY} is missing, which says to which run the parts "
                 "belong; copy it back or remove the folder"

@@ -61,9 +61,9 @@ SETTINGS = [
         "Calibration",
         source={
             "name": "calibration",
-            "metavar": "[c4|ORG/NAME|PATH]",
-            "help": f"Text from which the Hessians are computed: {SOURCES} --method magnitude with "
-            "--rotation none needs no text.",
+            "metavar": "[c4|own|ORG/NAME|PATH]",
+            "help": f"Text from which the Hessians are computed: {SOURCES} own: a text that MODEL "
+            "writes first, as drot sample does. --method magnitude with --rotation none needs no text.",
         },
     ),
 ]

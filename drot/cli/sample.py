@@ -36,7 +36,7 @@ def sample(
     Output:
         as_json:
     """
-    from drot.serving import own_text
+    from drot.pipeline import own_text
 
     with working() as progress:
         rows = own_text.sample(

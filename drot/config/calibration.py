@@ -16,7 +16,10 @@ SEQLEN = 2048
 
 @settings
 class CalibrationConfig:
-    """The text from which the Hessians are computed."""
+    """The text from which the Hessians are computed.
+
+    In `drot.prune` a source may also be `own`: a text that the model writes at the beginning of the run.
+    """
 
     source: str = "c4"
     """c4 or wikitext2; any dataset on the hub as org/name, org/name:split or org/name:config:split, which is

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from drot.checkpoint.records import PlaceOfStates
 from drot.checkpoint.source import gguf_file
@@ -21,11 +21,11 @@ from drot.pipeline.disk import disk_needs
 from drot.pipeline.memory import device_memory, distillation_memory, main_memory, state_bytes, training_memory
 from drot.pipeline.prepare import parsed_dtype, plan
 from drot.pipeline.rotation_files import with_given_r3
-from drot.pipeline.sizes import sizes_of
+from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.states import place_of_states
 from drot.pipeline.validation import check_seqlen
 from drot.pipeline.work import measured_rate, run_work, seconds_at
-from drot.text.source import check_sources
+from drot.text.source import OWN, check_sources, tokens_of
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ def run_needs(
     on_device = device_memory(of_rank, resolved, chosen)
     if trains:
         on_device = max(on_device, training_memory(of_rank, resolved))
+    if tokens_of(OWN, text, nsamples):
+        on_device = max(on_device, sizes.weights * chosen.itemsize)
     from_gguf = not isinstance(model, PreTrainedModel) and gguf_file(model) is not None
     given: dict[str, Any] = {"rotations_given": rotations_given, "from_gguf": from_gguf}
     given["ranks"] = Ranks(size=gpus)
@@ -129,13 +131,6 @@ def run_needs(
         work=work,
         seconds=seconds / (gpus if is_gpu(first) else 1),  # ranks on a CPU share it
     )
-
-
-def without_weights(config: Any) -> PreTrainedModel:
-    """A model on the device `meta`, which holds no numbers."""
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
-    return model
 
 
 def _dtype(dtype: str | torch.dtype, own: torch.dtype) -> torch.dtype:

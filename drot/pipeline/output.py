@@ -1,5 +1,6 @@
 """What a run leaves: its manifest, the file of its rotations and the checkpoint."""
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from drot.checkpoint.importance import save_importance_maps
 from drot.checkpoint.manifest import FORMAT_VERSION, Manifest
 from drot.checkpoint.quantization_config import format_of
 from drot.checkpoint.records import MemoryPeak, SavedRotations, Seconds
-from drot.checkpoint.resume import RunState
+from drot.checkpoint.resume import OWN_TEXT, RunState
 from drot.checkpoint.rotations import save_rotations
 from drot.checkpoint.save import save_checkpoint
 from drot.core.hashes import file_record
@@ -97,6 +98,8 @@ def write_result(
 
     def write_more(folder: Path) -> None:
         save_importance_maps(folder, run.maps)
+        if (own := state.folder / OWN_TEXT).exists():
+            shutil.copyfile(own, folder / OWN_TEXT)
         if inside is not None:
             write_rotations(folder / inside)
 

@@ -1,7 +1,10 @@
 """The beginning of a run: resolves the recipe, and loads the calibration tokens and the model."""
 
+import contextlib
 import dataclasses
 import logging
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +19,7 @@ from drot.checkpoint.load import load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
+from drot.checkpoint.resume import OWN_TEXT
 from drot.checkpoint.source import gguf_file
 from drot.config import Recipe, ResolvedRecipe, resolve
 from drot.config.resolve import GIVEN_TOKENS
@@ -28,9 +32,10 @@ from drot.model.families import family_of
 from drot.model.sizes import positions_of
 from drot.pipeline.batches import held_out_sequences
 from drot.pipeline.context import RunContext
+from drot.pipeline.own_text import write_own_text
 from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens, down_width
 from drot.text.further import load_further
-from drot.text.source import as_token_ids, load_calibration
+from drot.text.source import as_token_ids, check_sources, load_calibration
 
 logger = logging.getLogger("drot")
 
@@ -111,6 +116,7 @@ def prepare(
     format: str = "dense",
     measures: bool = False,
     streams: bool = False,
+    own_text: Path | None = None,
     progress: Progress,
     ranks: Ranks = ALONE,
 ) -> Prepared:
@@ -122,6 +128,7 @@ def prepare(
     measures: whether the run measures output errors, so that it reads calibration text in any case.
     streams: whether the layers of a model that is named by `model` are read from its files when their turn
         comes, and dropped after it. Otherwise all of them are loaded.
+    own_text: the file of the text that the model writes, which is read if it exists; None keeps no file.
     ranks: those that share the work. Rank 0 reads the text and shows the progress.
     """
     is_a("model", model, str, Path, PreTrainedModel)
@@ -149,16 +156,23 @@ def prepare(
         source = getattr(config, "_name_or_path", "")
     else:
         source, tokenizer = str(model), tokenizer or load_tokenizer(model)
-    if tokens is None and (measures or resolved.reads_calibration):
-        tokens = ranks.on_first(lambda: _read_text(resolved, tokenizer, config, progress))
-    elif tokens is None:
-        tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
-    check_tokens(tokens, config)
-    if measures or not resolved.recovery.distill_epochs:
-        further = None
-    else:
-        make = partial(_with_further, resolved, further, tokens, tokenizer, config, progress, ranks)
-        resolved, further = ranks.on_first(make)
+    write_own = partial(
+        write_own_text, recipe=resolved, model=model, tokenizer=tokenizer, config=config,
+        device=planned.device, dtype=dtype, progress=progress,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory() if own_text is None else contextlib.nullcontext("") as temporary:
+        file = Path(temporary, OWN_TEXT) if own_text is None else own_text
+        if tokens is None and (measures or resolved.reads_calibration):
+            read = partial(_read_text, resolved, tokenizer, config, progress, file, write_own)
+            tokens = ranks.on_first(read)
+        elif tokens is None:
+            tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
+        check_tokens(tokens, config)
+        if measures or not resolved.recovery.distill_epochs:
+            further = None
+        else:
+            make = partial(_with_further, resolved, further, tokens, tokenizer, config, progress, file, ranks)
+            resolved, further = ranks.on_first(make)
     weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
@@ -218,8 +232,15 @@ def _load(model: str | Path, dtype: str | torch.dtype, config: Any) -> tuple[Pre
     return loaded, own
 
 
-def _read_text(recipe: ResolvedRecipe, tokenizer: Any, config: Any, progress: Progress) -> Tensor:
-    """The tokens [nsamples, seqlen] of the recipe's calibration text."""
+def _read_text(
+    recipe: ResolvedRecipe,
+    tokenizer: Any,
+    config: Any,
+    progress: Progress,
+    own: Path,
+    write_own: Callable[[Path], None],
+) -> Tensor:
+    """The tokens [nsamples, seqlen] of the recipe's calibration text, after `write_own` of the file `own`."""
     text = recipe.calibration
     if tokenizer is None:
         raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
@@ -229,7 +250,9 @@ def _read_text(recipe: ResolvedRecipe, tokenizer: Any, config: Any, progress: Pr
             "`source`, or give the token ids as `calibration`"
         )
     check_seqlen(text.seqlen, config)  # before the text is tokenised, which may take a minute
-    return load_calibration(text, tokenizer, progress)
+    check_sources(text.source)  # before the model writes one
+    write_own(own)
+    return load_calibration(text, tokenizer, progress, own=own)
 
 
 def _check_further(further: Tensor, tokens: Tensor, config: Any) -> None:
@@ -249,6 +272,7 @@ def _with_further(
     tokenizer: Any,
     config: Any,
     progress: Progress,
+    own: Path,
     ranks: Ranks,
 ) -> tuple[ResolvedRecipe, Tensor | None]:
     """The recipe with the number of sequences for the training of all layers, and their tokens [n, seqlen].
@@ -259,7 +283,7 @@ def _with_further(
         _check_further(given, tokens, config)
         return recipe, given
     wanted = recipe.recovery.distill_nsamples
-    found = load_further(recipe.calibration, wanted, tokens, tokenizer, progress)
+    found = load_further(recipe.calibration, wanted, tokens, tokenizer, progress, own)
     count = len(found) if len(found) - held_out_sequences(len(found)) >= ranks.size else 0
     if count < wanted:
         logger.warning(

@@ -18,7 +18,13 @@ from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.hf_model import as_drot_model
 from drot.checkpoint.load import load_model
 from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
-from drot.checkpoint.resume import RunState, check_unfinished, identity_differences, partial_folder
+from drot.checkpoint.resume import (
+    OWN_TEXT,
+    RunState,
+    check_unfinished,
+    identity_differences,
+    partial_folder,
+)
 from drot.checkpoint.save import check_output
 from drot.checkpoint.size import check_space, size_of, weight_bytes
 from drot.config import Recipe
@@ -161,6 +167,7 @@ def prune(
             rotations_given=rotations is not None,
             format=format,
             streams=out is not None,
+            own_text=None if out is None else (out if finished else partial_folder(out)) / OWN_TEXT,
             progress=progress if ranks.first else silent,
             ranks=ranks,
         )

@@ -3,6 +3,10 @@
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from drot.config import ResolvedRecipe
 from drot.model.decoder import DecoderModel
@@ -106,3 +110,10 @@ def sizes_of(model: DecoderModel, nsamples: int, seqlen: int) -> Sizes:
         seqlen=seqlen,
         routed=routed_share(model.config),
     )
+
+
+def without_weights(config: Any) -> PreTrainedModel:
+    """A model on the device `meta`, which holds no numbers."""
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model

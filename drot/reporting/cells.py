@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.opening import load_config
-from drot.checkpoint.resume import read_journal
+from drot.checkpoint.resume import OWN_TEXT, read_journal
 from drot.config import CalibrationConfig, ResolvedRecipe, default_seqlen
+from drot.config.settings import values_of
 from drot.core.errors import BrokenModelError, UserError
 from drot.core.events import Progress, ProgressEvent
 from drot.core.files import write_json, writing
@@ -26,11 +27,13 @@ from drot.evaluation.tasks import load_tasks, run_tasks
 from drot.machine.devices import computing_dtype, dtype_name
 from drot.machine.environment import machine_name, versions
 from drot.model.sizes import positions_of
+from drot.pipeline.own_text import write_own_text
 from drot.pipeline.prune import prune
 from drot.pipeline.validation import check_seqlen
 from drot.reporting.grid import Cell, Grid, effective
 from drot.reporting.rows import run_columns
-from drot.text.source import calibration_hash, load_calibration
+from drot.text.further import load_further
+from drot.text.source import calibration_hash, check_sources, load_calibration
 
 logger = logging.getLogger("drot")
 
@@ -76,15 +79,36 @@ class CellRunner:
         of_lm_eval = [task for task in grid.asked.tasks if task != choices.OWN]
         self.tasks = load_tasks(of_lm_eval) if of_lm_eval else None
         self.own_tasks = choices.task_names(grid.asked.tasks, self.texts)
+        #: the calibration tokens of a text, and those of the training of all layers by their number
         self.calibration: dict[CalibrationConfig, Tensor] = {}
-        for recipe in (cell.resolved for cell in cells):
-            if recipe.reads_calibration and recipe.calibration not in self.calibration:
-                check_seqlen(recipe.calibration.seqlen, self.config)
-                tokens = load_calibration(recipe.calibration, self.tokenizer, progress)
-                self.calibration[recipe.calibration] = tokens
+        self.distillation: dict[tuple[CalibrationConfig, int], Tensor] = {}
+        recipes = [cell.resolved for cell in cells if cell.resolved.reads_calibration]
+        for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
+            self._read_calibration(recipe)
         #: what the figures of every cell depend on besides its recipe
         self.identity: dict[str, Any] = {}
         self.dense = self._measure_dense()
+
+    def _read_calibration(self, recipe: ResolvedRecipe) -> None:
+        """Reads the tokens of a recipe, unless they are those of another one.
+
+        The first recipe with a calibration that the model writes must be the one that reads most of it.
+        """
+        text, further = recipe.calibration, recipe.recovery.distill_nsamples
+        file = self.out / f"{Path(OWN_TEXT).stem}_{json_digest(values_of(text))[:KEY_DIGITS]}.jsonl"
+        if text not in self.calibration:
+            check_seqlen(text.seqlen, self.config)
+            check_sources(text.source)
+            write_own_text(
+                file, recipe=recipe, model=self.model, tokenizer=self.tokenizer, config=self.config,
+                device=self.device, dtype=self.dtype, progress=self.progress,
+            )  # fmt: skip
+            self.calibration[text] = load_calibration(text, self.tokenizer, self.progress, own=file)
+        if further and (text, further) not in self.distillation:
+            tokens = self.calibration[text]
+            self.distillation[text, further] = load_further(
+                text, further, tokens, self.tokenizer, self.progress, file
+            )
 
     def _measure_dense(self) -> Any:
         """The figures of the dense model as in `_measure`, none of which is None."""
@@ -121,7 +145,8 @@ class CellRunner:
             device=self.device,
             dtype=self.dtype,
             progress=self.progress,
-            calibration=self.calibration.get(cell.resolved.calibration),
+            calibration=self.calibration.get(text := cell.resolved.calibration),
+            distillation=self.distillation.get((text, cell.resolved.recovery.distill_nsamples)),
         )
         if self.dtype != "auto":  # the result has the dtype of the checkpoint
             cast_weights(result.model, getattr(torch, self.dtype))

@@ -10,6 +10,7 @@ from torch import Tensor
 from drot.checkpoint.dtypes import cast_weights
 from drot.checkpoint.load import load_tokenizer
 from drot.checkpoint.manifest import Manifest, read_manifest
+from drot.checkpoint.resume import OWN_TEXT
 from drot.checkpoint.tables import gap_closed
 from drot.config import ONE_SHOT, Recipe, RotationConfig
 from drot.config.resolve import GIVEN_TOKENS
@@ -20,8 +21,12 @@ from drot.evaluation.perplexity import load_eval_tokens, perplexities
 from drot.evaluation.record import record as record_figures
 from drot.machine.devices import parse_dtype, pick_device
 from drot.pipeline.prune import prune
+from drot.text.further import load_further
+from drot.text.source import calibration_hash, load_calibration
 
 logger = logging.getLogger("drot")
+
+Tokens = tuple[Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +85,10 @@ def compare(
         dtype=dtype, record=False, progress=progress,
     )  # fmt: skip
     tokenizer = load_tokenizer(name)
+    tokens = _tokens(Path(folder), manifest, tokenizer, progress)
     texts = {source: load_eval_tokens(source, tokenizer, text_column) for source in ppl}
     plain, *solved = (
-        _pruned(label, recipe, name, manifest, texts, figures, device, dtype, progress)
+        _pruned(label, recipe, name, tokens, texts, figures, device, dtype, progress)
         for label, recipe in _baselines(manifest).items()
     )
     dense = {source: figures["agreement"][source]["dense_perplexity"] for source in texts}
@@ -130,24 +136,42 @@ def _baselines(manifest: Manifest) -> dict[str, Recipe]:
     return {name: plain} if same or recipe.rotation.mode == "none" else {name: plain, "+ solver": solved}
 
 
+def _tokens(folder: Path, manifest: Manifest, tokenizer: Any, progress: Progress) -> Tokens:
+    """The token ids that the run of `folder` read for the calibration, and to train all layers together."""
+    recipe, own = manifest.recipe, folder / OWN_TEXT
+    if not recipe.reads_calibration:
+        return None, None
+    tokens = load_calibration(recipe.calibration, tokenizer, progress, own=own)
+    if calibration_hash(tokens) != manifest.calibration.sha256:
+        logger.warning("the calibration tokens differ from those of the run: so does what they cost")
+    further = None
+    if count := recipe.recovery.distill_nsamples:
+        further = load_further(recipe.calibration, count, tokens, tokenizer, progress, own)
+    return tokens, further
+
+
 def _pruned(
     label: str,
     recipe: Recipe,
     model: str,
-    manifest: Manifest,
+    tokens: Tokens,
     texts: dict[str, Tensor],
     figures: dict[str, Any],
     device: str,
     dtype: str,
     progress: Progress,
 ) -> ComparedModel:
-    """Prunes `model` with `recipe`, and measures it as `figures` were measured."""
-    result = prune(model, recipe, device=device, dtype=dtype, progress=progress)
-    if (
-        recipe.calibration == manifest.recipe.calibration
-        and result.manifest.calibration.sha256 != manifest.calibration.sha256
-    ):
-        logger.warning("the calibration tokens differ from those of the run: so does what they cost")
+    """Prunes `model` with `recipe` and `tokens`, and measures it as `figures` were measured."""
+    calibration, distillation = tokens
+    result = prune(
+        model,
+        recipe,
+        calibration=calibration,
+        distillation=distillation,
+        device=device,
+        dtype=dtype,
+        progress=progress,
+    )
     cast_weights(result.model, parse_dtype(figures["dtype"]))
     measured = perplexities(
         result.model,

@@ -1,6 +1,7 @@
 """Further sequences of a calibration text, which the calibration does not hold."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,16 +25,21 @@ def load_further(
     calibration: Tensor,
     tokenizer: Any,
     progress: Progress = silent,
+    own: Path | None = None,
 ) -> Tensor:
     """Token ids [n, seqlen], n ≤ nsamples, from places of the text that no other sequence holds.
 
     A short text gives fewer sequences, or none. Of a stream, more is read than the calibration read.
 
-    settings: of the calibration. calibration: its token ids [m, seqlen].
+    settings: of the calibration. calibration: its token ids [m, seqlen]. own: as in `load_calibration`.
     """
     seed, count = settings.seed + SEED, DRAWN * nsamples
     drawn = load_calibration(
-        dataclasses.replace(settings, nsamples=count, seed=seed), tokenizer, progress, behind=len(calibration)
+        dataclasses.replace(settings, nsamples=count, seed=seed),
+        tokenizer,
+        progress,
+        own=own,
+        behind=len(calibration),
     )
     known = {piece for row in _pieces(calibration, 1) for piece in row}
     found: list[Tensor] = []

@@ -32,6 +32,8 @@ HUB: dict[str, dict[str, Any]] = {
 DATASET = re.compile(r"(?P<path>\w[\w.-]*/[\w.-]+)((:(?P<name>[\w.-]+))?:(?P<split>[\w.-]+))?")
 #: Split → the sources on the hub that have it. `train` is for calibration, `test` for evaluation.
 SPLITS = {"train": ("c4", "wikitext2"), "test": ("wikitext2",)}
+#: the source that is a text of the model itself, which the caller has in a file (drot/pipeline/own_text.py)
+OWN = "own"
 #: Split → the argument by which a caller names its source, for error messages.
 ARGUMENT = {"train": "source", "test": "ppl"}
 #: characters between two events `read`
@@ -39,7 +41,12 @@ READ_EVERY = 1 << 20
 
 
 def load_calibration(
-    settings: CalibrationConfig, tokenizer: Any, progress: Progress = silent, *, behind: int = 0
+    settings: CalibrationConfig,
+    tokenizer: Any,
+    progress: Progress = silent,
+    *,
+    own: Path | None = None,
+    behind: int = 0,
 ) -> Tensor:
     """Token ids [nsamples, seqlen], int64, on the CPU, of the text of `settings`, whose seqlen is known.
 
@@ -52,25 +59,34 @@ def load_calibration(
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
     progress: receives the events of `read_text` and `tokenize`.
+    own: the .jsonl file that is read for the source `own`.
     behind: how many sequences were drawn before. As much more of the text is then read, and a text that is
         too short gives fewer sequences without a warning or an error.
     """
     sources, shares = zip(*texts_of(settings.source), strict=True)
     counts = counts_of(list(shares), settings.nsamples)
-    return spread(
-        [
-            _sequences(
-                dataclasses.replace(settings, source=source, nsamples=count), tokenizer, progress, behind
-            )
-            for source, count in zip(sources, counts, strict=True)
-        ]
-    )
+    parts = []
+    for source, count in zip(sources, counts, strict=True):
+        of_text = dataclasses.replace(settings, source=source, nsamples=count)
+        if source == OWN and own is not None:
+            of_text = dataclasses.replace(of_text, source=str(own), text_column=CalibrationConfig.text_column)
+        parts.append(_sequences(of_text, tokenizer, progress, behind))
+    return spread(parts)
+
+
+def tokens_of(source: str, settings: CalibrationConfig, nsamples: int) -> int:
+    """The tokens that one of the texts of `settings` has in `nsamples` sequences; 0 of another text."""
+    names, shares = zip(*texts_of(settings.source), strict=True)
+    if source not in names or not nsamples:
+        return 0
+    assert settings.seqlen is not None
+    return counts_of(list(shares), nsamples)[names.index(source)] * settings.seqlen
 
 
 def check_sources(source: str) -> None:
     """Raises UserError if one of the texts of a calibration is a file that does not exist. Reads nothing."""
     for text, _ in texts_of(source):
-        if _hub_arguments(text, "train") is None:
+        if text != OWN and _hub_arguments(text, "train") is None:
             _file(text, "train")
 
 

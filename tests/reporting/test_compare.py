@@ -1,5 +1,6 @@
 """`drot compare`: its figures are those of runs by hand, and go into manifest, report and table."""
 
+import dataclasses
 import json
 
 import pytest
@@ -84,3 +85,23 @@ def test_a_run_with_token_ids_and_a_folder_of_others_are_refused(made, tmp_path,
     assert "was given token ids, so drot cannot prune with them again" in capsys.readouterr().err
     assert cli.run(["compare", str(made / "dense")]) == 2
     assert "holds no drot.json" in capsys.readouterr().err
+
+
+def test_the_text_that_the_model_wrote_for_the_run_is_read_again(made, tmp_path, capsys, caplog):
+    recipe = read_manifest(made / "pruned").recipe.replace(source="own", distill_epochs=1, nsamples=8)
+    drot.prune(made / "dense", recipe, out=tmp_path / "pruned", device="cpu")
+    (tmp_path / "text.txt").write_text((made / "text.txt").read_text())
+    caplog.clear()
+    solver = json.loads(compared(capsys, tmp_path, "--json").out)["models"][2]
+    assert "calibration tokens differ" not in caplog.text
+    solved = Recipe(
+        rotation=RotationConfig(mode="none"), pruning=recipe.pruning, recovery=recipe.recovery,
+        calibration=dataclasses.replace(recipe.calibration, source=str(tmp_path / "pruned/own_text.jsonl")),
+    )  # fmt: skip
+    drot.prune(made / "dense", solved, out=tmp_path / "solver", device="cpu")
+    text = str(tmp_path / "text.txt")
+    (by_hand,) = evaluate([str(tmp_path / "solver")], ppl=[text], record=False, device="cpu")
+    assert solver["perplexity"][text] == pytest.approx(by_hand["perplexity"][text], rel=1e-6)
+    (tmp_path / "pruned/own_text.jsonl").write_text(json.dumps({"text": random_text(900, seed=3)}))
+    compared(capsys, tmp_path, "--no-record")
+    assert "calibration tokens differ" in caplog.text

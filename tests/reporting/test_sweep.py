@@ -226,3 +226,17 @@ def test_the_command(inputs, tmp_path, monkeypatch, capsys):
     assert cli.run(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert "lr -1: lr must be a finite number" in error and "--" not in error and "\n" not in error
+
+
+def test_a_text_of_the_model_and_the_training_of_all_layers(inputs, tmp_path):
+    """Cells of one calibration read one text of the model; what trains all layers is other text."""
+    file = grid_file(inputs, tmp_path, "grid: {source: [own], nsamples: [8], distill_epochs: [0, 1]}")
+    result = sweep(file, out=tmp_path / "out", model=inputs / "model")
+    (text,) = (tmp_path / "out").glob("own_text_*.jsonl")
+    cells = [json.loads(cell.read_text()) for cell in (tmp_path / "out" / "cells").glob("*.json")]
+    assert len({cell["calibration"] for cell in cells}) == 1
+    plain, trained = (float(row[f"perplexity {inputs / 'held.txt'}"]) for row in lines_of(result.csv))
+    assert plain != trained
+    recipe = recipe_of(inputs).replace(source=str(text), nsamples=8, distill_epochs=1)
+    by_hand = drot.prune(inputs / "model", recipe, device="cpu")
+    assert trained == measured(inputs, by_hand.model)

@@ -1,5 +1,6 @@
 """A calibration text that the model itself writes: it is of all kinds that the model knows."""
 
+import gc
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +10,17 @@ import torch
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
 
 from drot.checkpoint.load import load, load_tokenizer
+from drot.checkpoint.size import size_text
+from drot.config import ResolvedRecipe
 from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.core.files import check_writable, new_file
-from drot.machine.devices import is_gpu
+from drot.core.files import check_writable, new_file, writing
+from drot.machine.devices import computing_dtype, free_memory, is_gpu, parse_dtype
+from drot.machine.memory import available_memory, return_free_memory
+from drot.model.sizes import positions_of
+from drot.pipeline.sizes import without_weights
+from drot.text.source import OWN, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -21,6 +28,11 @@ if TYPE_CHECKING:
 #: sequences that are written at once, on a CPU and on a GPU
 BATCH, GPU_BATCH = 32, 128
 SUFFIX = ".jsonl"
+#: tokens of a sequence that is written
+SEQLEN = 512
+#: Tokens that are written for each that a run reads. Sequences are cut at random places, and those that train
+#: all layers together must hold other text than the calibration.
+WRITTEN = 2
 
 
 def sample(
@@ -28,7 +40,7 @@ def sample(
     out: str | Path,
     *,
     tokens: int = 65536,
-    seqlen: int = 512,
+    seqlen: int = SEQLEN,
     seed: int = 0,
     device: str | torch.device = "auto",
     dtype: str | torch.dtype = "auto",
@@ -63,9 +75,82 @@ def sample(
     longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
     if longest is not None and seqlen > longest:
         raise UserError(f"`seqlen` must be at most {longest}, what the model reads; got {seqlen}: lower it")
-    count = -(-tokens // seqlen)
+    return _write(loaded, tokenizer, out, -(-tokens // seqlen), seqlen, seed, progress)
+
+
+def write_own_text(
+    file: Path,
+    *,
+    recipe: ResolvedRecipe,
+    model: "str | Path | PreTrainedModel",
+    tokenizer: Any,
+    config: Any,
+    device: torch.device,
+    dtype: str | torch.dtype,
+    progress: Progress = silent,
+) -> None:
+    """Writes the text that a run reads for the source `own`, unless `file` exists or the run reads none.
+
+    The text has WRITTEN times the tokens that the run reads, and its seed is that of the calibration. A model
+    that is named is loaded for it, and dropped.
+
+    Raises UserError if the memory does not hold the model, and as `sample`.
+
+    device, dtype: of a model that is named. A loaded model writes where it lies.
+    """
+    text = recipe.calibration
+    counts = (text.nsamples, recipe.recovery.distill_nsamples)
+    tokens = WRITTEN * sum(tokens_of(OWN, text, count) for count in counts)
+    if not tokens or file.exists():
+        return
+    seqlen = min(SEQLEN, positions_of(config) or SEQLEN)
+    if loads := isinstance(model, str | Path):
+        progress(ProgressEvent(phase="load"))
+        dtype = computing_dtype(dtype, device)
+        _check_memory(config, device, dtype)
+        model = load(model, device=device, dtype=dtype)
+    with writing(file):
+        file.parent.mkdir(exist_ok=True)
+    try:
+        _write(model.eval(), tokenizer, file, -(-tokens // seqlen), seqlen, text.seed, progress)
+    except torch.OutOfMemoryError:
+        raise _too_little_memory(device, "") from None
+    if loads:
+        del model
+        gc.collect()
+        if is_gpu(device):
+            torch.get_device_module(device).empty_cache()
+        return_free_memory()
+
+
+def _check_memory(config: Any, device: torch.device, dtype: str | torch.dtype) -> None:
+    chosen = config.dtype or torch.float32 if dtype == "auto" else parse_dtype(dtype)
+    count = sum(parameter.numel() for parameter in without_weights(config).parameters())
+    needed, free = count * chosen.itemsize, free_memory(device) if is_gpu(device) else available_memory()
+    if needed > free:
+        raise _too_little_memory(device, f", {size_text(needed)}, and {size_text(free)} are free")
+
+
+def _too_little_memory(device: torch.device, sizes: str) -> UserError:
+    where = f"the memory of {device}" if is_gpu(device) else "main memory"
+    return UserError(
+        f"`source` own needs the whole model in {where}{sizes}: leave `own` out, or let "
+        "`drot sample` write the text on a larger machine and name its file"
+    )
+
+
+def _write(
+    model: "PreTrainedModel",
+    tokenizer: Any,
+    out: Path,
+    count: int,
+    seqlen: int,
+    seed: int,
+    progress: Progress,
+) -> int:
+    """Lets the model write `count` sequences to the file `out`, and returns `count`."""
     with new_file(out) as part, part.open("w", encoding="utf-8") as file:
-        for ids in _batches(loaded, tokenizer, count, seqlen, seed, progress):
+        for ids in _batches(model, tokenizer, count, seqlen, seed, progress):
             for text in tokenizer.batch_decode(ids, skip_special_tokens=True):
                 file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
     return count
@@ -92,8 +177,9 @@ def _batches(
     """Token ids [sequences, seqlen] of `count` sequences in all, as many at once as the device takes well."""
     special = set(tokenizer.all_special_ids)
     first = torch.tensor([token for token in range(len(tokenizer)) if token not in special])
+    its_own = model.generation_config
     # what is not named here would come from generation_config.json of the model, which narrows the text
-    model.generation_config = GenerationConfig(
+    drawn = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=seqlen - 1, pad_token_id=0
     )
     on_gpu = is_gpu(model.device)
@@ -103,9 +189,10 @@ def _batches(
         for start in range(0, count, batch):
             begun = first[torch.randint(len(first), (min(batch, count - start), 1))].to(model.device)
             generate: Any = model.generate
+            model.generation_config = drawn
             told = StoppingCriteriaList([Told(start * seqlen, count * seqlen, progress)])
             try:
-                yield generate(begun, attention_mask=torch.ones_like(begun), stopping_criteria=told).cpu()
+                ids = generate(begun, attention_mask=torch.ones_like(begun), stopping_criteria=told)
             except RuntimeError as error:
                 if "probability tensor" not in str(error):
                     raise
@@ -113,3 +200,6 @@ def _batches(
                     "the model gives inf or nan in place of probabilities: use `dtype` float32, or copy the "
                     "model again"
                 ) from error
+            finally:
+                model.generation_config = its_own
+            yield ids.cpu()
