@@ -16,17 +16,19 @@ from drot.core.checks import path_exists
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
 from drot.core.files import check_writable, new_file, writing
-from drot.machine.devices import computing_dtype, free_memory, is_gpu, parse_dtype
+from drot.machine.devices import computing_dtype, free_memory, is_gpu, parse_dtype, total_memory
 from drot.machine.memory import available_memory, return_free_memory
-from drot.model.sizes import positions_of
+from drot.model.sizes import head_shape, positions_of
 from drot.pipeline.sizes import without_weights
 from drot.text.source import OWN, tokens_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: sequences that are written at once, on a CPU and on a GPU
-BATCH, GPU_BATCH = 32, 128
+#: sequences that are written at once, on a CPU, and at most on a GPU
+BATCH, GPU_BATCH = 32, 512
+#: share of a GPU's memory beside the weights that their keys, values and probabilities may take
+CACHE_SHARE = 0.5
 SUFFIX = ".jsonl"
 #: tokens of a sequence that is written
 SEQLEN = 512
@@ -171,6 +173,23 @@ class Told(StoppingCriteria):
         return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
 
 
+def _batch(model: "PreTrainedModel", seqlen: int) -> int:
+    """How many sequences are written at once: a power of two.
+
+    Of a GPU it follows from the memory that there is, not from what is free, so that the same GPU writes the
+    same text.
+    """
+    if not is_gpu(model.device):
+        return BATCH
+    config = model.config.get_text_config()
+    heads, itemsize = head_shape(config), model.dtype.itemsize
+    cache = 2 * config.num_hidden_layers * heads.kv_heads * heads.head_dim * itemsize * seqlen
+    probabilities = 4 * 4 * config.vocab_size  # of one token: logits, sorted or not, in fp32
+    room = total_memory(model.device) - sum(parameter.nbytes for parameter in model.parameters())
+    most = int(max(1, CACHE_SHARE * room // (cache + probabilities)))
+    return int(min(GPU_BATCH, 2 ** (most.bit_length() - 1)))
+
+
 def _batches(
     model: "PreTrainedModel", tokenizer: Any, count: int, seqlen: int, seed: int, progress: Progress = silent
 ) -> Iterator[torch.Tensor]:
@@ -182,8 +201,7 @@ def _batches(
     drawn = GenerationConfig(
         do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=seqlen - 1, pad_token_id=0
     )
-    on_gpu = is_gpu(model.device)
-    devices, batch = ([model.device], GPU_BATCH) if on_gpu else ([], BATCH)
+    devices, batch = [model.device] if is_gpu(model.device) else [], _batch(model, seqlen)
     with torch.random.fork_rng(devices, device_type=model.device.type), torch.inference_mode():
         torch.manual_seed(seed)
         for start in range(0, count, batch):

@@ -7,13 +7,15 @@ import pytest
 import runs
 import torch
 from small_models import random_text, save_small_model, small_model
+from transformers import LlamaConfig
 
 import drot
 from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.manifest import read_manifest
 from drot.cli import app as cli
 from drot.config import CalibrationConfig
-from drot.pipeline.own_text import _batches
+from drot.pipeline.own_text import _batch, _batches
+from drot.pipeline.sizes import without_weights
 from drot.reporting.demo import MODEL
 from drot.text.source import calibration_hash, load_calibration
 
@@ -60,6 +62,19 @@ def test_every_token_is_told(tmp_path):
     told = [event.step for event in events if event.phase == "sample"]
     assert told == [64, 96, 128, 132, 134, 136]
     assert {event.steps for event in events if event.phase == "sample"} == {136}
+
+
+@pytest.mark.parametrize(("gigabytes", "sequences"), [(1, 1), (24, 32), (80, 256), (141, 512), (1000, 512)])
+def test_a_gpu_writes_as_many_sequences_as_its_memory_holds(monkeypatch, gigabytes, sequences):
+    """Of LLaMA-3-8B in bf16: 16 GB of weights, 67 MB of keys and values for each sequence of 512."""
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+        num_attention_heads=32, num_key_value_heads=8, dtype="bfloat16",
+    )  # fmt: skip
+    model = without_weights(config)
+    monkeypatch.setattr("drot.pipeline.own_text.is_gpu", lambda device: True)
+    monkeypatch.setattr("drot.pipeline.own_text.total_memory", lambda device: gigabytes * 10**9)
+    assert model.dtype == torch.bfloat16 and _batch(model, 512) == sequences
 
 
 @pytest.mark.parametrize(
