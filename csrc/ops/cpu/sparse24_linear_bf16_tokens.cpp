@@ -103,6 +103,23 @@ void add_products(const Tile<kVectors>& tile, int64_t groups, const char* table,
   std::memcpy(sums, sum, sizeof(sum));
 }
 
+// from[0], from[kStride], …
+template <int kStride>
+Lanes column_of(const float* from) {
+  const __m512i rows = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+  return _mm512_i32gather_ps(_mm512_mullo_epi32(rows, _mm512_set1_epi32(kStride)), from, sizeof(float));
+}
+
+// `finish` for kLanes rows.
+void finish_lanes(const Sparse24Rows<Bf16, Bf16>& p, int64_t row, int64_t token, Lanes y) {
+  const int64_t at = token * p.out + row;
+  if (p.bias) y = _mm512_add_ps(y, load(p.bias + row));
+  if (p.residual) y = _mm512_add_ps(y, load(p.residual + at));
+  if (p.rotated) y = _mm512_add_ps(y, load(p.rotated + at));
+  const __m256bh narrow = _mm512_cvtneps_pbh(y);
+  std::memcpy(p.y + at, &narrow, sizeof(narrow));
+}
+
 // The rows first … last - 1 of W, at most kTableRows. p.x: one block of tokens.
 template <int kVectors>
 void block_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last) {
@@ -136,7 +153,11 @@ void block_rows(const Sparse24Rows<Bf16, Bf16>& p, int64_t first, int64_t last) 
   }
   const auto* const all_sums = reinterpret_cast<const float*>(sums);
   for (int64_t t = 0; t < p.tokens; ++t) {
-    for (int64_t row = first; row < last; ++row) finish(p, row, t, all_sums[(row - first) * kTokens + t]);
+    int64_t row = first;
+    for (; row + kLanes <= last; row += kLanes) {
+      finish_lanes(p, row, t, column_of<kTokens>(all_sums + (row - first) * kTokens + t));
+    }
+    for (; row < last; ++row) finish(p, row, t, all_sums[(row - first) * kTokens + t]);
   }
 }
 
