@@ -8,6 +8,8 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include "common/no_autocast.h"
+
 namespace drot {
 namespace {
 
@@ -31,6 +33,7 @@ struct SwigluRotate : torch::autograd::Function<SwigluRotate> {
 
   // Of ops that have a gradient themselves. The arithmetic is in fp32, as in the op.
   static variable_list backward(AutogradContext* ctx, const variable_list& gradients) {
+    const NoAutocast no_autocast;
     const variable_list saved = ctx->get_saved_variables();
     const at::Tensor gate = saved[0].to(at::kFloat), up = saved[1].to(at::kFloat);
     const at::Tensor rotation = saved[2].to(at::kFloat);

@@ -34,7 +34,7 @@ from drot.model.decoder import DecoderModel
 from drot.model.family import InputGroup
 from drot.model.layer import DecoderLayer
 from drot.ops import sparse24_linear
-from drot.sparse.linear import SparseLinear, is_packed
+from drot.sparse.linear import SparseLinear, in_dtype_of, is_packed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -76,7 +76,7 @@ class FusedLinear(SparseLinear):
         """
         source, outputs = self.pending
         if source is not x:
-            return sparse24_linear(x, **self.rows(index))
+            return sparse24_linear(in_dtype_of(self.values, x), **self.rows(index))
         if index == len(self.sizes) - 1:
             self.pending = (None, ())  # frees the memory before the next forward pass
         return outputs[index]
@@ -132,8 +132,12 @@ class FusedRotation(RotateAndAdd):
         self.down = (down,)  # a tuple, so that `down` is not registered as a submodule a second time
 
     def forward(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual r [..., d] and x = a [..., in], the input of down_proj -> r Q + m (a Wᵀ + b) [..., d]."""
+        """residual r [..., d] and x = a [..., in], the input of down_proj -> r Q + m (a Wᵀ + b) [..., d].
+
+        Under autocast, r and a are cast to the dtype of the weight.
+        """
         (down,) = self.down
+        x, residual = in_dtype_of(down.values, x), in_dtype_of(down.values, residual)
         bias: Tensor | None = down.bias
         if self.multiplier != 1:  # of a and b: the packed values stay as they are stored
             x, bias = x * self.multiplier, None if bias is None else bias * self.multiplier

@@ -147,6 +147,16 @@ def test_gradient_matches_autograd_of_the_reference(
     assert (got - want).norm() <= 60 * torch.finfo(dtype).eps * want.norm()
 
 
+@pytest.mark.parametrize("n", [16, 300])
+def test_backward_under_autocast(n: int, device: str) -> None:
+    """Autocast does not reach the products in the op."""
+    q, r = batched_qr((torch.eye(n) + 0.3 / n**0.5 * torch.randn(n, n)).to(device))
+    gradient = torch.randn(n, n, device=device)
+    want = batched_qr_backward(gradient, q, r)
+    with torch.autocast(device, torch.bfloat16):
+        assert torch.equal(batched_qr_backward(gradient, q, r), want)
+
+
 def test_backward_at_r_equal_to_one(device: str) -> None:
     """There the gradient is q tril(S - Sᵀ, -1) with S = qᵀ gq."""
     q = torch.linalg.qr(torch.randn(3, 20, 20, dtype=torch.float64, device=device))[0]

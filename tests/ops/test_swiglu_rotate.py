@@ -137,6 +137,15 @@ def test_gradients_have_the_dtypes_of_their_arguments(device: str) -> None:
     assert [t.grad.dtype for t in arguments] == [torch.bfloat16] * 3
 
 
+def test_gradients_under_autocast(device: str) -> None:
+    """The gradients are computed in fp32, as without autocast."""
+    arguments = [t.requires_grad_() for t in drawn((5,), 2, 64, torch.float32, device)]
+    want = torch.autograd.grad(swiglu_rotate(*arguments).square().sum(), arguments)
+    with torch.autocast(device, torch.bfloat16):
+        got = torch.autograd.grad(swiglu_rotate(*arguments).square().sum(), arguments)
+    assert all(map(torch.equal, got, want))
+
+
 def test_the_result_is_the_same_with_a_gradient_and_without(device: str) -> None:
     gate, up, rotation = drawn((7,), 2, 64, torch.float32, device)
     alone = swiglu_rotate(gate, up, rotation)

@@ -311,6 +311,31 @@ def test_autocast():
         packed.model.layers[0].mlp.up_proj(torch.randn(1, 32).bfloat16())
 
 
+def test_autocast_of_a_fused_rotation():
+    """Also where dense linears, whose results are in the dtype of autocast, precede down_proj."""
+    dense = pruned_model("llama", rotated=False)
+    rotate_beside_mlp(dense, 0)
+    tokens = random_tokens(2, 9)
+    for left in ((), ("layers.0.mlp.gate_proj", "layers.0.mlp.up_proj")):
+        packed = copy.deepcopy(dense)
+        pack_model(packed, left)
+        fuse(packed)
+        assert isinstance(packed.model.layers[0].mlp.down_proj, DeferredLinear)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert close(packed(tokens).logits, dense(tokens).logits, torch.bfloat16)
+
+
+def test_a_part_of_a_fused_product_under_autocast():
+    """It is computed alone where another thread has replaced the product that it is a part of."""
+    fused = packed_copy(pruned_model("llama"), fused=True).model.layers[0].mlp
+    x = torch.randn(1, 32).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        fused.gate_proj(x)
+        together = fused.up_proj(x)
+        fused.gate_proj.pending = (None, ())
+        assert close(fused.up_proj(x), together, torch.float32)
+
+
 def test_threads_share_a_fused_model():
     """Each thread gets the logits of its own tokens."""
     model = packed_copy(pruned_model("llama"), fused=True)

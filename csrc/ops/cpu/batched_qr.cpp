@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
+#include "common/no_autocast.h"
 #include "ops/cpu/batched_qr_small.h"
 
 namespace drot {
@@ -78,6 +79,7 @@ at::Tensor small_qr_backward(const at::Tensor& gq, const at::Tensor& q, const at
 
 at::Tensor batched_qr_backward_cpu(const at::Tensor& gq, const at::Tensor& q, const at::Tensor& r) {
   check_batched_qr_backward(gq, q, r);
+  const NoAutocast no_autocast;
   if (q.numel() == 0) {
     return at::empty(q.sizes(), q.options());
   }

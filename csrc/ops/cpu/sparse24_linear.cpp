@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "common/cpu/results.h"
+#include "common/no_autocast.h"
 #include "ops/cpu/sparse24_linear_simd.h"
 #include "ops/pack24_math.h"
 
@@ -191,6 +192,7 @@ at::Tensor sparse24_linear_cpu(const at::Tensor& x, const at::Tensor& values, co
                                const OptionalTensor& bias, const OptionalTensor& residual,
                                const OptionalTensor& rotation, const OptionalTensor& compressed) {
   check_sparse24_linear(x, values, positions, bias, residual, rotation, compressed);
+  const NoAutocast no_autocast;
   const int64_t out = values.size(0), in = 2 * values.size(1);
   at::Tensor y = at::empty(sparse24_linear_sizes(x, out), x.options());
   if (y.numel() == 0) return y;

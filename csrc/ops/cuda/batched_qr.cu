@@ -10,6 +10,7 @@
 #include <algorithm>
 
 #include "common/cuda/launcher.cuh"
+#include "common/no_autocast.h"
 #include "ops/batched_qr.h"
 #include "ops/batched_qr_math.h"
 
@@ -167,6 +168,7 @@ std::tuple<at::Tensor, at::Tensor> batched_qr_cuda(const at::Tensor& a) {
 
 at::Tensor batched_qr_backward_cuda(const at::Tensor& gq, const at::Tensor& q, const at::Tensor& r) {
   check_batched_qr_backward(gq, q, r);
+  const NoAutocast no_autocast;
   const c10::cuda::CUDAGuard guard(q.device());
   return q.numel() == 0 ? at::empty(q.sizes(), q.options()) : qr_backward(gq, q, r);
 }

@@ -19,6 +19,7 @@
 
 #include "common/cuda/async_copy.cuh"
 #include "common/cuda/launcher.cuh"
+#include "common/no_autocast.h"
 #include "ops/cuda/sparse24_autotuner.h"
 #include "ops/cuda/sparse24_cusparselt.h"
 #include "ops/cuda/sparse24_mma.cuh"
@@ -238,6 +239,7 @@ at::Tensor sparse24_linear_cuda(const at::Tensor& x, const at::Tensor& values, c
                                 const OptionalTensor& bias, const OptionalTensor& residual,
                                 const OptionalTensor& rotation, const OptionalTensor& compressed) {
   check_sparse24_linear(x, values, positions, bias, residual, rotation, compressed);
+  const NoAutocast no_autocast;
   const c10::cuda::CUDAGuard guard(x.device());
   const int64_t out = values.size(0), in = 2 * values.size(1);
   at::Tensor result = at::empty(sparse24_linear_sizes(x, out), x.options());
