@@ -83,6 +83,41 @@ def test_compressed(tokens: int, dtype: torch.dtype, device: str) -> None:
         assert_near(got, exact(x, values, positions, *added), factor=1.0 if device == "cpu" else 3.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "out", "columns", "rotate"),
+    [
+        (3, 1408, 2944, True),  # a stage of the queue is loaded again, of the rotation too; the last is short
+        (2, 11000, 704, False),  # two tiles of rows a block, the last of them short
+        (13, 2752, 2944, True),  # two tiles of rows and two of tokens
+        (9, 90, 5824, False),  # several blocks share the columns
+    ],
+)
+def test_shapes_of_the_skinny_kernel(
+    tokens: int, out: int, columns: int, rotate: bool, dtype: torch.dtype, device: str
+) -> None:
+    """What the small sizes of the other tests leave out on a GPU of 86 to 170 multiprocessors."""
+    x = torch.randn(tokens, columns).to(device, dtype)
+    values, positions = packed(out, columns, dtype, device)
+    bias, residual = torch.randn(out).to(device, dtype), torch.randn(tokens, out).to(device, dtype)
+    q = torch.randn(out, out) / out**0.5 if rotate else None
+    rotation = None if q is None else q.to(device, dtype).t()
+    got = sparse24_linear(x, values, positions, bias, residual, rotation)
+    assert_near(got, exact(x, values, positions, bias, residual, rotation), factor=1.0)
+
+
+@pytest.mark.parametrize("autocast", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 5, 20, 200])
+def test_autocast(tokens: int, dtype: torch.dtype, autocast: torch.dtype, device: str) -> None:
+    """The result has the bytes that it has without autocast."""
+    # with 72 rows the kernel for few tokens leaves the rotation to a product of torch
+    given = problem(tokens, 72, 256, dtype, device)
+    want = sparse24_linear(*given)
+    with torch.autocast(device, autocast):
+        assert torch.equal(sparse24_linear(*given), want)
+
+
 def test_compressed_for_another_weight(device: str) -> None:
     # of a shape for which no test before has chosen an algorithm: the choice tries cuSPARSELt
     x, values, positions, *_ = problem(100, 96, 320, torch.bfloat16, device)
