@@ -38,7 +38,7 @@ def chat(
         max_tokens: The most tokens of an answer.
         temperature: Randomness of the answers. 0 takes the most likely token. Default: the settings of the
             model.
-        compile: Compile the step that generates a token. It takes 10 to 20 seconds at the start, and pays in
+        compile: Compile the step that generates a token. It takes 5 to 20 seconds at the start, and pays in
             long conversations with small models. Where it is not possible, drot says so and chats without.
     Run:
         device:

@@ -5,11 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from drot.checkpoint.tables import Table, number, short
+from drot.cli.evaluate import print_texts
 from drot.cli.output import print_json, print_line, print_table
 from drot.cli.progress_bars import working
 
 if TYPE_CHECKING:
-    from drot.reporting.compare import ComparedModel
+    from drot.reporting.compare import Comparison
 
 
 def compare(
@@ -49,7 +50,7 @@ def compare(
     from drot.reporting import compare as comparing
 
     with working() as progress:
-        rows = comparing.compare(
+        found = comparing.compare(
             folder,
             ppl=ppl or ["wikitext2"],
             model=model,
@@ -61,17 +62,17 @@ def compare(
             progress=progress,
         )
     if as_json:
-        print_json({"models": [dataclasses.asdict(row) for row in rows]})
+        print_json(dataclasses.asdict(found))
         return
-    print_comparison(folder, rows)
+    print_comparison(folder, found)
     if not no_record:
         print_line(f"drot report {folder} shows these figures in a page")
 
 
-def print_comparison(folder: Path, rows: list["ComparedModel"]) -> None:
-    """Prints a row for each model."""
+def print_comparison(folder: Path, comparison: "Comparison") -> None:
+    """Prints a row for each model, and how all of them were measured."""
     table = []
-    for row in rows:
+    for row in comparison.models:
         cells = {"model": row.name}
         for text, value in row.perplexity.items():
             cells[f"perplexity on {short(text)}"] = f"{value:.3f}"
@@ -79,3 +80,4 @@ def print_comparison(folder: Path, rows: list["ComparedModel"]) -> None:
         cells |= {"sparsity": f"{row.sparsity:.0%}", "seconds": number(row.seconds, ".1f")}
         table.append(cells)
     print_table(Table(f"{folder} and its baselines", table))
+    print_texts(comparison.figures)

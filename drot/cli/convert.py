@@ -1,5 +1,6 @@
 """The command `drot convert`."""
 
+import shlex
 from pathlib import Path
 
 from drot.cli.output import print_json, print_line, saved_line
@@ -28,3 +29,6 @@ def convert(model: str, out: Path, format: str, as_json: bool = False) -> None:
         print_json({"out": out, "weight_bytes": sizes, **(manifest.to_dict() if manifest else {})})
     else:
         print_line(saved_line(model, out))
+        if format == "packed":
+            serve = f"drot serve {shlex.quote(str(out))}"
+            print_line(f"Next:\n  {serve}  # an OpenAI-compatible server; drot chat talks to the model")

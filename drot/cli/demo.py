@@ -27,7 +27,7 @@ def demo(out: Path = Path("demo-output"), as_json: bool = False) -> None:
     if as_json:
         print_json(dataclasses.asdict(result) | {"out": out})
     else:
-        print_comparison(out, result.rows)
+        print_comparison(out, result.comparison)
         output().print(result.sentence)
         print_line(f"Saved to {out}")
         if result.report is None:

@@ -128,16 +128,21 @@ def print_figures(results: list[dict[str, Any]]) -> None:
     for source in first["agreement"]:
         title = f"{source} by position in a window: equal next tokens, mean KL divergence"
         print_table(_table(title, "positions", names, _by_position(results, source)))
-    for source, text in first["texts"].items():
-        split = f", {text['split']} split" if text["split"] else ""
-        print_line(
-            f"{source}{split}: {text['tokens']} tokens, {text['windows']} windows of {first['seqlen']}, "
-            f"SHA-256 of the token ids {text['sha256']}"
-        )
+    print_texts(first)
     if first["against"] is not None:
         print_line(f"agreement: with {first['against']}; KL divergence of its predictions, in nats")
     streamed = ", one decoder layer at a time" if any(figures["streamed"] for figures in results) else ""
     print_line(f"computed in {', '.join({f['dtype']: 0 for f in results})} on {first['machine']}{streamed}")
+
+
+def print_texts(figures: dict[str, Any]) -> None:
+    """Prints a line for each text on which a perplexity was measured."""
+    for source, text in figures["texts"].items():
+        split = f", {text['split']} split" if text["split"] else ""
+        print_line(
+            f"{source}{split}: {text['tokens']} tokens, {text['windows']} windows of {figures['seqlen']}, "
+            f"SHA-256 of the token ids {text['sha256']}"
+        )
 
 
 def _table(title: str, first: str, columns: list[str], rows: Iterator[tuple[str, list[str]]]) -> Table:

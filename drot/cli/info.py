@@ -39,7 +39,8 @@ def info(
     from drot.checkpoint.manifest import accept_files, read_any_manifest
 
     if accept:
-        print_line(f"{len(accept_files(folder).files)} files in {folder} are recorded as they are now")
+        files = accept_files(folder).files
+        print_line(f"{len(files)} files in {folder}, and drot.json, are recorded as they are now")
     if verify:
         _verify(folder, as_json)
     elif not accept:

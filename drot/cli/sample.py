@@ -9,7 +9,7 @@ from drot.cli.progress_bars import working
 def sample(
     model: str,
     out: Path,
-    tokens: int = 65536,
+    tokens: int = 262144,
     seqlen: int = 512,
     seed: int = 0,
     device: str = "auto",
@@ -19,7 +19,8 @@ def sample(
     """Let MODEL write a text for the calibration of `drot prune`.
 
     The text is of all kinds that MODEL knows, such as code, also of those that your own text lacks. Calibrate
-    with both. The whole model must fit on the device.
+    with both. The whole model must fit on the device. drot prune --calibration TEXT,own does the same within
+    its run; this command is for a text that several runs read, or that another machine writes.
 
     Example: drot sample llama --out own.jsonl
 
@@ -27,7 +28,8 @@ def sample(
         model MODEL: The model that is to be pruned: a name on the Hugging Face hub, or a local folder.
     Text:
         out FILE.jsonl: File to write, with a text in each row. It must be new.
-        tokens: Length of the text in tokens, rounded up to whole rows.
+        tokens: Length of the text in tokens, rounded up to whole rows. The default is what half of a default
+            calibration reads with --quality best, and twice what it reads otherwise.
         seqlen: Tokens of a row. Each row begins with a random token.
         seed: Seed of the random tokens. The same seed gives the same text on the same machine.
     Run:

@@ -41,7 +41,7 @@ def sample(
     model: str | Path,
     out: str | Path,
     *,
-    tokens: int = 65536,
+    tokens: int = 262144,
     seqlen: int = SEQLEN,
     seed: int = 0,
     device: str | torch.device = "auto",

@@ -96,6 +96,8 @@ def plan(
             "calibration, as `distillation`"
         )
     check_recipe(config, resolved, rotations_given=rotations_given, ranks=ranks)
+    if ranks.first and not any(sparsity.ratio for sparsity in resolved.pruning.sparsities):
+        logger.warning("a sparsity of 0 removes nothing: the model is rotated, and keeps all of its weights")
     if ranks.first and (lacking := family_of(config).lacks(resolved.rotation.mode)):
         names = " and ".join(map(str.upper, lacking))
         logger.warning("%s left out: a model of type %s has no place for it", names, config.model_type)

@@ -48,6 +48,17 @@ class ComparedModel:
     seconds: float | None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """The models of a comparison, from the dense one to the folder's; and how the folder's was measured.
+
+    figures: of the folder, as `evaluate` returns them. All models were measured as it was.
+    """
+
+    models: list[ComparedModel]
+    figures: dict[str, Any]
+
+
 def compare(
     folder: str | Path,
     *,
@@ -59,7 +70,7 @@ def compare(
     dtype: str = "auto",
     record: bool = True,
     progress: Progress = silent,
-) -> list[ComparedModel]:
+) -> Comparison:
     """The dense model, the model that is pruned without a rotation, with the solver as well, and `folder`.
 
     The model is pruned again with the method, the sparsities and the calibration text of `folder`: by the
@@ -105,7 +116,7 @@ def compare(
         sparsity=manifest.sparsity,
         seconds=manifest.seconds.total,
     )
-    return [
+    models = [
         ComparedModel(name="dense", perplexity=dense, gap_closed=nothing, sparsity=0.0, seconds=None),
         plain,
         *(
@@ -119,6 +130,7 @@ def compare(
             for each in (*solved, own)
         ),
     ]
+    return Comparison(models=models, figures=figures)
 
 
 def _baselines(manifest: Manifest) -> dict[str, Recipe]:

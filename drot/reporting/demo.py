@@ -9,7 +9,7 @@ from drot.config import CalibrationConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent
 from drot.pipeline.prune import prune
-from drot.reporting.compare import ComparedModel, compare
+from drot.reporting.compare import Comparison, compare
 from drot.reporting.drawing import installed
 from drot.reporting.write import report
 
@@ -42,7 +42,7 @@ class DemoResult:
     report: the page of the run; None if matplotlib, which draws it, is not installed.
     """
 
-    rows: list[ComparedModel]
+    comparison: Comparison
     sentence: str
     rotation_helped: bool
     report: Path | None = None
@@ -74,12 +74,12 @@ def run_demo(
     recipe = Recipe(rotation=RotationConfig(steps=steps), calibration=calibration)
     prune(MODEL, recipe, out=out, device="cpu", dtype="float32", progress=progress)
     text = str(held_out)
-    rows = compare(
+    comparison = compare(
         out, ppl=[text], seqlen=calibration.seqlen, device="cpu", dtype="float32", progress=progress
     )
-    *_, solved, rotated = rows
+    *_, solved, rotated = rows = comparison.models
     return DemoResult(
-        rows=rows,
+        comparison=comparison,
         sentence=_sentence(solved.gap_closed[text], rotated.gap_closed[text]),
         rotation_helped=rotated.perplexity[text] < min(row.perplexity[text] for row in rows[1:-1]),
         report=report(out, progress=progress).page if installed() else None,

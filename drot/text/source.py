@@ -127,7 +127,8 @@ def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress, 
     if nsamples * seqlen > len(ids):  # sequences at random positions would hold much of the text repeatedly
         nsamples = len(ids) // seqlen
         logger.warning(
-            "%s has %d tokens, fewer than %d sequences of %d: the whole text is drawn once, %d sequences",
+            "%s has %d tokens, fewer than %d sequences of %d: the whole text is drawn once, %d sequences, "
+            "and the calibration is so much shorter",
             source, len(ids), settings.nsamples, seqlen, nsamples,
         )  # fmt: skip
         return ids[: nsamples * seqlen].reshape(nsamples, seqlen)

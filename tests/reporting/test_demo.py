@@ -13,7 +13,7 @@ from drot.cli import app as cli
 from drot.config import PruningConfig
 from drot.core.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
-from drot.reporting.compare import ComparedModel
+from drot.reporting.compare import ComparedModel, Comparison
 from drot.reporting.demo import CALIBRATION, HELD_OUT, DemoResult, run_demo
 
 pytestmark = pytest.mark.slow
@@ -32,19 +32,23 @@ def demo(tmp_path_factory):
 
 def test_rotation_undoes_most_of_the_damage(demo):
     _, text, result = demo
-    dense, pruned, solved, rotated = (row.perplexity[str(text)] for row in result.rows)
+    dense, pruned, solved, rotated = (row.perplexity[str(text)] for row in result.comparison.models)
     assert dense < rotated < solved < pruned
-    for row, value in zip(result.rows[2:], (solved, rotated), strict=True):
+    for row, value in zip(result.comparison.models[2:], (solved, rotated), strict=True):
         assert row.gap_closed[str(text)] == pytest.approx((pruned - value) / (pruned - dense))
-    assert result.rows[-1].gap_closed[str(text)] > 0.5 and result.rotation_helped
-    assert result.rows[1].sparsity == result.rows[-1].sparsity == pytest.approx(0.5, abs=1e-3)
+    assert result.comparison.models[-1].gap_closed[str(text)] > 0.5 and result.rotation_helped
+    assert (
+        result.comparison.models[1].sparsity
+        == result.comparison.models[-1].sparsity
+        == pytest.approx(0.5, abs=1e-3)
+    )
 
 
 def test_the_saved_checkpoint_is_the_model_of_the_table(demo):
     out, text, result = demo
     model = drot.load(out, device="cpu", dtype="float32")
     found = perplexity(model, load_eval_tokens(str(text), load_tokenizer(out)), seqlen=SMALL.seqlen)
-    assert found == pytest.approx(result.rows[-1].perplexity[str(text)], rel=1e-6)
+    assert found == pytest.approx(result.comparison.models[-1].perplexity[str(text)], rel=1e-6)
     assert_patterns(model, PruningConfig(sparsity="2:4"))
 
 
@@ -52,15 +56,19 @@ def test_the_report_has_the_figures_of_the_table(demo):
     out, text, result = demo
     assert result.report == out / "report.html"
     cells = re.findall(r"<td[^>]*>([^<]*)</td>", result.report.read_text())[:5]
-    figures = [f"{row.perplexity[str(text)]:.3f}" for row in result.rows]
-    assert cells == [*figures, f"{result.rows[-1].gap_closed[str(text)]:.0%}"]
+    figures = [f"{row.perplexity[str(text)]:.3f}" for row in result.comparison.models]
+    assert cells == [*figures, f"{result.comparison.models[-1].gap_closed[str(text)]:.0%}"]
 
 
 def test_without_matplotlib_the_report_is_left_out(monkeypatch, tmp_path, capsys):
     row = ComparedModel(
         name="dense", perplexity={"t": 10.0}, gap_closed={"t": None}, sparsity=0.0, seconds=None
     )
-    result = DemoResult(rows=[row], sentence="It helped.", rotation_helped=True)
+    result = DemoResult(
+        comparison=Comparison(models=[row], figures={"texts": {}}),
+        sentence="It helped.",
+        rotation_helped=True,
+    )
     monkeypatch.setattr("drot.reporting.demo.run_demo", lambda out, progress: result)
     assert cli.run(["demo", "--out", str(tmp_path / "out")]) == 0
     assert "The report is left out: it needs matplotlib (pip install 'matplotlib" in capsys.readouterr().out
