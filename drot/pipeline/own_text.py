@@ -136,7 +136,7 @@ def _check_memory(config: Any, device: torch.device, dtype: str | torch.dtype) -
 def _too_little_memory(device: torch.device, sizes: str) -> UserError:
     where = f"the memory of {device}" if is_gpu(device) else "main memory"
     return UserError(
-        f"`source` own needs the whole model in {where}{sizes}: leave `own` out, or let "
+        f"`source` own needs the whole model in {where}{sizes}: leave own out, or let "
         "`drot sample` write the text on a larger machine and name its file"
     )
 
