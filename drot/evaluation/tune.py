@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from drot import _C
+from drot._C import tuning_cache_file
 from drot.checkpoint.load import load
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
@@ -57,7 +57,7 @@ def tune(
     }
     if not is_gpu(target):
         return result
-    file = _C.tuning_cache_file()
+    file = tuning_cache_file()
     if not file:
         raise UserError("the tuning cache has no folder: name one in DROT_CACHE")
     loaded: Any = load(model, device=target, dtype=dtype)

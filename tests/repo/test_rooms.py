@@ -20,8 +20,8 @@ ROOMS = [
     "config",
     "_C",
     "machine",
-    "text",
     "ops",
+    "text",
     "model",
     "calibration",
     "pruning",
@@ -203,7 +203,7 @@ def test_named_files_exist() -> None:
             assert found or re.search(r"row_norms|/random\.py", name), f"{where} names {name}"
 
 
-@pytest.mark.parametrize("imports", ["drot, torch", "drot.machine.extension, torch"])
+@pytest.mark.parametrize("imports", ["drot, torch", "drot.ops.extension, torch"])
 def test_import_drot_registers_its_ops_whole(imports: str) -> None:
     """With fake kernels and autograd, not only the kernels of the native module."""
     code = f"""
