@@ -1,6 +1,5 @@
 """The steps of a run over one layer, in the order in which `run.py` takes them."""
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -157,7 +156,7 @@ def recover(run: RunContext, work: LayerWork) -> None:
     with run.during("recover", work.layer):
         record = recover_layer(work.layer, work.stream, work.dense, run.recipe.recovery, on_epoch)
         round_weights(work.layer, run.save_dtype)
-    work.record["recovery"] = dataclasses.asdict(record)
+    work.record["recovery"] = record.model_dump()
 
 
 def advance(run: RunContext, work: LayerWork) -> None:

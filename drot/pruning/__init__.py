@@ -8,17 +8,3 @@ from drot.pruning.sparsegpt import prune_sparsegpt
 from drot.pruning.target import dense_target
 from drot.pruning.wanda import prune_wanda
 from drot.pruning.weight import prune_once, prune_weight, solve_weights
-
-__all__ = [
-    "PruneOutcome",
-    "dense_target",
-    "output_error",
-    "prune_magnitude",
-    "prune_once",
-    "prune_sparsegpt",
-    "prune_wanda",
-    "prune_weight",
-    "removed_mask",
-    "solve_kept_weights",
-    "solve_weights",
-]
