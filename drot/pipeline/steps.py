@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.machine.products import merging_dtype
@@ -133,7 +132,7 @@ def prune(run: RunContext, work: LayerWork) -> None:
         work.record["linears"], work.maps = prune_layer(
             work.layer_pass,
             run.recipe,
-            dense=DenseReference(dense) if dense is not None and to_dense else None,
+            dense=dense if to_dense else None,
             rotation=work.rotation,
             output_r1=work.output_r1,
             save_dtype=run.save_dtype,

@@ -2,8 +2,8 @@
 
 from torch import Tensor
 
-from drot.calibration.dense_reference import TargetStatistics
 from drot.calibration.hessian import HessianFactor
+from drot.calibration.layer_pass import TargetStatistics
 
 
 def dense_target(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from drot.config import ResolvedRotation
 from drot.core.errors import UserError
+from drot.machine.graph import GraphedStep, capture_for
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.rotation import LayerRotation, around_ones, orthogonality_error, reorthogonalize
-from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer
 
