@@ -10,8 +10,7 @@ from drot._C import tuning_cache_file
 from drot.checkpoint.load import load
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.evaluation.cases import set_compressed
-from drot.evaluation.speed import LARGEST_TOKENS
+from drot.evaluation.speed import LARGEST_TOKENS, set_compressed
 from drot.machine.devices import is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed

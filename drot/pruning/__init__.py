@@ -5,6 +5,5 @@ from drot.pruning.masks import removed_mask
 from drot.pruning.result import PruneOutcome, output_error
 from drot.pruning.solve import solve_kept_weights
 from drot.pruning.sparsegpt import prune_sparsegpt
-from drot.pruning.target import dense_target
 from drot.pruning.wanda import prune_wanda
-from drot.pruning.weight import prune_once, prune_weight, solve_weights
+from drot.pruning.weight import dense_target, prune_once, prune_weight, solve_weights
