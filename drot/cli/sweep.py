@@ -37,6 +37,7 @@ def sweep(
         dtype:
     """
     from drot.reporting import sweep as sweeping
+    from drot.reporting.cells import CELLS
     from drot.reporting.rows import columns
 
     try:
@@ -50,7 +51,7 @@ def sweep(
                 progress=progress,
             )
     except KeyboardInterrupt:
-        done = len(list((out / sweeping.CELLS).glob("*.json")))
+        done = len(list((out / CELLS).glob("*.json")))
         raise Interrupted(
             f"{done} finished cells are kept in {out}; to go on, give the same command"
         ) from None

@@ -1,52 +1,28 @@
 """`sweep`: runs the recipes of a grid on one model, and writes their figures side by side."""
 
-import json
-import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from drot.checkpoint.dtypes import cast_weights
-from drot.checkpoint.load import load, load_tokenizer
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.resume import read_journal
-from drot.config import CalibrationConfig, ResolvedRecipe, default_seqlen, resolve
+from drot.config import resolve
 from drot.core.checks import is_a
-from drot.core.errors import BrokenModelError, UserError
+from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.core.files import check_writable, write_json, writing
-from drot.core.hashes import json_digest, weights_record, with_digest
+from drot.core.files import check_writable
 from drot.core.lock import locked
-from drot.evaluation import choices
-from drot.evaluation.perplexity import check_logits, load_eval_tokens, perplexities
-from drot.evaluation.predictions import check_windows, predict
-from drot.evaluation.tasks import load_tasks, run_tasks
-from drot.machine.devices import computing_dtype, dtype_name, pick_device
-from drot.machine.environment import machine_name, versions
+from drot.machine.devices import pick_device
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
-from drot.pipeline.prune import prune
-from drot.pipeline.validation import check_config, check_recipe, check_seqlen, down_width
-from drot.reporting.grid import Cell, Grid, Skipped, effective, read_grid
-from drot.reporting.rows import Row, run_columns, write_csv
-from drot.text.source import calibration_hash, load_calibration
-
-logger = logging.getLogger("drot")
+from drot.pipeline.validation import check_config, check_recipe, down_width
+from drot.reporting.cells import CELLS, CellRunner
+from drot.reporting.grid import Cell, Grid, Skipped, read_grid
+from drot.reporting.rows import Row, write_csv
 
 #: what a sweep writes into its folder for readers
 CSV = "sweep.csv"
-#: what it keeps there: the figures of the dense model and of cells
-DENSE, CELLS = "dense.json", "cells"
-#: digits of the SHA-256 that names a cell
-KEY_DIGITS = 16
-
-#: `perplexity`: text → perplexity; `accuracy`: task → accuracy in [0, 1]; None if it is not finite
-Measured = dict[str, dict[str, float | None]]
 
 
 @dataclass(frozen=True)
@@ -135,7 +111,7 @@ def _cells_for(model: str, grid: Grid, device: torch.device) -> tuple[list[Cell]
     return cells, refused
 
 
-def _run_cells(runner: "CellRunner", cells: list[Cell], fields: tuple[str, ...]) -> tuple[list[Row], int]:
+def _run_cells(runner: CellRunner, cells: list[Cell], fields: tuple[str, ...]) -> tuple[list[Row], int]:
     """The rows of all cells, and how many of them were not finished before. Writes the CSV after each row."""
     keys = {runner.key(cell): cell for cell in cells}
     rows: list[Row] = []
@@ -156,140 +132,3 @@ def _check_folder(out: Path) -> None:
     check_writable(out)
     if out.exists() and (not out.is_dir() or (any(out.iterdir()) and not (out / CELLS).is_dir())):
         raise UserError(f"{out} exists and is not the folder of a sweep: name another `out` or remove it")
-
-
-# ---- the runs of the cells, and what all cells share -----------------------------------------------------
-
-
-class CellRunner:
-    """Prunes and measures the cells of one sweep.
-
-    It reads the texts, the tasks and the calibration tokens of all cells, and measures the dense model unless
-    an earlier call with the same folder did.
-    """
-
-    def __init__(
-        self,
-        model: str,
-        out: Path,
-        grid: Grid,
-        cells: Sequence[Cell],
-        *,
-        device: torch.device,
-        dtype: str,
-        progress: Progress,
-    ) -> None:
-        self.model, self.out = model, out
-        self.device, self.progress = device, progress
-        self.dtype = str(computing_dtype(dtype, device))
-        self.tokenizer, self.config = load_tokenizer(model), load_config(model)
-        self.seqlen = (
-            default_seqlen(positions_of(self.config)) if grid.asked.seqlen is None else grid.asked.seqlen
-        )
-        self.texts: dict[str, Tensor] = {}
-        for source in grid.asked.texts:
-            tokens = load_eval_tokens(source, self.tokenizer, grid.asked.text_column, progress)
-            check_windows(tokens, self.config.get_text_config(), self.seqlen)
-            self.texts[source] = tokens
-        of_lm_eval = [task for task in grid.asked.tasks if task != choices.OWN]
-        self.tasks = load_tasks(of_lm_eval) if of_lm_eval else None
-        self.own_tasks = choices.task_names(grid.asked.tasks, self.texts)
-        self.calibration: dict[CalibrationConfig, Tensor] = {}
-        for recipe in (cell.resolved for cell in cells):
-            if recipe.reads_calibration and recipe.calibration not in self.calibration:
-                check_seqlen(recipe.calibration.seqlen, self.config)
-                tokens = load_calibration(recipe.calibration, self.tokenizer, progress)
-                self.calibration[recipe.calibration] = tokens
-        #: what the figures of every cell depend on besides its recipe
-        self.identity: dict[str, Any] = {}
-        self.dense = self._measure_dense()
-
-    def _measure_dense(self) -> Any:
-        """The figures of the dense model as in `_measure`, none of which is None."""
-        self.progress(ProgressEvent(phase="load"))
-        model = load(self.model, device="cpu", dtype=self.dtype)
-        self.identity = {
-            "weights": weights_record(model.state_dict()),
-            "dtype": dtype_name(model.dtype),
-            "seqlen": self.seqlen,
-            "texts": {source: calibration_hash(tokens) for source, tokens in self.texts.items()},
-        }
-        if names := self._task_names():
-            self.identity["tasks"] = names
-        before = read_journal(self.out / DENSE)
-        if before is not None and before["identity"] == self.identity:
-            return before
-        measured = {"identity": self.identity, **self._measure(model, may_be_broken=False)}
-        with writing(self.out):
-            (self.out / CELLS).mkdir(parents=True, exist_ok=True)
-        write_json(self.out / DENSE, with_digest(measured))
-        return measured
-
-    def key(self, cell: Cell) -> str:
-        """The name of a cell: a hash of all that its figures depend on."""
-        settings = effective(cell.resolved) | {"calibration": self._calibration_hash(cell.resolved)}
-        return json_digest([settings, self.identity])[:KEY_DIGITS]
-
-    def run(self, cell: Cell, key: str) -> dict[str, Any]:
-        """Prunes and measures the cell of the name `key`; writes its record and returns it."""
-        result = prune(
-            self.model,
-            cell.recipe,
-            tokenizer=self.tokenizer,
-            device=self.device,
-            dtype=self.dtype,
-            progress=self.progress,
-            calibration=self.calibration.get(cell.resolved.calibration),
-        )
-        if self.dtype != "auto":  # the result has the dtype of the checkpoint
-            cast_weights(result.model, getattr(torch, self.dtype))
-        record = {
-            "recipe": cell.resolved.to_dict(),
-            "identity": self.identity,
-            "calibration": self._calibration_hash(cell.resolved),
-            **self._measure(result.model, may_be_broken=True),
-            **run_columns(result.manifest),
-            "machine": machine_name(self.device),
-            "versions": versions(),
-        }
-        plain: dict[str, Any] = json.loads(json.dumps(record))
-        write_json(self.out / CELLS / f"{key}.json", with_digest(plain))
-        return plain
-
-    def _calibration_hash(self, recipe: ResolvedRecipe) -> str | None:
-        tokens = self.calibration.get(recipe.calibration) if recipe.reads_calibration else None
-        return None if tokens is None else calibration_hash(tokens)
-
-    def _task_names(self) -> list[str]:
-        return [*self.own_tasks, *(self.tasks.tasks if self.tasks else ())]
-
-    def _measure(self, model: PreTrainedModel, *, may_be_broken: bool) -> Measured:
-        """The figures of a model. A model without a finite loss is an error unless it `may_be_broken`."""
-        perplexity: dict[str, float | None] = dict.fromkeys(self.texts)
-        accuracy: dict[str, float | None] = dict.fromkeys(self._task_names())
-        try:
-            perplexity |= perplexities(
-                model,
-                self.texts,
-                seqlen=self.seqlen,
-                device=self.device,
-                name=self.model,
-                progress=self.progress,
-            )
-            if self.own_tasks:
-                streamed = None if model.device == self.device else self.device
-                scores = choices.scores(
-                    self.texts, lambda tokens, length: predict(model, tokens, length, streamed)
-                )
-                accuracy |= {name: score.accuracy for name, score in scores.items()}
-            if self.tasks is not None:
-                if model.device != self.device:
-                    raise UserError(f"tasks need the whole of {self.model} on {self.device}: it does not fit")
-                check_logits(model)
-                scores = run_tasks(model, self.tokenizer, self.tasks)
-                accuracy |= {name: score.accuracy for name, score in scores.items()}
-        except BrokenModelError as error:
-            if not may_be_broken:
-                raise
-            logger.warning("a cell has no figures: %s", error)
-        return {"perplexity": perplexity, "accuracy": accuracy}

@@ -16,7 +16,7 @@ from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.evaluation.perplexity import load_eval_tokens, perplexity
 from drot.evaluation.tasks import Score, Tasks
-from drot.reporting import sweep as runner_module
+from drot.reporting import cells as runner_module
 from drot.reporting.sweep import sweep
 from drot.text.source import load_calibration
 
