@@ -22,7 +22,7 @@ from _harness import add_processor_time, arguments, clock_of, interleaved, repor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from drot.checkpoint.load import load
-from drot.evaluation.cases import weight_bytes
+from drot.evaluation.speed import weight_bytes
 from drot.evaluation.timing import Timing
 from drot.evaluation.variants import DENSE, ROTATED, SPARSE, model_variants
 from drot.model.decoder import DecoderModel

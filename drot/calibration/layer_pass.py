@@ -1,6 +1,7 @@
 """The calibration tokens on their way through a layer, which is pruned one input group after the other."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
 from typing import Any
@@ -8,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.calibration.hessian import HessianAccumulator
+from drot.calibration.hessian import HessianAccumulator, product_factor
 from drot.calibration.stream import CalibrationStream
 from drot.machine.devices import total_memory
+from drot.machine.products import add_product
 from drot.model.family import InputGroup
 from drot.model.inputs import capture, routed_inputs
 from drot.model.layer import DecoderLayer, Output
@@ -152,3 +154,51 @@ class LayerPass:
 
 def _value(tensor: Tensor) -> Output:
     return lambda: tensor
+
+
+@dataclass(frozen=True)
+class TargetStatistics:
+    """Sums over the calibration tokens, in the scale of a Hessian, (2/n) Σ.
+
+    x is the input of a linear in the pruned model, x_dense in the dense model. A linear whose outputs are
+    added to the residual stream leaves there y, as it is now, and y_dense in the dense model; where the layer
+    multiplies the outputs before it adds them, y is divided by the number. One of C and E is None.
+
+    hessian: H = (2/n) Σ x xᵀ [in, in].
+    input_change: C = (2/n) Σ (x_dense - x) xᵀ [in, in], of the other linears, and of those whose outputs pass
+        a norm before they are added.
+    output_change: E = (2/n) Σ (y_dense - y) xᵀ [out, in], of a linear that does.
+    """
+
+    hessian: Tensor
+    input_change: Tensor | None = None
+    output_change: Tensor | None = None
+
+
+@torch.no_grad()
+def target_statistics(pruned: LayerPass, dense: LayerPass, group: InputGroup) -> TargetStatistics:
+    """The statistics of an input group, whose linears are not pruned yet. Both passes go on to it.
+
+    pruned: the pass through the layer that is being pruned.
+    dense: that of the dense model through the layer as it was, in the same basis.
+    """
+    out, size = pruned.layer.shape_of(group.linears[0])
+    device, ranks = pruned.stream.device, pruned.stream.ranks
+    hessian = HessianAccumulator(size, device, ranks)
+    adds = pruned.layer.adds(group)
+    change = torch.zeros(out if adds else size, size, device=device)
+    batches = (of_model.inputs(group, outputs=True) for of_model in (pruned, dense))
+    roots = pruned.stream.roots(pruned.layer, group)
+    for (x, y), (x_dense, y_dense), root in zip(*batches, roots, strict=True):
+        hessian.add(x, root)
+        if y is not None and y_dense is not None:
+            difference = product_factor(y_dense).sub(product_factor(y))
+        else:
+            difference = product_factor(x_dense).sub(product_factor(x))
+        add_product(change, product_factor(difference, root).T, product_factor(x, root))
+    ranks.add_(change)
+    change.mul_(2.0 / ranks.total(len(pruned.stream.hidden_states)))
+    if adds:
+        change.div_(pruned.layer.residual_multiplier)  # E is of the outputs of the linear
+        return TargetStatistics(hessian.hessian(), output_change=change)
+    return TargetStatistics(hessian.hessian(), input_change=change)

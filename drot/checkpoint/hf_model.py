@@ -15,7 +15,6 @@ config, and peft, AutoTokenizer and the Trainer need the config of the family. N
 """
 
 import contextlib
-import functools
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -47,6 +46,7 @@ from drot.model.block_rotation import DOWN_ROTATION
 from drot.model.boundary import ROTATION_MODULE, check_rotations
 from drot.model.decoder import DecoderModel
 from drot.model.experts import ReplacedExperts
+from drot.model.mixins import Mixin, mix
 from drot.model.whole import WHOLE_MODELS, language_config, stored_names
 from drot.sparse.fused import fuse
 from drot.sparse.linear import NOT_TRAINABLE, packed_weights
@@ -59,11 +59,11 @@ HUB_ARGUMENTS = {
 }
 
 
-class DrotModel:
+class DrotModel(Mixin):
     """Mixin in front of a family's class, for a model that drot has changed or that has a manifest.
 
-    The class has the name of the stock class, by which transformers recognises models: for another name, the
-    Trainer would smooth labels without the shift of a language model.
+    With another name than that of the stock class, the Trainer would smooth labels without the shift of a
+    language model.
 
     drot_files: drot.json and the text of the card, of a model that was loaded with a manifest.
     """
@@ -140,10 +140,6 @@ class DrotModel:
         _describe_in_config(self)
         return self if dtype is None else self.to(dtype)
 
-    def __reduce__(self) -> Any:
-        # pickle finds no class by name that was made at run time
-        return _new_model, (type(self).__bases__[1],), self.__getstate__()
-
 
 @contextlib.contextmanager
 def _saving(quantizer: Any, state_dict: dict[str, Any] | None) -> Iterator[None]:
@@ -157,24 +153,13 @@ def _saving(quantizer: Any, state_dict: dict[str, Any] | None) -> Iterator[None]
             quantizer.state_dict_to_save = None
 
 
-@functools.cache
-def _drot_class(stock_class: Any) -> Any:
-    return type(stock_class.__name__, (DrotModel, stock_class), {"__module__": stock_class.__module__})
-
-
-def _new_model(stock_class: Any) -> Any:
-    cls = _drot_class(stock_class)
-    return cls.__new__(cls)
-
-
 def as_drot_model(model: Any) -> None:
     """Makes `model` a DrotModel, in place. Its config then describes its rotations and packed linears.
 
     Raises UserError for a family that drot does not support.
     """
     if not isinstance(model, DrotModel):
-        stock_class: Any = type(model)
-        model.__class__ = _drot_class(stock_class)
+        mix(model, DrotModel)
     _describe_in_config(model)
 
 

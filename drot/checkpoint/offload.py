@@ -4,7 +4,6 @@ The model is a skeleton: its parameters lie on the device `meta`, which holds no
 """
 
 import contextlib
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,8 +36,10 @@ from drot.checkpoint.source import (
     Header,
     check_headers,
     gguf_file,
+    header_bytes,
     model_folder,
     stored_state,
+    tensors_of,
 )
 from drot.checkpoint.whole import Whole
 from drot.core.errors import UserError
@@ -59,8 +60,6 @@ from drot.sparse.packed import check_packed_tensors
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: bytes of the number in front of a safetensors header, which is the length of the header
-LENGTH_BYTES = 8
 #: a model whose weights, times this, exceed the free memory: the C library then keeps nothing that was freed
 FEW_TIMES = 4
 #: the dtypes in safetensors files that drot reads
@@ -84,7 +83,8 @@ class DiskWeights:
         self._starts: dict[str, int] = {}
         self._reader = PieceReader()
         for file in {header.file for header in headers.values()}:
-            self._starts |= _starts(file)
+            tensors = tensors_of(header_bytes(file), file.stat().st_size)
+            self._starts |= {name: start for name, (_, _, start) in tensors.items()}
 
     @torch.no_grad()
     def read_layer(self, layer: DecoderLayer, device: torch.device) -> None:
@@ -157,18 +157,6 @@ class DiskWeights:
             start = self._starts[stored] + first * dtype.itemsize
             self._reader.read(target, header.file, start, dtype)
             refuse_not_finite(self._path, name, target)
-
-
-def _starts(file: Path) -> dict[str, int]:
-    """Tensor → the byte at which it starts in a complete safetensors file."""
-    with file.open("rb") as handle:
-        length = int.from_bytes(handle.read(LENGTH_BYTES), "little")
-        header = json.loads(handle.read(length))
-    return {
-        name: LENGTH_BYTES + length + entry["data_offsets"][0]
-        for name, entry in header.items()
-        if name != "__metadata__"
-    }
 
 
 def open_skeleton(

@@ -129,7 +129,8 @@ class RecoveryRecord(Entries):
 
     error_before, error_after: the error on the held-out sequences.
     best_epoch: the number of epochs after which the weights were kept; 0 keeps the weights as pruned.
-    train_curve, held_out_curve: the errors by epoch.
+    train_curve: the mean error on the trained sequences in each epoch.
+    held_out_curve: the error on the held-out sequences after each epoch.
     """
 
     error_before: float

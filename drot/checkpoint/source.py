@@ -3,9 +3,11 @@
 Nothing here runs code of the model, builds the model or reads its weights.
 """
 
+import json
 import math
 import os
 import re
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -256,6 +258,35 @@ def read_headers(files: Iterable[str | os.PathLike[str]]) -> dict[str, Header]:
                 f"{file} is not a complete safetensors file ({quoted(error)}): copy it again"
             ) from None
     return found
+
+
+def header_bytes(file: Path) -> bytes:
+    """The first bytes of a safetensors file, up to the first tensor."""
+    with file.open("rb") as handle:
+        start = handle.read(8)
+        return start + handle.read(struct.unpack("<Q", start)[0])
+
+
+def tensors_of(header: bytes, size: int) -> dict[str, tuple[str, list[int], int]]:
+    """Name → dtype by safetensors' name, shape, and position in the file, of each tensor of a file.
+
+    Raises ValueError, LookupError, TypeError, AttributeError or RecursionError for the header of another file
+    than of one of `size` bytes.
+    """
+    entries = json.loads(header[8:])
+    entries.pop("__metadata__", None)
+    places = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
+    end = 0
+    for first, last in places:
+        if first != end or last < first:
+            raise ValueError(f"a tensor begins at byte {first}, where {end} was expected")
+        end = last
+    if len(header) + end != size:
+        raise ValueError(f"the tensors end at byte {len(header) + end} of {size}")
+    return {
+        name: (entry["dtype"], entry["shape"], len(header) + entry["data_offsets"][0])
+        for name, entry in entries.items()
+    }
 
 
 def prediction_layers(config: Any, names: Iterable[str]) -> set[str]:

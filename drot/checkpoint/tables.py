@@ -275,9 +275,7 @@ def _rotation_line(manifest: Manifest) -> str:
     point = point_of(rotation)
     parts = [rotation.mode if point is None else f"{point} ({rotation.mode})"]
     if rotation.blocks != 1:
-        parts.append(
-            f"blocks {list(rotation.blocks) if isinstance(rotation.blocks, tuple) else rotation.blocks}"
-        )
+        parts.append(f"blocks {rotation.blocks}")
     if rotation.boundary == "residual":
         parts.append("boundary on the residual")
     elif rotation.boundary == "inside":

@@ -79,7 +79,7 @@ def fit_recipe(
         return asked
     memory = parse_size(size)
     from drot.checkpoint.size import size_text
-    from drot.pipeline.fit import fitted
+    from drot.pipeline.dry_run import fitted
 
     chosen = fitted(model, asked.recipe, memory, fixed=recipe_fields(given), **options)
     before, after = size_text(chosen.asked), size_text(chosen.needed)

@@ -38,9 +38,6 @@ TRAINING_TOKENS = 32
 #: benchmarks/README.md has what other sizes give.
 DOWN_BLOCK, SMALLEST_DOWN_BLOCK = 64, 16
 
-Size = Annotated[int, Field(ge=1)]
-Sizes = Annotated[tuple[Size, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
-
 
 def _down_rotation(value: Any) -> Any:
     """The value of `down_rotation`: the digits of a command line as a number."""
@@ -102,10 +99,8 @@ class RotationConfig:
     model, which loads without drot if it is saved dense; in families with a norm behind attention and MLP no
     R1, as nothing could undo it. none: no rotations.
     """
-    blocks: Size | Sizes = 1
-    """The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense. A list gives the sizes of
-    unequal blocks, which must add up to the hidden size.
-    """
+    blocks: int = Field(default=1, ge=1)
+    """The number of equal diagonal blocks of R1 (appendix E); 1 makes R1 dense."""
     down_rotation: DownRotation = "auto"
     """The size of the diagonal blocks of R3, which rotates the input of down_proj while the model runs. It
     must divide the intermediate size, in a mixture that of every MLP and expert. none: no R3. auto: 64, or
@@ -166,8 +161,3 @@ class RotationConfig:
     def down_block(self) -> int | None:
         """The size of the blocks of R3; None without R3, and where it is not resolved."""
         return self.down_rotation if isinstance(self.down_rotation, int) else None
-
-    @property
-    def equal_blocks(self) -> int:
-        """The number of equal blocks; 1 for unequal blocks, which are trained inside a dense matrix."""
-        return self.blocks if isinstance(self.blocks, int) else 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from drot.rotation.graph import WARM_UP, Capture, capture_for
+from drot.machine.graph import WARM_UP, Capture, capture_for
 
 #: seconds that a measurement of a captured function takes at least
 SHORTEST = 2e-3

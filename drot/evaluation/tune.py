@@ -6,12 +6,11 @@ from typing import Any
 
 import torch
 
-from drot import _C
+from drot._C import tuning_cache_file
 from drot.checkpoint.load import load
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent, silent
-from drot.evaluation.cases import set_compressed
-from drot.evaluation.speed import LARGEST_TOKENS
+from drot.evaluation.speed import LARGEST_TOKENS, set_compressed
 from drot.machine.devices import is_gpu, pick_device
 from drot.machine.environment import machine_name
 from drot.sparse.linear import is_packed
@@ -57,7 +56,7 @@ def tune(
     }
     if not is_gpu(target):
         return result
-    file = _C.tuning_cache_file()
+    file = tuning_cache_file()
     if not file:
         raise UserError("the tuning cache has no folder: name one in DROT_CACHE")
     loaded: Any = load(model, device=target, dtype=dtype)

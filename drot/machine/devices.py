@@ -7,11 +7,15 @@ import re
 
 import torch
 
+from drot._C import build_info
 from drot.core.errors import UserError
-from drot.machine.extension import BUILD_COMMAND, BUILD_INFO
+from drot.core.version import BUILD_COMMAND
 
 logger = logging.getLogger("drot")
 
+#: how the native extension was built: version, torch, compiler, cuda, cuda_architectures, no_cuda_reason,
+#: cusparselt. A value is "" if it does not apply.
+BUILD_INFO = build_info()
 #: the types of the GPUs that drot computes on
 GPU_TYPES = ("cuda",)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch.backends import cusparselt
 
-from drot import _C
+from drot._C import tuning_cache_file
 from drot.core import torchrun
 from drot.core.version import __version__
-from drot.machine.devices import is_gpu
-from drot.machine.extension import BUILD_INFO
+from drot.machine.devices import BUILD_INFO, is_gpu
 
 #: environment variables that choose the instructions, and with them the order of sums, of torch, MKL,
 #: oneDNN and drot
@@ -122,5 +121,5 @@ def collect() -> dict[str, Any]:
             "capability": torch.backends.cpu.get_cpu_capability(),
             "threads": torch.get_num_threads(),
         },
-        "tuning_cache": _C.tuning_cache_file() or None,
+        "tuning_cache": tuning_cache_file() or None,
     }

@@ -33,8 +33,7 @@ holds R3 the norm of its MLP. A program that reads a checkpoint as a stock model
 tensor in each of these layers. It cannot compute with weights of another basis.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any
 
@@ -46,6 +45,7 @@ from drot.core.errors import UserError
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.experts import drop_down_rotation, hold_down_rotation
 from drot.model.family import Family
+from drot.model.mixins import Mixin, mix, unmix
 
 #: Name of the module in a decoder layer that holds Q, also in the tensor names of a checkpoint.
 ROTATION_MODULE = "residual_rotation"
@@ -76,7 +76,7 @@ class RotateAndAdd(nn.Module):
     """
 
 
-class RotatedMLP:
+class RotatedMLP(Mixin):
     """Mixin in front of a family's class of gated MLPs, for an MLP that holds R3.
 
     parts: the names of its modules (`Family.mlp_parts`).
@@ -98,11 +98,8 @@ class RotatedMLP:
             return result
         return nn.functional.dropout(result, getattr(self, family.mlp_dropout), self.training)
 
-    def __reduce__(self) -> Any:
-        return _new, (_rotated_mlp, type(self).__bases__[1], self.family, self.parts), self.__getstate__()
 
-
-class RotatedLayer:
+class RotatedLayer(Mixin):
     """Mixin in front of a family's class of decoder layers, for a layer that holds Q, R3 or both.
 
     place `input`: h ← h Q, then the stock forward. The places `residual` and `inside` replace the stock
@@ -111,11 +108,9 @@ class RotatedLayer:
     the MLP, which is a RotatedMLP, or by the experts.
 
     transformers has no registry for the classes of decoder layers: the code of each model names its own. So
-    `add_boundary_rotation` and `add_down_rotation` change the class of a layer. The new class has the name of
-    the stock class, because accelerate and transformers find by name the layers that must not be split across
-    devices.
+    `add_boundary_rotation` and `add_down_rotation` change the class of a layer.
 
-    renamed: the stock names of the norms that have NORM_PREFIX.
+    renamed: the stock names of the norms that have NORM_PREFIX; the forward finds the norms under them.
     """
 
     family: Family
@@ -123,6 +118,11 @@ class RotatedLayer:
     renamed: tuple[str, ...]
     boundary_place: BoundaryPlace | None = None
     residual_rotation: nn.Module
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for norm in cls.renamed:
+            setattr(cls, norm, _at(NORM_PREFIX + norm))
 
     def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
         """hidden_states h [batch, length, d] -> what the stock forward returns."""
@@ -173,34 +173,6 @@ class RotatedLayer:
             else output * getattr(self, family.residual_multiplier)
         )
 
-    def __reduce__(self) -> Any:
-        # pickle finds no class by name that was made at run time
-        made = (_rotated_class, type(self).__bases__[1], self.family, self.renamed)
-        return _new, made, self.__getstate__()
-
-
-def _new(make: Callable[..., Any], *arguments: Any) -> Any:
-    cls = make(*arguments)
-    return cls.__new__(cls)
-
-
-@functools.cache
-def _rotated_mlp(stock_class: Any, family: Family, parts: tuple[tuple[str, ...], str]) -> Any:
-    attributes = {"__module__": stock_class.__module__, "family": family, "parts": parts}
-    return type(stock_class.__name__, (RotatedMLP, stock_class), attributes)
-
-
-@functools.cache
-def _rotated_class(stock_class: Any, family: Family, renamed: tuple[str, ...]) -> Any:
-    """RotatedLayer in front of `stock_class`, whose forward finds the norms under their stock names."""
-    attributes: dict[str, Any] = {
-        "__module__": stock_class.__module__,
-        "family": family,
-        "renamed": renamed,
-    }
-    attributes |= {norm: _at(NORM_PREFIX + norm) for norm in renamed}
-    return type(stock_class.__name__, (RotatedLayer, stock_class), attributes)
-
 
 def _at(name: str) -> property:
     return property(lambda layer: getattr(layer, name))  # torch.compile knows no attrgetter here
@@ -212,15 +184,17 @@ def _fit_class(layer: Any, family: Family) -> None:
     with_r3 = (hasattr(attrgetter(path)(layer), DOWN_ROTATION) for path in family.down_modules)
     held = hasattr(layer, ROTATION_MODULE), any(with_r3)
     wanted = {norm for norm, holds in zip(family.block_norms, held, strict=True) if holds}
-    rotated = isinstance(layer, RotatedLayer)
-    before = set(layer.renamed) if rotated else set()
-    stock_class: Any = type(layer).__bases__[1] if rotated else type(layer)
+    before: set[str] = set()
+    if isinstance(layer, RotatedLayer):
+        before = set(layer.renamed)
+        unmix(layer)
     names = {norm: NORM_PREFIX + norm for norm in wanted - before}
     names |= {NORM_PREFIX + norm: norm for norm in before - wanted}
     modules = {new: getattr(layer, name) for name, new in names.items()}
     for name in names:
         delattr(layer, name)
-    layer.__class__ = _rotated_class(stock_class, family, tuple(sorted(wanted))) if wanted else stock_class
+    if wanted:
+        mix(layer, RotatedLayer, family=family, renamed=tuple(sorted(wanted)))
     for name, module in modules.items():
         setattr(layer, name, module)
 
@@ -261,8 +235,7 @@ def add_down_rotation(
             hold_down_rotation(mlp, family, rotation)
         else:
             setattr(mlp, DOWN_ROTATION, rotation)
-            stock_class: Any = type(mlp)
-            mlp.__class__ = _rotated_mlp(stock_class, family, family.mlp_parts(path))
+            mix(mlp, RotatedMLP, family=family, parts=family.mlp_parts(path))
         added.append(rotation)
     _fit_class(layer, family)
     return added
@@ -276,7 +249,7 @@ def remove_down_rotation(layer: Any) -> None:
             drop_down_rotation(mlp)
         else:
             delattr(mlp, DOWN_ROTATION)
-            mlp.__class__ = type(mlp).__bases__[1]
+            unmix(mlp)
     _fit_class(layer, layer.family)
 
 

@@ -4,7 +4,6 @@ transformers has the weights of all experts in two parameters of one module: tha
 down. A layer calls the module with its tokens, the experts of each token, and the weights of their outputs.
 """
 
-import functools
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.family import Family
+from drot.model.mixins import Mixin, mix, unmix
 
 #: Prefix of the name of a module in the place of a parameter of experts, also in the tensor names of a
 #: checkpoint. transformers divides a tensor with the name of the parameter when it saves a model.
@@ -29,7 +29,7 @@ def gated(experts: nn.Module, family: Family, gate: Tensor, up: Tensor) -> Tenso
     return result
 
 
-class ReplacedExperts:
+class ReplacedExperts(Mixin):
     """Mixin in front of a family's class of experts, for a module some of whose parameters were replaced, or
     that holds R3.
 
@@ -41,8 +41,16 @@ class ReplacedExperts:
     """
 
     family: Family
-    names: tuple[str, str]
+    names: tuple[str, ...]
     transposed: bool
+    #: transformers draws parameters by their names unless a module says that it needs none
+    _is_hf_initialized = True
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        linears = [linear for linear in cls.family.linears if linear.expert == 0]
+        cls.names = tuple(dict.fromkeys(linear.path.rpartition(".")[2] for linear in linears))
+        cls.transposed = linears[0].transposed
 
     def forward(self: Any, hidden_states: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
         """hidden_states [tokens, d], chosen experts and their weights [tokens, k] -> [tokens, d]."""
@@ -77,29 +85,6 @@ class ReplacedExperts:
                 weight = getattr(self, name)[expert]
                 outputs.append(nn.functional.linear(rows, weight.T if self.transposed else weight, bias))
         return torch.cat(outputs)
-
-    def __reduce__(self) -> Any:
-        # pickle finds no class by name that was made at run time
-        return _new, (type(self).__bases__[1], self.family), self.__getstate__()
-
-
-def _new(stock_class: Any, family: Family) -> Any:
-    cls = _replaced_class(stock_class, family)
-    return cls.__new__(cls)
-
-
-@functools.cache
-def _replaced_class(stock_class: Any, family: Family) -> Any:
-    linears = [linear for linear in family.linears if linear.expert == 0]
-    attributes = {
-        "__module__": stock_class.__module__,
-        "family": family,
-        "names": tuple(dict.fromkeys(linear.path.rpartition(".")[2] for linear in linears)),
-        "transposed": linears[0].transposed,
-        # transformers draws parameters by their names unless a module says that it needs none
-        "_is_hf_initialized": True,
-    }
-    return type(stock_class.__name__, (ReplacedExperts, stock_class), attributes)
 
 
 def replace_weights(layer: nn.Module, family: Family, path: str, module: nn.Module) -> None:
@@ -136,11 +121,10 @@ def drop_down_rotation(experts: Any) -> None:
 
 def _replace_class(experts: Any, family: Family) -> None:
     if not isinstance(experts, ReplacedExperts):
-        stock_class: Any = type(experts)
-        experts.__class__ = _replaced_class(stock_class, family)
+        mix(experts, ReplacedExperts, family=family)
 
 
 def _restore_class(experts: Any) -> None:
     """Gives the experts their stock class if they hold nothing that it does not know."""
     if not any(hasattr(experts, name) for name in (DOWN_ROTATION, *(PACKED + one for one in experts.names))):
-        experts.__class__ = type(experts).__bases__[1]
+        unmix(experts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.library import impl, register_autograd, register_fake
 
-from drot.machine import extension as extension  # registers the schemas
+from drot.ops import extension as extension  # registers the schemas
 from drot.ops.polar_start import polar_start_ref
 from drot.ops.skew_momentum import skew_momentum_ref
 from drot.ops.spectral_step import spectral_step_ref

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.calibration.dense_reference import DenseReference
 from drot.calibration.hessian import Figure, InputHessian, at_once, diagonal_of
-from drot.calibration.layer_pass import LayerPass
+from drot.calibration.layer_pass import LayerPass, target_statistics
 from drot.checkpoint.dtypes import rounded
 from drot.config import PruningConfig, ResolvedRecipe
 from drot.core.errors import UserError
@@ -33,7 +32,7 @@ def prune_layer(
     layer_pass: LayerPass,
     recipe: ResolvedRecipe,
     *,
-    dense: DenseReference | None = None,
+    dense: LayerPass | None = None,
     rotation: LayerRotation | None = None,
     output_r1: Tensor | None = None,
     save_dtype: torch.dtype | None = None,
@@ -50,7 +49,7 @@ def prune_layer(
     fewest tokens, if they are fewer than its channels.
 
     layer_pass: a new pass through the layer. Afterwards it can `advance` through the pruned layer.
-    dense: the layer before it is pruned, with its inputs in the dense model, for `target="dense"`.
+    dense: a pass of the dense model through the layer before it is pruned, for `target="dense"`.
     rotation: the rotation that was merged into the layer.
     output_r1: R1 [d, d] of the basis in which the layer writes; None if no rotation acts on what it writes.
     save_dtype: dtype of the saved weights; None rounds nothing. Errors are those before the rounding.
@@ -77,7 +76,7 @@ def prune_layer(
                     missing = torch.tensor(tokens, device=matrix.device) == 0
                     diagonal_of(matrix).masked_fill_(missing[:, None], 1.0)
             else:
-                statistics = dense.statistics(layer_pass, group)
+                statistics = target_statistics(layer_pass, dense, group)
                 if statistics.output_change is not None:
                     own = _own_rows(statistics.output_change, ranks)
                     statistics = dataclasses.replace(statistics, output_change=own)

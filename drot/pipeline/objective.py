@@ -74,7 +74,7 @@ def layer_objective(
         objective=recipe.rotation.objective,
         sparsity=sparsity,
         product_dtype=getattr(torch, recipe.rotation.product_dtype),
-        blocks=recipe.rotation.equal_blocks,
+        blocks=recipe.rotation.blocks,
         down_block=down_block,
         fixed_r1=fixed_r1,
         keeps_ones=layer.family.layer_norm,

@@ -9,12 +9,12 @@ from being all of the loss.
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from drot.calibration.stream import CalibrationStream
+from drot.checkpoint.records import RecoveryRecord
 from drot.config import RecoveryConfig
 from drot.core.errors import UserError
 from drot.model.layer import DecoderLayer
@@ -28,24 +28,6 @@ SMALLEST_SQUARE = 1e-6
 
 #: Progress callback: (step, steps, loss on the held-out sequences).
 OnEpoch = Callable[[int, int, float], None]
-
-
-@dataclass(frozen=True)
-class RecoveryRecord:
-    """The record of one layer's recovery. An error is a mean of ‖y - t‖² / ‖t‖² over tokens.
-
-    error_before, error_after: the error on the held-out sequences, before and after.
-    best_epoch: the number of epochs after which the weights were kept; 0 keeps the weights as pruned.
-    train_curve: the mean error on the trained sequences in each epoch.
-    held_out_curve: the error on the held-out sequences after each epoch.
-    """
-
-    error_before: float
-    error_after: float
-    best_epoch: int
-    seconds: float
-    train_curve: list[float] = field(repr=False)
-    held_out_curve: list[float] = field(repr=False)
 
 
 @torch.enable_grad()  # the caller may have turned gradients off

@@ -1,6 +1,5 @@
 """The steps of a run over one layer, in the order in which `run.py` takes them."""
 
-import dataclasses
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.machine.products import merging_dtype
@@ -134,7 +132,7 @@ def prune(run: RunContext, work: LayerWork) -> None:
         work.record["linears"], work.maps = prune_layer(
             work.layer_pass,
             run.recipe,
-            dense=DenseReference(dense) if dense is not None and to_dense else None,
+            dense=dense if to_dense else None,
             rotation=work.rotation,
             output_r1=work.output_r1,
             save_dtype=run.save_dtype,
@@ -157,7 +155,7 @@ def recover(run: RunContext, work: LayerWork) -> None:
     with run.during("recover", work.layer):
         record = recover_layer(work.layer, work.stream, work.dense, run.recipe.recovery, on_epoch)
         round_weights(work.layer, run.save_dtype)
-    work.record["recovery"] = dataclasses.asdict(record)
+    work.record["recovery"] = record.model_dump()
 
 
 def advance(run: RunContext, work: LayerWork) -> None:

@@ -71,11 +71,8 @@ def check_recipe(
                 f"takes no R3; got {rotation.down_block}"
             )
         check_down_block(rotation.down_block, *down_widths(config))
-    if isinstance(blocks, int) and hidden % blocks:
+    if hidden % blocks:
         raise UserError(f"`blocks` must divide the hidden size {hidden}; got {blocks}")
-    if not isinstance(blocks, int) and sum(blocks) != hidden:
-        got = f"{list(blocks)} with the sum {sum(blocks)}"
-        raise UserError(f"`blocks` must add up to the hidden size {hidden}; got {got}")
 
 
 def _check_ranks(config: Any, recipe: ResolvedRecipe, ranks: Ranks) -> None:

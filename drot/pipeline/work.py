@@ -193,7 +193,7 @@ def evaluation(
     sizes: Sizes, recipe: ResolvedRecipe, roles: Collection[str], *, gradients: bool = True
 ) -> float:
     """One evaluation of a layer's loss, of which the linears `roles` are pruned."""
-    head, block = sizes.heads.head_dim, sizes.hidden // recipe.rotation.equal_blocks
+    head, block = sizes.heads.head_dim, sizes.hidden // recipe.rotation.blocks
     blocks = {"r1": block, "r2": head, "r3": recipe.rotation.down_block or 0}
     total = 0.0
     for linear in (linear for group in sizes.groups for linear in group.linears if linear.name in roles):
@@ -219,8 +219,8 @@ def optimizer_step(
     """
     rotation = recipe.rotation
     products = FAST_PRODUCTS[rotation.objective] if rotation.optimizer == "fast" else PAPER_PRODUCTS
-    hidden, head, blocks = sizes.hidden, sizes.heads.head_dim, rotation.blocks
-    r1 = sum(b**3 for b in blocks) if isinstance(blocks, tuple) else hidden * (hidden // blocks) ** 2
+    hidden, head = sizes.hidden, sizes.heads.head_dim
+    r1 = hidden * (hidden // rotation.blocks) ** 2
     own = len(layers) * sizes.heads.kv_heads * head**3
     own += sum(map(sizes.down_inputs, layers)) * (rotation.down_block or 0) ** 2
     return products * 2.0 * (r1 + share * own)

@@ -1,10 +1,11 @@
-"""The pruning of one weight by the method and the solver of a recipe."""
+"""The pruning of one weight by the method and the solver of a recipe, and towards the dense model."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
 
-from drot.calibration.hessian import Figure, InputHessian, diagonal_of
+from drot.calibration.hessian import Figure, HessianFactor, InputHessian, diagonal_of
+from drot.calibration.layer_pass import TargetStatistics
 from drot.config import PruningConfig
 from drot.machine.ranks import ALONE, Ranks
 from drot.pruning.magnitude import prune_magnitude
@@ -112,3 +113,24 @@ def _sweep(
         total=total,
         ranks=ranks,
     )
+
+
+def dense_target(
+    weight: Tensor, statistics: TargetStatistics, factor: HessianFactor, *, share: float
+) -> Tensor:
+    """T = W + share · (W C) (H + D)⁻¹ or W + share · E (H + D)⁻¹ [out, in], in fp32 at least.
+
+    D is the damping of `factor`. With share 1 and D = 0, T x is the least-squares fit of the dense model's
+    W x_dense, or of what it leaves in the residual stream. (GPTAQ, arXiv 2504.02692, has the term W C; the
+    term E is ours.)
+
+    weight: W [out, in], any float dtype. statistics: H, and C or E. factor: of H.
+    share: the share of the way from W to the fit, in [0, 1].
+    """
+    hinv = factor.hinv
+    target = weight.to(hinv.dtype, copy=True)
+    change = statistics.output_change
+    if change is None:
+        assert statistics.input_change is not None
+        change = target @ statistics.input_change
+    return target.addmm_(change @ hinv.T, hinv, alpha=share)

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from drot.config import ResolvedRotation
 from drot.core.errors import UserError
+from drot.machine.graph import GraphedStep, capture_for
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.rotation import LayerRotation, around_ones, orthogonality_error, reorthogonalize
-from drot.rotation.graph import GraphedStep, capture_for
 from drot.rotation.objective import LayerObjective
 from drot.rotation.optimizers import OPTIMIZERS, FastOptimizer
 
@@ -49,29 +49,18 @@ class TrainingRecord:
 
 
 class _R1Parameters:
-    """The `count` matrices that are optimised for R1: R1 [n, b, b], or [1, b, b] for each unequal block.
+    """The `count` matrices that are optimised for R1 [n, b, b]: itself, or none if R1 is fixed.
 
-    None is optimised if R1 is fixed, and stays as it starts. With `keeps_ones` each block is H P H
-    (`around_ones`), and P is optimised, of which the gradient leaves the first row and column as they are.
+    With `keeps_ones` each block is H P H (`around_ones`), and P is optimised, of which the gradient leaves
+    the first row and column as they are.
     """
 
-    def __init__(
-        self, start: Tensor, blocks: int | tuple[int, ...], *, fixed: bool = False, keeps_ones: bool = False
-    ) -> None:
-        size = start.shape[0] * start.shape[1]
+    def __init__(self, start: Tensor, *, fixed: bool = False, keeps_ones: bool = False) -> None:
         self._fixed, self.keeps_ones = start if fixed else None, keeps_ones
-        self.sizes = blocks if isinstance(blocks, tuple) else None
-        if self.sizes and sum(self.sizes) != size:
-            raise UserError(f"`blocks` must add up to the hidden size {size}, got {self.sizes}")
-        self.count = 0 if fixed else len(self.sizes) if self.sizes else 1
+        self.count = 0 if fixed else 1
 
     def split(self, r1: Tensor) -> list[Tensor]:
-        if self._fixed is not None:
-            return []
-        if not self.sizes:
-            return [r1]
-        stops = itertools.accumulate(self.sizes)
-        return [r1[:, s - size : s, s - size : s] for size, s in zip(self.sizes, stops, strict=True)]
+        return [r1][: self.count]
 
     def gradients(self, r1: Tensor) -> list[Tensor]:
         """The gradient in each of the matrices, from the gradient in R1."""
@@ -86,9 +75,7 @@ class _R1Parameters:
         """R1 of the matrices. At the identity it is the inverse of `split`."""
         if self._fixed is not None:
             return self._fixed
-        if self.keeps_ones:
-            matrices = [around_ones(matrix) for matrix in matrices]
-        return torch.block_diag(*(matrix[0] for matrix in matrices))[None] if self.sizes else matrices[0]
+        return around_ones(matrices[0]) if self.keeps_ones else matrices[0]
 
 
 class _SummedObjective:
@@ -199,9 +186,7 @@ class _Training:
         self.steps = 0 if all(objective.empty for objective in objectives) else config.steps
         self.trained = [i for i, objective in enumerate(objectives) if not (self.steps and objective.empty)]
         eye = objectives[0].identity()[0].to(device)
-        self._r1 = _R1Parameters(
-            eye, config.blocks, fixed=objectives[0].fixed_r1, keeps_ones=objectives[0].keeps_ones
-        )
+        self._r1 = _R1Parameters(eye, fixed=objectives[0].fixed_r1, keeps_ones=objectives[0].keeps_ones)
         trained = [objectives[index] for index in self.trained]
         own = [[matrix.to(device) for matrix in objective.own_identity()] for objective in trained]
         self.start = [*self._r1.split(eye), *itertools.chain(*own)]

@@ -11,7 +11,6 @@ vLLM's decoder layers return the MLP's output and the residual r before they are
 stock forward followed by r ← r Q, and `input` is h ← h Q followed by the stock forward.
 """
 
-import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -29,6 +28,7 @@ from drot.config import BoundaryPlace
 from drot.core.errors import UserError
 from drot.model.block_rotation import DOWN_ROTATION, BlockRotation
 from drot.model.boundary import NORM_PREFIX, ROTATION_MODULE
+from drot.model.mixins import mix
 from drot.model.rotation import Bases
 
 SILU = nn.SiLU()  # the activation of all MLPs here; vLLM refuses another one for these families
@@ -70,12 +70,6 @@ class RotatedLayer:
         return output, residual
 
 
-@functools.cache
-def _with(mixin: Any, stock_class: Any) -> Any:
-    """`mixin` in front of `stock_class`, under the name of `stock_class`."""
-    return type(stock_class.__name__, (mixin, stock_class), {"__module__": stock_class.__module__})
-
-
 def add_boundary_rotation(layer: Any, place: BoundaryPlace, size: int) -> None:
     """Adds an uninitialised Q [size, size] to a decoder layer. Its weight is Qᵀ, on each rank the whole.
 
@@ -90,8 +84,7 @@ def add_boundary_rotation(layer: Any, place: BoundaryPlace, size: int) -> None:
     rotation = ReplicatedLinear(size, size, bias=False, return_bias=False)
     setattr(layer, ROTATION_MODULE, rotation)
     layer.boundary_place = place
-    stock_class: Any = type(layer)
-    layer.__class__ = _with(RotatedLayer, stock_class)
+    mix(layer, RotatedLayer)
 
 
 def add_down_rotation(mlp: Any, width: int, size: int) -> None:
@@ -115,8 +108,7 @@ def add_down_rotation(mlp: Any, width: int, size: int) -> None:
 
     rotation.weight.weight_loader = load  # type: ignore[attr-defined]
     setattr(mlp, DOWN_ROTATION, rotation)
-    stock_class: Any = type(mlp)
-    mlp.__class__ = _with(RotatedMLP, stock_class)
+    mix(mlp, RotatedMLP)
 
 
 class DrotModel:

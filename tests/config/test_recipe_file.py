@@ -10,7 +10,7 @@ from drot.config import CalibrationConfig, PruningConfig, Recipe, RecoveryConfig
 from drot.core.errors import UserError
 
 RICH = Recipe(
-    rotation=RotationConfig(mode="layer", blocks=(24, 8), steps=7, lr=1e-3, hessians="dense"),
+    rotation=RotationConfig(mode="layer", blocks=2, steps=7, lr=1e-3, hessians="dense"),
     pruning=PruningConfig(
         sparsity=1 / 3, keep=("layers.0.*",), sparsity_of={"down_proj": "4:8", "q_proj": 0.123456789}
     ),

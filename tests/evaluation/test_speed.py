@@ -11,7 +11,6 @@ import drot
 from drot.checkpoint.quantization_config import DrotConfig
 from drot.cli import app as cli
 from drot.config import CalibrationConfig, PruningConfig, Recipe, RotationConfig
-from drot.evaluation import cases as rates
 from drot.evaluation import speed, timing, variants
 from drot.evaluation.timing import Replay, Timing, interleaved, replayed
 from drot.evaluation.variants import (
@@ -132,8 +131,8 @@ def test_shape(monkeypatch, capsys):
 def test_few_repetitions_give_no_verdict(monkeypatch, capsys):
     monkeypatch.setitem(variants.SHAPES, "tiny", TINY)
     one = Timing(1.0, 1.0, 1.0), Timing(0.1, 0.1, 0.1)
-    assert [rates.verdict(*one, repeats) for repeats in (1, 2)] == ["too few repeats"] * 2
-    assert rates.verdict(*one, 3) == "faster than dense"
+    assert [speed.verdict(*one, repeats) for repeats in (1, 2)] == ["too few repeats"] * 2
+    assert speed.verdict(*one, 3) == "faster than dense"
     assert cli.run(["bench", "--shape", "tiny", "--batch", "1", "--repeats", "1", "--device", "cpu"]) == 0
     assert "too few repeats" in (out := capsys.readouterr().out)
     assert "than dense" not in out and "as fast" not in out
@@ -183,7 +182,7 @@ def test_shapes_are_models(name):
     ],
 )
 def test_verdict(p20, median, p80, words):
-    assert rates.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
+    assert speed.verdict(Timing(0.99, 1.0, 1.01), Timing(p20, median, p80), repeats=3) == words
 
 
 @pytest.mark.parametrize("down", [None, 16])

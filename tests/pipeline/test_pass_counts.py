@@ -12,7 +12,6 @@ from small_models import random_rotations, random_tokens, small_model
 
 import drot
 from drot.calibration import hessian as hessians
-from drot.calibration.dense_reference import DenseReference
 from drot.calibration.layer_pass import LayerPass
 from drot.calibration.stream import CalibrationStream
 from drot.config import resolve
@@ -168,7 +167,7 @@ def test_the_operations_of_a_pruned_layer_are_those_of_the_formulas(monkeypatch)
         dense = pass_of(model.layers[0].copy(), stream.copy(), fixed=True)
         layer_pass = pass_of(model.layers[0], stream)
         rotation = random_rotations(model.model)[0] if rotated else None
-        to_dense = DenseReference(dense) if chosen.pruning.target == "dense" else None
+        to_dense = dense if chosen.pruning.target == "dense" else None
 
         def work():
             prune_layer(layer_pass, chosen, dense=to_dense, rotation=rotation)

@@ -193,7 +193,6 @@ def test_mistakes_raise_user_errors(tmp_path):
         (recipe(sparsity="5:20", block_size=20), "needs dimensions that are multiples of 20"),
         (recipe(sparsity="2:32", block_size=32), "needs dimensions that are multiples of 32"),
         (recipe(blocks=3), "`blocks` must divide"),
-        (recipe(blocks=(30, 4)), "`blocks` must add up to"),
     ],
 )
 def test_a_recipe_that_does_not_fit_is_refused_before_the_weights_are_read(chosen, message, tmp_path):
@@ -245,7 +244,7 @@ def test_a_run_that_stops_before_its_first_layer_leaves_nothing(tmp_path, caplog
     with pytest.raises(KeyboardInterrupt):
         prune(out=out, progress=crash)
     assert not list(tmp_path.iterdir())
-    prune(chosen=recipe(blocks=(8, 24)), out=out, resume=True)
+    prune(chosen=recipe(blocks=2), out=out, resume=True)
     assert "holds no unfinished run: the run starts at the first layer" in caplog.text
     (tmp_path / "torn.partial").mkdir()
     (tmp_path / "torn.partial" / "run.json").write_text('{"model": ')

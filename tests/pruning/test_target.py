@@ -4,9 +4,8 @@ import pytest
 import torch
 from small_models import random_tokens, small_model
 
-from drot.calibration.dense_reference import DenseReference, TargetStatistics
 from drot.calibration.hessian import factorize
-from drot.calibration.layer_pass import LayerPass
+from drot.calibration.layer_pass import LayerPass, TargetStatistics, target_statistics
 from drot.calibration.stream import CalibrationStream
 from drot.model.decoder import DecoderModel
 from drot.pruning import dense_target
@@ -43,9 +42,9 @@ def test_statistics_are_those_of_the_tokens(family, name):
         linear.weight.mul_(torch.rand_like(linear.weight) > 0.5)
     stream = CalibrationStream.embed(model, random_tokens(3, 10), torch.device("cpu"))
     inputs = CalibrationStream(stream.hidden_states + 0.1, stream.layer_kwargs)
-    reference = DenseReference(LayerPass(dense_layer, inputs, fixed=True))
+    dense = LayerPass(dense_layer, inputs, fixed=True)
     dense_states = inputs.hidden_states.clone()  # the stream of a fixed layer advances with its last group
-    found = reference.statistics(LayerPass(layer, stream), layer.linears[name].group)
+    found = target_statistics(LayerPass(layer, stream), dense, layer.linears[name].group)
 
     def pass_through(layer, states):
         seen = {}
@@ -76,8 +75,8 @@ def test_without_a_difference_the_target_is_the_weight():
     model = DecoderModel(small_model("llama"))
     layer = model.layers[0]
     stream = CalibrationStream.embed(model, random_tokens(3, 10), torch.device("cpu"))
-    reference = DenseReference(LayerPass(layer.copy(), stream.offloaded_copy(), fixed=True))
+    dense = LayerPass(layer.copy(), stream.offloaded_copy(), fixed=True)
     down = layer.linears["down_proj"]
-    statistics = reference.statistics(LayerPass(layer, stream), down.group)
+    statistics = target_statistics(LayerPass(layer, stream), dense, down.group)
     target = dense_target(down.weight, statistics, factorize(statistics.hessian, 0.01), share=1.0)
     torch.testing.assert_close(target, down.weight, rtol=1e-5, atol=1e-5)

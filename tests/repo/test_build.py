@@ -86,13 +86,12 @@ def test_unusable_extension_names_the_build_command(
     native: ImportError | dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if isinstance(native, dict):
-        monkeypatch.setattr(drot, "_C", SimpleNamespace(build_info=lambda: native))
+        monkeypatch.setitem(sys.modules, "drot._C", SimpleNamespace(build_info=lambda: native))
     else:
-        monkeypatch.delattr(drot, "_C")
         monkeypatch.delitem(sys.modules, "drot._C")
         monkeypatch.setattr(sys, "meta_path", [Broken(native), *sys.meta_path])
     with pytest.raises(ImportError, match=f"^drot's native extension {reason}") as caught:
-        runpy.run_path(str(PACKAGE / "machine/extension.py"))
+        runpy.run_path(str(PACKAGE / "ops/extension.py"))
     assert "pip install --no-build-isolation ." in str(caught.value)
 
 

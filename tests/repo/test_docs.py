@@ -204,7 +204,7 @@ def test_the_messages_that_the_page_quotes_exist() -> None:
     code = "\n".join(file.read_text(encoding="utf-8") for file in sources)
     code = re.sub(r'"\s+f?"', "", code)  # the parts of a message over several lines
     for message in messages:
-        # drot/machine/extension.py puts its four reasons behind the same words
+        # drot/ops/extension.py puts its four reasons behind the same words
         for part in message.removeprefix("drot's native extension ").split("…"):
             assert part.strip() in code, message
 

@@ -10,8 +10,9 @@ from test_objective import build, make_layer
 from torch import Tensor
 
 from drot.config import Recipe, resolve
-from drot.rotation import graph, optimizers, train
-from drot.rotation.graph import WARM_UP, GraphedStep, Step
+from drot.machine import graph
+from drot.machine.graph import WARM_UP, GraphedStep, Step
+from drot.rotation import optimizers, train
 from drot.rotation.train import train_rotation
 
 

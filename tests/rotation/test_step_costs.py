@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from drot.config import Recipe, Sparsity, resolve
+from drot.machine.graph import WARM_UP, GraphedStep, Step
 from drot.model.families import LLAMA
 from drot.model.sizes import HeadShape
 from drot.ops import skew_momentum
 from drot.rotation import importance, train
-from drot.rotation.graph import WARM_UP, GraphedStep, Step
 from drot.rotation.importance import LayerMetrics, Metric
 from drot.rotation.objective import LayerObjective
 

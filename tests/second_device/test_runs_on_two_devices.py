@@ -45,7 +45,7 @@ def test_the_cpus_bytes(settings):
     [
         ("fast", dict(objective="entropy", blocks=2)),
         ("fast", dict(mode="shared", layers_per_step=1)),
-        ("balanced", dict(method="wanda", sparsity="4:8", blocks=[8, 24])),
+        ("balanced", dict(method="wanda", sparsity="4:8", blocks=2)),
         ("best", dict(hessians="dense", boundary="residual", recover="block")),
     ],
     ids=str,

@@ -11,9 +11,9 @@ from device import graph, host_waits
 from runs import one_shot, prune
 
 from drot.machine import devices
+from drot.machine.graph import WARM_UP
 from drot.pipeline import training
 from drot.rotation import train
-from drot.rotation.graph import WARM_UP
 
 STEPS = 40
 
@@ -32,7 +32,7 @@ def test_replays_give_the_bytes_of_calls(device, objective, tmp_path, monkeypatc
     with caplog.at_level(logging.WARNING, logger="drot"):
         replayed = rotations(tmp_path, device, objective=objective)
     assert not caplog.records
-    monkeypatch.setattr("drot.rotation.graph.supports_graphs", lambda device: False)
+    monkeypatch.setattr("drot.machine.graph.supports_graphs", lambda device: False)
     assert rotations(tmp_path, device, objective=objective) == replayed
 
 
@@ -66,7 +66,7 @@ def test_all_graphs_of_a_device_are_captured_on_one_stream(tmp_path, monkeypatch
 def test_a_failed_capture_changes_nothing_and_leaves_no_stream(tmp_path, monkeypatch, caplog):
     expected = rotations(tmp_path)
     total = train._SummedObjective.__call__
-    monkeypatch.setattr("drot.rotation.graph._failed", set())
+    monkeypatch.setattr("drot.machine.graph._failed", set())
 
     def reads_the_loss(self, *arguments: Any) -> Any:
         loss, gradients = total(self, *arguments)
@@ -92,7 +92,7 @@ def test_a_failed_capture_changes_nothing_and_leaves_no_stream(tmp_path, monkeyp
     ids=str,
 )
 def test_the_host_waits_at_every_tenth_step_only(settings, graphs, tmp_path, monkeypatch):
-    monkeypatch.setattr("drot.rotation.graph.supports_graphs", lambda device: graphs)
+    monkeypatch.setattr("drot.machine.graph.supports_graphs", lambda device: graphs)
     begins, counts = train._Training.entropy_steps, []
 
     def counted(self: train._Training) -> set[int]:  # the first that each step of the loop calls
@@ -114,7 +114,7 @@ def test_the_host_waits_at_every_tenth_step_only(settings, graphs, tmp_path, mon
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_training_leaves_no_memory_behind(graphs, monkeypatch, tmp_path):
     """Without Python's search for circles, which comes late."""
-    monkeypatch.setattr("drot.rotation.graph.supports_graphs", lambda device: graphs)
+    monkeypatch.setattr("drot.machine.graph.supports_graphs", lambda device: graphs)
     module, found = torch.get_device_module("second"), []
     train_rotation = training.train_rotation
 

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from drot.checkpoint.artifact.coding import decode
-from drot.checkpoint.artifact.container import Reader, tensors_of
+from drot.checkpoint.artifact.container import Reader
 from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
 from drot.checkpoint.artifact.tensors import DTYPES, at_positions, holds_weights, numbered, stored_names
 from drot.checkpoint.save import check_output
+from drot.checkpoint.source import tensors_of
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, silent

@@ -9,7 +9,6 @@
 | tensors/NAME/PIECE/PART   | parts of drot/checkpoint/artifact/coding.py; `positions` of a packed tensor    |
 """
 
-import json
 import math
 import struct
 import zipfile
@@ -159,32 +158,3 @@ class Reader(zipfile.ZipFile):
 def _matrix_bytes(matrix: Tensor) -> bytes:
     bits = matrix.float().contiguous().view(torch.int32).numpy().reshape(-1)
     return to_planes(bits.astype("int64") & 0xFFFFFFFF, torch.float32)
-
-
-def header_bytes(file: Path) -> bytes:
-    """The first bytes of a safetensors file, up to the first tensor."""
-    with file.open("rb") as handle:
-        start = handle.read(8)
-        return start + handle.read(struct.unpack("<Q", start)[0])
-
-
-def tensors_of(header: bytes, size: int) -> dict[str, tuple[str, list[int], int]]:
-    """Name → dtype by safetensors' name, shape, and position in the file, of each tensor of a file.
-
-    Raises ValueError, LookupError, TypeError, AttributeError or RecursionError for the header of another file
-    than of one of `size` bytes.
-    """
-    entries = json.loads(header[8:])
-    entries.pop("__metadata__", None)
-    places = sorted(tuple(entry["data_offsets"]) for entry in entries.values())
-    end = 0
-    for first, last in places:
-        if first != end or last < first:
-            raise ValueError(f"a tensor begins at byte {first}, where {end} was expected")
-        end = last
-    if len(header) + end != size:
-        raise ValueError(f"the tensors end at byte {len(header) + end} of {size}")
-    return {
-        name: (entry["dtype"], entry["shape"], len(header) + entry["data_offsets"][0])
-        for name, entry in entries.items()
-    }

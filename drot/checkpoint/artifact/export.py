@@ -13,7 +13,7 @@ from torch import Tensor
 
 from drot.checkpoint.artifact.apply import write_checkpoint
 from drot.checkpoint.artifact.coding import encode
-from drot.checkpoint.artifact.container import FORMAT_VERSION, INDEX, Reader, Writer, header_bytes, tensors_of
+from drot.checkpoint.artifact.container import FORMAT_VERSION, INDEX, Reader, Writer
 from drot.checkpoint.artifact.prediction import Prediction, open_source, predictions, reported
 from drot.checkpoint.artifact.rotations import rotations_in, spooled
 from drot.checkpoint.artifact.tensors import (
@@ -29,6 +29,7 @@ from drot.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from drot.checkpoint.opening import load_config
 from drot.checkpoint.quantization_config import boundary_of
 from drot.checkpoint.rotations import open_rotations
+from drot.checkpoint.source import header_bytes, tensors_of
 from drot.config import BoundaryPlace
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError

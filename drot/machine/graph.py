@@ -1,4 +1,4 @@
-"""A training step as one CUDA graph, so that a GPU does not wait for the launches of its kernels."""
+"""A step as one CUDA graph, so that a GPU does not wait for the launches of its kernels."""
 
 import functools
 import logging

@@ -2,21 +2,20 @@
 
 import torch
 
-from drot.core.version import __version__
+from drot.core.version import BUILD_COMMAND, __version__
 
-BUILD_COMMAND = "pip install --no-build-isolation ."
 BUILD_IN_PLACE = "python setup.py build_ext --inplace"
 
 
-def _load() -> dict[str, str]:
+def _check() -> None:
     advice = f"build it in the drot checkout with `{BUILD_COMMAND}` (in place: `{BUILD_IN_PLACE}`)"
     try:
-        from drot import _C
+        from drot._C import build_info
     except ImportError as error:
-        missing = "cannot import name '_C'" in str(error)
+        missing = isinstance(error, ModuleNotFoundError)
         reason = "is not built" if missing else f"does not load with torch {torch.__version__} ({error})"
         raise ImportError(f"drot's native extension {reason}: {advice}") from None
-    info = _C.build_info()
+    info = build_info()
     if info["version"] != __version__:
         raise ImportError(
             f"drot's native extension has version {info['version']}, but drot has version {__version__}: "
@@ -27,9 +26,6 @@ def _load() -> dict[str, str]:
             f"drot's native extension was built for torch {info['torch']}, but torch {torch.__version__} is "
             f"installed: {advice}"
         )
-    return info
 
 
-#: how the extension was built: version, torch, compiler, cuda, cuda_architectures, no_cuda_reason,
-#: cusparselt. A value is "" if it does not apply.
-BUILD_INFO = _load()
+_check()
