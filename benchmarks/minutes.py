@@ -49,9 +49,8 @@ from drot.machine.ranks import ALONE
 from drot.model.decoder import DecoderModel
 from drot.pipeline import events
 from drot.pipeline.distill import USED_SHARE
-from drot.pipeline.dry_run import without_weights
 from drot.pipeline.memory import distillation_memory
-from drot.pipeline.sizes import sizes_of
+from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.weigh import KEPT_SHARE, kept_layers
 
 #: Seconds until the first step: imports (6 on the machine of the tests), the text, the first use of the GPU.

@@ -16,8 +16,8 @@ from drot.cli import app as cli
 from drot.config import Recipe
 from drot.core.errors import UserError
 from drot.model.decoder import DecoderModel
-from drot.pipeline.dry_run import run_needs, without_weights
-from drot.pipeline.sizes import sizes_of
+from drot.pipeline.dry_run import run_needs
+from drot.pipeline.sizes import sizes_of, without_weights
 
 CPU = torch.device("cpu")
 FAMILIES = ["qwen3_moe", "mixtral", "glm4_moe", "gpt_oss", "qwen2_moe"]

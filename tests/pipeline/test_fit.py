@@ -10,7 +10,8 @@ from drot.checkpoint.opening import load_config
 from drot.cli import app as cli
 from drot.config import Recipe
 from drot.core.errors import UserError
-from drot.pipeline.dry_run import USED_SHARE, fitted, run_needs, without_weights
+from drot.pipeline.dry_run import USED_SHARE, fitted, run_needs
+from drot.pipeline.sizes import without_weights
 
 SIZES = dict(hidden_size=256, intermediate_size=256, num_hidden_layers=12, head_dim=32)
 HEADS = dict(num_attention_heads=8, num_key_value_heads=8)

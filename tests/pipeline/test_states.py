@@ -16,9 +16,8 @@ from drot.machine.ranks import Ranks
 from drot.machine.spool import Spool
 from drot.model.decoder import DecoderModel
 from drot.pipeline import states
-from drot.pipeline.dry_run import without_weights
 from drot.pipeline.memory import device_memory, main_memory, state_bytes
-from drot.pipeline.sizes import sizes_of
+from drot.pipeline.sizes import sizes_of, without_weights
 from drot.pipeline.states import place_of_states
 
 GPU = torch.device("cuda")
