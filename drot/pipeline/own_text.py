@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +33,8 @@ CACHE_SHARE = 0.5
 SUFFIX = ".jsonl"
 #: tokens of a sequence that is written
 SEQLEN = 512
-#: Tokens that are written for each that a run reads. Sequences are cut at random places, and those that train
-#: all layers together must hold other text than the calibration.
-WRITTEN = 2
+#: Tokens that are written for each that a run reads: what is tokenised again has others, mostly fewer.
+WRITTEN = 1.1
 
 
 def sample(
@@ -93,8 +93,8 @@ def write_own_text(
 ) -> None:
     """Writes the text that a run reads for the source `own`, unless `file` exists or the run reads none.
 
-    The text has WRITTEN times the tokens that the run reads, and its seed is that of the calibration. A model
-    that is named is loaded for it, and dropped.
+    The text has WRITTEN times the tokens that the run reads, also for the training of all layers together;
+    its seed is that of the calibration. A model that is named is loaded for it, and dropped.
 
     Raises UserError if the memory does not hold the model, and as `sample`.
 
@@ -102,7 +102,7 @@ def write_own_text(
     """
     text = recipe.calibration
     counts = (text.nsamples, recipe.recovery.distill_nsamples)
-    tokens = WRITTEN * sum(tokens_of(OWN, text, count) for count in counts)
+    tokens = math.ceil(WRITTEN * sum(tokens_of(OWN, text, count) for count in counts))
     if not tokens or file.exists():
         return
     seqlen = min(SEQLEN, positions_of(config) or SEQLEN)

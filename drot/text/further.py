@@ -9,7 +9,8 @@ from torch import Tensor
 
 from drot.config import CalibrationConfig
 from drot.core.events import Progress, silent
-from drot.text.source import load_calibration
+from drot.text.mixture import counts_of, texts_of
+from drot.text.source import load_calibration, spread
 
 #: what is added to the seed of the calibration
 SEED = 1_000_003
@@ -29,25 +30,26 @@ def load_further(
 ) -> Tensor:
     """Token ids [n, seqlen], n ≤ nsamples, from places of the text that no other sequence holds.
 
-    A short text gives fewer sequences, or none. Of a stream, more is read than the calibration read.
+    Several texts have the shares that they have in the calibration. A short text gives fewer sequences, or
+    none. Of a stream, more is read than the calibration read.
 
     settings: of the calibration. calibration: its token ids [m, seqlen]. own: as in `load_calibration`.
     """
-    seed, count = settings.seed + SEED, DRAWN * nsamples
-    drawn = load_calibration(
-        dataclasses.replace(settings, nsamples=count, seed=seed),
-        tokenizer,
-        progress,
-        own=own,
-        behind=len(calibration),
-    )
+    sources, shares = zip(*texts_of(settings.source), strict=True)
     known = {piece for row in _pieces(calibration, 1) for piece in row}
-    found: list[Tensor] = []
-    for sequence, pieces, all_pieces in zip(drawn, _pieces(drawn, PIECE), _pieces(drawn, 1), strict=True):
-        if len(found) < nsamples and sum(piece in known for piece in pieces) <= FOUND_SHARE * len(pieces):
-            found.append(sequence)
-            known.update(all_pieces)
-    return torch.stack(found) if found else drawn[:0]
+    behind = counts_of(list(shares), len(calibration))
+    counts = counts_of(list(shares), nsamples, "distill_nsamples")
+    parts = []
+    for source, count, before in zip(sources, counts, behind, strict=True):
+        text = dataclasses.replace(settings, source=source, nsamples=DRAWN * count, seed=settings.seed + SEED)
+        drawn = load_calibration(text, tokenizer, progress, own=own, behind=before)
+        found: list[Tensor] = []
+        for sequence, pieces, all_pieces in zip(drawn, _pieces(drawn, PIECE), _pieces(drawn, 1), strict=True):
+            if len(found) < count and sum(piece in known for piece in pieces) <= FOUND_SHARE * len(pieces):
+                found.append(sequence)
+                known.update(all_pieces)
+        parts.append(torch.stack(found) if found else drawn[:0])
+    return spread(parts)
 
 
 def _pieces(rows: Tensor, step: int) -> list[list[int]]:

@@ -51,17 +51,17 @@ def load_calibration(
     """Token ids [nsamples, seqlen], int64, on the CPU, of the text of `settings`, whose seqlen is known.
 
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
-    position drawn from torch.Generator().manual_seed(seed). A text with fewer tokens than that is cut into
-    consecutive sequences, of which there are fewer, and a warning says so. Of a large file no more is read
-    than the sequences need (`LargeText`). Several texts each have their share of the sequences
-    (`drot.text.mixture`).
+    position drawn from torch.Generator().manual_seed(seed); those of the text `own` follow each other. A text
+    with fewer tokens than that is cut into consecutive sequences, of which there are fewer, and a warning
+    says so. Of a large file no more is read than the sequences need (`LargeText`). Several texts each have
+    their share of the sequences (`drot.text.mixture`).
 
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
     progress: receives the events of `read_text` and `tokenize`.
     own: the .jsonl file that is read for the source `own`.
-    behind: how many sequences were drawn before. As much more of the text is then read, and a text that is
-        too short gives fewer sequences without a warning or an error.
+    behind: how many sequences of each text were drawn before. As much more of the text is then read, and a
+        text that is too short gives fewer sequences without a warning or an error.
     """
     sources, shares = zip(*texts_of(settings.source), strict=True)
     counts = counts_of(list(shares), settings.nsamples)
@@ -69,8 +69,9 @@ def load_calibration(
     for source, count in zip(sources, counts, strict=True):
         of_text = dataclasses.replace(settings, source=source, nsamples=count)
         if source == OWN and own is not None:
-            of_text = dataclasses.replace(of_text, source=str(own), text_column=CalibrationConfig.text_column)
-        parts.append(_sequences(of_text, tokenizer, progress, behind))
+            parts.append(_of_own_text(own, of_text, tokenizer, progress, behind))
+        else:
+            parts.append(_sequences(of_text, tokenizer, progress, behind))
     return spread(parts)
 
 
@@ -133,6 +134,26 @@ def _sequences(settings: CalibrationConfig, tokenizer: Any, progress: Progress, 
         )  # fmt: skip
         return ids[: nsamples * seqlen].reshape(nsamples, seqlen)
     return draw_sequences(ids, nsamples=nsamples, seqlen=seqlen, seed=settings.seed)
+
+
+def _of_own_text(
+    file: Path, settings: CalibrationConfig, tokenizer: Any, progress: Progress, behind: int
+) -> Tensor:
+    """The sequences of the text that the model wrote for the run, behind the first `behind`."""
+    nsamples, seqlen = settings.nsamples, settings.seqlen
+    assert seqlen is not None
+    needed = (behind + nsamples) * seqlen
+    column = CalibrationConfig.text_column
+    text = read_text(str(file), "train", column, tokenizer, max_tokens=needed, progress=progress)
+    ids = tokenize(text, tokenizer, progress)
+    found = ids[: len(ids) // seqlen * seqlen].reshape(-1, seqlen)[behind : behind + nsamples]
+    if not len(found) and not behind:
+        raise UserError(
+            f"{file} must have more tokens than `seqlen`, {seqlen}; it has {len(ids)}: lower `seqlen`"
+        )
+    if len(found) < nsamples and not behind:
+        logger.warning("%s gives %d of %d sequences of %d tokens", file, len(found), nsamples, seqlen)
+    return found
 
 
 def large_text(settings: CalibrationConfig, tokenizer: Any, progress: Progress) -> LargeText | None:

@@ -136,26 +136,28 @@ def rows_of(folder):
 
 
 def test_a_run_reads_half_of_its_tokens_from_the_model(made, tmp_path):
-    """The file lies in the checkpoint, and stands for `own` in other runs."""
+    """In sequences that follow each other, beside as many at random places of the other text."""
     chosen = recipe(made)
     result = prune(made, tmp_path / "out", chosen)
     assert result.manifest.recipe.calibration.source == chosen.calibration.source
     assert OWN in read_manifest(tmp_path / "out").files
-    named = chosen.replace(source=f"{made}/text.txt,{tmp_path}/out/{OWN}").calibration
-    read = load_calibration(named, load_tokenizer(made / "model"))
-    assert read.shape == (4, 48) and result.manifest.calibration.sha256 == calibration_hash(read)
+    tokenizer = load_tokenizer(made / "model")
+    whole = tokenizer("\n\n".join(rows_of(tmp_path / "out")), add_special_tokens=False).input_ids
+    other = load_calibration(chosen.replace(source=f"{made}/text.txt", nsamples=2).calibration, tokenizer)
+    both = torch.stack([other[0], torch.tensor(whole[:48]), other[1], torch.tensor(whole[48:96])])
+    assert result.manifest.calibration.sha256 == calibration_hash(both)
     other = prune(made, tmp_path / "other", recipe(made, seed=1))
     assert other.manifest.calibration.shape == [4, 48] and rows_of(tmp_path / "other") != rows_of(
         tmp_path / "out"
     )
 
 
-def test_twice_the_tokens_are_written_that_a_run_reads(made, tmp_path, monkeypatch):
+def test_a_tenth_more_is_written_than_a_run_reads(made, tmp_path, monkeypatch):
     """Also for the training of all layers together, whose sequences hold other text."""
     monkeypatch.setattr("drot.pipeline.own_text.SEQLEN", 32)
     chosen = recipe(made, distill_epochs=1, nsamples=8, seqlen=40, distill_nsamples=4)
     result = prune(made, tmp_path / "out", chosen)
-    assert len(rows_of(tmp_path / "out")) == 2 * (4 + 2) * 40 / 32
+    assert len(rows_of(tmp_path / "out")) == 9  # 1.1 * (4 + 2) * 40 / 32
     assert result.manifest.recipe.recovery.distill_nsamples == 4 and result.manifest.distillation
 
 

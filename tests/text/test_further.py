@@ -1,10 +1,12 @@
 """The sequences for the training after the pruning: none holds text of the calibration or of another."""
 
+import dataclasses
 import itertools
 
 import pytest
 import torch
 
+import drot
 from drot.config import CalibrationConfig
 from drot.text.further import load_further
 from drot.text.source import load_calibration
@@ -58,3 +60,24 @@ def test_a_large_file(tmp_path, monkeypatch):
     calibration, further = drawn(tmp_path / "text.txt", 20_000, 8)
     assert further.shape == (8, 64)
     assert all(shared(one, other) < 24 for one in further for other in calibration)
+
+
+def test_several_texts_keep_their_shares(tmp_path):
+    """Also where one of them has little more than what is wanted of it."""
+    (tmp_path / "a.txt").write_text(" ".join(map(str, range(20_000))))
+    (tmp_path / "b.txt").write_text(" ".join(map(str, range(20_000, 30_000))))
+    settings = CalibrationConfig(source=f"{tmp_path}/a.txt=3,{tmp_path}/b.txt", nsamples=16, seqlen=64)
+    calibration = load_calibration(settings, Numbers())
+    further = load_further(settings, 8, calibration, Numbers())
+    assert (further[:, 0] >= 20_000).tolist() == [False, False, True, False, False, False, True, False]
+    assert all(shared(one, other) < 24 for one in further for other in calibration)
+
+
+def test_the_text_of_a_model_is_read_in_order(tmp_path):
+    (tmp_path / "own.jsonl").write_text(f'{{"text": "{" ".join(map(str, range(1000)))}"}}\n')
+    settings = CalibrationConfig(source="own", nsamples=4, seqlen=100)
+    calibration = load_calibration(settings, Numbers(), own=tmp_path / "own.jsonl")
+    further = load_further(settings, 8, calibration, Numbers(), own=tmp_path / "own.jsonl")
+    assert torch.equal(torch.cat([calibration, further]).flatten(), torch.arange(1000))
+    with pytest.raises(drot.UserError, match="has 1000: lower `seqlen`"):
+        load_calibration(dataclasses.replace(settings, seqlen=2000), Numbers(), own=tmp_path / "own.jsonl")
