@@ -250,6 +250,7 @@ def test_options_in_the_text_exist() -> None:
         "--ranks",
         "--kills",
         "--family",
+        "--without",
         "--minutes",
         "--nnodes",
         "--nproc-per-node",
