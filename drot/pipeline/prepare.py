@@ -1,12 +1,7 @@
 """The beginning of a run: resolves the recipe, and loads the calibration tokens and the model."""
 
-import contextlib
-import dataclasses
 import logging
-import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +14,8 @@ from drot.checkpoint.load import load_model, load_tokenizer
 from drot.checkpoint.manifest import MANIFEST, read_manifest
 from drot.checkpoint.offload import open_skeleton
 from drot.checkpoint.opening import load_config
-from drot.checkpoint.resume import OWN_TEXT
 from drot.checkpoint.source import gguf_file
 from drot.config import Recipe, ResolvedRecipe, resolve
-from drot.config.resolve import GIVEN_TOKENS
 from drot.core.checks import is_a, is_callable
 from drot.core.errors import UserError
 from drot.core.events import Progress, ProgressEvent
@@ -30,12 +23,9 @@ from drot.machine.devices import computing_dtype, is_gpu, parse_dtype, pick_devi
 from drot.machine.ranks import ALONE, Ranks
 from drot.model.families import family_of
 from drot.model.sizes import positions_of
-from drot.pipeline.batches import held_out_sequences
 from drot.pipeline.context import RunContext
-from drot.pipeline.own_text import write_own_text
-from drot.pipeline.validation import check_config, check_recipe, check_seqlen, check_tokens, down_width
-from drot.text.further import load_further
-from drot.text.source import as_token_ids, check_sources, load_calibration
+from drot.pipeline.tokens import TextReader, given_tokens
+from drot.pipeline.validation import check_config, check_recipe, down_width
 
 logger = logging.getLogger("drot")
 
@@ -140,7 +130,7 @@ def prepare(
     is_callable("progress", progress)
     # a mistake in a dtype is found before the text is read
     dtype, save_dtype = parsed_dtype("dtype", dtype), parsed_dtype("save_dtype", save_dtype)
-    tokens, further = _given_tokens(calibration, distillation)
+    tokens, further = given_tokens(calibration, distillation)
     planned = ranks.one_after_the_other(
         lambda: plan(
             model,
@@ -158,23 +148,11 @@ def prepare(
         source = getattr(config, "_name_or_path", "")
     else:
         source, tokenizer = str(model), tokenizer or load_tokenizer(model)
-    write_own = partial(
-        write_own_text, recipe=resolved, model=model, tokenizer=tokenizer, config=config,
-        device=planned.device, dtype=dtype, progress=progress,
+    reader = TextReader(
+        model=model, tokenizer=tokenizer, config=config, device=planned.device, dtype=dtype,
+        progress=progress, ranks=ranks, own_text=own_text,
     )  # fmt: skip
-    with tempfile.TemporaryDirectory() if own_text is None else contextlib.nullcontext("") as temporary:
-        file = Path(temporary, OWN_TEXT) if own_text is None else own_text
-        if tokens is None and (measures or resolved.reads_calibration):
-            read = partial(_read_text, resolved, tokenizer, config, progress, file, write_own)
-            tokens = ranks.on_first(read)
-        elif tokens is None:
-            tokens = torch.empty(0, 1, dtype=torch.long)  # no sequences
-        check_tokens(tokens, config)
-        if measures or not resolved.recovery.distill_epochs:
-            further = None
-        else:
-            make = partial(_with_further, resolved, further, tokens, tokenizer, config, progress, file, ranks)
-            resolved, further = ranks.on_first(make)
+    resolved, tokens, further = reader.read(resolved, tokens, further, measures=measures)
     weights = None
     if not isinstance(model, PreTrainedModel):  # after the text, in which a mistake is found sooner
         progress(ProgressEvent(phase="load"))
@@ -207,16 +185,6 @@ def _own_device(name: str | torch.device, ranks: Ranks) -> torch.device:
     return device
 
 
-def _given_tokens(calibration: Any, distillation: Any) -> tuple[Tensor | None, Tensor | None]:
-    """The token ids that a caller gives in place of a text. Raises UserError for what are none."""
-    is_a("calibration", calibration, Tensor, or_none=True)
-    is_a("distillation", distillation, Tensor, or_none=True)
-    if calibration is None and distillation is not None:
-        raise UserError("`distillation` needs `calibration`: give both token ids, or let drot read both")
-    tokens, further = (None if ids is None else as_token_ids(ids) for ids in (calibration, distillation))
-    return tokens, further
-
-
 def parsed_dtype(argument: str, dtype: str | torch.dtype) -> str | torch.dtype:
     """The dtype with a name; `auto` as it is. Raises UserError for what is no dtype."""
     is_a(argument, dtype, str, torch.dtype)
@@ -232,69 +200,6 @@ def _load(model: str | Path, dtype: str | torch.dtype, config: Any) -> tuple[Pre
     if dtype != "auto":
         cast_weights(loaded, parse_dtype(dtype))
     return loaded, own
-
-
-def _read_text(
-    recipe: ResolvedRecipe,
-    tokenizer: Any,
-    config: Any,
-    progress: Progress,
-    own: Path,
-    write_own: Callable[[Path], None],
-) -> Tensor:
-    """The tokens [nsamples, seqlen] of the recipe's calibration text, after `write_own` of the file `own`."""
-    text = recipe.calibration
-    if tokenizer is None:
-        raise UserError("a loaded model needs `tokenizer`, or token ids as `calibration`; got neither")
-    if text.source == GIVEN_TOKENS:
-        raise UserError(
-            "the run of this recipe was calibrated on token ids that a Python program gave: name a text as "
-            "`source`, or give the token ids as `calibration`"
-        )
-    check_seqlen(text.seqlen, config)  # before the text is tokenised, which may take a minute
-    check_sources(text.source)  # before the model writes one
-    write_own(own)
-    return load_calibration(text, tokenizer, progress, own=own)
-
-
-def _check_further(further: Tensor, tokens: Tensor, config: Any) -> None:
-    """Raises UserError for token ids of the training of all layers that do not fit the calibration."""
-    check_tokens(further, config)
-    if further.shape[1] != tokens.shape[1]:
-        raise UserError(
-            f"`distillation` must have sequences as long as `calibration` has, {tokens.shape[1]} tokens; "
-            f"got {further.shape[1]}"
-        )
-
-
-def _with_further(
-    recipe: ResolvedRecipe,
-    given: Tensor | None,
-    tokens: Tensor,
-    tokenizer: Any,
-    config: Any,
-    progress: Progress,
-    own: Path,
-    ranks: Ranks,
-) -> tuple[ResolvedRecipe, Tensor | None]:
-    """The recipe with the number of sequences for the training of all layers, and their tokens [n, seqlen].
-
-    Without the training, and without tokens, if the text has too few that the calibration does not hold.
-    """
-    if given is not None:
-        _check_further(given, tokens, config)
-        return recipe, given
-    wanted = recipe.recovery.distill_nsamples
-    found = load_further(recipe.calibration, wanted, tokens, tokenizer, progress, own)
-    count = len(found) if len(found) - held_out_sequences(len(found)) >= ranks.size else 0
-    if count < wanted:
-        logger.warning(
-            "beside the calibration the text has %d of %d sequences for the training of all layers%s",
-            len(found), wanted, "" if count else ", which is left out",
-        )  # fmt: skip
-    epochs = recipe.recovery.distill_epochs if count else 0
-    recovery = dataclasses.replace(recipe.recovery, distill_nsamples=count, distill_epochs=epochs)
-    return dataclasses.replace(recipe, recovery=recovery), found if count else None
 
 
 def _refuse_pruned(folder: Path) -> None:

@@ -10,7 +10,7 @@ import drot
 from drot.config import resolve
 from drot.core.errors import UserError
 from drot.evaluation.evaluate import evaluate
-from drot.pipeline import prepare
+from drot.pipeline import tokens
 
 
 def recipe(mode="none", method="wanda", **fields):
@@ -55,7 +55,7 @@ def test_magnitude_without_a_rotation_reads_no_text(tmp_path, monkeypatch):
     def refuse(*args, **options):
         raise AssertionError("a text is read")
 
-    monkeypatch.setattr(prepare, "load_calibration", refuse)
+    monkeypatch.setattr(tokens, "load_calibration", refuse)
     result = drot.prune(model, recipe(method="magnitude"), device="cpu", out=tmp_path / "out")
     assert result.manifest.calibration.shape[0] == 0
     for layer in result.manifest.layers:
