@@ -111,12 +111,16 @@ def write_own_text(
         dtype = computing_dtype(dtype, device)
         _check_memory(config, device, dtype)
         model = load(model, device=device, dtype=dtype)
+    made = not file.parent.exists()
     with writing(file):
         file.parent.mkdir(exist_ok=True)
     try:
         _write(model.eval(), tokenizer, file, -(-tokens // seqlen), seqlen, text.seed, progress)
     except torch.OutOfMemoryError:
         raise _too_little_memory(device, "") from None
+    finally:
+        if made and not file.exists():
+            file.parent.rmdir()
     if loads:
         del model
         gc.collect()

@@ -82,6 +82,7 @@ class CellRunner:
         #: the calibration tokens of a text, and those of the training of all layers by their number
         self.calibration: dict[CalibrationConfig, Tensor] = {}
         self.distillation: dict[tuple[CalibrationConfig, int], Tensor] = {}
+        self.own_text: dict[CalibrationConfig, Path] = {}
         recipes = [cell.resolved for cell in cells if cell.resolved.reads_calibration]
         for recipe in sorted(recipes, key=lambda recipe: -recipe.recovery.distill_nsamples):
             self._read_calibration(recipe)
@@ -95,19 +96,22 @@ class CellRunner:
         The first recipe with a calibration that the model writes must be the one that reads most of it.
         """
         text, further = recipe.calibration, recipe.recovery.distill_nsamples
-        file = self.out / f"{Path(OWN_TEXT).stem}_{json_digest(values_of(text))[:KEY_DIGITS]}.jsonl"
         if text not in self.calibration:
+            key = json_digest([values_of(text), further])[:KEY_DIGITS]
+            self.own_text[text] = self.out / f"{Path(OWN_TEXT).stem}_{key}.jsonl"
             check_seqlen(text.seqlen, self.config)
             check_sources(text.source)
             write_own_text(
-                file, recipe=recipe, model=self.model, tokenizer=self.tokenizer, config=self.config,
-                device=self.device, dtype=self.dtype, progress=self.progress,
+                self.own_text[text], recipe=recipe, model=self.model, tokenizer=self.tokenizer,
+                config=self.config, device=self.device, dtype=self.dtype, progress=self.progress,
             )  # fmt: skip
-            self.calibration[text] = load_calibration(text, self.tokenizer, self.progress, own=file)
+            self.calibration[text] = load_calibration(
+                text, self.tokenizer, self.progress, own=self.own_text[text]
+            )
         if further and (text, further) not in self.distillation:
             tokens = self.calibration[text]
             self.distillation[text, further] = load_further(
-                text, further, tokens, self.tokenizer, self.progress, file
+                text, further, tokens, self.tokenizer, self.progress, self.own_text[text]
             )
 
     def _measure_dense(self) -> Any:

@@ -215,6 +215,16 @@ def test_a_model_that_the_memory_does_not_hold_is_refused(tmp_path, monkeypatch)
     assert not list(tmp_path.iterdir())
 
 
+def test_a_model_that_gives_no_probabilities_leaves_nothing(made, tmp_path):
+    model = load(made / "model", device="cpu")
+    model.model.norm.weight.data.fill_(3e38)
+    model.save_pretrained(tmp_path / "broken")
+    load_tokenizer(made / "model").save_pretrained(tmp_path / "broken")
+    with pytest.raises(drot.UserError, match="in place of probabilities"):
+        drot.prune(tmp_path / "broken", recipe(), out=tmp_path / "out", device="cpu")
+    assert [path.name for path in tmp_path.iterdir() if path.suffix != ".lock"] == ["broken"]
+
+
 def test_only_a_run_knows_own(made, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert cli.run(["prune", str(MODEL), "--calibration", "own", "--dry-run", "--device", "cpu"]) == 0
