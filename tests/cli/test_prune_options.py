@@ -27,6 +27,14 @@ def test_defaults_are_those_of_the_recipe(calls, tmp_path):
     assert options["rotations"] is None and options["save_rotations_to"] is None
 
 
+def test_one_gpu_is_this_process(calls, tmp_path, monkeypatch):
+    """A rank that is alone could not tell that it is one, and would start another, without end."""
+    monkeypatch.setattr("drot.cli.ranks._launch", lambda arguments, count: pytest.fail("ranks are started"))
+    arguments = ["prune", "some-model", "--out", str(tmp_path / "out"), "--device", "cpu", "--gpus", "1"]
+    assert cli.run(arguments) == 0
+    assert len(calls) == 1
+
+
 #: options whose value no rule gives → a value
 VALUES = {"rotation": "shared", "sparsity": "4:8", "sparsity_of": "down_proj=4:8", "keep": "layers.0.*"}
 VALUES |= {"calibration": "some.json", "text_column": "body", "down_rotation": "32"}
