@@ -31,10 +31,11 @@ def checked_ranks(count: int | None, device: str) -> int:
 
 
 def launch_if_asked(count: int | None, arguments: Sequence[str]) -> None:
-    """With a `count` above 1, the value of --gpus, runs `drot` with these arguments on so many ranks, and exits.
+    """Runs `drot` with these arguments on `count` ranks, the value of --gpus, and exits.
 
-    Returns without it, and in a rank. A single rank would not know that it is one, and start another. The ranks tell their errors. The exit status is that of the
-    first rank that fails, or 1 if a signal ended it.
+    Returns without a `count`, in a rank, and with one: a single rank would take itself for this process, and
+    start another. The ranks tell their errors. The exit status is that of the first rank that fails, or 1 if
+    a signal ended it.
     """
     if count is not None and count > 1 and torchrun.world_size() == 1:
         raise typer.Exit(_launch(arguments, count))
