@@ -25,6 +25,8 @@ from drot.config import PruningConfig, Recipe, RotationConfig
 from drot.core.errors import UserError
 from drot.core.hashes import parts_digest
 
+pytestmark = pytest.mark.slow
+
 #: of the checkpoints of models with three layers
 SHARD = "model-00001-of-00004.safetensors"
 WANDA = PruningConfig(method="wanda", solve="none", target="self")

@@ -19,6 +19,8 @@ from drot.core.errors import UserError
 from drot.model.families import FAMILIES
 from drot.model.whole import PROJECTORS
 
+pytestmark = pytest.mark.slow
+
 #: a run that rotates and removes no weight
 NOTHING = dict(sparsity=0.0, method="wanda", objective="entropy")
 TYPES = [name for name, (text, _) in WHOLE.items() if is_available(text)]

@@ -29,6 +29,8 @@ from drot.reporting.demo import CALIBRATION, HELD_OUT, MODEL
 from drot.sparse.linear import is_packed
 from drot.sparse.packed import unpack_model
 
+pytestmark = pytest.mark.slow
+
 #: kind of checkpoint → arguments of drot.prune
 KINDS = {
     "dense": dict(rotation=RotationConfig(mode="none")),

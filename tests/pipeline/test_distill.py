@@ -35,6 +35,8 @@ from drot.pipeline.kept_weights import BETAS
 from drot.pruning import prune_magnitude
 from drot.reporting.demo import CALIBRATION
 
+pytestmark = pytest.mark.slow
+
 #: token ids of the training that `prune` takes
 FURTHER = random_tokens(8, 40, seed=7)
 HELD_OUT = held_out_sequences(len(FURTHER), module.HELD_OUT_SHARE)

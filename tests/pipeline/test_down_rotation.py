@@ -18,6 +18,8 @@ from drot.model.block_rotation import BlockRotation
 from drot.model.boundary import down_rotations
 from drot.model.decoder import DecoderModel
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 FULL, LIGHT = recipe(), recipe("shared", down_rotation=16)
 POINTS = {"full": FULL, "light": LIGHT, "residual": recipe(boundary="residual", hessians="dense")}

@@ -37,6 +37,8 @@ from drot.pipeline.objective import layer_objective
 from drot.pipeline.sizes import sizes_of
 from drot.rotation.objective import LayerObjective
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 OPTIONS = dict(max_new_tokens=5, do_sample=False, pad_token_id=0)
 

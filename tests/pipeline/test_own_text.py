@@ -19,6 +19,8 @@ from drot.pipeline.sizes import without_weights
 from drot.reporting.demo import MODEL
 from drot.text.source import calibration_hash, load_calibration
 
+pytestmark = pytest.mark.slow
+
 NARROW = {"do_sample": True, "top_k": 2, "temperature": 0.3, "repetition_penalty": 1.5, "eos_token_id": 1}
 
 

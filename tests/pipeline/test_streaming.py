@@ -20,6 +20,8 @@ from drot.model.decoder import DecoderModel
 from drot.model.rotation import LayerRotation, RotationsOfLayers
 from drot.pipeline import prune as pipeline
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     ("llama", dict(mode="layer", solve="none", target="self"), {}),
     ("qwen3_moe", dict(mode="layer", down_rotation="none"), {}),

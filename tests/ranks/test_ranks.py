@@ -21,6 +21,8 @@ from drot.machine.ranks import RankEnded, Ranks, joined
 from drot.model.decoder import DecoderModel
 from drot.pruning.solve import ADMM_INTERVAL
 
+pytestmark = pytest.mark.slow
+
 # ---- what is sent ------------------------------------------------------------------------------------
 
 

@@ -34,6 +34,8 @@ from drot.sparse.fused import DeferredLinear, fuse
 from drot.sparse.linear import is_packed, packed_weights
 from drot.sparse.packed import check_packed, pack_model, unpack_model
 
+pytestmark = pytest.mark.slow
+
 #: those that between them have biases, interleaved experts, other names in files, shared experts behind a
 #: gate, and layers without experts
 KINDS = ["gpt_oss", "mixtral", "qwen3_next", "deepseek_v3"]
