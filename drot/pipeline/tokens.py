@@ -59,11 +59,12 @@ class TextReader:
     ) -> tuple[ResolvedRecipe, Tensor, Tensor | None]:
         """The token ids of the calibration [nsamples, seqlen] and of the training of all layers [n, seqlen].
 
-        The recipe has the number of the latter, and no such training if the text has too few.
+        The recipe has the number of sequences of that training. If the text has too few, it has no such
+        training.
 
         Raises UserError for a text or token ids that do not fit.
 
-        tokens, further: those that the caller has.
+        tokens, further: token ids that the caller gives in place of the text.
         measures: whether the run measures output errors, so that it reads the text in any case.
         """
         with tempfile.TemporaryDirectory() as temporary:

@@ -52,9 +52,9 @@ def load_calibration(
 
     Documents are joined by a blank line and tokenised without special tokens. Each sequence starts at a
     position drawn from torch.Generator().manual_seed(seed); those of the text `own` follow each other. A text
-    with fewer tokens than that is cut into consecutive sequences, of which there are fewer, and a warning
-    says so. Of a large file no more is read than the sequences need (`LargeText`). Several texts each have
-    their share of the sequences (`drot.text.mixture`).
+    with fewer tokens than its sequences is cut into consecutive sequences, of which there are fewer, and a
+    warning says so. Of a large file no more is read than the sequences need (`LargeText`). Several texts each
+    have their share of the sequences (`drot.text.mixture`).
 
     Raises UserError for a source that is missing, empty, unreadable or too short.
 
@@ -149,7 +149,7 @@ def _of_own_text(
     found = ids[: len(ids) // seqlen * seqlen].reshape(-1, seqlen)[behind : behind + nsamples]
     if not len(found) and not behind:
         raise UserError(
-            f"{file} must have more tokens than `seqlen`, {seqlen}; it has {len(ids)}: lower `seqlen`"
+            f"{file} must have at least `seqlen`, {seqlen}, tokens; it has {len(ids)}: lower `seqlen`"
         )
     if len(found) < nsamples and not behind:
         logger.warning("%s gives %d of %d sequences of %d tokens", file, len(found), nsamples, seqlen)
