@@ -29,6 +29,8 @@ PAGES = (
 PLAIN, SOLVER, DEFAULT = "not rotated", "not rotated, solver of balanced", "full, balanced"
 BEST = "full, best"
 MARKED = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+#: columns of the share of a gap
+GAP = ("gap closed", "of its logarithm")
 #: columns that say where a row comes from, and not what it measures
 ORIGIN = ("date", "commit", "machine", "torch", "transformers")
 
@@ -59,10 +61,14 @@ def table(head: Iterable[str], body: Iterable[Iterable[object]], used: Iterable[
     return f"{text}\n\n{origin}\n"
 
 
-def gap_closed(row: Row) -> str:
-    """The share of the damage by pruning without a rotation that the recipe undoes."""
-    dense, plain, found = (float(row[key]) for key in ("dense", "not_rotated", "perplexity"))
-    return f"{(plain - found) / (plain - dense):.0%}"
+def gap_closed(dense: float, plain: float, found: float) -> list[str]:
+    """The shares of the damage by pruning without a rotation, and of its logarithm, that a recipe undoes."""
+    shares = (plain - found) / (plain - dense), math.log(plain / found) / math.log(plain / dense)
+    return [f"{share:.0%}" for share in shares]
+
+
+def gap_of(row: Row) -> list[str]:
+    return gap_closed(*(float(row[key]) for key in ("dense", "not_rotated", "perplexity")))
 
 
 def perplexities(calibration: str) -> list[Row]:
@@ -77,12 +83,13 @@ def other_text() -> str:
     body = []
     for recipe in dict.fromkeys(row["recipe"] for row in rows):
         line = [found[recipe, text] for text in ("wikitext2-test", "python-heldout")]
-        cells = [cell for row in line for cell in (row["perplexity"], gap_closed(row))]
+        cells = [cell for row in line for cell in (row["perplexity"], *gap_of(row))]
         body.append([recipe, *cells, line[0]["seconds"]])
     first = [found["sparsegpt 2:4", text] for text in ("wikitext2-test", "python-heldout")]
     for name, key in (("dense", "dense"), ("sparsegpt 2:4, not rotated", "not_rotated")):
-        body.append([name, first[0][key], "", first[1][key], "", ""])
-    head = ["recipe", "wikitext2-test", "gap closed", "python-heldout", "gap closed", "seconds"]
+        body.append([name, first[0][key], "", "", first[1][key], "", "", ""])
+    head = [cell for text in ("wikitext2-test", "python-heldout") for cell in (text, *GAP)]
+    head = ["recipe", *head, "seconds"]
     return table(head, body, rows)
 
 
@@ -90,10 +97,10 @@ def own_text() -> str:
     """Recipes calibrated on the embedded Python, on held-out Python."""
     rows = perplexities("python-calibration")
     body = [
-        [row["recipe"], row["sequences"], row["not_rotated"], row["perplexity"], gap_closed(row)]
+        [row["recipe"], row["sequences"], row["not_rotated"], row["perplexity"], *gap_of(row)]
         for row in rows
     ]
-    return table(["recipe", "sequences", "not rotated", "rotated", "gap closed"], body, rows)
+    return table(["recipe", "sequences", "not rotated", "rotated", *GAP], body, rows)
 
 
 def training(layers: Iterable[tuple[str, str, str]], rows: list[Row]) -> str:
@@ -304,11 +311,7 @@ def records() -> str:
         dense, found = (median(run, key) for key in ("dense", "perplexity"))
         shares = ["", ""]
         if (plain := (*run[:4], "not rotated")) in runs:
-            before = median(plain, "perplexity")
-            shares = [
-                f"{(before - found) / (before - dense):.0%}",
-                f"{math.log(before / found) / math.log(before / dense):.0%}",
-            ]
+            shares = gap_closed(dense, median(plain, "perplexity"), found)
         values = sorted(float(row["perplexity"]) for row in seeds)
         spread = f" ({values[0]:.2f} … {values[-1]:.2f})" if len(values) > 1 else ""
         times = sorted(float(row["seconds"]) for row in seeds if row["seconds"])
@@ -325,7 +328,7 @@ def records() -> str:
             ]
         )
     head = ["model", "calibration", "tokens", "text", "recipe", "seeds", "dense", "perplexity"]
-    head += ["gap closed", "of its logarithm", "KL", "same token", "seconds"]
+    head += [*GAP, "KL", "same token", "seconds"]
     return table(head, body, rows)
 
 
