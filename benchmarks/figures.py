@@ -97,8 +97,7 @@ def own_text() -> str:
     """Recipes calibrated on the embedded Python, on held-out Python."""
     rows = perplexities("python-calibration")
     body = [
-        [row["recipe"], row["sequences"], row["not_rotated"], row["perplexity"], *gap_of(row)]
-        for row in rows
+        [row["recipe"], row["sequences"], row["not_rotated"], row["perplexity"], *gap_of(row)] for row in rows
     ]
     return table(["recipe", "sequences", "not rotated", "rotated", *GAP], body, rows)
 
