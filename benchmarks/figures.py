@@ -429,7 +429,7 @@ def inference() -> str:
     for (_, figure, variant), of_gpus in found.items():
         line = [figure, variant, ", ".join(dict.fromkeys(of_gpus[gpu]["wanted"] for gpu in gpus))]
         for row in (of_gpus[gpu] for gpu in gpus):
-            counted, low, high = (f"{float(row[value]):.3g}" for value in values)
+            counted, low, high = (f"{float(row[value]):.4g}" for value in values)
             judged = "; ".join(filter(None, (row["verdict"], row["needs"] and f"needs {row['needs']}")))
             line.append(f"{counted} ({low} … {high})" + (f": {judged}" if judged else ""))
         body.append(line)
